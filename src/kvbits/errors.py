@@ -1,0 +1,50 @@
+"""Every error this library raises on purpose.
+
+    KvbitsError
+    ├── SpecError (ValueError)          a spec, scheme, geometry or option that cannot be
+    ├── DataError (ValueError)          tensors with the wrong shape, dtype, device, or with NaN or infinity
+    ├── UnsupportedError                a model or call outside what the library can do correctly
+    ├── CacheError (RuntimeError)
+    │   ├── PoolFullError               no free page; nothing was changed
+    │   └── CacheStateError             an operation the cache's present state does not allow
+    ├── FileFormatError (ValueError)    a saved file that is corrupt, foreign or of another version
+    └── CalibrationError (ValueError)   calibration missing, or made for another model or scheme
+
+Messages give the value, the limit and the way out.
+"""
+
+
+class KvbitsError(Exception):
+    """Base class of every error raised on purpose by kvbits."""
+
+
+class SpecError(KvbitsError, ValueError):
+    """A spec, scheme, geometry or option that cannot be."""
+
+
+class DataError(KvbitsError, ValueError):
+    """Tensors with the wrong shape, dtype or device, or holding NaN or infinity."""
+
+
+class UnsupportedError(KvbitsError):
+    """A model or call outside what the library can do correctly."""
+
+
+class CacheError(KvbitsError, RuntimeError):
+    """A cache operation that could not be carried out."""
+
+
+class PoolFullError(CacheError):
+    """No free page. The operation changed nothing: free sequences or raise the capacity and repeat it."""
+
+
+class CacheStateError(CacheError):
+    """An operation the present state of the cache does not allow."""
+
+
+class FileFormatError(KvbitsError, ValueError):
+    """A saved file that is corrupt, foreign or of another version."""
+
+
+class CalibrationError(KvbitsError, ValueError):
+    """Calibration that is missing, or was made for another model or scheme."""
