@@ -51,6 +51,7 @@ class NumberFormat:
     planes: tuple[int, ...]
     kind: str  # "int", "float" or "raw"
     max_value: float = 0.0  # float formats: largest finite value
+    saturates_at: float = 0.0  # float formats: where rounding to nearest would pass it
 
     @property
     def bits(self) -> int:
@@ -64,8 +65,8 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="int4", planes=(4,), kind="int"),
         NumberFormat(name="int3", planes=(2, 1), kind="int"),
         NumberFormat(name="int2", planes=(2,), kind="int"),
-        NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", max_value=448.0),
-        NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", max_value=57344.0),
+        NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", max_value=448.0, saturates_at=464.0),
+        NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", max_value=57344.0, saturates_at=61440.0),
         NumberFormat(name="raw", planes=(), kind="raw"),
     )
 }

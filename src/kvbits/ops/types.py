@@ -1,0 +1,97 @@
+"""What ops take: one layer's pages of one pool, and which of them each sequence reads. Never a cache object.
+
+Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv heads, Hq = query heads (a multiple of H), D = head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..spec import PageLayout
+
+
+@dataclass(frozen=True)
+class PageStore:
+    """The pages of one layer in one pool.
+
+    Attributes:
+        layout: byte layout of a page.
+        slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids count through them in order.
+        static: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias` of the layer, float32 [H, groups or channels]; only names the specs need.
+    """
+
+    layout: PageLayout
+    slabs: tuple[torch.Tensor, ...]
+    static: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.slabs[0].device
+
+    def addresses(self) -> np.ndarray:
+        """int64 [num_pages]: byte address of each page's first struct."""
+        parts = [s.data_ptr() + s.stride(0) * np.arange(s.shape[0], dtype=np.int64) for s in self.slabs]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def gather(self, page_ids: np.ndarray) -> torch.Tensor:
+        """uint8 [n, H, head_bytes]: copies of a few pages (for the reference; kernels read in place)."""
+        if len(self.slabs) == 1:
+            return self.slabs[0][torch.from_numpy(page_ids).to(self.device)]
+        return torch.stack([self.page(int(i)) for i in page_ids])
+
+    def page(self, page_id: int) -> torch.Tensor:
+        """uint8 [H, head_bytes]: the page itself, writable."""
+        for slab in self.slabs:
+            if page_id < slab.shape[0]:
+                return slab[page_id]
+            page_id -= slab.shape[0]
+        raise IndexError(f"page {page_id} lies past the pool's end")
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Which pages each sequence reads: ragged lists in one array each (int32 or int64, on the host).
+
+    Attributes:
+        indptr: [B + 1]; sequence b reads entries indptr[b] .. indptr[b+1] - 1.
+        page_ids: [N] int64, into the store.
+        starts: [N] int64, position in its sequence of each page's first token.
+        lengths: [N] int32, visible tokens of each page, 0 < length <= page_size.
+    """
+
+    indptr: np.ndarray
+    page_ids: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.page_ids)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Pages of one format that a call attends to."""
+
+    store: PageStore
+    table: PageTable
+
+
+@dataclass(frozen=True)
+class AttendCall:
+    """Everything about an attention call but the tensors' contents.
+
+    Attributes:
+        parts: closed, sink and tail pages, each with its own format.
+        scaling: factor on the scores before softmax.
+        sliding_window: a query at position p sees keys at positions > p - sliding_window; None for all.
+        softcap: scores become softcap * tanh(scores / softcap); None for no cap.
+    """
+
+    parts: tuple[Part, ...]
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None

@@ -1,0 +1,1 @@
+"""HOW numbers become codes: plain PyTorch, one small module per step. The reference every kernel is compared with."""

@@ -1,0 +1,95 @@
+"""Codes to bytes and back, in the stored order of docs/formats.md.
+
+A code's bit planes are packed into rows (one token, one plane), then rows are interleaved: keys in tiles of 16 tokens,
+values in blocks of 16 bytes by four tokens. All functions keep leading dimensions and copy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..spec import KEY_TILE, VALUE_BLOCK, VALUE_TOKEN_ORDER, NumberFormat, plane_row_bytes
+
+
+def pack(codes: torch.Tensor, fmt: NumberFormat, kind: str) -> list[torch.Tensor]:
+    """Stored bytes of each plane, [..., tokens * row_bytes].
+
+    Args:
+        codes: uint8 [..., tokens, head_dim]; tokens a multiple of 16 for keys and of 8 for values.
+        kind: "k" or "v": which interleaving.
+    """
+    stored = []
+    shift = fmt.bits
+    for bits in fmt.planes:
+        shift -= bits
+        rows = pack_rows((codes >> shift) & (2**bits - 1), bits)
+        stored.append(_interleave_keys(rows) if kind == "k" else _interleave_values(rows))
+    return stored
+
+
+def unpack(planes: list[torch.Tensor], fmt: NumberFormat, kind: str, tokens: int, head_dim: int) -> torch.Tensor:
+    """Codes uint8 [..., tokens, head_dim] from the stored bytes of each plane."""
+    codes = None
+    for plane, bits in zip(planes, fmt.planes, strict=True):
+        row_bytes = plane_row_bytes(head_dim, bits)
+        rows = _deinterleave_keys(plane, tokens, row_bytes) if kind == "k" else _deinterleave_values(plane, tokens, row_bytes)
+        field = unpack_rows(rows, bits, head_dim)
+        codes = field if codes is None else (codes << bits) | field
+    assert codes is not None
+    return codes
+
+
+def pack_rows(fields: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [..., head_dim] of values below 2**bits -> uint8 [..., row_bytes]; field i of byte r is channel r + i * row_bytes."""
+    row_bytes = plane_row_bytes(fields.shape[-1], bits)
+    per_byte = 8 // bits
+    padded = torch.nn.functional.pad(fields, (0, row_bytes * per_byte - fields.shape[-1])).unflatten(-1, (per_byte, row_bytes))
+    rows = padded[..., 0, :].clone()
+    for i in range(1, per_byte):
+        rows |= padded[..., i, :] << (bits * i)
+    return rows
+
+
+def unpack_rows(rows: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
+    """Inverse of `pack_rows`."""
+    if bits == 8:
+        return rows[..., :head_dim]
+    parts = [(rows >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)]
+    return torch.cat(parts, dim=-1)[..., :head_dim]
+
+
+def _interleave_keys(rows: torch.Tensor) -> torch.Tensor:
+    tokens, row_bytes = rows.shape[-2:]
+    tiles = rows.unflatten(-2, (tokens // KEY_TILE, KEY_TILE)).unflatten(-1, (row_bytes // 4, 4))
+    return tiles.transpose(-3, -2).flatten(-4)
+
+
+def _deinterleave_keys(stored: torch.Tensor, tokens: int, row_bytes: int) -> torch.Tensor:
+    tiles = stored.unflatten(-1, (tokens // KEY_TILE, row_bytes // 4, KEY_TILE, 4))
+    return tiles.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
+def _token_order(tokens: int, device: torch.device) -> torch.Tensor:
+    eights = torch.arange(0, tokens, 8, device=device)
+    return (eights[:, None] + torch.tensor(VALUE_TOKEN_ORDER, device=device)).flatten()
+
+
+def _value_blocks(row_bytes: int) -> list[tuple[int, int]]:
+    """(first byte, width) of each block of a row."""
+    return [(r, min(VALUE_BLOCK, row_bytes - r)) for r in range(0, row_bytes, VALUE_BLOCK)]
+
+
+def _interleave_values(rows: torch.Tensor) -> torch.Tensor:
+    tokens, row_bytes = rows.shape[-2:]
+    quads = rows[..., _token_order(tokens, rows.device), :].unflatten(-2, (tokens // 4, 4))
+    return torch.cat([quads[..., r : r + w].transpose(-1, -2).flatten(-3) for r, w in _value_blocks(row_bytes)], dim=-1)
+
+
+def _deinterleave_values(stored: torch.Tensor, tokens: int, row_bytes: int) -> torch.Tensor:
+    blocks = []
+    for r, w in _value_blocks(row_bytes):
+        block = stored[..., r * tokens : (r + w) * tokens].unflatten(-1, (tokens // 4, w, 4))
+        blocks.append(block.transpose(-1, -2).flatten(-3, -2))
+    rows = torch.empty(*stored.shape[:-1], tokens, row_bytes, dtype=stored.dtype, device=stored.device)
+    rows[..., _token_order(tokens, stored.device), :] = torch.cat(blocks, dim=-1)
+    return rows

@@ -1,0 +1,165 @@
+"""Scales, biases and codes:  x ~ (code - zero) * scale + bias + mean.
+
+Symmetric:   scale = max|x| / q_max, codes in [1, 2**b - 1] around zero = 2**(b-1)      (arXiv 2512 INT8 paper, eq. 6 to 8, shifted by `zero`)
+Asymmetric:  bias = min(x), scale = (max(x) - bias) / (2**b - 1), codes in [0, 2**b - 1]  (KIVI, arXiv:2402.02750)
+FP8:         scale = max|x| / largest finite value, codes are the rounded float bytes
+
+Scale, bias and mean are rounded to their storage dtype FIRST and codes are taken against the rounded values: bias is rounded
+down, so nothing falls below code 0, and a subnormal float16 scale is rounded up, so nothing falls past the last code.
+Codes round half to even from x * (1 / scale) in float32. A group without spread stores scale 1 and decodes to its bias.
+
+Error of one element (u = 2**-11 for float16, 2**-8 for bfloat16, 2**-24 for float32):
+
+    |x - x'| <= scale * (0.5 + q_max * u) + u * |bias|
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import DataError
+from ..spec import PerChannel, PerToken, QuantSpec
+
+TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "uint8": torch.uint8}
+FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+
+
+@dataclass(frozen=True)
+class QParams:
+    """Scale, bias and mean of a run of pages, already rounded to storage precision, as float32.
+
+    Shapes after the leading page and head dimensions: scale and bias as `QuantSpec.scale_shape` says, mean [head_dim].
+    """
+
+    scale: torch.Tensor
+    bias: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+
+
+def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = None) -> QParams:
+    """Parameters for `x`: [..., tokens, head_dim] float32, one page per leading index.
+
+    Args:
+        static: calibrated parameters, [num_kv_heads, groups or channels]; used as they are when `spec.static`.
+
+    Raises:
+        DataError: a scale overflows its storage dtype, or calibration is missing.
+    """
+    if spec.static:
+        if static is None:
+            raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
+        return static
+    mean = None
+    if spec.center:
+        mean = _rounded(x.double().mean(-2).float(), spec.scale_dtype)
+        x = x - mean.unsqueeze(-2)
+    groups = _grouped(x, spec)
+    if spec.has_bias:
+        low, high = groups.amin(-1), groups.amax(-1)
+        bias = _rounded_down(low, spec.scale_dtype)
+        return QParams(_rounded_scale((high - bias) / spec.q_max, spec.scale_dtype), bias, mean)
+    return QParams(_rounded_scale(groups.abs().amax(-1) / spec.q_max, spec.scale_dtype), None, mean)
+
+
+def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.Tensor, int]:
+    """(codes uint8 [..., tokens, head_dim], how many elements were clamped to the code range)."""
+    if qparams.mean is not None:
+        x = x - qparams.mean.unsqueeze(-2)
+    if qparams.bias is not None:
+        x = x - expand(qparams.bias, spec, x.shape[-1])
+    scaled = x * expand(qparams.scale.reciprocal(), spec, x.shape[-1])
+    if spec.number_format.kind == "float":
+        limit = spec.number_format.max_value
+        saturated = int((scaled.abs() >= spec.number_format.saturates_at).sum())
+        return scaled.clamp(-limit, limit).to(FP8_DTYPES[spec.format]).view(torch.uint8), saturated
+    codes = scaled.round() + spec.zero
+    low, high = spec.code_range
+    saturated = int(((codes < low) | (codes > high)).sum())
+    return codes.clamp(low, high).to(torch.uint8), saturated
+
+
+def dequantize(codes: torch.Tensor, spec: QuantSpec, qparams: QParams, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge)."""
+    values = codes.view(FP8_DTYPES[spec.format]).to(dtype) if spec.number_format.kind == "float" else codes.to(dtype) - spec.zero
+    values = values * expand(qparams.scale.to(dtype), spec, codes.shape[-1])
+    if qparams.bias is not None:
+        values = values + expand(qparams.bias.to(dtype), spec, codes.shape[-1])
+    if qparams.mean is not None:
+        values = values + qparams.mean.to(dtype).unsqueeze(-2)
+    return values
+
+
+def error_bound(spec: QuantSpec, qparams: QParams, head_dim: int) -> torch.Tensor:
+    """Largest |x - dequantize(quantize(x))| per element, [..., tokens or 1, head_dim], for scales taken from x itself."""
+    u = UNIT_ROUNDOFF[spec.scale_dtype]
+    scale = expand(qparams.scale, spec, head_dim)
+    if spec.number_format.kind == "float":
+        mantissa = 3 if spec.format == "fp8_e4m3" else 2
+        return scale * spec.number_format.max_value * (2.0 ** -(mantissa + 1) + u)
+    bound = scale * (0.5 + spec.q_max * u)
+    if qparams.bias is not None:
+        bound = bound + u * expand(qparams.bias, spec, head_dim).abs()
+    return bound + 2.0**-22 * (0 if qparams.mean is None else qparams.mean.abs().unsqueeze(-2))
+
+
+def require_finite(x: torch.Tensor, what: str) -> None:
+    """Refuse NaN and infinity.
+
+    Args:
+        what: names the tensor and layer in the message.
+
+    Raises:
+        DataError: with the position of the first bad element.
+    """
+    finite = torch.isfinite(x)
+    if not bool(finite.all()):
+        bad = (~finite).nonzero()
+        where = tuple(bad[0].tolist())
+        raise DataError(
+            f"{what} holds {x[where].item()} at position {where} ({len(bad)} of {x.numel()} elements are not finite); "
+            "fix the model's numerics (float16 overflow is the usual cause: try bfloat16) or pass nonfinite='clamp'"
+        )
+
+
+def expand(s: torch.Tensor, spec: QuantSpec, head_dim: int) -> torch.Tensor:
+    """Broadcast a scale (or bias) to [..., tokens or 1, head_dim]."""
+    if isinstance(spec.granularity, PerChannel):
+        return s.unsqueeze(-2)
+    s = s.unsqueeze(-2) if spec.static else s.transpose(-1, -2)
+    return s.repeat_interleave(head_dim // s.shape[-1], dim=-1)
+
+
+def _grouped(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """View with the elements that share a scale in the last dimension and the scales' own shape before it."""
+    if isinstance(spec.granularity, PerChannel):
+        return x.transpose(-1, -2)
+    groups = 1 if isinstance(spec.granularity, PerToken) else spec.num_groups(x.shape[-1])
+    return x.unflatten(-1, (groups, -1)).transpose(-2, -3)
+
+
+def _rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    y = x.to(TORCH_DTYPES[dtype]).float()
+    if not bool(torch.isfinite(y).all()):
+        raise DataError(f"a scale, bias or mean of magnitude {x.abs().max().item():.3g} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
+    return y
+
+
+def _rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
+    rounded = _rounded(scale, dtype)
+    if dtype == "float16":
+        rounded = torch.where(scale < 2.0**-14, torch.ceil(scale * 2.0**24) * 2.0**-24, rounded)
+    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+
+
+def _rounded_down(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Largest value of `dtype` that is not above x."""
+    y = _rounded(x, dtype)
+    if dtype == "float32":
+        return y
+    bits = y.to(TORCH_DTYPES[dtype]).view(torch.int16)
+    # One step toward minus infinity: away from zero for negative numbers, toward it for positive ones.
+    lower = torch.where(y == 0, torch.full_like(bits, -32767), torch.where(y > 0, bits - 1, bits + 1))
+    return _rounded(torch.where(y > x, lower.view(TORCH_DTYPES[dtype]).float(), y), dtype)
