@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ...quant.packing import pack
 from ...quant.qparams import QParams, choose_qparams, quantize
 from ...spec import PageLayout
 from ..dequantize_pages.reference import section
+from ..types import PageStore
+
+PAGES_PER_STEP = 64
 
 
 def close_pages(
@@ -38,3 +42,20 @@ def close_pages(
             if f"{kind}_{name}" in layout.sections:
                 section(pages, layout, f"{kind}_{name}").copy_(getattr(qparams, name))
     return pages, saturated
+
+
+def refuses(k: torch.Tensor, store: PageStore) -> None:
+    """The reference takes everything."""
+
+
+def close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray) -> dict[str, int]:
+    """Close pages in place: k, v [n, H, page_size, head_dim] into the store's pages `page_ids` [n]. Returns clamped elements by kind."""
+    total: dict[str, int] = {}
+    for i in range(0, len(page_ids), PAGES_PER_STEP):
+        some = slice(i, i + PAGES_PER_STEP)
+        pages, saturated = close_pages(k[some], v[some], store.layout, store.static)
+        for page_id, page in zip(page_ids[some], pages, strict=True):
+            store.page(int(page_id)).copy_(page)
+        for kind, n in saturated.items():
+            total[kind] = total.get(kind, 0) + n
+    return total

@@ -1,0 +1,427 @@
+"""The cache: sequences of tokens on packed pages, for all layers of a model.
+
+A forward pass of T tokens is one step. The first layer that arrives plans it for all layers (page ids only, atomic); each layer then
+stores its own bytes and attends:
+
+    T = 1   write the token, then attend to all pages               (decode)
+    T > 1   attend to the history, attend to the chunk itself in its own precision, merge, then write      (prefill, chunks, speculation)
+
+so a chunk always sees its own tokens exactly and its history as stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import CacheStateError, DataError, PoolFullError, SpecError
+from ..ops import dispatch
+from ..ops.attend_pages.reference import attend_fresh
+from ..ops.dequantize_pages.reference import dequantize_pages, section
+from ..ops.merge_partials.reference import add_sink_logit, merge_partials
+from ..ops.types import AttendCall, PageStore, Part
+from ..quant.qparams import TORCH_DTYPES, require_finite
+from ..spec import CacheSpec
+from .pool import Pool
+from .state import Close, GroupState, Step
+
+
+@dataclass
+class _Forward:
+    """One forward pass under way."""
+
+    num_tokens: int
+    counts: list[int]
+    valid: torch.Tensor | None  # bool [B, T] on the host, None for all
+    positions: torch.Tensor  # int64 [B, T], -1 for padding
+    steps: list[Step]
+    history_first: bool
+    pending: set[int]  # layers that have not been here yet
+    calls: dict[tuple[int, Any], AttendCall] = field(default_factory=dict)
+
+
+class PagedCache:
+    """Keys and values of a batch of sequences, stored as a `CacheSpec` says.
+
+    Args:
+        spec: scheme and geometry.
+        batch_size, max_tokens: fix the capacity: exactly `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more. Without
+            them the cache grows.
+        device: where pages live; queries, keys and values must be there too.
+        static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales.
+        nonfinite: "refuse" NaN and infinity in keys and values with a DataError, or "clamp" them (NaN to 0, infinity to the largest finite value).
+        backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        device: torch.device | str = "cpu",
+        static: list[dict[str, torch.Tensor]] | None = None,
+        nonfinite: str = "refuse",
+        backend: str = "auto",
+    ) -> None:
+        if (batch_size is None) != (max_tokens is None):
+            raise SpecError(f"batch_size={batch_size} and max_tokens={max_tokens} fix the capacity together; give both or neither")
+        if nonfinite not in ("refuse", "clamp"):
+            raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
+        if spec.scheme.needs_calibration and static is None:
+            raise SpecError(f"scheme {spec.scheme.name!r} has static scales; run `kvbits calibrate` and pass the calibration")
+        for name, n in (("batch_size", batch_size), ("max_tokens", max_tokens)):
+            if n is not None and n < 1:
+                raise SpecError(f"{name}={n} must be at least 1")
+        self.spec = spec
+        self.device = torch.device(device)
+        self.nonfinite = nonfinite
+        self.backend = backend
+        self.static = static or [{} for _ in spec.layers]
+        self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
+        self._where: dict[int, tuple[int, int]] = {}
+        self.groups: list[GroupState] = []
+        for g, group in enumerate(spec.groups):
+            wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
+            pools = {name: Pool(group, name, None if wanted is None else wanted[name], self.device) for name in group.POOLS}
+            self.groups.append(GroupState(group, pools))
+            self._where.update({layer: (g, i) for i, layer in enumerate(group.layers)})
+        self._forward: _Forward | None = None
+        self._choices: dict[Any, dispatch.Choice] = {}
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.groups[0].sequences)
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens of each sequence, those that left a sliding window included."""
+        return [s.length for s in self.groups[0].sequences]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really allocated for pages, free ones included."""
+        return sum(p.nbytes for g in self.groups for p in g.pools.values())
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Allocated bytes split into codes, scales, raw, padding and free. Their sum is `nbytes`."""
+        kinds = dict.fromkeys(("codes", "scales", "raw", "padding", "free"), 0)
+        for g in self.groups:
+            for pool in g.pools.values():
+                for kind, n in pool.layout.bytes_by_kind().items():
+                    kinds[kind] += n * pool.num_layers * pool.allocator.num_used
+                kinds["free"] += pool.nbytes - pool.block_bytes * pool.allocator.num_used
+        return kinds
+
+    def explain(self) -> dict[str, Any]:
+        """What is stored, who serves each op and why the others do not, and where the bytes are."""
+        return {
+            "scheme": self.spec.scheme.name,
+            "bits_per_element": round(self.spec.bits_per_element, 4),
+            "layers": [
+                {
+                    "layers": list(g.group.layers),
+                    "keys": repr(g.group.key),
+                    "values": repr(g.group.value),
+                    "sliding_window": g.group.geometry.sliding_window,
+                    "pages": {name: {"used": p.allocator.num_used, "allocated": p.allocator.capacity} for name, p in g.pools.items()},
+                }
+                for g in self.groups
+            ],
+            "ops": sorted({str(c) for c in self._choices.values()}),
+            "bytes": self.bytes_by_kind() | {"total": self.nbytes},
+            "saturated": {i: s for i, s in enumerate(self.saturated) if any(s.values())},
+        }
+
+    # -- forward passes ---------------------------------------------------------------------------------------------
+
+    def begin(self, batch_size: int, num_tokens: int, valid: torch.Tensor | None = None) -> None:
+        """Plan a forward pass of `num_tokens` tokens per sequence for all layers.
+
+        Args:
+            valid: bool [B, T]; False marks padding, which is neither stored nor seen.
+
+        Raises:
+            PoolFullError: pages are missing; nothing changed.
+            CacheStateError: the batch size changed, or the pass before was left unfinished.
+        """
+        if self._forward is not None and self._forward.pending:
+            missing = sorted(self._forward.pending)
+            raise CacheStateError(
+                f"the last forward pass never reached layer {missing[0]} ({len(missing)} layers missing), so their pages hold nothing; "
+                "call reset(), or free() the sequences"
+            )
+        if num_tokens < 1 or batch_size < 1:
+            raise DataError(f"a forward pass of {batch_size} sequences x {num_tokens} tokens is empty; pass at least one token")
+        if self.batch_size and batch_size != self.batch_size:
+            raise CacheStateError(f"the cache holds {self.batch_size} sequences but was given {batch_size}; use select(), repeat() or reset() first")
+        if valid is not None:
+            valid = valid.to("cpu", torch.bool)
+            if valid.shape != (batch_size, num_tokens):
+                raise DataError(f"valid has shape {tuple(valid.shape)}, expected {(batch_size, num_tokens)}")
+            valid = None if bool(valid.all()) else valid
+        counts = [num_tokens] * batch_size if valid is None else valid.sum(1).tolist()
+        first = not self.batch_size
+        for g in self.groups:
+            g.resize(batch_size)
+        before = torch.tensor(self.seq_lens)[:, None]
+        ranks = torch.arange(1, num_tokens + 1).expand(batch_size, -1) if valid is None else valid.cumsum(1)
+        positions = before + ranks - 1
+        if valid is not None:
+            positions = positions.masked_fill(~valid, -1)
+        history_first = num_tokens > 1
+        undo = [g.snapshot() for g in self.groups] if any(g.may_run_out(counts) for g in self.groups) else None
+        try:
+            for g in self.groups:  # grow in one piece, so that a long prompt is one slab
+                if undo is None and g.pools["closed"].fixed_capacity is None:
+                    for name, n in g.pages_wanted(counts).items():
+                        g.pools[name].reserve(n)
+            steps = [g.advance(counts, history_first) for g in self.groups]
+        except PoolFullError:
+            assert undo is not None, "a step outgrew its own estimate"
+            for g, state in zip(self.groups, undo, strict=True):
+                g.restore([] if first else state[0], state[1])
+            raise
+        self._forward = _Forward(num_tokens, counts, valid, positions, steps, history_first, set(self._where))
+
+    def step(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store this layer's keys and values and attend. The first layer of a pass calls `begin` by itself.
+
+        Args:
+            q: [B, T, Hq, D]; k, v: [B, T, H, D], all of the cache's dtype and device.
+            scaling: factor on the scores.
+            sink_logits: [Hq], one more score per head with value 0 (gpt-oss).
+            valid: bool [B, T], see `begin`.
+
+        Returns:
+            [B, T, Hq, D] in q's dtype; zeros for padding queries.
+        """
+        self._check(layer, q, k, v)
+        if self._forward is None or not self._forward.pending:
+            self.begin(q.shape[0], q.shape[1], valid)
+        f = self._forward
+        assert f is not None
+        if layer not in f.pending:
+            raise CacheStateError(f"layer {layer} attended twice in one forward pass while {len(f.pending)} layers have not; call reset()")
+        if (q.shape[0], q.shape[1]) != tuple(f.positions.shape):
+            raise DataError(f"layer {layer} was given {tuple(q.shape[:2])} (sequences, tokens), but this forward pass has {tuple(f.positions.shape)}")
+        if self.nonfinite == "clamp":
+            k, v = _clamp(k), _clamp(v)
+        elif f.num_tokens > 1:
+            require_finite(k, f"keys of layer {layer}")
+            require_finite(v, f"values of layer {layer}")
+        call = self._call(layer, scaling, softcap)
+        if f.history_first:
+            window = self.spec.layers[layer].sliding_window
+            out, lse = attend_fresh(q, k, v, f.positions, scaling, window, softcap)
+            if call.parts:
+                past = self._attend(layer, q, call, f)
+                out, lse = merge_partials([past[0], out], [past[1], lse])
+            self._write(layer, k, v, f)
+        else:
+            self._write(layer, k, v, f)
+            out, lse = self._attend(layer, q, call, f)
+        f.pending.discard(layer)
+        if sink_logits is not None:
+            out = add_sink_logit(out, lse, sink_logits)
+        return out.to(q.dtype)
+
+    def _check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if layer not in self._where:
+            raise DataError(f"layer {layer} does not exist; the cache has {len(self.spec.layers)} layers")
+        g = self.spec.layers[layer]
+        want = (q.shape[0], q.shape[1], g.num_kv_heads, g.head_dim)
+        for name, x in (("keys", k), ("values", v)):
+            if tuple(x.shape) != want:
+                raise DataError(f"{name} of layer {layer} have shape {tuple(x.shape)}, expected {want} = (sequences, tokens, kv heads, head_dim)")
+            if x.dtype != TORCH_DTYPES[self.spec.raw_dtype]:
+                raise DataError(f"{name} of layer {layer} are {x.dtype}, but the cache was built for {self.spec.raw_dtype}; build it with raw_dtype={str(x.dtype)[6:]!r}")
+            if x.device.type != self.device.type:
+                raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {self.device}; build it with device={str(x.device)!r}")
+        if q.shape[2] % g.num_kv_heads or q.shape[3] != g.head_dim:
+            raise DataError(f"queries of layer {layer} have shape {tuple(q.shape)}; their heads must be a multiple of {g.num_kv_heads}, head_dim {g.head_dim}")
+
+    def _store(self, layer: int, pool: str) -> PageStore:
+        g, index = self._where[layer]
+        return self.groups[g].pools[pool].store(index, self.static[layer] if pool == "closed" else {})
+
+    def _call(self, layer: int, scaling: float, softcap: float | None) -> AttendCall:
+        f = self._forward
+        assert f is not None
+        history = f.steps[self._where[layer][0]].history
+        parts = tuple(Part(self._store(layer, pool), table) for pool, table in history.items())
+        return AttendCall(parts, scaling, self.spec.layers[layer].sliding_window, softcap)
+
+    def _attend(self, layer: int, q: torch.Tensor, call: AttendCall, f: _Forward) -> tuple[torch.Tensor, torch.Tensor]:
+        key = ("attend_pages", self._where[layer][0], f.history_first, q.dtype, q.shape[2], tuple(p.store.layout for p in call.parts))
+        if key not in self._choices:
+            self._choices[key] = dispatch.choose("attend_pages", q, call, backend=self.backend)
+        return self._choices[key].run(q, call, f.positions)
+
+    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: _Forward) -> None:
+        step = f.steps[self._where[layer][0]]
+        if f.valid is not None and (step.closes or step.writes):
+            rows = [x.nonzero().squeeze(1) for x in f.valid.to(k.device)]
+            fresh = [(k[b, i], v[b, i]) for b, i in enumerate(rows)]
+        else:
+            fresh = [(k[b], v[b]) for b in range(k.shape[0])]
+        if step.closes:
+            self._close(layer, fresh, step.closes)
+        for pool, source, target in step.copies:
+            store = self._store(layer, pool)
+            store.page(target).copy_(store.page(source))
+        for w in step.writes:
+            store = self._store(layer, w.pool)
+            page = store.page(w.page_id)
+            for name, x in zip(("k_raw", "v_raw"), fresh[w.row], strict=True):
+                section(page, store.layout, name)[:, w.slot : w.slot + w.count] = x[w.fresh : w.fresh + w.count].transpose(0, 1)
+
+    def _close(self, layer: int, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close]) -> None:
+        """Quantize the pages a step closes, runs of pages that lie wholly in the fresh tokens at once."""
+        size = self.spec.scheme.page_size
+        tail = self._store(layer, "tail")
+        store = self._store(layer, "closed")
+        runs: list[list[Close]] = []
+        for c in closes:
+            last = runs[-1][-1] if runs else None
+            joins = last is not None and not c.count and not last.count and c.row == last.row and c.fresh == last.fresh + size
+            runs[-1].append(c) if joins else runs.append([c])
+        for run in runs:
+            c = run[0]
+            sides = []
+            for name, x in zip(("k_raw", "v_raw"), fresh[c.row], strict=True):
+                rows = x[c.fresh : c.fresh + len(run) * size - c.count].transpose(0, 1)  # [H, tokens, D]
+                if c.count:
+                    rows = torch.cat([section(tail.page(c.tail[0]), tail.layout, name)[:, : c.count], rows], dim=1)
+                sides.append(rows.unflatten(1, (len(run), size)).transpose(0, 1))
+            if self.nonfinite == "refuse":
+                for name, x in zip(("keys", "values"), sides, strict=True):
+                    require_finite(x, f"{name} of layer {layer}, page of tokens {c.start}.. of sequence {c.row}")
+            key = ("close_pages", store.layout, sides[0].dtype)
+            if key not in self._choices:
+                self._choices[key] = dispatch.choose("close_pages", sides[0], store, backend=self.backend if self.backend == "reference" else "auto")
+            saturated = self._choices[key].run(sides[0], sides[1], store, np.array([x.page_id for x in run], np.int64))
+            for kind, n in saturated.items():
+                self.saturated[layer][kind] += n
+
+    # -- sequences --------------------------------------------------------------------------------------------------
+
+    def _finished(self, what: str) -> None:
+        if self._forward is not None and self._forward.pending:
+            raise CacheStateError(f"{what} in the middle of a forward pass ({len(self._forward.pending)} layers to go); finish it, or call reset()")
+
+    def _rows(self, rows: Rows[int]) -> list[int]:
+        checked = [int(r) for r in rows]
+        if bad := [r for r in checked if not 0 <= r < self.batch_size]:
+            raise DataError(f"sequence {bad[0]} does not exist; the cache holds {self.batch_size}")
+        return checked
+
+    def crop(self, lengths: Rows[int] | int) -> None:
+        """Keep the first `lengths[b]` tokens of each sequence (one number: of all).
+
+        A closed page that is cut keeps its codes and shows fewer tokens. Ends a `keep_past`.
+
+        Raises:
+            DataError: a length below 0 or above the sequence's.
+            CacheStateError: a sliding window has already released tokens that would be needed. Nothing changed.
+        """
+        self._finished("crop")
+        wanted = [lengths] * self.batch_size if isinstance(lengths, int) else [int(n) for n in lengths]
+        if len(wanted) != self.batch_size:
+            raise DataError(f"{len(wanted)} lengths for {self.batch_size} sequences")
+        for row, (n, have) in enumerate(zip(wanted, self.seq_lens, strict=True)):
+            if not 0 <= n <= have:
+                raise DataError(f"cannot crop sequence {row} to {n} tokens; it has {have}")
+            for g in self.groups:
+                g.check_crop(row, n)
+        for g in self.groups:
+            g.keep_past = False
+            for row, n in enumerate(wanted):
+                g.crop(row, n)
+
+    def keep_past(self) -> None:
+        """Let sliding-window layers keep everything until the next `crop`, so that speculated tokens can be taken back."""
+        for g in self.groups:
+            g.keep_past = True
+
+    def select(self, rows: Rows[int]) -> None:
+        """Sequence i becomes the old sequence rows[i]. Repeats share pages until one of them writes (fork, beam reorder, repeat);
+        sequences not named are freed."""
+        self._finished("select")
+        chosen = self._rows(rows)
+        if not chosen:
+            raise DataError("select() of no sequence; use reset() to empty the cache")
+        for g in self.groups:
+            g.select(chosen)
+        self._forward = None
+
+    def fork(self, row: int) -> int:
+        """Add a copy of a sequence that shares its pages; returns the new row."""
+        self.select([*range(self.batch_size), *self._rows([row])])
+        return self.batch_size - 1
+
+    def repeat(self, n: int) -> None:
+        """Every sequence n times, copies next to each other."""
+        self.select([row for row in range(self.batch_size) for _ in range(n)])
+
+    def free(self, row: int) -> None:
+        """Empty a sequence; its row stays, with length 0."""
+        (row,) = self._rows([row])
+        for g in self.groups:
+            g.free(row)
+        if self._forward is not None:
+            self._forward.pending.clear()
+
+    def reset(self) -> None:
+        """Forget all sequences. Allocated pages stay, free."""
+        for g in self.groups:
+            for row in range(len(g.sequences)):
+                g.free(row)
+            g.sequences = []
+            g.keep_past = False
+        self._forward = None
+        self.saturated = [{"k": 0, "v": 0} for _ in self.spec.layers]
+
+    def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention never calls this)."""
+        (row,) = self._rows([row])
+        keys, values = [], []
+        tables = self.groups[self._where[layer][0]].tables()
+        for pool in ("sink", "closed", "tail"):
+            if pool not in tables:
+                continue
+            table, store = tables[pool], self._store(layer, pool)
+            for e in range(table.indptr[row], table.indptr[row + 1]):
+                k, v = dequantize_pages(store.page(int(table.page_ids[e])), store.layout, store.static, dtype)
+                keys.append(k[:, : table.lengths[e]].transpose(0, 1))
+                values.append(v[:, : table.lengths[e]].transpose(0, 1))
+        if not keys:
+            g = self.spec.layers[layer]
+            empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
+            return empty, empty
+        return torch.cat(keys), torch.cat(values)
+
+
+def _clamp(x: torch.Tensor) -> torch.Tensor:
+    finite = torch.isfinite(x)
+    if bool(finite.all()):
+        return x
+    top = x[finite].abs().max().item() if bool(finite.any()) else 0.0
+    return torch.nan_to_num(x, nan=0.0, posinf=top, neginf=-top)

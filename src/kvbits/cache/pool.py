@@ -1,0 +1,108 @@
+"""Bytes of pages: slabs of uint8 memory, and one function that allocates them.
+
+A page id names one page in each layer of a group; those lie side by side: [page id][layer][kv head][struct]. A pool of fixed capacity is one
+slab of exactly that many ids. A growing pool adds slabs, so nothing is ever copied or moved and addresses stay valid.
+On CPUs a slab lies on 2 MiB pages where the system gives them: measured elsewhere, reading it is 1.3 to 1.5 times faster.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from ..errors import PoolFullError
+from ..ops.types import PageStore
+from ..spec import LayerGroup
+from .allocator import Allocator
+
+HUGE_PAGE = 2 << 20
+GROWTH = 8
+"""A growing pool is extended by at least a GROWTH-th of itself, so at most that share lies idle."""
+
+
+def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised uint8 [nbytes]. The only place where page memory comes from (tests poison it here)."""
+    if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    region = mmap.mmap(-1, nbytes + HUGE_PAGE)  # address space only; memory is taken when written
+    region.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(region, dtype=torch.uint8)
+    skip = -whole.data_ptr() % HUGE_PAGE
+    return whole[skip : skip + nbytes]
+
+
+class Pool:
+    """Pages of one layout for all layers of a group.
+
+    Args:
+        capacity: ids for ever (PoolFullError past them), or None to grow.
+    """
+
+    def __init__(self, group: LayerGroup, name: str, capacity: int | None, device: torch.device) -> None:
+        self.name = name
+        self.layout = group.layouts[name]
+        self.num_layers = len(group.layers)
+        self.block_bytes = group.block_bytes(name)
+        self.fixed_capacity = capacity
+        self.device = device
+        self.allocator = Allocator()
+        self.slabs: list[torch.Tensor] = []
+        self._stores: dict[int, PageStore] = {}
+        if capacity:
+            self._add(capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really allocated."""
+        return sum(s.numel() for s in self.slabs)
+
+    def _add(self, num_ids: int) -> None:
+        slab = allocate_slab(num_ids * self.block_bytes, self.device)
+        self.slabs.append(slab.view(num_ids, self.num_layers, self.layout.num_kv_heads, self.layout.head_bytes))
+        self.allocator.grow(self.allocator.capacity + num_ids)
+        self._stores.clear()
+
+    def shortfall(self, num_ids: int) -> int:
+        """Ids missing for an allocation of `num_ids` that a fixed capacity forbids (0: it can be done)."""
+        return 0 if self.fixed_capacity is None else max(0, num_ids - self.allocator.num_free)
+
+    def reserve(self, num_ids: int) -> None:
+        """Make sure `num_ids` ids are free.
+
+        Raises:
+            PoolFullError: the capacity is fixed and too small. Nothing changed.
+        """
+        missing = num_ids - self.allocator.num_free
+        if missing <= 0:
+            return
+        if self.fixed_capacity is not None:
+            raise PoolFullError(
+                f"the {self.name} pool needs {num_ids} more pages but has {self.allocator.num_free} free of {self.fixed_capacity}; "
+                "free sequences, crop, or build the cache with a larger max_tokens or batch_size (or without them, to let it grow)"
+            )
+        self._add(max(missing, self.allocator.capacity // GROWTH))
+
+    def store(self, layer: int, static: dict[str, torch.Tensor]) -> PageStore:
+        """The pages of one layer (its index inside the group)."""
+        if layer not in self._stores:
+            self._stores[layer] = PageStore(self.layout, tuple(s[:, layer] for s in self.slabs), static)
+        return self._stores[layer]
+
+    def block(self, page_id: int) -> torch.Tensor:
+        """uint8 [layers, H, head_bytes]: all bytes of an id, writable."""
+        for slab in self.slabs:
+            if page_id < slab.shape[0]:
+                return slab[page_id]
+            page_id -= slab.shape[0]
+        raise IndexError(f"page {page_id} lies past the {self.name} pool's end")
+
+    def __deepcopy__(self, memo: dict) -> Pool:
+        import copy
+
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.allocator = copy.deepcopy(self.allocator, memo)
+        new.slabs = [allocate_slab(s.numel(), self.device).copy_(s.flatten()).view(s.shape) for s in self.slabs]
+        new._stores = {}
+        return new

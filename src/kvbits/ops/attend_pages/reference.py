@@ -1,0 +1,128 @@
+"""Attention over packed pages, a few pages at a time, with online softmax: never a dense copy of the history.
+
+    m' = max(m, max(s)),  l' = l exp(m - m') + sum(exp(s - m')),  o' = o exp(m - m') + exp(s - m') V     (arXiv:1805.02867)
+
+Runs anywhere torch runs. With `dtype=torch.float64` it is the judge of every kernel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..dequantize_pages.reference import dequantize_pages
+from ..types import AttendCall, Part
+
+PAGES_PER_STEP = 16
+
+
+def refuses(q: torch.Tensor, call: AttendCall) -> None:
+    """The reference takes everything."""
+
+
+def attend(
+    q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query over the pages of its sequence.
+
+    Args:
+        q: [B, T, Hq, D].
+        call: pages of all formats, scaling, window, softcap.
+        q_positions: int64 [B, T]; a key at position p is visible to a query at position t if t - sliding_window < p <= t.
+            Negative marks a padding query, which sees nothing.
+
+    Returns:
+        out [B, T, Hq, D] and lse [B, T, Hq] (natural log) in `dtype`; 0 and -inf where nothing was visible.
+    """
+    outs, lses = zip(*(_attend_sequence(q[b], call, q_positions[b], b, dtype) for b in range(q.shape[0])), strict=True)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def _attend_sequence(
+    q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, b: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    t, hq, d = q.shape
+    h = call.parts[0].store.layout.num_kv_heads
+    rows = q.to(dtype).unflatten(1, (h, hq // h)).permute(1, 0, 2, 3).reshape(h, -1, d)  # [H, T * G, D]
+    row_positions = q_positions.to(q.device).repeat_interleave(hq // h)
+    best = rows.new_full((h, rows.shape[1], 1), -torch.inf)
+    total = torch.zeros_like(best)
+    out = torch.zeros_like(rows)
+    for part in call.parts:
+        for k, v, key_positions in _steps(part, b, dtype):
+            scores = rows @ k.transpose(-1, -2) * call.scaling
+            if call.softcap is not None:
+                scores = call.softcap * torch.tanh(scores / call.softcap)
+            hidden = (key_positions < 0) | (key_positions > row_positions[:, None])
+            if call.sliding_window is not None:
+                hidden |= key_positions <= row_positions[:, None] - call.sliding_window
+            scores = scores.masked_fill(hidden, -torch.inf)
+            new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
+            safe = torch.where(torch.isinf(new_best), 0.0, new_best)
+            p = torch.exp(scores - safe)
+            alpha = torch.exp(best - safe)
+            total = total * alpha + p.sum(-1, keepdim=True)
+            out = out * alpha + p @ v
+            best = new_best
+    seen = total > 0
+    out = torch.where(seen, out / torch.where(seen, total, 1.0), 0.0)
+    lse = torch.where(seen, best + torch.log(total), -torch.inf)
+    return (
+        out.view(h, t, hq // h, d).permute(1, 0, 2, 3).reshape(t, hq, d),
+        lse.view(h, t, hq // h).permute(1, 0, 2).reshape(t, hq),
+    )
+
+
+def _steps(part: Part, b: int, dtype: torch.dtype):  # noqa: ANN202 - generator of (k, v, positions)
+    """Dequantized [H, n, D] keys and values of a few pages at a time, with their positions (-1 past a page's visible length)."""
+    layout, table = part.store.layout, part.table
+    for first in range(table.indptr[b], table.indptr[b + 1], PAGES_PER_STEP):
+        entries = slice(first, min(first + PAGES_PER_STEP, table.indptr[b + 1]))
+        k, v = dequantize_pages(part.store.gather(table.page_ids[entries]), layout, part.store.static, dtype)
+        inside = np.arange(layout.page_size)
+        positions = np.where(inside < table.lengths[entries, None], table.starts[entries, None] + inside, -1).reshape(-1)
+        keep = torch.from_numpy(positions >= 0).to(k.device)
+        # Rows past the visible length may hold anything, NaN included, and 0 * NaN would spread it.
+        k, v = (x.transpose(0, 1).flatten(1, 2)[:, keep] for x in (k, v))
+        yield k, v, torch.from_numpy(positions).to(k.device)[keep]
+
+
+def attend_fresh(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of a fresh chunk to itself, in its own precision.
+
+    Args:
+        q: [B, T, Hq, D]; k, v: [B, T, H, D].
+        positions: int64 [B, T] of the tokens, negative for padding.
+
+    Returns:
+        out [B, T, Hq, D] and lse [B, T, Hq], float32.
+    """
+    group = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(group, 1), v.transpose(1, 2).repeat_interleave(group, 1)
+    t = q.shape[2]
+    plain = bool((positions >= 0).all()) and (sliding_window is None or t <= sliding_window)
+    mask = None if plain else _visible(positions, sliding_window).to(q.device)[:, None]
+    if softcap is None and q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
+        bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, plain, attn_mask=bias, scale=scaling)
+        if mask is not None:
+            lse = lse.masked_fill(~mask.any(-1), -torch.inf)
+        return out.transpose(1, 2).float(), lse.transpose(1, 2)
+    if mask is None:
+        mask = torch.ones(t, t, dtype=torch.bool, device=q.device).tril()[None, None]
+    scores = q.float() @ k.float().transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    p = torch.exp(scores - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
+    return (p @ v.float()).transpose(1, 2), lse.transpose(1, 2)
+
+
+def _visible(positions: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    """Bool [B, T, T]: which key each query sees."""
+    keys, queries = positions[:, None, :], positions[:, :, None]
+    seen = (keys >= 0) & (keys <= queries)
+    return seen if sliding_window is None else seen & (keys > queries - sliding_window)

@@ -1,0 +1,58 @@
+"""Which backend serves an op, decided once per kind of call, with every refusal kept as text.
+
+A backend is a module with `NAME`, `refuses_*` and the op itself. The list order is the order of preference; the reference is last and takes everything.
+A backend is skipped only for a reason it states, never because it raised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SpecError
+
+BACKENDS = {
+    "attend_pages": {"cpu": "attend_pages.cpu", "cuda": "attend_pages.cuda", "triton": "attend_pages.triton", "reference": "attend_pages.reference"},
+    "close_pages": {"cpu": "close_pages.cpu", "cuda": "close_pages.cuda", "reference": "close_pages.reference"},
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves an op, and why the ones before it do not."""
+
+    op: str
+    backend: str
+    run: Callable[..., Any]
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.refusals.items())
+        return f"{self.op} by {self.backend}" + (f" ({reasons})" if reasons else "")
+
+
+def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
+    """The first backend that takes a call like `args`, or the one named.
+
+    Raises:
+        SpecError: unknown backend, or the named one refuses; the message says why.
+    """
+    backends = BACKENDS[op]
+    if backend != "auto" and backend not in backends:
+        raise SpecError(f"unknown backend {backend!r} for {op}; known: auto, {', '.join(backends)}")
+    refusals: dict[str, str] = {}
+    for name, path in backends.items():
+        if backend not in ("auto", name):
+            continue
+        if importlib.util.find_spec(f"kvbits.ops.{path}") is None:
+            refusals[name] = "not part of this installation"
+            continue
+        module = importlib.import_module(f"kvbits.ops.{path}")
+        why = module.refuses(*args)
+        if why is None:
+            return Choice(op, name, module.attend if op == "attend_pages" else module.close, refusals)
+        refusals[name] = why
+    raise SpecError(f"{op}: backend {backend!r} refuses this call: {refusals.get(backend, refusals)}; use backend='auto'")

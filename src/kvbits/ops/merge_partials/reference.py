@@ -1,0 +1,38 @@
+"""Merge attention over disjoint sets of keys into attention over their union.
+
+    lse = log(sum_i exp(lse_i)),   out = sum_i exp(lse_i - lse) * out_i
+
+Sinks, residual windows, formats, chunked prefill and split-KV are all this one operation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def merge_partials(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of key sets.
+
+    Args:
+        outs: each [..., head_dim].
+        lses: each [...], natural log of the sum of exponentiated scores; -inf where a set was empty (its `out` is then ignored).
+
+    Returns:
+        float32 (or float64) out and lse; rows that saw no key at all are 0 and -inf.
+    """
+    dtype = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
+    stacked = torch.stack([x.to(dtype) for x in lses])
+    lse = torch.logsumexp(stacked, dim=0)
+    weights = torch.exp(stacked - torch.where(torch.isinf(lse), torch.zeros_like(lse), lse))
+    out = sum(torch.where(w[..., None] > 0, w[..., None] * o.to(dtype), 0.0) for w, o in zip(weights, outs, strict=True))
+    assert isinstance(out, torch.Tensor)
+    return out, lse
+
+
+def add_sink_logit(out: torch.Tensor, lse: torch.Tensor, logit: torch.Tensor) -> torch.Tensor:
+    """Attention with one more key of score `logit` and value 0 (the learned sinks of gpt-oss).
+
+    Args:
+        out: [B, T, Hq, head_dim]; lse: [B, T, Hq]; logit: [Hq].
+    """
+    return out * torch.sigmoid(lse - logit.to(lse))[..., None]

@@ -1,0 +1,100 @@
+"""Named schemes, each a few lines with its source. `get("int4")` finds one; `get(..., residual_length=128)` changes fields.
+
+Bits per element with all metadata: `kvbits schemes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .errors import SpecError
+from .spec import PerChannel, PerGroup, PerToken, QuantSpec, Scheme
+
+_PAPER = "https://github.com/MaanasTaneja/cuda-kv-cache-compression"
+_KIVI = "https://arxiv.org/abs/2402.02750"
+_FP8 = "https://arxiv.org/abs/2209.05433"
+_SMOOTH_K = "https://arxiv.org/abs/2410.02367"
+_GROUPED = "https://arxiv.org/abs/2303.06865"
+
+_INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
+_INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
+
+
+def _kivi(bits: int) -> Scheme:
+    spec = QuantSpec(format=f"int{bits}", granularity=PerChannel(), symmetric=False)
+    return Scheme(
+        name=f"kivi{bits}", key=spec, value=dataclasses.replace(spec, granularity=PerGroup(32)), residual_length=128, page_size=32, source=_KIVI,
+        description=f"{bits}-bit asymmetric, keys per channel over 32 tokens, values per token in groups of 32, newest 128 tokens raw",
+    )  # fmt: skip
+
+
+PRESETS: dict[str, Scheme] = {
+    s.name: s
+    for s in (
+        Scheme(name="raw", key=QuantSpec.raw(), value=QuantSpec.raw(), description="the model's own 16-bit values on pages: lossless"),
+        Scheme(name="int8", key=_INT8, value=_INT8, source="", description="per head and group of 64, symmetric, float16 scales: the safe default"),
+        Scheme(
+            name="int8_per_channel", key=QuantSpec(format="int8", granularity=PerChannel(), scale_dtype="float32"),
+            value=QuantSpec(format="int8", granularity=PerChannel(), scale_dtype="float32"), source=_PAPER,
+            description="one float32 scale per channel over a page, symmetric",
+        ),
+        Scheme(
+            name="int8_per_token", key=QuantSpec(format="int8", granularity=PerToken()), value=QuantSpec(format="int8", granularity=PerToken()),
+            description="one scale per token and head, symmetric",
+        ),
+        Scheme(
+            name="int8_asym", key=QuantSpec(format="int8", granularity=PerToken(), symmetric=False),
+            value=QuantSpec(format="int8", granularity=PerToken(), symmetric=False), description="one scale and offset per token and head",
+        ),
+        Scheme(
+            name="int8_centered", key=dataclasses.replace(_INT8, center="channel"), value=_INT8, source=_SMOOTH_K,
+            description="int8 with each page's channel means of the keys kept apart: for models with a key bias",
+        ),
+        Scheme(
+            name="int8_static", key=dataclasses.replace(_INT8, static=True), value=dataclasses.replace(_INT8, static=True),
+            description="int8 with calibrated scales per layer, head and group of 64",
+        ),
+        Scheme(
+            name="fp8", key=QuantSpec(format="fp8_e4m3", granularity=PerToken()), value=QuantSpec(format="fp8_e4m3", granularity=PerToken()),
+            source=_FP8, description="E4M3 with one scale per token and head",
+        ),
+        Scheme(
+            name="fp8_e5m2_keys", key=QuantSpec(format="fp8_e5m2", granularity=PerToken()),
+            value=QuantSpec(format="fp8_e4m3", granularity=PerToken()), source=_FP8, description="E5M2 keys, E4M3 values, one scale per token and head",
+        ),
+        Scheme(
+            name="int4", key=_INT4, value=_INT4, source=_GROUPED, residual_length=64,
+            description="per head and group of 32, symmetric: for models without a key bias",
+        ),
+        Scheme(
+            name="int4_centered", key=dataclasses.replace(_INT4, center="channel", symmetric=False),
+            value=dataclasses.replace(_INT4, symmetric=False), source=_SMOOTH_K, residual_length=64,
+            description="asymmetric int4 in groups of 32 with each page's channel means of the keys kept apart",
+        ),
+        Scheme(
+            name="int8k_int4v", key=_INT8, value=_INT4, residual_length=64,
+            description="INT8 keys, grouped INT4 values: the fallback when 4-bit keys cost too much",
+        ),
+        _kivi(4),
+        _kivi(2),
+    )
+}  # fmt: skip
+
+
+def get(name: str, **changes: Any) -> Scheme:
+    """The preset `name`, with fields changed.
+
+    Args:
+        name: a key of `PRESETS`.
+        changes: fields of `Scheme`, for example `num_sink_tokens=4`.
+
+    Raises:
+        SpecError: unknown preset or field.
+    """
+    if name not in PRESETS:
+        raise SpecError(f"unknown scheme {name!r}; known: {', '.join(PRESETS)}")
+    fields = {f.name for f in dataclasses.fields(Scheme)}
+    if unknown := set(changes) - fields:
+        raise SpecError(f"a scheme has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(fields))}")
+    return dataclasses.replace(PRESETS[name], **changes)
