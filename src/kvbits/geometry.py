@@ -1,0 +1,190 @@
+"""Shape of a model's KV cache, read from its Transformers configuration: one `LayerGeometry` per attention layer.
+
+    config.json, directory, GGUF file, hub id  --load_config-->  configuration  --layer_geometries-->  (LayerGeometry, ...)
+
+What differs between families: heads (`num_key_value_heads`, `multi_query`, or as many as query heads), `head_dim` (stated, or
+hidden_size / heads), and which layers see a window: `layer_types` where the family has it (Gemma 2/3, Qwen 2/3, Cohere 2 compute it
+from `sliding_window_pattern`, `use_sliding_window`, `max_window_layers`), else every layer of a model with a `sliding_window`
+(Mistral, Phi-3). These are the rules of `transformers.cache_utils.get_layer_types_and_kwargs`, which is not called because its
+return type changed between 5.17 and 5.23 and because importing it imports torch; a test compares the two on every family.
+
+Models whose cache is something else than one key and one value per kv head and token are refused, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from .errors import SpecError, UnsupportedError
+from .spec import LayerGeometry
+
+_SLIDING = ("sliding_attention", "hybrid_sliding")
+_RECURRENT = ("linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding", "moe", "mlp")
+
+
+def load_config(model: str | os.PathLike[str]) -> Any:
+    """The Transformers configuration of a model. Reads local files where they exist; imports neither torch nor weights.
+
+    Args:
+        model: a local directory, a config.json, a GGUF file, or a hub id.
+
+    Raises:
+        SpecError: nothing there, or nothing that Transformers can read.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model)
+    try:
+        if path.suffix == ".gguf":
+            if not path.is_file():
+                raise SpecError(f"no such file: {path}")
+            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        if path.is_file():
+            fields = json.loads(path.read_text())
+            if not isinstance(fields, dict) or "model_type" not in fields:
+                raise SpecError(f"{path} has no model_type, so it is not a Transformers config.json")
+            return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        if not path.is_dir() and str(model).count("/") != 1 and (path.suffix == ".json" or str(model).startswith((".", "/", "~")) or "/" in str(model)):
+            raise SpecError(f"no such file or directory: {path}")
+        return AutoConfig.from_pretrained(str(model))
+    except SpecError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise SpecError(f"cannot read the configuration of {str(model)!r}: {reason}; give a local directory, a config.json, a GGUF file or a hub id") from e
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of the part that generates text (the same object for models of text only)."""
+    get = getattr(config, "get_text_config", None)
+    return config if get is None else get(decoder=True)
+
+
+def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
+    """Geometry of each decoder layer, in model order.
+
+    Args:
+        config: a Transformers configuration, also one of a multimodal model (its text part counts).
+
+    Raises:
+        UnsupportedError: encoder-decoder models, latent attention (MLA), recurrent, chunked or sparse layers, layers that share
+            another layer's cache, keys and values of different width.
+        SpecError: numbers that cannot be a cache, such as kv heads that do not divide the query heads.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{_name(config)} is an encoder-decoder model; kvbits caches decoder-only models")
+    config = text_config(config)
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if not num_layers:
+        raise UnsupportedError(f"{_name(config)} states no num_hidden_layers, so its cache is unknown; give --layers, --kv-heads and --head-dim")
+    configs = _per_layer(config, num_layers)
+    _refuse_latent(configs[0])
+    types = _layer_types(config, configs)
+    return tuple(_geometry(c, kind, i) for i, (c, kind) in enumerate(zip(configs, types, strict=True)))
+
+
+def max_context(config: Any) -> int | None:
+    """Most tokens the model was made for (`max_position_embeddings`), or None where the configuration does not say."""
+    n = getattr(text_config(config), "max_position_embeddings", None)
+    return n if isinstance(n, int) and n > 0 else None
+
+
+def _name(config: Any) -> str:
+    return f"{type(config).__name__} ({getattr(config, 'model_type', '') or 'no model_type'})"
+
+
+def _refuse_latent(config: Any) -> None:
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedError(
+            f"{_name(config)} uses multi-head latent attention (kv_lora_rank={config.kv_lora_rank}): it caches keys and values of different widths, "
+            "which kvbits does not store; use the stock cache"
+        )
+
+
+def _per_layer(config: Any, num_layers: int) -> list[Any]:
+    """One configuration per layer: the same one, unless the model is heterogeneous (transformers >= 5.2x)."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * num_layers
+
+
+def _layer_types(config: Any, configs: list[Any]) -> list[str]:
+    types = next((t for name in ("layer_types", "layers_block_type", "block_types") if (t := getattr(config, name, None))), None)
+    if types is None:
+        types = [_infer_type(c, i) for i, c in enumerate(configs)]
+    if len(types) != len(configs):
+        raise SpecError(f"{_name(config)} has num_hidden_layers={len(configs)} but {len(types)} layer_types")
+    types = [{"attention": "full_attention"}.get(t, t) for t in types]
+    shared = getattr(config, "kv_sharing_modes", None) or []
+    for i, mode in enumerate(shared):
+        if mode == "reuse":
+            raise UnsupportedError(f"layer {i} of {_name(config)} attends over another layer's cache (KV sharing), which kvbits cannot express yet")
+    recurrent = [i for i, t in enumerate(types) if t in _RECURRENT]
+    if recurrent:
+        raise UnsupportedError(
+            f"{len(recurrent)} of {len(types)} layers of {_name(config)} are not plain attention (layer {recurrent[0]} is "
+            f"{types[recurrent[0]]!r}): their state is no KV cache; use the stock cache"
+        )
+    return types
+
+
+def _infer_type(config: Any, layer: int) -> str:
+    """Type of a layer in a configuration without `layer_types`."""
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return "chunked_attention"
+    if not getattr(config, "sliding_window", None) or getattr(config, "use_sliding_window", None) is False:
+        return "full_attention"
+    pattern = getattr(config, "sliding_window_pattern", None)
+    if isinstance(pattern, int) and pattern > 1:
+        return "sliding_attention" if (layer + 1) % pattern else "full_attention"
+    return "sliding_attention"
+
+
+def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
+    if kind not in ("full_attention", *_SLIDING):
+        raise UnsupportedError(f"layer {layer} of {_name(config)} is {kind!r}; kvbits knows full_attention and sliding_attention")
+    window = None
+    if kind in _SLIDING:
+        window = getattr(config, "sliding_window", None)
+        if not window:
+            raise SpecError(f"layer {layer} of {_name(config)} is {kind!r} but sliding_window={window}")
+    num_heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(num_heads, int) or num_heads < 1:
+        raise UnsupportedError(f"{_name(config)} states no single num_attention_heads (found {num_heads!r}), so it is no plain attention model")
+    head_dim, num_kv_heads = _head_dim(config, num_heads), _num_kv_heads(config, num_heads)
+    if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous
+        head_dim = int(wide)
+        num_kv_heads = getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None) or num_kv_heads
+    value_dim = getattr(config, "v_head_dim", None)
+    if value_dim and value_dim != head_dim:
+        raise UnsupportedError(f"{_name(config)} has keys of width {head_dim} and values of width {value_dim}; kvbits stores them at one width")
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise SpecError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+    return LayerGeometry(num_kv_heads=num_kv_heads, head_dim=head_dim, sliding_window=window)
+
+
+def _head_dim(config: Any, num_heads: int) -> int:
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim:
+        return int(head_dim)
+    hidden = getattr(config, "hidden_size", None)
+    if not isinstance(hidden, int):
+        raise UnsupportedError(f"{_name(config)} states neither head_dim nor hidden_size")
+    if hidden % num_heads:
+        raise SpecError(f"hidden_size={hidden} is not a multiple of num_attention_heads={num_heads}, and no head_dim is given")
+    return hidden // num_heads
+
+
+def _num_kv_heads(config: Any, num_heads: int) -> int:
+    nested = getattr(config, "attn_config", None)  # DBRX, MPT
+    if nested is not None and (n := getattr(nested, "kv_n_heads", None)):
+        return int(n)
+    if getattr(config, "new_decoder_architecture", False):  # Falcon 40B
+        return int(config.num_kv_heads)
+    if getattr(config, "multi_query", False):  # Falcon 7B, GPT-BigCode
+        return 1
+    n = getattr(config, "num_key_value_heads", None)
+    return num_heads if n is None else int(n)
