@@ -6,10 +6,11 @@ Bits per element with all metadata: `kvbits schemes`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from .errors import SpecError
-from .spec import PerChannel, PerGroup, PerToken, QuantSpec, Scheme
+from .spec import LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme
 
 _PAPER = "https://github.com/MaanasTaneja/cuda-kv-cache-compression"
 _KIVI = "https://arxiv.org/abs/2402.02750"
@@ -82,11 +83,13 @@ PRESETS: dict[str, Scheme] = {
 }  # fmt: skip
 
 
-def get(name: str, **changes: Any) -> Scheme:
+def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
     """The preset `name`, with fields changed.
 
     Args:
         name: a key of `PRESETS`.
+        head_dim: fit the preset to a model: groups that do not divide head_dim shrink to the largest power of two that does
+            (64 becomes 32 for Phi-3's 96).
         changes: fields of `Scheme`, for example `num_sink_tokens=4`.
 
     Raises:
@@ -97,4 +100,21 @@ def get(name: str, **changes: Any) -> Scheme:
     fields = {f.name for f in dataclasses.fields(Scheme)}
     if unknown := set(changes) - fields:
         raise SpecError(f"a scheme has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(fields))}")
-    return dataclasses.replace(PRESETS[name], **changes)
+    scheme = dataclasses.replace(PRESETS[name], **changes)
+    if head_dim is None:
+        return scheme
+    return dataclasses.replace(scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, head_dim))
+
+
+def for_layers(name: str, layers: tuple[LayerGeometry, ...], **changes: Any) -> Scheme:
+    """The preset `name` fitted to a model's layers (see `get`)."""
+    return get(name, head_dim=math.gcd(*(g.head_dim for g in layers)), **changes)
+
+
+def _fitted(spec: QuantSpec, head_dim: int) -> QuantSpec:
+    if not isinstance(spec.granularity, PerGroup) or head_dim % spec.granularity.size == 0:
+        return spec
+    size = head_dim & -head_dim
+    while size > spec.granularity.size:
+        size //= 2
+    return dataclasses.replace(spec, granularity=PerGroup(size))

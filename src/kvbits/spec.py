@@ -464,7 +464,7 @@ class LayerGroup:
         sinks, size, w = self.num_sink_tokens, self.page_size, self.geometry.sliding_window
 
         def alive(n: int) -> int:
-            dead = max(0, self.first_visible(n) - sinks) // size
+            dead = max(0, self.first_visible(max(0, n - 1)) - sinks) // size  # what the newest token itself could see
             if self.is_raw:
                 return max(0, -(-(n - sinks) // size) - dead)
             return max(0, self.closed_after(n) - dead)

@@ -12,7 +12,7 @@ so a chunk always sees its own tokens exactly and its history as stored.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,6 @@ class _Forward:
     steps: list[Step]
     history_first: bool
     pending: set[int]  # layers that have not been here yet
-    calls: dict[tuple[int, Any], AttendCall] = field(default_factory=dict)
 
 
 class PagedCache:

@@ -106,18 +106,20 @@ class GroupState:
         step = Step()
         if history_first:
             step.history = self.tables()
-        plans = [self._release_consumed(row, n) for row, n in enumerate(counts)]
+        needs = [self._first_needed(s, s.length + n if history_first else s.length) for s, n in zip(self.sequences, counts, strict=True)]
+        plans = [self._release_consumed(row, n, need) for row, (n, need) in enumerate(zip(counts, needs, strict=True))]
         for row, n in enumerate(counts):
             if n:
-                self._place(row, n, plans[row], step)
+                self._place(row, n, needs[row], plans[row], step)
         if not history_first:
             step.history = self.tables()
         return step
 
-    def _first_needed(self, sequence: Sequence) -> int:
-        return sequence.released if self.keep_past else self.group.first_visible(sequence.length)
+    def _first_needed(self, sequence: Sequence, position: int) -> int:
+        """Oldest token that must stay for a query at `position`."""
+        return sequence.released if self.keep_past else self.group.first_visible(position)
 
-    def _release_consumed(self, row: int, n: int) -> tuple[int, int, list[int], int]:
+    def _release_consumed(self, row: int, n: int, need: int) -> tuple[int, int, list[int], int]:
         """Move the length and free what the step uses up. Returns (sink tokens, closings, consumed tail pages, tail tokens before)."""
         s, g = self.sequences[row], self.group
         sinks = min(n, max(0, g.num_sink_tokens - s.length))
@@ -129,12 +131,11 @@ class GroupState:
             s.tail, s.tail_lengths = s.tail[len(consumed) :], s.tail_lengths[len(consumed) :]
             for page_id in consumed:
                 self.pools["tail"].allocator.release(page_id)
-            self._release_invisible(s)
+            self._release_invisible(s, need)
         return sinks, closings, consumed, tail_tokens
 
-    def _release_invisible(self, s: Sequence) -> None:
-        """Free pages that lie wholly before everything a coming query can see."""
-        need = self._first_needed(s)
+    def _release_invisible(self, s: Sequence, need: int) -> None:
+        """Free pages whose tokens all lie before position `need`."""
         if s.sink and self.group.num_sink_tokens <= need:
             self.pools["sink"].allocator.release(s.sink.pop())
             s.released = self.group.num_sink_tokens
@@ -146,11 +147,10 @@ class GroupState:
                 self.pools[pool].allocator.release(ids.pop(0))
                 s.released += lengths.pop(0)
 
-    def _place(self, row: int, n: int, plan: tuple[int, int, list[int], int], step: Step) -> None:
+    def _place(self, row: int, n: int, need: int, plan: tuple[int, int, list[int], int], step: Step) -> None:
         """Find room for the fresh tokens and list the work of each layer."""
         s, g, size = self.sequences[row], self.group, self.group.page_size
         sinks, closings, consumed, tail_tokens = plan
-        need = self._first_needed(s)
         if sinks and need >= g.num_sink_tokens:
             s.released = g.num_sink_tokens  # already out of the window: never stored
         elif sinks:
@@ -274,7 +274,7 @@ class GroupState:
         if not length:
             self.free(row)
         elif self.group.geometry.sliding_window is not None:
-            self._release_invisible(s)
+            self._release_invisible(s, self._first_needed(s, s.length))
 
     # -- tables -----------------------------------------------------------------------------------------------------
 

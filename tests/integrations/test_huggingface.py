@@ -1,0 +1,181 @@
+"""The lossless scheme gives the stock cache's tokens for every model family and way of generating; bad calls get a clear error."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvbits import schemes
+from kvbits.errors import DataError, SpecError, UnsupportedError
+from kvbits.integrations.huggingface import KVCache
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97,
+    "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mistral_window": ("MistralConfig", {"sliding_window": 24}),
+    "phi3": ("Phi3Config", {}),
+    "gemma2": ("Gemma2Config", {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 32, "sliding_window": 24, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
+}
+
+
+def tiny(family: str, **changes) -> torch.nn.Module:
+    name, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**(SMALL | extra | changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return tiny(request.param)
+
+
+def prompts(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
+    """Left-padded ids and mask."""
+    g = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.randint(2, 97, (len(lengths), width), generator=g)
+    attention_mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
+    return {"input_ids": ids * attention_mask, "attention_mask": attention_mask}
+
+
+def stock(model, inputs, **kwargs):
+    model.set_attn_implementation("eager")
+    torch.manual_seed(7)
+    return model.generate(**inputs, max_new_tokens=kwargs.pop("max_new_tokens", 20), **kwargs)
+
+
+def ours(model, inputs, cache=None, **kwargs):
+    cache = KVCache.for_model(model, "raw") if cache is None else cache
+    model.set_attn_implementation("kvbits")
+    torch.manual_seed(7)
+    return model.generate(**inputs, max_new_tokens=kwargs.pop("max_new_tokens", 20), past_key_values=cache, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 1.5},
+        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": False, "prefill_chunk_size": 16},
+    ],
+    ids=["greedy", "sampling", "beam", "chunked_prefill"],
+)
+def test_a_raw_cache_generates_the_stock_tokens_for_a_left_padded_batch(model, kwargs):
+    inputs = prompts([70, 33, 5])
+    assert torch.equal(ours(model, inputs, **kwargs), stock(model, inputs, **kwargs))
+
+
+@pytest.mark.parametrize("kind", ["draft", "prompt_lookup"])
+def test_a_raw_cache_survives_speculation_and_rollback(model, kind):
+    inputs = prompts([60])
+    want = stock(model, inputs, do_sample=False, max_new_tokens=40)
+    draft = tiny("llama") if kind == "draft" else None
+    extra = {"assistant_model": draft} if draft is not None else {"prompt_lookup_num_tokens": 4}
+    assert torch.equal(ours(model, inputs, do_sample=False, max_new_tokens=40, **extra), want)
+
+
+def test_a_second_turn_reuses_the_cache_and_reset_empties_it(model):
+    inputs = prompts([40, 31])
+    cache = KVCache.for_model(model, "raw")
+    first = ours(model, inputs, cache=cache, do_sample=False)
+    grown = torch.cat([inputs["attention_mask"], torch.ones(2, 20, dtype=torch.long)], 1)
+    # Padding between turns: the stock cache counts it into a sliding window, ours counts real tokens, so only full attention can be compared.
+    windowed = getattr(model.config, "sliding_window", None) and "sliding_attention" in getattr(model.config, "layer_types", ["sliding_attention"])
+    more = prompts([8, 8] if windowed else [8, 6], seed=3)
+    turn = {"input_ids": torch.cat([first, more["input_ids"]], 1), "attention_mask": torch.cat([grown, more["attention_mask"]], 1)}
+    second = ours(model, turn, cache=cache, do_sample=False)
+    model.set_attn_implementation("eager")
+    stock_cache = DynamicCache(config=model.config)
+    stock(model, inputs, do_sample=False, past_key_values=stock_cache)
+    assert torch.equal(second, stock(model, turn, do_sample=False, past_key_values=stock_cache))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(ours(model, inputs, cache=cache, do_sample=False), first)
+
+
+def test_a_deep_copied_prefix_can_be_continued_twice(model):
+    inputs = prompts([50])
+    prefix = KVCache.for_model(model, "raw")
+    model(**inputs, past_key_values=prefix)
+    tails = [torch.randint(2, 97, (1, 6), generator=torch.Generator().manual_seed(s)) for s in (1, 2)]
+    for tail in tails:
+        whole = {"input_ids": torch.cat([inputs["input_ids"], tail], 1)}
+        got = ours(model, whole, cache=copy.deepcopy(prefix), do_sample=False)
+        assert torch.equal(got, stock(model, whole, do_sample=False))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_centered", "fp8"])
+def test_eight_bit_logits_stay_near_the_stock_ones(model, scheme):
+    inputs = prompts([130, 90])
+    cache = KVCache.for_model(model, "raw")
+    exact = model(**inputs, past_key_values=cache).logits
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    token = {"input_ids": inputs["input_ids"][:, -1:], "attention_mask": mask}
+    exact = model(**token, past_key_values=cache).logits
+    quantized = KVCache.for_model(model, scheme)
+    model(**inputs, past_key_values=quantized)
+    got = model(**token, past_key_values=quantized).logits
+    error = (got - exact).norm() / exact.norm()
+    assert 0 < error < (0.3 if scheme == "fp8" else 0.05)
+    assert any("int8" in repr(layer) or "fp8" in repr(layer) for layer in quantized.explain()["layers"])
+
+
+def test_with_a_stock_cache_the_kvbits_attention_is_sdpa():
+    model = tiny("llama")
+    inputs = prompts([30, 12])
+    model.set_attn_implementation("sdpa")
+    want = model.generate(**inputs, max_new_tokens=10, do_sample=False)
+    model.set_attn_implementation("kvbits")
+    assert torch.equal(model.generate(**inputs, max_new_tokens=10, do_sample=False), want)
+    assert torch.equal(model(**inputs).logits, model(**inputs, past_key_values=DynamicCache(config=model.config)).logits)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_another_attention_implementation_gets_a_clear_error(implementation):
+    model = tiny("llama")
+    cache = KVCache.for_model(model, "int8")
+    model.set_attn_implementation(implementation)
+    with pytest.raises(UnsupportedError, match="set_attn_implementation"):
+        model(**prompts([9]), past_key_values=cache)
+
+
+def test_custom_masks_and_attention_weights_are_refused():
+    model = tiny("llama")
+    four_d = torch.zeros(1, 1, 9, 9)
+    with pytest.raises(UnsupportedError, match="ready-made mask"):
+        model(input_ids=prompts([9])["input_ids"], attention_mask=four_d, past_key_values=KVCache.for_model(model, "int8"))
+    with pytest.raises(UnsupportedError, match="output_attentions"):
+        model(**prompts([9]), past_key_values=KVCache.for_model(model, "int8"), output_attentions=True)
+
+
+def test_bad_arguments_are_named():
+    model = tiny("llama")
+    with pytest.raises(SpecError, match="unknown scheme 'int5'; known: raw, int8"):
+        KVCache.for_model(model, "int5")
+    with pytest.raises(SpecError, match="head_dim=16 is not divisible by group_size=64"):
+        KVCache.for_model(model, schemes.get("int8"))
+    cache = KVCache.for_model(tiny("qwen3"), "raw")
+    with pytest.raises(DataError, match="negative number"):
+        cache.crop(3)
+    with pytest.raises(UnsupportedError, match="whole cache|call the same method"):
+        cache.layers[0].crop(-1)
+
+
+def test_fixed_capacity_holds_exactly_the_planned_bytes():
+    model = tiny("gemma3")
+    cache = KVCache.for_model(model, "int8_per_token", batch_size=2, max_tokens=160)
+    planned = cache.store.spec.nbytes(160, 2)
+    ours(model, prompts([140, 120]), cache=cache, do_sample=False)
+    assert cache.nbytes == planned == sum(cache.store.bytes_by_kind().values())
