@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from .errors import SpecError, UnsupportedError
 from .spec import LayerGeometry
 
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SLIDING = ("sliding_attention", "hybrid_sliding")
 _RECURRENT = ("linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding", "moe", "mlp")
 
@@ -47,7 +49,7 @@ def load_config(model: str | os.PathLike[str]) -> Any:
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise SpecError(f"{path} has no model_type, so it is not a Transformers config.json")
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
-        if not path.is_dir() and str(model).count("/") != 1 and (path.suffix == ".json" or str(model).startswith((".", "/", "~")) or "/" in str(model)):
+        if not path.is_dir() and (_HUB_ID.fullmatch(str(model)) is None or path.suffix == ".json"):
             raise SpecError(f"no such file or directory: {path}")
         return AutoConfig.from_pretrained(str(model))
     except SpecError:
@@ -58,9 +60,16 @@ def load_config(model: str | os.PathLike[str]) -> Any:
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of the part that generates text (the same object for models of text only)."""
+    """The configuration of the part that generates text (the same object for models of text only).
+
+    Raises:
+        UnsupportedError: several parts do.
+    """
     get = getattr(config, "get_text_config", None)
-    return config if get is None else get(decoder=True)
+    try:
+        return config if get is None else get(decoder=True)
+    except ValueError as e:
+        raise UnsupportedError(f"{_name(config)} has several text parts ({e}); pass the configuration of one of them") from e
 
 
 def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:

@@ -1,0 +1,238 @@
+"""The planner prints the bytes that a cache allocates, its searches stop at the last token that fits, and the sources' figures come out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbits import planner, schemes
+from kvbits.errors import SpecError
+from kvbits.planner import GB, GIB, plan, uniform
+from kvbits.spec import CacheSpec, LayerGeometry
+
+GEMMA_LIKE = (LayerGeometry(num_kv_heads=1, head_dim=256, sliding_window=512),) * 5 + (LayerGeometry(num_kv_heads=1, head_dim=256),)
+
+
+def row(layers, scheme, **kw):
+    return plan(layers, [scheme], **kw).rows[0]
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", schemes.PRESETS)
+def test_total_is_what_the_cache_spec_allocates(name):
+    spec = CacheSpec(scheme=schemes.get(name), layers=GEMMA_LIKE)
+    r = row(GEMMA_LIKE, name, context=1000, batch=3)
+    assert r.total_bytes == spec.nbytes(1000, 3)
+    assert r.bytes_per_token == spec.bytes_per_token
+    assert r.memory_reduction == pytest.approx(spec.raw_nbytes(1000, 3, 2) / r.total_bytes)
+
+
+def test_a_fixed_cache_allocates_the_planned_bytes():
+    paged_cache = pytest.importorskip("kvbits.cache.paged_cache")
+    layers = uniform(2, 2, 64)
+    cache = paged_cache.PagedCache(CacheSpec(scheme=schemes.get("kivi2", num_sink_tokens=4), layers=layers), batch_size=2, max_tokens=500)
+    assert cache.nbytes == row(layers, "kivi2", context=500, batch=2, num_sink_tokens=4).total_bytes
+
+
+@pytest.mark.parametrize(("name", "element_bytes"), planner.DENSE.items())
+def test_dense_schemes_are_the_formula(name, element_bytes):
+    r = row(uniform(32, 8, 128), name, context=4096, batch=2)
+    assert r.total_bytes == 2 * 32 * 8 * 128 * 4096 * 2 * element_bytes
+    assert r.bytes_per_token == 2 * 32 * 8 * 128 * element_bytes
+    assert r.bits_per_element == 8 * element_bytes
+    assert r.memory_reduction == 2 / element_bytes
+
+
+def test_dense_sliding_layers_hold_their_window():
+    r = row(GEMMA_LIKE, "bf16", context=10_000)
+    assert r.total_bytes == 2 * 256 * 2 * (5 * 511 + 10_000)
+    assert r.bytes_per_token == 2 * 256 * 2
+
+
+def test_grouped_query_attention_divides_by_the_query_heads_per_kv_head():
+    assert row(uniform(80, 64, 128), "int8").total_bytes == 8 * row(uniform(80, 8, 128), "int8").total_bytes
+
+
+def test_sinks_add_raw_tokens():
+    plain, sinks = (row(uniform(4, 2, 64), "int4", context=4096, num_sink_tokens=n).total_bytes for n in (0, 64))
+    assert sinks > plain
+
+
+def test_raw_pages_follow_the_model_dtype():
+    assert row(uniform(2, 2, 64), "raw", raw_dtype="float32").total_bytes == 2 * row(uniform(2, 2, 64), "raw").total_bytes
+
+
+def test_all_means_every_preset_and_the_dense_caches_once():
+    names = planner.expand_schemes(["int8", "all"])
+    assert sorted(names) == sorted([*planner.DENSE, *schemes.PRESETS])
+
+
+def test_a_scheme_of_your_own():
+    mine = schemes.get("int4", residual_length=256)
+    assert row(uniform(2, 2, 64), mine).scheme == "int4"
+
+
+def test_schemes_the_geometry_refuses_are_listed_or_raised():
+    layers = uniform(2, 2, 80)
+    found = plan(layers, ["int8_per_token", "int8"], skip_refused=True)
+    assert [r.scheme for r in found.rows] == ["int8_per_token"]
+    assert found.refused[0][0] == "int8" and "head_dim=80" in found.refused[0][1]
+    with pytest.raises(SpecError, match="scheme 'int8': head_dim=80"):
+        plan(layers, ["int8"])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"context": 0}, "context=0 must be at least 1"),
+        ({"batch": -1}, "batch=-1 must be at least 1"),
+        ({"memory_bytes": 0}, "memory_bytes=0 must be at least 1"),
+        ({"no_such_field": 1}, "no field no_such_field"),
+    ],
+)
+def test_bad_sizes_are_refused(kwargs, message):
+    with pytest.raises(SpecError, match=message):
+        plan(uniform(2, 2, 64), ["int8"], **kwargs)
+
+
+def test_unknown_schemes_list_the_known_ones():
+    with pytest.raises(SpecError, match=r"unknown scheme 'int9'.*int8.*kivi2"):
+        plan(uniform(2, 2, 64), ["int9"], skip_refused=True)
+    with pytest.raises(SpecError, match="num_layers=0"):
+        uniform(0, 2, 64)
+
+
+def test_to_dict_is_json_with_the_promised_fields():
+    data = json.loads(json.dumps(plan(GEMMA_LIKE, ["fp16", "int8"], memory_bytes=GB).to_dict()))
+    assert {"scheme", "bytes_per_token", "total_bytes", "memory_reduction", "max_batch", "max_context"} <= set(data["rows"][0])
+    assert [layer["count"] for layer in data["layers"]] == [5, 1]
+
+
+# -- what fits ------------------------------------------------------------------------------------------------------
+
+geometries = st.builds(
+    LayerGeometry,
+    num_kv_heads=st.integers(1, 8),
+    head_dim=st.sampled_from([64, 128]),
+    sliding_window=st.one_of(st.none(), st.integers(1, 3000)),
+)
+names = st.sampled_from([*schemes.PRESETS, *planner.DENSE])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.lists(geometries, min_size=1, max_size=3).map(tuple),
+    name=names,
+    memory=st.integers(1, 10**9),
+    context=st.integers(1, 50_000),
+    batch=st.integers(1, 9),
+    sinks=st.integers(0, 70),
+)
+def test_the_answers_fit_and_one_more_does_not(layers, name, memory, context, batch, sinks):
+    r = row(layers, name, memory_bytes=memory, context=context, batch=batch, num_sink_tokens=sinks)
+
+    def nbytes(tokens, sequences):
+        return row(layers, name, context=tokens, batch=sequences, num_sink_tokens=sinks).total_bytes if tokens and sequences else 0
+
+    if r.max_batch is not None:
+        assert nbytes(context, r.max_batch) <= memory < nbytes(context, r.max_batch + 1)
+    if r.unbounded:
+        assert all(g.sliding_window for g in layers) and nbytes(10**7, batch) <= memory
+    else:
+        assert nbytes(r.max_context, batch) <= memory < nbytes(r.max_context + 1, batch)
+
+
+@settings(max_examples=40, deadline=None)
+@given(geometry=geometries, name=st.sampled_from(list(schemes.PRESETS)), sinks=st.integers(0, 70), residual=st.integers(0, 200), start=st.integers(0, 6000))
+def test_bytes_never_fall_as_the_context_grows(geometry, name, sinks, residual, start):
+    spec = CacheSpec(scheme=schemes.get(name, num_sink_tokens=sinks, residual_length=residual), layers=(geometry,))
+    sizes = [spec.nbytes(n) for n in range(start, start + 150)]
+    assert sizes == sorted(sizes)
+
+
+def test_nothing_fits_into_a_byte():
+    r = row(uniform(2, 2, 64), "int8", memory_bytes=1)
+    assert (r.max_batch, r.max_context, r.unbounded) == (0, 0, False)
+
+
+def test_a_model_of_sliding_layers_has_no_longest_context():
+    r = row(uniform(2, 2, 64, sliding_window=128), "int8", memory_bytes=GB)
+    assert r.max_context is None and r.unbounded
+
+
+# -- memory on the command line -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("24GB", 24 * GB), ("24GiB", 24 * GIB), ("1.5 gb", 1_500_000_000), ("0.5GiB", GIB // 2), ("512MB", 512 * 10**6), ("2TiB", 2**41), ("123", 123), ("7B", 7)],
+)
+def test_parse_bytes(text, nbytes):
+    assert planner.parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["24G", "", "GB", "-1GB", "1e9", "24 GBit", "0GB"])
+def test_parse_bytes_refuses_what_is_ambiguous(text):
+    with pytest.raises(SpecError, match=r"memory .*"):
+        planner.parse_bytes(text)
+
+
+@pytest.mark.parametrize(("n", "text"), [(999, "999 B"), (1500, "1.50 kB"), (2_500_000, "2.50 MB"), (41 * GB, "41.00 GB"), (3 * 10**12, "3.00 TB")])
+def test_human_bytes(n, text):
+    assert planner.human_bytes(n) == text
+
+
+# -- the sources ----------------------------------------------------------------------------------------------------
+
+
+def figure(start, **kw):
+    return next(f for f in planner.source_figures() if f.case.startswith(start) or f.printed == start)
+
+
+def test_paper_table_1_agrees():
+    f = figure("about 137 GB")
+    assert f.nbytes == 137_438_953_472 == 128 * GIB and f.agrees
+    assert f.nbytes == row(uniform(32, 32, 128), "fp32", context=131072).total_bytes
+
+
+@pytest.mark.parametrize(("printed", "gib", "scheme_bytes"), [("41.9 GB", 320, 2), ("21.0 GB", 160, 1), ("10.5 GB", 80, 0.5)])
+def test_llama_70b_table_differs_from_its_own_formula(printed, gib, scheme_bytes):
+    f = figure(printed)
+    assert f.nbytes == gib * GIB == 2 * 80 * 64 * 128 * 4096 * 32 * scheme_bytes
+    assert not f.agrees and f"{gib} GiB" in f.verdict
+    # What it printed: the model's real 8 kv heads and 4,000 tokens.
+    assert round(2 * 80 * 8 * 128 * 4000 * 32 * scheme_bytes / GB, 1) == float(printed.split()[0])
+
+
+def test_kvquant_7b_is_in_gib():
+    f = figure("64.0 GB")
+    assert f.nbytes == 64 * GIB and not f.agrees and "right in GiB" in f.verdict
+
+
+def test_tiered_32k_case():
+    assert figure("17.2 GB").nbytes == 17_179_869_184 and figure("17.2 GB").agrees
+    total = figure("7.47 GB")
+    zones = [figure(p).nbytes for p in ("1.07 GB", "4.0 GB", "2.4 GB")]
+    assert zones == [1_073_741_824, 3_992_977_408, 2_415_919_104]
+    assert total.nbytes == sum(zones) == 7_482_638_336
+    assert not total.agrees and "7.48 GB" in total.verdict
+
+
+def test_every_figure_states_its_verdict():
+    for f in planner.source_figures():
+        assert f.verdict and f.formula and isinstance(f.nbytes, int)
+        assert f.to_dict()["gb"] * GB == pytest.approx(f.to_dict()["gib"] * GIB)
+        assert f.agrees == f.verdict.startswith("agrees")
+
+
+def test_planning_needs_no_torch():
+    code = "import sys, kvbits.planner as p; p.plan(p.uniform(2, 2, 64), p.expand_schemes(['all'])); p.source_figures(); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
