@@ -103,7 +103,7 @@ _GRANULARITIES = {c.__name__: c for c in (PerTensor, PerToken, PerChannel, PerGr
 
 
 def _choice(what: str, value: object, known: Any) -> None:
-    if value not in known:
+    if not isinstance(value, str | None) or value not in known:
         raise SpecError(f"unknown {what} {value!r}; known: {', '.join(str(k) for k in known)}")
 
 
@@ -323,6 +323,9 @@ class Override:
     key: QuantSpec
     value: QuantSpec
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
@@ -348,7 +351,8 @@ class Scheme:
     description: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if self.page_size < 32 or self.page_size % 32:
+        object.__setattr__(self, "overrides", tuple(self.overrides))
+        if not isinstance(self.page_size, int) or self.page_size < 32 or self.page_size % 32:
             raise SpecError(f"page_size={self.page_size} must be a positive multiple of 32, for example 64 or 128")
         for name in ("num_sink_tokens", "residual_length"):
             if (n := getattr(self, name)) < 0:
@@ -380,10 +384,7 @@ class Scheme:
 
     @classmethod
     def from_json(cls, text: str) -> Scheme:
-        scheme = from_dict(json.loads(text))
-        if not isinstance(scheme, cls):
-            raise SpecError(f"the JSON describes a {type(scheme).__name__}, not a Scheme")
-        return scheme
+        return _parse(text, cls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -494,6 +495,7 @@ class CacheSpec:
     raw_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise SpecError("a cache needs at least one layer")
         _choice("raw_dtype", self.raw_dtype, DTYPE_BYTES)
@@ -518,6 +520,8 @@ class CacheSpec:
 
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
         """Bytes a cache of this capacity allocates: `batch_size` sequences of `num_tokens` tokens each, everything included."""
+        if batch_size < 0:
+            raise SpecError(f"batch_size={batch_size} is negative")
         return sum(g.block_bytes(pool) * n * batch_size for g in self.groups for pool, n in g.pages_for(num_tokens).items())
 
     def raw_nbytes(self, num_tokens: int, batch_size: int = 1, bytes_per_element: int = 2) -> int:
@@ -551,10 +555,7 @@ class CacheSpec:
 
     @classmethod
     def from_json(cls, text: str) -> CacheSpec:
-        spec = from_dict(json.loads(text))
-        if not isinstance(spec, cls):
-            raise SpecError(f"the JSON describes a {type(spec).__name__}, not a CacheSpec")
-        return spec
+        return _parse(text, cls)
 
 
 _TYPES = {c.__name__: c for c in (QuantSpec, Override, Scheme, LayerGeometry, CacheSpec, *_GRANULARITIES.values())}
@@ -585,4 +586,17 @@ def from_dict(data: Any) -> Any:
     known = {f.name for f in dataclasses.fields(_TYPES[name])}
     if unknown := set(fields) - known:
         raise SpecError(f"{name} has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
-    return _TYPES[name](**{k: from_dict(v) for k, v in fields.items()})
+    try:
+        return _TYPES[name](**{k: from_dict(v) for k, v in fields.items()})
+    except TypeError as error:  # a field is missing, or holds a value of another kind
+        raise SpecError(f"{name} cannot be made from {sorted(fields)}: {error}") from error
+
+
+def _parse(text: str, wanted: type) -> Any:
+    try:
+        spec = from_dict(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise SpecError(f"the text is not JSON ({error}); pass what to_json() returned") from error
+    if not isinstance(spec, wanted):
+        raise SpecError(f"the JSON describes a {type(spec).__name__}, not a {wanted.__name__}")
+    return spec

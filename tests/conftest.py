@@ -1,0 +1,39 @@
+"""Poisoned page memory, fixed seeds, few threads, hypothesis profiles (KVBITS_HYPOTHESIS=thorough for a long run)."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # shared helpers: `from dense_model import ...`
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]}
+settings.register_profile("ci", max_examples=25, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("thorough", max_examples=1000, **_COMMON)
+settings.load_profile(os.environ.get("KVBITS_HYPOTHESIS", "ci"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_page_memory():
+    """Fresh page memory is 0xFF: NaN in every float format, the top code in packed integers."""
+    from kvbits.cache import pool
+
+    allocate = pool.allocate_slab
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "allocate_slab", lambda nbytes, device: allocate(nbytes, device).fill_(0xFF))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_threads():
+    torch.set_num_threads(int(os.environ.get("KVBITS_TEST_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+    np.random.seed(0)

@@ -1,0 +1,100 @@
+"""Imports are free and layered: `import kvbits` brings no torch, and no module imports from a layer above its own."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvbits
+
+ROOT = Path(kvbits.__file__).parent
+LAYERS = [
+    {"errors"},
+    {"spec"},
+    {"schemes"},
+    {"quant"},
+    {"ops"},
+    {"cache"},
+    {"attention"},
+    {"integrations", "geometry", "planner"},
+    {"calibrate", "evaluate"},
+    {"report"},
+    {"cli", "__main__"},
+]
+# What the order allows besides lower layers, each with its reason.
+EXTRA = {
+    ("integrations", "calibrate"): "KVCache.for_model takes a saved Calibration",
+    ("evaluate", "report"): "long jobs draw the report package's progress bar",
+}
+LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
+FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imported_parts(path: Path) -> set[str]:
+    """First-level parts of kvbits that a file imports, anywhere in it (TYPE_CHECKING blocks left out)."""
+    package = path.relative_to(ROOT).parts[:-1]
+    found = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("kvbits."):
+                    found.add(alias.name.split(".")[1])
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = package[: len(package) - node.level + 1]
+                target = [*base, *(node.module.split(".") if node.module else [])]
+                found.update([target[0]] if target else [a.name for a in node.names])
+            elif node.module and node.module.split(".")[0] == "kvbits":
+                found.update([node.module.split(".")[1]] if "." in node.module else [a.name for a in node.names])
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return {name for name in found if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_module_imports_from_a_layer_above_its_own(path):
+    mine = part_of(path)
+    assert mine in LEVEL, f"{mine} has no place in the import order; DESIGN.md draws it"
+    above = {p for p in imported_parts(path) if LEVEL.get(p, 99) > LEVEL[mine] and (mine, p) not in EXTRA}
+    assert not above, f"{path.relative_to(ROOT)} imports {', '.join(sorted(above))} from above its layer"
+
+
+def test_the_order_test_sees_a_violation(tmp_path, monkeypatch):
+    (tmp_path / "quant").mkdir()
+    (tmp_path / "cache").mkdir()
+    bad = tmp_path / "quant" / "bad.py"
+    bad.write_text("def f():\n    from ..cache.pool import Pool\n")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert imported_parts(bad) == {"cache"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(' '.join(m for m in ('torch', 'transformers', 'numpy', 'safetensors', 'triton') if m in sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT.parent), "PATH": ""})
+    return set(out.stdout.split())
+
+
+@pytest.mark.parametrize("statement", ["import kvbits", "import kvbits.spec, kvbits.schemes, kvbits.errors"])
+def test_specs_and_the_package_import_without_torch(statement):
+    assert loaded_by(statement) == set()
+
+
+def test_the_cache_imports_without_transformers():
+    assert "transformers" not in loaded_by("import kvbits.cache.paged_cache, kvbits.ops.dispatch")
+
+
+def test_importing_the_cache_does_not_initialise_cuda():
+    code = "import kvbits.cache.paged_cache, torch; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT.parent), "PATH": ""})

@@ -1,0 +1,78 @@
+"""Presets: documented, with the bits per element their tables promise."""
+
+import pytest
+
+from kvbits import schemes
+from kvbits.errors import SpecError
+from kvbits.schemes import PRESETS
+from kvbits.spec import CacheSpec, LayerGeometry, QuantSpec
+
+BITS = {  # head_dim 128, counted by hand from docs/formats.md: codes + scales + biases + means
+    "raw": 16,
+    "int8": 8 + 16 / 64,
+    "int8_per_channel": 8 + 32 / 64,
+    "int8_per_token": 8 + 16 / 128,
+    "int8_asym": 8 + 32 / 128,
+    "int8_centered": 8 + 16 / 64 + 16 / 64 / 2,
+    "int8_static": 8,
+    "fp8": 8 + 16 / 128,
+    "fp8_e5m2_keys": 8 + 16 / 128,
+    "int4": 4 + 16 / 32,
+    "int4_centered": 4 + 32 / 32 + 16 / 64 / 2,
+    "int8k_int4v": (8 + 16 / 64 + 4 + 16 / 32) / 2,
+    "kivi4": 4 + 32 / 32,
+    "kivi2": 2 + 32 / 32,
+}
+
+
+def test_every_preset_has_hand_counted_bits():
+    assert set(BITS) <= set(PRESETS)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_bits_per_element_are_as_counted_by_hand(name):
+    assert PRESETS[name].bits_per_element(128) == BITS[name]
+    spec = CacheSpec(scheme=PRESETS[name], layers=(LayerGeometry(num_kv_heads=8, head_dim=128),) * 2)
+    assert spec.bits_per_element == BITS[name]
+    assert spec.bytes_per_token == 2 * 8 * 128 * 2 * BITS[name] / 8
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_named_described_and_fit_common_heads(name):
+    scheme = PRESETS[name]
+    assert scheme.name == name
+    assert scheme.description
+    assert scheme.source == "" or scheme.source.startswith("https://")
+    for head_dim in (64, 128, 256):
+        CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=head_dim),))
+
+
+@pytest.mark.parametrize("name", ["int8_per_channel", "kivi4", "kivi2", "int8_centered", "int4_centered", "fp8", "fp8_e5m2_keys", "int4"])
+def test_published_methods_link_their_paper(name):
+    assert PRESETS[name].source.startswith("https://")
+
+
+def test_get_returns_the_preset_or_a_changed_copy():
+    assert schemes.get("int4") == PRESETS["int4"]
+    changed = schemes.get("int4", num_sink_tokens=4, value=QuantSpec.raw())
+    assert (changed.num_sink_tokens, changed.value.is_raw, changed.key) == (4, True, PRESETS["int4"].key)
+    assert PRESETS["int4"].num_sink_tokens == 0
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(SpecError, match="unknown scheme 'int5'; known: raw, int8, int8_per_channel"):
+        schemes.get("int5")
+    with pytest.raises(SpecError, match="no field residual; known: .*residual_length"):
+        schemes.get("int4", residual=3)
+    with pytest.raises(SpecError, match="unknown scheme None"):
+        schemes.get(None)
+
+
+def test_changed_fields_are_validated():
+    with pytest.raises(SpecError, match="page_size=20"):
+        schemes.get("int4", page_size=20)
+
+
+def test_only_static_presets_need_calibration():
+    assert [n for n, s in PRESETS.items() if s.needs_calibration] == [n for n, s in PRESETS.items() if s.key.static or s.value.static]
+    assert PRESETS["int8_static"].needs_calibration
