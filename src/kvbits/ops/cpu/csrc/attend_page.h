@@ -1,0 +1,330 @@
+// One work item: the rows of one kv head over a range of pages, block of tokens by block of tokens.
+
+struct Scratch {
+  Block block;
+  Chunk chunks[ITEM_ROWS / ROWS];
+};
+
+typedef void (*KeyKernel)(const KeyArgs&);
+typedef void (*ValueKernel)(const ValueArgs&);
+
+#define PER_ROWS(f, x) {f<x, 1>, f<x, 2>, f<x, 3>, f<x, 4>, f<x, 5>, f<x, 6>, f<x, 7>, f<x, 8>}
+static const KeyKernel key_kernels[KVBITS_NUM_FORMATS][ROWS] = {
+    {}, PER_ROWS(key_int, KVBITS_INT8), PER_ROWS(key_int, KVBITS_INT4), PER_ROWS(key_int, KVBITS_INT3),
+    PER_ROWS(key_int, KVBITS_INT2), PER_ROWS(key_fp8, KVBITS_E4M3), PER_ROWS(key_fp8, KVBITS_E5M2)};
+static const ValueKernel value_kernels[KVBITS_NUM_FORMATS][ROWS] = {
+    {}, PER_ROWS(value_int, KVBITS_INT8), PER_ROWS(value_int, KVBITS_INT4), PER_ROWS(value_int, KVBITS_INT3),
+    PER_ROWS(value_int, KVBITS_INT2), PER_ROWS(value_fp8, KVBITS_E4M3), PER_ROWS(value_fp8, KVBITS_E5M2)};
+static const KeyKernel raw_key_kernels[3][ROWS] = {PER_ROWS(key_raw, KVBITS_FP32), PER_ROWS(key_raw, KVBITS_FP16), PER_ROWS(key_raw, KVBITS_BF16)};
+static const ValueKernel raw_value_kernels[3][ROWS] = {PER_ROWS(value_raw, KVBITS_FP32), PER_ROWS(value_raw, KVBITS_FP16),
+                                                       PER_ROWS(value_raw, KVBITS_BF16)};
+#undef PER_ROWS
+
+// How the current part stores one tensor, for one kv head.
+struct Tensor {
+  const kvbits_tensor* t;
+  bool raw, integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
+  bool token_scales, token_bias;
+  int groups, group_channels, row_bytes[2];
+  float zero;
+};
+
+static Tensor describe(const kvbits_tensor& t, int head_dim) {
+  Tensor d = {};
+  d.t = &t;
+  d.raw = t.format == KVBITS_RAW;
+  d.integer = is_int(t.format);
+  const bool is_static = t.static_scale != nullptr;
+  d.channel_scales = !d.raw && (t.per_channel || is_static);
+  d.page_channels = d.channel_scales && !is_static;
+  d.token_scales = !d.raw && !d.channel_scales;
+  d.token_bias = d.token_scales && t.bias_offset >= 0;
+  d.group_channels = d.token_scales ? t.group_size : head_dim;
+  d.groups = head_dim / d.group_channels;
+  d.zero = d.integer ? int_zero(t.format) : 0.0f;
+  for (int i = 0; i < 2; i++) d.row_bytes[i] = d.raw ? 0 : row_bytes_of(head_dim, d.integer ? plane_bits(t.format, i) : 8);
+  return d;
+}
+
+// Per-channel scale and bias (the bias around the middle of the code range; the mean is part of it).
+// Returns whether there is any bias.
+static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, int head_dim, float* scale, float* bias) {
+  const kvbits_tensor& t = *d.t;
+  bool any = false;
+  if (d.channel_scales) {
+    if (d.page_channels) widen(scale, page + t.scale_offset, head_dim, t.scale_dtype);
+    else widen_as<KVBITS_FP32>(scale, t.static_scale + (int64_t)kv_head * head_dim, head_dim);
+    const bool page_bias = t.bias_offset >= 0;
+    if (page_bias || t.static_bias) {
+      if (page_bias) widen(bias, page + t.bias_offset, head_dim, t.scale_dtype);
+      else widen_as<KVBITS_FP32>(bias, t.static_bias + (int64_t)kv_head * head_dim, head_dim);
+      for (int i = 0; i < head_dim; i += VL) store(bias + i, load(bias + i) + load(scale + i) * d.zero);
+      any = true;
+    }
+  }
+  if (t.mean_offset >= 0) {
+    alignas(64) float mean[ROW_STRIDE];
+    widen(mean, page + t.mean_offset, head_dim, t.scale_dtype);
+    for (int i = 0; i < head_dim; i += VL) store(bias + i, any ? load(bias + i) + load(mean + i) : load(mean + i));
+    any = true;
+  }
+  return any;
+}
+
+// Scales of `n` tokens from `token` on. Lanes past n are 0: a page may hold anything there.
+static void token_params(const Tensor& d, const uint8_t* page, int page_size, int token, int n, float (*scale)[BLOCK], float (*bias)[BLOCK]) {
+  const kvbits_tensor& t = *d.t;
+  const int size = dtype_bytes(t.scale_dtype), lanes = round_up(n, 2 * TILE);
+  for (int g = 0; g < d.groups; g++) {
+    const int64_t at = ((int64_t)g * page_size + token) * size;
+    widen(scale[g], page + t.scale_offset + at, n, t.scale_dtype);
+    for (int i = round_up(n, VL); i < lanes; i += VL) store(scale[g] + i, vf{});
+    if (!d.token_bias) continue;
+    widen(bias[g], page + t.bias_offset + at, n, t.scale_dtype);
+    for (int i = round_up(n, VL); i < lanes; i += VL) store(bias[g] + i, vf{});
+    for (int i = 0; i < lanes; i += VL) store(bias[g] + i, load(bias[g] + i) + load(scale[g] + i) * d.zero);
+  }
+}
+
+// The form in which the key kernel wants q: integers for integer codes, channel scales folded in where there are any.
+static void prepare_query(Chunk& c, const Tensor& key, const float* channel_scale, int head_dim) {
+  const float* from = c.q[0];
+  if (key.channel_scales) {
+    fold_channels(c, channel_scale, head_dim);
+    from = c.folded[0];
+  }
+  if (!key.integer) return;
+  if (is_wide(key.t->format)) quantize_query<true>(c, from, key.groups, key.group_channels, key.zero);
+  else quantize_query<false>(c, from, key.groups, key.group_channels, key.zero);
+}
+
+struct PartView {
+  const kvbits_attend_call* call;
+  const kvbits_store* store;
+  Tensor key, value;
+  bool value_bias;  // of the current page, per channel
+};
+
+static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t* page, int token, int n, int64_t position, int64_t ahead) {
+  const int head_dim = part.call->head_dim;
+  const int64_t window = part.call->sliding_window;
+  int first[ROWS], end[ROWS];
+  bool any = false;
+  for (int h = 0; h < c.rows; h++) {
+    const int64_t q = c.position[h];
+    const int64_t lo = window ? q - window + 1 - position : 0, hi = q + 1 - position;
+    first[h] = lo < 0 ? 0 : lo > n ? n : (int)lo;
+    end[h] = hi < 0 ? 0 : hi > n ? n : (int)hi;
+    any |= first[h] < end[h];
+  }
+  if (!any) return;
+
+  KeyArgs k = {};
+  const Tensor& key = part.key;
+  const int raw_row = head_dim * dtype_bytes(key.t->raw_dtype);
+  for (int i = 0; i < 2; i++) {
+    k.row_bytes[i] = key.row_bytes[i];
+    k.plane[i] = page + key.t->plane_offset[i] + (int64_t)token * (key.raw ? raw_row : key.row_bytes[i]);
+  }
+  k.head_dim = head_dim;
+  k.tokens = n;
+  k.groups = key.groups;
+  k.group_channels = key.group_channels;
+  k.scale = key.token_scales ? b.k_scale[0] : nullptr;
+  k.bias = key.token_bias ? b.k_bias[0] : nullptr;
+  k.q = key.channel_scales ? c.folded[0] : c.q[0];
+  k.chunk = &c;
+  k.s = b.s[0];
+  k.ahead = ahead;
+  (key.raw ? raw_key_kernels[key.t->raw_dtype] : key_kernels[key.t->format])[c.rows - 1](k);
+
+  const Tensor& value = part.value;
+  for (int h = 0; h < c.rows; h++) {
+    const float w = softmax_row(c, b, h, n, first[h], end[h], part.call->softcap, head_dim, value.token_scales ? value.groups : 0);
+    if (part.value_bias) b.p_sum[h] = w * probability_sum(b, h, n);
+    if (!value.integer) scale_probabilities(b, h, w, n, value.groups, value.token_scales);
+    else if (is_wide(value.t->format)) quantize_probabilities<true>(c, b, h, w, n, value.groups, value.token_scales, value.token_bias, value.zero);
+    else quantize_probabilities<false>(c, b, h, w, n, value.groups, value.token_scales, value.token_bias, value.zero);
+  }
+
+  ValueArgs v = {};
+  const int raw_value_row = head_dim * dtype_bytes(value.t->raw_dtype);
+  for (int i = 0; i < 2; i++) {
+    v.row_bytes[i] = value.row_bytes[i];
+    v.plane[i] = page + value.t->plane_offset[i] + (value.raw ? (int64_t)token * raw_value_row : 0);
+  }
+  v.head_dim = head_dim;
+  v.tokens = n;
+  v.page_size = part.store->page_size;
+  v.first_token = token;
+  v.groups = value.groups;
+  v.group_channels = value.group_channels;
+  v.channel_scale = value.channel_scales ? b.v_channel : nullptr;
+  v.block = &b;
+  v.chunk = &c;
+  v.ahead = ahead;
+  (value.raw ? raw_value_kernels[value.t->raw_dtype] : value_kernels[value.t->format])[c.rows - 1](v);
+
+  if (value.channel_scales && value.integer)
+    for (int h = 0; h < c.rows; h++)
+      for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel + i) * b.p_zero[h]);
+  if (part.value_bias)
+    for (int h = 0; h < c.rows; h++)
+      for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel_bias + i) * b.p_sum[h]);
+}
+
+// Settles what the groups' channels share, at the end of a part.
+static void fold_corrections(Chunk& c, const Tensor& value) {
+  for (int g = 0; g < value.groups; g++)
+    for (int h = 0; h < c.rows; h++) {
+      const float add = sum(load(c.corr[g][h]));
+      for (int i = 0; i < value.group_channels; i++) c.acc[h][g * value.group_channels + i] += add;
+    }
+}
+
+static void fetch_range(const uint8_t* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) fetch(p + i);
+}
+
+// Pages small enough to be over before the next one has come from memory are fetched several ahead.
+constexpr int64_t FETCH_AHEAD_BYTES = 8192;
+
+static void attend_part(const PartView& part, const kvbits_table& table, int64_t lo, int64_t hi, int kv_head, Scratch& w, int chunks,
+                        const uint8_t* after) {
+  const kvbits_store& store = *part.store;
+  const int head_dim = part.call->head_dim;
+  const int64_t head_offset = kv_head * store.head_bytes;
+  const int64_t lookahead = store.head_bytes >= FETCH_AHEAD_BYTES ? 1 : (FETCH_AHEAD_BYTES + store.head_bytes - 1) / store.head_bytes;
+  Block& b = w.block;
+  const bool static_key = part.key.channel_scales && !part.key.page_channels;
+  const bool static_bias = static_key && channel_params(part.key, nullptr, kv_head, head_dim, b.k_channel, b.k_channel_bias);
+  for (int i = 0; i < chunks; i++) {
+    Chunk& c = w.chunks[i];
+    if (part.value.token_scales) __builtin_memset(c.corr, 0, sizeof(c.corr[0]) * part.value.groups);
+    if (!part.key.page_channels) prepare_query(c, part.key, b.k_channel, head_dim);
+    for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
+    if (static_bias) add_query_bias(c, b.k_channel_bias, head_dim);
+  }
+  PartView view = part;
+  const int64_t window = part.call->sliding_window;
+  int64_t newest = -1, oldest = INT64_MAX;
+  for (int i = 0; i < chunks; i++)
+    for (int h = 0; h < w.chunks[i].rows; h++) {
+      const int64_t p = w.chunks[i].position[h];
+      if (p < 0) continue;
+      if (p > newest) newest = p;
+      if (p < oldest) oldest = p;
+    }
+  // Scales follow the codes in the struct and are needed first.
+  int64_t codes = store.head_bytes;
+  if (store.value.scale_offset >= 0) codes = store.value.scale_offset;
+  if (store.key.scale_offset >= 0) codes = store.key.scale_offset;
+  for (int64_t e = lo; e < hi; e++) {
+    const int64_t start = table.starts[e];
+    const int length = table.lengths[e];
+    if (start > newest || (window && start + length <= oldest - window + 1)) continue;
+    const uint8_t* page = page_address(&store, table.page_ids[e]) + head_offset;
+    const uint8_t* coming = e + lookahead < hi ? page_address(&store, table.page_ids[e + lookahead]) + head_offset : after ? after : page;
+    fetch_range(coming + codes, store.head_bytes - codes);
+
+    if (part.key.page_channels || part.key.t->mean_offset >= 0) {
+      const bool any = channel_params(part.key, page, kv_head, head_dim, b.k_channel, b.k_channel_bias);
+      for (int i = 0; i < chunks; i++) {
+        Chunk& c = w.chunks[i];
+        if (part.key.page_channels) prepare_query(c, part.key, b.k_channel, head_dim);
+        for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
+        if (any) add_query_bias(c, b.k_channel_bias, head_dim);
+      }
+    }
+    view.value_bias = channel_params(part.value, page, kv_head, head_dim, b.v_channel, b.v_channel_bias);
+    for (int token = 0; token < length; token += BLOCK) {
+      const int n = length - token < BLOCK ? length - token : BLOCK;
+      if (part.key.token_scales) token_params(part.key, page, store.page_size, token, n, b.k_scale, b.k_bias);
+      if (part.value.token_scales) token_params(part.value, page, store.page_size, token, n, b.v_scale, b.v_bias);
+      // Only the first chunk fetches ahead: the others read the same bytes again.
+      for (int i = 0; i < chunks; i++) attend_block(view, w.chunks[i], b, page, token, n, start + token, i ? 0 : coming - page);
+    }
+  }
+  if (part.value.token_scales && part.value.integer)
+    for (int i = 0; i < chunks; i++) fold_corrections(w.chunks[i], part.value);
+}
+
+static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem& item, int first, int rows) {
+  const int group = call.num_heads / call.num_kv_heads;
+  const int64_t b = item.sequence;
+  c.rows = rows;
+  // A cap needs the score in natural units; otherwise log2(e) is folded in and softmax is a plain 2^x.
+  const float factor = call.softcap > 0 ? call.scaling : call.scaling * 1.44269504089f;
+  for (int h = 0; h < rows; h++) {
+    const int row = item.first_row + first + h, token = row / group, head = item.kv_head * group + row % group;
+    const int64_t at = b * call.q_stride[0] + token * call.q_stride[1] + head * call.q_stride[2];
+    widen(c.q[h], (const char*)call.q + at * dtype_bytes(call.q_dtype), call.head_dim, call.q_dtype);
+    const int padded = round_up(call.head_dim, VL);
+    for (int i = 0; i < padded; i += VL) {
+      store(c.q[h] + i, load(c.q[h] + i) * factor);
+      store(c.acc[h] + i, vf{});
+    }
+    store(c.l[h], vf{});
+    c.m[h] = -__builtin_inff();
+    c.position[h] = call.q_positions[b * call.num_tokens + token];
+  }
+}
+
+static void store_rows(Chunk& c, const AttendPlan& plan, const AttendItem& item, int first) {
+  const kvbits_attend_call& call = *plan.call;
+  const int group = call.num_heads / call.num_kv_heads, head_dim = call.head_dim;
+  for (int h = 0; h < c.rows; h++) {
+    const float total = sum(load(c.l[h]));
+    if (item.partial >= 0) {
+      float* to = plan.partial + (item.partial + first + h) * partial_stride(head_dim);
+      __builtin_memcpy(to, c.acc[h], head_dim * 4);
+      to[head_dim] = c.m[h];
+      to[head_dim + 1] = total;
+      continue;
+    }
+    const int row = item.first_row + first + h, token = row / group, head = item.kv_head * group + row % group;
+    const int64_t at = ((int64_t)item.sequence * call.num_tokens + token) * call.num_heads + head;
+    const float inverse = total > 0 ? 1.0f / total : 0.0f;
+    for (int i = 0; i < head_dim; i++) call.out[at * head_dim + i] = c.acc[h][i] * inverse;
+    call.lse[at] = total > 0 ? (c.m[h] + __builtin_log2f(total)) * 0.69314718056f : -__builtin_inff();
+  }
+}
+
+static const uint8_t* first_page(const kvbits_attend_call& call, const AttendItem& item) {
+  int64_t flat = 0;
+  for (int p = 0; p < call.num_parts; p++) {
+    const kvbits_table& table = *call.parts[p].table;
+    const int64_t begin = table.indptr[item.sequence], n = table.indptr[item.sequence + 1] - begin;
+    if (item.first_entry < flat + n)
+      return page_address(call.parts[p].store, table.page_ids[begin + item.first_entry - flat]) + item.kv_head * call.parts[p].store->head_bytes;
+    flat += n;
+  }
+  return nullptr;
+}
+
+static void attend_item(const AttendPlan* plan, const AttendItem* item, const AttendItem* next, void* scratch) {
+  const kvbits_attend_call& call = *plan->call;
+  Scratch& w = *(Scratch*)scratch;
+  const int chunks = (item->num_rows + ROWS - 1) / ROWS, per_chunk = (item->num_rows + chunks - 1) / chunks;
+  for (int i = 0; i < chunks; i++) {
+    const int first = i * per_chunk, left = item->num_rows - first;
+    load_rows(w.chunks[i], call, *item, first, left < per_chunk ? left : per_chunk);
+  }
+  const uint8_t* after = next ? first_page(call, *next) : nullptr;
+  int64_t flat = 0;
+  for (int p = 0; p < call.num_parts; p++) {
+    const kvbits_table& table = *call.parts[p].table;
+    const int64_t begin = table.indptr[item->sequence], n = table.indptr[item->sequence + 1] - begin;
+    const int64_t lo = item->first_entry > flat ? item->first_entry - flat : 0;
+    const int64_t hi = item->end_entry - flat < n ? item->end_entry - flat : n;
+    flat += n;
+    if (lo >= hi) continue;
+    PartView part = {};
+    part.call = &call;
+    part.store = call.parts[p].store;
+    part.key = describe(part.store->key, call.head_dim);
+    part.value = describe(part.store->value, call.head_dim);
+    attend_part(part, table, begin + lo, begin + hi, item->kv_head, w, chunks, after);
+  }
+  for (int i = 0; i < chunks; i++) store_rows(w.chunks[i], *plan, *item, i * per_chunk);
+}

@@ -1,0 +1,69 @@
+#include "dispatch.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+
+namespace {
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+const TierKernels* find(const char* name) {
+  auto wanted = [name](const char* tier) { return !name || !*name || !strcmp(name, tier); };
+#if defined(__x86_64__)
+  if (wanted("avx512") && has_avx512()) return tier_avx512();
+  if (wanted("avx2") && has_avx2()) return tier_avx2();
+#elif defined(KVBITS_HAVE_NEON)
+  if (wanted("neon")) return tier_neon();
+#endif
+  return wanted("generic") ? tier_generic() : nullptr;
+}
+
+std::atomic<const TierKernels*> active{nullptr};
+
+}  // namespace
+
+const TierKernels* active_tier() {
+  if (!active.load(std::memory_order_relaxed)) active.store(find(getenv("KVBITS_CPU_TIER")));
+  return active.load(std::memory_order_relaxed);
+}
+
+extern "C" {
+
+int32_t kvbits_abi_version(void) { return KVBITS_ABI_VERSION; }
+
+const char* kvbits_tier(void) {
+  const TierKernels* tier = active_tier();
+  return tier ? tier->name : "";
+}
+
+int32_t kvbits_set_tier(const char* name) {
+  const TierKernels* tier = find(name);
+  if (!tier) return -1;
+  active.store(tier);
+  return 0;
+}
+
+const char* kvbits_error(int32_t code) {
+  switch (code) {
+    case KVBITS_BAD_FORMAT: return "a store names no known number format, or has neither stored nor static scales";
+    case KVBITS_BAD_PAGE_SIZE: return "page_size must be a multiple of 32 where anything is quantized";
+    case KVBITS_BAD_GROUP: return "group_size must be a multiple of 4 that divides head_dim into at most 32 groups";
+    case KVBITS_BAD_HEAD_DIM: return "head_dim must be a multiple of 8 and at most 512";
+    case KVBITS_BAD_HEADS: return "the number of query heads must be a multiple (at most 64) of the number of kv heads";
+    case KVBITS_BAD_TABLE: return "a page table's indptr must rise from 0 to its number of entries, and starts must not be negative";
+    case KVBITS_BAD_PAGE_ID: return "a page table names a page that its store does not have";
+    case KVBITS_BAD_LENGTH: return "a page table's lengths must lie between 1 and page_size";
+    case KVBITS_NO_TIER: return "KVBITS_CPU_TIER names an instruction set that this machine or build does not have";
+    case KVBITS_NO_MEMORY: return "out of memory for the kernels' scratch buffers";
+    default: return "unknown error";
+  }
+}
+}

@@ -1,0 +1,18 @@
+// Which tier runs, and the errors of the C ABI.
+#pragma once
+#include "attend_plan.h"
+
+enum Error {
+  KVBITS_BAD_FORMAT = 1,
+  KVBITS_BAD_PAGE_SIZE,
+  KVBITS_BAD_GROUP,
+  KVBITS_BAD_HEAD_DIM,
+  KVBITS_BAD_HEADS,
+  KVBITS_BAD_TABLE,
+  KVBITS_BAD_PAGE_ID,
+  KVBITS_BAD_LENGTH,
+  KVBITS_NO_TIER,
+  KVBITS_NO_MEMORY,
+};
+
+const TierKernels* active_tier();

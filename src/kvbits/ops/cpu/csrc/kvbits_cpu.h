@@ -1,0 +1,99 @@
+// Plain C ABI of the CPU kernels. Python (library.py) mirrors these structs with ctypes; `kvbits_abi_version`
+// guards against a stale build. Byte layouts: docs/formats.md. All offsets are bytes from the start of a head struct.
+#pragma once
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define KVBITS_EXPORT __declspec(dllexport)
+#else
+#define KVBITS_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { KVBITS_ABI_VERSION = 1 };
+
+enum kvbits_dtype { KVBITS_FP32 = 0, KVBITS_FP16 = 1, KVBITS_BF16 = 2 };
+enum kvbits_format {
+  KVBITS_RAW = 0,
+  KVBITS_INT8 = 1,
+  KVBITS_INT4 = 2,
+  KVBITS_INT3 = 3,
+  KVBITS_INT2 = 4,
+  KVBITS_E4M3 = 5,
+  KVBITS_E5M2 = 6,
+  KVBITS_NUM_FORMATS = 7
+};
+
+// How one tensor (keys or values) of a page is stored.
+typedef struct {
+  int32_t format;        // kvbits_format
+  int32_t raw_dtype;     // kvbits_dtype of raw rows
+  int32_t scale_dtype;   // kvbits_dtype of scales, biases and means
+  int32_t symmetric;     // 0: integer codes start at 0 and a bias is added
+  int32_t per_channel;   // 1: one scale per channel of the page; 0: [groups, page_size]
+  int32_t group_size;    // channels sharing a scale when !per_channel (head_dim for per token)
+  int32_t plane_offset[2];  // code planes, high bits first; [0] is the raw rows of a raw tensor
+  int32_t scale_offset;  // -1: scales are static
+  int32_t bias_offset;   // -1: none in the page
+  int32_t mean_offset;   // -1: none
+  const float* static_scale;  // [num_kv_heads, head_dim], widened from groups to channels; null unless static
+  const float* static_bias;   // same shape; null unless static and asymmetric
+} kvbits_tensor;
+
+// Pages of one layer in one pool. Page ids count through the slabs in order.
+typedef struct {
+  kvbits_tensor key, value;
+  int32_t page_size;       // tokens; a multiple of 32 unless both tensors are raw
+  int32_t num_slabs;
+  int64_t head_bytes;      // one kv head's struct
+  int64_t page_stride;     // bytes from page to page inside a slab
+  const int64_t* slab_address;  // [num_slabs]
+  const int64_t* slab_pages;    // [num_slabs]
+} kvbits_store;
+
+// Ragged lists: sequence b reads entries indptr[b] .. indptr[b+1] - 1.
+typedef struct {
+  int64_t num_entries;
+  const int64_t* indptr;    // [batch + 1]
+  const int64_t* page_ids;  // [num_entries]
+  const int64_t* starts;    // [num_entries] position of the page's first token
+  const int32_t* lengths;   // [num_entries] visible tokens
+} kvbits_table;
+
+typedef struct {
+  const kvbits_store* store;
+  const kvbits_table* table;
+} kvbits_part;
+
+typedef struct {
+  const kvbits_part* parts;
+  int32_t num_parts, batch, num_tokens, num_heads, num_kv_heads, head_dim;
+  int32_t q_dtype;
+  int32_t num_threads;
+  const void* q;               // [batch, num_tokens, num_heads, head_dim], last dim dense
+  int64_t q_stride[3];         // elements
+  const int64_t* q_positions;  // [batch, num_tokens]; negative: a padding row (output 0, lse -inf)
+  float scaling;
+  float softcap;               // 0: none
+  int64_t sliding_window;      // 0: none
+  float* out;                  // [batch, num_tokens, num_heads, head_dim]
+  float* lse;                  // [batch, num_tokens, num_heads], natural logarithm
+} kvbits_attend_call;
+
+KVBITS_EXPORT int32_t kvbits_abi_version(void);
+
+// Name of the instruction set in use ("avx512", "avx2", "neon", "generic"), and of the best one here.
+KVBITS_EXPORT const char* kvbits_tier(void);
+// Switches tiers. Returns 0, or -1 when this machine or build cannot run it.
+KVBITS_EXPORT int32_t kvbits_set_tier(const char* name);
+
+// Attention over all parts with one online softmax. Returns 0 or the number of a message in kvbits_error.
+KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
+KVBITS_EXPORT const char* kvbits_error(int32_t code);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,190 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#if defined(__linux__)
+#include <sched.h>
+#include <sys/mman.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// A worker looks for the next call this long before it sleeps: layers of one decoding step follow within some 10 us, and
+// a longer spin would steal time from torch's own threads.
+constexpr int SPINS = 300;
+constexpr size_t HUGE_PAGE = size_t(2) << 20;
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// FP8 subnormals need gradual underflow, which torch.set_flush_denormal(True) switches off in the calling thread.
+struct GradualUnderflow {
+#if defined(__x86_64__)
+  unsigned saved = _mm_getcsr();
+  GradualUnderflow() { _mm_setcsr(saved & ~0x8040u); }
+  ~GradualUnderflow() { _mm_setcsr(saved); }
+#endif
+};
+
+struct Scratch {
+  void* memory = nullptr;
+  size_t bytes = 0;
+
+  bool reserve(size_t n) {
+    if (n <= bytes) return true;
+    free(memory);
+    bytes = (n + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    if (posix_memalign(&memory, HUGE_PAGE, bytes)) {
+      memory = nullptr;
+      bytes = 0;
+      return false;
+    }
+#if defined(__linux__)
+    madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+    return true;
+  }
+};
+
+struct Job {
+  PoolTask task;
+  void* context;
+  int64_t count;
+};
+
+class Pool {
+ public:
+  bool run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, void* context) {
+    std::lock_guard<std::mutex> one_call(calls_);
+    if (threads > count) threads = static_cast<int>(count);
+    if (threads < 1) threads = 1;
+    while (scratch_.size() < static_cast<size_t>(threads)) scratch_.emplace_back();
+    for (int i = 0; i < threads; i++)
+      if (!scratch_[i].reserve(scratch_bytes)) return false;
+    next_.store(0, std::memory_order_relaxed);
+    job_ = {task, context, count};
+    if (threads > 1) open(threads);
+    work(job_, 0);
+    if (threads > 1) close();
+    return true;
+  }
+
+ private:
+  std::mutex calls_;  // one call at a time
+  std::mutex state_;
+  std::condition_variable wake_, done_;
+  std::vector<Scratch> scratch_;
+  int workers_ = 0;
+  Job job_ = {};
+  std::atomic<int64_t> next_{0};
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int> active_{0};  // workers inside the current job
+  int sleeping_ = 0;
+  int seats_ = 0;  // workers that may still join the current job
+
+  void open(int threads) {
+    bool notify;
+    {
+      std::lock_guard<std::mutex> lock(state_);
+      while (workers_ < threads - 1) {
+        std::thread(&Pool::serve, this, generation_.load()).detach();
+        workers_++;
+      }
+      seats_ = threads - 1;
+      generation_.fetch_add(1, std::memory_order_release);
+      notify = sleeping_ > 0;
+    }
+    if (notify) wake_.notify_all();
+  }
+
+  // A worker that has not joined by now is not waited for: under load it may not get a core for milliseconds.
+  void close() {
+    {
+      std::lock_guard<std::mutex> lock(state_);
+      seats_ = 0;
+    }
+    for (int i = 0; i < SPINS && active_.load(std::memory_order_acquire); i++) relax();
+    std::unique_lock<std::mutex> lock(state_);
+    done_.wait(lock, [this] { return active_.load() == 0; });
+  }
+
+  void serve(uint64_t seen) {
+    for (;;) {
+      for (int i = 0; i < SPINS && generation_.load(std::memory_order_acquire) == seen; i++) relax();
+      std::unique_lock<std::mutex> lock(state_);
+      sleeping_++;
+      wake_.wait(lock, [&] { return generation_.load() != seen; });
+      sleeping_--;
+      seen = generation_.load();
+      if (!seats_) continue;
+      const int seat = seats_--;
+      active_.fetch_add(1);
+      const Job job = job_;
+      lock.unlock();
+      work(job, seat);
+      lock.lock();
+      if (active_.fetch_sub(1) == 1) done_.notify_one();
+    }
+  }
+
+  void work(const Job& job, int seat) {
+    GradualUnderflow mode;
+    void* scratch = scratch_[seat].memory;
+    int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
+    while (i < job.count) {
+      const int64_t next = next_.fetch_add(1, std::memory_order_relaxed);
+      job.task(job.context, i, next < job.count ? next : -1, scratch);
+      i = next;
+    }
+  }
+};
+
+std::mutex create;
+std::atomic<Pool*> pool{nullptr};
+
+// Threads do not survive a fork: the child leaves the old pool behind and makes its own.
+void forget() {
+  pool.store(nullptr);
+  new (&create) std::mutex;
+}
+
+Pool& instance() {
+  Pool* p = pool.load(std::memory_order_acquire);
+  if (p) return *p;
+  std::lock_guard<std::mutex> lock(create);
+  if (!pool.load()) {
+    static const int registered = pthread_atfork(nullptr, nullptr, forget);
+    (void)registered;
+    pool.store(new Pool);  // never deleted: workers may outlive static destructors
+  }
+  return *pool.load();
+}
+
+}  // namespace
+
+bool pool_run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, void* context) {
+  return instance().run(threads, count, scratch_bytes, task, context);
+}
+
+int pool_available_threads() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (!sched_getaffinity(0, sizeof(set), &set)) return CPU_COUNT(&set);
+#endif
+  const unsigned n = std::thread::hardware_concurrency();
+  return n ? static_cast<int>(n) : 1;
+}

@@ -1,0 +1,14 @@
+// A small pool of threads of our own: dynamic items, one barrier, sleeping (not spinning) between calls, fork-safe.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+// Runs item `i`; `next` is the item this thread will run afterwards, or -1. `scratch` belongs to the thread.
+typedef void (*PoolTask)(void* context, int64_t i, int64_t next, void* scratch);
+
+// Runs items 0 .. count-1 on up to `threads` threads, the caller included. Which thread runs which item is open, so
+// results may not depend on it. False when memory for scratch runs out (nothing was run).
+bool pool_run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, void* context);
+
+// Threads that the process may run on (its affinity mask).
+int pool_available_threads();

@@ -1,0 +1,17 @@
+// Generic tier: baseline instructions of the platform, scalar integer dot products that the compiler vectorises.
+#include "attend_plan.h"
+
+namespace {
+#define VL 4
+#include "vec.h"
+#include "attend_state.h"
+#include "dots_generic.h"
+#include "dots_float.h"
+#include "attend_softmax.h"
+#include "attend_page.h"
+}  // namespace
+
+const TierKernels* tier_generic() {
+  static const TierKernels kernels = {"generic", sizeof(Scratch), attend_item};
+  return &kernels;
+}

@@ -1,0 +1,141 @@
+// Short vectors of VL floats on GCC/Clang vector extensions: one source for everything that is not a dot product.
+// A tier file defines VL (its native width) before including this inside its anonymous namespace.
+//
+// No standard library templates here or in anything a tier includes: an inline function compiled with AVX-512 could be
+// the copy that the linker keeps for everybody.
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef float vf_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef int32_t vi_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint16_t vh_mem __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE vi splat_int(int32_t x) { return x - vi{}; }
+INLINE vf load(const float* p) { return *(const vf_mem*)p; }
+INLINE void store(float* p, vf x) { *(vf_mem*)p = x; }
+INLINE vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+
+// A tier with instructions for these says so (HAVE_FROM_FP16, HAVE_REDUCE) and defines them itself.
+INLINE vf from_fp16(const uint16_t* p);
+INLINE float sum(vf x);
+INLINE float max_of(vf x);
+
+INLINE vi iota() {
+  vi v;
+  for (int i = 0; i < VL; i++) v[i] = i;
+  return v;
+}
+
+#ifndef HAVE_REDUCE
+INLINE float sum(vf x) {
+  float t[VL];
+  *(vf_mem*)t = x;
+  for (int n = VL / 2; n; n /= 2)
+    for (int i = 0; i < n; i++) t[i] += t[i + n];
+  return t[0];
+}
+
+INLINE float max_of(vf x) {
+  float t[VL];
+  *(vf_mem*)t = x;
+  for (int n = VL / 2; n; n /= 2)
+    for (int i = 0; i < n; i++) t[i] = t[i] > t[i + n] ? t[i] : t[i + n];
+  return t[0];
+}
+#endif
+
+// Adding 1.5 * 2^23 leaves the nearest integer (half to even) in the low bits: exact for |x| < 2^22.
+constexpr float ROUND_MAGIC = 12582912.0f;
+INLINE vf round_even(vf x) { return (x + ROUND_MAGIC) - ROUND_MAGIC; }
+INLINE vi round_to_int(vf x) { return (vi)(x + ROUND_MAGIC) - (vi)splat(ROUND_MAGIC); }
+
+// 2^x for x <= 0, relative error 3e-7; 0 below -126. Degree-6 Taylor-like minimax on [-0.5, 0.5].
+INLINE vf exp2_neg(vf x) {
+  vi live = x > splat(-126.0f);
+  x = vmax(x, splat(-126.0f));
+  vf n = x + ROUND_MAGIC;
+  vf f = x - (n - ROUND_MAGIC);
+  vf p = splat(1.5403530e-4f);
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  vi bits = (vi)p + (((vi)n - (vi)splat(ROUND_MAGIC)) << 23);
+  return (vf)(bits & live);
+}
+
+INLINE float exp2_neg_scalar(float x) { return exp2_neg(splat(x))[0]; }
+
+// softcap * tanh(x / softcap) through 1 - 2 / (1 + e^2|y|): absolute error 1e-7 of softcap.
+INLINE vf tanh_cap(vf x, float cap) {
+  vf y = x * (1.0f / cap);
+  vi negative = y < vf{};
+  vf e = exp2_neg(select(negative, y, -y) * 2.8853900818f);
+  vf t = (1.0f - e) / (1.0f + e) * cap;
+  return select(negative, -t, t);
+}
+
+INLINE vf from_bf16(const uint16_t* p) {
+  vi w = __builtin_convertvector(*(const vh_mem*)p, vi);
+  return (vf)(w << 16);
+}
+
+#ifndef HAVE_FROM_FP16
+// Exact for every value, subnormals and infinities included: shift into place, then fix the exponent by a multiply.
+INLINE vf from_fp16(const uint16_t* p) {
+  vi w = __builtin_convertvector(*(const vh_mem*)p, vi);
+  vi sign = (w & 0x8000) << 16;
+  vi mag = w & 0x7fff;
+  vf x = (vf)(mag << 13) * 0x1p112f;
+  vi special = mag >= splat_int(0x7c00);
+  x = select(special, (vf)((mag << 13) | 0x7f800000), x);
+  return (vf)((vi)x | sign);
+}
+#endif
+
+// VL elements of a float array in any of the three dtypes.
+template <int DTYPE>
+INLINE vf load_as(const void* base, int64_t i) {
+  if (DTYPE == KVBITS_FP32) return load((const float*)base + i);
+  if (DTYPE == KVBITS_FP16) return from_fp16((const uint16_t*)base + i);
+  return from_bf16((const uint16_t*)base + i);
+}
+
+INLINE int dtype_bytes(int dtype) { return dtype == KVBITS_FP32 ? 4 : 2; }
+
+// The first n < VL elements, zeros behind them: the last piece of an array that must not be read past its end.
+template <int DTYPE>
+INLINE vf load_first(const void* base, int64_t i, int n) {
+  alignas(64) char t[VL * 4] = {};
+  const int size = DTYPE == KVBITS_FP32 ? 4 : 2;
+  __builtin_memcpy(t, (const char*)base + i * size, n * size);
+  return load_as<DTYPE>(t, 0);
+}
+
+INLINE void store_first(float* p, vf x, int n) {
+  float t[VL];
+  *(vf_mem*)t = x;
+  __builtin_memcpy(p, t, n * 4);
+}
+
+// n floats from any dtype; `to` has room for n rounded up to VL, zeros are written there.
+template <int DTYPE>
+static void widen_as(float* to, const void* from, int n) {
+  int i = 0;
+  for (; i + VL <= n; i += VL) store(to + i, load_as<DTYPE>(from, i));
+  if (i < n) store(to + i, load_first<DTYPE>(from, i, n - i));
+}
+
+INLINE void widen(float* to, const void* from, int n, int dtype) {
+  if (dtype == KVBITS_FP32) widen_as<KVBITS_FP32>(to, from, n);
+  else if (dtype == KVBITS_FP16) widen_as<KVBITS_FP16>(to, from, n);
+  else widen_as<KVBITS_BF16>(to, from, n);
+}

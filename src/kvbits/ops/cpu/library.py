@@ -1,0 +1,143 @@
+"""Loads libkvbits_cpu.so and mirrors its C structs (csrc/kvbits_cpu.h).
+
+The library holds one set of kernels ("tier") per instruction set: avx512 (VNNI), avx2, neon, generic. It takes the best one
+that the machine can run; the environment variable KVBITS_CPU_TIER forces one, and KVBITS_CPU_LIBRARY names another file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+from ...errors import UnsupportedError
+
+ABI_VERSION = 1
+LIBRARY_NAME = "libkvbits_cpu.so"
+TIERS = ("avx512", "avx2", "neon", "generic")
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+FORMATS = {"raw": 0, "int8": 1, "int4": 2, "int3": 3, "int2": 4, "fp8_e4m3": 5, "fp8_e5m2": 6}
+
+
+class TensorStruct(Structure):
+    """`kvbits_tensor`: how keys or values are stored in a page."""
+
+    _fields_ = [
+        ("format", c_int32), ("raw_dtype", c_int32), ("scale_dtype", c_int32), ("symmetric", c_int32),
+        ("per_channel", c_int32), ("group_size", c_int32), ("plane_offset", c_int32 * 2),
+        ("scale_offset", c_int32), ("bias_offset", c_int32), ("mean_offset", c_int32),
+        ("static_scale", c_void_p), ("static_bias", c_void_p),
+    ]  # fmt: skip
+
+
+class StoreStruct(Structure):
+    """`kvbits_store`: the pages of one layer in one pool."""
+
+    _fields_ = [
+        ("key", TensorStruct), ("value", TensorStruct), ("page_size", c_int32), ("num_slabs", c_int32),
+        ("head_bytes", c_int64), ("page_stride", c_int64), ("slab_address", c_void_p), ("slab_pages", c_void_p),
+    ]  # fmt: skip
+
+
+class TableStruct(Structure):
+    """`kvbits_table`: which pages each sequence reads."""
+
+    _fields_ = [("num_entries", c_int64), ("indptr", c_void_p), ("page_ids", c_void_p), ("starts", c_void_p), ("lengths", c_void_p)]
+
+
+class PartStruct(Structure):
+    """`kvbits_part`."""
+
+    _fields_ = [("store", c_void_p), ("table", c_void_p)]
+
+
+class AttendStruct(Structure):
+    """`kvbits_attend_call`."""
+
+    _fields_ = [
+        ("parts", c_void_p), ("num_parts", c_int32), ("batch", c_int32), ("num_tokens", c_int32), ("num_heads", c_int32),
+        ("num_kv_heads", c_int32), ("head_dim", c_int32), ("q_dtype", c_int32), ("num_threads", c_int32),
+        ("q", c_void_p), ("q_stride", c_int64 * 3), ("q_positions", c_void_p), ("scaling", c_float), ("softcap", c_float),
+        ("sliding_window", c_int64), ("out", c_void_p), ("lse", c_void_p),
+    ]  # fmt: skip
+
+
+def _candidates() -> list[Path]:
+    if named := os.environ.get("KVBITS_CPU_LIBRARY"):
+        return [Path(named)]
+    # An editable install keeps the sources here and the built library in site-packages.
+    installed = [Path(p) / "kvbits" / "ops" / "cpu" for p in sys.path if p]
+    return [folder / LIBRARY_NAME for folder in [Path(__file__).parent, *installed]]
+
+
+@functools.cache
+def _open() -> tuple[ctypes.CDLL | None, str]:
+    """(library, "") or (None, why not)."""
+    path = next((p for p in _candidates() if p.is_file()), None)
+    if path is None:
+        return None, "the CPU library was not built (no C++ compiler at install time?); reinstall with GCC or Clang present, or use a wheel"
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        return None, f"{path} cannot be loaded: {error}"
+    lib.kvbits_abi_version.restype = c_int32
+    if (version := lib.kvbits_abi_version()) != ABI_VERSION:
+        return None, f"{path} has ABI version {version}, this package needs {ABI_VERSION}; rebuild it"
+    lib.kvbits_tier.restype = c_char_p
+    lib.kvbits_set_tier.argtypes = [c_char_p]
+    lib.kvbits_error.restype = c_char_p
+    lib.kvbits_error.argtypes = [c_int32]
+    lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
+    if not lib.kvbits_tier():
+        wanted = os.environ.get("KVBITS_CPU_TIER")
+        return None, f"KVBITS_CPU_TIER={wanted!r} is not a tier that this machine and build can run; known: {', '.join(TIERS)}"
+    return lib, ""
+
+
+def unavailable() -> str | None:
+    """Why there are no CPU kernels here, or None when there are."""
+    return _open()[1] or None
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library.
+
+    Raises:
+        UnsupportedError: it was not built, cannot be loaded, or KVBITS_CPU_TIER names a tier that cannot run here.
+    """
+    lib, reason = _open()
+    if lib is None:
+        raise UnsupportedError(reason)
+    return lib
+
+
+def tier() -> str:
+    """Name of the instruction set in use."""
+    return library().kvbits_tier().decode()
+
+
+def set_tier(name: str) -> None:
+    """Switches to another instruction set, for tests and benchmarks.
+
+    Raises:
+        UnsupportedError: this machine or build cannot run it.
+    """
+    if library().kvbits_set_tier(name.encode()):
+        raise UnsupportedError(f"tier {name!r} cannot run on this machine or is not in this build; known: {', '.join(TIERS)}")
+
+
+def runnable_tiers() -> list[str]:
+    """Every tier this machine can run, best first."""
+    lib, now = library(), tier()
+    found = [name for name in TIERS if lib.kvbits_set_tier(name.encode()) == 0]
+    set_tier(now)
+    return found
+
+
+def check(code: int) -> None:
+    """Turns a return code of the library into an exception."""
+    if code:
+        raise UnsupportedError(f"CPU kernels: {library().kvbits_error(code).decode()}")

@@ -1,0 +1,126 @@
+"""Builds the C structs of page stores and page tables, checks every buffer they point to, and keeps them.
+
+A struct is built once per `PageStore` and `PageTable` and kept on the object itself, so that a decoding step pays for it once and not once per
+layer. Contents that may change (page ids, lengths) are checked by the library in every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import DataError
+from ...spec import PageLayout, QuantSpec
+from ..types import PageStore, PageTable
+from .library import DTYPES, FORMATS, StoreStruct, TableStruct, TensorStruct
+
+MAX_HEAD_DIM = 512
+MAX_GROUPS = 32
+MAX_QUERY_GROUP = 64
+TORCH_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def refuses_layout(layout: PageLayout) -> str | None:
+    """Why the kernels cannot read or write pages of this layout, or None."""
+    d = layout.head_dim
+    if d % 8 or d > MAX_HEAD_DIM:
+        return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    for spec in (layout.key, layout.value):
+        if spec.format not in FORMATS:
+            return f"number format {spec.format} has no CPU kernel"
+        if spec.is_raw:
+            continue
+        if layout.page_size % 32:
+            return f"page_size={layout.page_size} is not a multiple of 32"
+        groups = spec.num_groups(d)
+        if not spec.static and groups < d and (d // groups % 4 or groups > MAX_GROUPS):
+            return f"groups of {d // groups} channels: the CPU kernels need a multiple of 4 and at most {MAX_GROUPS} groups per head"
+    return None
+
+
+def _tensor(layout: PageLayout, spec: QuantSpec, prefix: str, static: dict[str, torch.Tensor], keep: list[Any]) -> TensorStruct:
+    sections, d = layout.sections, layout.head_dim
+    t = TensorStruct(format=FORMATS[spec.format], raw_dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], symmetric=not spec.has_bias)
+    names = [f"{prefix}_raw"] if spec.is_raw else [f"{prefix}_plane{i}" for i in range(len(spec.number_format.planes))]
+    for i, name in enumerate(names):
+        t.plane_offset[i] = sections[name].offset
+    groups = 1 if spec.is_raw else spec.num_groups(d)
+    t.per_channel, t.group_size = int(groups == d), d // groups
+    for name in ("scale", "bias", "mean"):
+        section = sections.get(f"{prefix}_{name}")
+        setattr(t, f"{name}_offset", section.offset if section else -1)
+    if spec.static:
+        for name in ("scale", "bias") if spec.has_bias else ("scale",):
+            given = static.get(f"{prefix}_{name}")
+            if given is None or tuple(given.shape) != (layout.num_kv_heads, groups):
+                got = "nothing" if given is None else f"shape {tuple(given.shape)}"
+                raise DataError(f"static {prefix}_{name} must be [num_kv_heads, groups] = {[layout.num_kv_heads, groups]}, got {got}")
+            wide = given.detach().to("cpu", torch.float32).repeat_interleave(d // groups, dim=1).contiguous()
+            keep.append(wide)
+            setattr(t, f"static_{name}", wide.data_ptr())
+    return t
+
+
+def store_struct(store: PageStore) -> StoreStruct:
+    """The C view of a page store, checked and kept on the store.
+
+    Raises:
+        DataError: a slab that is not what its layout says.
+    """
+    kept = store.__dict__.get("_cpu_struct")
+    if kept is not None:
+        return kept[0]
+    layout, keep = store.layout, []
+    strides = {s.stride(0) for s in store.slabs if s.shape[0] > 1}
+    for slab in store.slabs:
+        if slab.dtype != torch.uint8 or slab.device.type != "cpu" or slab.dim() != 3 or tuple(slab.shape[1:]) != (layout.num_kv_heads, layout.head_bytes):
+            raise DataError(
+                f"a slab must be uint8 [pages, {layout.num_kv_heads}, {layout.head_bytes}] on the CPU, got {slab.dtype} {list(slab.shape)} on {slab.device}"
+            )
+        if slab.stride(2) != 1 or slab.stride(1) != layout.head_bytes or (slab.shape[0] > 1 and slab.stride(0) < layout.page_size_bytes):
+            raise DataError(f"a slab's structs must be dense inside a page; strides are {slab.stride()} for head_bytes={layout.head_bytes}")
+    if len(strides) > 1:
+        raise DataError(f"slabs of one store must have one page stride, got {sorted(strides)}")
+    address = np.array([s.data_ptr() for s in store.slabs], np.int64)
+    pages = np.array([s.shape[0] for s in store.slabs], np.int64)
+    struct = StoreStruct(
+        key=_tensor(layout, layout.key, "k", store.static, keep), value=_tensor(layout, layout.value, "v", store.static, keep),
+        page_size=layout.page_size, num_slabs=len(pages), head_bytes=layout.head_bytes,
+        page_stride=strides.pop() if strides else layout.page_size_bytes, slab_address=address.ctypes.data, slab_pages=pages.ctypes.data,
+    )  # fmt: skip
+    store.__dict__["_cpu_struct"] = (struct, address, pages, keep)
+    return struct
+
+
+def _column(name: str, array: np.ndarray, dtype: type) -> np.ndarray:
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(f"page table {name} must be a one-dimensional integer numpy array, got {type(array).__name__} {getattr(array, 'dtype', '')}")
+    return np.ascontiguousarray(array, dtype)
+
+
+def table_struct(table: PageTable) -> TableStruct:
+    """The C view of a page table, checked and kept on the table.
+
+    Raises:
+        DataError: arrays of the wrong kind or unequal length.
+    """
+    kept = table.__dict__.get("_cpu_struct")
+    if kept is not None:
+        return kept[0]
+    indptr = _column("indptr", table.indptr, np.int64)
+    ids, starts = _column("page_ids", table.page_ids, np.int64), _column("starts", table.starts, np.int64)
+    lengths = _column("lengths", table.lengths, np.int32)
+    if not len(ids) == len(starts) == len(lengths) or not len(indptr):
+        raise DataError(f"page table columns differ in length: page_ids {len(ids)}, starts {len(starts)}, lengths {len(lengths)}, indptr {len(indptr)}")
+    struct = TableStruct(
+        num_entries=len(ids), indptr=indptr.ctypes.data, page_ids=ids.ctypes.data, starts=starts.ctypes.data, lengths=lengths.ctypes.data,
+    )  # fmt: skip
+    table.__dict__["_cpu_struct"] = (struct, indptr, ids, starts, lengths)
+    return struct
+
+
+def address(struct: ctypes.Structure) -> int:
+    return ctypes.addressof(struct)
