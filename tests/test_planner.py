@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -79,13 +80,11 @@ def test_a_scheme_of_your_own():
     assert row(uniform(2, 2, 64), mine).scheme == "int4"
 
 
-def test_schemes_the_geometry_refuses_are_listed_or_raised():
+def test_presets_are_fitted_to_the_head_dim_and_own_schemes_are_not():
     layers = uniform(2, 2, 80)
-    found = plan(layers, ["int8_per_token", "int8"], skip_refused=True)
-    assert [r.scheme for r in found.rows] == ["int8_per_token"]
-    assert found.refused[0][0] == "int8" and "head_dim=80" in found.refused[0][1]
-    with pytest.raises(SpecError, match="scheme 'int8': head_dim=80"):
-        plan(layers, ["int8"])
+    assert row(layers, "int8").total_bytes == CacheSpec(scheme=schemes.for_layers("int8", layers), layers=layers).nbytes(4096)
+    with pytest.raises(SpecError, match="head_dim=80"):
+        plan(layers, [dataclasses.replace(schemes.get("int8"))])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_bad_sizes_are_refused(kwargs, message):
 
 def test_unknown_schemes_list_the_known_ones():
     with pytest.raises(SpecError, match=r"unknown scheme 'int9'.*int8.*kivi2"):
-        plan(uniform(2, 2, 64), ["int9"], skip_refused=True)
+        plan(uniform(2, 2, 64), ["int9"])
     with pytest.raises(SpecError, match="num_layers=0"):
         uniform(0, 2, 64)
 

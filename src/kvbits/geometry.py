@@ -166,7 +166,7 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
     head_dim, num_kv_heads = _head_dim(config, num_heads), _num_kv_heads(config, num_heads)
     if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous
         head_dim = int(wide)
-        num_kv_heads = getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None) or num_kv_heads
+        num_kv_heads = (getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)) or num_kv_heads
     value_dim = getattr(config, "v_head_dim", None)
     if value_dim and value_dim != head_dim:
         raise UnsupportedError(f"{_name(config)} has keys of width {head_dim} and values of width {value_dim}; kvbits stores them at one width")

@@ -1,6 +1,6 @@
 """Memory arithmetic: how many bytes a cache takes, and what fits. No tensors, no torch.
 
-    plan(layers, schemes, context, batch, memory)  ->  Plan(rows=(PlanRow, ...), refused=(...))
+    plan(layers, schemes, context, batch, memory)  ->  Plan(rows=(PlanRow, ...))
 
 A row's `total_bytes` is `CacheSpec.nbytes`, which a `PagedCache` of that fixed capacity allocates to the byte: whole pages, scales,
 sinks, raw tail and padding included. The dense schemes fp32, fp16 and bf16 are what the stock Transformers cache holds: every
@@ -60,14 +60,13 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Rows for all schemes that fit the geometry, and why the others do not."""
+    """One row per scheme, and what they were asked for."""
 
     layers: tuple[LayerGeometry, ...]
     context: int
     batch: int
     memory_bytes: int | None
     rows: tuple[PlanRow, ...]
-    refused: tuple[tuple[str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data: `rows` as `PlanRow` fields, geometry counted by layer kind."""
@@ -80,7 +79,6 @@ class Plan:
             "batch": self.batch,
             "memory_bytes": self.memory_bytes,
             "rows": [asdict(r) for r in self.rows],
-            "refused": [{"scheme": name, "reason": reason} for name, reason in self.refused],
         }
 
 
@@ -161,39 +159,31 @@ def plan(
     batch: int = 1,
     memory_bytes: int | None = None,
     raw_dtype: str = "bfloat16",
-    skip_refused: bool = False,
     **changes: Any,
 ) -> Plan:
     """What each scheme costs on a model, and what fits.
 
     Args:
         layers: geometry of each layer (`geometry.layer_geometries`, or `uniform`).
-        schemes: preset names, fp32, fp16, bf16, or schemes of your own.
+        schemes: preset names (groups fitted to the head_dim), fp32, fp16, bf16, or schemes of your own (taken as they are).
         context: tokens per sequence.
         batch: sequences.
         memory_bytes: memory left for the cache; None leaves max_batch and max_context out.
         raw_dtype: dtype of raw pages, the model's own.
-        skip_refused: list schemes that the geometry refuses under `refused` instead of raising.
         changes: fields of `Scheme` to change in every preset, for example num_sink_tokens=4.
 
     Raises:
-        SpecError: a negative or zero size, an unknown scheme, or one that does not fit the geometry.
+        SpecError: a negative or zero size, an unknown scheme, or one of your own that does not fit the geometry.
     """
     layers = tuple(layers)
     for name, n in (("context", context), ("batch", batch), *([("memory_bytes", memory_bytes)] if memory_bytes is not None else [])):
         if n < 1:
             raise SpecError(f"{name}={n} must be at least 1")
-    rows, refused = [], []
+    rows = []
     baseline = _Dense("bf16", layers).nbytes(context, batch)
     for scheme in schemes:
         name = scheme if isinstance(scheme, str) else scheme.name
-        try:
-            cache = _cache(scheme, layers, raw_dtype, changes)
-        except SpecError as e:
-            if not skip_refused or (isinstance(scheme, str) and scheme not in presets.PRESETS):
-                raise SpecError(f"scheme {name!r}: {e}") from e
-            refused.append((name, str(e)))
-            continue
+        cache = _cache(scheme, layers, raw_dtype, changes)
         total = cache.nbytes(context, batch)
         longest = None if memory_bytes is None else max_context(cache, memory_bytes, batch)
         rows.append(
@@ -203,14 +193,14 @@ def plan(
                 max_context=longest, unbounded=memory_bytes is not None and longest is None,
             )
         )  # fmt: skip
-    return Plan(layers=layers, context=context, batch=batch, memory_bytes=memory_bytes, rows=tuple(rows), refused=tuple(refused))
+    return Plan(layers=layers, context=context, batch=batch, memory_bytes=memory_bytes, rows=tuple(rows))
 
 
 def _cache(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], raw_dtype: str, changes: dict[str, Any]) -> CacheSpec | _Dense:
     if isinstance(scheme, str) and scheme in DENSE:
         return _Dense(scheme, layers)
     if isinstance(scheme, str):
-        scheme = presets.get(expand_schemes([scheme])[0], **changes)
+        scheme = presets.for_layers(expand_schemes([scheme])[0], layers, **changes)
     return CacheSpec(scheme=scheme, layers=layers, raw_dtype=raw_dtype)
 
 
