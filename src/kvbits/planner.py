@@ -298,8 +298,8 @@ def _article_figures() -> list[SourceFigure]:
             SourceFigure(
                 source=_ARTICLE, case=f"80 layers, 64 heads, 128 dims, 4,096 tokens x 32, {name}", printed=f"{printed} GB",
                 formula=f"2 x 80 x 64 x 128 x 4,096 x 32 x {2 / share:g} bytes", nbytes=nbytes, agrees=round(nbytes / GB, 1) == printed,
-                verdict=f"differs: its own formula gives {nbytes // GIB} GiB = {nbytes / GB:.1f} GB, {nbytes / GB / printed:.1f} times as much. The printed figure is what "
-                f"8 KV heads (the model's real GQA) and 4,000 tokens give: {grouped / share / GB:.1f} GB; scales are not counted",
+                verdict=f"differs: its own formula gives {nbytes // GIB} GiB = {nbytes / GB:.1f} GB, {nbytes / GB / printed:.1f} times as much. "
+                f"The printed figure is what 8 KV heads (the model's real GQA) and 4,000 tokens give: {grouped / share / GB:.1f} GB; scales are not counted",
             )
         )  # fmt: skip
     return found

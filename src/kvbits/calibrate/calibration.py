@@ -1,0 +1,200 @@
+"""Static scales of a model and scheme, and what they were measured for.
+
+File: safetensors. Tensors `layers.{i}.k_scale`, `.k_bias`, `.v_scale`, `.v_bias`, float32 [H, groups or channels], only where the
+layer's spec is static (and has a bias). Metadata, JSON text each: `format` "kvbits-calibration", `version`, `fingerprint`, `info`.
+
+The fingerprint is what changes keys and values or how they are coded: sizes of the model, rotary parameters, geometry per layer, the
+static specs per layer. Floats are compared at 6 digits, because GGUF files keep them in float32. It does not see weights: fine-tunes of
+one architecture share a fingerprint, and `info["model"]` says which one was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CalibrationError, FileFormatError
+from ..geometry import layer_geometries, text_config
+from ..spec import QuantSpec, Scheme, from_dict, to_dict
+
+FORMAT = "kvbits-calibration"
+VERSION = 1
+
+_MODEL_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "hidden_activation",
+    "rms_norm_eps", "layer_norm_eps", "attention_bias", "qkv_bias", "use_qk_norm",
+)  # fmt: skip
+_ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "original_max_position_embeddings")
+_SHOWN = 4
+
+
+def fingerprint(config: Any, scheme: Scheme) -> dict[str, Any]:
+    """What a calibration of `scheme` on a model with this configuration depends on, as plain JSON data.
+
+    Args:
+        config: the model's Transformers configuration.
+
+    Raises:
+        UnsupportedError: a model without a plain KV cache.
+    """
+    layers = layer_geometries(config)
+    text = text_config(config)
+    specs = [scheme.for_layer(i, len(layers)) for i in range(len(layers))]
+    rope = {name: getattr(text, name, None) for name in _ROPE_FIELDS}
+    if rope["rope_parameters"]:  # transformers 5 keeps the older fields beside it, or not
+        rope = {"rope_parameters": rope["rope_parameters"]}
+    return _plain(
+        {
+            "model": {name: getattr(text, name, None) for name in _MODEL_FIELDS},
+            "rope": rope,
+            "geometry": [to_dict(g) for g in layers],
+            "specs": [{"k": to_dict(k) if k.static else None, "v": to_dict(v) if v.static else None} for k, v in specs],
+        }
+    )
+
+
+def _plain(value: Any) -> Any:
+    """JSON data with floats at 6 digits and without None members."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        rounded = float(f"{value:.6g}")
+        return int(rounded) if rounded.is_integer() else rounded
+    return value if isinstance(value, int | str) or value is None else str(value)
+
+
+def _differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """Sentences "path is X here and Y in the calibration" for every leaf that differs."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [d for k in dict.fromkeys([*ours, *theirs]) for d in _differences(ours.get(k), theirs.get(k), f"{path}.{k}" if path else k)]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        return [d for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) for d in _differences(a, b, f"{path}[{i}]")]
+    if ours == theirs:
+        return []
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return [f"{path} has {len(ours)} entries here and {len(theirs)} in the calibration"]
+    return [f"{path} is {_short(ours)} here and {_short(theirs)} in the calibration"]
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is None else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Static scales per layer.
+
+    Attributes:
+        static: per layer a dict of `k_scale`, `k_bias`, `v_scale`, `v_bias` (only those the specs need), float32 [H, groups or channels]:
+            what `PagedCache(static=...)` takes.
+        fingerprint: what they were measured for (see `fingerprint`).
+        info: how: model name, percentile, prompts, tokens, skipped tokens.
+    """
+
+    static: list[dict[str, torch.Tensor]]
+    fingerprint: dict[str, Any]
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def id(self) -> str:
+        """16 hex digits naming the scales and what they are for; equal ids mean interchangeable pages."""
+        digest = hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode())
+        for i, tensors in enumerate(self.static):
+            for name in sorted(tensors):
+                digest.update(f"{i}.{name}".encode() + tensors[name].cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def check(self, config: Any, scheme: Scheme) -> None:
+        """Refuse any other model or scheme.
+
+        Raises:
+            CalibrationError: naming what differs.
+        """
+        found = _differences(fingerprint(config, scheme), self.fingerprint)
+        if found:
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            what = "; ".join(found[:_SHOWN]) + more
+            raise CalibrationError(f"this calibration was made for something else: {what}; run `kvbits calibrate` for this model and scheme")
+
+    def to(self, device: torch.device | str) -> Calibration:
+        """The same scales on another device."""
+        return Calibration([{k: v.to(device) for k, v in tensors.items()} for tensors in self.static], self.fingerprint, self.info)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file; an existing one is replaced only once the new one is whole."""
+        from safetensors.torch import save_file
+
+        tensors = {f"layers.{i}.{name}": t.cpu().contiguous() for i, layer in enumerate(self.static) for name, t in layer.items()}
+        metadata = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "fingerprint": json.dumps(self.fingerprint, sort_keys=True),
+            "info": json.dumps(self.info, sort_keys=True),
+        }
+        partial = f"{os.fspath(path)}.{os.getpid()}.tmp"
+        try:
+            save_file(tensors, partial, metadata=metadata)
+            os.replace(partial, path)
+        finally:
+            if os.path.exists(partial):
+                os.unlink(partial)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Read what `save` wrote.
+
+        Raises:
+            FileFormatError: no such file, truncated, foreign, of another version, or holding other tensors than its fingerprint says.
+        """
+        metadata, tensors = _read(path)
+        if metadata.get("format") != FORMAT:
+            raise FileFormatError(f"{path} is not a kvbits calibration (format {metadata.get('format')!r}, expected {FORMAT!r})")
+        if metadata.get("version") != str(VERSION):
+            raise FileFormatError(f"{path} has calibration version {metadata.get('version')}, this kvbits reads {VERSION}; calibrate again")
+        try:
+            found = cls([{} for _ in json.loads(metadata["fingerprint"])["specs"]], json.loads(metadata["fingerprint"]), json.loads(metadata["info"]))
+            wanted = _wanted(found.fingerprint)
+        except (KeyError, TypeError, ValueError) as e:
+            raise FileFormatError(f"{path} has damaged metadata: {e!r}; calibrate again") from e
+        if set(tensors) != set(wanted):
+            raise FileFormatError(f"{path} lacks or adds tensors: {', '.join(sorted(set(tensors) ^ set(wanted))[:_SHOWN])}; calibrate again")
+        for name, t in tensors.items():
+            _, layer, kind = name.split(".")
+            if t.dtype != torch.float32 or tuple(t.shape) != wanted[name]:
+                raise FileFormatError(f"{path}: {name} is {t.dtype} {tuple(t.shape)}, expected float32 {wanted[name]}; calibrate again")
+            if not bool(torch.isfinite(t).all()) or (kind.endswith("_scale") and not bool((t > 0).all())):
+                raise FileFormatError(f"{path}: {name} holds values no scale can have (zero, negative, infinite or NaN); calibrate again")
+            found.static[int(layer)][kind] = t
+        return found
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+    except (SafetensorError, OSError) as e:
+        raise FileFormatError(f"cannot read {path}: {e}; it must be a file written by `kvbits calibrate`") from e
+
+
+def _wanted(prints: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes that a fingerprint calls for."""
+    found = {}
+    for i, (geometry, specs) in enumerate(zip(prints["geometry"], prints["specs"], strict=True)):
+        for side, data in specs.items():
+            spec: QuantSpec = from_dict(data)
+            shape = (geometry["num_kv_heads"], spec.num_groups(geometry["head_dim"]))
+            found[f"layers.{i}.{side}_scale"] = shape
+            if spec.has_bias:
+                found[f"layers.{i}.{side}_bias"] = shape
+    return found

@@ -1,0 +1,179 @@
+"""Measure static scales: run a model over short prompts and see every key and value where the cache is written.
+
+    prompts = prompts_from_text(tokenizer, text)             # 128 windows of 256 tokens
+    calibration = calibrate(model, prompts, "int8_static")   # 99.9th percentile per layer, head and group
+    calibration.save("scales.safetensors")
+
+The model runs under its own attention with an `ObservingCache`, a stock Transformers cache that shows keys and values to an observer
+and hands them back: keys are exactly those a cache stores (after rotation and norms). Nothing is kept, so memory is one prompt's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from .. import schemes as presets
+from ..errors import CalibrationError, DataError, SpecError
+from ..geometry import layer_geometries, text_config
+from ..progress import bar
+from ..spec import LayerGeometry, Scheme
+from .calibration import Calibration, fingerprint
+from .ranges import Ranges
+
+Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
+Prompt = torch.Tensor | Sequence[int] | Mapping[str, torch.Tensor]
+
+
+class ObservingCache(DynamicCache):
+    """Shows each layer's keys and values to `observe(layer, k, v)`, [B, T, H, D] each, and stores nothing: for one forward pass."""
+
+    def __init__(self, config: Any, observe: Observer) -> None:
+        super().__init__(config=config)
+        self.observe = observe
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.observe(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        return key_states, value_states
+
+
+def prompts_from_text(tokenizer: Any, text: str, *, num_prompts: int = 128, length: int = 256, seed: int = 0, batch_size: int = 4) -> list[torch.Tensor]:
+    """Windows of a text, drawn without overlap, as batches of token ids.
+
+    Args:
+        tokenizer: a Transformers tokenizer; if it begins texts with special tokens (BOS), each window does.
+        num_prompts: windows wanted; 128 to 512 are usual. A shorter text gives fewer.
+        length: tokens of a window.
+        seed: which windows are drawn.
+        batch_size: windows in a batch.
+
+    Returns:
+        int64 [up to batch_size, length] each; one shorter window if the text has less than `length` tokens.
+
+    Raises:
+        SpecError: a number that cannot be.
+        DataError: an empty text.
+    """
+    for name, n, least in (("num_prompts", num_prompts, 1), ("length", length, 2), ("batch_size", batch_size, 1)):
+        if n < least:
+            raise SpecError(f"{name}={n} must be at least {least}")
+    bos = tokenizer.bos_token_id
+    start = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    if not len(ids):
+        raise DataError("the calibration text is empty; give a text of some thousand words")
+    body = length - len(start)
+    windows = ids[: len(ids) // body * body].view(-1, body) if len(ids) >= body else ids[None]
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:num_prompts].sort().values
+    windows = torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(order), -1), windows[order]], 1)
+    return list(windows.split(batch_size))
+
+
+def calibrate(
+    model: Any,
+    prompts: Sequence[Prompt],
+    scheme: str | Scheme,
+    *,
+    percentile: float = 99.9,
+    skip_tokens: int | None = None,
+    progress: bool = False,
+) -> Calibration:
+    """Static scales of `scheme` for `model`, measured over `prompts`.
+
+    Args:
+        model: a Transformers decoder model.
+        prompts: token ids, each a tensor [B, T], a list of ids, or a mapping with `input_ids` and `attention_mask` (padding is left out).
+        scheme: preset name (groups fitted to the model's head_dim) or a `Scheme` (taken as it is) with static specs.
+        percentile: share of elements inside the range, in percent; 100 takes the maximum.
+        skip_tokens: first tokens of each prompt left out; None for the scheme's sinks, which are never quantized.
+        progress: show a bar on standard error.
+
+    Raises:
+        CalibrationError: the scheme has no static scales.
+        DataError: no tokens, or NaN or infinity in keys or values.
+        UnsupportedError: a model without a plain KV cache.
+    """
+    layers = layer_geometries(model.config)
+    chosen = presets.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
+    if not chosen.needs_calibration:
+        static = [s.name for s in presets.PRESETS.values() if s.needs_calibration]
+        raise CalibrationError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
+    skip = chosen.num_sink_tokens if skip_tokens is None else skip_tokens
+    if skip < 0:
+        raise SpecError(f"skip_tokens={skip} is negative; use 0 for none")
+    batches = [_batch(p, skip) for p in prompts]
+    num_tokens = sum(int(seen.sum()) for _, _, seen in batches)
+    if not num_tokens:
+        raise DataError(f"{len(batches)} prompts leave no tokens after skip_tokens={skip}; give more or longer prompts")
+    ranges = _ranges(chosen, layers, num_tokens, percentile)
+    _run(model, batches, ranges, progress)
+    found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+    for (layer, side), r in ranges.items():
+        found[layer] |= {f"{side}_{name}": t for name, t in r.qparams().items()}
+    info = {
+        "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
+        "scheme": chosen.name,
+        "percentile": percentile,
+        "prompts": sum(len(ids) for ids, _, _ in batches),
+        "tokens": num_tokens,
+        "skip_tokens": skip,
+    }
+    return Calibration(found, fingerprint(model.config, chosen), info)
+
+
+def _batch(prompt: Prompt, skip: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(ids [B, T], attention mask [B, T] or None, bool [B, T]: tokens to look at)."""
+    mask = None
+    if isinstance(prompt, Mapping):
+        prompt, mask = prompt["input_ids"], prompt.get("attention_mask")
+    ids = torch.as_tensor(prompt)
+    ids = ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
+        raise DataError(f"a prompt has shape {tuple(ids.shape)} and dtype {ids.dtype}; token ids [batch, tokens] with at least one token are needed")
+    mask = None if mask is None else torch.as_tensor(mask)
+    if mask is not None and mask.shape != ids.shape:
+        raise DataError(f"attention_mask has shape {tuple(mask.shape)} but input_ids has {tuple(ids.shape)}")
+    valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    return ids.long(), mask, valid & (valid.cumsum(-1) > skip)
+
+
+def _ranges(scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int, percentile: float) -> dict[tuple[int, str], Ranges]:
+    """One observer per layer and side ("k", "v") that is static."""
+    found = {}
+    for i, g in enumerate(layers):
+        for side, what, spec in zip("kv", ("keys", "values"), scheme.for_layer(i, len(layers)), strict=True):
+            if spec.static:
+                found[i, side] = Ranges(spec, g.num_kv_heads, g.head_dim, num_tokens, percentile, f"{what} of layer {i}")
+    return found
+
+
+@torch.no_grad()
+def _run(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]], ranges: dict[tuple[int, str], Ranges], progress: bool) -> None:
+    backbone = getattr(model, "base_model", model)  # without the language head: its logits would be the largest tensor of all
+    config = text_config(model.config)
+    was_training = model.training
+    model.eval()
+    try:
+        with bar("calibrating", sum(len(ids) for ids, _, _ in batches), enabled=progress) as advance:
+            for ids, mask, seen in batches:
+                seen = seen.to(model.device)
+                visited: set[int] = set()
+
+                def observe(layer: int, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor = seen, visited: set[int] = visited) -> None:
+                    visited.add(layer)
+                    for side, x in (("k", k), ("v", v)):
+                        if (layer, side) in ranges:
+                            ranges[layer, side].add(x[seen.to(x.device)])
+
+                cache = ObservingCache(config, observe)
+                backbone(input_ids=ids.to(model.device), attention_mask=None if mask is None else mask.to(model.device), past_key_values=cache, use_cache=True)
+                if missing := {layer for layer, _ in ranges} - visited:
+                    raise CalibrationError(
+                        f"layers {sorted(missing)[:4]} of {type(model).__name__} wrote nothing to the cache; kvbits cannot calibrate this model"
+                    )
+                advance(len(ids))
+    finally:
+        model.train(was_training)

@@ -1,0 +1,164 @@
+"""A calibration survives its file bit by bit, and is refused for any other model, scheme or damaged file, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvbits.calibrate import Calibration, fingerprint
+from kvbits.calibrate.calibration import FORMAT
+from kvbits.errors import CalibrationError, FileFormatError
+from kvbits.spec import Override, PerChannel, PerGroup, QuantSpec, Scheme
+
+KEY = QuantSpec(format="int8", granularity=PerChannel(), symmetric=False, static=True)
+VALUE = QuantSpec(format="int4", granularity=PerGroup(8), static=True)
+SCHEME = Scheme(name="mine", key=KEY, value=VALUE, overrides=(Override(layers=(0,), key=QuantSpec.raw(), value=VALUE),))
+CONFIG = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+def config(**changes):
+    return SimpleNamespace(**{**CONFIG, **changes})
+
+
+@pytest.fixture
+def calibration():
+    layer = {"k_scale": torch.rand(2, 16) + 0.1, "k_bias": torch.randn(2, 16), "v_scale": torch.rand(2, 2) + 0.1}
+    first = {"v_scale": torch.rand(2, 2) + 0.1}
+    return Calibration([first, layer, {k: v + 1 for k, v in layer.items()}], fingerprint(config(), SCHEME), {"percentile": 99.9, "model": "tiny"})
+
+
+def test_round_trip_is_exact(calibration, tmp_path):
+    path = tmp_path / "scales.safetensors"
+    calibration.save(path)
+    found = Calibration.load(path)
+    assert found.id == calibration.id and found.info == calibration.info and found.fingerprint == calibration.fingerprint
+    for a, b in zip(found.static, calibration.static, strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    found.check(config(), SCHEME)
+    assert [p.name for p in tmp_path.iterdir()] == ["scales.safetensors"]
+
+
+def test_saving_replaces_and_a_failed_save_keeps_the_old_file(calibration, tmp_path, monkeypatch):
+    path = tmp_path / "scales.safetensors"
+    path.write_bytes(b"old")
+
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", fail)
+        with pytest.raises(OSError, match="disk full"):
+            calibration.save(path)
+    assert path.read_bytes() == b"old"
+    calibration.save(path)
+    assert Calibration.load(path).id == calibration.id
+
+
+def test_the_id_names_scales_and_purpose(calibration):
+    other = Calibration([*calibration.static[:2], {k: v * 2 for k, v in calibration.static[2].items()}], calibration.fingerprint)
+    elsewhere = Calibration(calibration.static, fingerprint(config(rms_norm_eps=1e-6), SCHEME))
+    assert len({calibration.id, other.id, elsewhere.id}) == 3
+    assert Calibration(calibration.static, calibration.fingerprint, {"other": "info"}).id == calibration.id
+    assert calibration.to("cpu").id == calibration.id
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters.rope_theta is 500000 here and 10000 in the calibration"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope.rope_parameters.factor is 4 here and absent"),
+        ({"hidden_size": 128}, "model.hidden_size is 128 here and 64 in the calibration"),
+        ({"num_key_value_heads": 4}, r"geometry\[0\].num_kv_heads is 4 here and 2"),
+        ({"sliding_window": 32}, r"geometry\[0\].sliding_window is 32 here and absent"),
+        ({"num_hidden_layers": 5}, "geometry has 5 entries here and 3 in the calibration"),
+        ({"model_type": "qwen2", "attention_bias": True}, "model_type is 'qwen2' here and 'llama'"),
+    ],
+)
+def test_another_model_is_refused(calibration, changes, message):
+    with pytest.raises(CalibrationError, match=f"made for something else: .*{message}.*run `kvbits calibrate`"):
+        calibration.check(config(**changes), SCHEME)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (dataclasses.replace(SCHEME, value=dataclasses.replace(VALUE, granularity=PerGroup(16))), r"specs\[1\].v.granularity.size is 16 here and 8"),
+        (dataclasses.replace(SCHEME, key=dataclasses.replace(KEY, symmetric=True)), r"specs\[1\].k.symmetric is True here and False"),
+        (dataclasses.replace(SCHEME, value=dataclasses.replace(VALUE, static=False)), r"specs\[1\].v"),
+        (dataclasses.replace(SCHEME, overrides=()), r"specs\[0\].k"),
+    ],
+)
+def test_another_scheme_is_refused(calibration, scheme, message):
+    with pytest.raises(CalibrationError, match=message):
+        calibration.check(config(), scheme)
+
+
+def test_what_does_not_change_scales_does_not_matter(calibration):
+    calibration.check(
+        config(rms_norm_eps=1.0000000116e-5, use_cache=False), dataclasses.replace(SCHEME, residual_length=64, num_sink_tokens=4, page_size=32, name="x")
+    )
+
+
+def test_many_differences_are_counted(calibration):
+    with pytest.raises(CalibrationError, match="and 2 more"):
+        calibration.check(config(model_type="a", vocab_size=1, hidden_size=2, intermediate_size=3, rms_norm_eps=1.0, hidden_act="relu"), SCHEME)
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def rewrite(path, metadata=None, **tensors):
+    """The file at `path` with some tensors and metadata changed (None removes)."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as f:
+        meta = {**f.metadata(), **(metadata or {})}
+    data = {k: v for k, v in {**load_file(path), **{k.replace("__", "."): v for k, v in tensors.items()}}.items() if v is not None}
+    save_file(data, path, metadata={k: v for k, v in meta.items() if v is not None})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "message"),
+    [
+        ({"format": "other"}, {}, "not a kvbits calibration"),
+        ({"version": "9"}, {}, "version 9, this kvbits reads 1"),
+        ({"fingerprint": "{"}, {}, "damaged metadata"),
+        ({"fingerprint": json.dumps({"specs": [{"k": {"type": "Nothing"}}], "geometry": [{"num_kv_heads": 1}]})}, {}, "damaged metadata"),
+        ({"info": None}, {}, "damaged metadata"),
+        ({}, {"layers__1__k_bias": None}, "lacks or adds tensors: layers.1.k_bias"),
+        ({}, {"layers__9__k_scale": torch.ones(1)}, "lacks or adds tensors: layers.9.k_scale"),
+        ({}, {"layers__1__k_scale": torch.ones(2, 8)}, r"float32 \(2, 8\), expected float32 \(2, 16\)"),
+        ({}, {"layers__1__k_scale": torch.ones(2, 16, dtype=torch.float16)}, "torch.float16"),
+        ({}, {"layers__1__k_scale": torch.zeros(2, 16)}, "no scale can have"),
+        ({}, {"layers__1__k_bias": torch.full((2, 16), torch.nan)}, "no scale can have"),
+    ],
+)
+def test_foreign_and_damaged_files_are_refused(calibration, tmp_path, metadata, tensors, message):
+    path = tmp_path / "c.safetensors"
+    calibration.save(path)
+    rewrite(path, metadata, **tensors)
+    with pytest.raises(FileFormatError, match=message):
+        Calibration.load(path)
+
+
+def test_truncated_missing_and_plain_files_are_refused(calibration, tmp_path):
+    path = tmp_path / "c.safetensors"
+    calibration.save(path)
+    whole = path.read_bytes()
+    for cut in (0, 7, 20, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(FileFormatError, match="cannot read"):
+            Calibration.load(path)
+    with pytest.raises(FileFormatError, match="cannot read"):
+        Calibration.load(tmp_path / "nothing")
+    save_file({"x": torch.ones(1)}, path)
+    with pytest.raises(FileFormatError, match=f"not a kvbits calibration .*expected '{FORMAT}'"):
+        Calibration.load(path)
