@@ -52,9 +52,7 @@ def quant_specs(draw):
 @st.composite
 def cache_specs(draw):
     num_layers = draw(st.integers(1, 4))
-    override = st.builds(
-        Override, layers=st.lists(st.integers(-num_layers, num_layers - 1), max_size=2).map(tuple), key=quant_specs(), value=quant_specs()
-    )
+    override = st.builds(Override, layers=st.lists(st.integers(-num_layers, num_layers - 1), max_size=2).map(tuple), key=quant_specs(), value=quant_specs())
     scheme = Scheme(
         name=draw(st.text(max_size=8)),
         key=draw(quant_specs()),
@@ -90,14 +88,14 @@ def test_json_round_trip_returns_an_equal_spec_and_keeps_the_description(spec):
 
 @given(cache_specs())
 def test_repr_is_constructor_text(spec):
-    assert eval(repr(spec), dict(CONSTRUCTORS)) == spec  # noqa: S307 - our own repr
+    assert eval(repr(spec), dict(CONSTRUCTORS)) == spec
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_round_trips(name):
     scheme = PRESETS[name]
     assert Scheme.from_json(scheme.to_json()) == scheme
-    assert eval(repr(scheme), dict(CONSTRUCTORS)) == scheme  # noqa: S307
+    assert eval(repr(scheme), dict(CONSTRUCTORS)) == scheme
 
 
 def test_specs_are_frozen_hashable_and_keyword_only():

@@ -175,11 +175,11 @@ class PagedCache:
         if valid is not None:
             positions = positions.masked_fill(~valid, -1)
         history_first = num_tokens > 1
-        undo = [g.snapshot() for g in self.groups] if any(g.may_run_out(counts) for g in self.groups) else None
+        undo = [g.snapshot() for g in self.groups] if any(g.may_run_out(counts, history_first) for g in self.groups) else None
         try:
             for g in self.groups:  # grow in one piece, so that a long prompt is one slab
                 if undo is None and g.pools["closed"].fixed_capacity is None:
-                    for name, n in g.pages_wanted(counts).items():
+                    for name, n in g.pages_wanted(counts, history_first).items():
                         g.pools[name].reserve(n)
             steps = [g.advance(counts, history_first) for g in self.groups]
         except PoolFullError:

@@ -106,7 +106,7 @@ class GroupState:
         step = Step()
         if history_first:
             step.history = self.tables()
-        needs = [self._first_needed(s, s.length + n if history_first else s.length) for s, n in zip(self.sequences, counts, strict=True)]
+        needs = self._needs(counts, history_first)
         plans = [self._release_consumed(row, n, need) for row, (n, need) in enumerate(zip(counts, needs, strict=True))]
         for row, n in enumerate(counts):
             if n:
@@ -115,17 +115,19 @@ class GroupState:
             step.history = self.tables()
         return step
 
+    def _needs(self, counts: list[int], history_first: bool) -> list[int]:
+        return [self._first_needed(s, s.length + n if history_first else s.length) for s, n in zip(self.sequences, counts, strict=True)]
+
     def _first_needed(self, sequence: Sequence, position: int) -> int:
         """Oldest token that must stay for a query at `position`."""
         return sequence.released if self.keep_past else self.group.first_visible(position)
 
     def _release_consumed(self, row: int, n: int, need: int) -> tuple[int, int, list[int], int]:
         """Move the length and free what the step uses up. Returns (sink tokens, closings, consumed tail pages, tail tokens before)."""
-        s, g = self.sequences[row], self.group
-        sinks = min(n, max(0, g.num_sink_tokens - s.length))
+        s = self.sequences[row]
         tail_tokens = s.tail_tokens
-        closings = 0 if g.is_raw else max(0, (tail_tokens + n - sinks - g.residual_length - 1) // g.page_size)
-        consumed = s.tail[:closings] if closings * g.page_size <= tail_tokens else s.tail[:]
+        sinks, closings, num_consumed = self._uses(s, n)
+        consumed = s.tail[:num_consumed]
         s.length += n
         if n:
             s.tail, s.tail_lengths = s.tail[len(consumed) :], s.tail_lengths[len(consumed) :]
@@ -133,6 +135,13 @@ class GroupState:
                 self.pools["tail"].allocator.release(page_id)
             self._release_invisible(s, need)
         return sinks, closings, consumed, tail_tokens
+
+    def _uses(self, s: Sequence, n: int) -> tuple[int, int, int]:
+        """(sink tokens, closings, tail pages these consume) of n more tokens."""
+        g, tail_tokens = self.group, s.tail_tokens
+        sinks = min(n, max(0, g.num_sink_tokens - s.length))
+        closings = 0 if g.is_raw else max(0, (tail_tokens + n - sinks - g.residual_length - 1) // g.page_size)
+        return sinks, closings, closings if closings * g.page_size <= tail_tokens else len(s.tail)
 
     def _release_invisible(self, s: Sequence, need: int) -> None:
         """Free pages whose tokens all lie before position `need`."""
@@ -204,26 +213,44 @@ class GroupState:
             step.copies.append((pool, old, ids[index]))
             self.pools[pool].allocator.release(old)
 
-    def pages_wanted(self, counts: list[int]) -> dict[str, int]:
-        """Upper bound of the ids a step allocates, per pool."""
-        g = self.group
+    def pages_wanted(self, counts: list[int], history_first: bool) -> dict[str, int]:
+        """Ids a step needs free before it, per pool: those it allocates less those it frees first. Never too few."""
         wanted = {"sink": 0, "closed": 0, "tail": 0}
-        for s, n in zip(self.sequences, counts, strict=True):
+        for s, n, need in zip(self.sequences, counts, self._needs(counts, history_first), strict=True):
             if not n:
                 continue
-            wanted["sink"] += s.length < g.num_sink_tokens
-            u = s.tail_tokens + n
-            closings = 0 if g.is_raw else max(0, (u - g.residual_length - 1) // g.page_size)
-            wanted["closed"] += closings
-            last_has_room = bool(s.tail) and s.tail_lengths[-1] < g.page_size
-            if closings or not last_has_room or s.tail_lengths[-1] + n > g.page_size:
-                wanted["tail"] += -(-(u - closings * g.page_size) // g.page_size)
-            else:
-                wanted["tail"] += self.pools["tail"].allocator.count(s.tail[-1]) > 1
-        return wanted
+            g, size = self.group, self.group.page_size
+            sinks, closings, consumed = self._uses(s, n)
+            wanted["sink"] += sinks > 0 and (not s.sink or self.pools["sink"].allocator.count(s.sink[0]) > 1)
+            first = s.length + sinks - s.tail_tokens
+            wanted["closed"] += closings - min(closings, max(0, (need - first) // size))
+            wanted["closed"] -= self._freed("closed", s.closed, s.closed_lengths, s.length - s.tail_tokens - sum(s.closed_lengths), need)
+            start, tokens = s.length - s.tail_tokens, s.tail_tokens + n - sinks - closings * size
+            kept, lengths = s.tail[consumed:], s.tail_lengths[consumed:]
+            wanted["tail"] -= sum(self.pools["tail"].allocator.count(i) == 1 for i in s.tail[:consumed])
+            if g.is_raw:
+                wanted["tail"] -= self._freed("tail", kept, lengths, start, need)
+                while kept and start + lengths[0] <= need:
+                    start, tokens = start + lengths[0], tokens - lengths.pop(0)
+                    kept.pop(0)
+                if not kept:
+                    tokens -= max(0, need - s.length - sinks) // size * size
+            wanted["tail"] += -(-tokens // size) - len(kept)
+            wanted["tail"] += bool(kept) and lengths[-1] < size and self.pools["tail"].allocator.count(kept[-1]) > 1  # copy on write
+        return {pool: max(0, n) for pool, n in wanted.items()}
 
-    def may_run_out(self, counts: list[int]) -> bool:
-        return any(self.pools[p].shortfall(n) for p, n in self.pages_wanted(counts).items())
+    def _freed(self, pool: str, ids: list[int], lengths: list[int], start: int, need: int) -> int:
+        """How many of these pages `_release_invisible` gives back to the pool."""
+        freed = 0
+        for page_id, n in zip(ids, lengths, strict=True):
+            start += n
+            if start > need:
+                break
+            freed += self.pools[pool].allocator.count(page_id) == 1
+        return freed
+
+    def may_run_out(self, counts: list[int], history_first: bool) -> bool:
+        return any(self.pools[p].shortfall(n) for p, n in self.pages_wanted(counts, history_first).items())
 
     # -- whole sequences --------------------------------------------------------------------------------------------
 

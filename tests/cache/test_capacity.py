@@ -1,0 +1,185 @@
+"""A cache of fixed capacity holds exactly what the arithmetic says, and that suffices."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbits import schemes
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import PoolFullError
+from kvbits.schemes import PRESETS
+from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, PerTensor, QuantSpec, Scheme
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cache_checks import Pair, check_books, picture
+
+FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
+
+
+def statics(spec):
+    """Made-up calibrated parameters for every static spec."""
+    found = []
+    for i, geometry in enumerate(spec.layers):
+        layer = {}
+        for kind, s in zip("kv", spec.scheme.for_layer(i, len(spec.layers)), strict=True):
+            if s.static:
+                shape = (geometry.num_kv_heads, *s.scale_shape(spec.scheme.page_size, geometry.head_dim))
+                layer[f"{kind}_scale"] = torch.full(shape, 0.1)
+                if s.has_bias:
+                    layer[f"{kind}_bias"] = torch.full(shape, -1.0)
+        found.append(layer)
+    return found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_every_preset_allocates_the_bytes_the_spec_predicts(name, sinks):
+    scheme = schemes.get(name, num_sink_tokens=sinks)
+    layers = (FULL, dataclasses.replace(FULL, sliding_window=100), LayerGeometry(num_kv_heads=3, head_dim=128), FULL)
+    spec = CacheSpec(scheme=scheme, layers=layers)
+    static = statics(spec) if scheme.needs_calibration else None
+    for max_tokens, batch in ((1, 1), (64, 2), (700, 3)):
+        cache = PagedCache(spec, batch_size=batch, max_tokens=max_tokens, static=static)
+        assert cache.nbytes == spec.nbytes(max_tokens, batch)
+        assert sum(s.untyped_storage().nbytes() >= s.numel() for g in cache.groups for p in g.pools.values() for s in p.slabs)
+        assert cache.bytes_by_kind()["free"] == cache.nbytes
+
+
+def chunks(draw, total):
+    """Ways to cut `total` tokens into forward passes."""
+    way = draw(st.sampled_from(["one by one", "one prefill", "prefill then decode", "mixed"]))
+    if way == "one by one":
+        return [1] * total
+    if way == "one prefill":
+        return [total]
+    if way == "prefill then decode":
+        first = draw(st.integers(1, total))
+        return [first] + [1] * (total - first)
+    cut = []
+    while sum(cut) < total:
+        cut.append(min(draw(st.sampled_from([1, 1, 2, 5, 31, 32, 33, 64, 90, 130])), total - sum(cut)))
+    return cut
+
+
+@st.composite
+def fillings(draw):
+    """A scheme, a geometry with windows, a capacity, and a way to fill it."""
+    raw = draw(st.integers(0, 3)) == 0
+    q = QuantSpec.raw() if raw else QuantSpec(format="int4", granularity=PerGroup(8))
+    scheme = Scheme(
+        name="x", key=q, value=q, page_size=32, num_sink_tokens=draw(st.sampled_from([0, 1, 4, 40])),
+        residual_length=draw(st.sampled_from([0, 1, 16, 31, 32, 33, 48, 64, 100])),
+    )  # fmt: skip
+    window = draw(st.none() | st.sampled_from([1, 2, 16, 31, 32, 33, 63, 64, 65, 100, 129]) | st.integers(1, 140))
+    spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=8, sliding_window=window),), raw_dtype="float32")
+    total = draw(st.integers(1, 260))
+    batch = draw(st.integers(1, 3))
+    return spec, total, batch, chunks(draw, total)
+
+
+@given(fillings())
+def test_the_predicted_capacity_suffices_for_any_way_of_filling_it(filling):
+    spec, total, batch, cut = filling
+    cache = PagedCache(spec, batch_size=batch, max_tokens=total, backend="reference")
+    assert cache.nbytes == spec.nbytes(total, batch)
+    for n in cut:  # page ids are all that capacity is about
+        cache.begin(batch, n)
+        cache._forward.pending.clear()
+        check_books(cache)
+    assert cache.seq_lens == [total] * batch
+    assert cache.nbytes == spec.nbytes(total, batch)
+
+
+@given(fillings(), st.data())
+def test_ragged_rows_below_the_capacity_never_run_out(filling, data):
+    spec, total, batch, cut = filling
+    cache = PagedCache(spec, batch_size=batch, max_tokens=total, backend="reference")
+    for n in cut:
+        valid = torch.zeros(batch, n, dtype=torch.bool)
+        for row in range(batch):
+            valid[row, n - data.draw(st.integers(0, n)) :] = True
+        cache.begin(batch, n, valid)
+        cache._forward.pending.clear()
+    check_books(cache)
+
+
+@given(fillings())
+def test_a_growing_cache_allocates_little_more_than_it_uses(filling):
+    spec, total, batch, cut = filling
+    cache = PagedCache(spec, backend="reference")
+    for n in cut:
+        cache.begin(batch, n)
+        cache._forward.pending.clear()
+    for name, pool in cache.groups[0].pools.items():
+        most = spec.groups[0].pages_for(total)[name] * batch
+        assert pool.allocator.capacity <= most + most // 8
+
+
+def test_more_than_the_capacity_is_refused_whole_and_says_what_to_do():
+    spec = CacheSpec(
+        scheme=schemes.get("int8", residual_length=16, page_size=32), layers=(FULL, dataclasses.replace(FULL, sliding_window=50)), raw_dtype="float32"
+    )
+    pair = Pair(PagedCache(spec, batch_size=2, max_tokens=100, backend="reference"))
+    pair.append(2, 90)
+    before = picture(pair.cache)
+    with pytest.raises(PoolFullError, match=r"pool needs \d+ more pages but has \d+ free of \d+; free sequences, crop, or build the cache with a larger"):
+        pair.cache.begin(2, 300)
+    assert picture(pair.cache) == before
+    pair.check()
+    pair.append(2, 10)  # what fits still works
+    pair.check()
+
+
+def test_a_first_pass_that_does_not_fit_leaves_an_empty_cache():
+    spec = CacheSpec(scheme=schemes.get("int8"), layers=(FULL,), raw_dtype="float32")
+    pair = Pair(PagedCache(spec, batch_size=1, max_tokens=64, backend="reference"))
+    with pytest.raises(PoolFullError):
+        pair.cache.begin(3, 500)
+    assert pair.cache.batch_size == 0
+    pair.append(1, 64)
+    pair.check()
+
+
+@given(fillings(), st.data())
+def test_the_estimate_of_a_step_is_never_below_what_it_takes_from_a_pool(filling, data):
+    spec, total, batch, cut = filling
+    cache = PagedCache(spec, backend="reference")
+    group = cache.groups[0]
+    group.resize(batch)
+    for n in cut:
+        history_first = n > 1 or data.draw(st.booleans())
+        counts = [data.draw(st.sampled_from([0, n, n])) for _ in range(batch)]
+        wanted = group.pages_wanted(counts, history_first)
+        for name, pool in group.pools.items():
+            pool.reserve(wanted[name])
+            pool.fixed_capacity = pool.allocator.capacity  # one id more than the estimate would raise PoolFullError
+            while pool.allocator.num_free > wanted[name]:
+                pool.allocator.allocate()
+        group.advance(counts, history_first)
+        for pool in group.pools.values():  # give back what was only taken to make the pool tight
+            held = {i for s in group.sequences for i in s.pages()[pool.name]}
+            for i in range(pool.allocator.capacity):
+                if i not in held and pool.allocator.count(i):
+                    pool.allocator.release(i)
+            pool.fixed_capacity = None
+        if data.draw(st.integers(0, 3)) == 0:
+            group.select([data.draw(st.integers(0, batch - 1)) for _ in range(batch)])
+        check_books(cache)
+
+
+def test_a_long_prompt_takes_no_pages_for_tokens_outside_the_window():
+    spec = CacheSpec(scheme=schemes.get("int4"), layers=(dataclasses.replace(FULL, sliding_window=256),), raw_dtype="float32")
+    cache = PagedCache(spec, backend="reference")
+    cache.begin(1, 20_000)
+    assert cache.nbytes == spec.nbytes(20_000)
+
+
+def test_static_per_tensor_scales_allocate_no_scale_bytes():
+    q = QuantSpec(format="fp8_e4m3", granularity=PerTensor(), static=True)
+    spec = CacheSpec(scheme=Scheme(name="x", key=q, value=q), layers=(FULL,))
+    assert spec.groups[0].layouts["closed"].bytes_by_kind() == {"codes": 2 * 64 * 64 * 2, "scales": 0, "raw": 0, "padding": 0}
