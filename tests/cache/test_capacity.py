@@ -147,7 +147,7 @@ def test_a_first_pass_that_does_not_fit_leaves_an_empty_cache():
 
 @given(fillings(), st.data())
 def test_the_estimate_of_a_step_is_never_below_what_it_takes_from_a_pool(filling, data):
-    spec, total, batch, cut = filling
+    spec, _, batch, cut = filling
     cache = PagedCache(spec, backend="reference")
     group = cache.groups[0]
     group.resize(batch)

@@ -251,7 +251,9 @@ class PagedCache:
             if tuple(x.shape) != want:
                 raise DataError(f"{name} of layer {layer} have shape {tuple(x.shape)}, expected {want} = (sequences, tokens, kv heads, head_dim)")
             if x.dtype != TORCH_DTYPES[self.spec.raw_dtype]:
-                raise DataError(f"{name} of layer {layer} are {x.dtype}, but the cache was built for {self.spec.raw_dtype}; build it with raw_dtype={str(x.dtype)[6:]!r}")
+                raise DataError(
+                    f"{name} of layer {layer} are {x.dtype}, but the cache was built for {self.spec.raw_dtype}; build it with raw_dtype={str(x.dtype)[6:]!r}"
+                )
             if x.device.type != self.device.type:
                 raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {self.device}; build it with device={str(x.device)!r}")
         if q.shape[2] % g.num_kv_heads or q.shape[3] != g.head_dim:

@@ -1,0 +1,239 @@
+"""Random sequences of cache operations, each compared with a dense cache of dequantized values."""
+
+import copy
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import CacheStateError, PoolFullError
+from kvbits.spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Scheme
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cache_checks import Pair, check_books, check_values, picture, poison_free_pages
+
+RAW = QuantSpec.raw()
+KEYS_AND_VALUES = [
+    (QuantSpec(granularity=PerGroup(8)), QuantSpec(granularity=PerGroup(16))),
+    (QuantSpec(format="int4", granularity=PerGroup(8), symmetric=False), QuantSpec(format="int3", granularity=PerToken(), symmetric=False)),
+    (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerGroup(8), symmetric=False)),
+    (QuantSpec(format="int4", granularity=PerGroup(8), center="channel"), QuantSpec(format="int4", granularity=PerToken())),
+    (QuantSpec(format="fp8_e5m2", granularity=PerToken()), QuantSpec(format="fp8_e4m3", granularity=PerChannel(), scale_dtype="float32")),
+    (QuantSpec(format="int8", granularity=PerTensor(), static=True), QuantSpec(format="int4", granularity=PerGroup(8), static=True, symmetric=False)),
+    (RAW, QuantSpec(format="int4", granularity=PerGroup(8))),
+    (RAW, RAW),
+]
+MAX_TOKENS = 320
+MAX_ROWS = 4
+
+
+def made_up_static(spec):
+    found = []
+    for i, geometry in enumerate(spec.layers):
+        layer = {}
+        for kind, s in zip("kv", spec.scheme.for_layer(i, len(spec.layers)), strict=True):
+            if s.static:
+                shape = (geometry.num_kv_heads, *s.scale_shape(spec.scheme.page_size, geometry.head_dim))
+                layer[f"{kind}_scale"] = torch.full(shape, 0.25 + 0.01 * i)
+                if s.has_bias:
+                    layer[f"{kind}_bias"] = torch.full(shape, -2.0)
+        found.append(layer)
+    return found
+
+
+class CacheMachine(RuleBasedStateMachine):
+    @initialize(
+        pair=st.sampled_from(KEYS_AND_VALUES),
+        sinks=st.sampled_from([0, 0, 4, 40]),
+        residual=st.sampled_from([0, 0, 1, 31, 40, 64]),
+        window=st.sampled_from([1, 7, 32, 33, 50, 100]),
+        keep_raw=st.booleans(),
+        fixed=st.booleans(),
+        dtype=st.sampled_from(["float32", "float32", "bfloat16", "float16"]),
+        softcap=st.sampled_from([None, 5.0]),
+        seed=st.integers(0, 2**16),
+    )
+    def build(self, pair, sinks, residual, window, keep_raw, fixed, dtype, softcap, seed):
+        torch.manual_seed(seed)
+        overrides = (Override(layers=(-1,), key=RAW, value=RAW),) if keep_raw else ()
+        scheme = Scheme(
+            name="random", key=pair[0], value=pair[1], num_sink_tokens=sinks, residual_length=residual, page_size=32, overrides=overrides
+        )  # fmt: skip
+        full = LayerGeometry(num_kv_heads=2, head_dim=16)
+        sliding = LayerGeometry(num_kv_heads=1, head_dim=16, sliding_window=window)
+        spec = CacheSpec(scheme=scheme, layers=(full, sliding, full, sliding), raw_dtype=dtype)
+        capacity = {"batch_size": 2, "max_tokens": MAX_TOKENS} if fixed else {}
+        static = made_up_static(spec) if scheme.needs_calibration else None
+        self.pair = Pair(PagedCache(spec, static=static, backend="reference", **capacity), softcap=softcap)
+        self.fixed = fixed
+
+    @property
+    def cache(self):
+        return self.pair.cache
+
+    @property
+    def model(self):
+        return self.pair.model
+
+    def rows(self, data):
+        return data.draw(st.integers(0, self.cache.batch_size - 1), label="row")
+
+    def forward(self, tokens, valid=None):
+        batch = self.cache.batch_size
+        if max(self.cache.seq_lens, default=0) + tokens > 2 * MAX_TOKENS:
+            return
+        before = picture(self.cache)
+        lens = self.cache.seq_lens
+        try:
+            self.pair.append(batch, tokens, valid)
+        except PoolFullError as error:
+            assert self.fixed
+            assert "free sequences, crop, or build the cache with a larger max_tokens" in str(error)
+            assert picture(self.cache) == before
+            self.after_full(tokens, valid, lens)
+
+    def after_full(self, tokens, valid, lens):
+        """Running out is only right past the capacity, or where crops and speculation left pages partly used."""
+        if self.cache.batch_size <= 2 and not self.fragmented:
+            counts = [tokens] * len(lens) if valid is None else valid.sum(1).tolist()
+            assert max(n + c for n, c in zip(lens, counts, strict=True)) > MAX_TOKENS
+
+    fragmented = False
+
+    @precondition(lambda self: not self.cache.batch_size)
+    @rule(batch=st.integers(1, 2), tokens=st.sampled_from([1, 2, 31, 64, 97, 150, 200]) | st.integers(1, 200), data=st.data())
+    def first_prompt(self, batch, tokens, data):
+        valid = torch.ones(batch, tokens, dtype=torch.bool)
+        for row in range(1, batch):
+            valid[row, : data.draw(st.integers(0, tokens))] = False
+        self.pair.append(batch, tokens, valid)
+
+    @precondition(lambda self: self.cache.batch_size)
+    @rule(tokens=st.sampled_from([2, 31, 32, 33, 64, 65]) | st.integers(2, 200))
+    def chunk(self, tokens):
+        self.forward(tokens)
+
+    @precondition(lambda self: self.cache.batch_size)
+    @rule(tokens=st.integers(1, 100), data=st.data())
+    def ragged_chunk(self, tokens, data):
+        valid = torch.zeros(self.cache.batch_size, tokens, dtype=torch.bool)
+        for row in range(self.cache.batch_size):
+            if data.draw(st.booleans(), label="left padding"):
+                valid[row, data.draw(st.integers(0, tokens)) :] = True
+            else:  # holes anywhere
+                valid[row] = torch.tensor(data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)))
+        self.forward(tokens, valid)
+
+    @precondition(lambda self: self.cache.batch_size)
+    @rule(steps=st.integers(1, 40))
+    def decode(self, steps):
+        for _ in range(steps):
+            self.forward(1)
+
+    @precondition(lambda self: self.cache.batch_size)
+    @rule(data=st.data(), deep=st.booleans())
+    def crop(self, data, deep):
+        lengths = [data.draw(st.integers(0 if deep else max(0, n - 20), n)) for n in self.cache.seq_lens]
+        before = picture(self.cache)
+        try:
+            self.cache.crop(lengths)
+        except CacheStateError as error:
+            assert "sliding window" in str(error)
+            assert "keep_past()" in str(error)
+            assert picture(self.cache) == before
+            # refused only when the window really lost something that the shorter sequence sees
+            assert any(n > 0 and s.released > g.group.first_visible(n) for g in self.cache.groups for s, n in zip(g.sequences, lengths, strict=True))
+            return
+        self.fragmented = True
+        self.model.crop(lengths)
+
+    @precondition(lambda self: self.cache.batch_size)
+    @rule(kept=st.integers(1, 12), dropped=st.integers(0, 40))
+    def speculate(self, kept, dropped):
+        """Assisted decoding: keep the past, append, take some of it back."""
+        self.cache.keep_past()
+        self.fragmented = True
+        lens = self.cache.seq_lens
+        self.forward(kept + dropped)
+        if self.cache.seq_lens != lens:
+            self.cache.crop([n + kept for n in lens])
+            self.model.crop([n + kept for n in lens])
+        else:
+            self.cache.crop(lens)
+
+    @precondition(lambda self: 0 < self.cache.batch_size < MAX_ROWS)
+    @rule(data=st.data())
+    def fork(self, data):
+        row = self.rows(data)
+        assert self.cache.fork(row) == len(self.model.rows)
+        self.model.rows.append(self.model.clone_row(row))
+
+    @precondition(lambda self: self.cache.batch_size)
+    @rule(data=st.data())
+    def select(self, data):
+        rows = data.draw(st.lists(st.integers(0, self.cache.batch_size - 1), min_size=1, max_size=MAX_ROWS))
+        self.cache.select(rows)
+        self.model.select(rows)
+
+    @precondition(lambda self: 0 < self.cache.batch_size <= MAX_ROWS // 2)
+    @rule()
+    def repeat(self):
+        self.cache.repeat(2)
+        self.model.select([row for row in range(len(self.model.rows)) for _ in range(2)])
+
+    @precondition(lambda self: self.cache.batch_size)
+    @rule(data=st.data())
+    def free(self, data):
+        row = self.rows(data)
+        self.cache.free(row)
+        self.model.rows[row] = self.model.new_row()
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.model.rows = []
+        assert self.cache.bytes_by_kind()["free"] == self.cache.nbytes
+        self.fragmented = False
+
+    @precondition(lambda self: self.cache.batch_size)
+    @rule()
+    def deepcopy(self):
+        """The copy goes on; writing to it must not reach the original."""
+        original, seen = self.cache, picture(self.cache)
+        self.pair.cache = copy.deepcopy(original)
+        assert picture(self.cache) == seen
+        self.forward(5)
+        assert picture(original) == seen
+        check_books(original)
+
+    @precondition(lambda self: self.fixed and self.cache.batch_size)
+    @rule()
+    def exhaust(self):
+        """Far too much for one row in the middle of the batch."""
+        valid = torch.ones(self.cache.batch_size, 4 * MAX_TOKENS, dtype=torch.bool)
+        valid[0, 3:] = False
+        if self.cache.batch_size > 1:
+            before = picture(self.cache)
+            with pytest.raises(PoolFullError):
+                self.cache.begin(self.cache.batch_size, 4 * MAX_TOKENS, valid)
+            assert picture(self.cache) == before
+
+    @invariant()
+    def values_and_books_agree(self):
+        if not hasattr(self, "pair"):
+            return
+        check_books(self.cache)
+        poison_free_pages(self.cache)
+        check_values(self.cache, self.model)
+
+
+CacheMachine.TestCase.settings = settings(max_examples=max(15, settings().max_examples // 2), stateful_step_count=25)
+
+
+class TestRandomOperations(CacheMachine.TestCase):
+    """Property: whatever the operations, the cache holds and attends to what the dense model does, and its books balance."""
