@@ -1,0 +1,5 @@
+"""`python -m kvbits` is `kvbits`."""
+
+from .cli import main
+
+main()

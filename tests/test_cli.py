@@ -1,0 +1,265 @@
+"""Each command prints one table, or exactly one JSON object; errors are one line and exit code 2; light commands load no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+from typer.testing import CliRunner
+
+from kvbits import planner, schemes
+from kvbits.cli import app
+from kvbits.errors import DataError
+from kvbits.planner import uniform
+from kvbits.spec import CacheSpec
+
+GEOMETRY = ["--layers", "4", "--kv-heads", "2", "--head-dim", "64"]
+SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def run_json(*args):
+    result = run(*args, "--json")
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+def error(*args):
+    """The one line an error prints."""
+    result = run(*args, code=2)
+    assert result.stdout == "" and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+# -- help and imports -----------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command():
+    text = run("--help").stdout
+    for command in ("plan", "schemes", "calibrate", "demo"):
+        assert command in text
+        assert "--json" in run(command, "--help").stdout
+
+
+def test_version():
+    import kvbits
+
+    assert run("--version").stdout.strip() == kvbits.__version__
+
+
+def test_unknown_options_and_commands_exit_with_2():
+    assert run("plan", "--nonsense", code=2).stdout == ""
+    run("nonsense", code=2)
+
+
+def test_python_m_kvbits_without_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "kvbits", "plan", *GEOMETRY, "--scheme", "int8", "--json"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout)["rows"][0]["scheme"] == "int8"
+    loaded = {line.split("|")[-1].strip().split(".")[0] for line in out.stderr.splitlines()}
+    assert "kvbits" in loaded and not loaded & {"torch", "transformers", "numpy"}
+
+
+def test_an_error_from_a_real_process_is_one_line():
+    out = subprocess.run([sys.executable, "-m", "kvbits", "plan"], capture_output=True, text=True)
+    assert (out.returncode, out.stdout) == (2, "") and out.stderr.count("\n") == 1 and out.stderr.startswith("error: give MODEL")
+
+
+def test_a_missing_optional_package_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install 'kvbits[hf]'" in error("plan", "some-model")
+
+
+# -- plan -----------------------------------------------------------------------------------------------------------
+
+
+def test_plan_rows_are_the_specs_bytes():
+    data = run_json("plan", *GEOMETRY, "--context", 1000, "--batch", 3, "--scheme", "fp32,int8,kivi2", "--memory", "1GB", "--sinks", 4)
+    assert [r["scheme"] for r in data["rows"]] == ["fp32", "int8", "kivi2"]
+    assert (data["context"], data["batch"], data["memory_bytes"]) == (1000, 3, 10**9)
+    layers = uniform(4, 2, 64)
+    for r in data["rows"][1:]:
+        spec = CacheSpec(scheme=schemes.get(r["scheme"], num_sink_tokens=4), layers=layers)
+        assert r["total_bytes"] == spec.nbytes(1000, 3)
+        assert r["memory_reduction"] == spec.raw_nbytes(1000, 3) / r["total_bytes"]
+        assert r["max_batch"] == 10**9 // spec.nbytes(1000)
+        assert spec.nbytes(r["max_context"], 3) <= 10**9 < spec.nbytes(r["max_context"] + 1, 3)
+
+
+def test_plan_takes_every_scheme_and_option():
+    data = run_json("plan", *GEOMETRY, "--sliding-window", 256, "--residual", 128, "--page-size", 32, "--raw-dtype", "float32", "--memory", "2GiB")
+    assert [r["scheme"] for r in data["rows"]] == planner.expand_schemes(["all"])
+    assert all(r["unbounded"] and r["max_context"] is None for r in data["rows"])
+    assert data["layers"] == [{"count": 4, "num_kv_heads": 2, "head_dim": 64, "sliding_window": 256}]
+
+
+def test_plan_prints_a_table_with_its_units():
+    text = run("plan", *GEOMETRY, "--scheme", "bf16,int4", "--memory", "10MB").stdout
+    assert "bf16" in text and "int4" in text and "10.00 MB of memory" in text and "GB is 10**9 bytes" in text
+
+
+def test_plan_reads_a_model_directory(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=32, max_position_embeddings=500).save_pretrained(tmp_path)
+    data = run_json("plan", tmp_path, "--scheme", "int8", "--memory", "1GB")
+    assert data["model_max_context"] == 500 and [k["sliding_window"] for k in data["layers"]] == [32, None]
+    text = run("plan", tmp_path, "--scheme", "int8", "--memory", "1GB").stdout
+    assert "The model itself was made for 500 tokens." in text and "4,096 tokens are more than the 500" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "give MODEL, or --layers, --kv-heads and --head-dim"),
+        (["--layers", 2], "missing: --kv-heads, --head-dim"),
+        (["/no/such/model"], "no such file or directory: /no/such/model"),
+        (["model", "--layers", 2], "already says what --layers says"),
+        ([*GEOMETRY, "--scheme", "int5"], "unknown scheme 'int5'; known: all, fp32"),
+        ([*GEOMETRY, "--scheme", " , "], "names no scheme"),
+        ([*GEOMETRY, "--memory", "24G"], "write 24GB"),
+        ([*GEOMETRY, "--context", 0], "context=0"),
+        ([*GEOMETRY, "--page-size", 5], "page_size=5"),
+        ([*GEOMETRY, "--raw-dtype", "int8"], "unknown raw_dtype 'int8'"),
+        (["--layers", 2, "--kv-heads", 2, "--head-dim", 63], "head_dim=63 must be a positive multiple of 8"),
+    ],
+)
+def test_plan_errors_are_one_line(args, message):
+    assert message in error("plan", *args)
+
+
+def test_sources_as_table_and_json():
+    figures = run_json("plan", "--sources")["sources"]
+    assert len(figures) == len(planner.source_figures())
+    paper = next(f for f in figures if f["printed"] == "about 137 GB")
+    assert paper["nbytes"] == 137_438_953_472 and paper["gib"] == 128 and paper["agrees"]
+    text = run("plan", "--sources").stdout
+    for expected in ("41.9 GB", "343.60 GB", "320.00 GiB", "7.48 GB", "64.00 GiB", "17.2 GB"):
+        assert expected in text
+
+
+# -- schemes --------------------------------------------------------------------------------------------------------
+
+
+def test_schemes_lists_every_preset():
+    data = run_json("schemes", "--head-dim", 64)
+    assert data["head_dim"] == 64 and [r["scheme"] for r in data["rows"]] == list(schemes.PRESETS)
+    for r in data["rows"]:
+        assert r["bits_per_element"] == schemes.get(r["scheme"]).bits_per_element(64) and r["description"]
+        assert {"source", "page_size", "residual_length", "needs_calibration", "key", "value"} <= set(r)
+    text = run("schemes").stdout
+    assert all(name in text for name in schemes.PRESETS) and "arxiv.org" in text
+
+
+def test_schemes_fit_other_widths_and_refuse_impossible_ones():
+    assert run_json("schemes", "--head-dim", 96)["rows"]
+    assert "head_dim=7" in error("schemes", "--head-dim", 7)
+
+
+# -- calibrate ------------------------------------------------------------------------------------------------------
+
+
+class Bytes:
+    """A tokenizer of UTF-8 bytes."""
+
+    bos_token_id = None
+
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        return {"input_ids": list(text.encode())}
+
+
+@pytest.fixture
+def loader(monkeypatch):
+    """Replaces the loading of models: a tiny random Llama and a byte tokenizer."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    def load_model(name, dtype="auto", device=None):
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval(), Bytes()
+
+    monkeypatch.setattr("kvbits.integrations.models.load_model", load_model)
+    return load_model
+
+
+def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
+    from kvbits.calibrate import Calibration
+    from kvbits.geometry import layer_geometries
+
+    text = tmp_path / "text.txt"
+    text.write_text("Some words that repeat. " * 100)
+    out = tmp_path / "scales.safetensors"
+    options = ("--text", text, "--out", out, "--prompts", 5, "--length", 32, "--seed", 3, "--threads", 1)
+    data = run_json("calibrate", "tiny", *options)
+    assert (data["prompts"], data["tokens"], data["layers"], data["percentile"], data["model"]) == (5, 160, 2, 99.9, "tiny")
+    found = Calibration.load(out)
+    assert found.id == data["id"] and found.info["text"] == "text.txt"
+    config = loader("tiny")[0].config
+    found.check(config, schemes.for_layers("int8_static", layer_geometries(config)))
+    said = run("calibrate", "tiny", *options, "--percentile", 100).stdout
+    assert "160 tokens in 5 prompts, maximum" in said and "wrote" in said
+    assert Calibration.load(out).id != found.id
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--text": "missing.txt"}, "missing.txt: No such file"),
+        ({"--text": "binary.txt"}, "binary.txt is not UTF-8"),
+        ({"--text": "empty.txt"}, "calibration text is empty"),
+        ({"--out": "nowhere/x.safetensors"}, "nowhere does not exist"),
+        ({"--scheme": "int8"}, "schemes that need calibration: int8_static"),
+        ({"--scheme": "int9"}, "unknown scheme 'int9'"),
+        ({"--percentile": "10"}, "percentile=10.0 is outside"),
+        ({"--prompts": "0"}, "num_prompts=0"),
+    ],
+)
+def test_calibrate_errors_are_one_line_and_write_nothing(loader, tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("words " * 50)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    options = {"--text": "text.txt", "--out": "out.safetensors"} | changes
+    assert message in error("calibrate", "tiny", *(x for pair in options.items() for x in pair))
+    assert not list(tmp_path.glob("*.safetensors*"))
+
+
+# -- demo -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stub_demo(monkeypatch):
+    calls = []
+
+    def fake_run(**kwargs):
+        calls.append(kwargs)
+        if kwargs["context"] == 13:
+            raise DataError("context=13\nis unlucky")
+        return {"model": "m", "context": kwargs["context"], "rows": [{"scheme": "int8", "ppl": float("nan")}]}
+
+    module = types.ModuleType("kvbits.evaluate.demo")
+    module.run, module.table = fake_run, lambda result: f"table of {result['model']}"
+    monkeypatch.setitem(sys.modules, "kvbits.evaluate.demo", module)
+    monkeypatch.setattr("kvbits.evaluate.demo", module, raising=False)
+    return calls
+
+
+def test_demo_passes_its_options_on(stub_demo):
+    assert run("demo").stdout == "table of m\n"
+    assert stub_demo[-1] == {"model": None, "schemes": ["int8", "int4", "kivi2"], "context": 1024, "new_tokens": 64, "progress": True}
+    data = run_json("demo", "--model", "x", "--scheme", "fp8", "--context", 99, "--new-tokens", 5, "--threads", 1)
+    assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5, "progress": True}
+    assert data["rows"] == [{"scheme": "int8", "ppl": None}]  # JSON has no NaN
+
+
+def test_demo_errors_are_one_line(stub_demo):
+    assert error("demo", "--context", 13) == "error: context=13 is unlucky\n"
+    assert "needs calibrated scales" in error("demo", "--scheme", "int8_static")
+    assert "unknown scheme 'int5'" in error("demo", "--scheme", "int5")
