@@ -20,7 +20,6 @@ from typer.core import TyperGroup
 from .errors import KvbitsError, SpecError, UnsupportedError
 
 if TYPE_CHECKING:
-    import click
     from rich.table import Table
 
     from .planner import Plan
@@ -35,7 +34,7 @@ _OPTIONAL = {"transformers", "gguf", "accelerate", "tokenizers"}
 class _Group(TyperGroup):
     """Turns errors raised on purpose into one line and exit code 2."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KvbitsError as e:
@@ -288,14 +287,15 @@ def calibrate(
     if not schemes.get(scheme).needs_calibration:
         static = [s.name for s in schemes.PRESETS.values() if s.needs_calibration]
         raise SpecError(f"scheme {scheme!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
-    from . import calibrate as measuring
+    from .calibrate import calibrate as measure
+    from .calibrate import prompts_from_text
     from .integrations.models import load_model
 
     _set_threads(threads)
     lm, tokenizer = load_model(model, device=device)
-    windows = measuring.prompts_from_text(tokenizer, content, num_prompts=prompts, length=length, seed=seed)
+    windows = prompts_from_text(tokenizer, content, num_prompts=prompts, length=length, seed=seed)
     start = time.perf_counter()
-    found = measuring.calibrate(lm, windows, scheme, percentile=percentile, skip_tokens=skip_tokens, progress=True)
+    found = measure(lm, windows, scheme, percentile=percentile, skip_tokens=skip_tokens, progress=True)
     seconds = time.perf_counter() - start
     found.info["model"] = model
     found.info["text"] = text.name

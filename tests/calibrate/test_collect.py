@@ -202,12 +202,14 @@ def test_broken_numerics_name_the_layer():
         calibrate(model, prompts(), "int8_static")
 
 
-def test_an_observing_cache_keeps_nothing(model):
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mistral"])
+def test_an_observing_cache_changes_nothing_and_keeps_nothing(model_type):
+    model = tiny(model_type, head_dim=16, sliding_window=8)  # prompts are longer than the window
     seen = []
     cache = ObservingCache(model.config, lambda layer, k, v: seen.append((layer, k.shape, v.shape)))
     with torch.no_grad():
         out = model(prompts()[0], past_key_values=cache)
-        plain = model(prompts()[0])
+        plain = model(prompts()[0], use_cache=False)
     assert torch.equal(out.logits, plain.logits)
     assert seen == [(i, (2, 20, 2, 16), (2, 20, 2, 16)) for i in range(3)]
     assert cache.get_seq_length() == 0

@@ -189,7 +189,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch
 
 def _wanted(prints: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Tensor names and shapes that a fingerprint calls for."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for i, (geometry, specs) in enumerate(zip(prints["geometry"], prints["specs"], strict=True)):
         for side, data in specs.items():
             spec: QuantSpec = from_dict(data)

@@ -126,10 +126,8 @@ def calibrate(
 
 def _batch(prompt: Prompt, skip: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(ids [B, T], attention mask [B, T] or None, bool [B, T]: tokens to look at)."""
-    mask = None
-    if isinstance(prompt, Mapping):
-        prompt, mask = prompt["input_ids"], prompt.get("attention_mask")
-    ids = torch.as_tensor(prompt)
+    ids, mask = (prompt["input_ids"], prompt.get("attention_mask")) if isinstance(prompt, Mapping) else (prompt, None)
+    ids = torch.as_tensor(ids)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
         raise DataError(f"a prompt has shape {tuple(ids.shape)} and dtype {ids.dtype}; token ids [batch, tokens] with at least one token are needed")
