@@ -65,6 +65,16 @@ class AttendStruct(Structure):
     ]  # fmt: skip
 
 
+class CloseStruct(Structure):
+    """`kvbits_close_call`."""
+
+    _fields_ = [
+        ("store", c_void_p), ("page_ids", c_void_p), ("num_pages", c_int64), ("num_kv_heads", c_int32), ("head_dim", c_int32),
+        ("dtype", c_int32), ("num_threads", c_int32), ("source", c_void_p * 2), ("stride", (c_int64 * 3) * 2),
+        ("saturated", c_int64 * 2), ("nonfinite", c_int64 * 2), ("overflow", c_int32 * 2),
+    ]  # fmt: skip
+
+
 def _candidates() -> list[Path]:
     if named := os.environ.get("KVBITS_CPU_LIBRARY"):
         return [Path(named)]
@@ -91,6 +101,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_error.restype = c_char_p
     lib.kvbits_error.argtypes = [c_int32]
     lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
+    lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
     if not lib.kvbits_tier():
         wanted = os.environ.get("KVBITS_CPU_TIER")
         return None, f"KVBITS_CPU_TIER={wanted!r} is not a tier that this machine and build can run; known: {', '.join(TIERS)}"

@@ -32,27 +32,14 @@ struct Work {
   std::unique_ptr<std::atomic<int32_t>[]> left;
 };
 
-int32_t check_tensor(const kvbits_tensor& t, const kvbits_store& s, const kvbits_attend_call& call) {
-  if (t.format < 0 || t.format >= KVBITS_NUM_FORMATS) return KVBITS_BAD_FORMAT;
-  if (t.format == KVBITS_RAW) return 0;
-  if (s.page_size % 32) return KVBITS_BAD_PAGE_SIZE;
-  if (!t.static_scale && t.scale_offset < 0) return KVBITS_BAD_FORMAT;
-  if (t.per_channel || t.static_scale) return 0;
-  if (t.group_size < 4 || t.group_size % 4 || call.head_dim % t.group_size || call.head_dim / t.group_size > MAX_GROUPS) return KVBITS_BAD_GROUP;
-  return 0;
-}
-
 int32_t check(const kvbits_attend_call& call) {
-  if (call.head_dim < 8 || call.head_dim % 8 || call.head_dim > MAX_HEAD_DIM) return KVBITS_BAD_HEAD_DIM;
   if (call.num_kv_heads < 1 || call.num_heads % call.num_kv_heads || call.num_heads / call.num_kv_heads > MAX_QUERY_GROUP) return KVBITS_BAD_HEADS;
   if (call.batch < 0 || call.num_tokens < 0) return KVBITS_BAD_TABLE;
   for (int p = 0; p < call.num_parts; p++) {
     const kvbits_store& store = *call.parts[p].store;
     const kvbits_table& table = *call.parts[p].table;
-    if (int32_t bad = check_tensor(store.key, store, call)) return bad;
-    if (int32_t bad = check_tensor(store.value, store, call)) return bad;
-    int64_t pages = 0;
-    for (int i = 0; i < store.num_slabs; i++) pages += store.slab_pages[i];
+    if (const int32_t bad = check_store(store, call.head_dim)) return bad;
+    const int64_t pages = num_pages(store);
     int64_t end = 0;
     for (int b = 0; b <= call.batch; b++) {
       if (table.indptr[b] < end || table.indptr[b] > table.num_entries) return KVBITS_BAD_TABLE;

@@ -40,6 +40,7 @@ struct TierKernels {
   size_t scratch_bytes;
   // `next` is the item this thread will run afterwards (its first page is fetched early), or null.
   void (*attend_item)(const AttendPlan* plan, const AttendItem* item, const AttendItem* next, void* scratch);
+  const struct PageKernels* pages;
 };
 
 const TierKernels* tier_generic();

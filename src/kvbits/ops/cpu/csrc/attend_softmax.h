@@ -5,8 +5,6 @@
 // Integer codes are read around the middle of their range also where they are asymmetric (bias + zero * scale takes
 // the place of bias): rounding q and p then costs half as much.
 
-INLINE float int_zero(int format) { return (float)(1 << (code_bits(format) - 1)); }
-
 // Integer q per group of channels, from `from` ([ROWS][ROW_STRIDE]).
 template <bool WIDE>
 static void quantize_query(Chunk& c, const float* from, int groups, int group_channels, float zero) {

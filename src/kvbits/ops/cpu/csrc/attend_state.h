@@ -2,22 +2,15 @@
 
 constexpr int BLOCK = 64;  // tokens that share one softmax step
 constexpr int ROWS = 8;    // query rows per kernel call: their accumulators fit the registers
-constexpr int TILE = 16;   // tokens interleaved in a key tile (docs/formats.md)
 // Odd multiples of a cache line, so that the same channel of 8 rows falls into different L1 sets.
 constexpr int ROW_STRIDE = MAX_HEAD_DIM + 16;    // floats
 constexpr int Q_STRIDE = 2 * MAX_HEAD_DIM + 64;  // bytes of integer q per row: two pieces of a byte, or one of 16 bits
 
-// Integer formats: bit planes high first, and whether q and p take 16 bits (8-bit codes deserve them) or 8.
-constexpr int code_bits(int format) { return format == KVBITS_INT8 ? 8 : format == KVBITS_INT4 ? 4 : format == KVBITS_INT3 ? 3 : 2; }
-constexpr int num_planes(int format) { return format == KVBITS_INT3 ? 2 : 1; }
-constexpr int plane_bits(int format, int plane) { return format == KVBITS_INT3 ? 2 - plane : code_bits(format); }
+// Whether q and p take 16 bits (8-bit codes deserve them) or 8.
 constexpr bool is_wide(int format) { return format == KVBITS_INT8; }
-constexpr bool is_int(int format) { return format >= KVBITS_INT8 && format <= KVBITS_INT2; }
 constexpr float WIDE_LIMIT = 32639.0f;  // 127 * 256 + 127: high piece in [-127, 127], low piece in [-128, 127]
 constexpr float NARROW_Q_LIMIT = 127.0f;
 constexpr float NARROW_P_LIMIT = 255.0f;
-
-INLINE int row_bytes_of(int head_dim, int bits) { return (head_dim * bits + 31) / 32 * 4; }
 
 // Up to ROWS query rows: queries, running softmax and outputs.
 struct Chunk {
@@ -77,5 +70,4 @@ struct ValueArgs {
   int64_t ahead;
 };
 
-INLINE int round_up(int n, int m) { return (n + m - 1) / m * m; }
 INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2

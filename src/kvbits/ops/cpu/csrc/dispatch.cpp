@@ -28,11 +28,34 @@ const TierKernels* find(const char* name) {
 
 std::atomic<const TierKernels*> active{nullptr};
 
+int32_t check_tensor(const kvbits_tensor& t, const kvbits_store& s, int head_dim) {
+  if (t.format < 0 || t.format >= KVBITS_NUM_FORMATS) return KVBITS_BAD_FORMAT;
+  if (t.format == KVBITS_RAW) return 0;
+  if (s.page_size % 32) return KVBITS_BAD_PAGE_SIZE;
+  if (!t.static_scale && t.scale_offset < 0) return KVBITS_BAD_FORMAT;
+  if (t.per_channel || t.static_scale) return 0;
+  if (t.group_size < 4 || t.group_size % 4 || head_dim % t.group_size || head_dim / t.group_size > MAX_GROUPS) return KVBITS_BAD_GROUP;
+  return 0;
+}
+
 }  // namespace
 
 const TierKernels* active_tier() {
   if (!active.load(std::memory_order_relaxed)) active.store(find(getenv("KVBITS_CPU_TIER")));
   return active.load(std::memory_order_relaxed);
+}
+
+int32_t check_store(const kvbits_store& store, int head_dim) {
+  if (head_dim < 8 || head_dim % 8 || head_dim > MAX_HEAD_DIM) return KVBITS_BAD_HEAD_DIM;
+  if (store.page_size < 1) return KVBITS_BAD_PAGE_SIZE;
+  const int32_t bad = check_tensor(store.key, store, head_dim);
+  return bad ? bad : check_tensor(store.value, store, head_dim);
+}
+
+int64_t num_pages(const kvbits_store& store) {
+  int64_t pages = 0;
+  for (int i = 0; i < store.num_slabs; i++) pages += store.slab_pages[i];
+  return pages;
 }
 
 extern "C" {

@@ -83,6 +83,19 @@ typedef struct {
   float* lse;                  // [batch, num_tokens, num_heads], natural logarithm
 } kvbits_attend_call;
 
+// Quantizes and packs raw pages: source[0] keys, source[1] values, [num_pages, num_kv_heads, page_size, head_dim], last dim dense.
+typedef struct {
+  const kvbits_store* store;
+  const int64_t* page_ids;  // [num_pages]
+  int64_t num_pages;
+  int32_t num_kv_heads, head_dim, dtype, num_threads;
+  const void* source[2];
+  int64_t stride[2][3];     // elements: page, head, token
+  int64_t saturated[2];     // out: elements clamped to the code range
+  int64_t nonfinite[2];     // out: first page * num_kv_heads + head that holds NaN or infinity, -1 for none
+  int32_t overflow[2];      // out: a scale, bias or mean overflowed its storage dtype
+} kvbits_close_call;
+
 KVBITS_EXPORT int32_t kvbits_abi_version(void);
 
 // Name of the instruction set in use ("avx512", "avx2", "neon", "generic"), and of the best one here.
@@ -92,6 +105,8 @@ KVBITS_EXPORT int32_t kvbits_set_tier(const char* name);
 
 // Attention over all parts with one online softmax. Returns 0 or the number of a message in kvbits_error.
 KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
+// Closes pages. Pages named in `nonfinite` or affected by `overflow` are left half written.
+KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
 KVBITS_EXPORT const char* kvbits_error(int32_t code);
 
 #ifdef __cplusplus

@@ -2,15 +2,11 @@
 #include <immintrin.h>
 
 #include "attend_plan.h"
+#include "close_plan.h"
 
 namespace {
-#define VL 16
-#define HAVE_FROM_FP16
-#define HAVE_REDUCE
-#include "vec.h"
-INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-INLINE float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
-INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+#include "vec_avx512.h"
+#include "formats.h"
 #include "attend_state.h"
 #include "dots_avx512.h"
 #include "dots_float.h"
@@ -19,6 +15,6 @@ INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 }  // namespace
 
 const TierKernels* tier_avx512() {
-  static const TierKernels kernels = {"avx512", sizeof(Scratch), attend_item};
+  static const TierKernels kernels = {"avx512", sizeof(Scratch), attend_item, pages_avx512()};
   return &kernels;
 }

@@ -1,9 +1,11 @@
 // Generic tier: baseline instructions of the platform, scalar integer dot products that the compiler vectorises.
 #include "attend_plan.h"
+#include "close_plan.h"
 
 namespace {
 #define VL 4
 #include "vec.h"
+#include "formats.h"
 #include "attend_state.h"
 #include "dots_generic.h"
 #include "dots_float.h"
@@ -12,6 +14,6 @@ namespace {
 }  // namespace
 
 const TierKernels* tier_generic() {
-  static const TierKernels kernels = {"generic", sizeof(Scratch), attend_item};
+  static const TierKernels kernels = {"generic", sizeof(Scratch), attend_item, pages_generic()};
   return &kernels;
 }

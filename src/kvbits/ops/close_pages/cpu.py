@@ -1,0 +1,60 @@
+"""close_pages on the CPU: scales, codes and packing in one pass over the raw page, bit for bit what the reference stores."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from ...errors import DataError
+from ...quant.qparams import require_finite
+from ..cpu.library import CloseStruct, check, library, unavailable
+from ..cpu.structs import TORCH_DTYPES, refuses_layout, store_struct
+from ..types import PageStore
+
+
+def refuses(k: torch.Tensor, store: PageStore) -> str | None:
+    """Why pages of this store cannot be closed here, or None."""
+    if reason := unavailable():
+        return reason
+    if k.device.type != "cpu" or store.device.type != "cpu":
+        return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
+    if k.dtype not in TORCH_DTYPES:
+        return f"keys are {k.dtype}; the CPU kernels take float32, float16 and bfloat16"
+    return refuses_layout(store.layout)
+
+
+def close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray) -> dict[str, int]:
+    """Close pages in place.
+
+    Args:
+        k, v: [n, H, page_size, head_dim] fp32, fp16 or bf16 with the last dim dense.
+        page_ids: [n] pages of the store to write.
+
+    Returns:
+        How many elements of keys and of values were clamped to their code range (quantized tensors only).
+
+    Raises:
+        DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are then half written.
+    """
+    layout = store.layout
+    ids = np.ascontiguousarray(page_ids, np.int64)
+    shape = (len(ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if tuple(x.shape) != shape or x.dtype != k.dtype or x.dtype not in TORCH_DTYPES or x.device.type != "cpu":
+            raise DataError(f"{name} must be {k.dtype} {list(shape)} on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    struct = CloseStruct(
+        ctypes.addressof(store_struct(store)), ids.ctypes.data, len(ids), layout.num_kv_heads, layout.head_dim, TORCH_DTYPES[k.dtype],
+        torch.get_num_threads(), (k.data_ptr(), v.data_ptr()), (k.stride()[:3], v.stride()[:3]),
+    )  # fmt: skip
+    check(library().kvbits_close(struct))
+    for i, (name, x) in enumerate((("keys", k), ("values", v))):
+        if struct.nonfinite[i] >= 0:
+            require_finite(x, name)
+        if struct.overflow[i]:
+            dtype = (layout.key, layout.value)[i].scale_dtype
+            raise DataError(f"a scale, bias or mean of the {name} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
+    sides = (("k", layout.key), ("v", layout.value))
+    return {kind: struct.saturated[i] for i, (kind, spec) in enumerate(sides) if not spec.is_raw}

@@ -1,0 +1,30 @@
+// What close.cpp hands to a tier's page kernels.
+#pragma once
+#include <stddef.h>
+
+#include "kvbits_cpu.h"
+
+// One tensor (keys or values) of one kv head of one page.
+struct ClosePart {
+  const kvbits_tensor* tensor;
+  bool is_key;
+  int kv_head, page_size, head_dim, dtype;
+  const void* source;    // [page_size, head_dim], rows token_stride elements apart
+  int64_t token_stride;
+  uint8_t* head;         // the head struct
+};
+
+struct CloseResult {
+  int64_t saturated;
+  bool nonfinite, overflow;
+};
+
+struct PageKernels {
+  size_t (*close_scratch_bytes)(int page_size, int head_dim);
+  void (*close)(const ClosePart& part, void* scratch, CloseResult& result);
+};
+
+const PageKernels* pages_generic();
+const PageKernels* pages_avx2();
+const PageKernels* pages_avx512();
+const PageKernels* pages_neon();

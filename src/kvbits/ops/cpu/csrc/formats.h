@@ -1,0 +1,12 @@
+// Number formats and stored order, as docs/formats.md has them (included inside a tier's namespace).
+
+constexpr int TILE = 16;  // tokens interleaved in a key tile
+
+// Integer formats keep their codes in bit planes, high bits first.
+constexpr int code_bits(int format) { return format == KVBITS_INT8 ? 8 : format == KVBITS_INT4 ? 4 : format == KVBITS_INT3 ? 3 : 2; }
+constexpr int num_planes(int format) { return format == KVBITS_INT3 ? 2 : 1; }
+constexpr int plane_bits(int format, int plane) { return format == KVBITS_INT3 ? 2 - plane : code_bits(format); }
+constexpr bool is_int(int format) { return format >= KVBITS_INT8 && format <= KVBITS_INT2; }
+INLINE int round_up(int n, int m) { return (n + m - 1) / m * m; }
+INLINE int row_bytes_of(int head_dim, int bits) { return (head_dim * bits + 31) / 32 * 4; }
+INLINE float int_zero(int format) { return (float)(1 << (code_bits(format) - 1)); }  // the middle of the code range
