@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import tempfile
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -210,6 +211,33 @@ class CacheMachine(RuleBasedStateMachine):
         self.forward(5)
         assert picture(original) == seen
         check_books(original)
+
+    @precondition(lambda self: self.cache.batch_size)
+    @rule(data=st.data())
+    def swap(self, data):
+        """One or two sequences go to the host, the others decode on, and the first come back, perhaps into each other's rows."""
+        rows = data.draw(st.lists(st.integers(0, self.cache.batch_size - 1), min_size=1, max_size=2, unique=True))
+        out = [(self.cache.swap_out(row), self.model.rows[row]) for row in rows]
+        for row in rows:
+            self.model.rows[row] = self.model.new_row()
+        poison_free_pages(self.cache)
+        for row, (swapped, dense) in zip(reversed(rows), out, strict=True):
+            before = picture(self.cache)
+            try:
+                self.cache.swap_in(row, swapped)
+            except PoolFullError:  # shared pages come back as copies
+                assert self.fixed
+                assert picture(self.cache) == before
+                continue
+            self.model.rows[row] = dense
+
+    @rule()
+    def save_and_load(self):
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "cache"
+            self.cache.save(path)
+            loaded = PagedCache.load(path, backend="reference", spec=self.cache.spec)
+        self.pair.cache = loaded
 
     @precondition(lambda self: self.fixed and self.cache.batch_size)
     @rule()

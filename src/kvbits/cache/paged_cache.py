@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ..ops.merge_partials.reference import add_sink_logit, merge_partials
 from ..ops.types import AttendCall, PageStore, Part
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec
+from . import serialize, swap
 from .pool import Pool
 from .state import Close, GroupState, Step
 
@@ -399,6 +401,23 @@ class PagedCache:
             g.keep_past = False
         self._forward = None
         self.saturated = [{"k": 0, "v": 0} for _ in self.spec.layers]
+
+    def swap_out(self, row: int) -> swap.SwappedSequence:
+        """Move a sequence to host memory and free its pages; its row stays, empty."""
+        return swap.swap_out(self, row)
+
+    def swap_in(self, row: int, swapped: swap.SwappedSequence) -> None:
+        """Bring a sequence back, byte for byte, into an empty row of this or an equal cache."""
+        swap.swap_in(self, row, swapped)
+
+    def save(self, path: str | Path) -> None:
+        """Write all sequences to a safetensors file, whole or not at all (see `cache.serialize`)."""
+        serialize.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None) -> PagedCache:
+        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity. `spec` refuses a file of another spec."""
+        return serialize.load(path, device=device, backend=backend, spec=spec)
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention never calls this)."""

@@ -1,0 +1,244 @@
+"""A paged cache as a file: a safetensors file that loads into byte-identical pages, shared pages stored once.
+
+    tensor  g<group>.<pool>          uint8 [pages in use, layers, kv heads, head_bytes], in order of page id
+    tensor  static.<layer>.<name>    float32, calibrated parameters, where the scheme has them
+    tensor  crc32                    uint8 [4], little-endian, over the metadata and all tensors before it
+    metadata "kvbits"                one JSON object: versions, the spec, page lists (indices into the tensors), capacities
+
+The header is written by hand (it is 8 bytes of length, JSON, then the data), so that pages stream from the pool to the file and back without a second
+copy of the cache in memory, and so that equal caches give equal files. Slots of raw pages that no sequence shows are written as zeros: they may hold
+tokens of sequences freed long ago. A file appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import FileFormatError, SpecError
+from ..ops.dequantize_pages.reference import section
+from ..spec import FORMATS_VERSION, CacheSpec
+from .pool import Pool
+from .state import GroupState, Sequence
+
+if TYPE_CHECKING:
+    from .paged_cache import PagedCache
+
+FILE_VERSION = 1
+"""Version of this file layout; `FORMATS_VERSION` is that of the pages inside."""
+
+
+def save(cache: PagedCache, path: str | Path) -> None:
+    """Write the cache to `path`, whole or not at all."""
+    cache._finished("save")
+    path = Path(path)
+    used = [{name: sorted({i for s in g.sequences for i in s.pages()[name]}) for name in g.pools} for g in cache.groups]
+    header: dict[str, Any] = {}
+    offset = 0
+
+    def declare(name: str, dtype: str, shape: list[int], nbytes: int) -> None:
+        nonlocal offset
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+
+    for layer, tensors in enumerate(cache.static):
+        for name, x in sorted(tensors.items()):
+            declare(f"static.{layer}.{name}", "F32", list(x.shape), x.numel() * 4)
+    for g, (group, ids) in enumerate(zip(cache.groups, used, strict=True)):
+        for name, pool in group.pools.items():
+            declare(f"g{g}.{name}", "U8", [len(ids[name]), *_block_shape(pool)], len(ids[name]) * pool.block_bytes)
+
+    declare("crc32", "U8", [4], 4)
+    about = json.dumps(_describe(cache, used))
+    header["__metadata__"] = {"kvbits": about}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            crc = zlib.crc32(about.encode())
+            for chunk in _chunks(cache, used):
+                file.write(chunk)
+                crc = zlib.crc32(chunk, crc)
+            file.write(crc.to_bytes(4, "little"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load(path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None) -> PagedCache:
+    """The cache that `save` wrote, on `device`, with the capacity it had.
+
+    Args:
+        spec: what the caller expects; a file of another spec is refused. None takes what the file says.
+
+    Raises:
+        FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message says which.
+    """
+    from .paged_cache import PagedCache
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no saved cache at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = _read_about(path, file.metadata())
+            saved = _read_spec(path, about, spec)
+            static: list[dict[str, torch.Tensor]] = [{} for _ in saved.layers]
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if name.startswith("static."):
+                    _, layer, parameter = name.split(".")
+                    static[int(layer)][parameter] = file.get_tensor(name).to(device)
+            cache = PagedCache(saved, device=device, static=static if any(static) else None, nonfinite=about["nonfinite"], backend=backend)
+            _fill(cache, about, file)
+    except FileFormatError:
+        raise
+    except SafetensorError as error:
+        raise FileFormatError(f"{path} is truncated, corrupt or not a safetensors file ({error}); save the cache again") from error
+    except (SpecError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise FileFormatError(f"{path} is a kvbits cache file with contents that cannot be ({type(error).__name__}: {error}); save the cache again") from error
+    return cache
+
+
+def _describe(cache: PagedCache, used: list[dict[str, list[int]]]) -> dict[str, Any]:
+    groups = []
+    for g, ids in zip(cache.groups, used, strict=True):
+        index = {name: {page_id: i for i, page_id in enumerate(ids[name])} for name in g.pools}
+        sequences = [
+            dataclasses.asdict(s) | {name: [index[name][i] for i in held] for name, held in s.pages().items()} for s in g.sequences
+        ]  # fmt: skip
+        groups.append({"keep_past": g.keep_past, "capacity": {name: p.fixed_capacity for name, p in g.pools.items()}, "sequences": sequences})
+    return {
+        "file_version": FILE_VERSION,
+        "formats_version": FORMATS_VERSION,
+        "spec": json.loads(cache.spec.to_json()),
+        "nonfinite": cache.nonfinite,
+        "saturated": cache.saturated,
+        "groups": groups,
+    }
+
+
+def _chunks(cache: PagedCache, used: list[dict[str, list[int]]]) -> Iterator[bytes]:
+    """The data section, a page at a time."""
+    for tensors in cache.static:
+        for _, x in sorted(tensors.items()):
+            yield x.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+    for group, ids in zip(cache.groups, used, strict=True):
+        for name, pool in group.pools.items():
+            shown = _shown(group, name)
+            for page_id in ids[name]:
+                block = pool.block(page_id)
+                if name != "closed" and shown[page_id] < pool.layout.page_size:
+                    block = block.clone()
+                    for side in ("k_raw", "v_raw"):
+                        section(block, pool.layout, side)[..., shown[page_id] :, :] = 0
+                yield block.cpu().contiguous().numpy().tobytes()
+
+
+def _shown(group: GroupState, pool: str) -> dict[int, int]:
+    """Most tokens that any sequence shows of each page."""
+    shown: dict[int, int] = {}
+    for s in group.sequences:
+        lengths = {"sink": [min(s.length, group.group.num_sink_tokens)], "closed": s.closed_lengths, "tail": s.tail_lengths}[pool]
+        for page_id, n in zip(s.pages()[pool], lengths, strict=False):
+            shown[page_id] = max(n, shown.get(page_id, 0))
+    return shown
+
+
+def _block_shape(pool: Pool) -> list[int]:
+    return [pool.num_layers, pool.layout.num_kv_heads, pool.layout.head_bytes]
+
+
+def _read_about(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
+    if not metadata or "kvbits" not in metadata:
+        raise FileFormatError(f"{path} is a safetensors file but not a saved kvbits cache; PagedCache.save() writes those")
+    about = json.loads(metadata["kvbits"])
+    for name, ours in (("file_version", FILE_VERSION), ("formats_version", FORMATS_VERSION)):
+        if about.get(name) != ours:
+            raise FileFormatError(
+                f"{path} has {name} {about.get(name)!r}, but this kvbits reads {ours}; load it with the version that wrote it, or build the cache again"
+            )
+    return about
+
+
+def _read_spec(path: Path, about: dict[str, Any], expected: CacheSpec | None) -> CacheSpec:
+    saved = CacheSpec.from_json(json.dumps(about["spec"]))
+    if expected is not None and saved != expected:
+        names = [f.name for f in dataclasses.fields(CacheSpec) if getattr(saved, f.name) != getattr(expected, f.name)]
+        raise FileFormatError(
+            f"{path} holds a cache of scheme {saved.scheme.name!r} for {len(saved.layers)} layers, which differs from the expected one "
+            f"({expected.scheme.name!r}, {len(expected.layers)} layers) in {', '.join(names)}; pass spec=None to take it as it is"
+        )
+    return saved
+
+
+def _fill(cache: PagedCache, about: dict[str, Any], file: Any) -> None:
+    crc = zlib.crc32(file.metadata()["kvbits"].encode())
+    for layer, tensors in enumerate(cache.static):
+        for name in sorted(tensors):
+            crc = zlib.crc32(file.get_tensor(f"static.{layer}.{name}").numpy().tobytes(), crc)
+    for g, (group, saved) in enumerate(zip(cache.groups, about["groups"], strict=True)):
+        group.keep_past = bool(saved["keep_past"])
+        group.sequences = [Sequence(**s) for s in saved["sequences"]]
+        for name, pool in group.pools.items():
+            pages = file.get_slice(f"g{g}.{name}")
+            num_pages = pages.get_shape()[0]
+            if pages.get_dtype() != "U8" or list(pages.get_shape()) != [num_pages, *_block_shape(pool)]:
+                raise ValueError(f"pages of group {g}, {name} have shape {pages.get_shape()}, the spec says {_block_shape(pool)} each")
+            capacity = saved["capacity"][name]
+            if capacity is not None and capacity < num_pages:
+                raise ValueError(f"{num_pages} pages in a {name} pool of {capacity}")
+            group.pools[name] = pool = Pool(group.group, name, capacity, cache.device)
+            pool.reserve(num_pages)
+            for i in range(num_pages):
+                page = pages[i]
+                crc = zlib.crc32(page.numpy().tobytes(), crc)
+                pool.block(i).copy_(page)
+        _check(group, {name: file.get_slice(f"g{g}.{name}").get_shape()[0] for name in group.pools})
+        _hold(group)
+    if len({tuple(s.length for s in g.sequences) for g in cache.groups}) != 1:
+        raise ValueError("layers disagree about the sequences' lengths")
+    if (stated := int.from_bytes(file.get_tensor("crc32").numpy().tobytes(), "little")) != crc:
+        raise ValueError(f"its CRC-32 is {crc:#010x}, but the file says {stated:#010x}")
+    cache.saturated = [{"k": int(s["k"]), "v": int(s["v"])} for s in about["saturated"]]
+
+
+def _check(group: GroupState, num_pages: dict[str, int]) -> None:
+    """Page lists that a cache could have made: kernels read memory by these numbers."""
+    g = group.group
+    for row, s in enumerate(group.sequences):
+        runs = {"closed": (s.closed, s.closed_lengths), "tail": (s.tail, s.tail_lengths)}
+        sinks = min(s.length, g.num_sink_tokens) if s.sink else 0
+        numbers = [s.length, s.released, *s.sink, *(n for run in runs.values() for x in run for n in x)]
+        if not all(type(n) is int and n >= 0 for n in numbers) or len(s.sink) > 1:
+            raise ValueError(f"page lists of sequence {row} hold something else than counts")
+        if any(i >= num_pages[name] for name, ids in s.pages().items() for i in ids):
+            raise ValueError(f"sequence {row} names a page that is not in the file")
+        if any(len(ids) != len(lengths) or any(not 0 < n <= g.page_size for n in lengths) for ids, lengths in runs.values()):
+            raise ValueError(f"page lengths of sequence {row} do not fit its pages")
+        if any(n != g.page_size for n in s.tail_lengths[:-1]) or s.released + sinks + sum(s.closed_lengths) + s.tail_tokens != s.length:
+            raise ValueError(f"pages of sequence {row} do not add up to its {s.length} tokens")
+
+
+def _hold(group: GroupState) -> None:
+    """Count the pages that the loaded sequences hold, which are the first of each pool."""
+    for name, pool in group.pools.items():
+        held = Counter(i for s in group.sequences for i in s.pages()[name])
+        for i in range(len(held)):
+            if not held[pool.allocator.allocate()]:
+                raise ValueError(f"{name} page {i} in the file belongs to no sequence")
+            pool.allocator.share([i] * (held[i] - 1))

@@ -1,0 +1,369 @@
+"""Saved files and swapped sequences come back byte for byte; anything else is refused in words."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbits import schemes
+from kvbits.cache import serialize
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError
+from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cache_checks import Pair, check_books, check_values, picture, poison_free_pages
+
+FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
+SLIDING = dataclasses.replace(FULL, sliding_window=50)
+
+
+def small_spec(name="int4", **changes):
+    scheme = schemes.get(name, **({"residual_length": 16, "page_size": 32, "num_sink_tokens": 4} | changes))
+    return CacheSpec(scheme=scheme, layers=(FULL, SLIDING, FULL), raw_dtype="float32")
+
+
+def busy_pair(spec=None, static=None, **capacity) -> Pair:
+    """Three rows: two share pages, one of them went on alone, one was cropped into a closed page."""
+    spec = spec or small_spec()
+    pair = Pair(PagedCache(spec, static=static, backend="reference", **capacity), attend=False)
+    valid = torch.ones(2, 120, dtype=torch.bool)
+    valid[1, :33] = False
+    pair.append(2, 120, valid)
+    pair.cache.fork(0)
+    pair.model.rows.append(pair.model.clone_row(0))
+    pair.append(3, 1)
+    pair.cache.keep_past()
+    pair.append(3, 30)
+    lengths = [pair.cache.seq_lens[0], 90, 130]
+    pair.cache.crop(lengths)
+    pair.model.crop(lengths)
+    return pair
+
+
+def pages_by_row(cache):
+    """Bytes of every page, as each sequence lists them, and which are shared."""
+    found = []
+    for g in cache.groups:
+        ranks = {name: {i: n for n, i in enumerate(sorted({i for s in g.sequences for i in s.pages()[name]}))} for name in g.pools}
+        for s in g.sequences:
+            ids = [tuple(ranks[name][i] for i in held) for name, held in s.pages().items()]
+            codes = [g.pools["closed"].block(i).numpy().tobytes() for i in s.closed]
+            found.append((s.length, s.released, s.closed_lengths, s.tail_lengths, *ids, *codes))
+    return found
+
+
+@pytest.fixture
+def saved(tmp_path):
+    pair = busy_pair()
+    path = tmp_path / "cache.safetensors"
+    pair.cache.save(path)
+    return pair, path
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int4", "int8_static", "kivi2", "raw", "fp8_e5m2_keys"])
+@pytest.mark.parametrize("capacity", [{}, {"batch_size": 3, "max_tokens": 200}])
+def test_a_loaded_cache_is_byte_identical_shares_the_same_pages_and_goes_on(name, capacity, tmp_path):
+    spec = small_spec(name)
+    static = None
+    if name == "int8_static":
+        static = [{"k_scale": torch.rand(2, 1) + 0.01, "v_scale": torch.rand(2, 1) + 0.01} for _ in range(3)]
+    pair = busy_pair(spec, static, **capacity)
+    pair.cache.save(tmp_path / "a")
+    loaded = PagedCache.load(tmp_path / "a", backend="reference")
+    assert loaded.spec == spec
+    assert pages_by_row(loaded) == pages_by_row(pair.cache)
+    check_values(loaded, pair.model)
+    check_books(loaded)
+    assert loaded.saturated == pair.cache.saturated
+    if capacity:
+        assert loaded.nbytes == pair.cache.nbytes
+    if static:
+        assert all(torch.equal(a[n], b[n]) for a, b in zip(loaded.static, static, strict=True) for n in a)
+    loaded.save(tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    pair.cache = loaded
+    pair.append(3, 40)
+    pair.append(3, 1)
+    pair.check()
+
+
+def test_an_empty_cache_round_trips(tmp_path):
+    cache = PagedCache(small_spec())
+    cache.save(tmp_path / "empty")
+    assert PagedCache.load(tmp_path / "empty").seq_lens == []
+
+
+def test_the_file_is_safetensors_that_anyone_can_open(saved):
+    _, path = saved
+    tensors = safetensors.torch.load_file(path)
+    assert {n for n in tensors if n.startswith("g0.")} == {"g0.sink", "g0.closed", "g0.tail"}
+
+
+def test_stale_bytes_of_raw_pages_do_not_reach_the_file(tmp_path):
+    pair = Pair(PagedCache(small_spec("raw", num_sink_tokens=0), backend="reference"), attend=False)
+    pair.append(1, 32)
+    pair.cache.crop(3)
+    pair.cache.save(tmp_path / "a")
+    tail = safetensors.torch.load_file(tmp_path / "a")["g0.tail"].view(torch.float32)
+    assert int((tail != 0).sum()) == 2 * 2 * 2 * 3 * 64  # layers, heads, K and V, tokens, channels
+
+
+@given(st.integers(0, 10**9))
+def test_every_truncated_file_is_refused(cut):
+    path = _shared_file()
+    data = path.read_bytes()
+    short = path.with_name("short")
+    short.write_bytes(data[: cut % len(data)])
+    with pytest.raises(FileFormatError, match="truncated, corrupt or not a safetensors file"):
+        PagedCache.load(short)
+
+
+@given(st.integers(0, 10**9), st.integers(0, 7))
+def test_every_flipped_bit_is_refused_or_lies_outside_what_is_read(position, bit):
+    path = _shared_file()
+    data = bytearray(path.read_bytes())
+    data[position % len(data)] ^= 1 << bit
+    bad = path.with_name("flipped")
+    bad.write_bytes(data)
+    with pytest.raises(FileFormatError):
+        PagedCache.load(bad)
+
+
+_FILE = []
+
+
+def _shared_file() -> Path:
+    if not _FILE:
+        import tempfile
+
+        directory = tempfile.TemporaryDirectory()
+        pair = busy_pair()
+        pair.cache.save(Path(directory.name) / "cache")
+        _FILE.append(directory)
+    return Path(_FILE[0].name) / "cache"
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 100, b"\xff" * 100, b"PK\x03\x04" + bytes(500)])
+def test_foreign_bytes_are_refused(content, tmp_path):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(FileFormatError, match="truncated, corrupt or not a safetensors file"):
+        PagedCache.load(tmp_path / "x")
+
+
+def test_foreign_safetensors_are_refused_as_such(tmp_path):
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, tmp_path / "model", metadata={"format": "pt"})
+    with pytest.raises(FileFormatError, match=r"not a saved kvbits cache; PagedCache.save\(\) writes those"):
+        PagedCache.load(tmp_path / "model")
+
+
+def test_a_missing_file_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no saved cache at"):
+        PagedCache.load(tmp_path / "nowhere")
+
+
+def test_another_version_is_refused_with_both_versions(saved, monkeypatch):
+    _, path = saved
+    monkeypatch.setattr(serialize, "FORMATS_VERSION", 7)
+    with pytest.raises(FileFormatError, match="formats_version 1, but this kvbits reads 7; load it with the version that wrote it"):
+        PagedCache.load(path)
+
+
+def test_another_spec_than_the_expected_one_is_refused_by_field(saved):
+    pair, path = saved
+    assert PagedCache.load(path, spec=pair.cache.spec).seq_lens == pair.cache.seq_lens
+    with pytest.raises(FileFormatError, match=r"scheme 'int4' for 3 layers, .* \('int8', 3 layers\) in scheme; pass spec=None"):
+        PagedCache.load(path, spec=small_spec("int8"))
+
+
+def rewritten(path, change):
+    """The file with its metadata changed (the CRC made right again by not being reached first)."""
+    data = path.read_bytes()
+    n = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + n])
+    about = json.loads(header["__metadata__"]["kvbits"])
+    change(about)
+    header["__metadata__"]["kvbits"] = json.dumps(about)
+    text = json.dumps(header).encode()
+    bad = path.with_name("bad")
+    bad.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + n :])
+    return bad
+
+
+def first_sequence(about):
+    return about["groups"][0]["sequences"][0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: first_sequence(a)["closed"].__setitem__(0, 10**6),
+        lambda a: first_sequence(a)["closed"].__setitem__(0, -1),
+        lambda a: first_sequence(a)["closed_lengths"].__setitem__(0, 33),
+        lambda a: first_sequence(a)["closed_lengths"].__setitem__(0, 0),
+        lambda a: first_sequence(a)["closed_lengths"].pop(),
+        lambda a: first_sequence(a)["tail"].pop(),
+        lambda a: first_sequence(a).__setitem__("length", 10**6),
+        lambda a: first_sequence(a).__setitem__("length", "many"),
+        lambda a: first_sequence(a).__setitem__("sink", [0, 0]),
+        lambda a: first_sequence(a).__setitem__("extra", 1),
+        lambda a: a["groups"].pop(),
+        lambda a: a["groups"][0]["sequences"].pop(0),
+        lambda a: a["groups"][0]["capacity"].__setitem__("closed", 1),
+        lambda a: a["spec"].__setitem__("raw_dtype", "bfloat16"),
+        lambda a: a["spec"].__setitem__("type", "Scheme"),
+        lambda a: a["spec"]["scheme"].__setitem__("page_size", 64),
+        lambda a: a.pop("nonfinite"),
+        lambda a: a.__setitem__("saturated", None),
+    ],
+)
+def test_contents_that_cannot_be_are_refused_before_a_kernel_reads_them(saved, change):
+    _, path = saved
+    with pytest.raises(FileFormatError, match="contents that cannot be"):
+        PagedCache.load(rewritten(path, change))
+
+
+def test_a_failed_save_leaves_the_old_file_and_no_litter(saved, monkeypatch):
+    pair, path = saved
+    before = path.read_bytes()
+    pair.append(3, 5)
+
+    def full_disk(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        pair.cache.save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_saving_in_the_middle_of_a_forward_pass_is_refused(tmp_path):
+    cache = PagedCache(small_spec(), backend="reference")
+    cache.begin(1, 3)
+    with pytest.raises(CacheStateError, match=r"save in the middle of a forward pass \(3 layers to go\)"):
+        cache.save(tmp_path / "x")
+    with pytest.raises(CacheStateError, match="swap_out in the middle"):
+        cache.swap_out(0)
+    assert not os.listdir(tmp_path)
+
+
+# -- swap -------------------------------------------------------------------------------------------------------------
+
+
+def test_swapping_out_frees_the_sequences_own_pages_and_back_in_is_byte_identical():
+    pair = busy_pair(batch_size=3, max_tokens=200)
+    cache = pair.cache
+    before, used = pages_by_row(cache), cache.nbytes - cache.bytes_by_kind()["free"]
+    rows = [cache.swap_out(row) for row in range(3)]
+    assert cache.seq_lens == [0, 0, 0]
+    assert cache.bytes_by_kind()["free"] == cache.nbytes
+    assert [r.num_tokens for r in rows] == pair.model.seq_lens
+    assert sum(r.nbytes for r in rows) >= used
+    poison_free_pages(cache)
+    for row in (2, 0, 1):
+        cache.swap_in(row, rows[row])
+    pair.check()
+    closed = [x[7:] for x in before]
+    assert [x[7:] for x in pages_by_row(cache)] == closed
+    pair.append(3, 70)
+    pair.append(3, 1)
+    pair.check()
+
+
+def test_a_shared_page_stays_with_those_who_share_it():
+    pair = busy_pair()
+    swapped = pair.cache.swap_out(0)
+    model_row, pair.model.rows[0] = pair.model.rows[0], pair.model.new_row()
+    pair.check()
+    pair.append(3, 2)
+    pair.check()
+    pair.cache.free(0)
+    pair.cache.swap_in(0, swapped)
+    pair.model.rows[0] = model_row
+    pair.check()
+
+
+def test_a_swapped_sequence_may_enter_several_rows_and_an_equal_cache():
+    pair = busy_pair()
+    swapped = pair.cache.swap_out(0)
+    other = PagedCache(pair.cache.spec, backend="reference")
+    valid = torch.tensor([[True], [True]])
+    other.begin(2, 1, valid)
+    other.reset()
+    other.begin(2, 1, torch.zeros(2, 1, dtype=torch.bool))
+    other._forward.pending.clear()
+    other.swap_in(0, swapped)
+    other.swap_in(1, swapped)
+    for layer in range(3):
+        for a, b in zip(other.dequantize(layer, 0), other.dequantize(layer, 1), strict=True):
+            assert torch.equal(a, b)
+    check_books(other)
+
+
+def test_refused_swaps_change_nothing_and_say_why():
+    pair = busy_pair(batch_size=3, max_tokens=170)
+    swapped = pair.cache.swap_out(0)
+    before = picture(pair.cache)
+    with pytest.raises(CacheStateError, match=r"sequence 1 holds 90 tokens; swap into an empty row, or free\(1\) first"):
+        pair.cache.swap_in(1, swapped)
+    with pytest.raises(DataError, match="sequence 7 does not exist; the cache holds 3"):
+        pair.cache.swap_in(7, swapped)
+    with pytest.raises(DataError, match="scheme 'int4' for 3 layers, the cache of 'int8'"):
+        _into_other(swapped)
+    assert picture(pair.cache) == before
+
+
+def _into_other(swapped):
+    other = PagedCache(small_spec("int8"), backend="reference")
+    other.begin(1, 1, torch.zeros(1, 1, dtype=torch.bool))
+    other._forward.pending.clear()
+    other.swap_in(0, swapped)
+
+
+def test_a_sequence_quantized_with_other_scales_is_refused():
+    spec = small_spec("int8_static")
+    statics = [[{"k_scale": torch.full((2, 1), s), "v_scale": torch.full((2, 1), s)} for _ in range(3)] for s in (0.1, 0.2)]
+    a, b = (busy_pair(spec, s) for s in statics)
+    b.cache.free(0)
+    with pytest.raises(DataError, match="other calibrated scales"):
+        b.cache.swap_in(0, a.cache.swap_out(0))
+
+
+def test_swapping_into_a_full_pool_fails_whole():
+    pair = busy_pair(batch_size=3, max_tokens=160)
+    swapped = pair.cache.swap_out(0)
+    pair.model.rows[0] = pair.model.new_row()
+    valid = torch.zeros(3, 400, dtype=torch.bool)
+    valid[1:, 370:] = True
+    with pytest.raises(PoolFullError):
+        for _ in range(20):
+            pair.append(3, 400, valid)
+    before = picture(pair.cache)
+    with pytest.raises(PoolFullError):
+        pair.cache.swap_in(0, swapped)
+    assert picture(pair.cache) == before
+    pair.check()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bit_raw_pages_round_trip(dtype, tmp_path):
+    q = QuantSpec(format="int2", granularity=PerGroup(16), symmetric=False)
+    spec = CacheSpec(scheme=schemes.get("kivi2", key=q, value=q, residual_length=5), layers=(FULL,), raw_dtype=dtype)
+    pair = Pair(PagedCache(spec, backend="reference"), attend=False)
+    pair.append(2, 70)
+    pair.cache.save(tmp_path / "x")
+    pair.cache = PagedCache.load(tmp_path / "x", backend="reference")
+    pair.cache.fork(1)
+    pair.model.rows.append(pair.model.clone_row(1))
+    pair.check()
