@@ -127,10 +127,12 @@ def _layer_types(config: Any, configs: list[Any]) -> list[str]:
     if len(types) != len(configs):
         raise SpecError(f"{_name(config)} has num_hidden_layers={len(configs)} but {len(types)} layer_types")
     types = [{"attention": "full_attention"}.get(t, t) for t in types]
-    shared = getattr(config, "kv_sharing_modes", None) or []
-    for i, mode in enumerate(shared):
-        if mode == "reuse":
-            raise UnsupportedError(f"layer {i} of {_name(config)} attends over another layer's cache (KV sharing), which kvbits cannot express yet")
+    modes = getattr(config, "kv_sharing_modes", None) or []
+    shared = next((i for i, mode in enumerate(modes) if mode == "reuse"), None)
+    if not modes and (n := getattr(config, "num_kv_shared_layers", 0)):  # before transformers told the layers apart
+        shared = len(types) - n
+    if shared is not None:
+        raise UnsupportedError(f"layer {shared} of {_name(config)} attends over another layer's cache (KV sharing), which kvbits cannot express yet")
     recurrent = [i for i, t in enumerate(types) if t in _RECURRENT]
     if recurrent:
         raise UnsupportedError(

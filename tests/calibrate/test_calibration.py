@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import kvbits.calibrate
 from kvbits.calibrate import Calibration, fingerprint
 from kvbits.calibrate.calibration import FORMAT
 from kvbits.errors import CalibrationError, FileFormatError
@@ -162,3 +165,10 @@ def test_truncated_missing_and_plain_files_are_refused(calibration, tmp_path):
     save_file({"x": torch.ones(1)}, path)
     with pytest.raises(FileFormatError, match=f"not a kvbits calibration .*expected '{FORMAT}'"):
         Calibration.load(path)
+
+
+def test_reading_a_calibration_needs_no_transformers():
+    code = "from kvbits.calibrate import Calibration, Ranges; import sys; print('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'; it has Calibration"):
+        _ = kvbits.calibrate.nothing
