@@ -1,0 +1,182 @@
+// Attention of a few query columns over pages of packed or 16-bit tokens: one persistent block per multiprocessor, balanced by bytes.
+//
+// A block walks its segments (runs of chunks of one sequence, kv head and part). Chunk t of the block belongs to consumer warp t % WARPS, which reads
+// it from a ring of STAGES slots of its own; one producer warp fills all rings with bulk copies, so memory stays busy across segment ends. Warps share
+// nothing until a segment ends, then merge through shared memory. Units split over several segments are summed by the block that arrives last.
+#include "finish.cuh"
+#include "raw.cuh"
+#if HAS_PACKED
+#include "walk.cuh"
+#endif
+
+#if HAS_PACKED
+struct Ring {
+    u64 full[WARPS][STAGES], empty[WARPS][STAGES];
+    int2 tokens[WARPS][STAGES];  // position of the first, visible ones
+};
+
+/// One lane's place in its warp's chunks: lane w of the producer serves consumer warp w.
+struct Cursor {
+    int segment, end, k, base, iteration;
+
+    /// Moves to the next packed chunk; false at the end. `k` counts chunks inside the segment.
+    DEVICE bool settle(const Args& a, int warp) {
+        while (segment < end) {
+            const Segment& s = a.segments[segment];
+            if (!a.parts[s.part].raw) {
+                if (k < 0) k = (warp + WARPS - base % WARPS) % WARPS;
+                if (k < s.num_chunks) return true;
+                base += s.num_chunks;
+            }
+            k = -1;
+            ++segment;
+        }
+        return false;
+    }
+};
+
+DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
+    Cursor at = {a.segment_start[blockIdx.x], a.segment_start[blockIdx.x + 1], -1, 0, 0};
+    bool more = lane < WARPS && at.settle(a, lane);
+#if __CUDA_ARCH__ >= 900
+    u64 policy = read_once_policy();
+#endif
+    while (__any_sync(ALL_LANES, more)) {
+        i64 from = 0;
+        int2 tokens = {0, 0};
+        int chunk = 0;
+        if (more) {
+            const Segment& s = a.segments[at.segment];
+            const Part& part = a.parts[s.part];
+            chunk = s.first_chunk + at.k;
+            int entry = s.first_entry + chunk / part.chunks_per_page;
+            chunk %= part.chunks_per_page;
+            int head = s.unit / a.column_blocks % a.num_kv_heads;
+            from = a.page_address[entry] + a.layer * part.layer_stride + i64(head) * part.head_bytes;
+            int2 page = a.page_tokens[entry];
+            tokens = {page.x + chunk * CHUNK, min(page.y - chunk * CHUNK, CHUNK)};
+        }
+        int stage = at.iteration % STAGES;
+        u32 parity = (at.iteration / STAGES & 1) ^ 1;
+#if __CUDA_ARCH__ >= 900
+        if (more) {
+            u32 full = shared_address(&ring.full[lane][stage]), slot = shared_address(slots + (lane * STAGES + stage) * SLOT_BYTES);
+            barrier_wait(shared_address(&ring.empty[lane][stage]), parity);
+            ring.tokens[lane][stage] = tokens;
+            barrier_arrive_expect(full, CHUNK_BYTES);
+            for (int i = 0; i < a.num_pieces; ++i) {
+                Piece piece = a.pieces[i];
+                copy_bulk(slot + piece.to, from + piece.from + chunk * piece.step, piece.bytes, full, policy);
+            }
+        }
+#else
+        for (int w = 0; w < WARPS; ++w) {
+            if (!__shfl_sync(ALL_LANES, more, w)) continue;
+            int st = __shfl_sync(ALL_LANES, stage, w), ch = __shfl_sync(ALL_LANES, chunk, w);
+            i64 page = __shfl_sync(ALL_LANES, from, w);
+            barrier_wait(shared_address(&ring.empty[w][st]), __shfl_sync(ALL_LANES, parity, w));
+            u32 slot = shared_address(slots + (w * STAGES + st) * SLOT_BYTES), full = shared_address(&ring.full[w][st]);
+            if (lane == w) {
+                ring.tokens[w][st] = tokens;
+                barrier_arrive(full);
+            }
+            for (int i = 0; i < a.num_pieces; ++i) {
+                Piece piece = a.pieces[i];
+                for (int at16 = lane * 16; at16 < piece.bytes; at16 += 512) copy_async_16(slot + piece.to + at16, page + piece.from + ch * piece.step + at16);
+            }
+            copy_async_arrive(full);
+        }
+#endif
+        if (more) {
+            at.k += WARPS;
+            ++at.iteration;
+            more = at.settle(a, lane);
+        }
+    }
+}
+#endif
+
+DEVICE void walk_raw(const Args& a, const Segment& s, Unit u, Merge& merge, int warp, int lane) {
+    const Part& part = a.parts[s.part];
+    int g = lane / 4, c = lane % 4;
+    Visible see;
+    see.load(a, u, c);
+    Softmax softmax;
+    softmax.clear();
+    RawWalk walk;
+    walk.start(a, u, g, c);
+    for (int k = warp; k < s.num_chunks; k += WARPS) {
+        int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
+        i64 page = a.page_address[entry] + a.layer * part.layer_stride + i64(u.head) * part.head_bytes;
+        int2 tokens = a.page_tokens[entry];
+        if (tokens.y <= token) continue;
+        i64 offset = i64(token) * D * 2;
+        walk.step(a, see, softmax, page + part.k_raw + offset, page + part.v_raw + offset, tokens.x + token, tokens.y - token, g, c);
+    }
+    finish_segment(a, s, u, part, walk, softmax, nullptr, D, merge, warp, lane);
+}
+
+#if HAS_PACKED
+DEVICE void walk_packed(const Args& a, const Segment& s, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int& base, int& iteration, int warp, int lane) {
+    const Part& part = a.parts[s.part];
+    int g = lane / 4, c = lane % 4;
+    Visible see;
+    see.load(a, u, c);
+    Softmax softmax;
+    softmax.clear();
+    PackedWalk walk;
+    walk.start(a, u, part, g, c);
+#pragma unroll 1
+    for (int k = (warp + WARPS - base % WARPS) % WARPS; k < s.num_chunks; k += WARPS, ++iteration) {
+        int stage = iteration % STAGES;
+        barrier_wait(shared_address(&ring.full[warp][stage]), iteration / STAGES & 1);
+        int2 tokens = ring.tokens[warp][stage];
+        if (tokens.y > 0) walk.chunk(a, see, softmax, slots + (warp * STAGES + stage) * SLOT_BYTES, tokens.x, tokens.y, lane);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&ring.empty[warp][stage]));
+    }
+    base += s.num_chunks;
+    constexpr bool has_bias_sum = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
+    finish_segment(a, s, u, part, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const __grid_constant__ Args a) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#if HAS_PACKED
+    static_assert(WARPS * STAGES * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16 + sizeof(Merge) <= SHARED_BYTES, "cuda.py counts too little shared memory");
+    unsigned char* slots = shared;
+    Ring& ring = *reinterpret_cast<Ring*>(shared + WARPS * STAGES * SLOT_BYTES);
+    Merge& merge = *reinterpret_cast<Merge*>(shared + WARPS * STAGES * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16);
+    if (threadIdx.x < WARPS * STAGES) {
+        // A bulk copy arrives once, for its lane; asynchronous copies arrive once per lane, and the lane that wrote `tokens` once more.
+        barrier_init(shared_address(&ring.full[0][0] + threadIdx.x), __CUDA_ARCH__ >= 900 ? 1 : 33);
+        barrier_init(shared_address(&ring.empty[0][0] + threadIdx.x), 1);
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+    }
+    __syncthreads();
+    if (warp == WARPS) {
+        produce(a, ring, slots, lane);
+        return;
+    }
+    int base = 0, iteration = 0;
+#else
+    static_assert(sizeof(Merge) <= SHARED_BYTES, "cuda.py counts too little shared memory");
+    Merge& merge = *reinterpret_cast<Merge*>(shared);
+    if (warp == WARPS) return;
+#endif
+    for (int i = a.segment_start[blockIdx.x]; i < a.segment_start[blockIdx.x + 1]; ++i) {
+        Segment s = a.segments[i];
+        Unit u = unit_of(a, s.unit);
+#if HAS_PACKED
+        if (!a.parts[s.part].raw) {
+            walk_packed(a, s, u, ring, slots, merge, base, iteration, warp, lane);
+            continue;
+        }
+#endif
+        walk_raw(a, s, u, merge, warp, lane);
+    }
+}

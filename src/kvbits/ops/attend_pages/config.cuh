@@ -1,0 +1,52 @@
+// What one instantiation of the attention kernel is: every macro below is set by cuda.py from a PageLayout, and the launch arguments.
+//
+// A work item ("segment") is a run of chunks of one (sequence, kv head, block of query columns, part). Columns are (query token, query head of
+// the kv head's group) pairs; a warp takes COLS of them as the columns of its matrix instructions. A chunk is CHUNK tokens of one page.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int D = HEAD_DIM;
+constexpr int NT = COLS / 8;       // matrix-instruction column tiles
+constexpr int CONSUMERS = WARPS * 32;
+constexpr float NOT_SEEN = -3.0e38f;
+
+enum { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };  // *_SCALE
+enum { INTEGER = 0, E4M3 = 1, E5M2 = 2 };                       // *_FLOAT
+enum { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };                // *_SCALE_TYPE, Q_TYPE, RAW_TYPE
+
+struct Part {
+    i64 layer_stride;            // bytes from a page of one layer to the same page of the next
+    int head_bytes, chunks_per_page, raw;
+    int k_raw, v_raw;            // offsets inside a raw struct
+    const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D]; null if none
+};
+
+struct Segment {
+    int unit, part, first_entry, first_chunk, num_chunks;
+    int slot;                    // where its partial result goes; -1 if it is the unit's only one
+    int unit_slots, num_slots;   // the unit's first slot and how many it has
+};
+
+/// One run of bytes of a chunk: from `page + from + chunk * step` to `slot + to`.
+struct Piece { int from, step, to, bytes; };
+constexpr int MAX_PIECES = 40;
+
+struct Args {
+    const void* q;               // [B, T, Hq, D], strides in elements, last dense
+    void* out;                   // [B, T, Hq, D] dense
+    float* lse;                  // [B, T, Hq]
+    const int* q_positions;      // [B, T]; negative: a padding query, sees nothing
+    const int* segment_start;    // [gridDim.x + 1]
+    const Segment* segments;
+    const i64* page_address;     // [entries], layer 0, kv head 0
+    const int2* page_tokens;     // [entries]: position of the first token, visible tokens
+    float* partial;              // [slots][COLS][D]
+    float2* partial_ml;          // [slots][COLS]: reference exponent (log2), sum
+    int* arrived;                // [units], zero between launches
+    i64 q_stride_b, q_stride_t, q_stride_h;
+    int num_queries, group, num_kv_heads, column_blocks, layer, window;  // window: 2**30 if none
+    float scaling, softcap;
+    int num_pieces;
+    Piece pieces[MAX_PIECES];
+    Part parts[4];
+};

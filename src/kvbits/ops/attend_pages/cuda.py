@@ -1,0 +1,256 @@
+"""Attention over packed and 16-bit pages on NVIDIA GPUs: `plan` once per batch of page tables, `run` per layer.
+
+`plan` chooses the kernels, cuts the work into equal shares and uploads it; `run` only launches: no host synchronisation, no allocation, so that it can be
+captured in a CUDA graph. A plan owns its output and scratch buffers: the next `run` of the same plan overwrites them, and two streams need two plans.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...errors import DataError, UnsupportedError
+from ...spec import PageLayout
+from ..cuda import compile as cuda_compile
+from ..cuda import driver
+from ..types import AttendCall, Part
+from .cuda_format import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout
+from .schedule import PartWork, chunks_per_sequence, schedule
+
+NAME = "cuda"
+MAX_PARTS = 4
+RAW_CHUNK = 32
+NO_WINDOW = 2**30
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
+    """Why this backend does not take a call, or None. q: [B, T, Hq, D]."""
+    if q.device.type != "cuda":
+        return f"the tensors are on {q.device.type}"
+    if torch.version.hip:
+        return "the GPU is not an NVIDIA GPU"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    if why := cuda_compile.missing():
+        return why
+    return refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)))
+
+
+def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str) -> str | None:
+    """The part of `refuses` that needs no GPU."""
+    if q_dtype not in DTYPES.values():
+        return f"queries are {q_dtype}, not float16 or bfloat16"
+    if len(call.parts) > MAX_PARTS:
+        return f"{len(call.parts)} parts are more than {MAX_PARTS}"
+    if num_q_heads % call.parts[0].store.layout.num_kv_heads:
+        return f"{num_q_heads} query heads are no multiple of {call.parts[0].store.layout.num_kv_heads} kv heads"
+    for part in call.parts:
+        if why := refuses_layout(part.store.layout):
+            return why
+    if len({p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw}) > 1:
+        return "raw parts differ in dtype"
+    return None
+
+
+class _Part(ctypes.Structure):
+    _fields_ = [
+        ("layer_stride", ctypes.c_int64), ("head_bytes", ctypes.c_int), ("chunks_per_page", ctypes.c_int), ("raw", ctypes.c_int),
+        ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int),
+        ("k_scale", ctypes.c_void_p), ("k_bias", ctypes.c_void_p), ("v_scale", ctypes.c_void_p), ("v_bias", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+class _Args(ctypes.Structure):
+    """struct Args of config.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "q", "out", "lse", "q_positions", "segment_start", "segments", "page_address", "page_tokens", "partial", "partial_ml", "arrived")),
+        *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
+        *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
+        ("scaling", ctypes.c_float), ("softcap", ctypes.c_float), ("num_pieces", ctypes.c_int),
+        ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", _Part * MAX_PARTS),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Launch:
+    kernel: Kernel
+    loaded: driver.Kernel
+    args: _Args
+    blocks: int
+    layout: PageLayout | None
+
+
+@functools.lru_cache(maxsize=256)
+def _load(kernel: Kernel, device_index: int) -> driver.Kernel:
+    with torch.cuda.device(device_index):
+        arch = driver.arch_of(torch.cuda.get_device_capability())
+        binary = cuda_compile.compile_source(Path(__file__).parent, "attend.cu", dict(kernel.defines), arch)
+        return driver.Kernel(binary, "attend", kernel.shared_bytes)
+
+
+class Plan:
+    """A decode or chunked-prefill step over fixed page tables, ready to run for every layer of the group.
+
+    Args:
+        call: pages of layer 0 of the group (any layer where all layers share nothing but this one).
+        num_q_heads: query heads.
+        q_dtype: dtype of the queries and of the output.
+        num_queries: query tokens per sequence.
+        layer_strides: bytes from a page of one layer to the same page of the next, one per part; 0 where `run` is only called for layer 0.
+        shape: launch shape to use instead of the measured choice (for tuning).
+
+    Attributes:
+        out: [B, num_queries, num_q_heads, head_dim] in q_dtype; zeros where nothing was visible.
+        lse: float32 [B, num_queries, num_q_heads], natural log; -inf where nothing was visible.
+        q_positions: int32 [B, num_queries] on the device: by default the last positions of every sequence.
+    """
+
+    def __init__(
+        self, call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1,
+        layer_strides: tuple[int, ...] | None = None, shape: Shape | None = None,
+    ) -> None:  # fmt: skip
+        if why := refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype))):
+            raise UnsupportedError(f"attend_pages on cuda: {why}")
+        device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        layout = call.parts[0].store.layout
+        batch, d, heads = len(call.parts[0].table.indptr) - 1, layout.head_dim, layout.num_kv_heads
+        packed = list(dict.fromkeys(p.store.layout for p in call.parts if not p.store.layout.key.is_raw))
+        group = num_q_heads // heads
+        cols = columns(d, num_queries * group, packed)
+        column_blocks = -(-num_queries * group // cols)
+        self.call, self.device, self.num_queries, self._keep = call, device, num_queries, []
+        self.out = torch.zeros(batch, num_queries, num_q_heads, d, dtype=q_dtype, device=device)
+        self.lse = torch.zeros(batch, num_queries, num_q_heads, dtype=torch.float32, device=device)
+        self.q_positions = self._upload(_last_positions(call, batch, num_queries))
+
+        raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), DTYPES[q_dtype])
+        limit = driver.shared_limit(torch.cuda.get_device_capability(device))
+        kernels = [
+            kernel_for(k, d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape) for k in packed or [None]
+        ]
+        work = self._work(call.parts, packed, kernels)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        chunks = [sum(int(w.num_chunks.sum()) for w in work if w.launch == i) * heads * column_blocks for i in range(len(kernels))]
+        blocks = [max(1, min(processors, n)) for n in chunks]
+        lists, num_slots = schedule(work, heads * column_blocks, blocks)
+
+        args = _Args(
+            out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group, num_kv_heads=heads,
+            column_blocks=column_blocks, layer=0, window=NO_WINDOW if call.sliding_window is None else min(call.sliding_window, NO_WINDOW), scaling=call.scaling,
+            softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
+        )  # fmt: skip
+        for i, part in enumerate(call.parts):
+            args.parts[i] = self._part(part, kernels, packed, layer_strides[i] if layer_strides else 0)
+        self._launches = [self._launch(k, args, *lists[i], blocks[i], packed[i] if packed else None) for i, k in enumerate(kernels)]
+
+    def run(self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of q [B, num_queries, Hq, D] over the planned pages of `layer`.
+
+        Args:
+            q_positions: int32 or int64 [B, num_queries] on the device, kept for later runs; negative marks padding, which sees nothing.
+
+        Returns:
+            The plan's own `out` and `lse`, overwritten by its next run.
+        """
+        if q.shape != self.out.shape or q.dtype != self.out.dtype or q.device != self.device:
+            raise DataError(f"q is {tuple(q.shape)} {q.dtype} on {q.device}; the plan is for {tuple(self.out.shape)} {self.out.dtype} on {self.device}")
+        if q.stride(-1) != 1 or any(s % 4 for s in q.stride()[:-1]) or q.data_ptr() % 8:
+            raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
+        if layer and any(p.store.static for p in self.call.parts):
+            raise DataError("a plan holds the calibrated scales of one layer; make a plan for each layer of a static scheme")
+        if q_positions is not None:
+            self.q_positions.copy_(q_positions)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        for launch in self._launches:
+            args = launch.args
+            args.q, args.layer = q.data_ptr(), layer
+            args.q_stride_b, args.q_stride_t, args.q_stride_h = q.stride()[:3]
+            launch.loaded.launch((launch.blocks, 1, 1), launch.kernel.threads, args, stream)
+        return self.out, self.lse
+
+    def explain(self) -> str:
+        """Which kernel reads what, in a line each."""
+        lines = []
+        for launch in self._launches:
+            what = "raw pages" if launch.layout is None else f"{launch.layout.key.format}/{launch.layout.value.format} pages (and raw ones)"
+            s = launch.kernel.shape
+            lines.append(f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.stages} x {s.chunk} tokens in flight per warp")
+        return "\n".join(lines)
+
+    def _upload(self, data: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(data)).to(self.device)
+        self._keep.append(tensor)
+        return tensor
+
+    def _work(self, parts: tuple[Part, ...], packed: list[PageLayout], kernels: list[Kernel]) -> list[PartWork]:
+        work, first = [], 0
+        for part in parts:
+            layout, table = part.store.layout, part.table
+            launch = packed.index(layout) if layout in packed else 0
+            tokens = RAW_CHUNK if layout.key.is_raw else kernels[launch].shape.chunk
+            count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
+            work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, layout.head_bytes * tokens // layout.page_size, launch))
+            first += table.num_pages
+        return work
+
+    def _tables(self, parts: tuple[Part, ...]) -> dict[str, int]:
+        addresses = np.concatenate([p.store.addresses()[p.table.page_ids] for p in parts])
+        tokens = np.concatenate([np.stack([p.table.starts, p.table.lengths], 1).astype(np.int32) for p in parts])
+        return {"page_address": self._upload(addresses).data_ptr(), "page_tokens": self._upload(tokens).data_ptr()}
+
+    def _scratch(self, num_slots: int, cols: int, d: int, units: int) -> dict[str, int]:
+        partial = torch.empty(max(num_slots, 1), cols, d, device=self.device)
+        partial_ml = torch.empty(max(num_slots, 1), cols, 2, device=self.device)
+        arrived = torch.zeros(units, dtype=torch.int32, device=self.device)
+        self._keep += [partial, partial_ml, arrived]
+        return {"partial": partial.data_ptr(), "partial_ml": partial_ml.data_ptr(), "arrived": arrived.data_ptr()}
+
+    def _part(self, part: Part, kernels: list[Kernel], packed: list[PageLayout], layer_stride: int) -> _Part:
+        layout = part.store.layout
+        raw = layout.key.is_raw
+        tokens = RAW_CHUNK if raw else kernels[packed.index(layout)].shape.chunk
+        offsets = {"k_raw": layout.sections["k_raw"].offset, "v_raw": layout.sections["v_raw"].offset} if raw else {}
+        static = {name: self._static(x, layout) for name, x in part.store.static.items()}
+        return _Part(layer_stride=layer_stride, head_bytes=layout.head_bytes, chunks_per_page=-(-layout.page_size // tokens), raw=raw, **offsets, **static)
+
+    def _static(self, x: torch.Tensor, layout: PageLayout) -> int:
+        """Calibrated [H, groups or channels] spread to [H, head_dim]."""
+        wide = x.to(self.device, torch.float32).repeat_interleave(layout.head_dim // x.shape[-1], -1).contiguous()
+        self._keep.append(wide)
+        return wide.data_ptr()
+
+    def _launch(self, kernel: Kernel, args: _Args, starts: np.ndarray, segments: np.ndarray, blocks: int, layout: PageLayout | None) -> _Launch:
+        mine = _Args.from_buffer_copy(args)
+        mine.segment_start, mine.segments = self._upload(starts).data_ptr(), self._upload(segments).data_ptr()
+        mine.num_pieces = len(kernel.pieces)
+        for i, piece in enumerate(kernel.pieces):
+            mine.pieces[i] = (ctypes.c_int * 4)(*piece)
+        return _Launch(kernel, _load(kernel, self.device.index), mine, blocks, layout)
+
+
+def _last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray:
+    """int32 [B, num_queries]: the last query sees the newest token."""
+    newest = np.zeros(batch, np.int64)
+    for part in call.parts:
+        t = part.table
+        owner = np.repeat(np.arange(batch), np.diff(t.indptr))
+        np.maximum.at(newest, owner, t.starts + t.lengths)
+    return (newest[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
+
+
+def plan(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, **options: object) -> Plan:
+    """A `Plan`; see there."""
+    return Plan(call, num_q_heads, q_dtype, device, **options)
+
+
+def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plan and run once: out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32 (see the reference for the contract)."""
+    return Plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1]).run(q.contiguous(), q_positions)

@@ -1,0 +1,197 @@
+"""From a page layout to one instantiation of attend.cu: its macros, how chunks are cut from pages, how many warps and stages fit.
+
+The numbers of warps and stages are the measured best on Hopper (docs/log-gpu.md); other chips get what fits their shared memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ...spec import DTYPE_BYTES, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+
+MAX_PIECES = 40
+SCALE_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+FLOATS = {"fp8_e4m3": 1, "fp8_e5m2": 2}
+MAX_CHUNK_BYTES = 18 << 10
+STATIC, GROUP, CHANNEL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Launch shape: consumer warps of a block, ring slots of a warp, tokens of a chunk, units of 32 tokens per step."""
+
+    warps: int
+    stages: int
+    chunk: int
+    units: int
+
+
+def refuses_layout(layout: PageLayout) -> str | None:
+    """Why attend.cu cannot read pages of this layout, or None."""
+    d = layout.head_dim
+    if d > 256:
+        return f"head_dim={d} is above 256"
+    if layout.key.is_raw and layout.value.is_raw:
+        return None if layout.raw_dtype != "float32" else "raw pages are float32; the kernel multiplies float16 and bfloat16"
+    if layout.key.is_raw or layout.value.is_raw:
+        return "one of keys and values is raw and the other is not"
+    for kind, spec, step in (("key", layout.key, 16), ("value", layout.value, 32)):
+        if _scale_kind(spec) != GROUP:
+            continue
+        size = d // spec.num_groups(d)
+        for bits in spec.number_format.planes if size < d else ():
+            row = plane_row_bytes(d, bits)
+            starts = [f * row + r for f in range(8 // bits) for r in range(0, row, step) if f * row + r < d]
+            if any(s // size != (min(s + step, (s // row + 1) * row, d) - 1) // size for s in starts):
+                return f"{kind} groups of {size} channels cut a {step}-channel step of the matrix unit at head_dim={d}"
+        if kind == "value" and spec.has_bias and spec.num_groups(d) > 8:
+            return f"{spec.num_groups(d)} value groups with a bias are more than 8"
+    if len(_pieces(layout, _chunk_tokens(layout))) > MAX_PIECES:
+        return f"a chunk of this layout is cut from more than {MAX_PIECES} places of the page"
+    return None
+
+
+def _scale_kind(spec: QuantSpec) -> int:
+    if spec.static:
+        return STATIC
+    return CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
+
+
+def chunk_layout(layout: PageLayout, tokens: int) -> PageLayout:
+    """A chunk in shared memory is laid out like a page of that many tokens."""
+    return PageLayout(
+        key=layout.key, value=layout.value, page_size=tokens, num_kv_heads=1, head_dim=layout.head_dim, raw_dtype=layout.raw_dtype
+    )
+
+
+def _used_bytes(layout: PageLayout) -> int:
+    last = list(layout.sections.values())[-1]
+    return -(-(last.offset + last.nbytes) // 16) * 16
+
+
+def _chunk_tokens(layout: PageLayout) -> int:
+    for tokens in (layout.page_size, 128, 64):
+        if layout.page_size % tokens == 0 and _used_bytes(chunk_layout(layout, tokens)) <= MAX_CHUNK_BYTES:
+            return tokens
+    return 32
+
+
+def _pieces(layout: PageLayout, tokens: int) -> list[tuple[int, int, int, int]]:
+    """(offset in the page, step per chunk, offset in the slot, bytes) of every contiguous run of a chunk."""
+    if tokens == layout.page_size:
+        return [(0, 0, 0, _used_bytes(layout))]
+    runs = []
+    small = chunk_layout(layout, tokens)
+    for name, section in layout.sections.items():
+        to = small.sections[name].offset
+        if name.startswith("k_plane"):
+            nbytes = small.sections[name].nbytes  # tiles of 16 tokens follow one another
+            runs.append((section.offset, nbytes, to, nbytes))
+        elif name.startswith("v_plane"):
+            row = section.nbytes // layout.page_size
+            for r in range(0, row, 16):
+                width = min(16, row - r)
+                runs.append((section.offset + r * layout.page_size, width * tokens, to + r * tokens, width * tokens))
+        elif len(section.shape) == 2:
+            item = DTYPE_BYTES[section.dtype]
+            for g in range(section.shape[0]):
+                runs.append((section.offset + g * layout.page_size * item, tokens * item, to + g * tokens * item, tokens * item))
+        else:
+            runs.append((section.offset, 0, to, -(-section.nbytes // 16) * 16))
+    return runs
+
+
+def merge_bytes(warps: int, cols: int, head_dim: int, with_bias: bool) -> int:
+    """Shared memory for merging warps (struct Merge of finish.cuh)."""
+    at_once = 1 if warps >= 8 else 8 // warps
+    floats = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * at_once * cols * 36 + cols * head_dim
+    return floats * 4 + 64
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation: macros, launch shape and how chunks are cut."""
+
+    defines: tuple[tuple[str, int], ...]
+    shape: Shape
+    pieces: tuple[tuple[int, int, int, int], ...]
+    shared_bytes: int
+
+    @property
+    def threads(self) -> int:
+        return (self.shape.warps + 1) * 32
+
+
+def columns(head_dim: int, num_columns: int, layouts: list[PageLayout]) -> int:
+    """Query columns of a warp: 16 where more than 8 are wanted and the registers of two column tiles are there."""
+    two_planes = any(len(s.number_format.planes) > 1 for layout in layouts for s in (layout.key, layout.value))
+    return 16 if num_columns > 8 and head_dim <= 128 and not two_planes else 8
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_for(
+    layout: PageLayout | None, head_dim: int, cols: int, q_dtype: str, raw_dtype: str, softcap: bool, shared_limit: int, shape: Shape | None = None
+) -> Kernel:
+    """The instantiation for a packed layout (None: only raw pages).
+
+    Args:
+        shape: launch shape to use instead of the measured choice (for tuning).
+    """
+    defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
+    if layout is None:
+        shape = shape or Shape(warps=7, stages=0, chunk=32, units=1)
+        shared = merge_bytes(shape.warps, cols, head_dim, False)
+        defines |= {"HAS_PACKED": 0, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
+        return Kernel(tuple(defines.items()), shape, (), shared)
+    chunk = shape.chunk if shape else _chunk_tokens(layout)
+    slot = -(-_used_bytes(chunk_layout(layout, chunk)) // 128) * 128
+    with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
+    if shape is None:
+        shape = _choose_shape(layout, slot, chunk, cols, shared_limit)
+    shared = shape.warps * shape.stages * (slot + 24) + 16 + merge_bytes(shape.warps, cols, head_dim, with_bias)
+    defines |= {"HAS_PACKED": 1, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "STAGES": shape.stages, "CHUNK": chunk, "UNITS": shape.units}
+    pieces = _pieces(layout, chunk)
+    defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
+    for prefix, spec in (("K", layout.key), ("V", layout.value)):
+        defines |= _format_defines(prefix, spec, chunk_layout(layout, chunk))
+    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared)
+
+
+def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int) -> Shape:
+    large = layout.head_dim * cols > 128 * 8 or any(len(s.number_format.planes) > 1 and s.has_bias for s in (layout.key, layout.value))
+    units = 1 if large or chunk % 64 else 2
+    most = 7 if large or slot > 5 << 10 else 11
+    for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
+        stages = (shared_limit - 16 - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))
+        if warps <= most and stages >= min(3, warps):
+            return Shape(warps, min(stages, 6), chunk, units)
+    return Shape(1, 1, chunk, units)
+
+
+def _format_defines(prefix: str, spec: QuantSpec, chunk: PageLayout) -> dict[str, int]:
+    d, kind, name = chunk.head_dim, _scale_kind(spec), prefix.lower()
+    planes = spec.number_format.planes
+    groups = spec.num_groups(d) if kind == GROUP else 1
+
+    def offset(section: str) -> int:
+        found = chunk.sections.get(f"{name}_{section}")
+        return found.offset if found else 0
+
+    return {
+        f"{prefix}_BITS0": planes[0],
+        f"{prefix}_BITS1": planes[1] if len(planes) > 1 else 0,
+        f"{prefix}_OFFSET0": offset("plane0"),
+        f"{prefix}_OFFSET1": offset("plane1"),
+        f"{prefix}_FLOAT": FLOATS.get(spec.format, 0),
+        f"{prefix}_ZERO": spec.zero,
+        f"{prefix}_SCALE": kind,
+        f"{prefix}_SCALE_TYPE": SCALE_TYPES[spec.scale_dtype],
+        f"{prefix}_GROUPS": groups,
+        f"{prefix}_GROUP": d // groups,
+        f"{prefix}_HAS_BIAS": int(spec.has_bias and kind != STATIC),
+        f"{prefix}_HAS_MEAN": int(spec.center is not None),
+        f"{prefix}_SCALE_OFFSET": offset("scale"),
+        f"{prefix}_BIAS_OFFSET": offset("bias"),
+        f"{prefix}_MEAN_OFFSET": offset("mean"),
+    }

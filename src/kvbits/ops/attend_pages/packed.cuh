@@ -1,0 +1,259 @@
+// Packed pages in shared memory: 32 or 64 tokens per step, codes used as matrix operands with one AND.
+//
+// A code masked out of a 32-bit word, (w >> 8 * odd) & (mask << bits * field), is a pair of SUBNORMAL float16 numbers code * 2**(bits * field - 24),
+// which the matrix units multiply exactly. So unpacking is one instruction per pair; the factors go elsewhere: for keys the field's 2**-(bits * field)
+// into q, for values into the end result; 2**24 into the score's factor; and the codes' zero point becomes a starting value of the scores
+// (zero * sum(q), exact) and one correction per step for the outputs (zero * sum of the weights, which another matrix instruction gives).
+// The correction is applied at every step, before the values are added: the running output then stays as small as the result, while a correction
+// at the end would subtract two large sums whose roundings (toward zero, in the matrix units) do not cancel.
+#pragma once
+#include "columns.cuh"
+
+constexpr u32 WORD_ONES = 0x3c003c00u;  // (1, 1) in float16
+
+template <int BITS_, int PLANE_OFFSET, int LOW_BITS_>
+struct Plane {
+    static constexpr int BITS = BITS_, OFFSET = PLANE_OFFSET, LOW_BITS = LOW_BITS_;  // LOW_BITS: bits of the code in later planes
+    static constexpr int FIELDS = 8 / BITS;
+    static constexpr int ROW = (D * BITS + 31) / 32 * 4;       // bytes of one token
+    static constexpr int WORDS = ROW / 4;
+    static constexpr int STEPS = (WORDS + 3) / 4;              // 16-byte column steps of a key row
+    static constexpr int BLOCKS = (ROW + 15) / 16;             // value blocks
+    static constexpr int PAIRS = (BLOCKS + 1) / 2;             // of value blocks: 32 byte positions
+    static constexpr int ROUNDS = FIELDS * PAIRS;
+};
+
+template <int FLOAT, int BITS>
+DEVICE u32 operand(u32 even, u32 odd, int is_odd, int field) {
+    if (FLOAT == E5M2) return (is_odd ? odd : even << 8) & 0xff00ff00u;
+    if (FLOAT == E4M3) {
+        u32 x = is_odd ? odd : even << 8;
+        return ((x >> 1) & 0x3f803f80u) | (x & 0x80008000u);  // value * 2**-8
+    }
+    return (is_odd ? odd : even) & (((1u << BITS) - 1) * 0x00010001u << BITS * field);
+}
+/// The byte-shifted word that `operand` wants for odd bytes.
+template <int FLOAT>
+DEVICE u32 odd_bytes(u32 w) { return FLOAT == INTEGER ? w >> 8 : w; }
+
+constexpr int operand_exponent(int is_float) { return is_float == INTEGER ? 24 : is_float == E4M3 ? 8 : 0; }
+
+template <int TYPE>
+DEVICE void load_scales4(float (&s)[4], const unsigned char* section, int index) {
+    if (TYPE == FLOAT32) {
+        float4 w = *reinterpret_cast<const float4*>(section + index * 4);
+        s[0] = w.x; s[1] = w.y; s[2] = w.z; s[3] = w.w;
+        return;
+    }
+    uint2 w = *reinterpret_cast<const uint2*>(section + index * 2);
+    if (TYPE == FLOAT16) { s[0] = low_f16(w.x); s[1] = high_f16(w.x); s[2] = low_f16(w.y); s[3] = high_f16(w.y); }
+    else { s[0] = bf16_to_float(u16(w.x)); s[1] = bf16_to_float(u16(w.x >> 16)); s[2] = bf16_to_float(u16(w.y)); s[3] = bf16_to_float(u16(w.y >> 16)); }
+}
+
+/// float16 pairs (0, 4), (1, 5), (2, 6), (3, 7) of eight neighbours: the token pairs of a lane's value operands.
+template <int TYPE>
+DEVICE void load_pairs8(u32 (&p)[4], const unsigned char* section, int index) {
+    if (TYPE == FLOAT16) {
+        uint4 w = *reinterpret_cast<const uint4*>(section + index * 2);
+        p[0] = permute_bytes(w.x, w.z, 0x5410); p[1] = permute_bytes(w.x, w.z, 0x7632);
+        p[2] = permute_bytes(w.y, w.w, 0x5410); p[3] = permute_bytes(w.y, w.w, 0x7632);
+        return;
+    }
+    float a[4], b[4];
+    load_scales4<TYPE>(a, section, index);
+    load_scales4<TYPE>(b, section, index + 4);
+    for (int j = 0; j < 4; ++j) p[j] = pack_f16(a[j], b[j]);
+}
+
+/// 1 / 2**e as a pair that scales `largest` (float16 bits, positive) into (1/2, 1], and its exponent e.
+struct Normalizer {
+    u32 limit;      // float16 pair 2**e
+    u32 multiplier; // float16 pair 2**-e, e in -14 .. 15
+    float value;    // 2**e
+    DEVICE void set(u32 largest_bits) {
+        float x = f16_to_float(u16(largest_bits));
+        int e = x > 6.2e-5f ? exponent_of(x) + (x > power_of_two(exponent_of(x)) ? 1 : 0) : -14;
+        e = min(e, 15);  // float16 ends below 2**16; weights are at most 2**14, so a scale above 2**15 does no harm
+        value = power_of_two(e);
+        limit = pack_f16(value, value);
+        float inverse = power_of_two(-e);
+        multiplier = pack_f16(inverse, inverse);
+    }
+};
+
+template <class KeyPlane>
+struct Query {
+    u32 q[NT][KeyPlane::FIELDS * KeyPlane::STEPS][2];
+
+    static constexpr bool used(int field, int step) { return field * KeyPlane::ROW + 16 * step < D; }
+    static constexpr int group_of(int field, int step) { return (field * KeyPlane::ROW + 16 * step) / K_GROUP; }
+
+    /// Channels field * ROW + 16 step + 4c .. + 3 of column `col`; 0 past the row, where a lane's words belong to others.
+    static DEVICE float4 load(const Args& a, Unit u, const float* scale, int col, int field, int step, int c) {
+        int r = 16 * step + 4 * c, ch = field * KeyPlane::ROW + r;
+        if (r >= KeyPlane::ROW || ch >= D) return {0.f, 0.f, 0.f, 0.f};
+        float4 x = load_q4(a, u, col, ch);
+        if (scale) {
+            float4 s = *reinterpret_cast<const float4*>(scale + ch);
+            x = {x.x * s.x, x.y * s.y, x.z * s.z, x.w * s.w};
+        }
+        return x;
+    }
+    static DEVICE float largest(const Args& a, Unit u, const float* scale, int g, int c) {
+        float m = 0.f;
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int f = 0; f < KeyPlane::FIELDS; ++f)
+#pragma unroll
+                for (int i = 0; i < KeyPlane::STEPS; ++i) {
+                    if (!used(f, i)) continue;
+                    float4 x = load(a, u, scale, n * 8 + g, f, i, c);
+                    m = fmaxf(m, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
+                }
+        for (int mask = 1; mask < 32; mask *= 2) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, mask));
+        return m;
+    }
+    DEVICE void start(const Args& a, Unit u, const float* scale, float multiplier, int g, int c) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int f = 0; f < KeyPlane::FIELDS; ++f)
+#pragma unroll
+                for (int i = 0; i < KeyPlane::STEPS; ++i) {
+                    if (!used(f, i)) continue;
+                    float4 x = load(a, u, scale, n * 8 + g, f, i, c);
+                    float m = multiplier * power_of_two(KeyPlane::LOW_BITS - KeyPlane::BITS * f);
+                    q[n][f * KeyPlane::STEPS + i][0] = pack_f16(x.x * m, x.z * m);
+                    q[n][f * KeyPlane::STEPS + i][1] = pack_f16(x.y * m, x.w * m);
+                }
+    }
+    /// sum over a group's channels of q times the code's field, for a code alike in all channels: [group][column].
+    DEVICE void times_constant(float (&sum)[K_GROUPS][NT][2], u32 code) const {
+#pragma unroll
+        for (int gr = 0; gr < K_GROUPS; ++gr)
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                float acc[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+                for (int f = 0; f < KeyPlane::FIELDS; ++f)
+#pragma unroll
+                    for (int i = 0; i < KeyPlane::STEPS; ++i)
+                        if (used(f, i) && group_of(f, i) == gr) {
+                            u32 w = ((code >> KeyPlane::LOW_BITS) & ((1u << KeyPlane::BITS) - 1)) * 0x00010001u << KeyPlane::BITS * f;
+                            mma_f16(acc, w, w, w, w, q[n][f * KeyPlane::STEPS + i][0], q[n][f * KeyPlane::STEPS + i][1]);
+                        }
+                sum[gr][n][0] += acc[0];
+                sum[gr][n][1] += acc[1];
+            }
+    }
+};
+
+/// Codes of a key plane as accumulated scores.
+template <class KeyPlane>
+struct Keys {
+    uint4 words[UNITS][KeyPlane::STEPS];  // tokens 4g .. 4g + 3
+
+    DEVICE void load(const unsigned char* slot, int tile, int g, int c) {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u)
+#pragma unroll
+            for (int i = 0; i < KeyPlane::STEPS; ++i) {
+                int word = 4 * i + 3 < KeyPlane::WORDS ? 4 * i + c : min(4 * i + c, KeyPlane::WORDS - 1);
+                int offset = ((2 * (tile * UNITS + u) + g / 4) * KeyPlane::WORDS + word) * 64 + g % 4 * 16;
+                words[u][i] = *reinterpret_cast<const uint4*>(slot + KeyPlane::OFFSET + offset);
+            }
+    }
+    DEVICE void multiply(float (&acc)[UNITS][2][NT][4], const Query<KeyPlane>& query, int group) const {
+#pragma unroll
+        for (int f = 0; f < KeyPlane::FIELDS; ++f)
+#pragma unroll
+            for (int i = 0; i < KeyPlane::STEPS; ++i) {
+                if (!Query<KeyPlane>::used(f, i) || Query<KeyPlane>::group_of(f, i) != group) continue;
+#pragma unroll
+                for (int u = 0; u < UNITS; ++u) {
+                    const uint4& w = words[u][i];
+                    two_rows(acc[u][0], w.x, w.y, query, f, i);
+                    two_rows(acc[u][1], w.z, w.w, query, f, i);
+                }
+            }
+    }
+    static DEVICE void two_rows(float (&acc)[NT][4], u32 row, u32 row8, const Query<KeyPlane>& query, int f, int i) {
+        u32 odd = odd_bytes<K_FLOAT>(row), odd8 = odd_bytes<K_FLOAT>(row8);
+        constexpr int B = KeyPlane::BITS;
+        u32 a0 = operand<K_FLOAT, B>(row, odd, 0, f), a1 = operand<K_FLOAT, B>(row8, odd8, 0, f);
+        u32 a2 = operand<K_FLOAT, B>(row, odd, 1, f), a3 = operand<K_FLOAT, B>(row8, odd8, 1, f);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) mma_f16(acc[n], a0, a1, a2, a3, query.q[n][f * KeyPlane::STEPS + i][0], query.q[n][f * KeyPlane::STEPS + i][1]);
+    }
+};
+
+/// Running outputs of a value plane: o[field][pair of blocks][row pair] of channels field * ROW + 32 pair + 4g + 0 .. 3.
+template <class ValuePlane>
+struct Values {
+    float o[NT][ValuePlane::FIELDS][ValuePlane::PAIRS][2][4];
+
+    static constexpr bool used(int field, int pair) { return field * ValuePlane::ROW + 32 * pair < D; }
+    static constexpr int group_of(int field, int pair) { return (field * ValuePlane::ROW + 32 * pair) / V_GROUP; }
+
+    template <class F>
+    DEVICE void each(F f) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int field = 0; field < ValuePlane::FIELDS; ++field)
+#pragma unroll
+                for (int pair = 0; pair < ValuePlane::PAIRS; ++pair)
+                    if (used(field, pair))
+#pragma unroll
+                        for (int half = 0; half < 2; ++half)
+#pragma unroll
+                            for (int r = 0; r < 4; ++r) f(o[n][field][pair][half][r], n, r % 2, field, pair, 2 * half + r / 2);
+    }
+    DEVICE void clear() { each([](float& x, int, int, int, int, int) { x = 0.f; }); }
+    DEVICE void scale(const float (&factor)[NT][2]) { each([&](float& x, int n, int e, int, int, int) { x *= factor[n][e]; }); }
+
+    /// Adds codes times weights: weights[group][column tile][unit][first quad, second quad][2 registers].
+    template <class Weights>
+    DEVICE void accumulate(const unsigned char* slot, int tile, const Weights& weights, int g, int c) {
+        const unsigned char* base = slot + ValuePlane::OFFSET;
+#pragma unroll
+        for (int pair = 0; pair < ValuePlane::PAIRS; ++pair) {
+            int block = 2 * pair + g / 4, quarter = g % 4, width = 16;
+            if (32 * pair + 32 > ValuePlane::ROW) {  // the last block may be narrow and the one after it is not there: read any bytes of the row
+                block = min(block, ValuePlane::BLOCKS - 1);
+                width = min(16, ValuePlane::ROW - 16 * block);
+                quarter = min(quarter, width / 4 - 1);
+            }
+            const unsigned char* p = base + block * 16 * CHUNK + quarter * 16;
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                int quad = (tile * UNITS + u) * 8 + 2 * c;
+                // Lanes of odd c take their quads in the other order: four lanes would meet in the same banks otherwise.
+                uint4 first = *reinterpret_cast<const uint4*>(p + (quad + (c & 1)) * 4 * width);
+                uint4 second = *reinterpret_cast<const uint4*>(p + (quad + 1 - (c & 1)) * 4 * width);
+                quad_of(first, weights, u, 0, pair);
+                quad_of(second, weights, u, 1, pair);
+            }
+        }
+    }
+    template <class Weights>
+    DEVICE void quad_of(const uint4& w, const Weights& weights, int u, int which, int pair) {
+        constexpr int B = ValuePlane::BITS;
+        u32 ox = odd_bytes<V_FLOAT>(w.x), oy = odd_bytes<V_FLOAT>(w.y), oz = odd_bytes<V_FLOAT>(w.z), ow = odd_bytes<V_FLOAT>(w.w);
+#pragma unroll
+        for (int f = 0; f < ValuePlane::FIELDS; ++f) {
+            if (!used(f, pair)) continue;
+            u32 a0 = operand<V_FLOAT, B>(w.x, ox, 0, f), a1 = operand<V_FLOAT, B>(w.y, oy, 0, f);
+            u32 a2 = operand<V_FLOAT, B>(w.x, ox, 1, f), a3 = operand<V_FLOAT, B>(w.y, oy, 1, f);
+            u32 c0 = operand<V_FLOAT, B>(w.z, oz, 0, f), c1 = operand<V_FLOAT, B>(w.w, ow, 0, f);
+            u32 c2 = operand<V_FLOAT, B>(w.z, oz, 1, f), c3 = operand<V_FLOAT, B>(w.w, ow, 1, f);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                const u32 (&b)[2] = weights[group_of(f, pair)][n][u][which];
+                mma_f16(o[n][f][pair][0], a0, a1, a2, a3, b[0], b[1]);
+                mma_f16(o[n][f][pair][1], c0, c1, c2, c3, b[0], b[1]);
+            }
+        }
+    }
+};

@@ -1,0 +1,129 @@
+// 16-bit pages (sinks, newest tokens, raw layers): 32 tokens per step, straight from memory into operand registers.
+//
+// Lane (g, c) holds the scores of tokens 4g .. 4g + 3, so that keys need 16-byte loads of four rows and values eight: see docs/formats.md for the
+// token order, which is the packed pages' own. Loads past the visible length give 0: such memory may hold anything, NaN included.
+#pragma once
+#include "columns.cuh"
+
+constexpr int RAW_STEPS = (D + 31) / 32;   // 16-byte loads of a key row by four lanes
+constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4 : 2;  // key loads in flight per row: registers allow no more
+constexpr int RAW_HALVES = (D + 63) / 64;  // 16-byte loads of a value row by eight lanes
+
+DEVICE void mma_raw(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (RAW_TYPE == BFLOAT16) mma_bf16(d, a0, a1, a2, a3, b0, b1);
+    else mma_f16(d, a0, a1, a2, a3, b0, b1);
+}
+DEVICE u32 pack_raw(float low, float high) { return RAW_TYPE == BFLOAT16 ? pack_bf16(low, high) : pack_f16(low, high); }
+
+struct RawWalk {
+    static constexpr int ROUNDS = 2 * RAW_HALVES, FIRST_PLANE_ROUNDS = ROUNDS;
+    u32 q[NT][RAW_STEPS][4];
+    float o[NT][RAW_HALVES][4][4];  // [half of 64 channels][pair of channels]
+    float factor;
+
+    DEVICE void start(const Args& a, Unit u, int g, int c) {
+        for (int n = 0; n < NT; ++n)
+            for (int i = 0; i < RAW_STEPS; ++i)
+                for (int half = 0; half < 2; ++half) {
+                    float4 x = load_q4(a, u, n * 8 + g, 32 * i + 8 * c + 4 * half);
+                    q[n][i][2 * half] = pack_raw(x.x, x.y);
+                    q[n][i][2 * half + 1] = pack_raw(x.z, x.w);
+                }
+        for (int n = 0; n < NT; ++n)
+            for (int h = 0; h < RAW_HALVES; ++h)
+                for (int k = 0; k < 4; ++k)
+                    for (int r = 0; r < 4; ++r) o[n][h][k][r] = 0.f;
+        factor = SOFTCAP ? a.scaling / a.softcap : a.scaling * LOG2E;
+    }
+
+    static DEVICE uint4 load_row(i64 base, int token, int visible, int channel) {
+        if (token >= visible || channel >= D) return {0, 0, 0, 0};
+        return load_global_once(base + (i64(token) * D + channel) * 2);
+    }
+
+    /// Tokens 0 .. 31 at `keys` / `values`, of which `visible` are, the first at `position`.
+    DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, i64 keys, i64 values, int position, int visible, int g, int c) {
+        float s[4][NT][2];
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            float acc[NT][4];
+            for (int n = 0; n < NT; ++n)
+                for (int r = 0; r < 4; ++r) acc[n][r] = 0.f;
+#pragma unroll
+            for (int first = 0; first < RAW_STEPS; first += RAW_LOADS) {
+                uint4 even[RAW_LOADS], odd[RAW_LOADS];
+#pragma unroll
+                for (int i = 0; i < RAW_LOADS; ++i) {
+                    even[i] = load_row(keys, 4 * g + 2 * tile, visible, 32 * (first + i) + 8 * c);
+                    odd[i] = load_row(keys, 4 * g + 2 * tile + 1, visible, 32 * (first + i) + 8 * c);
+                }
+#pragma unroll
+                for (int i = 0; i < RAW_LOADS; ++i)
+                    for (int n = 0; n < NT && first + i < RAW_STEPS; ++n) {
+                        const u32 (&b)[4] = q[n][first + i];
+                        mma_raw(acc[n], even[i].x, odd[i].x, even[i].y, odd[i].y, b[0], b[1]);
+                        mma_raw(acc[n], even[i].z, odd[i].z, even[i].w, odd[i].w, b[2], b[3]);
+                    }
+            }
+            for (int n = 0; n < NT; ++n)
+                for (int r = 0; r < 4; ++r) s[2 * tile + r / 2][n][r % 2] = acc[n][r];
+        }
+        float best[NT][2];
+        for (int n = 0; n < NT; ++n)
+            for (int e = 0; e < 2; ++e) best[n][e] = negative_infinity();
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            for (int n = 0; n < NT; ++n)
+                for (int e = 0; e < 2; ++e) {
+                    int token = 4 * g + j;
+                    float x = s[j][n][e] * factor;
+                    if (SOFTCAP) x = tanh_approx(x) * (a.softcap * LOG2E);
+                    bool hidden = token >= visible || see.hides(a, n, e, position + token);
+                    s[j][n][e] = hidden ? negative_infinity() : x - softmax.reference[n][e];
+                    best[n][e] = fmaxf(best[n][e], s[j][n][e]);
+                }
+        if (__any_sync(ALL_LANES, softmax.must_move(best))) {
+            float down[NT][2], scale[NT][2];
+            softmax.move(best, down, scale);
+            for (int n = 0; n < NT; ++n) {
+                for (int j = 0; j < 4; ++j)
+                    for (int e = 0; e < 2; ++e) s[j][n][e] -= down[n][e];
+                for (int h = 0; h < RAW_HALVES; ++h)
+                    for (int k = 0; k < 4; ++k)
+                        for (int r = 0; r < 4; ++r) o[n][h][k][r] *= scale[n][r % 2];
+            }
+        }
+        u32 p[NT][4];  // tokens (8c, 8c + 4), (8c + 1, 8c + 5), (8c + 2, 8c + 6), (8c + 3, 8c + 7) of column g
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+            for (int j = 0; j < 4; ++j) {
+                float p0 = exp2_approx(s[j][n][0]), p1 = exp2_approx(s[j][n][1]);
+                softmax.sum[n][0] += p0;
+                softmax.sum[n][1] += p1;
+                p[n][j] = transpose_8x8(pack_raw(p0, p1));
+            }
+#pragma unroll
+        for (int h = 0; h < RAW_HALVES; ++h) {
+            uint4 v[8];
+            for (int j = 0; j < 8; ++j) v[j] = load_row(values, 8 * c + j, visible, 64 * h + 8 * g);
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+#pragma unroll
+                for (int j = 0; j < 4; j += 2) {
+                    u32 w0 = word(v[j], k), w4 = word(v[j + 4], k), w1 = word(v[j + 1], k), w5 = word(v[j + 5], k);
+                    u32 a0 = permute_bytes(w0, w4, 0x5410), a1 = permute_bytes(w0, w4, 0x7632);
+                    u32 a2 = permute_bytes(w1, w5, 0x5410), a3 = permute_bytes(w1, w5, 0x7632);
+                    for (int n = 0; n < NT; ++n) mma_raw(o[n][h][k], a0, a1, a2, a3, p[n][j], p[n][j + 1]);
+                }
+        }
+    }
+    static DEVICE u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
+
+    /// Four neighbouring channels of round `r` and column e: channels channel(r, 4g) .. + 3.
+    DEVICE float4 result(int r, int n, int e) const {
+        const auto& x = o[n][r / 2];
+        int k = r % 2 * 2;
+        return {x[k][e], x[k][2 + e], x[k + 1][e], x[k + 1][2 + e]};
+    }
+    static DEVICE int channel(int r, int x) { return r / 2 * 64 + x / 4 * 8 + r % 2 * 4 + x % 4; }
+};

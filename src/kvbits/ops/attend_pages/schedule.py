@@ -1,0 +1,98 @@
+"""Balanced work lists: every block of a launch gets an equal share of the bytes, as runs of chunks. Integers only, so it tests without a GPU.
+
+A unit is one (sequence, kv head, block of query columns). Its chunks, part after part, are laid end to end with those of all other units and the line is
+cut into as many equal pieces as there are blocks. A piece of one unit and part is a segment; a unit with several segments gets one slot for each, which
+the kernel sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+SEGMENT_FIELDS = ("unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots")
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """Chunks of one part.
+
+    Attributes:
+        first_entry, num_chunks: int64 [B]: where a sequence's entries start in the entry arrays and how many chunks it reads.
+        chunk_cost: bytes of a chunk.
+        launch: which kernel reads it.
+    """
+
+    first_entry: np.ndarray
+    num_chunks: np.ndarray
+    chunk_cost: int
+    launch: int
+
+
+def chunks_per_sequence(indptr: np.ndarray, lengths: np.ndarray, chunk_tokens: int, chunks_per_page: int) -> np.ndarray:
+    """int64 [B]: chunks of every sequence, invisible ones at the end of its last page left out."""
+    pages = np.diff(indptr).astype(np.int64)
+    last = np.maximum(indptr[1:] - 1, 0)
+    visible = -(-lengths[last].astype(np.int64) // chunk_tokens) if len(lengths) else np.zeros_like(pages)
+    return np.where(pages > 0, (pages - 1) * chunks_per_page + visible, 0)
+
+
+def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+    """Segments of every launch.
+
+    Args:
+        repeats: units of one sequence (kv heads times column blocks), all reading the same chunks.
+        num_blocks: blocks of each launch.
+
+    Returns:
+        (segment_start int32 [blocks + 1], segments int32 [n, 8] in SEGMENT_FIELDS order) of each launch, and how many slots all of them need.
+    """
+    batch = len(parts[0].num_chunks)
+    starts, segments = [], []
+    for launch, blocks in enumerate(num_blocks):
+        mine = np.array([i for i, p in enumerate(parts) if p.launch == launch])
+        chunks = np.repeat(np.stack([parts[i].num_chunks for i in mine], 1), repeats, axis=0).ravel()  # [unit, part]
+        start, cut = _cut(chunks, np.array([parts[i].chunk_cost for i in mine]), mine, blocks)
+        if launch == 0:  # a unit that reads nothing still needs its empty result written
+            empty = np.flatnonzero(np.repeat(sum(p.num_chunks for p in parts) == 0, repeats))
+            cut = np.concatenate([cut, np.stack([empty, np.full_like(empty, mine[0]), 0 * empty, 0 * empty], 1)])
+            start[-1] += len(empty)
+        starts.append(start)
+        segments.append(cut)
+    counts = np.bincount(np.concatenate([s[:, 0] for s in segments]), minlength=batch * repeats)
+    first_slot = np.concatenate([[0], np.cumsum(np.where(counts > 1, counts, 0))])
+    used = np.zeros(batch * repeats, np.int64)
+    result = []
+    for start, s in zip(starts, segments, strict=True):
+        unit, part = s[:, 0], s[:, 1]
+        slot = np.where(counts[unit] > 1, first_slot[unit] + used[unit] + _rank(unit), -1)
+        np.add.at(used, unit, 1)
+        entry = np.stack([p.first_entry for p in parts], 1)[unit // repeats, part]
+        rows = np.stack([unit, part, entry, s[:, 2], s[:, 3], slot, first_slot[unit], counts[unit]], 1)
+        result.append((start.astype(np.int32), np.ascontiguousarray(rows, np.int32)))
+    return result, int(first_slot[-1])
+
+
+def _rank(unit: np.ndarray) -> np.ndarray:
+    """How many earlier rows name the same unit."""
+    order = np.argsort(unit, kind="stable")
+    ranks = np.empty(len(unit), np.int64)
+    ranks[order] = np.arange(len(unit)) - np.searchsorted(unit[order], unit[order])
+    return ranks
+
+
+def _cut(chunks: np.ndarray, costs: np.ndarray, parts: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """(segment_start [blocks + 1], [n, 4] of unit, part, first chunk, number of chunks) for runs of chunks in [unit, part] order."""
+    cost = np.tile(costs, len(chunks) // len(costs))
+    run_start = np.concatenate([[0], np.cumsum(chunks)])
+    run_cost = np.concatenate([[0], np.cumsum(chunks * cost)])
+    goals = run_cost[-1] * np.arange(1, blocks) / blocks
+    run = np.clip(np.searchsorted(run_cost, goals, "right") - 1, 0, len(chunks) - 1)
+    cuts = run_start[run] + np.minimum(np.rint((goals - run_cost[run]) / cost[run]).astype(np.int64), chunks[run])
+    cuts = np.concatenate([[0], cuts, [run_start[-1]]])
+    edges = np.unique(np.concatenate([run_start, cuts]))
+    first, count = edges[:-1], np.diff(edges)
+    run = np.searchsorted(run_start, first, "right") - 1
+    segments = np.stack([run // len(costs), parts[run % len(costs)], first - run_start[run], count], 1)
+    return np.searchsorted(first, cuts), segments

@@ -1,0 +1,416 @@
+// One warp's walk over packed chunks: scores, softmax, outputs. Which terms exist is decided at compile time by the macros of the format.
+#pragma once
+#include "packed.cuh"
+
+using Key0 = Plane<K_BITS0, K_OFFSET0, K_BITS1>;
+using Value0 = Plane<V_BITS0, V_OFFSET0, V_BITS1>;
+#if K_BITS1
+using Key1 = Plane<K_BITS1, K_OFFSET1, 0>;
+#endif
+#if V_BITS1
+using Value1 = Plane<V_BITS1, V_OFFSET1, 0>;
+#endif
+constexpr bool V_PER_CHUNK = V_SCALE == SCALE_CHANNEL;            // outputs are scaled once per chunk
+constexpr bool V_WEIGHT_SUMS = V_HAS_MEAN || (V_PER_CHUNK && V_HAS_BIAS);  // a chunk's sum of weights multiplies a channel vector
+constexpr int scale_bytes(int type) { return type == FLOAT32 ? 4 : 2; }
+
+/// sum over channels of q times `vector`, for the lane's columns 2c, 2c + 1 (+ 8).
+DEVICE void dot_columns(float (&result)[NT][2], const Args& a, Unit u, const float* vector, int g, int c) {
+    for (int n = 0; n < NT; ++n) {
+        float sum = 0.f;
+        for (int ch = 4 * c; ch < D; ch += 16) {
+            float4 x = load_q4(a, u, n * 8 + g, ch), y = *reinterpret_cast<const float4*>(vector + ch);
+            sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+        }
+        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        for (int e = 0; e < 2; ++e) result[n][e] = __shfl_sync(ALL_LANES, sum, (2 * c + e) * 4);
+    }
+}
+
+struct PackedWalk {
+    static constexpr int ROUNDS0 = Value0::ROUNDS, FIRST_PLANE_ROUNDS = ROUNDS0;
+#if V_BITS1
+    static constexpr int ROUNDS = ROUNDS0 + Value1::ROUNDS;
+    Values<Value1> values1;
+#else
+    static constexpr int ROUNDS = ROUNDS0;
+#endif
+    Query<Key0> query0;
+#if K_BITS1
+    Query<Key1> query1;
+#endif
+    Values<Value0> values0;
+    Values<Value0> total;              // only with V_PER_CHUNK
+    float factor;                      // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh)
+    float real_factor;                 // the same for q times real numbers
+    float constant[NT][2];             // added to every score: q times a static bias
+    float zero_sum[K_GROUPS][NT][2];   // zero point times sum of q
+    float one_sum[K_GROUPS][NT][2];    // sum of q, for biases
+    float bias_sum[NT][4];             // row g: weights times the bias of value group g
+    float weight_sum[NT][2];           // this chunk's
+    Normalizer scales;                 // of value scales
+
+    DEVICE void start(const Args& a, Unit u, const Part& part, int g, int c) {
+        i64 row = i64(u.head) * D;
+        const float* scale = part.k_scale ? part.k_scale + row : nullptr;
+        float m = Query<Key0>::largest(a, u, scale, g, c);
+        int shift = m > 1e-30f ? 13 - exponent_of(m) : 0;
+        query0.start(a, u, scale, power_of_two(shift), g, c);
+#if K_BITS1
+        query1.start(a, u, scale, power_of_two(shift), g, c);
+#endif
+        real_factor = power_of_two(-shift) * a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E);
+        factor = real_factor * power_of_two(operand_exponent(K_FLOAT));
+        for (int n = 0; n < NT; ++n)
+            for (int e = 0; e < 2; ++e) constant[n][e] = 0.f;
+        if (part.k_bias) {
+            dot_columns(constant, a, u, part.k_bias + row, g, c);
+            for (int n = 0; n < NT; ++n)
+                for (int e = 0; e < 2; ++e) constant[n][e] *= real_factor * power_of_two(shift);
+        }
+        times_constant(zero_sum, K_ZERO && K_SCALE != SCALE_CHANNEL ? K_ZERO : 0);
+        times_constant(one_sum, K_HAS_BIAS && K_SCALE == SCALE_GROUP ? 1 : 0);
+        clear_outputs();
+        for (int n = 0; n < NT; ++n)
+            for (int r = 0; r < 4; ++r) bias_sum[n][r] = 0.f;
+        scales.limit = 0;
+        scales.multiplier = WORD_ONES;
+        scales.value = 1.f;
+    }
+    DEVICE void clear_outputs() {
+        values0.clear();
+        if (V_PER_CHUNK) total.clear();
+#if V_BITS1
+        values1.clear();
+#endif
+    }
+    DEVICE void times_constant(float (&sum)[K_GROUPS][NT][2], u32 code) const {
+        for (int gr = 0; gr < K_GROUPS; ++gr)
+            for (int n = 0; n < NT; ++n) sum[gr][n][0] = sum[gr][n][1] = 0.f;
+        if (code == 0) return;
+        query0.times_constant(sum, code);
+#if K_BITS1
+        query1.times_constant(sum, code);
+#endif
+    }
+
+    /// sum over channels of q times a stored channel vector (a bias or a mean), added to `page_constant`.
+    DEVICE void add_channel_vector(float (&page_constant)[NT][2], const unsigned char* section, int c) const {
+        constexpr int TOP_FIELD = Key0::BITS * (Key0::FIELDS - 1);
+        float acc[NT][4];
+        for (int n = 0; n < NT; ++n)
+            for (int r = 0; r < 4; ++r) acc[n][r] = 0.f;
+#pragma unroll
+        for (int f = 0; f < Key0::FIELDS; ++f)
+#pragma unroll
+            for (int i = 0; i < Key0::STEPS; ++i) {
+                if (!Query<Key0>::used(f, i)) continue;
+                float x[4];
+                load_channels(x, section, f, i, c);
+                // q carries 2**(-BITS f); undo it here, scaled down by the top field's factor so that nothing overflows float16.
+                float undo = power_of_two(Key0::BITS * f - TOP_FIELD);
+                u32 a0 = pack_f16(x[0] * undo, x[2] * undo), a2 = pack_f16(x[1] * undo, x[3] * undo);
+                for (int n = 0; n < NT; ++n) mma_f16(acc[n], a0, a0, a2, a2, query0.q[n][f * Key0::STEPS + i][0], query0.q[n][f * Key0::STEPS + i][1]);
+            }
+        for (int n = 0; n < NT; ++n)
+            for (int e = 0; e < 2; ++e) page_constant[n][e] += acc[n][e] * (real_factor * power_of_two(TOP_FIELD - Key0::LOW_BITS));
+    }
+    static DEVICE void load_channels(float (&x)[4], const unsigned char* section, int f, int i, int c) {
+        int r = 16 * i + 4 * c, ch = f * Key0::ROW + r;
+        bool inside = r < Key0::ROW && ch < D;
+        load_scales4<K_SCALE_TYPE>(x, section, inside ? ch : 0);
+        for (int k = 0; k < 4; ++k) x[k] = inside ? x[k] : 0.f;
+    }
+
+    /// q times this page's channel scales, brought to at most 1 by a power of two; returns the factor that undoes it.
+    template <class KeyPlane>
+    static DEVICE void scale_query(Query<KeyPlane>& scaled, const Query<KeyPlane>& query, const unsigned char* section, float multiplier, int c) {
+#pragma unroll
+        for (int f = 0; f < KeyPlane::FIELDS; ++f)
+#pragma unroll
+            for (int i = 0; i < KeyPlane::STEPS; ++i) {
+                if (!Query<KeyPlane>::used(f, i)) continue;
+                int r = 16 * i + 4 * c, ch = f * KeyPlane::ROW + r;
+                float x[4];
+                load_scales4<K_SCALE_TYPE>(x, section, r < KeyPlane::ROW && ch < D ? ch : 0);
+                u32 even = pack_f16(x[0] * multiplier, x[2] * multiplier), odd = pack_f16(x[1] * multiplier, x[3] * multiplier);
+                for (int n = 0; n < NT; ++n) {
+                    scaled.q[n][f * KeyPlane::STEPS + i][0] = mul_f16x2(query.q[n][f * KeyPlane::STEPS + i][0], even);
+                    scaled.q[n][f * KeyPlane::STEPS + i][1] = mul_f16x2(query.q[n][f * KeyPlane::STEPS + i][1], odd);
+                }
+            }
+    }
+    static DEVICE int channel_exponent(const unsigned char* section, int lane) {
+        float m = 0.f;
+        for (int ch = 4 * lane; ch < D; ch += 128) {
+            float x[4];
+            load_scales4<K_SCALE_TYPE>(x, section, ch);
+            m = fmaxf(m, fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
+        }
+        for (int mask = 1; mask < 32; mask *= 2) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, mask));
+        return m > 1e-30f ? exponent_of(m) + 1 : 0;
+    }
+
+    /// One chunk: CHUNK tokens in `slot`, of which `visible` are, the first at `position`.
+    DEVICE void chunk(const Args& a, const Visible& see, Softmax& softmax, const unsigned char* slot, int position, int visible, int lane) {
+        int g = lane / 4, c = lane % 4;
+        bool masked = visible < CHUNK || position < see.all_from || position + CHUNK - 1 > see.all_to;
+        float page_constant[NT][2];
+        for (int n = 0; n < NT; ++n)
+            for (int e = 0; e < 2; ++e) page_constant[n][e] = constant[n][e], weight_sum[n][e] = 0.f;
+        if (K_HAS_MEAN) add_channel_vector(page_constant, slot + K_MEAN_OFFSET, c);
+        if (K_SCALE == SCALE_CHANNEL) {
+            if (K_HAS_BIAS) add_channel_vector(page_constant, slot + K_BIAS_OFFSET, c);
+            int e = channel_exponent(slot + K_SCALE_OFFSET, lane);
+            PackedWalk scaled;
+            scale_query(scaled.query0, query0, slot + K_SCALE_OFFSET, power_of_two(-e), c);
+#if K_BITS1
+            scale_query(scaled.query1, query1, slot + K_SCALE_OFFSET, power_of_two(-e), c);
+#endif
+            scaled.times_constant(scaled.zero_sum, K_ZERO);
+            for (int t = 0; t < CHUNK / (32 * UNITS); ++t) tile(a, see, softmax, slot, t, scaled, factor * power_of_two(e), page_constant, position, visible, masked, g, c);
+        } else {
+#pragma unroll 1
+            for (int t = 0; t < CHUNK / (32 * UNITS); ++t) tile(a, see, softmax, slot, t, *this, factor, page_constant, position, visible, masked, g, c);
+        }
+        if (V_PER_CHUNK || V_WEIGHT_SUMS) finish_chunk(slot, g);
+    }
+
+    DEVICE void tile(const Args& a, const Visible& see, Softmax& softmax, const unsigned char* slot, int t, const PackedWalk& keys, float score_factor,
+                     const float (&page_constant)[NT][2], int position, int visible, bool masked, int g, int c) {
+        float s[UNITS][4][NT][2];
+        scores(s, softmax, slot, t, keys, score_factor, page_constant, g, c);
+        if (SOFTCAP)
+            for (int u = 0; u < UNITS; ++u)
+                for (int j = 0; j < 4; ++j)
+                    for (int n = 0; n < NT; ++n)
+                        for (int e = 0; e < 2; ++e) s[u][j][n][e] = tanh_approx(s[u][j][n][e]) * (a.softcap * LOG2E) - softmax.reference[n][e];
+        if (masked)
+            for (int u = 0; u < UNITS; ++u)
+                for (int j = 0; j < 4; ++j) {
+                    int token = (t * UNITS + u) * 32 + 4 * g + j;
+                    for (int n = 0; n < NT; ++n)
+                        for (int e = 0; e < 2; ++e)
+                            if (token >= visible || see.hides(a, n, e, position + token)) s[u][j][n][e] = negative_infinity();
+                }
+        float best[NT][2];
+        for (int n = 0; n < NT; ++n)
+            for (int e = 0; e < 2; ++e) {
+                float b = negative_infinity();
+                for (int u = 0; u < UNITS; ++u)
+                    for (int j = 0; j < 4; ++j) b = fmaxf(b, s[u][j][n][e]);
+                best[n][e] = b;
+            }
+        u32 pairs[V_GROUPS][UNITS][4];
+        u32 largest = value_scales(pairs, slot, t, visible, masked, c);
+        if (__any_sync(ALL_LANES, softmax.must_move(best) || largest > (scales.limit & 0xffffu))) {
+            float down[NT][2], multiplier[NT][2];
+            softmax.move(best, down, multiplier);
+            for (int u = 0; u < UNITS; ++u)
+                for (int j = 0; j < 4; ++j)
+                    for (int n = 0; n < NT; ++n)
+                        for (int e = 0; e < 2; ++e) s[u][j][n][e] -= down[n][e];
+            rescale(multiplier, __reduce_max_sync(ALL_LANES, largest));
+        }
+        u32 weights[V_GROUPS][NT][UNITS][2][2];
+        softmax_weights(weights, s, softmax, slot, t, pairs, visible, masked, g, c);
+        if (V_ZERO) subtract_zero(weights);
+        values0.accumulate(slot, t, weights, g, c);
+#if V_BITS1
+        values1.accumulate(slot, t, weights, g, c);
+#endif
+    }
+
+    /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
+    DEVICE void scores(float (&s)[UNITS][4][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const PackedWalk& keys, float score_factor,
+                       const float (&page_constant)[NT][2], int g, int c) const {
+        Keys<Key0> words0;
+        words0.load(slot, t, g, c);
+#if K_BITS1
+        Keys<Key1> words1;
+        words1.load(slot, t, g, c);
+#endif
+#pragma unroll
+        for (int gr = 0; gr < K_GROUPS; ++gr) {
+            float acc[UNITS][2][NT][4];
+            for (int u = 0; u < UNITS; ++u)
+                for (int tile = 0; tile < 2; ++tile)
+                    for (int n = 0; n < NT; ++n)
+                        for (int r = 0; r < 4; ++r) acc[u][tile][n][r] = -keys.zero_sum[gr][n][r % 2];
+            words0.multiply(acc, keys.query0, gr);
+#if K_BITS1
+            words1.multiply(acc, keys.query1, gr);
+#endif
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                float scale[4] = {score_factor, score_factor, score_factor, score_factor}, bias[4] = {};
+                int index = gr * CHUNK + (t * UNITS + u) * 32 + 4 * g;
+                if (K_SCALE == SCALE_GROUP) {
+                    load_scales4<K_SCALE_TYPE>(scale, slot + K_SCALE_OFFSET, index);
+                    for (int j = 0; j < 4; ++j) scale[j] *= score_factor;
+                    if (K_HAS_BIAS) load_scales4<K_SCALE_TYPE>(bias, slot + K_BIAS_OFFSET, index);
+                }
+                for (int j = 0; j < 4; ++j)
+                    for (int n = 0; n < NT; ++n)
+                        for (int e = 0; e < 2; ++e) {
+                            float base = gr ? s[u][j][n][e] : SOFTCAP ? page_constant[n][e] : page_constant[n][e] - softmax.reference[n][e];
+                            if (K_HAS_BIAS && K_SCALE == SCALE_GROUP) base += bias[j] * score_factor * one_sum[gr][n][e];
+                            s[u][j][n][e] = acc[u][j / 2][n][j % 2 * 2 + e] * scale[j] + base;
+                        }
+            }
+        }
+    }
+
+    /// Scale pairs of the lane's value tokens, 0 for hidden ones; returns the largest, as float16 bits.
+    DEVICE u32 value_scales(u32 (&pairs)[V_GROUPS][UNITS][4], const unsigned char* slot, int t, int visible, bool masked, int c) const {
+        if (V_SCALE != SCALE_GROUP) return 0;
+        u32 largest = 0;
+#pragma unroll
+        for (int gr = 0; gr < V_GROUPS; ++gr)
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                int token = (t * UNITS + u) * 32 + 8 * c;
+                load_pairs8<V_SCALE_TYPE>(pairs[gr][u], slot + V_SCALE_OFFSET, gr * CHUNK + token);
+                if (masked) mask_pairs(pairs[gr][u], token, visible);
+                for (int j = 0; j < 4; ++j) largest = max_f16x2(largest, pairs[gr][u][j]);
+            }
+        return max(largest & 0xffffu, largest >> 16);
+    }
+    static DEVICE void mask_pairs(u32 (&pairs)[4], int token, int visible) {
+        for (int j = 0; j < 4; ++j) pairs[j] &= (token + j < visible ? 0xffffu : 0u) | (token + j + 4 < visible ? 0xffff0000u : 0u);
+    }
+
+    DEVICE void rescale(float (&multiplier)[NT][2], u32 largest) {
+        for (int n = 0; n < NT; ++n) {
+            for (int r = 0; r < 4; ++r) bias_sum[n][r] *= multiplier[n][r % 2];
+            for (int e = 0; e < 2; ++e) weight_sum[n][e] *= multiplier[n][e];
+        }
+        if (V_SCALE == SCALE_GROUP && largest > (scales.limit & 0xffffu)) {
+            float before = scales.value;
+            scales.set(largest);
+            for (int n = 0; n < NT; ++n)
+                for (int e = 0; e < 2; ++e) multiplier[n][e] *= before / scales.value;
+        }
+        values0.scale(multiplier);
+        if (V_PER_CHUNK) total.scale(multiplier);
+#if V_BITS1
+        values1.scale(multiplier);
+#endif
+    }
+
+    DEVICE void softmax_weights(u32 (&weights)[V_GROUPS][NT][UNITS][2][2], const float (&s)[UNITS][4][NT][2], Softmax& softmax, const unsigned char* slot, int t,
+                                const u32 (&pairs)[V_GROUPS][UNITS][4], int visible, bool masked, int g, int c) {
+        bool swap = c & 1;  // see Values::accumulate
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            u32 bias[4] = {};
+            int token = (t * UNITS + u) * 32 + 8 * c;
+            if (V_HAS_BIAS && V_SCALE == SCALE_GROUP && g < V_GROUPS) {
+                load_pairs8<V_SCALE_TYPE>(bias, slot + V_BIAS_OFFSET, g * CHUNK + token);
+                if (masked) mask_pairs(bias, token, visible);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                u32 p[4];  // tokens (8c, 8c + 4), (8c + 1, 8c + 5), .. of column g
+                for (int j = 0; j < 4; ++j) {
+                    float p0 = exp2_approx(s[u][j][n][0]), p1 = exp2_approx(s[u][j][n][1]);
+                    softmax.sum[n][0] += p0;
+                    softmax.sum[n][1] += p1;
+                    p[j] = transpose_8x8(pack_f16(p0, p1));
+                }
+                if (V_HAS_BIAS && V_SCALE == SCALE_GROUP) {
+                    mma_f16(bias_sum[n], bias[0], 0, bias[1], 0, p[0], p[1]);
+                    mma_f16(bias_sum[n], bias[2], 0, bias[3], 0, p[2], p[3]);
+                }
+                if (V_WEIGHT_SUMS) {
+                    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+                    mma_f16(acc, WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, p[0], p[1]);
+                    mma_f16(acc, WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, p[2], p[3]);
+                    for (int e = 0; e < 2; ++e) weight_sum[n][e] += acc[e];
+                }
+#pragma unroll
+                for (int gr = 0; gr < V_GROUPS; ++gr) {
+                    u32 w[4];
+                    for (int j = 0; j < 4; ++j) w[j] = V_SCALE == SCALE_GROUP ? mul_f16x2(p[j], mul_f16x2(pairs[gr][u][j], scales.multiplier)) : p[j];
+                    for (int k = 0; k < 2; ++k) {
+                        weights[gr][n][u][0][k] = swap ? w[2 + k] : w[k];
+                        weights[gr][n][u][1][k] = swap ? w[k] : w[2 + k];
+                    }
+                }
+            }
+        }
+    }
+
+    DEVICE void subtract_zero(const u32 (&weights)[V_GROUPS][NT][UNITS][2][2]) {
+        float sums[V_GROUPS][NT][2];
+#pragma unroll
+        for (int gr = 0; gr < V_GROUPS; ++gr)
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                float acc[4] = {0.f, 0.f, 0.f, 0.f};
+                for (int u = 0; u < UNITS; ++u)
+                    for (int k = 0; k < 2; ++k) mma_f16(acc, WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, weights[gr][n][u][k][0], weights[gr][n][u][k][1]);
+                sums[gr][n][0] = acc[0];
+                sums[gr][n][1] = acc[1];
+            }
+        constexpr int zero = V_ZERO >> Value0::LOW_BITS;  // a power of two: later planes hold none of it
+        values0.each([&](float& x, int n, int e, int field, int pair, int) {
+            x -= sums[Values<Value0>::group_of(field, pair)][n][e] * (zero * power_of_two(Value0::BITS * field - 24));
+        });
+    }
+
+    /// Per-channel scales and offsets of this chunk's outputs.
+    DEVICE void finish_chunk(const unsigned char* slot, int g) {
+        auto& into = V_PER_CHUNK ? total : values0;
+        const float unit = power_of_two(-operand_exponent(V_FLOAT) - Value0::LOW_BITS) / scales.value;
+#pragma unroll
+        for (int field = 0; field < Value0::FIELDS; ++field)
+#pragma unroll
+            for (int pair = 0; pair < Value0::PAIRS; ++pair) {
+                int r = 32 * pair + 4 * g, ch = field * Value0::ROW + r;
+                if (!Values<Value0>::used(field, pair)) continue;
+                int at = r < Value0::ROW && ch < D ? ch : 0;
+                float scale[4] = {1.f, 1.f, 1.f, 1.f}, bias[4] = {}, mean[4] = {};
+                if (V_PER_CHUNK) load_scales4<V_SCALE_TYPE>(scale, slot + V_SCALE_OFFSET, at);
+                if (V_PER_CHUNK && V_HAS_BIAS) load_scales4<V_SCALE_TYPE>(bias, slot + V_BIAS_OFFSET, at);
+                if (V_HAS_MEAN) load_scales4<V_SCALE_TYPE>(mean, slot + V_MEAN_OFFSET, at);
+                for (int n = 0; n < NT; ++n)
+                    for (int k = 0; k < 4; ++k)
+                        for (int e = 0; e < 2; ++e) {
+                            float& x = into.o[n][field][pair][k / 2][k % 2 * 2 + e];
+                            float offset = (bias[k] + mean[k]) * unit * power_of_two(Value0::BITS * field);
+                            if (V_PER_CHUNK) x += values0.o[n][field][pair][k / 2][k % 2 * 2 + e] * scale[k];
+                            if (V_WEIGHT_SUMS) x += weight_sum[n][e] * offset;
+                        }
+            }
+        if (V_PER_CHUNK) values0.clear();
+    }
+
+    /// Four neighbouring channels of round `r` and column e: channels channel(r, 4g) .. + 3.
+    DEVICE float4 result(int r, int n, int e) const {
+#if V_BITS1
+        if (r >= ROUNDS0) return four(values1, r - ROUNDS0, n, e);
+#endif
+        return V_PER_CHUNK ? four(total, r, n, e) : four(values0, r, n, e);
+    }
+    template <class ValuePlane>
+    DEVICE float4 four(const Values<ValuePlane>& v, int r, int n, int e) const {
+        int field = r / ValuePlane::PAIRS;
+        const auto& x = v.o[n][field][r % ValuePlane::PAIRS];
+        float m = power_of_two(operand_exponent(V_FLOAT) + ValuePlane::LOW_BITS - ValuePlane::BITS * field) * scales.value;
+        return {x[0][e] * m, x[0][2 + e] * m, x[1][e] * m, x[1][2 + e] * m};
+    }
+    /// The channel at place x of round r; -1 past the row or the head.
+    static DEVICE int channel(int r, int x) {
+#if V_BITS1
+        if (r >= ROUNDS0) return channel_of<Value1>(r - ROUNDS0, x);
+#endif
+        return channel_of<Value0>(r, x);
+    }
+    template <class ValuePlane>
+    static DEVICE int channel_of(int r, int x) {
+        int byte = r % ValuePlane::PAIRS * 32 + x, ch = r / ValuePlane::PAIRS * ValuePlane::ROW + byte;
+        return byte < ValuePlane::ROW && ch < D ? ch : -1;
+    }
+};

@@ -1,0 +1,136 @@
+"""Random caches for the GPU tests and benchmarks: closed pages, sinks and a tail, in shuffled pools whose unused bytes are poisoned."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from kvbits.ops.close_pages.reference import close_pages
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.spec import PageLayout, PerChannel, QuantSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention call over `lengths[b]` tokens of each sequence."""
+
+    key: QuantSpec
+    value: QuantSpec
+    lengths: tuple[int, ...]
+    head_dim: int = 128
+    heads: int = 2
+    group: int = 4
+    page_size: int = 64
+    sinks: int = 0
+    tail: int = 0
+    crop: int = 0
+    window: int | None = None
+    softcap: float | None = None
+    dtype: torch.dtype = torch.bfloat16
+    num_queries: int = 1
+    layers: int = 1
+    magnitude: float = 1.0
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if f.name not in ("key", "value") and getattr(self, f.name) != f.default]
+        return f"{_short(self.key)} {_short(self.value)} {' '.join(changed)}"
+
+    @property
+    def raw_dtype(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def _short(spec: QuantSpec) -> str:
+    name = f"{spec.format}:{type(spec.granularity).__name__}{getattr(spec.granularity, 'size', '')}"
+    return name + ("" if spec.symmetric else ":asym") + (":static" if spec.static else "") + (":mean" if spec.center else "") + (
+        "" if spec.scale_dtype == "float16" else f":{spec.scale_dtype}")
+
+
+def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[AttendCall, torch.Tensor, list[int]]:
+    """(call over layer 0, q [B, T, Hq, D], bytes from one layer's page to the next for every part)."""
+    gen = torch.Generator(device=device).manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    raw = QuantSpec.raw()
+
+    def layout(key: QuantSpec, value: QuantSpec, size: int) -> PageLayout:
+        return PageLayout(key=key, value=value, page_size=size, num_kv_heads=case.heads, head_dim=case.head_dim, raw_dtype=case.raw_dtype)
+
+    parts, strides = [], []
+    spans = {"closed": [], "sink": [], "tail": []}
+    for n in case.lengths:
+        sink = min(case.sinks, n)
+        closed = n - sink if case.key.is_raw else (n - sink - case.tail) // case.page_size * case.page_size if n - sink > case.tail else 0
+        spans["sink"].append((0, sink))
+        spans["closed"].append((sink, sink + closed))
+        spans["tail"].append((sink + closed, n))
+    layouts = {
+        "closed": layout(case.key, case.value, case.page_size), "sink": layout(raw, raw, max(case.sinks, 1)), "tail": layout(raw, raw, case.page_size)
+    }
+    for name, per_sequence in spans.items():
+        if any(end > start for start, end in per_sequence):
+            part, stride = _part(layouts[name], per_sequence, case, name, gen, rng, device)
+            parts.append(part)
+            strides.append(stride)
+    call = AttendCall(tuple(parts), case.head_dim**-0.5, case.window, case.softcap)
+    hq = case.heads * case.group
+    q = torch.randn(len(case.lengths), case.num_queries, hq, case.head_dim, generator=gen, device=device).to(case.dtype)
+    return call, q, strides
+
+
+def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: str, gen: torch.Generator, rng: np.random.Generator, device) -> tuple[Part, int]:  # noqa: ANN001
+    size = layout.page_size
+    starts, lengths, counts = [], [], []
+    for first, end in spans:
+        first = max(first, (end - case.window) // size * size) if case.window and name == "closed" and not case.crop else first
+        pages = range(first, end, size)
+        counts.append(len(pages))
+        starts += pages
+        lengths += [min(size, end - p) for p in pages]
+        if case.crop and name == "closed" and pages:
+            lengths[-1] -= case.crop
+    n = len(starts)
+    ids = rng.permutation(n + 3)[:n]
+    slab = torch.full((n + 3, case.layers, layout.num_kv_heads, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
+    static = _static(layout, case, gen, device)
+    for at in range(0, n, 256):
+        some = ids[at : at + 256]
+        k, v = (torch.randn(len(some), layout.num_kv_heads, size, layout.head_dim, generator=gen, device=device) * case.magnitude for _ in "kv")
+        k += torch.randn(layout.head_dim, generator=gen, device=device) * case.magnitude  # keys of real models have a mean
+        pages, _ = close_pages(k, v, layout, static)
+        if layout.key.is_raw:  # nothing may depend on rows past the visible length
+            _poison(pages, layout, lengths[at : at + 256])
+        slab[torch.from_numpy(some).to(device)] = pages[:, None]
+    store = PageStore(layout, (slab[:, 0],), static)
+    table = PageTable(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))
+    return Part(store, table), layout.page_size_bytes
+
+
+def _poison(pages: torch.Tensor, layout: PageLayout, lengths: list[int]) -> None:
+    for i, n in enumerate(lengths):
+        for name in ("k_raw", "v_raw"):
+            s = layout.sections[name]
+            row = layout.head_dim * 2
+            pages[i, :, s.offset + n * row : s.offset + s.nbytes] = 0xFF
+
+
+def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dict[str, torch.Tensor]:  # noqa: ANN001
+    static = {}
+    for prefix, spec in (("k", layout.key), ("v", layout.value)):
+        if spec.static:
+            n = spec.num_groups(layout.head_dim)
+            top = 4.0 * case.magnitude
+            shape = (layout.num_kv_heads, n)
+            spread = torch.rand(shape, generator=gen, device=device) + 0.5
+            static[f"{prefix}_scale"] = spread * top / spec.q_max * (1 if spec.symmetric else 2)
+            if spec.has_bias:
+                static[f"{prefix}_bias"] = -top * spread
+    return static
+
+
+def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
+    return float((out.double() - want.double()).norm() / want.double().norm())
+
+
+__all__ = ["Case", "PerChannel", "build", "relative_error"]
