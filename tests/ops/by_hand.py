@@ -1,0 +1,114 @@
+"""Pages decoded from the words of docs/formats.md alone, in plain numpy: an independent judge of what kernels read and write."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvbits.spec import PageLayout, PerChannel, QuantSpec
+
+SLOT_TOKENS = (0, 1, 4, 5, 2, 3, 6, 7)
+NUMPY_DTYPES = {"float16": np.float16, "float32": np.float32}
+
+
+def fp8_values(name: str) -> np.ndarray:
+    """All 256 values of an FP8 format, from its definition."""
+    exponent_bits, mantissa_bits, bias = (4, 3, 7) if name == "fp8_e4m3" else (5, 2, 15)
+    codes = np.arange(256)
+    sign = np.where(codes & 128, -1.0, 1.0)
+    exponent = (codes >> mantissa_bits) & (2**exponent_bits - 1)
+    mantissa = (codes & (2**mantissa_bits - 1)) / 2**mantissa_bits
+    return sign * np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias))
+
+
+def numbers(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """float64 values of stored bytes."""
+    if dtype == "bfloat16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return raw.view(NUMPY_DTYPES[dtype]).astype(np.float64)
+
+
+def code_byte(kind: str, token: int, r: int, row_bytes: int, page_size: int) -> int:
+    """Where byte r of a token's row is stored."""
+    if kind == "k":
+        return ((token // 16) * (row_bytes // 4) + r // 4) * 64 + (token % 16) * 4 + r % 4
+    slot = SLOT_TOKENS.index(token % 8)
+    width = min(16, row_bytes - r // 16 * 16)
+    return (r // 16) * 16 * page_size + ((token // 8) * 2 + slot // 4) * 4 * width + (r % 16) * 4 + slot % 4
+
+
+def codes(struct: np.ndarray, layout: PageLayout, kind: str, spec: QuantSpec) -> np.ndarray:
+    """[page_size, head_dim] codes of one head struct."""
+    out = np.zeros((layout.page_size, layout.head_dim), np.int64)
+    for i, bits in enumerate(spec.number_format.planes):
+        row_bytes = -(-layout.head_dim * bits // 32) * 4
+        plane = struct[layout.sections[f"{kind}_plane{i}"].offset :]
+        where = np.array([[code_byte(kind, t, r, row_bytes, layout.page_size) for r in range(row_bytes)] for t in range(layout.page_size)])
+        channel = np.arange(layout.head_dim)
+        field = plane[where[:, channel % row_bytes]] >> (channel // row_bytes * bits) & (2**bits - 1)
+        out = (out << bits) | field
+    return out
+
+
+def values(struct: np.ndarray, layout: PageLayout, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor], head: int) -> np.ndarray:
+    """float64 [page_size, head_dim] of one head struct (uint8 [head_bytes])."""
+    d, n = layout.head_dim, layout.page_size
+
+    def stored(name: str) -> np.ndarray | None:
+        s = layout.sections.get(f"{kind}_{name}")
+        if s is not None:
+            return numbers(struct[s.offset : s.offset + s.nbytes].copy(), s.dtype).reshape(s.shape)
+        return static[f"{kind}_{name}"][head].double().numpy() if f"{kind}_{name}" in static else None
+
+    def spread(x: np.ndarray) -> np.ndarray:
+        if isinstance(spec.granularity, PerChannel):
+            return x[None, :]
+        x = x.reshape(1, -1) if x.ndim == 1 else x.T
+        return np.repeat(x, d // x.shape[1], axis=1)
+
+    if spec.is_raw:
+        return stored("raw")
+    c = codes(struct, layout, kind, spec)
+    x = fp8_values(spec.format)[c] if spec.number_format.kind == "float" else (c - spec.zero).astype(np.float64)
+    x = np.broadcast_to(x * spread(stored("scale")), (n, d)).copy()
+    if (bias := stored("bias")) is not None:
+        x += spread(bias)
+    if (mean := stored("mean")) is not None:
+        x += mean[None, :]
+    return x
+
+
+def attention(q, call, positions) -> tuple[np.ndarray, np.ndarray]:
+    """float64 attention over the pages of a call, token by token: (out, lse)."""
+    b, t, hq, d = q.shape
+    h = call.parts[0].store.layout.num_kv_heads
+    out, lse = np.zeros((b, t, hq, d)), np.full((b, t, hq), -np.inf)
+    for row in range(b):
+        for head in range(h):
+            keys, vals, where = [], [], []
+            for part in call.parts:
+                lay, table = part.store.layout, part.table
+                for e in range(table.indptr[row], table.indptr[row + 1]):
+                    struct = part.store.page(int(table.page_ids[e]))[head].numpy()
+                    n = int(table.lengths[e])
+                    keys.append(values(struct, lay, "k", lay.key, part.store.static, head)[:n])
+                    vals.append(values(struct, lay, "v", lay.value, part.store.static, head)[:n])
+                    where.append(table.starts[e] + np.arange(n))
+            if not keys:
+                continue
+            k, v, p = np.concatenate(keys), np.concatenate(vals), np.concatenate(where)
+            for i in range(t):
+                at = int(positions[row, i])
+                seen = p <= at
+                if call.sliding_window is not None:
+                    seen &= p > at - call.sliding_window
+                if not seen.any():
+                    continue
+                for g in range(head * hq // h, (head + 1) * hq // h):
+                    s = k[seen] @ q[row, i, g].double().numpy() * call.scaling
+                    if call.softcap is not None:
+                        s = call.softcap * np.tanh(s / call.softcap)
+                    e = np.exp(s - s.max())
+                    out[row, i, g] = e @ v[seen] / e.sum()
+                    lse[row, i, g] = s.max() + np.log(e.sum())
+    return out, lse

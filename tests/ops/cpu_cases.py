@@ -1,0 +1,95 @@
+"""Calls for the CPU kernel tests: a scattered page pool with closed, sink and tail pages, everything unwritten poisoned."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvbits.ops.close_pages.reference import close_pages
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+
+RAW = QuantSpec.raw()
+FORMATS = ("int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2")
+NOISE = {"int8": 1e-4, "int4": 2e-2, "int3": 2e-2, "int2": 2e-2, "fp8_e4m3": 5e-6, "fp8_e5m2": 5e-6, "raw": 5e-6}
+"""Relative L2 error allowed on dequantized values: q and p are rounded to 16 bits for int8, to 8 bits below; the rest is fp32."""
+
+
+def specs_of(fmt: str, group: int = 32) -> list[QuantSpec]:
+    """Every way to share scales that a format has."""
+    made = [QuantSpec(format=fmt, granularity=g) for g in (PerToken(), PerGroup(group), PerChannel())]
+    made += [QuantSpec(format=fmt, granularity=g, center="channel", scale_dtype="bfloat16") for g in (PerToken(), PerChannel())]
+    made += [QuantSpec(format=fmt, granularity=g, static=True, scale_dtype="float32") for g in (PerChannel(), PerGroup(group))]
+    if fmt.startswith("int"):
+        made += [QuantSpec(format=fmt, granularity=g, symmetric=False) for g in (PerToken(), PerGroup(group), PerChannel())]
+        made += [QuantSpec(format=fmt, granularity=PerGroup(group), symmetric=False, static=True, scale_dtype="float32")]
+    return made
+
+
+def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+    found = {}
+    for kind, spec in (("k", key), ("v", value)):
+        if spec.static:
+            groups = spec.num_groups(head_dim)
+            found[f"{kind}_scale"] = (3 + torch.rand(heads, groups)) / spec.q_max
+            if spec.has_bias:
+                found[f"{kind}_bias"] = -3 - torch.rand(heads, groups) / 2
+    return found
+
+
+def poisoned_pool(pages: torch.Tensor, page_ids: np.ndarray, num_pages: int) -> tuple[torch.Tensor, ...]:
+    """Two slabs of one page stride, in a larger buffer of 0xFF, with `pages` at `page_ids`."""
+    n, heads, head_bytes = pages.shape
+    buffer = torch.full((num_pages, heads + 1, head_bytes), 0xFF, dtype=torch.uint8)
+    pool = buffer[:, :heads]
+    pool[torch.from_numpy(page_ids)] = pages
+    half = num_pages // 2
+    return pool[:half], pool[half:]
+
+
+def random_call(
+    key: QuantSpec, value: QuantSpec, *, head_dim: int = 64, heads: int = 2, group: int = 3, batch: int = 2, tokens: int = 1, page_size: int = 64,
+    pages: int = 3, sinks: int = 3, window: int | None = None, softcap: float | None = None, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
+) -> tuple[torch.Tensor, AttendCall, torch.Tensor]:  # fmt: skip
+    """(q, call, q_positions): ragged sequences of sinks, closed pages (the last one cropped to an odd length) and a raw tail."""
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    raw_dtype = str(dtype).removeprefix("torch.")
+
+    def layout(k: QuantSpec, v: QuantSpec, size: int) -> PageLayout:
+        return PageLayout(key=k, value=v, page_size=size, num_kv_heads=heads, head_dim=head_dim, raw_dtype=raw_dtype)
+
+    def part(lay: PageLayout, counts: list[int], starts: np.ndarray, lengths: np.ndarray) -> Part:
+        n = sum(counts)
+        offset = torch.randn(heads, 1, head_dim)
+        k, v = torch.randn(n, heads, lay.page_size, head_dim) + offset, torch.randn(n, heads, lay.page_size, head_dim)
+        if lay.key.is_raw:
+            k, v = k.to(dtype), v.to(dtype)
+        static = static_params(lay.key, lay.value, heads, head_dim)
+        stored, _ = close_pages(k, v, lay, static)
+        if lay.key.is_raw and lay.value.is_raw:
+            for page, length in zip(stored, lengths, strict=True):  # rows not yet written
+                for name in ("k_raw", "v_raw"):
+                    s = lay.sections[name]
+                    page[:, s.offset : s.offset + s.nbytes].unflatten(1, (lay.page_size, -1))[:, length:] = 0xFF
+        ids = rng.permutation(2 * n + 2)[:n].astype(np.int64)
+        table = PageTable(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), ids, starts.astype(np.int64), lengths.astype(np.int32))
+        return Part(PageStore(lay, poisoned_pool(stored, ids, 2 * n + 2), static), table)
+
+    counts = [max(1, pages - b) for b in range(batch)]
+    starts = np.concatenate([sinks + page_size * np.arange(c) for c in counts])
+    lengths = np.full(sum(counts), page_size)
+    last = np.cumsum(counts) - 1
+    lengths[last] = [page_size - 3 - 5 * (b % 5) for b in range(batch)]
+    ends = starts[last] + lengths[last]
+    tail_lengths = np.array([1 + (7 * b + 12) % (page_size - 1) for b in range(batch)])
+    parts = [part(layout(key, value, page_size), counts, starts, lengths)]
+    if sinks:
+        parts.append(part(layout(RAW, RAW, sinks), [1] * batch, np.zeros(batch), np.full(batch, sinks)))
+    parts.append(part(layout(RAW, RAW, page_size), [1] * batch, ends, tail_lengths))
+    q = torch.randn(batch, tokens, heads * group, head_dim).to(dtype)
+    newest = torch.from_numpy(ends + tail_lengths - 1)[:, None]
+    positions = (newest - tokens + 1 + torch.arange(tokens)).long()
+    if batch > 1 and tokens > 1:
+        positions[1, 0] = -1  # left padding
+    return q, AttendCall(tuple(parts), head_dim**-0.5, window, softcap), positions

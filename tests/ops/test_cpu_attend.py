@@ -1,0 +1,309 @@
+"""CPU attention against float64 on values decoded by hand, for every tier that this machine can run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvbits.errors import DataError, UnsupportedError
+from kvbits.ops.attend_pages import cpu, reference
+from kvbits.ops.cpu import library
+from kvbits.ops.types import AttendCall, PageTable, Part
+from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
+
+from ops import by_hand
+from ops.cpu_cases import FORMATS, NOISE, RAW, random_call, specs_of
+
+pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
+TIERS = library.runnable_tiers() if library.unavailable() is None else []
+
+
+@pytest.fixture(params=TIERS)
+def tier(request):
+    before = library.tier()
+    library.set_tier(request.param)
+    yield request.param
+    library.set_tier(before)
+
+
+def assert_close(got, want, noise: float) -> None:
+    out, lse = (x.double().numpy() for x in got)
+    want_out, want_lse = (np.asarray(x) for x in want)
+    assert np.array_equal(np.isinf(lse), np.isinf(want_lse))
+    assert not out[np.isinf(want_lse)].any(), "rows that see nothing are zero"
+    assert np.linalg.norm(out - want_out) <= noise * np.linalg.norm(want_out)
+    seen = np.isfinite(want_lse)
+    assert np.abs(lse[seen] - want_lse[seen]).max(initial=0) <= max(2 * noise, 1e-5)
+
+
+def judge(q, call, positions):
+    return reference.attend(q, call, positions, torch.float64)
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, "raw"])
+def test_layout_documented_is_layout_read(fmt):
+    """The judge decodes bytes from docs/formats.md, sharing no code with packing.py."""
+    for spec in [RAW] if fmt == "raw" else specs_of(fmt, group=16)[:4]:
+        for head_dim, page_size in ((64, 64), (80, 32)):
+            q, call, positions = random_call(spec, spec, head_dim=head_dim, page_size=page_size, pages=2, group=1, dtype=torch.float32)
+            assert_close(cpu.attend(q, call, positions), by_hand.attention(q, call, positions), NOISE[fmt])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_granularity(tier, fmt):
+    for spec in specs_of(fmt):
+        for head_dim, group in ((128, 4), (96, 7)):
+            case = random_call(spec, spec, head_dim=head_dim, group=group)
+            assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_raw_pages_and_query_dtypes(tier, dtype):
+    for head_dim in (8, 40, 64, 128):
+        case = random_call(RAW, RAW, head_dim=head_dim, dtype=dtype, group=5, tokens=2)
+        assert_close(cpu.attend(*case), judge(*case), NOISE["raw"])
+
+
+def test_key_and_value_formats_are_independent(tier):
+    kivi_key = QuantSpec(format="int2", granularity=PerChannel(), symmetric=False)
+    for key, value in (("int8", "int4"), ("fp8_e5m2", "fp8_e4m3"), ("int3", "int8")):
+        case = random_call(QuantSpec(format=key, granularity=PerToken()), QuantSpec(format=value, granularity=PerGroup(16)))
+        assert_close(cpu.attend(*case), judge(*case), 2e-2)
+    for key, value in ((kivi_key, QuantSpec(format="int2", granularity=PerToken(), symmetric=False)), (RAW, QuantSpec(format="int4")), (kivi_key, RAW)):
+        case = random_call(key, value, head_dim=128)
+        assert_close(cpu.attend(*case), judge(*case), 2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 80, 96, 128, 256, 512])
+def test_head_dims(tier, head_dim):
+    for fmt in ("int8", "int4", "int3", "int2", "fp8_e4m3"):
+        for spec in (QuantSpec(format=fmt, granularity=PerToken(), symmetric=fmt.startswith("fp8")), QuantSpec(format=fmt, granularity=PerChannel())):
+            case = random_call(spec, spec, head_dim=head_dim, heads=1, group=2, pages=2, page_size=32)
+            assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+
+
+@pytest.mark.parametrize("size", [4, 8, 12, 16, 48])
+def test_groups_that_do_not_line_up_with_blocks(tier, size):
+    for fmt in ("int8", "int4", "int3", "int2", "fp8_e4m3"):
+        spec = QuantSpec(format=fmt, granularity=PerGroup(size), symmetric=fmt.startswith("fp8"))
+        case = random_call(spec, spec, head_dim=96, group=3, pages=2, page_size=32)
+        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def test_query_groups(tier, group):
+    for fmt in ("int8", "int4", "fp8_e4m3", "raw"):
+        spec = RAW if fmt == "raw" else QuantSpec(format=fmt, granularity=PerGroup(32))
+        case = random_call(spec, spec, heads=1, group=group, batch=1)
+        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+
+
+@pytest.mark.parametrize("page_size", [32, 96, 128, 160, 256])
+def test_page_sizes(tier, page_size):
+    for fmt in ("int8", "int4", "int3", "fp8_e4m3", "raw"):
+        for spec in [RAW] if fmt == "raw" else [QuantSpec(format=fmt), QuantSpec(format=fmt, granularity=PerChannel())]:
+            case = random_call(spec, spec, page_size=page_size, pages=2, sinks=1)
+            assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+
+
+@pytest.mark.parametrize("window, softcap", [(1, None), (70, None), (None, 15.0), (130, 30.0), (10_000, None)])
+def test_window_and_softcap(tier, window, softcap):
+    for fmt in ("int8", "int4", "fp8_e4m3", "raw"):
+        spec = RAW if fmt == "raw" else QuantSpec(format=fmt)
+        for tokens in (1, 9):
+            case = random_call(spec, spec, tokens=tokens, window=window, softcap=softcap)
+            assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4", "int2", "fp8_e4m3", "raw"])
+def test_prefill_block(tier, fmt):
+    """More rows than one item holds; the queries are newer than part of the keys, so causality bites."""
+    for spec in [RAW] if fmt == "raw" else [QuantSpec(format=fmt), QuantSpec(format=fmt, granularity=PerChannel(), symmetric=fmt.startswith("fp8"))]:
+        case = random_call(spec, spec, tokens=83, group=3, pages=4)
+        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+
+
+def test_splits_merge(tier):
+    """One long sequence on one kv head: several items whose partial results are merged."""
+    spec = QuantSpec(format="int8")
+    q, call, positions = random_call(spec, spec, heads=1, group=2, batch=1, pages=70)
+    assert_close(cpu.attend(q, call, positions), judge(q, call, positions), NOISE["int8"])
+
+
+def test_large_values_in_one_page_only(tier):
+    """A page whose scores dwarf the others' and a page whose values do: maxima and scales move between blocks."""
+    spec = QuantSpec(format="int8", scale_dtype="float32")
+    q, call, positions = random_call(spec, spec, head_dim=64, batch=1, pages=6, dtype=torch.float32)
+    case = (q * 30, call, positions)
+    assert_close(cpu.attend(*case), judge(*case), 2e-3)
+
+
+def test_same_bits_for_any_thread_count(tier):
+    case = random_call(QuantSpec(format="int4"), QuantSpec(format="int4"), pages=40, batch=3)
+    before = torch.get_num_threads()
+    try:
+        outs = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            outs += [cpu.attend(*case) for _ in range(3)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, outs[0][0]) and torch.equal(b, outs[0][1]) for a, b in outs)
+
+
+def test_calls_from_several_python_threads():
+    cases = [random_call(QuantSpec(format="int8"), QuantSpec(format="int8"), seed=i, pages=8) for i in range(4)]
+    want = [cpu.attend(*c) for c in cases]
+    got = [[] for _ in cases]
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            got[i].append(cpu.attend(*cases[i]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert all(torch.equal(out, w[0]) for outs, w in zip(got, want, strict=True) for out, _ in outs)
+
+
+def test_flush_denormal_does_not_lose_fp8_subnormals():
+    case = random_call(QuantSpec(format="fp8_e4m3", granularity=PerChannel()), QuantSpec(format="fp8_e4m3"))
+    want = cpu.attend(*case)
+    torch.set_flush_denormal(True)
+    try:
+        got = cpu.attend(*case)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got[0], want[0])
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join(sys.path)
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=os.environ | {"PYTHONPATH": path} | env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_works_after_fork():
+    """A forked child has none of its parent's threads: the pool must notice and make new ones."""
+    done = run_python(
+        "import os, torch\n"
+        "torch.set_num_threads(2)\n"
+        "from kvbits.ops.attend_pages import cpu\n"
+        "from kvbits.spec import QuantSpec\n"
+        "from ops.cpu_cases import random_call\n"
+        "case = random_call(QuantSpec(format='int8'), QuantSpec(format='int8'), pages=20)\n"
+        "want = cpu.attend(*case)[0]\n"
+        "pid = os.fork()\n"
+        "same = torch.equal(cpu.attend(*case)[0], want)\n"
+        "if not pid: os._exit(0 if same else 3)\n"
+        "assert same and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_tier_that_cannot_run_is_named():
+    done = run_python("from kvbits.ops.cpu import library; print(library.unavailable())", KVBITS_CPU_TIER="sse9")
+    assert "KVBITS_CPU_TIER='sse9'" in done.stdout and "avx512, avx2, neon, generic" in done.stdout
+    with pytest.raises(UnsupportedError, match="sse9"):
+        library.set_tier("sse9")
+
+
+def test_forced_tier_is_used():
+    assert run_python("from kvbits.ops.cpu import library; print(library.tier())", KVBITS_CPU_TIER="generic").stdout.strip() == "generic"
+
+
+def test_nothing_visible_is_zero(tier):
+    q, call, positions = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"))
+    empty = PageTable(np.zeros(3, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))
+    for parts in ((), (Part(call.parts[0].store, empty),)):
+        out, lse = cpu.attend(q, AttendCall(parts, 1.0), positions)
+        assert not out.any() and torch.isneginf(lse).all()
+
+
+def test_bad_tables_are_refused_before_memory_is_touched():
+    q, call, positions = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"), sinks=0)
+    part = call.parts[0]
+    t = part.table
+
+    def attend(**changed) -> None:
+        columns = {"indptr": t.indptr, "page_ids": t.page_ids, "starts": t.starts, "lengths": t.lengths} | changed
+        cpu.attend(q, AttendCall((Part(part.store, PageTable(**columns)),), 1.0), positions)
+
+    attend()
+    with pytest.raises(UnsupportedError, match="page that its store does not have"):
+        attend(page_ids=t.page_ids + 100)
+    with pytest.raises(UnsupportedError, match="page that its store does not have"):
+        attend(page_ids=t.page_ids - 100)
+    for bad in (0, 65, -1):
+        with pytest.raises(UnsupportedError, match="lengths must lie between 1 and page_size"):
+            attend(lengths=np.full_like(t.lengths, bad))
+    with pytest.raises(UnsupportedError, match="indptr must rise"):
+        attend(indptr=np.array([0, 9, 3]))
+    with pytest.raises(UnsupportedError, match="indptr must rise"):
+        attend(indptr=t.indptr + 1)
+    with pytest.raises(DataError, match="differ in length"):
+        attend(lengths=t.lengths[:-1])
+    with pytest.raises(DataError, match="page table is for 3 sequences, q for 2"):
+        attend(indptr=np.array([0, 1, 2, 3]))
+    with pytest.raises(DataError, match="page_ids must be a one-dimensional integer"):
+        attend(page_ids=t.page_ids.astype(np.float64))
+
+
+def test_bad_queries_are_refused():
+    q, call, positions = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"))
+    with pytest.raises(DataError, match="q has 6 heads of 32, the pages 2 heads of 64"):
+        cpu.attend(q[..., :32], call, positions)
+    with pytest.raises(DataError, match="q has 5 heads"):
+        cpu.attend(q[:, :, :5], call, positions)
+    with pytest.raises(DataError, match="q_positions must be int64"):
+        cpu.attend(q, call, positions.int())
+    with pytest.raises(DataError, match=r"q_positions must be int64 \[2, 1\]"):
+        cpu.attend(q, call, positions[:1])
+    with pytest.raises(DataError, match=r"q must be \[B, T, Hq, D\]"):
+        cpu.attend(q.double(), call, positions)
+
+
+def test_strided_queries(tier):
+    q, call, positions = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"), tokens=4)
+    want = cpu.attend(q, call, positions)[0]
+    assert torch.equal(cpu.attend(q.transpose(1, 2).contiguous().transpose(1, 2), call, positions)[0], want)
+    assert torch.equal(cpu.attend(q.transpose(2, 3).contiguous().transpose(2, 3), call, positions)[0], want)
+
+
+def test_refusals_name_the_reason():
+    q, call, _ = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"))
+    assert cpu.refuses(q, call) is None
+    assert "float64" in cpu.refuses(q.double(), call)
+    case = random_call(QuantSpec(format="int8", granularity=PerGroup(2)), QuantSpec(format="int8"))
+    assert "groups of 2 channels" in cpu.refuses(case[0], case[1])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_combinations(data):
+    """Any key format with any value format, shape and option."""
+    draw = data.draw
+    head_dim = draw(st.sampled_from([16, 64, 80, 96, 128]))
+    key, value = (draw(st.sampled_from([RAW, *(s for f in FORMATS for s in specs_of(f, group=16))])) for _ in range(2))
+    case = random_call(
+        key, value, head_dim=head_dim, heads=draw(st.integers(1, 3)), group=draw(st.integers(1, 9)), batch=draw(st.integers(1, 3)),
+        tokens=draw(st.sampled_from([1, 1, 2, 5, 17])), page_size=draw(st.sampled_from([32, 64, 96])), pages=draw(st.integers(1, 4)),
+        sinks=draw(st.sampled_from([0, 1, 4])), window=draw(st.sampled_from([None, None, 40, 150])),
+        softcap=draw(st.sampled_from([None, None, 20.0])), seed=draw(st.integers(0, 1000)),
+    )  # fmt: skip
+    before = library.tier()
+    library.set_tier(draw(st.sampled_from(TIERS)))
+    try:
+        assert_close(cpu.attend(*case), judge(*case), max(NOISE[key.format], NOISE[value.format]))
+    finally:
+        library.set_tier(before)
