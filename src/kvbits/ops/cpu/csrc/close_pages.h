@@ -205,6 +205,7 @@ static bool choose_params(PageBuffers& b, int n, float q_max, uint8_t* scale_to,
       store(b.bias + i, bias);
       spread = high - bias;
     }
+    spread = (vf)((vi)spread & 0x7fffffff);  // a channel of -0.0 has spread -0.0
     const vi bits = scale_bits<DTYPE>(spread / q_max);
     const vf scale = from_bits<DTYPE>(bits);
     store_bits<DTYPE>(scale_to, i, bits, m);
