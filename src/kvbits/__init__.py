@@ -29,7 +29,6 @@ _HOME = {
     "PagedCache": "cache.paged_cache",
     "KVCache": "integrations.huggingface",
     "Calibration": "calibrate",
-    "calibrate": "calibrate",
     "load_model": "integrations.models",
 }
 
@@ -38,7 +37,7 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from . import schemes
     from .cache.paged_cache import PagedCache
-    from .calibrate import Calibration, calibrate
+    from .calibrate import Calibration
     from .errors import KvbitsError
     from .integrations.huggingface import KVCache
     from .integrations.models import load_model

@@ -78,6 +78,9 @@ class PagedCache:
         for name, n in (("batch_size", batch_size), ("max_tokens", max_tokens)):
             if n is not None and n < 1:
                 raise SpecError(f"{name}={n} must be at least 1")
+        if static is not None:
+            _check_static(spec, static)
+        dispatch.check_backend(backend)
         self.spec = spec
         self.device = torch.device(device)
         self.nonfinite = nonfinite
@@ -215,19 +218,9 @@ class PagedCache:
             [B, T, Hq, D] in q's dtype; zeros for padding queries.
         """
         self._check(layer, q, k, v)
-        if self._forward is None or not self._forward.pending:
-            self.begin(q.shape[0], q.shape[1], valid)
-        f = self._forward
-        assert f is not None
-        if layer not in f.pending:
-            raise CacheStateError(f"layer {layer} attended twice in one forward pass while {len(f.pending)} layers have not; call reset()")
-        if (q.shape[0], q.shape[1]) != tuple(f.positions.shape):
-            raise DataError(f"layer {layer} was given {tuple(q.shape[:2])} (sequences, tokens), but this forward pass has {tuple(f.positions.shape)}")
-        if self.nonfinite == "clamp":
-            k, v = _clamp(k), _clamp(v)
-        elif f.num_tokens > 1:
-            require_finite(k, f"keys of layer {layer}")
-            require_finite(v, f"values of layer {layer}")
+        if softcap is not None and not softcap > 0:
+            raise DataError(f"softcap={softcap} must be positive, or None for no cap")
+        k, v, f = self._enter(layer, k, v, valid)
         call = self._call(layer, scaling, softcap)
         if f.history_first:
             window = self.spec.layers[layer].sliding_window
@@ -244,13 +237,42 @@ class PagedCache:
             out = add_sink_logit(out, lse, sink_logits)
         return out.to(q.dtype)
 
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, valid: torch.Tensor | None = None) -> None:
+        """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`."""
+        self._check(layer, k, k, v)
+        k, v, f = self._enter(layer, k, v, valid)
+        self._write(layer, k, v, f)
+        f.pending.discard(layer)
+
+    def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, _Forward]:
+        """A layer arrives with checked keys and values: begin the pass if it is the first."""
+        if self.nonfinite == "clamp":
+            k, v = _clamp(k), _clamp(v)
+        elif k.shape[1] > 1:
+            require_finite(k, f"keys of layer {layer}")
+            require_finite(v, f"values of layer {layer}")
+        if self._forward is None or not self._forward.pending:
+            self.begin(k.shape[0], k.shape[1], valid)
+        f = self._forward
+        assert f is not None
+        if layer not in f.pending:
+            raise CacheStateError(f"layer {layer} attended twice in one forward pass while {len(f.pending)} layers have not; call reset()")
+        if (k.shape[0], k.shape[1]) != tuple(f.positions.shape):
+            raise DataError(f"layer {layer} was given {tuple(k.shape[:2])} (sequences, tokens), but this forward pass has {tuple(f.positions.shape)}")
+        return k, v, f
+
     def _check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if layer not in self._where:
             raise DataError(f"layer {layer} does not exist; the cache has {len(self.spec.layers)} layers")
         g = self.spec.layers[layer]
+        if q.ndim != 4 or not q.shape[2] or q.shape[2] % g.num_kv_heads or q.shape[3] != g.head_dim:
+            raise DataError(
+                f"queries of layer {layer} have shape {tuple(q.shape)}; they need 4 dimensions (sequences, tokens, heads, head_dim), "
+                f"heads a positive multiple of {g.num_kv_heads}, head_dim {g.head_dim}"
+            )
         want = (q.shape[0], q.shape[1], g.num_kv_heads, g.head_dim)
-        for name, x in (("keys", k), ("values", v)):
-            if tuple(x.shape) != want:
+        for name, x in (("queries", q), ("keys", k), ("values", v)):
+            if x is not q and tuple(x.shape) != want:
                 raise DataError(f"{name} of layer {layer} have shape {tuple(x.shape)}, expected {want} = (sequences, tokens, kv heads, head_dim)")
             if x.dtype != TORCH_DTYPES[self.spec.raw_dtype]:
                 raise DataError(
@@ -258,8 +280,6 @@ class PagedCache:
                 )
             if x.device.type != self.device.type:
                 raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {self.device}; build it with device={str(x.device)!r}")
-        if q.shape[2] % g.num_kv_heads or q.shape[3] != g.head_dim:
-            raise DataError(f"queries of layer {layer} have shape {tuple(q.shape)}; their heads must be a multiple of {g.num_kv_heads}, head_dim {g.head_dim}")
 
     def _store(self, layer: int, pool: str) -> PageStore:
         g, index = self._where[layer]
@@ -273,6 +293,8 @@ class PagedCache:
         return AttendCall(parts, scaling, self.spec.layers[layer].sliding_window, softcap)
 
     def _attend(self, layer: int, q: torch.Tensor, call: AttendCall, f: _Forward) -> tuple[torch.Tensor, torch.Tensor]:
+        if not call.parts:  # every token so far was padding
+            return torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
         key = ("attend_pages", self._where[layer][0], f.history_first, q.dtype, q.shape[2], tuple(p.store.layout for p in call.parts))
         if key not in self._choices:
             self._choices[key] = dispatch.choose("attend_pages", q, call, backend=self.backend)
@@ -346,7 +368,7 @@ class PagedCache:
             CacheStateError: a sliding window has already released tokens that would be needed. Nothing changed.
         """
         self._finished("crop")
-        wanted = [lengths] * self.batch_size if isinstance(lengths, int) else [int(n) for n in lengths]
+        wanted = [int(n) for n in lengths] if np.ndim(lengths) else [int(lengths)] * self.batch_size  # type: ignore[arg-type, union-attr]
         if len(wanted) != self.batch_size:
             raise DataError(f"{len(wanted)} lengths for {self.batch_size} sequences")
         for row, (n, have) in enumerate(zip(wanted, self.seq_lens, strict=True)):
@@ -382,6 +404,8 @@ class PagedCache:
 
     def repeat(self, n: int) -> None:
         """Every sequence n times, copies next to each other."""
+        if n < 1:
+            raise DataError(f"repeat({n}) must be at least 1; use reset() to empty the cache")
         self.select([row for row in range(self.batch_size) for _ in range(n)])
 
     def free(self, row: int) -> None:
@@ -390,7 +414,9 @@ class PagedCache:
         for g in self.groups:
             g.free(row)
         if self._forward is not None:
-            self._forward.pending.clear()
+            self._forward.counts[row] = 0
+            if not any(self._forward.counts):  # nobody is left who waits for the layers that never came
+                self._forward.pending.clear()
 
     def reset(self) -> None:
         """Forget all sequences. Allocated pages stay, free."""
@@ -422,6 +448,8 @@ class PagedCache:
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention never calls this)."""
         (row,) = self._rows([row])
+        if layer not in self._where:
+            raise DataError(f"layer {layer} does not exist; the cache has {len(self.spec.layers)} layers")
         keys, values = [], []
         tables = self.groups[self._where[layer][0]].tables()
         for pool in ("sink", "closed", "tail"):
@@ -437,6 +465,19 @@ class PagedCache:
             empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
             return empty, empty
         return torch.cat(keys), torch.cat(values)
+
+
+def _check_static(spec: CacheSpec, static: list[dict[str, torch.Tensor]]) -> None:
+    if len(static) != len(spec.layers):
+        raise SpecError(f"calibration of {len(static)} layers for a cache of {len(spec.layers)}; calibrate this model")
+    for layer, (geometry, found) in enumerate(zip(spec.layers, static, strict=True)):
+        for kind, quant in zip("kv", spec.scheme.for_layer(layer, len(spec.layers)), strict=True):
+            for name in (f"{kind}_scale", f"{kind}_bias")[: quant.static + (quant.static and quant.has_bias)]:
+                want = (geometry.num_kv_heads, *quant.scale_shape(spec.scheme.page_size, geometry.head_dim))
+                if name not in found:
+                    raise SpecError(f"calibration of layer {layer} has no {name}, which scheme {spec.scheme.name!r} needs; calibrate for this scheme")
+                if tuple(found[name].shape) != want:
+                    raise SpecError(f"{name} of layer {layer} has shape {tuple(found[name].shape)}, expected {want}; calibrate this model for this scheme")
 
 
 def _clamp(x: torch.Tensor) -> torch.Tensor:

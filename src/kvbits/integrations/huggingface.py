@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .. import schemes
 from ..cache.paged_cache import PagedCache
-from ..errors import DataError, UnsupportedError
+from ..errors import CalibrationError, DataError, UnsupportedError
 from ..geometry import layer_geometries
 from ..spec import CacheSpec, Scheme
 
@@ -242,7 +242,9 @@ class KVCache(Cache):
         static = None
         if calibration is not None:
             calibration.check(model.config, chosen)
-            static = calibration.static
+            static = calibration.to(model.device).static
+        elif chosen.needs_calibration:
+            raise CalibrationError(f"scheme {chosen.name!r} has static scales; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)")
         use_kvbits_attention(model)
         return cls(
             PagedCache(
