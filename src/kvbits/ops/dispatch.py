@@ -34,6 +34,17 @@ class Choice:
         return f"{self.op} by {self.backend}" + (f" ({reasons})" if reasons else "")
 
 
+def check_backend(backend: str) -> None:
+    """Refuse a backend that no op has.
+
+    Raises:
+        SpecError: the message lists the known ones.
+    """
+    known = dict.fromkeys(name for backends in BACKENDS.values() for name in backends)
+    if backend != "auto" and backend not in known:
+        raise SpecError(f"unknown backend {backend!r}; known: auto, {', '.join(known)}")
+
+
 def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
     """The first backend that takes a call like `args`, or the one named.
 

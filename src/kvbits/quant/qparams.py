@@ -151,6 +151,8 @@ def _rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
     rounded = _rounded(scale, dtype)
     if dtype == "float16":
         rounded = torch.where(scale < 2.0**-14, torch.ceil(scale * 2.0**24) * 2.0**-24, rounded)
+    else:  # the reciprocal of a subnormal float32 is infinite
+        rounded = torch.where((scale > 0) & (scale < 2.0**-126), torch.full_like(rounded, 2.0**-126), rounded)
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
 
 

@@ -79,8 +79,10 @@ INLINE bool all_finite(vf x) {
 }
 
 // A subnormal fp16 scale is rounded up: rounding down could push the group's largest element past the last code.
+// A subnormal fp32 or bf16 scale becomes the smallest normal number: its reciprocal would be infinite.
 template <int DTYPE>
 INLINE vi scale_bits(vf scale) {
+  if (DTYPE != KVBITS_FP16) scale = select((scale > vf{}) & (scale < splat(0x1p-126f)), splat(0x1p-126f), scale);
   vi bits = to_bits<DTYPE>(scale);
   if (DTYPE == KVBITS_FP16) {
     const vf units = scale * 0x1p24f;

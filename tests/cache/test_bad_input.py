@@ -1,0 +1,304 @@
+"""Bad input: each refusal names the value, the limit and the way out, and leaves the cache usable."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvbits import schemes
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import CacheStateError, DataError, SpecError
+from kvbits.spec import CacheSpec, LayerGeometry
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cache_checks import Pair, picture
+
+FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
+
+
+def make(name="int8", layers=2, raw_dtype="float32", nonfinite="refuse", window=None, **changes):
+    geometry = LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=window)
+    spec = CacheSpec(scheme=schemes.get(name, **changes), layers=(geometry,) * layers, raw_dtype=raw_dtype)
+    return PagedCache(spec, nonfinite=nonfinite, backend="reference")
+
+
+def qkv(batch=1, tokens=3, heads=2, head_dim=64, dtype=torch.float32, group=2):
+    return (
+        torch.randn(batch, tokens, heads * group, head_dim, dtype=dtype),
+        torch.randn(batch, tokens, heads, head_dim, dtype=dtype),
+        torch.randn(batch, tokens, heads, head_dim, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda q, k, v: (q, k[:, :2], v), ["keys of layer 0", "(1, 2, 2, 64)", "expected (1, 3, 2, 64)"]),
+        (lambda q, k, v: (q, k, v[..., :32]), ["values of layer 0", "(1, 3, 2, 32)", "expected (1, 3, 2, 64)"]),
+        (lambda q, k, v: (q, k[:, :, :1], v[:, :, :1]), ["keys of layer 0", "(1, 3, 1, 64)", "expected (1, 3, 2, 64)"]),
+        (lambda q, k, v: (q, k[0], v[0]), ["keys of layer 0", "(3, 2, 64)", "expected (1, 3, 2, 64)"]),
+        (lambda q, k, v: (q[0], k, v), ["queries of layer 0", "(3, 4, 64)", "4 dimensions"]),
+        (lambda q, k, v: (q[:, :, :3], k, v), ["queries of layer 0", "(1, 3, 3, 64)", "multiple of 2"]),
+        (lambda q, k, v: (q[:, :, :0], k, v), ["queries of layer 0", "(1, 3, 0, 64)", "multiple of 2"]),
+        (lambda q, k, v: (q[..., :32], k, v), ["queries of layer 0", "head_dim 64"]),
+        (lambda q, k, v: (q, k.half(), v), ["keys of layer 0 are torch.float16", "built for float32", "raw_dtype='float16'"]),
+        (lambda q, k, v: (q, k, v.bfloat16()), ["values of layer 0 are torch.bfloat16", "raw_dtype='bfloat16'"]),
+        (lambda q, k, v: (q.half(), k, v), ["queries of layer 0 are torch.float16", "built for float32"]),
+        (lambda q, k, v: (q, k.to("meta"), v), ["keys of layer 0 are on meta", "cache is on cpu", "device='meta'"]),
+        (lambda q, k, v: (q.to("meta"), k, v), ["queries of layer 0 are on meta", "cache is on cpu"]),
+        (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), ["1 sequences x 0 tokens is empty", "at least one token"]),
+        (lambda q, k, v: (q[:0], k[:0], v[:0]), ["0 sequences x 3 tokens is empty"]),
+    ],
+)
+def test_wrong_tensors_are_refused_before_anything_changes(change, parts):
+    cache = make()
+    with pytest.raises(DataError) as refusal:
+        cache.step(0, *change(*qkv()), scaling=1.0)
+    for part in parts:
+        assert part in str(refusal.value)
+    assert cache.batch_size == 0
+    for layer in range(2):
+        cache.step(layer, *qkv(), scaling=1.0)
+    assert cache.seq_lens == [3]
+
+
+def test_a_layer_that_does_not_exist_is_refused():
+    with pytest.raises(DataError, match="layer 2 does not exist; the cache has 2 layers"):
+        make().step(2, *qkv(), scaling=1.0)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0])
+def test_a_softcap_that_is_not_positive_is_refused(softcap):
+    with pytest.raises(DataError, match=r"softcap=.* must be positive, or None"):
+        make().step(0, *qkv(), scaling=1.0, softcap=softcap)
+
+
+def test_another_batch_size_is_refused_with_the_ways_to_change_it():
+    pair = Pair(make())
+    pair.append(2, 5)
+    before = picture(pair.cache)
+    with pytest.raises(CacheStateError, match=r"holds 2 sequences but was given 3; use select\(\), repeat\(\) or reset\(\) first"):
+        pair.cache.step(0, *qkv(batch=3), scaling=1.0)
+    assert picture(pair.cache) == before
+    pair.append(2, 1)
+    pair.check()
+
+
+def test_a_mask_of_another_shape_is_refused():
+    with pytest.raises(DataError, match=r"valid has shape \(1, 4\), expected \(1, 3\)"):
+        make().step(0, *qkv(), scaling=1.0, valid=torch.ones(1, 4, dtype=torch.bool))
+
+
+def test_layers_out_of_step_are_refused():
+    cache = make(layers=3)
+    cache.step(0, *qkv(), scaling=1.0)
+    with pytest.raises(CacheStateError, match="layer 0 attended twice in one forward pass while 2 layers have not"):
+        cache.step(0, *qkv(), scaling=1.0)
+    with pytest.raises(DataError, match=r"layer 1 was given \(1, 2\) \(sequences, tokens\), but this forward pass has \(1, 3\)"):
+        cache.step(1, *qkv(tokens=2), scaling=1.0)
+    with pytest.raises(CacheStateError, match=r"never reached layer 1 \(2 layers missing\)"):
+        cache.begin(1, 1)
+    for operation in (lambda: cache.crop(1), lambda: cache.select([0]), lambda: cache.fork(0), lambda: cache.repeat(2)):
+        with pytest.raises(CacheStateError, match=r"in the middle of a forward pass \(2 layers to go\); finish it, or call reset\(\)"):
+            operation()
+    cache.reset()
+    for layer in range(3):
+        cache.step(layer, *qkv(), scaling=1.0)
+
+
+def test_freeing_one_sequence_does_not_hide_that_others_were_left_unfinished():
+    cache = make(layers=2)
+    cache.step(0, *qkv(batch=2), scaling=1.0)  # layer 1 never comes
+    cache.free(0)
+    with pytest.raises(CacheStateError, match="never reached layer 1"):
+        cache.begin(2, 1)
+    cache.free(1)
+    cache.begin(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (lambda c: c.crop(-1), "cannot crop sequence 0 to -1 tokens; it has 5"),
+        (lambda c: c.crop([3, 9]), "cannot crop sequence 1 to 9 tokens; it has 5"),
+        (lambda c: c.crop([3]), "1 lengths for 2 sequences"),
+        (lambda c: c.select([0, 2]), "sequence 2 does not exist; the cache holds 2"),
+        (lambda c: c.select([-1]), "sequence -1 does not exist"),
+        (lambda c: c.select([]), r"select\(\) of no sequence; use reset\(\)"),
+        (lambda c: c.fork(5), "sequence 5 does not exist"),
+        (lambda c: c.free(2), "sequence 2 does not exist"),
+        (lambda c: c.repeat(0), "repeat.* at least 1"),
+        (lambda c: c.dequantize(0, 3), "sequence 3 does not exist"),
+        (lambda c: c.dequantize(7, 0), "layer 7 does not exist"),
+    ],
+)
+def test_wrong_rows_and_lengths_are_refused_and_change_nothing(operation, message):
+    pair = Pair(make())
+    pair.append(2, 5)
+    before = picture(pair.cache)
+    with pytest.raises(DataError, match=message):
+        operation(pair.cache)
+    assert picture(pair.cache) == before
+    pair.check()
+
+
+def test_lengths_and_rows_may_be_numpy_or_tensor_integers():
+    pair = Pair(make())
+    pair.append(2, 5)
+    pair.cache.crop(torch.tensor([4, 3]))
+    pair.cache.crop(torch.tensor(3))
+    pair.model.crop([3, 3])
+    pair.cache.select(torch.tensor([1, 0]))
+    pair.model.select([1, 0])
+    pair.check()
+
+
+def test_cropping_past_a_released_window_is_refused_for_all_layers_together():
+    spec = CacheSpec(
+        scheme=schemes.get("int8", page_size=32), layers=(FULL, LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=40)), raw_dtype="float32"
+    )
+    pair = Pair(PagedCache(spec, backend="reference"))
+    pair.append(2, 200)
+    before = picture(pair.cache)
+    with pytest.raises(CacheStateError, match=r"cannot crop sequence 1 from 200 to 100 tokens: layers 1\.\. have a sliding window of 40 .* call keep_past\(\)"):
+        pair.cache.crop([200, 100])
+    assert picture(pair.cache) == before
+    pair.cache.crop([200, 0])
+    pair.model.crop([200, 0])
+    pair.check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 2}, "batch_size=2 and max_tokens=None fix the capacity together; give both or neither"),
+        ({"batch_size": 0, "max_tokens": 5}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 1, "max_tokens": -5}, "max_tokens=-5 must be at least 1"),
+        ({"nonfinite": "ignore"}, "nonfinite='ignore' is not 'refuse' or 'clamp'"),
+        ({"backend": "tpu"}, "unknown backend 'tpu'.*known: auto, cpu, cuda, triton, reference"),
+    ],
+)
+def test_wrong_options_are_refused_at_construction(arguments, message):
+    with pytest.raises(SpecError, match=message):
+        PagedCache(make().spec, **arguments)
+
+
+def test_static_schemes_without_fitting_calibration_are_refused():
+    spec = CacheSpec(scheme=schemes.get("int8_static"), layers=(FULL,) * 2)
+    with pytest.raises(SpecError, match="'int8_static' has static scales; run `kvbits calibrate`"):
+        PagedCache(spec)
+    good = {"k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
+    for static, message in (
+        ([good], "calibration of 1 layers for a cache of 2"),
+        ([good, {"k_scale": torch.ones(2, 1)}], "layer 1 .* no v_scale"),
+        ([good, good | {"k_scale": torch.ones(2, 4)}], r"k_scale of layer 1 .*\(2, 4\), expected \(2, 1\)"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            PagedCache(spec, static=static)
+
+
+# -- NaN and infinity -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_nonfinite_prompts_are_refused_with_layer_and_position_and_can_be_repeated(bad, which):
+    cache = make()
+    cache.step(0, *qkv(), scaling=1.0)
+    q, k, v = qkv()
+    broken = (k if which == "keys" else v).clone()
+    broken[0, 2, 1, 7] = bad
+    with pytest.raises(DataError, match=rf"{which} of layer 1 holds {bad} at position \(0, 2, 1, 7\) \(1 of 384 elements .* nonfinite='clamp'"):
+        cache.step(1, q, *((broken, v) if which == "keys" else (k, broken)), scaling=1.0)
+    cache.step(1, q, k, v, scaling=1.0)
+    assert cache.seq_lens == [3]
+    assert torch.isfinite(cache.dequantize(1, 0)[0]).all()
+
+
+def test_a_nonfinite_first_layer_leaves_the_cache_as_it_was():
+    cache = make()
+    q, k, v = qkv()
+    with pytest.raises(DataError, match="keys of layer 0"):
+        cache.step(0, q, k * float("nan"), v, scaling=1.0)
+    assert cache.seq_lens == []
+
+
+def test_a_nonfinite_decoded_token_is_refused_at_the_latest_when_its_page_closes():
+    cache = make(layers=1, page_size=32)
+    cache.step(0, *qkv(tokens=20), scaling=1.0)
+    q, k, v = qkv(tokens=1)
+    k[0, 0, 1, 3] = float("nan")
+    cache.step(0, q, k, v, scaling=1.0)
+    with pytest.raises(DataError, match=r"keys of layer 0, page of tokens 0\.\. of sequence 0 holds nan at position \(0, 1, 20, 3\)"):
+        for _ in range(40):
+            cache.step(0, *qkv(tokens=1), scaling=1.0)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_clamping_stores_zero_for_nan_and_the_largest_finite_value_for_infinity(tokens, dtype):
+    cache = make("raw", layers=1, nonfinite="clamp", raw_dtype=str(dtype)[6:])
+    q, k, v = qkv(tokens=tokens, dtype=dtype)
+    k[0, 0, 0, 0], k[0, 0, 0, 1], k[0, 0, 1, 2] = float("nan"), float("inf"), float("-inf")
+    top = k[torch.isfinite(k)].abs().max()
+    out = cache.step(0, q, k, v, scaling=1.0)
+    stored, _ = cache.dequantize(0, 0)
+    assert stored[0, 0, 0] == 0
+    assert stored[0, 0, 1] == top
+    assert stored[0, 1, 2] == -top
+    assert torch.isfinite(out).all()
+
+
+def test_clamping_a_tensor_without_any_finite_value_stores_zeros():
+    cache = make("int8", layers=1, nonfinite="clamp", page_size=32)
+    q, k, v = qkv(tokens=70)
+    cache.step(0, q, k * float("nan"), v * float("inf"), scaling=1.0)
+    assert not cache.dequantize(0, 0)[0].any()
+
+
+def test_a_scale_that_overflows_float16_is_refused_with_the_dtype_to_use():
+    cache = make("int8", layers=1, page_size=32)
+    q, k, v = qkv(tokens=70)
+    with pytest.raises(DataError, match=r"magnitude .* overflows float16; use scale_dtype='float32' or 'bfloat16'"):
+        cache.step(0, q, k * 1e8, v, scaling=1.0)
+
+
+# -- padding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_padding_queries_get_zeros(dtype, window, softcap):
+    cache = make(layers=1, raw_dtype=dtype, window=window)
+    valid = torch.tensor([[False, False, True], [True, True, True], [False, False, False]])
+    for _ in range(2):
+        out = cache.step(0, *qkv(batch=3, dtype=getattr(torch, dtype)), scaling=0.1, softcap=softcap, valid=valid)
+        assert torch.isfinite(out).all()
+        assert not out[~valid].any()
+        assert out[valid].any(-1).all()
+    assert cache.seq_lens == [2, 6, 0]
+
+
+def test_a_single_token_that_is_all_padding_is_no_token():
+    cache = make(layers=1)
+    out = cache.step(0, *qkv(batch=2, tokens=1), scaling=0.1, valid=torch.zeros(2, 1, dtype=torch.bool))
+    assert not out.any()
+    assert cache.seq_lens == [0, 0]
+
+
+def test_what_padding_holds_changes_nothing():
+    outs = []
+    for filler in (0.0, 1e4):
+        torch.manual_seed(0)
+        cache = make(layers=1, page_size=32)
+        valid = torch.ones(2, 80, dtype=torch.bool)
+        valid[1, :50] = False
+        q, k, v = qkv(batch=2, tokens=80)
+        for x in (q, k, v):
+            x[~valid] = filler
+        out = cache.step(0, q, k, v, scaling=0.1, valid=valid)
+        outs.append((out[valid], *cache.dequantize(0, 1)))
+    for a, b in zip(*outs, strict=True):
+        assert torch.equal(a, b)
