@@ -105,6 +105,14 @@ struct PartView {
   bool value_bias;  // of the current page, per channel
 };
 
+static void quantize_chunk(Chunk& c, Block& b, const Tensor& value, int n) {
+  const bool wide = is_wide(value.t->format);
+  if (wide && value.token_scales) quantize_probabilities<true, true>(c, b, n, value.groups, value.token_bias, value.zero);
+  else if (wide) quantize_probabilities<true, false>(c, b, n, 1, false, value.zero);
+  else if (value.token_scales) quantize_probabilities<false, true>(c, b, n, value.groups, value.token_bias, value.zero);
+  else quantize_probabilities<false, false>(c, b, n, 1, false, value.zero);
+}
+
 static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t* page, int token, int n, int64_t position, int64_t ahead) {
   const int head_dim = part.call->head_dim;
   const int64_t window = part.call->sliding_window;
@@ -139,13 +147,11 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t
   (key.raw ? raw_key_kernels[key.t->raw_dtype] : key_kernels[key.t->format])[c.rows - 1](k);
 
   const Tensor& value = part.value;
-  for (int h = 0; h < c.rows; h++) {
-    const float w = softmax_row(c, b, h, n, first[h], end[h], part.call->softcap, head_dim, value.token_scales ? value.groups : 0);
-    if (part.value_bias) b.p_sum[h] = w * probability_sum(b, h, n);
-    if (!value.integer) scale_probabilities(b, h, w, n, value.groups, value.token_scales);
-    else if (is_wide(value.t->format)) quantize_probabilities<true>(c, b, h, w, n, value.groups, value.token_scales, value.token_bias, value.zero);
-    else quantize_probabilities<false>(c, b, h, w, n, value.groups, value.token_scales, value.token_bias, value.zero);
-  }
+  mask_scores(c, b, n, first, end, part.call->softcap);
+  softmax_rows(c, b, n, head_dim, value.token_scales ? value.groups : 0);
+  if (part.value_bias) sum_probabilities(c, b, n);
+  if (!value.integer) scale_probabilities(c, b, n, value.groups, value.token_scales);
+  else quantize_chunk(c, b, value, n);
 
   ValueArgs v = {};
   const int raw_value_row = head_dim * dtype_bytes(value.t->raw_dtype);

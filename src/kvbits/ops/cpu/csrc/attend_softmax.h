@@ -59,97 +59,117 @@ static void rescale(Chunk& c, int h, float factor, int head_dim, int groups) {
   store(c.l[h], load(c.l[h]) * factor);
 }
 
-// Scores of row h become probabilities relative to the block's own maximum. Returns the block's weight 2^(block max - m),
-// 0 when no token is visible. Visible tokens are [first, end).
-static float softmax_row(Chunk& c, Block& b, int h, int tokens, int first, int end, float cap, int head_dim, int groups) {
-  float* s = b.s[h];
+// The steps below walk over all rows before the next step begins: each step ends in a horizontal maximum whose latency
+// then hides behind the other rows (row by row, softmax took 40 % of an int4 page).
+
+// Scores (with page bias, cap and visibility) in place; their maximum over the block, per row.
+static void mask_scores(const Chunk& c, Block& b, int tokens, const int* first, const int* end, float cap) {
   const int n = round_up(tokens, 2 * TILE);
-  const bool masked = first > 0 || end < n;
-  const float bias = c.q_bias[h];
   const vf lowest = splat(-__builtin_inff());
-  vf top = lowest;
-  for (int t = 0; t < n; t += VL) {
-    vf x = load(s + t) + bias;
-    if (cap > 0) x = tanh_cap(x, cap) * 1.4426950409f;
-    if (masked) {
-      const vi at = iota() + t;
-      x = select((at >= splat_int(first)) & (at < splat_int(end)), x, lowest);
+  for (int h = 0; h < c.rows; h++) {
+    float* s = b.s[h];
+    const vf bias = splat(c.q_bias[h]);
+    vf top = lowest;
+    if (first[h] > 0 || end[h] < n || cap > 0) {
+      for (int t = 0; t < n; t += VL) {
+        vf x = load(s + t) + bias;
+        if (cap > 0) x = tanh_cap(x, cap) * 1.4426950409f;
+        const vi at = iota() + t;
+        x = select((at >= splat_int(first[h])) & (at < splat_int(end[h])), x, lowest);
+        top = vmax(top, x);
+        store(s + t, x);
+      }
+    } else {
+      for (int t = 0; t < n; t += VL) {
+        const vf x = load(s + t) + bias;
+        top = vmax(top, x);
+        store(s + t, x);
+      }
     }
-    top = vmax(top, x);
-    store(s + t, x);
+    b.top[h] = max_of(top);
   }
-  const float most = max_of(top);
-  if (!(most > -__builtin_inff())) {
-    for (int t = 0; t < n; t += VL) store(s + t, vf{});
-    return 0.0f;
+}
+
+// Probabilities relative to the block's own maximum, and the block's weight 2^(top - m), 0 where nothing is visible.
+static void softmax_rows(Chunk& c, Block& b, int tokens, int head_dim, int groups) {
+  const int n = round_up(tokens, 2 * TILE);
+  alignas(64) float fall[2 * ROWS] = {};  // weights' exponents, then m's fall where a row has a new maximum
+  for (int h = 0; h < c.rows; h++) {
+    const float top = b.top[h], m = c.m[h];
+    const bool any = top > -__builtin_inff(), grows = any && top > m;
+    fall[h] = !any ? -__builtin_inff() : grows ? 0.0f : top - m;
+    fall[ROWS + h] = grows ? m - top : 0.0f;
+    if (grows) c.m[h] = top;
   }
-  float weight = 1.0f;
-  if (most > c.m[h]) {
-    if (c.m[h] > -__builtin_inff()) rescale(c, h, exp2_neg_scalar(c.m[h] - most), head_dim, groups);
-    c.m[h] = most;
-  } else {
-    weight = exp2_neg_scalar(most - c.m[h]);
+  for (int i = 0; i < 2 * ROWS; i += VL) store(fall + i, exp2_neg(load(fall + i)));
+  for (int h = 0; h < c.rows; h++) {
+    b.weight[h] = fall[h];
+    if (fall[ROWS + h] < 1.0f) rescale(c, h, fall[ROWS + h], head_dim, groups);
+    float* s = b.s[h];
+    const float top = fall[h] > 0 || b.top[h] > -__builtin_inff() ? b.top[h] : 0.0f;
+    vf total = vf{};
+    for (int t = 0; t < n; t += VL) {
+      const vf p = exp2_neg(load(s + t) - top);
+      total += p;
+      store(s + t, p);
+    }
+    store(c.l[h], load(c.l[h]) + total * fall[h]);
   }
-  vf total = vf{};
-  for (int t = 0; t < n; t += VL) {
-    vf p = exp2_neg(load(s + t) - most);
-    total += p;
-    store(s + t, p);
-  }
-  store(c.l[h], load(c.l[h]) + total * weight);
-  return weight;
 }
 
 // Integer p * v_scale per group. What the integers leave out (zero point, bias) goes to `corr`, lane by lane.
-template <bool WIDE>
-static void quantize_probabilities(Chunk& c, Block& b, int h, float weight, int tokens, int groups, bool token_scales, bool token_bias, float zero) {
+template <bool WIDE, bool TOKEN_SCALES>
+static void quantize_probabilities(Chunk& c, Block& b, int tokens, int groups, bool token_bias, float zero) {
   const float limit = WIDE ? WIDE_LIMIT : NARROW_P_LIMIT;
   const int n = round_up(tokens, 2 * TILE);
-  const float* p = b.s[h];
   for (int g = 0; g < groups; g++) {
-    float x[BLOCK];
-    float most = 1.0f;  // the block's largest p, when nothing is folded in
-    if (token_scales) {
-      vf top = vf{};
-      for (int t = 0; t < n; t += VL) {
-        vf y = load(p + t) * load(b.v_scale[g] + t);
-        top = vmax(top, y);
-        store(x + t, y);
+    float inverse[ROWS];
+    for (int h = 0; h < c.rows; h++) {
+      float most = 1.0f;  // the block's largest p, when nothing is folded in
+      if (TOKEN_SCALES) {
+        vf top = vf{};
+        for (int t = 0; t < n; t += VL) top = vmax(top, load(b.s[h] + t) * load(b.v_scale[g] + t));
+        most = max_of(top);
       }
-      most = max_of(top);
+      inverse[h] = most > 0 ? limit / most : 0.0f;
+      b.p_scale[g][h] = b.weight[h] * most * (1.0f / limit);
     }
-    const float* y = token_scales ? x : p;
-    const float inverse = most > 0 ? limit / most : 0.0f;
-    vf total = vf{};
-    for (int t = 0; t < n; t += VL) {
-      const vf r = load(y + t) * inverse + ROUND_MAGIC;
-      total += r - ROUND_MAGIC;
-      store_p<WIDE>(b.pw[g][h], t, (vi)r - (vi)splat(ROUND_MAGIC));
-    }
-    const float scale = weight * most / limit;
-    b.p_scale[g][h] = scale;
-    if (token_scales) {
-      vf add = total * (-zero * scale);
-      if (token_bias)
-        for (int t = 0; t < n; t += VL) add += load(p + t) * load(b.v_bias[g] + t) * weight;
-      store(c.corr[g][h], load(c.corr[g][h]) + add);
-    } else {
-      b.p_zero[h] = -zero * scale * sum(total);
+    for (int h = 0; h < c.rows; h++) {
+      const float* p = b.s[h];
+      const vf k = splat(inverse[h]);
+      vf total = vf{};
+      for (int t = 0; t < n; t += VL) {
+        const vf y = TOKEN_SCALES ? load(p + t) * load(b.v_scale[g] + t) : load(p + t);
+        const vf r = y * k + ROUND_MAGIC;
+        total += r - ROUND_MAGIC;
+        store_p<WIDE>(b.pw[g][h], t, (vi)r - (vi)splat(ROUND_MAGIC));
+      }
+      if (TOKEN_SCALES) {
+        vf add = total * (-zero * b.p_scale[g][h]);
+        if (token_bias)
+          for (int t = 0; t < n; t += VL) add += load(p + t) * load(b.v_bias[g] + t) * b.weight[h];
+        store(c.corr[g][h], load(c.corr[g][h]) + add);
+      } else {
+        b.p_zero[h] = -zero * b.p_scale[g][h] * sum(total);
+      }
     }
   }
 }
 
-static void scale_probabilities(Block& b, int h, float weight, int tokens, int groups, bool token_scales) {
+static void scale_probabilities(const Chunk& c, Block& b, int tokens, int groups, bool token_scales) {
   const int n = round_up(tokens, 2 * TILE);
   for (int g = 0; g < groups; g++)
-    for (int t = 0; t < n; t += VL) {
-      vf y = load(b.s[h] + t) * weight;
-      store(b.pf[g][h] + t, token_scales ? y * load(b.v_scale[g] + t) : y);
-    }
+    for (int h = 0; h < c.rows; h++)
+      for (int t = 0; t < n; t += VL) {
+        const vf y = load(b.s[h] + t) * b.weight[h];
+        store(b.pf[g][h] + t, token_scales ? y * load(b.v_scale[g] + t) : y);
+      }
 }
 
-static float probability_sum(const Block& b, int h, int tokens) {
-  vf t = vf{};
-  for (int i = 0; i < round_up(tokens, 2 * TILE); i += VL) t += load(b.s[h] + i);
-  return sum(t);
+static void sum_probabilities(const Chunk& c, Block& b, int tokens) {
+  for (int h = 0; h < c.rows; h++) {
+    vf t = vf{};
+    for (int i = 0; i < round_up(tokens, 2 * TILE); i += VL) t += load(b.s[h] + i);
+    b.p_sum[h] = b.weight[h] * sum(t);
+  }
 }

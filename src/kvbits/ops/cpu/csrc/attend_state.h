@@ -38,6 +38,8 @@ struct Block {
   alignas(64) float v_bias[MAX_GROUPS][BLOCK];
   alignas(64) uint8_t pw[MAX_GROUPS][ROWS][2 * BLOCK];  // integer p in the tier's own order, slots instead of tokens
   alignas(64) float pf[MAX_GROUPS][ROWS][BLOCK];        // float p for the float formats, tokens in order
+  float top[ROWS];                                 // the block's largest score (log2)
+  float weight[ROWS];                              // 2^(top - m)
   float p_scale[MAX_GROUPS][ROWS];                 // p * v_scale * weight ~ p_scale * integer
   float p_zero[ROWS];                              // per-channel values: - zero * p_scale * sum of integers
   float p_sum[ROWS];                               // weight * sum of p

@@ -95,8 +95,10 @@ static void key_int(const KeyArgs& a) {
           }
         }
       }
+#pragma GCC unroll 2
       for (int i = 0; i < T; i++) {
         const int token = (t + i) * TILE;
+#pragma GCC unroll 8
         for (int h = 0; h < NH; h++) {
           float* s = a.s + h * BLOCK + token;
           vf x = to_dot<P>(acc[i][h]) * c.q_scale[g][h] + c.q_zero[g][h];
@@ -140,8 +142,10 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
           acc[i][h][k] = P == 2 ? _mm512_dpbusd_epi32(acc[i][h][k], v[i], w) : _mm512_dpbusd_epi32(acc[i][h][k], w, v[i]);
       }
   }
+#pragma GCC unroll 2
   for (int i = 0; i < NB; i++) {
     const int at = channel + i * 16;
+#pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
       vf x = to_dot<P>(acc[i][h]) * (a.block->p_scale[g][h] * weight);
       float* to = a.chunk->acc[h] + at;
