@@ -1,18 +1,13 @@
 """Bad input: each refusal names the value, the limit and the way out, and leaves the cache usable."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from cache_checks import Pair, picture
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, SpecError
 from kvbits.spec import CacheSpec, LayerGeometry
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cache_checks import Pair, picture
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
 
@@ -61,6 +56,34 @@ def test_wrong_tensors_are_refused_before_anything_changes(change, parts):
     for layer in range(2):
         cache.step(layer, *qkv(), scaling=1.0)
     assert cache.seq_lens == [3]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda k, v: (torch.cat([k, k], 2), v), ["keys of layer 0", "(1, 3, 4, 64)", "expected (1, 3, 2, 64)"]),
+        (lambda k, v: (k, v[:, :2]), ["values of layer 0", "expected (1, 3, 2, 64)"]),
+        (lambda k, v: (k.half(), v), ["of layer 0 are torch.float16"]),
+        (lambda k, v: (k * float("nan"), v), ["keys of layer 0 holds nan"]),
+    ],
+)
+def test_wrong_tensors_to_append_are_refused_before_anything_changes(change, parts):
+    cache = make()
+    with pytest.raises(DataError) as refusal:
+        cache.append(0, *change(*qkv()[1:]))
+    for part in parts:
+        assert part in str(refusal.value)
+    assert cache.batch_size == 0
+
+
+def test_appending_stores_what_a_step_stores():
+    caches = [make(page_size=32, residual_length=5) for _ in range(2)]
+    for tokens in (70, 1, 3):
+        for layer in range(2):
+            q, k, v = qkv(tokens=tokens)
+            caches[0].step(layer, q, k, v, scaling=1.0)
+            caches[1].append(layer, k, v)
+    assert picture(caches[0]) == picture(caches[1])
 
 
 def test_a_layer_that_does_not_exist_is_refused():

@@ -1,11 +1,10 @@
 """A cache of fixed capacity holds exactly what the arithmetic says, and that suffices."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from cache_checks import Pair, check_books, picture
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,9 +13,6 @@ from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import PoolFullError
 from kvbits.schemes import PRESETS
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, PerTensor, QuantSpec, Scheme
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cache_checks import Pair, check_books, picture
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
 

@@ -1,22 +1,19 @@
 """Random sequences of cache operations, each compared with a dense cache of dequantized values."""
 
 import copy
-import sys
 import tempfile
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
+from cache_checks import Pair, check_books, check_values, picture, poison_free_pages
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, PoolFullError
 from kvbits.spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Scheme
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cache_checks import Pair, check_books, check_values, picture, poison_free_pages
 
 RAW = QuantSpec.raw()
 KEYS_AND_VALUES = [

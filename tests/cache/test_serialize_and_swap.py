@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from cache_checks import Pair, check_books, check_values, picture, poison_free_pages
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,9 +17,6 @@ from kvbits.cache import serialize
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cache_checks import Pair, check_books, check_values, picture, poison_free_pages
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
 SLIDING = dataclasses.replace(FULL, sliding_window=50)

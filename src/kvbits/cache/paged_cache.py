@@ -272,7 +272,7 @@ class PagedCache:
             )
         want = (q.shape[0], q.shape[1], g.num_kv_heads, g.head_dim)
         for name, x in (("queries", q), ("keys", k), ("values", v)):
-            if x is not q and tuple(x.shape) != want:
+            if name != "queries" and tuple(x.shape) != want:
                 raise DataError(f"{name} of layer {layer} have shape {tuple(x.shape)}, expected {want} = (sequences, tokens, kv heads, head_dim)")
             if x.dtype != TORCH_DTYPES[self.spec.raw_dtype]:
                 raise DataError(
