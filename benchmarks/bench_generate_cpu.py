@@ -1,0 +1,122 @@
+"""Decoding speed through Transformers against the stock caches, at several context lengths, in one interleaved run.
+
+    python benchmarks/bench_generate_cpu.py MODEL [MODEL ..] --contexts 2048,8192,32768 --schemes int8,int4,kivi2
+
+First real text goes through the lossless scheme and the stock 16-bit cache, whose logits must agree, so that what is timed is right. Then every cache is filled
+with the same random keys and values (speed does not depend on them), and single tokens are decoded, the caches taking turns. The stock quantized caches need optimum-quanto and hqq; missing ones are named.
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, QuantizedCache
+
+import kvbits
+from kvbits.evaluate.demo import demo_text, stock_nbytes
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("models", nargs="+")
+parser.add_argument("--contexts", default="2048,8192")
+parser.add_argument("--schemes", default="raw,int8,int4,kivi2")
+parser.add_argument("--stock", default="quanto4,hqq8,fp8", help="stock quantized caches: quanto4, quanto2, hqq8, hqq4, fp8 or none")
+parser.add_argument("--tokens", type=int, default=12)
+parser.add_argument("--threads", type=int, default=2)
+parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu" / "generate.json")
+args = parser.parse_args()
+torch.set_num_threads(args.threads)
+
+
+def stock(name: str, config: Any) -> Any:
+    backend, bits = name.rstrip("0123456789") if name != "fp8" else "fp8", int(name[-1])
+    if backend == "fp8":
+        return QuantizedCache(backend="fp8", config=config)
+    return QuantizedCache(backend=backend, config=config, nbits=bits, q_group_size=64, residual_length=128, axis_key=0 if backend == "quanto" else 1, axis_value=0 if backend == "quanto" else 1)
+
+
+def fill(cache: Any, contents: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Put keys and values [1, H, T, D] of every layer into a cache."""
+    for layer, (k, v) in enumerate(contents):
+        if isinstance(cache, kvbits.KVCache):
+            cache.store.append(layer, k.transpose(1, 2), v.transpose(1, 2))
+            cache.layers[layer].seen += k.shape[2]
+        else:
+            cache.update(k, v, layer)
+    if isinstance(cache, kvbits.KVCache):
+        cache._columns = contents[0][0].shape[2]
+
+
+def held(cache: Any) -> int | None:
+    if isinstance(cache, kvbits.KVCache):
+        return cache.nbytes
+    return stock_nbytes(cache) if type(cache) is DynamicCache else None
+
+
+def check(model: Any, tokenizer: Any) -> float:
+    """Relative difference of the logits after 300 tokens of real text, lossless scheme against the stock cache."""
+    ids = tokenizer(demo_text(), return_tensors="pt").input_ids[:, :300]
+    logits = []
+    for cache in (DynamicCache(config=model.config), kvbits.KVCache.for_model(model, "raw")):
+        with torch.no_grad():
+            model(ids[:, :280], past_key_values=cache, logits_to_keep=1)
+            for i in range(280, 300):
+                out = model(ids[:, i : i + 1], past_key_values=cache).logits[0, -1].float()
+        logits.append(out)
+    return ((logits[1] - logits[0]).norm() / logits[0].norm()).item()
+
+
+rows = []
+for path in args.models:
+    model, tokenizer = kvbits.load_model(path)
+    error = check(model, tokenizer)
+    assert error < 0.03, f"the lossless scheme's logits differ from the stock cache's by {error}"
+    print(f"{Path(path).name}: logits of the lossless scheme differ from the stock cache's by {error:.4f}")
+    config = model.config.get_text_config()
+    heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for context in map(int, args.contexts.split(",")):
+        if context > config.max_position_embeddings:
+            print(f"{Path(path).name}: {context} tokens exceed its {config.max_position_embeddings} positions: skipped")
+            continue
+        torch.manual_seed(0)
+        contents = [tuple(torch.randn(1, heads, context, dim, dtype=model.dtype) for _ in "kv") for _ in range(config.num_hidden_layers)]
+        caches: dict[str, Any] = {"16-bit": DynamicCache(config=model.config)}
+        for name in args.schemes.split(","):
+            caches[name] = kvbits.KVCache.for_model(model, name, batch_size=1, max_tokens=context + args.tokens + 2)
+        for name in [] if args.stock == "none" else args.stock.split(","):
+            try:
+                caches[name] = stock(name, model.config)
+            except ImportError as error:
+                print(f"stock {name} left out: {error}")
+        for cache in caches.values():
+            fill(cache, contents)
+        token = torch.tensor([[11]])
+        times: dict[str, list[float]] = {name: [] for name in caches}
+        with torch.no_grad():
+            for cache in caches.values():  # warm up
+                model(token, past_key_values=cache)
+            for _ in range(args.tokens):
+                for name, cache in caches.items():
+                    began = time.perf_counter()
+                    model(token, past_key_values=cache)
+                    times[name].append(time.perf_counter() - began)
+        base = statistics.median(times["16-bit"])
+        for name, cache in caches.items():
+            t = statistics.median(times[name])
+            row = {"model": Path(path).name, "context": context, "cache": name, "tokens_per_s": 1 / t, "ratio_vs_16bit": base / t, "bytes": held(cache)}
+            row["memory_reduction"] = stock_nbytes(caches["16-bit"]) / row["bytes"] if row["bytes"] else None
+            rows.append(row)
+            memory = f"{row['memory_reduction']:.2f}x less memory" if row["memory_reduction"] else ""
+            print(f"{row['model']:28} {context:6} {name:8} {row['tokens_per_s']:7.2f} tokens/s  {row['ratio_vs_16bit']:5.2f}x the 16-bit cache  {memory}", flush=True)
+        del caches, contents
+report = {"cpu": platform.processor() or platform.machine(), "threads": args.threads, "torch": torch.__version__, "rows": rows}
+args.out.parent.mkdir(parents=True, exist_ok=True)
+args.out.write_text(json.dumps(report, indent=1) + "\n")
+print(json.dumps(report))

