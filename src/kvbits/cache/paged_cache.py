@@ -11,8 +11,9 @@ so a chunk always sees its own tokens exactly and its history as stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class _Forward:
     steps: list[Step]
     history_first: bool
     pending: set[int]  # layers that have not been here yet
+    plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
 
 
 class PagedCache:
@@ -298,7 +300,25 @@ class PagedCache:
         key = ("attend_pages", self._where[layer][0], f.history_first, q.dtype, q.shape[2], tuple(p.store.layout for p in call.parts))
         if key not in self._choices:
             self._choices[key] = dispatch.choose("attend_pages", q, call, backend=self.backend)
-        return self._choices[key].run(q, call, f.positions)
+        choice = self._choices[key]
+        if choice.plan is None:
+            return choice.run(q, call, f.positions)
+        return self._run_planned(choice.plan, layer, q, call, f)
+
+    def _run_planned(
+        self, make: Callable[..., Any], layer: int, q: torch.Tensor, call: AttendCall, f: _Forward
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with the plan that the first layer of the group made for this forward pass (static scales: one plan per layer)."""
+        g, index = self._where[layer]
+        alone = any(p.store.static for p in call.parts)
+        key = (g, layer if alone else None, call.scaling, call.softcap, q.shape[2])
+        if key not in f.plans:
+            base = call if alone else self._call(self.groups[g].group.layers[0], call.scaling, call.softcap)
+            strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
+            f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides)
+            f.plans[key].q_positions.copy_(f.positions)
+        out, lse = f.plans[key].run(q.contiguous(), layer=0 if alone else index)
+        return out.clone(), lse.clone()  # the plan's next run overwrites its own
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: _Forward) -> None:
         step = f.steps[self._where[layer][0]]

@@ -28,6 +28,7 @@ class Choice:
     backend: str
     run: Callable[..., Any]
     refusals: dict[str, str]
+    plan: Callable[..., Any] | None = None  # backends that plan once per step and then only launch
 
     def __str__(self) -> str:
         reasons = "; ".join(f"{name}: {why}" for name, why in self.refusals.items())
@@ -64,6 +65,7 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
         module = importlib.import_module(f"kvbits.ops.{path}")
         why = module.refuses(*args)
         if why is None:
-            return Choice(op, name, module.attend if op == "attend_pages" else module.close, refusals)
+            run = module.attend if op == "attend_pages" else module.close
+            return Choice(op, name, run, refusals, getattr(module, "plan", None) if op == "attend_pages" else None)
         refusals[name] = why
     raise SpecError(f"{op}: backend {backend!r} refuses this call: {refusals.get(backend, refusals)}; use backend='auto'")
