@@ -1,0 +1,51 @@
+"""Transformers on a GPU: the packed cache through the GPU kernels against the reference on the same pages."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from kvbits.integrations.huggingface import KVCache
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=211,
+        max_position_embeddings=4096, bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.05,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda").eval()
+
+
+def feed(model, cache, ids, mask, steps=6):
+    """Logits of the last positions: a ragged prompt, a chunk, then single tokens."""
+    out = []
+    with torch.no_grad():
+        for start, end in [(0, 300), (300, 340), *((340 + i, 341 + i) for i in range(steps))]:
+            out.append(model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits[:, -1].float())
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("scheme", ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "kivi4", "kivi2", "fp8"])
+def test_gpu_kernels_and_the_reference_give_the_same_logits(model, scheme):
+    ids = torch.randint(2, 211, (3, 400), generator=torch.Generator().manual_seed(1)).to("cuda")
+    mask = torch.ones(3, 400, dtype=torch.long, device="cuda")
+    mask[1, :170] = 0
+    mask[2, :290] = 0
+    fast, slow = KVCache.for_model(model, scheme), KVCache.for_model(model, scheme, backend="reference")
+    got, want = feed(model, fast, ids, mask), feed(model, slow, ids, mask)
+    error = ((got - want).norm() / want.norm()).item()
+    served = [op for op in fast.explain()["ops"] if op.startswith("attend_pages")]
+    print(f"{scheme}: relative difference {error:.4f}; {served}")
+    assert error < 0.05
+    assert all("by reference" not in op for op in served), served
+
+
+def test_generation_runs_on_the_gpu(model):
+    ids = torch.randint(2, 211, (2, 200), generator=torch.Generator().manual_seed(2)).to("cuda")
+    cache = KVCache.for_model(model, "int8")
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=100, do_sample=False)
+    assert out.shape == (2, 300)
+    assert cache.store.seq_lens == [299, 299]
