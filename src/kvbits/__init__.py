@@ -35,13 +35,21 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from . import schemes
-    from .cache.paged_cache import PagedCache
-    from .calibrate import Calibration
-    from .errors import KvbitsError
-    from .integrations.huggingface import KVCache
-    from .integrations.models import load_model
-    from .spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Scheme
+    from . import schemes as schemes
+    from .cache.paged_cache import PagedCache as PagedCache
+    from .calibrate import Calibration as Calibration
+    from .errors import KvbitsError as KvbitsError
+    from .integrations.huggingface import KVCache as KVCache
+    from .integrations.models import load_model as load_model
+    from .spec import CacheSpec as CacheSpec
+    from .spec import LayerGeometry as LayerGeometry
+    from .spec import Override as Override
+    from .spec import PerChannel as PerChannel
+    from .spec import PerGroup as PerGroup
+    from .spec import PerTensor as PerTensor
+    from .spec import PerToken as PerToken
+    from .spec import QuantSpec as QuantSpec
+    from .spec import Scheme as Scheme
 
 
 def __getattr__(name: str) -> Any:

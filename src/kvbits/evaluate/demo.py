@@ -7,7 +7,6 @@ and greedy generation (share of tokens equal to the 16-bit cache's, position by 
 from __future__ import annotations
 
 import importlib.resources
-import time
 from typing import Any
 
 import torch

@@ -107,7 +107,9 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention function of the registry: query [B, Hq, T, D] -> ([B, T, Hq, D], None)."""
     if kwargs.get("output_attentions"):
-        raise UnsupportedError("attention weights are never formed over packed pages; use output_attentions=False or the stock cache with attn_implementation='eager'")
+        raise UnsupportedError(
+            "attention weights are never formed over packed pages; use output_attentions=False or the stock cache with attn_implementation='eager'"
+        )
     if not isinstance(key, Handle):
         return _dense_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs)  # type: ignore[arg-type]
     if kwargs.get("position_bias") is not None:
@@ -122,7 +124,9 @@ def attention(
     window = kwargs.get("sliding_window")
     expected = key.cache.store.spec.layers[key.layer].sliding_window
     if window is not None and expected is not None and window != expected:
-        raise UnsupportedError(f"layer {key.layer} attends with sliding_window={window} but the cache was built for {expected}; rebuild it from this model's config")
+        raise UnsupportedError(
+            f"layer {key.layer} attends with sliding_window={window} but the cache was built for {expected}; rebuild it from this model's config"
+        )
     key.stored = True
     valid = attention_mask.valid()
     key.cache._note(key.layer, valid, query.shape[0])
@@ -135,7 +139,14 @@ def attention(
 
 
 def _dense_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, scaling: float | None, dropout: float, kwargs: dict
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """What a model switched to "kvbits" does with any other cache: SDPA."""
     for name in ("softcap", "s_aux", "sinks", "position_bias"):
@@ -201,17 +212,19 @@ class KVCache(Cache):
         store: the `PagedCache` underneath.
     """
 
+    layers: list[KVLayer]  # type: ignore[assignment]
+
     def __init__(self, store: PagedCache) -> None:
         self.store = store
         self._valid: torch.Tensor | None = None  # bool [B, columns]; None while no padding was seen
         self._columns = 0  # positions seen, padding included
         self._recording = False
-        super().__init__(layers=[KVLayer(self, i) for i in range(len(store.spec.layers))])
+        super().__init__(layers=[KVLayer(self, i) for i in range(len(store.spec.layers))])  # type: ignore[arg-type]
 
     @classmethod
     def for_model(
         cls,
-        model: torch.nn.Module,
+        model: Any,
         scheme: str | Scheme = "int8",
         *,
         batch_size: int | None = None,
@@ -323,7 +336,7 @@ class KVCache(Cache):
         self.store.keep_past()
 
 
-def use_kvbits_attention(model: torch.nn.Module) -> None:
+def use_kvbits_attention(model: Any) -> None:
     """Switch a model to the "kvbits" attention.
 
     Raises:

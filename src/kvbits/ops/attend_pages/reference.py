@@ -7,6 +7,8 @@ Runs anywhere torch runs. With `dtype=torch.float64` it is the judge of every ke
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -73,7 +75,7 @@ def _attend_sequence(
     )
 
 
-def _steps(part: Part, b: int, dtype: torch.dtype):  # noqa: ANN202 - generator of (k, v, positions)
+def _steps(part: Part, b: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Dequantized [H, n, D] keys and values of a few pages at a time, with their positions (-1 past a page's visible length)."""
     layout, table = part.store.layout, part.table
     for first in range(table.indptr[b], table.indptr[b + 1], PAGES_PER_STEP):
