@@ -1,6 +1,8 @@
 """The lossless scheme gives the stock cache's tokens for every model family and way of generating; bad calls get a clear error."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -179,3 +181,17 @@ def test_fixed_capacity_holds_exactly_the_planned_bytes():
     planned = cache.store.spec.nbytes(160, 2)
     ours(model, prompts([140, 120]), cache=cache, do_sample=False)
     assert cache.nbytes == planned == sum(cache.store.bytes_by_kind().values())
+
+
+def test_a_dropped_cache_frees_its_pages_at_once():
+    model = tiny("llama")
+    cache = KVCache.for_model(model, "raw")
+    with torch.no_grad():
+        model(**prompts([40]), past_key_values=cache)
+    gc.disable()
+    try:
+        watch = weakref.ref(cache.store)
+        del cache
+        assert watch() is None
+    finally:
+        gc.enable()

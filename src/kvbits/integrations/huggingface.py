@@ -60,9 +60,29 @@ class _NotATensor:
 class Handle(_NotATensor):
     """Keys and values on their way from `update()` to the attention function, which stores them."""
 
-    def __init__(self, cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.cache, self.layer, self.k, self.v = cache, layer, k, v
+    def __init__(self, layer: KVLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.layer, self.k, self.v = layer, k, v
         self.stored = False
+
+
+@dataclass
+class _Columns:
+    """Positions the cache has seen, padding included: shared by the cache and its layers, which know nothing else of it (a cycle
+    between them would keep pages alive until the garbage collector comes by)."""
+
+    seen: int = 0
+    valid: torch.Tensor | None = None  # bool [B, seen]; None while no padding was seen
+
+    def note(self, seen: int, valid: torch.Tensor | None, batch_size: int) -> None:
+        """Remember which new positions are padding, once per forward pass."""
+        new = seen - self.seen
+        if new <= 0:
+            return
+        if self.valid is not None or (valid is not None and not bool(valid.all())):
+            old = torch.ones(batch_size, self.seen, dtype=torch.bool) if self.valid is None else self.valid
+            fresh = torch.ones(batch_size, new, dtype=torch.bool) if valid is None else valid.cpu()
+            self.valid = torch.cat([old, fresh], 1)
+        self.seen = seen
 
 
 @dataclass
@@ -122,17 +142,18 @@ def attention(
     if key.stored:
         raise UnsupportedError(f"{type(module).__name__} shares another layer's keys and values, which kvbits does not support; use the stock cache")
     window = kwargs.get("sliding_window")
-    expected = key.cache.store.spec.layers[key.layer].sliding_window
+    layer = key.layer
+    expected = layer.sliding_window
     if window is not None and expected is not None and window != expected:
         raise UnsupportedError(
-            f"layer {key.layer} attends with sliding_window={window} but the cache was built for {expected}; rebuild it from this model's config"
+            f"layer {layer.index} attends with sliding_window={window} but the cache was built for {expected}; rebuild it from this model's config"
         )
     key.stored = True
     valid = attention_mask.valid()
-    key.cache._note(key.layer, valid, query.shape[0])
+    layer.columns.note(layer.seen, valid, query.shape[0])
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
-    out = key.cache.store.step(
-        key.layer, query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2),
+    out = layer.store.step(
+        layer.index, query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2),
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=kwargs.get("softcap"), sink_logits=sink_logits, valid=valid,
     )  # fmt: skip
     return out, None
@@ -166,11 +187,12 @@ class KVLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: KVCache, index: int) -> None:
+    def __init__(self, store: PagedCache, columns: _Columns, index: int) -> None:
         super().__init__()
-        self.cache = cache
+        self.store = store
+        self.columns = columns
         self.index = index
-        self.sliding_window = cache.store.spec.layers[index].sliding_window
+        self.sliding_window = store.spec.layers[index].sliding_window
         self.seen = 0
 
     @property
@@ -183,7 +205,7 @@ class KVLayer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Hand keys and values [B, H, T, D] on to the attention function."""
         self.seen += key_states.shape[-2]
-        handle = Handle(self.cache, self.index, key_states, value_states)
+        handle = Handle(self, key_states, value_states)
         return handle, handle
 
     def get_seq_length(self) -> int:
@@ -216,10 +238,9 @@ class KVCache(Cache):
 
     def __init__(self, store: PagedCache) -> None:
         self.store = store
-        self._valid: torch.Tensor | None = None  # bool [B, columns]; None while no padding was seen
-        self._columns = 0  # positions seen, padding included
+        self._columns = _Columns()
         self._recording = False
-        super().__init__(layers=[KVLayer(self, i) for i in range(len(store.spec.layers))])  # type: ignore[arg-type]
+        super().__init__(layers=[KVLayer(store, self._columns, i) for i in range(len(store.spec.layers))])  # type: ignore[arg-type]
 
     @classmethod
     def for_model(
@@ -277,17 +298,6 @@ class KVCache(Cache):
     def __repr__(self) -> str:
         return f"KVCache(scheme={self.store.spec.scheme.name!r}, seq_lens={self.store.seq_lens}, nbytes={self.nbytes})"
 
-    def _note(self, layer: int, valid: torch.Tensor | None, batch_size: int) -> None:
-        """Remember which positions are padding, once per forward pass."""
-        new = self.layers[layer].seen - self._columns
-        if new <= 0:
-            return
-        if self._valid is not None or (valid is not None and not bool(valid.all())):
-            old = torch.ones(batch_size, self._columns, dtype=torch.bool) if self._valid is None else self._valid
-            fresh = torch.ones(batch_size, new, dtype=torch.bool) if valid is None else valid.cpu()
-            self._valid = torch.cat([old, fresh], 1)
-        self._columns += new
-
     @property
     def batch_size(self) -> int:
         return self.store.batch_size or -1
@@ -297,17 +307,19 @@ class KVCache(Cache):
         n = int(tokens_to_remove)
         if n > 0:
             raise DataError(f"crop({n}): pass how many tokens to remove as a negative number")
-        if -n > self._columns:
-            raise DataError(f"crop({n}): the cache has seen {self._columns} tokens")
+        columns = self._columns
+        if -n > columns.seen:
+            raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")
         if self.store.batch_size:
             lengths = torch.tensor(self.store.seq_lens)
             if n:
-                lengths = lengths + n if self._valid is None else lengths - self._valid[:, n:].sum(1)
-                self._valid = None if self._valid is None else self._valid[:, :n]
+                lengths = lengths + n if columns.valid is None else lengths - columns.valid[:, n:].sum(1)
             self.store.crop(lengths.tolist())
-        self._columns += n
-        for layer in self.layers:
-            layer.seen += n
+        if n:
+            columns.valid = None if columns.valid is None else columns.valid[:, :n]
+            columns.seen += n
+            for layer in self.layers:
+                layer.seen += n
         if self._recording:
             self.store.keep_past()
 
@@ -318,16 +330,19 @@ class KVCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.store.batch_size:
             self.store.select(indices.tolist())
-            self._valid = None if self._valid is None else self._valid[indices.to("cpu")]
+            if self._columns.valid is not None:
+                self._columns.valid = self._columns.valid[indices.to("cpu")]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store.batch_size:
             self.store.repeat(repeats)
-            self._valid = None if self._valid is None else self._valid.repeat_interleave(repeats, 0)
+            if self._columns.valid is not None:
+                self._columns.valid = self._columns.valid.repeat_interleave(repeats, 0)
 
     def reset(self) -> None:
         self.store.reset()
-        self._valid, self._columns, self._recording = None, 0, False
+        self._columns.seen, self._columns.valid = 0, None
+        self._recording = False
         for layer in self.layers:
             layer.seen = 0
 
