@@ -257,7 +257,7 @@ class CacheMachine(RuleBasedStateMachine):
         check_values(self.cache, self.model)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=max(15, settings().max_examples // 2), stateful_step_count=25)
+CacheMachine.TestCase.settings = settings(max_examples=max(40, settings().max_examples // 2), stateful_step_count=25)
 
 
 class TestRandomOperations(CacheMachine.TestCase):
