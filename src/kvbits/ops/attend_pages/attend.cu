@@ -17,26 +17,39 @@ struct Ring {
 
 /// One lane's place in its warp's chunks: lane w of the producer serves consumer warp w.
 struct Cursor {
-    int segment, end, k, base, iteration;
+    int segment, k, base, iteration;
 
-    /// Moves to the next packed chunk; false at the end. `k` counts chunks inside the segment.
+    /// Moves to the next packed chunk; false at the end. `k` counts chunks inside the segment, -1 before it is entered.
     DEVICE bool settle(const Args& a, int warp) {
-        while (segment < end) {
+        while (segment >= 0) {
             const Segment& s = a.segments[segment];
-            if (!a.parts[s.part].raw) {
-                if (k < 0) k = (warp + WARPS - base % WARPS) % WARPS;
+            if (s.unit >= 0 && !a.parts[s.part].raw) {
+                if (k < 0) {
+                    prefetch_queries(a, unit_of(a, s.unit), warp);
+                    k = (warp + WARPS - base % WARPS) % WARPS;
+                }
                 if (k < s.num_chunks) return true;
                 base += s.num_chunks;
             }
             k = -1;
-            ++segment;
+            segment = s.next;
         }
         return false;
+    }
+    /// A load waits behind all that the ring has in flight, microseconds; so the queries of a segment are asked for while the one before it is read.
+    static DEVICE void prefetch_queries(const Args& a, Unit u, int warp) {
+        for (int col = warp; col < COLS; col += WARPS) {
+            int index = u.block * COLS + col;
+            if (index >= a.num_queries * a.group) break;
+            const u16* q = static_cast<const u16*>(a.q) + q_offset(a, u, index);
+            for (int ch = 0; ch < D; ch += 64) prefetch_l1(q + ch);
+            if (col == 0) prefetch_l1(a.q_positions + u.batch * a.num_queries + index / a.group);
+        }
     }
 };
 
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
-    Cursor at = {a.segment_start[blockIdx.x], a.segment_start[blockIdx.x + 1], -1, 0, 0};
+    Cursor at = {int(blockIdx.x), -1, 0, 0};
     bool more = lane < WARPS && at.settle(a, lane);
 #if __CUDA_ARCH__ >= 900
     u64 policy = read_once_policy();
@@ -96,15 +109,16 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
 }
 #endif
 
-DEVICE void walk_raw(const Args& a, const Segment& s, Unit u, Merge& merge, int warp, int lane) {
-    const Part& part = a.parts[s.part];
+DEVICE void walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int warp, int lane) {
+    const Segment& s = merge.segment;
     int g = lane / 4, c = lane % 4;
+    stage_queries(merge.staged, a, u, nullptr, warp * 32 + lane);
     Visible see;
-    see.load(a, u, c);
+    see.load(merge.staged, a.window, lane);
     Softmax softmax;
     softmax.clear();
     RawWalk walk;
-    walk.start(a, u, g, c);
+    walk.start(a, merge.staged, g, c);
     for (int k = warp; k < s.num_chunks; k += WARPS) {
         int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
         i64 page = a.page_address[entry] + a.layer * part.layer_stride + i64(u.head) * part.head_bytes;
@@ -113,31 +127,33 @@ DEVICE void walk_raw(const Args& a, const Segment& s, Unit u, Merge& merge, int 
         i64 offset = i64(token) * D * 2;
         walk.step(a, see, softmax, page + part.k_raw + offset, page + part.v_raw + offset, tokens.x + token, tokens.y - token, g, c);
     }
-    finish_segment(a, s, u, part, walk, softmax, nullptr, D, merge, warp, lane);
+    finish_segment(a, u, part, walk, softmax, nullptr, D, merge, warp, lane);
 }
 
 #if HAS_PACKED
-DEVICE void walk_packed(const Args& a, const Segment& s, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int& base, int& iteration, int warp, int lane) {
-    const Part& part = a.parts[s.part];
-    int g = lane / 4, c = lane % 4;
+DEVICE void walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int& base, int& iteration, int warp, int lane) {
+    const Segment& s = merge.segment;
+    stage_queries(merge.staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
     Visible see;
-    see.load(a, u, c);
+    see.load(merge.staged, a.window, lane);
     Softmax softmax;
     softmax.clear();
     PackedWalk walk;
-    walk.start(a, u, part, g, c);
+    walk.start(a, merge.staged, u, part, lane / 4, lane % 4);
 #pragma unroll 1
     for (int k = (warp + WARPS - base % WARPS) % WARPS; k < s.num_chunks; k += WARPS, ++iteration) {
         int stage = iteration % STAGES;
         barrier_wait(shared_address(&ring.full[warp][stage]), iteration / STAGES & 1);
         int2 tokens = ring.tokens[warp][stage];
-        if (tokens.y > 0) walk.chunk(a, see, softmax, slots + (warp * STAGES + stage) * SLOT_BYTES, tokens.x, tokens.y, lane);
+        const unsigned char* slot = slots + (warp * STAGES + stage) * SLOT_BYTES;
+        if (tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to) walk.chunk<false>(a, see, softmax, slot, tokens.x, tokens.y, lane);
+        else if (tokens.y > 0) walk.chunk<true>(a, see, softmax, slot, tokens.x, tokens.y, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&ring.empty[warp][stage]));
     }
     base += s.num_chunks;
     constexpr bool has_bias_sum = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
-    finish_segment(a, s, u, part, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
+    finish_segment(a, u, part, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
 }
 #endif
 
@@ -168,15 +184,19 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
     Merge& merge = *reinterpret_cast<Merge*>(shared);
     if (warp == WARPS) return;
 #endif
-    for (int i = a.segment_start[blockIdx.x]; i < a.segment_start[blockIdx.x + 1]; ++i) {
-        Segment s = a.segments[i];
+    for (int i = blockIdx.x; i >= 0;) {
+        const Segment s = a.segments[i];
+        i = s.next;
+        if (i >= 0) prefetch_l1(a.segments + i);
+        if (s.unit < 0) continue;
+        if (threadIdx.x == 0) merge.segment = s;  // staging the queries makes it visible
         Unit u = unit_of(a, s.unit);
 #if HAS_PACKED
         if (!a.parts[s.part].raw) {
-            walk_packed(a, s, u, ring, slots, merge, base, iteration, warp, lane);
+            walk_packed(a, a.parts[s.part], u, ring, slots, merge, base, iteration, warp, lane);
             continue;
         }
 #endif
-        walk_raw(a, s, u, merge, warp, lane);
+        walk_raw(a, a.parts[s.part], u, merge, warp, lane);
     }
 }

@@ -9,71 +9,129 @@ DEVICE Unit unit_of(const Args& a, int unit) {
     return {row / a.num_kv_heads, row % a.num_kv_heads, unit % a.column_blocks};
 }
 
-/// Query element of column `col` of the unit at channel `ch`; 0 past the last column or channel. `ch` is a multiple of 4.
-DEVICE float4 load_q4(const Args& a, Unit u, int col, int ch) {
-    int index = u.block * COLS + col;
-    if (index >= a.num_queries * a.group || ch >= D) return {0.f, 0.f, 0.f, 0.f};
-    i64 offset = u.batch * a.q_stride_b + (index / a.group) * a.q_stride_t + (u.head * a.group + index % a.group) * a.q_stride_h + ch;
-    uint2 w = *reinterpret_cast<const uint2*>(static_cast<const u16*>(a.q) + offset);
-    if (Q_TYPE == BFLOAT16) return {bf16_to_float(u16(w.x)), bf16_to_float(u16(w.x >> 16)), bf16_to_float(u16(w.y)), bf16_to_float(u16(w.y >> 16))};
-    return {low_f16(w.x), high_f16(w.x), low_f16(w.y), high_f16(w.y)};
+/// Element offset of column `index` (query token, then head of the group) in q; its first channel.
+DEVICE i64 q_offset(const Args& a, Unit u, int index) {
+    return u.batch * a.q_stride_b + (index / a.group) * a.q_stride_t + (u.head * a.group + index % a.group) * a.q_stride_h;
+}
+
+/// The unit's queries, staged once per segment by all consumer warps: global addresses and conversions cost more code than all the rest of a start.
+struct Staged {
+    float q[COLS][D];            // times the calibrated key scale, if there is one; 0 past the last column
+    int position[COLS];          // newest visible position: -1 for padding, 2**31 - 1 past the last column (it costs no mask and is never written)
+    u32 largest[WARPS];          // float bits of max |q|
+};
+
+DEVICE void stage_queries(Staged& staged, const Args& a, Unit u, const float* scale, int thread) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < (COLS * D / 4 + CONSUMERS - 1) / CONSUMERS; ++i) {
+        int at = thread + i * CONSUMERS, col = at / (D / 4), ch = at % (D / 4) * 4, index = u.block * COLS + col;
+        if (at >= COLS * D / 4) break;
+        float4 x = {0.f, 0.f, 0.f, 0.f};
+        if (index < a.num_queries * a.group) {
+            uint2 w = *reinterpret_cast<const uint2*>(static_cast<const u16*>(a.q) + q_offset(a, u, index) + ch);
+            if (Q_TYPE == BFLOAT16) x = {bf16_to_float(u16(w.x)), bf16_to_float(u16(w.x >> 16)), bf16_to_float(u16(w.y)), bf16_to_float(u16(w.y >> 16))};
+            else x = {low_f16(w.x), high_f16(w.x), low_f16(w.y), high_f16(w.y)};
+        }
+        if (scale) {
+            float4 s = *reinterpret_cast<const float4*>(scale + ch);
+            x = {x.x * s.x, x.y * s.y, x.z * s.z, x.w * s.w};
+        }
+        *reinterpret_cast<float4*>(&staged.q[col][ch]) = x;
+        largest = max(largest, __float_as_uint(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)))));
+    }
+    if (thread < COLS) {
+        int index = u.block * COLS + thread;
+        staged.position[thread] = index < a.num_queries * a.group ? a.q_positions[u.batch * a.num_queries + index / a.group] : 0x7fffffff;
+    }
+    largest = __reduce_max_sync(ALL_LANES, largest);
+    if (thread % 32 == 0) staged.largest[thread / 32] = largest;
+    sync_threads(CONSUMERS);
 }
 
 /// What the two columns 2c, 2c + 1 (+ 8) of a lane may see, and what every column of the warp sees for sure.
 struct Visible {
-    int last[NT][2];             // newest visible position, -1 for padding
-    int all_from, all_to;        // positions every valid column sees: all_from <= p <= all_to
+    int last[NT][2];
+    int all_from, all_to;        // positions every column sees: all_from <= p <= all_to
 
-    DEVICE void load(const Args& a, Unit u, int c) {
-        all_from = 0;
-        all_to = 0x7fffffff;
-        for (int col = 0; col < COLS; ++col) {
-            int p = position(a, u, col);
-            if (p == 0x7fffffff) continue;
-            all_to = min(all_to, p);
-            all_from = max(all_from, p - a.window + 1);
-        }
+    DEVICE void load(const Staged& staged, int window, int lane) {
+        int p = staged.position[lane % COLS];
+        all_to = __reduce_min_sync(ALL_LANES, p);
+        all_from = __reduce_max_sync(ALL_LANES, p == 0x7fffffff ? 0 : p - window + 1);
         for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e) last[n][e] = position(a, u, n * 8 + 2 * c + e);
+            for (int e = 0; e < 2; ++e) last[n][e] = staged.position[n * 8 + 2 * (lane % 4) + e];
     }
-    /// Columns past the last see everything: they cost no mask and are never written.
-    static DEVICE int position(const Args& a, Unit u, int col) {
-        int index = u.block * COLS + col;
-        return index < a.num_queries * a.group ? a.q_positions[u.batch * a.num_queries + index / a.group] : 0x7fffffff;
-    }
-    DEVICE bool hides(const Args& a, int n, int e, int position) const { return position > last[n][e] || position <= last[n][e] - a.window; }
+    DEVICE bool hides(int window, int n, int e, int position) const { return position > last[n][e] || position <= last[n][e] - window; }
 };
 
-/// Online softmax in powers of two. Scores arrive as exponents relative to `reference`, which moves only when a score passes it by TOP: weights then
-/// stay in [0, 2**TOP], inside float16, and most tiles pay one vote instead of shuffles and a rescale.
+/// Online softmax in powers of two. Scores arrive as exponents relative to `reference`, which moves only when a weight passes 2**top: float16 holds the
+/// weights and their products with value scales up to `limit`, and most tiles pay a comparison and a vote instead of maxima, shuffles and a rescale.
 struct Softmax {
-    static constexpr float TOP = 14.f, AIM = 4.f;
+    static constexpr int TOP = 15, DROP = 6;
     float reference[NT][2];
     float sum[NT][2];            // this lane's tokens only
     bool seen[NT][2];            // alike in all lanes of a column
+    bool all_seen;
+    int top;                     // TOP less the exponent of `limit`
+    u32 limit;                   // float16 bits of a power of two >= 1 that no value scale so far exceeds
 
     DEVICE void clear() {
+        top = TOP;
+        limit = 0x3c00;
+        all_seen = false;
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e) reference[n][e] = 0.f, sum[n][e] = 0.f, seen[n][e] = false;
     }
-    DEVICE bool must_move(const float (&best)[NT][2]) const {
-        bool move = false;
-        for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e) move |= best[n][e] > TOP || (!seen[n][e] && best[n][e] != negative_infinity());
-        return move;
+    /// Any lane's answer counts. `largest_weight` and `largest_scale`: float16 bits.
+    DEVICE bool must_move(u32 largest_weight, u32 largest_scale) const {
+        return !all_seen || largest_weight > u32(top + 15) << 10 || largest_scale > limit;
     }
-    /// Moves the references up to the columns' maxima; `down` is what to subtract from scores, `factor` what to multiply sums by.
-    DEVICE void move(float (&best)[NT][2], float (&down)[NT][2], float (&factor)[NT][2]) {
+    /// Moves the references so that the columns' best weights are 2**(top - DROP); `down` is what to subtract from scores, `factor` what to multiply sums by.
+    DEVICE void move(const float (&best)[NT][2], u32 largest_scale, float (&down)[NT][2], float (&factor)[NT][2]) {
+        largest_scale = __reduce_max_sync(ALL_LANES, largest_scale);
+        if (largest_scale > limit) {
+            int exponent = min(int(largest_scale + 0x3ff) >> 10, 30);  // rounded up; 30 is 2**15, the largest power
+            limit = exponent << 10;
+            top = TOP - (exponent - 15);
+        }
+        all_seen = true;
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e) {
                 float b = best[n][e];
                 for (int mask = 4; mask < 32; mask *= 2) b = fmaxf(b, __shfl_xor_sync(ALL_LANES, b, mask));
-                bool moves = b != negative_infinity() && (b > AIM || !seen[n][e]);
-                down[n][e] = moves ? b - AIM : 0.f;
+                bool moves = b != negative_infinity() && (b > top - DROP || !seen[n][e]);
+                down[n][e] = moves ? b - (top - DROP) : 0.f;
                 factor[n][e] = exp2_approx(fminf(-down[n][e], 126.f));  // a first reference may lie far below 0; the sums are 0 then
                 reference[n][e] += down[n][e];
                 sum[n][e] *= factor[n][e];
                 seen[n][e] |= moves;
+                all_seen &= seen[n][e];
             }
+        all_seen = __all_sync(ALL_LANES, all_seen);
     }
 };
+
+/// Scores of a step as weights: p[i][n] packs columns 2c, 2c + 1. Returns the largest, as float16 bits.
+template <int TOKENS, class Pack>
+DEVICE u32 weigh(float (&w)[TOKENS][NT][2], u32 (&packed)[TOKENS][NT], const float (&s)[TOKENS][NT][2], Pack pack) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i)
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            for (int e = 0; e < 2; ++e) w[i][n][e] = exp2_approx(s[i][n][e]);
+            packed[i][n] = pack(w[i][n][0], w[i][n][1]);
+            largest = max_f16x2(largest, packed[i][n]);
+        }
+    return max(largest & 0xffffu, largest >> 16);
+}
+
+/// Highest score of each column among this lane's tokens.
+template <int TOKENS>
+DEVICE void highest(float (&best)[NT][2], const float (&s)[TOKENS][NT][2]) {
+    for (int n = 0; n < NT; ++n)
+        for (int e = 0; e < 2; ++e) {
+            best[n][e] = negative_infinity();
+            for (int i = 0; i < TOKENS; ++i) best[n][e] = fmaxf(best[n][e], s[i][n][e]);
+        }
+}

@@ -25,6 +25,8 @@ struct Segment {
     int unit, part, first_entry, first_chunk, num_chunks;
     int slot;                    // where its partial result goes; -1 if it is the unit's only one
     int unit_slots, num_slots;   // the unit's first slot and how many it has
+    int next;                    // the block's next segment, -1 if none; its first is segment blockIdx.x (unit -1 if it has none)
+    int padding[3];
 };
 
 /// One run of bytes of a chunk: from `page + from + chunk * step` to `slot + to`.
@@ -36,7 +38,6 @@ struct Args {
     void* out;                   // [B, T, Hq, D] dense
     float* lse;                  // [B, T, Hq]
     const int* q_positions;      // [B, T]; negative: a padding query, sees nothing
-    const int* segment_start;    // [gridDim.x + 1]
     const Segment* segments;
     const i64* page_address;     // [entries], layer 0, kv head 0
     const int2* page_tokens;     // [entries]: position of the first token, visible tokens

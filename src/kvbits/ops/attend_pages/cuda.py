@@ -71,7 +71,7 @@ class _Args(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "q", "out", "lse", "q_positions", "segment_start", "segments", "page_address", "page_tokens", "partial", "partial_ml", "arrived")),
+            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "partial", "partial_ml", "arrived")),
         *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
         *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
         ("scaling", ctypes.c_float), ("softcap", ctypes.c_float), ("num_pieces", ctypes.c_int),
@@ -149,7 +149,7 @@ class Plan:
         )  # fmt: skip
         for i, part in enumerate(call.parts):
             args.parts[i] = self._part(part, kernels, packed, layer_strides[i] if layer_strides else 0)
-        self._launches = [self._launch(k, args, *lists[i], blocks[i], packed[i] if packed else None) for i, k in enumerate(kernels)]
+        self._launches = [self._launch(k, args, lists[i], blocks[i], packed[i] if packed else None) for i, k in enumerate(kernels)]
 
     def run(self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of q [B, num_queries, Hq, D] over the planned pages of `layer`.
@@ -227,9 +227,9 @@ class Plan:
         self._keep.append(wide)
         return wide.data_ptr()
 
-    def _launch(self, kernel: Kernel, args: _Args, starts: np.ndarray, segments: np.ndarray, blocks: int, layout: PageLayout | None) -> _Launch:
+    def _launch(self, kernel: Kernel, args: _Args, segments: np.ndarray, blocks: int, layout: PageLayout | None) -> _Launch:
         mine = _Args.from_buffer_copy(args)
-        mine.segment_start, mine.segments = self._upload(starts).data_ptr(), self._upload(segments).data_ptr()
+        mine.segments = self._upload(segments).data_ptr()
         mine.num_pieces = len(kernel.pieces)
         for i, piece in enumerate(kernel.pieces):
             mine.pieces[i] = (ctypes.c_int * 4)(*piece)

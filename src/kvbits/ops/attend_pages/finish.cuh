@@ -5,17 +5,18 @@
 // Plain stores and sums: float atomics in shared memory are compare-and-swap loops and cost 40 us a launch in an early trial.
 constexpr int ROUNDS_AT_ONCE = WARPS >= 8 ? 1 : 8 / WARPS;
 constexpr int ROUND_STRIDE = 36;  // 32 channels, padded so that eight lanes' 16-byte stores meet no bank twice
-
 struct Merge {
     float2 warp_ml[WARPS][COLS];
     float2 ml[COLS];
     float bias[WARPS][MERGE_BIAS ? 16 : 1][COLS];
     float rounds[WARPS][ROUNDS_AT_ONCE][COLS][ROUND_STRIDE];
     float out[COLS][D];
+    Staged staged;
+    Segment segment;
     int last;
 };
 
-DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, const float2& ml) {
+DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, float2 ml) {
     int index = u.block * COLS + col;
     if (index >= a.num_queries * a.group) return;
     i64 row = (i64(u.batch) * a.num_queries + index / a.group) * (a.num_kv_heads * a.group) + u.head * a.group + index % a.group;
@@ -27,32 +28,81 @@ DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, 
     if (channel == 0) a.lse[row] = ml.y > 0.f ? (ml.x + log2_approx(ml.y)) * LN2 : negative_infinity();
 }
 
-/// Sums the unit's partial results and writes its outputs.
-DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread) {
-    const float2* all_ml = a.partial_ml + i64(s.unit_slots) * COLS;
-    const float4* all = reinterpret_cast<const float4*>(a.partial + i64(s.unit_slots) * COLS * D);
+/// Sums the unit's partial results and writes its outputs: exponents and sums first, 16 lanes a column, then values. Loops are small on purpose: this
+/// code runs once a launch, and fetching an unrolled version from memory took longer than running it.
+DEVICE void merge_slots(const Args& a, Unit u, Merge& shared, int thread) {
+    constexpr int MOST = sizeof(shared.rounds) / 4 / COLS;  // slots whose weights fit the space of the rounds
+    float (&weights)[COLS][MOST] = reinterpret_cast<float (&)[COLS][MOST]>(shared.rounds);
+    const int count = shared.segment.num_slots;
+    const float2* all_ml = a.partial_ml + i64(shared.segment.unit_slots) * COLS;
+    const float4* all = reinterpret_cast<const float4*>(a.partial + i64(shared.segment.unit_slots) * COLS * D);
+    for (int col = thread / 16; col < COLS; col += CONSUMERS / 16) {
+        float best = NOT_SEEN, total = 0.f;
+        float2 mine = {NOT_SEEN, 0.f};
+#pragma unroll 1
+        for (int k = thread % 16; k < count; k += 16) {
+            mine = load_global_l2(all_ml + i64(k) * COLS + col);
+            float top = fmaxf(best, mine.x);
+            total = total * exp2_approx(best - top) + mine.y * exp2_approx(mine.x - top);
+            best = top;
+            weights[col][k] = mine.x;
+        }
+#pragma unroll
+        for (int mask = 1; mask < 16; mask *= 2) {
+            float other = __shfl_xor_sync(ALL_LANES, best, mask), more = __shfl_xor_sync(ALL_LANES, total, mask), top = fmaxf(best, other);
+            total = total * exp2_approx(best - top) + more * exp2_approx(other - top);
+            best = top;
+        }
+        for (int k = thread % 16; k < count; k += 16) weights[col][k] = weights[col][k] == NOT_SEEN ? 0.f : exp2_approx(weights[col][k] - best);
+        if (thread % 16 == 0) shared.ml[col] = {best, best == NOT_SEEN ? 0.f : total};
+    }
+    sync_threads(CONSUMERS);
+#pragma unroll 1
     for (int i = thread; i < COLS * D / 4; i += CONSUMERS) {
         int col = i / (D / 4);
-        float best = NOT_SEEN;
-        for (int k = 0; k < s.num_slots; ++k) best = fmaxf(best, load_global_l2(all_ml + i64(k) * COLS + col).x);
         float4 sum = {0.f, 0.f, 0.f, 0.f};
-        float total = 0.f;
-#pragma unroll 4
-        for (int k = 0; k < s.num_slots; ++k) {
-            float2 ml = load_global_l2(all_ml + i64(k) * COLS + col);
+#pragma unroll 8
+        for (int k = 0; k < count; ++k) {
             float4 x = load_global_l2(all + i64(k) * (COLS * D / 4) + i);
-            float w = ml.y > 0.f ? exp2_approx(ml.x - best) : 0.f;
-            total += ml.y * w;
-            sum.x += x.x * w; sum.y += x.y * w; sum.z += x.z * w; sum.w += x.w * w;
+            float w = weights[col][k];
+            sum = {sum.x + x.x * w, sum.y + x.y * w, sum.z + x.z * w, sum.w + x.w * w};
         }
-        write_column(a, u, col, i % (D / 4) * 4, sum, {best, total});
+        write_column(a, u, col, i % (D / 4) * 4, sum, shared.ml[col]);
     }
+}
+
+/// Offsets and scales that belong to channels, then out or, if the unit has other segments, to its slot.
+DEVICE void write_result(const Args& a, Unit u, const Part& part, int col, int ch, bool biased, int bias_group, const Merge& shared) {
+    float4 x = *reinterpret_cast<const float4*>(&shared.out[col][ch]);
+    const Segment& s = shared.segment;
+    float2 ml = shared.ml[col];
+    if (MERGE_BIAS && biased) {
+        float b = 0.f;
+        for (int w = 0; w < WARPS; ++w) b += shared.bias[w][ch / bias_group][col];
+        x = {x.x + b, x.y + b, x.z + b, x.w + b};
+    }
+    const i64 row = i64(u.head) * D + ch;
+    if (part.v_scale) {
+        float4 m = *reinterpret_cast<const float4*>(part.v_scale + row);
+        x = {x.x * m.x, x.y * m.y, x.z * m.z, x.w * m.w};
+    }
+    if (part.v_bias) {
+        float4 b = *reinterpret_cast<const float4*>(part.v_bias + row);
+        x = {x.x + ml.y * b.x, x.y + ml.y * b.y, x.z + ml.y * b.z, x.w + ml.y * b.w};
+    }
+    if (s.slot < 0) {
+        write_column(a, u, col, ch, x, ml);
+        return;
+    }
+    reinterpret_cast<float4*>(a.partial)[(i64(s.slot) * COLS + col) * (D / 4) + ch / 4] = x;
+    if (ch == 0) a.partial_ml[i64(s.slot) * COLS + col] = ml;
 }
 
 /// Called by all consumer warps at the end of a segment.
 template <class Walk>
-DEVICE void finish_segment(const Args& a, const Segment& s, Unit u, const Part& part, const Walk& walk, Softmax& softmax, const float (*bias_sum)[4], int bias_group,
-                           Merge& shared, int warp, int lane) {
+DEVICE void finish_segment(const Args& a, Unit u, const Part& part, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
+                           int bias_group, Merge& shared, int warp, int lane) {
+    const Segment& s = shared.segment;
     int g = lane / 4, c = lane % 4, thread = warp * 32 + lane;
     for (int n = 0; n < NT; ++n)
         for (int e = 0; e < 2; ++e) {
@@ -74,10 +124,10 @@ DEVICE void finish_segment(const Args& a, const Segment& s, Unit u, const Part& 
         }
 #pragma unroll
     for (int first = 0; first < Walk::ROUNDS; first += ROUNDS_AT_ONCE) {
+        if (first) sync_threads(CONSUMERS);
 #pragma unroll
-        for (int k = 0; k < ROUNDS_AT_ONCE; ++k) {
-            if (first + k >= Walk::ROUNDS) break;
-            for (int n = 0; n < NT; ++n)
+        for (int k = 0; k < ROUNDS_AT_ONCE; ++k)
+            for (int n = 0; n < NT && first + k < Walk::ROUNDS; ++n)
                 for (int e = 0; e < 2; ++e) {
                     float4 x = walk.result(first + k, n, e);
                     float f = factor[n][e];
@@ -85,51 +135,36 @@ DEVICE void finish_segment(const Args& a, const Segment& s, Unit u, const Part& 
                     if (f == 0.f) y = {0.f, 0.f, 0.f, 0.f};
                     *reinterpret_cast<float4*>(&shared.rounds[warp][k][n * 8 + 2 * c + e][4 * g]) = y;
                 }
-        }
         sync_threads(CONSUMERS);
-        for (int i = thread; i < ROUNDS_AT_ONCE * COLS * 32; i += CONSUMERS) {
-            int x = i % 32, col = i / 32 % COLS, k = i / (32 * COLS);
+        for (int i = thread; i < ROUNDS_AT_ONCE * COLS * 8; i += CONSUMERS) {
+            int x = i % 8 * 4, col = i / 8 % COLS, k = i / (8 * COLS);
             int ch = first + k < Walk::ROUNDS ? walk.channel(first + k, x) : -1;
             if (ch < 0 || ch >= D) continue;
-            float sum = 0.f;
-            for (int w = 0; w < WARPS; ++w) sum += shared.rounds[w][k][col][x];
-            shared.out[col][ch] = first + k >= Walk::FIRST_PLANE_ROUNDS ? shared.out[col][ch] + sum : sum;
-        }
-        sync_threads(CONSUMERS);
-    }
-    const i64 row = i64(u.head) * D;
-    for (int i = thread; i < COLS * D / 4; i += CONSUMERS) {
-        int col = i / (D / 4), ch = i % (D / 4) * 4;
-        float4 x = *reinterpret_cast<const float4*>(&shared.out[col][ch]);
-        float2 ml = shared.ml[col];
-        if (MERGE_BIAS && bias_sum) {
-            float b = 0.f;
-            for (int w = 0; w < WARPS; ++w) b += shared.bias[w][ch / bias_group][col];
-            x = {x.x + b, x.y + b, x.z + b, x.w + b};
-        }
-        if (part.v_scale) {
-            float4 m = *reinterpret_cast<const float4*>(part.v_scale + row + ch);
-            x = {x.x * m.x, x.y * m.y, x.z * m.z, x.w * m.w};
-        }
-        if (part.v_bias) {
-            float4 b = *reinterpret_cast<const float4*>(part.v_bias + row + ch);
-            x = {x.x + ml.y * b.x, x.y + ml.y * b.y, x.z + ml.y * b.z, x.w + ml.y * b.w};
-        }
-        if (s.slot < 0) write_column(a, u, col, ch, x, ml);
-        else {
-            reinterpret_cast<float4*>(a.partial)[i64(s.slot) * (COLS * D / 4) + i] = x;
-            if (ch == 0) a.partial_ml[i64(s.slot) * COLS + col] = ml;
+            float4 sum = {0.f, 0.f, 0.f, 0.f};
+            for (int w = 0; w < WARPS; ++w) {
+                float4 y = *reinterpret_cast<const float4*>(&shared.rounds[w][k][col][x]);
+                sum = {sum.x + y.x, sum.y + y.y, sum.z + y.z, sum.w + y.w};
+            }
+            float4& out = *reinterpret_cast<float4*>(&shared.out[col][ch]);
+            if (first + k >= Walk::FIRST_PLANE_ROUNDS) sum = {sum.x + out.x, sum.y + out.y, sum.z + out.z, sum.w + out.w};
+            out = sum;
         }
     }
+    sync_threads(CONSUMERS);
+#pragma unroll 1
+    for (int i = thread; i < COLS * D / 4; i += CONSUMERS) write_result(a, u, part, i / (D / 4), i % (D / 4) * 4, bias_sum != nullptr, bias_group, shared);
     if (s.slot >= 0) {
         __threadfence();
         sync_threads(CONSUMERS);
-        if (thread == 0) shared.last = atomicAdd(a.arrived + s.unit, 1) == s.num_slots - 1;
+        if (thread == 0) {
+            bool last = atomicAdd(a.arrived + s.unit, 1) == s.num_slots - 1;
+            if (last) a.arrived[s.unit] = 0;  // ready for the next launch
+            shared.last = last;
+        }
         sync_threads(CONSUMERS);
         if (shared.last) {
             __threadfence();
-            merge_slots(a, s, u, thread);
-            if (thread == 0) a.arrived[s.unit] = 0;  // ready for the next launch
+            merge_slots(a, u, shared, thread);
         }
     }
     sync_threads(CONSUMERS);  // the next segment writes the same memory

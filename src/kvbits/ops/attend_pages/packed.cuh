@@ -30,11 +30,12 @@ DEVICE u32 operand(u32 even, u32 odd, int is_odd, int field) {
         u32 x = is_odd ? odd : even << 8;
         return ((x >> 1) & 0x3f803f80u) | (x & 0x80008000u);  // value * 2**-8
     }
+    if (BITS == 8) return is_odd ? permute_bytes(odd, 0, 0x4341) : even & 0x00ff00ffu;
     return (is_odd ? odd : even) & (((1u << BITS) - 1) * 0x00010001u << BITS * field);
 }
 /// The byte-shifted word that `operand` wants for odd bytes.
-template <int FLOAT>
-DEVICE u32 odd_bytes(u32 w) { return FLOAT == INTEGER ? w >> 8 : w; }
+template <int FLOAT, int BITS>
+DEVICE u32 odd_bytes(u32 w) { return FLOAT == INTEGER && BITS < 8 ? w >> 8 : w; }
 
 constexpr int operand_exponent(int is_float) { return is_float == INTEGER ? 24 : is_float == E4M3 ? 8 : 0; }
 
@@ -65,22 +66,6 @@ DEVICE void load_pairs8(u32 (&p)[4], const unsigned char* section, int index) {
     for (int j = 0; j < 4; ++j) p[j] = pack_f16(a[j], b[j]);
 }
 
-/// 1 / 2**e as a pair that scales `largest` (float16 bits, positive) into (1/2, 1], and its exponent e.
-struct Normalizer {
-    u32 limit;      // float16 pair 2**e
-    u32 multiplier; // float16 pair 2**-e, e in -14 .. 15
-    float value;    // 2**e
-    DEVICE void set(u32 largest_bits) {
-        float x = f16_to_float(u16(largest_bits));
-        int e = x > 6.2e-5f ? exponent_of(x) + (x > power_of_two(exponent_of(x)) ? 1 : 0) : -14;
-        e = min(e, 15);  // float16 ends below 2**16; weights are at most 2**14, so a scale above 2**15 does no harm
-        value = power_of_two(e);
-        limit = pack_f16(value, value);
-        float inverse = power_of_two(-e);
-        multiplier = pack_f16(inverse, inverse);
-    }
-};
-
 template <class KeyPlane>
 struct Query {
     u32 q[NT][KeyPlane::FIELDS * KeyPlane::STEPS][2];
@@ -88,19 +73,8 @@ struct Query {
     static constexpr bool used(int field, int step) { return field * KeyPlane::ROW + 16 * step < D; }
     static constexpr int group_of(int field, int step) { return (field * KeyPlane::ROW + 16 * step) / K_GROUP; }
 
-    /// Channels field * ROW + 16 step + 4c .. + 3 of column `col`; 0 past the row, where a lane's words belong to others.
-    static DEVICE float4 load(const Args& a, Unit u, const float* scale, int col, int field, int step, int c) {
-        int r = 16 * step + 4 * c, ch = field * KeyPlane::ROW + r;
-        if (r >= KeyPlane::ROW || ch >= D) return {0.f, 0.f, 0.f, 0.f};
-        float4 x = load_q4(a, u, col, ch);
-        if (scale) {
-            float4 s = *reinterpret_cast<const float4*>(scale + ch);
-            x = {x.x * s.x, x.y * s.y, x.z * s.z, x.w * s.w};
-        }
-        return x;
-    }
-    static DEVICE float largest(const Args& a, Unit u, const float* scale, int g, int c) {
-        float m = 0.f;
+    /// Channels field * ROW + 16 step + 4c .. + 3 of a lane's column; 0 past the row, where a lane's words belong to others.
+    DEVICE void start(const Staged& staged, float multiplier, int g, int c) {
 #pragma unroll
         for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -108,33 +82,21 @@ struct Query {
 #pragma unroll
                 for (int i = 0; i < KeyPlane::STEPS; ++i) {
                     if (!used(f, i)) continue;
-                    float4 x = load(a, u, scale, n * 8 + g, f, i, c);
-                    m = fmaxf(m, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
-                }
-        for (int mask = 1; mask < 32; mask *= 2) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, mask));
-        return m;
-    }
-    DEVICE void start(const Args& a, Unit u, const float* scale, float multiplier, int g, int c) {
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int f = 0; f < KeyPlane::FIELDS; ++f)
-#pragma unroll
-                for (int i = 0; i < KeyPlane::STEPS; ++i) {
-                    if (!used(f, i)) continue;
-                    float4 x = load(a, u, scale, n * 8 + g, f, i, c);
+                    int r = 16 * i + 4 * c, ch = f * KeyPlane::ROW + r;
+                    float4 x = {0.f, 0.f, 0.f, 0.f};
+                    if (r < KeyPlane::ROW && ch < D) x = *reinterpret_cast<const float4*>(&staged.q[n * 8 + g][ch]);
                     float m = multiplier * power_of_two(KeyPlane::LOW_BITS - KeyPlane::BITS * f);
                     q[n][f * KeyPlane::STEPS + i][0] = pack_f16(x.x * m, x.z * m);
                     q[n][f * KeyPlane::STEPS + i][1] = pack_f16(x.y * m, x.w * m);
                 }
     }
-    /// sum over a group's channels of q times the code's field, for a code alike in all channels: [group][column].
-    DEVICE void times_constant(float (&sum)[K_GROUPS][NT][2], u32 code) const {
+    /// Adds q times the code's field over a group's channels, for a code alike in all channels and tokens: an operand's [rows and columns] of every group.
+    DEVICE void times_constant(float (&sum)[K_GROUPS][NT][4], u32 code) const {
 #pragma unroll
         for (int gr = 0; gr < K_GROUPS; ++gr)
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-                float acc[4] = {0.f, 0.f, 0.f, 0.f};
+                float (&acc)[4] = sum[gr][n];
 #pragma unroll
                 for (int f = 0; f < KeyPlane::FIELDS; ++f)
 #pragma unroll
@@ -143,8 +105,6 @@ struct Query {
                             u32 w = ((code >> KeyPlane::LOW_BITS) & ((1u << KeyPlane::BITS) - 1)) * 0x00010001u << KeyPlane::BITS * f;
                             mma_f16(acc, w, w, w, w, q[n][f * KeyPlane::STEPS + i][0], q[n][f * KeyPlane::STEPS + i][1]);
                         }
-                sum[gr][n][0] += acc[0];
-                sum[gr][n][1] += acc[1];
             }
     }
 };
@@ -164,7 +124,10 @@ struct Keys {
                 words[u][i] = *reinterpret_cast<const uint4*>(slot + KeyPlane::OFFSET + offset);
             }
     }
-    DEVICE void multiply(float (&acc)[UNITS][2][NT][4], const Query<KeyPlane>& query, int group) const {
+    /// acc = start (first plane) or acc, plus the group's products.
+    template <bool FIRST>
+    DEVICE void multiply(float (&acc)[UNITS][2][NT][4], const float (&start)[NT][4], const Query<KeyPlane>& query, int group) const {
+        bool first = FIRST;
 #pragma unroll
         for (int f = 0; f < KeyPlane::FIELDS; ++f)
 #pragma unroll
@@ -173,18 +136,23 @@ struct Keys {
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
                     const uint4& w = words[u][i];
-                    two_rows(acc[u][0], w.x, w.y, query, f, i);
-                    two_rows(acc[u][1], w.z, w.w, query, f, i);
+                    two_rows(acc[u][0], start, first, w.x, w.y, query, f, i);
+                    two_rows(acc[u][1], start, first, w.z, w.w, query, f, i);
                 }
+                first = false;
             }
     }
-    static DEVICE void two_rows(float (&acc)[NT][4], u32 row, u32 row8, const Query<KeyPlane>& query, int f, int i) {
-        u32 odd = odd_bytes<K_FLOAT>(row), odd8 = odd_bytes<K_FLOAT>(row8);
+    static DEVICE void two_rows(float (&acc)[NT][4], const float (&start)[NT][4], bool first, u32 row, u32 row8, const Query<KeyPlane>& query, int f, int i) {
         constexpr int B = KeyPlane::BITS;
+        u32 odd = odd_bytes<K_FLOAT, B>(row), odd8 = odd_bytes<K_FLOAT, B>(row8);
         u32 a0 = operand<K_FLOAT, B>(row, odd, 0, f), a1 = operand<K_FLOAT, B>(row8, odd8, 0, f);
         u32 a2 = operand<K_FLOAT, B>(row, odd, 1, f), a3 = operand<K_FLOAT, B>(row8, odd8, 1, f);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) mma_f16(acc[n], a0, a1, a2, a3, query.q[n][f * KeyPlane::STEPS + i][0], query.q[n][f * KeyPlane::STEPS + i][1]);
+        for (int n = 0; n < NT; ++n) {
+            const u32 (&b)[2] = query.q[n][f * KeyPlane::STEPS + i];
+            if (first) mma_f16(acc[n], a0, a1, a2, a3, b[0], b[1], start[n][0], start[n][1], start[n][2], start[n][3]);
+            else mma_f16(acc[n], a0, a1, a2, a3, b[0], b[1]);
+        }
     }
 };
 
@@ -229,9 +197,9 @@ struct Values {
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 int quad = (tile * UNITS + u) * 8 + 2 * c;
-                // Lanes of odd c take their quads in the other order: four lanes would meet in the same banks otherwise.
-                uint4 first = *reinterpret_cast<const uint4*>(p + (quad + (c & 1)) * 4 * width);
-                uint4 second = *reinterpret_cast<const uint4*>(p + (quad + 1 - (c & 1)) * 4 * width);
+                // Four lanes meet in the same banks here. It costs nothing: shared memory gives 128 bytes a clock and full memory speed needs 17.
+                uint4 first = *reinterpret_cast<const uint4*>(p + quad * 4 * width);
+                uint4 second = *reinterpret_cast<const uint4*>(p + (quad + 1) * 4 * width);
                 quad_of(first, weights, u, 0, pair);
                 quad_of(second, weights, u, 1, pair);
             }
@@ -240,7 +208,7 @@ struct Values {
     template <class Weights>
     DEVICE void quad_of(const uint4& w, const Weights& weights, int u, int which, int pair) {
         constexpr int B = ValuePlane::BITS;
-        u32 ox = odd_bytes<V_FLOAT>(w.x), oy = odd_bytes<V_FLOAT>(w.y), oz = odd_bytes<V_FLOAT>(w.z), ow = odd_bytes<V_FLOAT>(w.w);
+        u32 ox = odd_bytes<V_FLOAT, B>(w.x), oy = odd_bytes<V_FLOAT, B>(w.y), oz = odd_bytes<V_FLOAT, B>(w.z), ow = odd_bytes<V_FLOAT, B>(w.w);
 #pragma unroll
         for (int f = 0; f < ValuePlane::FIELDS; ++f) {
             if (!used(f, pair)) continue;

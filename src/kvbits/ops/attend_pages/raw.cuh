@@ -6,7 +6,7 @@
 #include "columns.cuh"
 
 constexpr int RAW_STEPS = (D + 31) / 32;   // 16-byte loads of a key row by four lanes
-constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4 : 2;  // key loads in flight per row: registers allow no more
+constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4 : D * COLS <= 1024 ? 2 : 1;  // key loads in flight per row: registers allow no more
 constexpr int RAW_HALVES = (D + 63) / 64;  // 16-byte loads of a value row by eight lanes
 
 DEVICE void mma_raw(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -21,11 +21,12 @@ struct RawWalk {
     float o[NT][RAW_HALVES][4][4];  // [half of 64 channels][pair of channels]
     float factor;
 
-    DEVICE void start(const Args& a, Unit u, int g, int c) {
+    DEVICE void start(const Args& a, const Staged& staged, int g, int c) {
         for (int n = 0; n < NT; ++n)
             for (int i = 0; i < RAW_STEPS; ++i)
                 for (int half = 0; half < 2; ++half) {
-                    float4 x = load_q4(a, u, n * 8 + g, 32 * i + 8 * c + 4 * half);
+                    int ch = 32 * i + 8 * c + 4 * half;
+                    float4 x = ch < D ? *reinterpret_cast<const float4*>(&staged.q[n * 8 + g][ch]) : float4{0.f, 0.f, 0.f, 0.f};
                     q[n][i][2 * half] = pack_raw(x.x, x.y);
                     q[n][i][2 * half + 1] = pack_raw(x.z, x.w);
                 }
@@ -68,9 +69,6 @@ struct RawWalk {
             for (int n = 0; n < NT; ++n)
                 for (int r = 0; r < 4; ++r) s[2 * tile + r / 2][n][r % 2] = acc[n][r];
         }
-        float best[NT][2];
-        for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e) best[n][e] = negative_infinity();
 #pragma unroll
         for (int j = 0; j < 4; ++j)
             for (int n = 0; n < NT; ++n)
@@ -78,13 +76,17 @@ struct RawWalk {
                     int token = 4 * g + j;
                     float x = s[j][n][e] * factor;
                     if (SOFTCAP) x = tanh_approx(x) * (a.softcap * LOG2E);
-                    bool hidden = token >= visible || see.hides(a, n, e, position + token);
+                    bool hidden = token >= visible || see.hides(a.window, n, e, position + token);
                     s[j][n][e] = hidden ? negative_infinity() : x - softmax.reference[n][e];
-                    best[n][e] = fmaxf(best[n][e], s[j][n][e]);
                 }
-        if (__any_sync(ALL_LANES, softmax.must_move(best))) {
+        float best[NT][2];
+        highest<4>(best, s);
+        bool above = false;
+        for (int n = 0; n < NT; ++n)
+            for (int e = 0; e < 2; ++e) above |= best[n][e] > softmax.top;
+        if (__any_sync(ALL_LANES, above || !softmax.all_seen)) {
             float down[NT][2], scale[NT][2];
-            softmax.move(best, down, scale);
+            softmax.move(best, 0, down, scale);
             for (int n = 0; n < NT; ++n) {
                 for (int j = 0; j < 4; ++j)
                     for (int e = 0; e < 2; ++e) s[j][n][e] -= down[n][e];
@@ -103,19 +105,18 @@ struct RawWalk {
                 p[n][j] = transpose_8x8(pack_raw(p0, p1));
             }
 #pragma unroll
-        for (int h = 0; h < RAW_HALVES; ++h) {
-            uint4 v[8];
-            for (int j = 0; j < 8; ++j) v[j] = load_row(values, 8 * c + j, visible, 64 * h + 8 * g);
+        for (int h = 0; h < RAW_HALVES; ++h)
 #pragma unroll
-            for (int k = 0; k < 4; ++k)
+            for (int j = 0; j < 4; j += 2) {
+                uint4 v0 = load_row(values, 8 * c + j, visible, 64 * h + 8 * g), v4 = load_row(values, 8 * c + j + 4, visible, 64 * h + 8 * g);
+                uint4 v1 = load_row(values, 8 * c + j + 1, visible, 64 * h + 8 * g), v5 = load_row(values, 8 * c + j + 5, visible, 64 * h + 8 * g);
 #pragma unroll
-                for (int j = 0; j < 4; j += 2) {
-                    u32 w0 = word(v[j], k), w4 = word(v[j + 4], k), w1 = word(v[j + 1], k), w5 = word(v[j + 5], k);
-                    u32 a0 = permute_bytes(w0, w4, 0x5410), a1 = permute_bytes(w0, w4, 0x7632);
-                    u32 a2 = permute_bytes(w1, w5, 0x5410), a3 = permute_bytes(w1, w5, 0x7632);
+                for (int k = 0; k < 4; ++k) {
+                    u32 a0 = permute_bytes(word(v0, k), word(v4, k), 0x5410), a1 = permute_bytes(word(v0, k), word(v4, k), 0x7632);
+                    u32 a2 = permute_bytes(word(v1, k), word(v5, k), 0x5410), a3 = permute_bytes(word(v1, k), word(v5, k), 0x7632);
                     for (int n = 0; n < NT; ++n) mma_raw(o[n][h][k], a0, a1, a2, a3, p[n][j], p[n][j + 1]);
                 }
-        }
+            }
     }
     static DEVICE u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
 

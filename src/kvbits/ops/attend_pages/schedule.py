@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SEGMENT_FIELDS = ("unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots")
+SEGMENT_FIELDS = ("unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots", "next", "", "", "")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def chunks_per_sequence(indptr: np.ndarray, lengths: np.ndarray, chunk_tokens: i
     return np.where(pages > 0, (pages - 1) * chunks_per_page + visible, 0)
 
 
-def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tuple[list[np.ndarray], int]:
     """Segments of every launch.
 
     Args:
@@ -46,7 +46,7 @@ def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tupl
         num_blocks: blocks of each launch.
 
     Returns:
-        (segment_start int32 [blocks + 1], segments int32 [n, 8] in SEGMENT_FIELDS order) of each launch, and how many slots all of them need.
+        Segments int32 [n, 12] of each launch in SEGMENT_FIELDS order, block i's first at row i (unit -1: it has none), and how many slots all need.
     """
     batch = len(parts[0].num_chunks)
     starts, segments = [], []
@@ -70,8 +70,23 @@ def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tupl
         np.add.at(used, unit, 1)
         entry = np.stack([p.first_entry for p in parts], 1)[unit // repeats, part]
         rows = np.stack([unit, part, entry, s[:, 2], s[:, 3], slot, first_slot[unit], counts[unit]], 1)
-        result.append((start.astype(np.int32), np.ascontiguousarray(rows, np.int32)))
+        result.append(_linked(rows, start))
     return result, int(first_slot[-1])
+
+
+def _linked(rows: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Rows in block order as linked lists: first rows first, then the others."""
+    blocks = len(start) - 1
+    has = np.diff(start) > 0
+    place = np.arange(len(rows)) - np.searchsorted(start[:-1][has], np.arange(len(rows)), "right") + blocks  # after all first rows
+    place[start[:-1][has]] = np.flatnonzero(has)
+    follows = np.ones(len(rows), bool)
+    follows[start[1:][has] - 1] = False  # last rows
+    result = np.zeros((blocks + len(rows) - int(has.sum()), 12), np.int32)
+    result[:blocks, 0], result[:, 8] = -1, -1
+    result[place, :8] = rows
+    result[place[:-1], 8] = np.where(follows[:-1], place[1:], -1) if len(rows) else []
+    return result
 
 
 def _rank(unit: np.ndarray) -> np.ndarray:

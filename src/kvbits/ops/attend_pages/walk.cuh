@@ -12,16 +12,14 @@ using Value1 = Plane<V_BITS1, V_OFFSET1, 0>;
 #endif
 constexpr bool V_PER_CHUNK = V_SCALE == SCALE_CHANNEL;            // outputs are scaled once per chunk
 constexpr bool V_WEIGHT_SUMS = V_HAS_MEAN || (V_PER_CHUNK && V_HAS_BIAS);  // a chunk's sum of weights multiplies a channel vector
-constexpr int scale_bytes(int type) { return type == FLOAT32 ? 4 : 2; }
+constexpr int TOKENS = 4 * UNITS;                                  // of a lane in a step
 
 /// sum over channels of q times `vector`, for the lane's columns 2c, 2c + 1 (+ 8).
-DEVICE void dot_columns(float (&result)[NT][2], const Args& a, Unit u, const float* vector, int g, int c) {
+DEVICE void dot_columns(float (&result)[NT][2], const Staged& staged, const float* vector, const float* scale, int g, int c) {
     for (int n = 0; n < NT; ++n) {
         float sum = 0.f;
-        for (int ch = 4 * c; ch < D; ch += 16) {
-            float4 x = load_q4(a, u, n * 8 + g, ch), y = *reinterpret_cast<const float4*>(vector + ch);
-            sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
-        }
+#pragma unroll 1
+        for (int ch = c; ch < D; ch += 4) sum += staged.q[n * 8 + g][ch] / scale[ch] * vector[ch];
         sum += __shfl_xor_sync(ALL_LANES, sum, 1);
         sum += __shfl_xor_sync(ALL_LANES, sum, 2);
         for (int e = 0; e < 2; ++e) result[n][e] = __shfl_sync(ALL_LANES, sum, (2 * c + e) * 4);
@@ -32,7 +30,7 @@ struct PackedWalk {
     static constexpr int ROUNDS0 = Value0::ROUNDS, FIRST_PLANE_ROUNDS = ROUNDS0;
 #if V_BITS1
     static constexpr int ROUNDS = ROUNDS0 + Value1::ROUNDS;
-    Values<Value1> values1;
+    Values<Value1> values1, total1;
 #else
     static constexpr int ROUNDS = ROUNDS0;
 #endif
@@ -45,49 +43,51 @@ struct PackedWalk {
     float factor;                      // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh)
     float real_factor;                 // the same for q times real numbers
     float constant[NT][2];             // added to every score: q times a static bias
-    float zero_sum[K_GROUPS][NT][2];   // zero point times sum of q
-    float one_sum[K_GROUPS][NT][2];    // sum of q, for biases
+    float start_sum[K_GROUPS][NT][4];  // what scores start from: minus the zero point times the sum of q
+    float one_sum[K_GROUPS][NT][4];    // sum of q, for biases
     float bias_sum[NT][4];             // row g: weights times the bias of value group g
     float weight_sum[NT][2];           // this chunk's
-    Normalizer scales;                 // of value scales
 
-    DEVICE void start(const Args& a, Unit u, const Part& part, int g, int c) {
-        i64 row = i64(u.head) * D;
-        const float* scale = part.k_scale ? part.k_scale + row : nullptr;
-        float m = Query<Key0>::largest(a, u, scale, g, c);
-        int shift = m > 1e-30f ? 13 - exponent_of(m) : 0;
-        query0.start(a, u, scale, power_of_two(shift), g, c);
+    DEVICE void start(const Args& a, const Staged& staged, Unit u, const Part& part, int g, int c) {
+        u32 bits = 0;
+        for (int w = 0; w < WARPS; ++w) bits = max(bits, staged.largest[w]);
+        float m = __uint_as_float(bits);
+        int shift = m > 1e-30f ? 13 - exponent_of(m) : 0;  // the largest |q| comes just under 2**14
+        query0.start(staged, power_of_two(shift), g, c);
 #if K_BITS1
-        query1.start(a, u, scale, power_of_two(shift), g, c);
+        query1.start(staged, power_of_two(shift), g, c);
 #endif
         real_factor = power_of_two(-shift) * a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E);
         factor = real_factor * power_of_two(operand_exponent(K_FLOAT));
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e) constant[n][e] = 0.f;
         if (part.k_bias) {
-            dot_columns(constant, a, u, part.k_bias + row, g, c);
+            i64 row = i64(u.head) * D;
+            dot_columns(constant, staged, part.k_bias + row, part.k_scale + row, g, c);
             for (int n = 0; n < NT; ++n)
                 for (int e = 0; e < 2; ++e) constant[n][e] *= real_factor * power_of_two(shift);
         }
-        times_constant(zero_sum, K_ZERO && K_SCALE != SCALE_CHANNEL ? K_ZERO : 0);
+        times_constant(start_sum, K_ZERO && K_SCALE != SCALE_CHANNEL ? K_ZERO : 0);
+        negate_start();
         times_constant(one_sum, K_HAS_BIAS && K_SCALE == SCALE_GROUP ? 1 : 0);
-        clear_outputs();
-        for (int n = 0; n < NT; ++n)
-            for (int r = 0; r < 4; ++r) bias_sum[n][r] = 0.f;
-        scales.limit = 0;
-        scales.multiplier = WORD_ONES;
-        scales.value = 1.f;
-    }
-    DEVICE void clear_outputs() {
         values0.clear();
         if (V_PER_CHUNK) total.clear();
 #if V_BITS1
         values1.clear();
+        if (V_PER_CHUNK) total1.clear();
 #endif
+        for (int n = 0; n < NT; ++n)
+            for (int r = 0; r < 4; ++r) bias_sum[n][r] = 0.f;
     }
-    DEVICE void times_constant(float (&sum)[K_GROUPS][NT][2], u32 code) const {
+    DEVICE void negate_start() {
         for (int gr = 0; gr < K_GROUPS; ++gr)
-            for (int n = 0; n < NT; ++n) sum[gr][n][0] = sum[gr][n][1] = 0.f;
+            for (int n = 0; n < NT; ++n)
+                for (int r = 0; r < 4; ++r) start_sum[gr][n][r] = -start_sum[gr][n][r];
+    }
+    DEVICE void times_constant(float (&sum)[K_GROUPS][NT][4], u32 code) const {
+        for (int gr = 0; gr < K_GROUPS; ++gr)
+            for (int n = 0; n < NT; ++n)
+                for (int r = 0; r < 4; ++r) sum[gr][n][r] = 0.f;
         if (code == 0) return;
         query0.times_constant(sum, code);
 #if K_BITS1
@@ -152,10 +152,10 @@ struct PackedWalk {
         return m > 1e-30f ? exponent_of(m) + 1 : 0;
     }
 
-    /// One chunk: CHUNK tokens in `slot`, of which `visible` are, the first at `position`.
+    /// One chunk: CHUNK tokens in `slot`, of which `visible` are, the first at `position`. MASKED: some may be hidden from some column.
+    template <bool MASKED>
     DEVICE void chunk(const Args& a, const Visible& see, Softmax& softmax, const unsigned char* slot, int position, int visible, int lane) {
         int g = lane / 4, c = lane % 4;
-        bool masked = visible < CHUNK || position < see.all_from || position + CHUNK - 1 > see.all_to;
         float page_constant[NT][2];
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e) page_constant[n][e] = constant[n][e], weight_sum[n][e] = 0.f;
@@ -168,53 +168,58 @@ struct PackedWalk {
 #if K_BITS1
             scale_query(scaled.query1, query1, slot + K_SCALE_OFFSET, power_of_two(-e), c);
 #endif
-            scaled.times_constant(scaled.zero_sum, K_ZERO);
-            for (int t = 0; t < CHUNK / (32 * UNITS); ++t) tile(a, see, softmax, slot, t, scaled, factor * power_of_two(e), page_constant, position, visible, masked, g, c);
+            scaled.times_constant(scaled.start_sum, K_ZERO);
+            scaled.negate_start();
+#pragma unroll 1
+            for (int t = 0; t < CHUNK / (32 * UNITS); ++t) tile<MASKED>(a, see, softmax, slot, t, scaled, factor * power_of_two(e), page_constant, position, visible, g, c);
         } else {
 #pragma unroll 1
-            for (int t = 0; t < CHUNK / (32 * UNITS); ++t) tile(a, see, softmax, slot, t, *this, factor, page_constant, position, visible, masked, g, c);
+            for (int t = 0; t < CHUNK / (32 * UNITS); ++t) tile<MASKED>(a, see, softmax, slot, t, *this, factor, page_constant, position, visible, g, c);
         }
-        if (V_PER_CHUNK || V_WEIGHT_SUMS) finish_chunk(slot, g);
+        if (V_PER_CHUNK || V_WEIGHT_SUMS) finish_chunk(values0, total, true, slot, g);
+#if V_BITS1
+        if (V_PER_CHUNK) finish_chunk(values1, total1, false, slot, g);
+#endif
     }
 
+    template <bool MASKED>
     DEVICE void tile(const Args& a, const Visible& see, Softmax& softmax, const unsigned char* slot, int t, const PackedWalk& keys, float score_factor,
-                     const float (&page_constant)[NT][2], int position, int visible, bool masked, int g, int c) {
-        float s[UNITS][4][NT][2];
+                     const float (&page_constant)[NT][2], int position, int visible, int g, int c) {
+        float s[TOKENS][NT][2];  // token 4u + j is the lane's j-th of unit u
         scores(s, softmax, slot, t, keys, score_factor, page_constant, g, c);
         if (SOFTCAP)
             for (int u = 0; u < UNITS; ++u)
                 for (int j = 0; j < 4; ++j)
                     for (int n = 0; n < NT; ++n)
-                        for (int e = 0; e < 2; ++e) s[u][j][n][e] = tanh_approx(s[u][j][n][e]) * (a.softcap * LOG2E) - softmax.reference[n][e];
-        if (masked)
+                        for (int e = 0; e < 2; ++e) s[4 * u + j][n][e] = tanh_approx(s[4 * u + j][n][e]) * (a.softcap * LOG2E) - softmax.reference[n][e];
+        if (MASKED)
             for (int u = 0; u < UNITS; ++u)
                 for (int j = 0; j < 4; ++j) {
                     int token = (t * UNITS + u) * 32 + 4 * g + j;
                     for (int n = 0; n < NT; ++n)
                         for (int e = 0; e < 2; ++e)
-                            if (token >= visible || see.hides(a, n, e, position + token)) s[u][j][n][e] = negative_infinity();
+                            if (token >= visible || see.hides(a.window, n, e, position + token)) s[4 * u + j][n][e] = negative_infinity();
                 }
-        float best[NT][2];
-        for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e) {
-                float b = negative_infinity();
-                for (int u = 0; u < UNITS; ++u)
-                    for (int j = 0; j < 4; ++j) b = fmaxf(b, s[u][j][n][e]);
-                best[n][e] = b;
-            }
         u32 pairs[V_GROUPS][UNITS][4];
-        u32 largest = value_scales(pairs, slot, t, visible, masked, c);
-        if (__any_sync(ALL_LANES, softmax.must_move(best) || largest > (scales.limit & 0xffffu))) {
-            float down[NT][2], multiplier[NT][2];
-            softmax.move(best, down, multiplier);
-            for (int u = 0; u < UNITS; ++u)
-                for (int j = 0; j < 4; ++j)
-                    for (int n = 0; n < NT; ++n)
-                        for (int e = 0; e < 2; ++e) s[u][j][n][e] -= down[n][e];
-            rescale(multiplier, __reduce_max_sync(ALL_LANES, largest));
+        u32 largest = value_scales<MASKED>(pairs, slot, t, visible, c);
+        float p[TOKENS][NT][2];
+        u32 packed[TOKENS][NT];
+        u32 largest_weight = weigh<TOKENS>(p, packed, s, pack_f16);
+        if (__any_sync(ALL_LANES, softmax.must_move(largest_weight, largest))) {
+            float best[NT][2], down[NT][2], multiplier[NT][2];
+            highest<TOKENS>(best, s);
+            softmax.move(best, largest, down, multiplier);
+            for (int i = 0; i < TOKENS; ++i)
+                for (int n = 0; n < NT; ++n)
+                    for (int e = 0; e < 2; ++e) s[i][n][e] -= down[n][e];
+            rescale(multiplier);
+            weigh<TOKENS>(p, packed, s, pack_f16);
         }
+        for (int n = 0; n < NT; ++n)
+            for (int e = 0; e < 2; ++e)
+                for (int i = 0; i < TOKENS; ++i) softmax.sum[n][e] += p[i][n][e];
         u32 weights[V_GROUPS][NT][UNITS][2][2];
-        softmax_weights(weights, s, softmax, slot, t, pairs, visible, masked, g, c);
+        value_weights<MASKED>(weights, packed, slot, t, pairs, visible, g, c);
         if (V_ZERO) subtract_zero(weights);
         values0.accumulate(slot, t, weights, g, c);
 #if V_BITS1
@@ -223,7 +228,7 @@ struct PackedWalk {
     }
 
     /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
-    DEVICE void scores(float (&s)[UNITS][4][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const PackedWalk& keys, float score_factor,
+    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const PackedWalk& keys, float score_factor,
                        const float (&page_constant)[NT][2], int g, int c) const {
         Keys<Key0> words0;
         words0.load(slot, t, g, c);
@@ -234,13 +239,9 @@ struct PackedWalk {
 #pragma unroll
         for (int gr = 0; gr < K_GROUPS; ++gr) {
             float acc[UNITS][2][NT][4];
-            for (int u = 0; u < UNITS; ++u)
-                for (int tile = 0; tile < 2; ++tile)
-                    for (int n = 0; n < NT; ++n)
-                        for (int r = 0; r < 4; ++r) acc[u][tile][n][r] = -keys.zero_sum[gr][n][r % 2];
-            words0.multiply(acc, keys.query0, gr);
+            words0.template multiply<true>(acc, keys.start_sum[gr], keys.query0, gr);
 #if K_BITS1
-            words1.multiply(acc, keys.query1, gr);
+            words1.template multiply<false>(acc, keys.start_sum[gr], keys.query1, gr);
 #endif
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
@@ -254,16 +255,17 @@ struct PackedWalk {
                 for (int j = 0; j < 4; ++j)
                     for (int n = 0; n < NT; ++n)
                         for (int e = 0; e < 2; ++e) {
-                            float base = gr ? s[u][j][n][e] : SOFTCAP ? page_constant[n][e] : page_constant[n][e] - softmax.reference[n][e];
+                            float base = gr ? s[4 * u + j][n][e] : SOFTCAP ? page_constant[n][e] : page_constant[n][e] - softmax.reference[n][e];
                             if (K_HAS_BIAS && K_SCALE == SCALE_GROUP) base += bias[j] * score_factor * one_sum[gr][n][e];
-                            s[u][j][n][e] = acc[u][j / 2][n][j % 2 * 2 + e] * scale[j] + base;
+                            s[4 * u + j][n][e] = acc[u][j / 2][n][j % 2 * 2 + e] * scale[j] + base;
                         }
             }
         }
     }
 
     /// Scale pairs of the lane's value tokens, 0 for hidden ones; returns the largest, as float16 bits.
-    DEVICE u32 value_scales(u32 (&pairs)[V_GROUPS][UNITS][4], const unsigned char* slot, int t, int visible, bool masked, int c) const {
+    template <bool MASKED>
+    DEVICE u32 value_scales(u32 (&pairs)[V_GROUPS][UNITS][4], const unsigned char* slot, int t, int visible, int c) const {
         if (V_SCALE != SCALE_GROUP) return 0;
         u32 largest = 0;
 #pragma unroll
@@ -272,7 +274,7 @@ struct PackedWalk {
             for (int u = 0; u < UNITS; ++u) {
                 int token = (t * UNITS + u) * 32 + 8 * c;
                 load_pairs8<V_SCALE_TYPE>(pairs[gr][u], slot + V_SCALE_OFFSET, gr * CHUNK + token);
-                if (masked) mask_pairs(pairs[gr][u], token, visible);
+                if (MASKED) mask_pairs(pairs[gr][u], token, visible);
                 for (int j = 0; j < 4; ++j) largest = max_f16x2(largest, pairs[gr][u][j]);
             }
         return max(largest & 0xffffu, largest >> 16);
@@ -281,44 +283,34 @@ struct PackedWalk {
         for (int j = 0; j < 4; ++j) pairs[j] &= (token + j < visible ? 0xffffu : 0u) | (token + j + 4 < visible ? 0xffff0000u : 0u);
     }
 
-    DEVICE void rescale(float (&multiplier)[NT][2], u32 largest) {
+    DEVICE void rescale(const float (&multiplier)[NT][2]) {
         for (int n = 0; n < NT; ++n) {
             for (int r = 0; r < 4; ++r) bias_sum[n][r] *= multiplier[n][r % 2];
             for (int e = 0; e < 2; ++e) weight_sum[n][e] *= multiplier[n][e];
-        }
-        if (V_SCALE == SCALE_GROUP && largest > (scales.limit & 0xffffu)) {
-            float before = scales.value;
-            scales.set(largest);
-            for (int n = 0; n < NT; ++n)
-                for (int e = 0; e < 2; ++e) multiplier[n][e] *= before / scales.value;
         }
         values0.scale(multiplier);
         if (V_PER_CHUNK) total.scale(multiplier);
 #if V_BITS1
         values1.scale(multiplier);
+        if (V_PER_CHUNK) total1.scale(multiplier);
 #endif
     }
 
-    DEVICE void softmax_weights(u32 (&weights)[V_GROUPS][NT][UNITS][2][2], const float (&s)[UNITS][4][NT][2], Softmax& softmax, const unsigned char* slot, int t,
-                                const u32 (&pairs)[V_GROUPS][UNITS][4], int visible, bool masked, int g, int c) {
-        bool swap = c & 1;  // see Values::accumulate
+    template <bool MASKED>
+    DEVICE void value_weights(u32 (&weights)[V_GROUPS][NT][UNITS][2][2], const u32 (&packed)[TOKENS][NT], const unsigned char* slot, int t,
+                              const u32 (&pairs)[V_GROUPS][UNITS][4], int visible, int g, int c) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             u32 bias[4] = {};
             int token = (t * UNITS + u) * 32 + 8 * c;
             if (V_HAS_BIAS && V_SCALE == SCALE_GROUP && g < V_GROUPS) {
                 load_pairs8<V_SCALE_TYPE>(bias, slot + V_BIAS_OFFSET, g * CHUNK + token);
-                if (masked) mask_pairs(bias, token, visible);
+                if (MASKED) mask_pairs(bias, token, visible);
             }
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 u32 p[4];  // tokens (8c, 8c + 4), (8c + 1, 8c + 5), .. of column g
-                for (int j = 0; j < 4; ++j) {
-                    float p0 = exp2_approx(s[u][j][n][0]), p1 = exp2_approx(s[u][j][n][1]);
-                    softmax.sum[n][0] += p0;
-                    softmax.sum[n][1] += p1;
-                    p[j] = transpose_8x8(pack_f16(p0, p1));
-                }
+                for (int j = 0; j < 4; ++j) p[j] = transpose_8x8(packed[4 * u + j][n]);
                 if (V_HAS_BIAS && V_SCALE == SCALE_GROUP) {
                     mma_f16(bias_sum[n], bias[0], 0, bias[1], 0, p[0], p[1]);
                     mma_f16(bias_sum[n], bias[2], 0, bias[3], 0, p[2], p[3]);
@@ -331,12 +323,7 @@ struct PackedWalk {
                 }
 #pragma unroll
                 for (int gr = 0; gr < V_GROUPS; ++gr) {
-                    u32 w[4];
-                    for (int j = 0; j < 4; ++j) w[j] = V_SCALE == SCALE_GROUP ? mul_f16x2(p[j], mul_f16x2(pairs[gr][u][j], scales.multiplier)) : p[j];
-                    for (int k = 0; k < 2; ++k) {
-                        weights[gr][n][u][0][k] = swap ? w[2 + k] : w[k];
-                        weights[gr][n][u][1][k] = swap ? w[k] : w[2 + k];
-                    }
+                    for (int j = 0; j < 4; ++j) weights[gr][n][u][j / 2][j % 2] = V_SCALE == SCALE_GROUP ? mul_f16x2(p[j], pairs[gr][u][j]) : p[j];
                 }
             }
         }
@@ -348,9 +335,12 @@ struct PackedWalk {
         for (int gr = 0; gr < V_GROUPS; ++gr)
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-                float acc[4] = {0.f, 0.f, 0.f, 0.f};
+                float acc[4];
                 for (int u = 0; u < UNITS; ++u)
-                    for (int k = 0; k < 2; ++k) mma_f16(acc, WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, weights[gr][n][u][k][0], weights[gr][n][u][k][1]);
+                    for (int k = 0; k < 2; ++k)
+                        if (u + k == 0)
+                            mma_f16(acc, WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, weights[gr][n][u][k][0], weights[gr][n][u][k][1], 0.f, 0.f, 0.f, 0.f);
+                        else mma_f16(acc, WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, weights[gr][n][u][k][0], weights[gr][n][u][k][1]);
                 sums[gr][n][0] = acc[0];
                 sums[gr][n][1] = acc[1];
             }
@@ -360,37 +350,37 @@ struct PackedWalk {
         });
     }
 
-    /// Per-channel scales and offsets of this chunk's outputs.
-    DEVICE void finish_chunk(const unsigned char* slot, int g) {
-        auto& into = V_PER_CHUNK ? total : values0;
-        const float unit = power_of_two(-operand_exponent(V_FLOAT) - Value0::LOW_BITS) / scales.value;
+    /// Per-channel scales and offsets of this chunk's outputs (offsets once: with the first plane).
+    template <class ValuePlane>
+    DEVICE void finish_chunk(Values<ValuePlane>& values, Values<ValuePlane>& sum, bool offsets, const unsigned char* slot, int g) {
+        auto& into = V_PER_CHUNK ? sum : values;
 #pragma unroll
-        for (int field = 0; field < Value0::FIELDS; ++field)
+        for (int field = 0; field < ValuePlane::FIELDS; ++field)
 #pragma unroll
-            for (int pair = 0; pair < Value0::PAIRS; ++pair) {
-                int r = 32 * pair + 4 * g, ch = field * Value0::ROW + r;
-                if (!Values<Value0>::used(field, pair)) continue;
-                int at = r < Value0::ROW && ch < D ? ch : 0;
+            for (int pair = 0; pair < ValuePlane::PAIRS; ++pair) {
+                int r = 32 * pair + 4 * g, ch = field * ValuePlane::ROW + r;
+                if (!Values<ValuePlane>::used(field, pair)) continue;
+                int at = r < ValuePlane::ROW && ch < D ? ch : 0;
                 float scale[4] = {1.f, 1.f, 1.f, 1.f}, bias[4] = {}, mean[4] = {};
                 if (V_PER_CHUNK) load_scales4<V_SCALE_TYPE>(scale, slot + V_SCALE_OFFSET, at);
                 if (V_PER_CHUNK && V_HAS_BIAS) load_scales4<V_SCALE_TYPE>(bias, slot + V_BIAS_OFFSET, at);
                 if (V_HAS_MEAN) load_scales4<V_SCALE_TYPE>(mean, slot + V_MEAN_OFFSET, at);
+                const float unit = power_of_two(ValuePlane::BITS * field - operand_exponent(V_FLOAT) - ValuePlane::LOW_BITS);
                 for (int n = 0; n < NT; ++n)
                     for (int k = 0; k < 4; ++k)
                         for (int e = 0; e < 2; ++e) {
                             float& x = into.o[n][field][pair][k / 2][k % 2 * 2 + e];
-                            float offset = (bias[k] + mean[k]) * unit * power_of_two(Value0::BITS * field);
-                            if (V_PER_CHUNK) x += values0.o[n][field][pair][k / 2][k % 2 * 2 + e] * scale[k];
-                            if (V_WEIGHT_SUMS) x += weight_sum[n][e] * offset;
+                            if (V_PER_CHUNK) x += values.o[n][field][pair][k / 2][k % 2 * 2 + e] * scale[k];
+                            if (V_WEIGHT_SUMS && offsets) x += weight_sum[n][e] * ((bias[k] + mean[k]) * unit);
                         }
             }
-        if (V_PER_CHUNK) values0.clear();
+        if (V_PER_CHUNK) values.clear();
     }
 
     /// Four neighbouring channels of round `r` and column e: channels channel(r, 4g) .. + 3.
     DEVICE float4 result(int r, int n, int e) const {
 #if V_BITS1
-        if (r >= ROUNDS0) return four(values1, r - ROUNDS0, n, e);
+        if (r >= ROUNDS0) return V_PER_CHUNK ? four(total1, r - ROUNDS0, n, e) : four(values1, r - ROUNDS0, n, e);
 #endif
         return V_PER_CHUNK ? four(total, r, n, e) : four(values0, r, n, e);
     }
@@ -398,7 +388,7 @@ struct PackedWalk {
     DEVICE float4 four(const Values<ValuePlane>& v, int r, int n, int e) const {
         int field = r / ValuePlane::PAIRS;
         const auto& x = v.o[n][field][r % ValuePlane::PAIRS];
-        float m = power_of_two(operand_exponent(V_FLOAT) + ValuePlane::LOW_BITS - ValuePlane::BITS * field) * scales.value;
+        float m = power_of_two(operand_exponent(V_FLOAT) + ValuePlane::LOW_BITS - ValuePlane::BITS * field);
         return {x[0][e] * m, x[0][2 + e] * m, x[1][e] * m, x[1][2 + e] * m};
     }
     /// The channel at place x of round r; -1 past the row or the head.

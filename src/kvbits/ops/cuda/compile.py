@@ -20,7 +20,7 @@ from pathlib import Path
 from ...errors import KvbitsError
 
 COMMON = Path(__file__).parent
-OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--extra-device-vectorization", "-lineinfo")
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--extra-device-vectorization")
 
 
 class KernelError(KvbitsError, RuntimeError):

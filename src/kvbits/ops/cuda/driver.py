@@ -49,9 +49,9 @@ class Kernel:
     def __init__(self, binary: Binary, name: str, shared_bytes: int = 0) -> None:
         torch.cuda.current_stream()  # makes torch's context current
         self.name, self.shared_bytes = name, shared_bytes
-        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(module), binary.cubin), f"loading {name}")
-        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
+        self.module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(self.module), binary.cubin), f"loading {name}")
+        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self.module, name.encode()), f"finding {name}")
         if shared_bytes > 48 << 10:
             _check(_driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes), f"{name} with {shared_bytes} bytes of shared memory")
 
