@@ -61,7 +61,7 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
     """`dequantize` gives the model's values: raw tokens exactly, closed pages as quantized once, whatever a window released missing in front."""
     assert cache.seq_lens == model.seq_lens
     for layer, geometry in enumerate(cache.spec.layers):
-        g, _ = cache._where[layer]
+        g = cache._where[layer][0].group
         for row in range(cache.batch_size):
             want_k, want_v = model.rows[row][layer].values()
             k, v = cache.dequantize(layer, row, torch.float64)
@@ -77,7 +77,7 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
             assert torch.equal(k, want_k[length - held :])
             assert torch.equal(v, want_v[length - held :])
             state = cache.groups[g].sequences[row]
-            store = cache._store(layer, "closed")
+            store = cache._store(cache._where[layer][0], "closed")
             pages = model.rows[row][layer].closed
             for page_id, page in zip(reversed(state.closed), reversed(pages), strict=False):
                 assert torch.equal(store.page(page_id), page.head_bytes), "the bytes of a closed page changed"

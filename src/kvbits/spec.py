@@ -314,17 +314,26 @@ class PageLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Other specs for some layers, for example raw keys and values in the first and last layer.
+    """Other specs for some layers or heads, for example raw keys and values in the first and last layer.
 
-    `layers` are indices, negative ones counted from the end.
+    `layers` are indices, negative ones counted from the end; `heads` are kv heads of those layers, None for all.
     """
 
     layers: tuple[int, ...]
     key: QuantSpec
     value: QuantSpec
+    heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "heads", None if self.heads is None else tuple(self.heads))
+
+    def covers(self, layer: int, head: int | None, num_layers: int) -> bool:
+        """True for a kv head of a layer (head None: for the layer as a whole)."""
+        for index in self.layers:
+            if not -num_layers <= index < num_layers:
+                raise SpecError(f"override for layer {index}, but the model has {num_layers} layers")
+        return any(index % num_layers == layer for index in self.layers) and (self.heads is None or (head is not None and head in self.heads))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +345,7 @@ class Scheme:
         num_sink_tokens: first tokens of a sequence that stay raw for ever (attention sinks).
         residual_length: newest tokens that are always raw. Up to `page_size` more are raw while they wait for their page.
         page_size: tokens quantized together, once; a multiple of 32.
-        overrides: exceptions by layer; the last match wins.
+        overrides: exceptions by layer and head; the last match wins.
         source: link to the paper or document the scheme comes from.
     """
 
@@ -358,14 +367,11 @@ class Scheme:
             if (n := getattr(self, name)) < 0:
                 raise SpecError(f"{name}={n} is negative; use 0 for none")
 
-    def for_layer(self, layer: int, num_layers: int) -> tuple[QuantSpec, QuantSpec]:
-        """(key spec, value spec) of one layer."""
+    def for_layer(self, layer: int, num_layers: int, head: int | None = None) -> tuple[QuantSpec, QuantSpec]:
+        """(key spec, value spec) of one layer, or of one of its kv heads."""
         key, value = self.key, self.value
         for o in self.overrides:
-            for index in o.layers:
-                if not -num_layers <= index < num_layers:
-                    raise SpecError(f"override for layer {index}, but the model has {num_layers} layers")
-            if any(index % num_layers == layer for index in o.layers):
+            if o.covers(layer, head, num_layers):
                 key, value = o.key, o.value
         return key, value
 
@@ -406,9 +412,13 @@ class LayerGeometry:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers that store alike and therefore share one page table: a page id names one page in each of these layers."""
+    """Layers that store alike and therefore share one page table: a page id names one page in each of these layers.
+
+    `heads` are the kv heads that the group holds of each layer: all of them, unless the scheme has overrides by head.
+    """
 
     layers: tuple[int, ...]
+    heads: tuple[tuple[int, ...], ...]
     geometry: LayerGeometry
     key: QuantSpec
     value: QuantSpec
@@ -506,17 +516,29 @@ class CacheSpec:
     @functools.cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
         """Layers with equal geometry and specs, in order of first appearance."""
-        members: dict[tuple[Any, ...], list[int]] = {}
+        members: dict[tuple[Any, ...], list[tuple[int, tuple[int, ...]]]] = {}
         for i, geometry in enumerate(self.layers):
-            members.setdefault((geometry, *self.scheme.for_layer(i, len(self.layers))), []).append(i)
+            for specs, heads in self._heads_by_specs(i, geometry).items():
+                part = dataclasses.replace(geometry, num_kv_heads=len(heads))
+                members.setdefault((part, *specs), []).append((i, tuple(heads)))
         s = self.scheme
         return tuple(
             LayerGroup(
-                layers=tuple(indices), geometry=geometry, key=key, value=value, num_sink_tokens=s.num_sink_tokens,
-                residual_length=s.residual_length, page_size=s.page_size, raw_dtype=self.raw_dtype,
+                layers=tuple(i for i, _ in parts), heads=tuple(heads for _, heads in parts), geometry=geometry, key=key, value=value,
+                num_sink_tokens=s.num_sink_tokens, residual_length=s.residual_length, page_size=s.page_size, raw_dtype=self.raw_dtype,
             )
-            for (geometry, key, value), indices in members.items()
+            for (geometry, key, value), parts in members.items()
         )  # fmt: skip
+
+    def _heads_by_specs(self, layer: int, geometry: LayerGeometry) -> dict[tuple[QuantSpec, QuantSpec], list[int]]:
+        for o in self.scheme.overrides:
+            if o.heads is not None and o.covers(layer, o.heads[0] if o.heads else None, len(self.layers)):
+                if bad := [h for h in o.heads if not 0 <= h < geometry.num_kv_heads]:
+                    raise SpecError(f"override for kv head {bad[0]} of layer {layer}, which has {geometry.num_kv_heads} kv heads")
+        found: dict[tuple[QuantSpec, QuantSpec], list[int]] = {}
+        for head in range(geometry.num_kv_heads):
+            found.setdefault(self.scheme.for_layer(layer, len(self.layers), head), []).append(head)
+        return found
 
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
         """Bytes a cache of this capacity allocates: `batch_size` sequences of `num_tokens` tokens each, everything included."""

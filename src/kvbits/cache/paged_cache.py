@@ -33,6 +33,16 @@ from .pool import Pool
 from .state import Close, GroupState, Step
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a layer (or some of its kv heads) is stored."""
+
+    layer: int
+    group: int
+    index: int  # of the layer inside the group
+    heads: tuple[int, ...] | None  # kv heads; None for all
+
+
 @dataclass
 class _Forward:
     """One forward pass under way."""
@@ -89,13 +99,15 @@ class PagedCache:
         self.backend = backend
         self.static = static or [{} for _ in spec.layers]
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
-        self._where: dict[int, tuple[int, int]] = {}
+        self._where: dict[int, tuple[_Place, ...]] = {}
         self.groups: list[GroupState] = []
         for g, group in enumerate(spec.groups):
             wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
             pools = {name: Pool(group, name, None if wanted is None else wanted[name], self.device) for name in group.POOLS}
             self.groups.append(GroupState(group, pools))
-            self._where.update({layer: (g, i) for i, layer in enumerate(group.layers)})
+            for i, (layer, heads) in enumerate(zip(group.layers, group.heads, strict=True)):
+                whole = len(heads) == spec.layers[layer].num_kv_heads
+                self._where[layer] = (*self._where.get(layer, ()), _Place(layer, g, i, None if whole else heads))
         self._forward: _Forward | None = None
         self._choices: dict[Any, dispatch.Choice] = {}
 
@@ -133,6 +145,7 @@ class PagedCache:
             "layers": [
                 {
                     "layers": list(g.group.layers),
+                    "kv_heads": "all" if all(len(h) == self.spec.layers[i].num_kv_heads for i, h in zip(g.group.layers, g.group.heads, strict=True)) else list(g.group.heads),
                     "keys": repr(g.group.key),
                     "values": repr(g.group.value),
                     "sliding_window": g.group.geometry.sliding_window,
@@ -223,27 +236,51 @@ class PagedCache:
         if softcap is not None and not softcap > 0:
             raise DataError(f"softcap={softcap} must be positive, or None for no cap")
         k, v, f = self._enter(layer, k, v, valid)
-        call = self._call(layer, scaling, softcap)
-        if f.history_first:
-            window = self.spec.layers[layer].sliding_window
-            out, lse = attend_fresh(q, k, v, f.positions, scaling, window, softcap)
-            if call.parts:
-                past = self._attend(layer, q, call, f)
-                out, lse = merge_partials([past[0], out], [past[1], lse])
-            self._write(layer, k, v, f)
+        if len(self._where[layer]) == 1:
+            out, lse = self._step(self._where[layer][0], q, k, v, scaling, softcap, f)
         else:
-            self._write(layer, k, v, f)
-            out, lse = self._attend(layer, q, call, f)
+            out, lse = self._step_by_heads(layer, q, k, v, scaling, softcap, f)
         f.pending.discard(layer)
         if sink_logits is not None:
             out = add_sink_logit(out, lse, sink_logits)
         return out.to(q.dtype)
 
+    def _step(
+        self, place: _Place, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: _Forward
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of one place, and its pages written."""
+        call = self._call(place, scaling, softcap, f)
+        if not f.history_first:
+            self._write(place, k, v, f)
+            return self._attend(place, q, call, f)
+        out, lse = attend_fresh(q, k, v, f.positions, scaling, call.sliding_window, softcap)
+        if call.parts:
+            past = self._attend(place, q, call, f)
+            out, lse = merge_partials([past[0], out], [past[1], lse])
+        self._write(place, k, v, f)
+        return out, lse
+
+    def _step_by_heads(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: _Forward
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer whose kv heads are stored in different ways."""
+        out = torch.zeros_like(q, dtype=torch.float32)
+        lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
+        group = q.shape[2] // k.shape[2]
+        for place in self._where[layer]:
+            heads = torch.tensor(place.heads, device=q.device)
+            q_heads = (heads[:, None] * group + torch.arange(group, device=q.device)).flatten()
+            o, m = self._step(place, q[:, :, q_heads], k[:, :, heads], v[:, :, heads], scaling, softcap, f)
+            out[:, :, q_heads], lse[:, :, q_heads] = o.float(), m
+        return out, lse
+
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, valid: torch.Tensor | None = None) -> None:
         """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`."""
         self._check(layer, k, k, v)
         k, v, f = self._enter(layer, k, v, valid)
-        self._write(layer, k, v, f)
+        for place in self._where[layer]:
+            heads = slice(None) if place.heads is None else list(place.heads)
+            self._write(place, k[:, :, heads], v[:, :, heads], f)
         f.pending.discard(layer)
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, _Forward]:
@@ -283,66 +320,67 @@ class PagedCache:
             if x.device.type != self.device.type:
                 raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {self.device}; build it with device={str(x.device)!r}")
 
-    def _store(self, layer: int, pool: str) -> PageStore:
-        g, index = self._where[layer]
-        return self.groups[g].pools[pool].store(index, self.static[layer] if pool == "closed" else {})
+    def _store(self, place: _Place, pool: str) -> PageStore:
+        return self.groups[place.group].pools[pool].store(place.index, self._static(place) if pool == "closed" else {})
 
-    def _call(self, layer: int, scaling: float, softcap: float | None) -> AttendCall:
-        f = self._forward
-        assert f is not None
-        history = f.steps[self._where[layer][0]].history
-        parts = tuple(Part(self._store(layer, pool), table) for pool, table in history.items())
-        return AttendCall(parts, scaling, self.spec.layers[layer].sliding_window, softcap)
+    def _static(self, place: _Place) -> dict[str, torch.Tensor]:
+        whole = self.static[place.layer]
+        return whole if place.heads is None else {name: x[list(place.heads)] for name, x in whole.items()}
 
-    def _attend(self, layer: int, q: torch.Tensor, call: AttendCall, f: _Forward) -> tuple[torch.Tensor, torch.Tensor]:
+    def _call(self, place: _Place, scaling: float, softcap: float | None, f: _Forward) -> AttendCall:
+        history = f.steps[place.group].history
+        parts = tuple(Part(self._store(place, pool), table) for pool, table in history.items())
+        return AttendCall(parts, scaling, self.spec.layers[place.layer].sliding_window, softcap)
+
+    def _attend(self, place: _Place, q: torch.Tensor, call: AttendCall, f: _Forward) -> tuple[torch.Tensor, torch.Tensor]:
         if not call.parts:  # every token so far was padding
             return torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        key = ("attend_pages", self._where[layer][0], f.history_first, q.dtype, q.shape[2], tuple(p.store.layout for p in call.parts))
+        key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], tuple(p.store.layout for p in call.parts))
         if key not in self._choices:
             self._choices[key] = dispatch.choose("attend_pages", q, call, backend=self.backend)
         choice = self._choices[key]
         if choice.plan is None:
             return choice.run(q, call, f.positions)
-        return self._run_planned(choice.plan, layer, q, call, f)
+        return self._run_planned(choice.plan, place, q, call, f)
 
     def _run_planned(
-        self, make: Callable[..., Any], layer: int, q: torch.Tensor, call: AttendCall, f: _Forward
+        self, make: Callable[..., Any], place: _Place, q: torch.Tensor, call: AttendCall, f: _Forward
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with the plan that the first layer of the group made for this forward pass (static scales: one plan per layer)."""
-        g, index = self._where[layer]
         alone = any(p.store.static for p in call.parts)
-        key = (g, layer if alone else None, call.scaling, call.softcap, q.shape[2])
+        key = (place.group, place.layer if alone else None, call.scaling, call.softcap, q.shape[2])
         if key not in f.plans:
-            base = call if alone else self._call(self.groups[g].group.layers[0], call.scaling, call.softcap)
+            first = self._where[self.groups[place.group].group.layers[0]]
+            base = call if alone else self._call(next(p for p in first if p.group == place.group), call.scaling, call.softcap, f)
             strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
             f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides)
             f.plans[key].q_positions.copy_(f.positions)
-        out, lse = f.plans[key].run(q.contiguous(), layer=0 if alone else index)
+        out, lse = f.plans[key].run(q.contiguous(), layer=0 if alone else place.index)
         return out.clone(), lse.clone()  # the plan's next run overwrites its own
 
-    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: _Forward) -> None:
-        step = f.steps[self._where[layer][0]]
+    def _write(self, place: _Place, k: torch.Tensor, v: torch.Tensor, f: _Forward) -> None:
+        step = f.steps[place.group]
         if f.valid is not None and (step.closes or step.writes):
             rows = [x.nonzero().squeeze(1) for x in f.valid.to(k.device)]
             fresh = [(k[b, i], v[b, i]) for b, i in enumerate(rows)]
         else:
             fresh = [(k[b], v[b]) for b in range(k.shape[0])]
         if step.closes:
-            self._close(layer, fresh, step.closes)
+            self._close(place, fresh, step.closes)
         for pool, source, target in step.copies:
-            store = self._store(layer, pool)
+            store = self._store(place, pool)
             store.page(target).copy_(store.page(source))
         for w in step.writes:
-            store = self._store(layer, w.pool)
+            store = self._store(place, w.pool)
             page = store.page(w.page_id)
             for name, x in zip(("k_raw", "v_raw"), fresh[w.row], strict=True):
                 section(page, store.layout, name)[:, w.slot : w.slot + w.count] = x[w.fresh : w.fresh + w.count].transpose(0, 1)
 
-    def _close(self, layer: int, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close]) -> None:
+    def _close(self, place: _Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close]) -> None:
         """Quantize the pages a step closes, runs of pages that lie wholly in the fresh tokens at once."""
         size = self.spec.scheme.page_size
-        tail = self._store(layer, "tail")
-        store = self._store(layer, "closed")
+        tail = self._store(place, "tail")
+        store = self._store(place, "closed")
         runs: list[list[Close]] = []
         for c in closes:
             last = runs[-1][-1] if runs else None
@@ -358,13 +396,13 @@ class PagedCache:
                 sides.append(rows.unflatten(1, (len(run), size)).transpose(0, 1))
             if self.nonfinite == "refuse":
                 for name, x in zip(("keys", "values"), sides, strict=True):
-                    require_finite(x, f"{name} of layer {layer}, page of tokens {c.start}.. of sequence {c.row}")
+                    require_finite(x, f"{name} of layer {place.layer}, page of tokens {c.start}.. of sequence {c.row}")
             key = ("close_pages", store.layout, sides[0].dtype)
             if key not in self._choices:
                 self._choices[key] = dispatch.choose("close_pages", sides[0], store, backend=self.backend if self.backend == "reference" else "auto")
             saturated = self._choices[key].run(sides[0], sides[1], store, np.array([x.page_id for x in run], np.int64))
             for kind, n in saturated.items():
-                self.saturated[layer][kind] += n
+                self.saturated[place.layer][kind] += n
 
     # -- sequences --------------------------------------------------------------------------------------------------
 
@@ -470,20 +508,30 @@ class PagedCache:
         (row,) = self._rows([row])
         if layer not in self._where:
             raise DataError(f"layer {layer} does not exist; the cache has {len(self.spec.layers)} layers")
-        keys, values = [], []
-        tables = self.groups[self._where[layer][0]].tables()
+        g = self.spec.layers[layer]
+        out = [torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)] * 2
+        for place in self._where[layer]:
+            sides = self._dequantize(place, row, dtype)
+            if place.heads is None or not len(sides[0]):
+                return sides if len(sides[0]) else (out[0], out[1])
+            for i, x in enumerate(sides):
+                out[i] = x.new_zeros(len(x), g.num_kv_heads, g.head_dim) if not len(out[i]) else out[i]
+                out[i][:, list(place.heads)] = x
+        return out[0], out[1]
+
+    def _dequantize(self, place: _Place, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        g = self.groups[place.group].group.geometry
+        empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
+        keys, values = [empty], [empty]
+        tables = self.groups[place.group].tables()
         for pool in ("sink", "closed", "tail"):
             if pool not in tables:
                 continue
-            table, store = tables[pool], self._store(layer, pool)
+            table, store = tables[pool], self._store(place, pool)
             for e in range(table.indptr[row], table.indptr[row + 1]):
                 k, v = dequantize_pages(store.page(int(table.page_ids[e])), store.layout, store.static, dtype)
                 keys.append(k[:, : table.lengths[e]].transpose(0, 1))
                 values.append(v[:, : table.lengths[e]].transpose(0, 1))
-        if not keys:
-            g = self.spec.layers[layer]
-            empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
-            return empty, empty
         return torch.cat(keys), torch.cat(values)
 
 

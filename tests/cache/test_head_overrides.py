@@ -1,0 +1,68 @@
+"""Heads of one layer may be stored in different ways; attention and contents are as if each head had a cache of its own."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvbits import schemes
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import SpecError
+from kvbits.spec import CacheSpec, LayerGeometry, Override, QuantSpec, Scheme
+
+LAYERS = (LayerGeometry(num_kv_heads=3, head_dim=64),) * 2
+RAW = QuantSpec.raw()
+
+
+def spec(*overrides: Override) -> CacheSpec:
+    return CacheSpec(scheme=dataclasses.replace(schemes.get("int4"), overrides=overrides), layers=LAYERS, raw_dtype="float32")
+
+
+def feed(cache: PagedCache, heads: list[int], seed: int = 0) -> list[torch.Tensor]:
+    """Outputs of chunks and tokens whose keys and values are those of `heads` out of three; two query heads per kv head."""
+    g = torch.Generator().manual_seed(seed)
+    outs = []
+    for t in (200, 1, 1, 30, 1):
+        for layer in range(2):
+            q, k, v = (torch.randn(2, t, n, 64, generator=g) for n in (6, 3, 3))
+            q_heads = [2 * h + j for h in heads for j in range(2)]
+            outs.append(cache.step(layer, q[:, :, q_heads], k[:, :, heads], v[:, :, heads], scaling=0.125))
+    return outs
+
+
+def test_a_raw_head_is_exact_and_the_others_are_as_before():
+    mixed = PagedCache(spec(Override(layers=(0,), heads=(1,), key=RAW, value=RAW)))
+    plain, raw = PagedCache(spec()), PagedCache(spec(Override(layers=(0, 1), key=RAW, value=RAW)))
+    got, want, exact = feed(mixed, [0, 1, 2]), feed(plain, [0, 1, 2]), feed(raw, [0, 1, 2])
+    for i in range(0, len(got), 2):  # layer 0
+        torch.testing.assert_close(got[i][:, :, 2:4], exact[i][:, :, 2:4], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got[i][:, :, [0, 1, 4, 5]], want[i][:, :, [0, 1, 4, 5]], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got[i + 1], want[i + 1], atol=1e-5, rtol=1e-5)
+    k, _ = mixed.dequantize(0, 1)
+    assert torch.equal(k[:, 1], raw.dequantize(0, 1)[0][:, 1])
+    assert torch.equal(k[:, [0, 2]], plain.dequantize(0, 1)[0][:, [0, 2]])
+
+
+def test_bytes_are_planned_and_survive_crop_fork_and_saving(tmp_path):
+    s = spec(Override(layers=(-1,), heads=(0, 2), key=RAW, value=RAW))
+    cache = PagedCache(s, batch_size=2, max_tokens=240)
+    feed(cache, [0, 1, 2])
+    assert cache.nbytes == s.nbytes(240, 2) == sum(cache.bytes_by_kind().values())
+    before = cache.dequantize(1, 0)
+    cache.save(tmp_path / "cache.safetensors")
+    again = PagedCache.load(tmp_path / "cache.safetensors")
+    for x, y in zip(before, again.dequantize(1, 0), strict=True):
+        assert torch.equal(x, y)
+    cache.select([1, 0])
+    for x, y in zip(before, cache.dequantize(1, 1), strict=True):
+        assert torch.equal(x, y)
+    cache.crop(100)
+    assert all(len(x) == 100 for x in cache.dequantize(1, 0))
+
+
+def test_overrides_round_trip_and_refuse_heads_that_do_not_exist():
+    s = spec(Override(layers=[0], heads=[2], key=RAW, value=RAW))
+    assert Scheme.from_json(s.scheme.to_json()) == s.scheme
+    assert [g.heads for g in s.groups] == [((0, 1),), ((2,),), ((0, 1, 2),)]
+    with pytest.raises(SpecError, match="kv head 3 of layer 1, which has 3 kv heads"):
+        spec(Override(layers=(1,), heads=(3,), key=RAW, value=RAW))
