@@ -1,0 +1,57 @@
+"""WHAT is stored: number formats, who shares a scale, schemes, and the exact bytes of everything.
+
+Arithmetic only (no tensors, no torch). Every size in the library comes from here, so the planner's figure and the pool's
+allocation cannot drift apart. docs/formats.md pictures the byte layouts that `PageLayout` describes.
+
+    QuantSpec   how one tensor (keys or values) becomes codes           spec.quant
+    PageLayout  the bytes of one page                                   spec.layout
+    Scheme      key spec + value spec + sinks + raw tail + overrides    spec.scheme
+    CacheSpec   scheme + model geometry -> layer groups -> bytes        spec.cache
+
+All specs are frozen, keyword-only and validated at birth; `repr` is constructor text; `to_json` / `from_json` round-trip.
+"""
+
+from .cache import CacheSpec, LayerGeometry, LayerGroup
+from .codec import from_dict, to_dict
+from .layout import (
+    DTYPE_BYTES,
+    FORMATS_VERSION,
+    KEY_TILE,
+    SECTION_ALIGNMENT,
+    STRUCT_ALIGNMENT,
+    VALUE_BLOCK,
+    VALUE_TOKEN_ORDER,
+    PageLayout,
+    Section,
+    plane_row_bytes,
+)
+from .quant import FORMATS, Granularity, NumberFormat, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
+from .scheme import Override, Scheme
+
+__all__ = [
+    "DTYPE_BYTES",
+    "FORMATS",
+    "FORMATS_VERSION",
+    "KEY_TILE",
+    "SECTION_ALIGNMENT",
+    "STRUCT_ALIGNMENT",
+    "VALUE_BLOCK",
+    "VALUE_TOKEN_ORDER",
+    "CacheSpec",
+    "Granularity",
+    "LayerGeometry",
+    "LayerGroup",
+    "NumberFormat",
+    "Override",
+    "PageLayout",
+    "PerChannel",
+    "PerGroup",
+    "PerTensor",
+    "PerToken",
+    "QuantSpec",
+    "Scheme",
+    "Section",
+    "from_dict",
+    "plane_row_bytes",
+    "to_dict",
+]

@@ -1,0 +1,204 @@
+"""A scheme on a model: layer groups, page counts and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..errors import SpecError
+from .codec import choice, parse, serialisable, to_dict
+from .layout import FORMATS_VERSION, PageLayout
+from .quant import DTYPE_BYTES, QuantSpec
+from .scheme import Scheme
+
+
+@serialisable
+@dataclass(frozen=True, kw_only=True)
+class LayerGeometry:
+    """Shape of one attention layer's cache. `sliding_window` counts the query's own token; None means full attention."""
+
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1:
+            raise SpecError(f"num_kv_heads={self.num_kv_heads} must be at least 1")
+        if self.head_dim < 8 or self.head_dim % 8:
+            raise SpecError(f"head_dim={self.head_dim} must be a positive multiple of 8")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise SpecError(f"sliding_window={self.sliding_window} must be at least 1, or None for full attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers that store alike and therefore share one page table: a page id names one page in each of these layers.
+
+    `heads` are the kv heads that the group holds of each layer: all of them, unless the scheme has overrides by head.
+    """
+
+    layers: tuple[int, ...]
+    heads: tuple[tuple[int, ...], ...]
+    geometry: LayerGeometry
+    key: QuantSpec
+    value: QuantSpec
+    num_sink_tokens: int
+    residual_length: int
+    page_size: int
+    raw_dtype: str
+
+    POOLS: ClassVar[tuple[str, ...]] = ("sink", "closed", "tail")
+
+    @property
+    def is_raw(self) -> bool:
+        """True where nothing is ever quantized: all tokens after the sinks live in tail pages."""
+        return self.key.is_raw and self.value.is_raw
+
+    def _layout(self, key: QuantSpec, value: QuantSpec, page_size: int) -> PageLayout:
+        g = self.geometry
+        return PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=g.num_kv_heads, head_dim=g.head_dim, raw_dtype=self.raw_dtype)
+
+    @functools.cached_property
+    def layouts(self) -> dict[str, PageLayout]:
+        """Page layout of each pool: raw sink pages, closed pages, raw tail pages."""
+        raw = QuantSpec.raw()
+        return {
+            "sink": self._layout(raw, raw, max(self.num_sink_tokens, 1)),
+            "closed": self._layout(self.key, self.value, self.page_size),
+            "tail": self._layout(raw, raw, self.page_size),
+        }
+
+    def block_bytes(self, pool: str) -> int:
+        """Bytes one page id takes in a pool: one page in each layer of the group."""
+        return len(self.layers) * self.layouts[pool].page_size_bytes
+
+    @property
+    def tail_pages(self) -> int:
+        """Tail pages a sequence can hold at once (not for raw groups, whose tail grows)."""
+        return -(-(self.residual_length + self.page_size) // self.page_size)
+
+    def closed_after(self, num_tokens: int) -> int:
+        """Pages ever closed once a sequence has `num_tokens` tokens: the newest token is always raw."""
+        if self.is_raw:
+            return 0
+        return max(0, (num_tokens - self.num_sink_tokens - self.residual_length - 1) // self.page_size)
+
+    def first_visible(self, num_tokens: int) -> int:
+        """Position of the oldest token that the next query can still see."""
+        w = self.geometry.sliding_window
+        return 0 if w is None else max(0, num_tokens - w + 1)
+
+    def pages_for(self, num_tokens: int) -> dict[str, int]:
+        """Most pages of each pool that one sequence holds on its way to `num_tokens` tokens."""
+        if num_tokens < 0:
+            raise SpecError(f"num_tokens={num_tokens} is negative")
+        sinks, size, w = self.num_sink_tokens, self.page_size, self.geometry.sliding_window
+
+        def alive(n: int) -> int:
+            dead = max(0, self.first_visible(max(0, n - 1)) - sinks) // size  # what the newest token itself could see
+            if self.is_raw:
+                return max(0, -(-(n - sinks) // size) - dead)
+            return max(0, self.closed_after(n) - dead)
+
+        grown = alive(num_tokens) if w is None else max((alive(n) for n in range(max(0, num_tokens - 2 * size), num_tokens + 1)), default=0)
+        if w is not None and self.is_raw:
+            grown = max(grown, 1 if num_tokens > sinks else 0)
+        return {
+            "sink": 1 if sinks and num_tokens else 0,
+            "closed": 0 if self.is_raw else grown,
+            "tail": grown if self.is_raw else (self.tail_pages if num_tokens else 0),
+        }
+
+
+@serialisable
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """A scheme on a model: every byte of the cache follows from this.
+
+    Attributes:
+        scheme: what is stored.
+        layers: geometry of each attention layer, in model order.
+        raw_dtype: dtype of raw pages (sinks, tail, raw layers): the model's own.
+    """
+
+    scheme: Scheme
+    layers: tuple[LayerGeometry, ...]
+    raw_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise SpecError("a cache needs at least one layer")
+        choice("raw_dtype", self.raw_dtype, DTYPE_BYTES)
+        for group in self.groups:  # refuses what does not fit, with the layer's own numbers
+            for layout in group.layouts.values():
+                _ = layout.head_bytes
+
+    @functools.cached_property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Layers with equal geometry and specs, in order of first appearance."""
+        members: dict[tuple[Any, ...], list[tuple[int, tuple[int, ...]]]] = {}
+        for i, geometry in enumerate(self.layers):
+            for specs, heads in self._heads_by_specs(i, geometry).items():
+                part = dataclasses.replace(geometry, num_kv_heads=len(heads))
+                members.setdefault((part, *specs), []).append((i, tuple(heads)))
+        s = self.scheme
+        return tuple(
+            LayerGroup(
+                layers=tuple(i for i, _ in parts), heads=tuple(heads for _, heads in parts), geometry=geometry, key=key, value=value,
+                num_sink_tokens=s.num_sink_tokens, residual_length=s.residual_length, page_size=s.page_size, raw_dtype=self.raw_dtype,
+            )
+            for (geometry, key, value), parts in members.items()
+        )  # fmt: skip
+
+    def _heads_by_specs(self, layer: int, geometry: LayerGeometry) -> dict[tuple[QuantSpec, QuantSpec], list[int]]:
+        for o in self.scheme.overrides:
+            bad = [h for h in o.heads or () if not 0 <= h < geometry.num_kv_heads and o.covers(layer, h, len(self.layers))]
+            if bad:
+                raise SpecError(f"override for kv head {bad[0]} of layer {layer}, which has {geometry.num_kv_heads} kv heads")
+        found: dict[tuple[QuantSpec, QuantSpec], list[int]] = {}
+        for head in range(geometry.num_kv_heads):
+            found.setdefault(self.scheme.for_layer(layer, len(self.layers), head), []).append(head)
+        return found
+
+    def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
+        """Bytes a cache of this capacity allocates: `batch_size` sequences of `num_tokens` tokens each, everything included."""
+        if batch_size < 0:
+            raise SpecError(f"batch_size={batch_size} is negative")
+        return sum(g.block_bytes(pool) * n * batch_size for g in self.groups for pool, n in g.pages_for(num_tokens).items())
+
+    def raw_nbytes(self, num_tokens: int, batch_size: int = 1, bytes_per_element: int = 2) -> int:
+        """Bytes the stock 16-bit cache holds for the same tokens (sliding layers hold their window only)."""
+        total = 0
+        for g in self.layers:
+            held = num_tokens if g.sliding_window is None else min(num_tokens, g.sliding_window - 1)
+            total += 2 * g.num_kv_heads * g.head_dim * held * bytes_per_element * batch_size
+        return total
+
+    @functools.cached_property
+    def bytes_per_token(self) -> float:
+        """Bytes one more token costs at long context: closed pages of the full-attention layers (all layers if none is)."""
+        full = [g for g in self.groups if g.geometry.sliding_window is None] or list(self.groups)
+        return sum(g.block_bytes("tail" if g.is_raw else "closed") / g.page_size for g in full)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits per cached number in closed pages over all layers, metadata and padding included."""
+        bits = sum(8 * g.block_bytes("tail" if g.is_raw else "closed") for g in self.groups)
+        elements = sum(2 * len(g.layers) * g.geometry.num_kv_heads * g.geometry.head_dim * g.page_size for g in self.groups)
+        return bits / elements
+
+    @property
+    def format_id(self) -> str:
+        """Names the byte layout of saved pages: equal ids mean interchangeable bytes."""
+        return f"kvbits-{FORMATS_VERSION}:" + json.dumps(to_dict(self), sort_keys=True)
+
+    def to_json(self) -> str:
+        return json.dumps(to_dict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> CacheSpec:
+        return parse(text, cls)

@@ -1,0 +1,66 @@
+"""Specs to plain JSON data and back, with the class name under "type"."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, TypeVar
+
+from ..errors import SpecError
+
+_TYPES: dict[str, type] = {}
+T = TypeVar("T")
+
+
+def serialisable(cls: type[T]) -> type[T]:
+    """Class decorator: let `from_dict` make this class."""
+    _TYPES[cls.__name__] = cls
+    return cls
+
+
+def choice(what: str, value: object, known: Any) -> None:
+    """Raises SpecError, listing the known values, unless `value` is one of them."""
+    if value not in list(known):  # a list, because a value from JSON may not be hashable
+        raise SpecError(f"unknown {what} {value!r}; known: {', '.join(str(k) for k in known)}")
+
+
+def to_dict(value: Any) -> Any:
+    """Plain JSON data for a spec, with the class name under "type"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {"type": type(value).__name__} | {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return [to_dict(v) for v in value] if isinstance(value, tuple) else value
+
+
+def from_dict(data: Any) -> Any:
+    """The spec that `to_dict` described.
+
+    Raises:
+        SpecError: unknown type or field, or values the spec refuses.
+    """
+    if isinstance(data, list):
+        return tuple(from_dict(v) for v in data)
+    if not isinstance(data, dict):
+        return data
+    fields = dict(data)
+    name = fields.pop("type", None)
+    choice("spec type", name, _TYPES)
+    if fields.get("format") == "raw":
+        return _TYPES[name].raw()  # type: ignore[attr-defined]
+    known = {f.name for f in dataclasses.fields(_TYPES[name])}
+    if unknown := set(fields) - known:
+        raise SpecError(f"{name} has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+    try:
+        return _TYPES[name](**{k: from_dict(v) for k, v in fields.items()})
+    except TypeError as error:  # a field is missing, or holds a value of another kind
+        raise SpecError(f"{name} cannot be made from {sorted(fields)}: {error}") from error
+
+
+def parse(text: str, wanted: type) -> Any:
+    """The spec of type `wanted` that a JSON text describes."""
+    try:
+        spec = from_dict(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise SpecError(f"the text is not JSON ({error}); pass what to_json() returned") from error
+    if not isinstance(spec, wanted):
+        raise SpecError(f"the JSON describes a {type(spec).__name__}, not a {wanted.__name__}")
+    return spec

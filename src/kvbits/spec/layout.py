@@ -1,0 +1,112 @@
+"""The bytes of one page (docs/formats.md)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from .quant import DTYPE_BYTES, QuantSpec
+
+FORMATS_VERSION = 1
+"""Version of the byte layouts in docs/formats.md. Saved files and format ids carry it."""
+
+STRUCT_ALIGNMENT = 64
+SECTION_ALIGNMENT = 16
+KEY_TILE = 16
+"""Tokens interleaved in a key tile: one 512-bit register holds a 32-bit word of each."""
+VALUE_BLOCK = 16
+"""Byte positions interleaved in a value block: one 512-bit register holds 4 tokens of each."""
+VALUE_TOKEN_ORDER = (0, 1, 4, 5, 2, 3, 6, 7)
+"""Slot s of every eight value tokens holds token VALUE_TOKEN_ORDER[s] (docs/formats.md says why)."""
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run of bytes inside a head struct. `shape` is in elements of `dtype`, in storage order."""
+
+    name: str
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def plane_row_bytes(head_dim: int, plane_bits: int) -> int:
+    """Bytes of one token's row in a bit plane, padded to whole 32-bit words."""
+    return _round_up(head_dim * plane_bits, 32) // 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageLayout:
+    """Byte layout of one page of one layer: `num_kv_heads` identical structs, one after the other.
+
+    Sections appear in this order, each aligned to 16 bytes, the struct padded to 64 bytes:
+    key planes, value planes, then key scale, bias, mean and value scale, bias, mean.
+    """
+
+    key: QuantSpec
+    value: QuantSpec
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    raw_dtype: str = "bfloat16"
+
+    @functools.cached_property
+    def sections(self) -> dict[str, Section]:
+        found: dict[str, Section] = {}
+        end = 0
+
+        def add(name: str, dtype: str, itemsize: int, shape: tuple[int, ...]) -> None:
+            nonlocal end
+            offset = _round_up(end, SECTION_ALIGNMENT)
+            nbytes = math.prod(shape) * itemsize
+            found[name] = Section(name, offset, nbytes, dtype, shape)
+            end = offset + nbytes
+
+        for prefix, spec in (("k", self.key), ("v", self.value)):
+            if spec.is_raw:
+                add(f"{prefix}_raw", self.raw_dtype, DTYPE_BYTES[self.raw_dtype], (self.page_size, self.head_dim))
+            for i, plane_bits in enumerate(spec.number_format.planes):
+                add(f"{prefix}_plane{i}", "uint8", 1, (self.page_size, plane_row_bytes(self.head_dim, plane_bits)))
+        for prefix, spec in (("k", self.key), ("v", self.value)):
+            if spec.is_raw:
+                continue
+            itemsize = DTYPE_BYTES[spec.scale_dtype]
+            if not spec.static:
+                shape = spec.scale_shape(self.page_size, self.head_dim)
+                add(f"{prefix}_scale", spec.scale_dtype, itemsize, shape)
+                if spec.has_bias:
+                    add(f"{prefix}_bias", spec.scale_dtype, itemsize, shape)
+            if spec.center:
+                add(f"{prefix}_mean", spec.scale_dtype, itemsize, (self.head_dim,))
+        return found
+
+    @functools.cached_property
+    def head_bytes(self) -> int:
+        """Bytes of one kv head's struct, padding included."""
+        last = list(self.sections.values())[-1]
+        return _round_up(last.offset + last.nbytes, STRUCT_ALIGNMENT)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one page of one layer, all kv heads, padding included."""
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits per cached number, scales and padding included."""
+        return 8 * self.head_bytes / (2 * self.page_size * self.head_dim)
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of one page split into codes, scales (with biases and means), raw and padding."""
+        kinds = {"codes": 0, "scales": 0, "raw": 0}
+        for s in self.sections.values():
+            kind = "raw" if s.name.endswith("_raw") else "codes" if "_plane" in s.name else "scales"
+            kinds[kind] += s.nbytes * self.num_kv_heads
+        kinds["padding"] = self.page_size_bytes - sum(kinds.values())
+        return kinds

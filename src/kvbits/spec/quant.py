@@ -1,0 +1,197 @@
+"""How one tensor, keys or values, becomes codes: number formats, who shares a scale, `QuantSpec`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from ..errors import SpecError
+from .codec import choice, serialisable
+
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberFormat:
+    """One code's number format: its bit planes and, for integers, its largest code.
+
+    `planes` are the field widths a code is split into, high bits first: int3 is a 2-bit plane and a 1-bit plane.
+    """
+
+    name: str
+    planes: tuple[int, ...]
+    kind: str  # "int", "float" or "raw"
+    max_value: float = 0.0  # float formats: largest finite value
+    saturates_at: float = 0.0  # float formats: where rounding to nearest would pass it
+
+    @property
+    def bits(self) -> int:
+        return sum(self.planes)
+
+
+FORMATS: dict[str, NumberFormat] = {
+    f.name: f
+    for f in (
+        NumberFormat(name="int8", planes=(8,), kind="int"),
+        NumberFormat(name="int4", planes=(4,), kind="int"),
+        NumberFormat(name="int3", planes=(2, 1), kind="int"),
+        NumberFormat(name="int2", planes=(2,), kind="int"),
+        NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", max_value=448.0, saturates_at=464.0),
+        NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", max_value=57344.0, saturates_at=61440.0),
+        NumberFormat(name="raw", planes=(), kind="raw"),
+    )
+}
+
+
+@serialisable
+@dataclass(frozen=True)
+class PerTensor:
+    """One scale for the whole tensor of a layer, from calibration. Scale shape per head: []."""
+
+
+@serialisable
+@dataclass(frozen=True)
+class PerToken:
+    """One scale per token and kv head. Scale shape per head and page: [1, page_size]."""
+
+
+@serialisable
+@dataclass(frozen=True)
+class PerChannel:
+    """One scale per channel and kv head over the tokens of a page. Scale shape per head and page: [head_dim]."""
+
+
+@serialisable
+@dataclass(frozen=True)
+class PerGroup:
+    """One scale per `size` neighbouring channels of a token. Scale shape per head and page: [head_dim / size, page_size]."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or self.size < 1:
+            raise SpecError(f"PerGroup size={self.size!r} is not a positive integer; common sizes are 32, 64 and 128")
+
+
+Granularity = PerTensor | PerToken | PerChannel | PerGroup
+_GRANULARITIES = {c.__name__: c for c in (PerTensor, PerToken, PerChannel, PerGroup)}
+
+
+@serialisable
+@dataclass(frozen=True, kw_only=True)
+class QuantSpec:
+    """How one tensor, keys or values, becomes codes.
+
+    A stored element decodes as  x ~ (code - zero) * scale + bias + mean  where `zero` is 2**(bits - 1) for symmetric
+    integers and 0 otherwise, `bias` exists for asymmetric integers and `mean` for `center="channel"`.
+
+    Attributes:
+        format: one of `FORMATS`; "raw" keeps the model's own 16-bit (or 32-bit) values.
+        granularity: who shares a scale (and a bias).
+        symmetric: integers only; False adds a float `bias` beside each scale.
+        scale_dtype: storage dtype of scale, bias and mean.
+        static: scales come from a `Calibration` instead of from the page, and are not stored in it.
+        center: "channel" keeps each channel's mean over the page apart, so that a constant offset (a key bias) costs no
+            code range. A score then gains q . mean once per page and head.
+
+    Raises:
+        SpecError: for any combination that cannot be.
+    """
+
+    format: str = "int8"
+    granularity: Granularity = PerGroup(64)
+    symmetric: bool = True
+    scale_dtype: str = "float16"
+    static: bool = False
+    center: str | None = None
+
+    def __post_init__(self) -> None:
+        choice("number format", self.format, FORMATS)
+        choice("scale_dtype", self.scale_dtype, DTYPE_BYTES)
+        choice("center", self.center, (None, "channel"))
+        if not isinstance(self.granularity, Granularity):
+            raise SpecError(f"granularity={self.granularity!r} is not one of {', '.join(_GRANULARITIES)}()")
+        kind = FORMATS[self.format].kind
+        if kind == "float" and not self.symmetric:
+            raise SpecError(f"{self.format} has a sign of its own and takes no offset; use symmetric=True")
+        if kind == "raw" and self != QuantSpec._raw():
+            raise SpecError("a raw spec has no granularity, scale or center; use QuantSpec.raw()")
+        if isinstance(self.granularity, PerTensor) and not self.static:
+            raise SpecError("PerTensor scales are shared by all pages, so they must come from calibration: static=True")
+        if isinstance(self.granularity, PerToken) and self.static:
+            raise SpecError("a per-token scale cannot be known before the token; use PerGroup(size) or PerChannel() with static=True")
+        if self.static and self.center:
+            raise SpecError("center='channel' is taken from each page; with static scales use symmetric=False instead")
+        if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
+            raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
+
+    @classmethod
+    def raw(cls) -> QuantSpec:
+        """Values kept in the model's own dtype."""
+        return cls._raw()
+
+    @staticmethod
+    @functools.cache
+    def _raw() -> QuantSpec:
+        spec = object.__new__(QuantSpec)
+        for f in dataclasses.fields(QuantSpec):
+            object.__setattr__(spec, f.name, f.default)
+        object.__setattr__(spec, "format", "raw")
+        object.__setattr__(spec, "granularity", PerToken())
+        return spec
+
+    @property
+    def is_raw(self) -> bool:
+        return self.format == "raw"
+
+    @property
+    def number_format(self) -> NumberFormat:
+        return FORMATS[self.format]
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code, without metadata."""
+        return self.number_format.bits
+
+    @property
+    def has_bias(self) -> bool:
+        return self.number_format.kind == "int" and not self.symmetric
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """(smallest, largest) stored integer code. Symmetric codes leave out the most negative value, so both ends are equally far."""
+        top = 2**self.bits - 1
+        return (1, top) if self.symmetric else (0, top)
+
+    @property
+    def zero(self) -> int:
+        """The stored code that means 0 before `bias` and `mean` are added."""
+        return 2 ** (self.bits - 1) if self.number_format.kind == "int" and self.symmetric else 0
+
+    @property
+    def q_max(self) -> float:
+        """Codes one scale step away from the far end of the range: amax / q_max (or (max - min) / q_max) is the scale."""
+        if self.number_format.kind == "float":
+            return self.number_format.max_value
+        return 2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1
+
+    def num_groups(self, head_dim: int) -> int:
+        """Groups of channels that have a scale of their own inside one token and head."""
+        if isinstance(self.granularity, PerGroup):
+            if head_dim % self.granularity.size:
+                ways = [g for g in (128, 64, 32, 16) if head_dim % g == 0]
+                raise SpecError(
+                    f"head_dim={head_dim} is not divisible by group_size={self.granularity.size}; use "
+                    + (f"group_size={ways[0]} or " if ways else "")
+                    + "per-token scales"
+                )
+            return head_dim // self.granularity.size
+        return head_dim if isinstance(self.granularity, PerChannel) else 1
+
+    def scale_shape(self, page_size: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of one kv head's scales (and biases): per page, or per layer for static scales."""
+        groups = self.num_groups(head_dim)
+        if self.static or isinstance(self.granularity, PerChannel):
+            return (groups,)
+        return (groups, page_size)
