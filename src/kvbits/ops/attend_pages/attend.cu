@@ -174,6 +174,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
 #endif
     }
     __syncthreads();
+    wait_for_previous_kernel();
     if (warp == WARPS) {
         produce(a, ring, slots, lane);
         return;
@@ -183,6 +184,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
     static_assert(sizeof(Merge) <= SHARED_BYTES, "cuda.py counts too little shared memory");
     Merge& merge = *reinterpret_cast<Merge*>(shared);
     if (warp == WARPS) return;
+    wait_for_previous_kernel();
 #endif
     for (int i = blockIdx.x; i >= 0;) {
         const Segment s = a.segments[i];

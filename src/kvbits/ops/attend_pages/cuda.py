@@ -93,7 +93,7 @@ def _load(kernel: Kernel, device_index: int) -> driver.Kernel:
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
         binary = cuda_compile.compile_source(Path(__file__).parent, "attend.cu", dict(kernel.defines), arch)
-        return driver.Kernel(binary, "attend", kernel.shared_bytes)
+        return driver.Kernel(binary, "attend", kernel.shared_bytes, early=True)
 
 
 class Plan:
@@ -173,7 +173,7 @@ class Plan:
             args = launch.args
             args.q, args.layer = q.data_ptr(), layer
             args.q_stride_b, args.q_stride_t, args.q_stride_h = q.stride()[:3]
-            launch.loaded.launch((launch.blocks, 1, 1), launch.kernel.threads, args, stream)
+            launch.loaded.launch(launch.blocks, launch.kernel.threads, args, stream)
         return self.out, self.lse
 
     def explain(self) -> str:

@@ -104,11 +104,15 @@ def _pieces(layout: PageLayout, tokens: int) -> list[tuple[int, int, int, int]]:
     return runs
 
 
-def merge_bytes(warps: int, cols: int, head_dim: int, with_bias: bool) -> int:
+def merge_bytes(warps: int, cols: int, head_dim: int, with_bias: bool, rounds_at_once: int = 1) -> int:
     """Shared memory for merging warps (struct Merge of finish.cuh)."""
-    at_once = 1 if warps >= 8 else 8 // warps
-    merged = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * at_once * cols * 36
+    merged = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * rounds_at_once * cols * 36
     return (merged + 2 * cols * head_dim + cols + warps) * 4 + 128
+
+
+def _rounds_at_once(warps: int, cols: int, head_dim: int, with_bias: bool, room: int) -> int:
+    """Rounds of 32 channels merged between two barriers: as many as fit."""
+    return next((n for n in (8, 4, 2) if n * 32 <= max(head_dim, 64) and merge_bytes(warps, cols, head_dim, with_bias, n) <= room), 1)
 
 
 @dataclass(frozen=True)
@@ -143,16 +147,19 @@ def kernel_for(
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
     if layout is None:
         shape = shape or Shape(warps=7, stages=0, chunk=32, units=1)
-        shared = merge_bytes(shape.warps, cols, head_dim, False)
-        defines |= {"HAS_PACKED": 0, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
+        rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
+        shared = merge_bytes(shape.warps, cols, head_dim, False, rounds)
+        defines |= {"HAS_PACKED": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
         return Kernel(tuple(defines.items()), shape, (), shared)
     chunk = shape.chunk if shape else _chunk_tokens(layout)
     slot = -(-_used_bytes(chunk_layout(layout, chunk)) // 128) * 128
     with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
     if shape is None:
         shape = _choose_shape(layout, slot, chunk, cols, shared_limit)
-    shared = shape.warps * shape.stages * (slot + 24) + 16 + merge_bytes(shape.warps, cols, head_dim, with_bias)
-    defines |= {"HAS_PACKED": 1, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "STAGES": shape.stages, "CHUNK": chunk, "UNITS": shape.units}
+    ring = shape.warps * shape.stages * (slot + 24) + 16
+    rounds = _rounds_at_once(shape.warps, cols, head_dim, with_bias, shared_limit - ring)
+    shared = ring + merge_bytes(shape.warps, cols, head_dim, with_bias, rounds)
+    defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "STAGES": shape.stages, "CHUNK": chunk, "UNITS": shape.units}
     pieces = _pieces(layout, chunk)
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
     for prefix, spec in (("K", layout.key), ("V", layout.value)):

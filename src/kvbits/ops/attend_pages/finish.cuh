@@ -3,7 +3,6 @@
 #include "columns.cuh"
 
 // Plain stores and sums: float atomics in shared memory are compare-and-swap loops and cost 40 us a launch in an early trial.
-constexpr int ROUNDS_AT_ONCE = WARPS >= 8 ? 1 : 8 / WARPS;
 constexpr int ROUND_STRIDE = 36;  // 32 channels, padded so that eight lanes' 16-byte stores meet no bank twice
 struct Merge {
     float2 warp_ml[WARPS][COLS];
@@ -45,7 +44,7 @@ DEVICE void merge_slots(const Args& a, Unit u, Merge& shared, int thread) {
             float top = fmaxf(best, mine.x);
             total = total * exp2_approx(best - top) + mine.y * exp2_approx(mine.x - top);
             best = top;
-            weights[col][k] = mine.x;
+            if (k < MOST) weights[col][k] = mine.x;
         }
 #pragma unroll
         for (int mask = 1; mask < 16; mask *= 2) {
@@ -53,7 +52,7 @@ DEVICE void merge_slots(const Args& a, Unit u, Merge& shared, int thread) {
             total = total * exp2_approx(best - top) + more * exp2_approx(other - top);
             best = top;
         }
-        for (int k = thread % 16; k < count; k += 16) weights[col][k] = weights[col][k] == NOT_SEEN ? 0.f : exp2_approx(weights[col][k] - best);
+        for (int k = thread % 16; k < min(count, MOST); k += 16) weights[col][k] = weights[col][k] == NOT_SEEN ? 0.f : exp2_approx(weights[col][k] - best);
         if (thread % 16 == 0) shared.ml[col] = {best, best == NOT_SEEN ? 0.f : total};
     }
     sync_threads(CONSUMERS);
@@ -64,7 +63,7 @@ DEVICE void merge_slots(const Args& a, Unit u, Merge& shared, int thread) {
 #pragma unroll 8
         for (int k = 0; k < count; ++k) {
             float4 x = load_global_l2(all + i64(k) * (COLS * D / 4) + i);
-            float w = weights[col][k];
+            float w = k < MOST ? weights[col][k] : exp2_approx(load_global_l2(all_ml + i64(k) * COLS + col).x - shared.ml[col].x);
             sum = {sum.x + x.x * w, sum.y + x.y * w, sum.z + x.z * w, sum.w + x.w * w};
         }
         write_column(a, u, col, i % (D / 4) * 4, sum, shared.ml[col]);

@@ -13,6 +13,7 @@ import torch
 from .compile import Binary, KernelError
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 SHARED_BYTES = {(8, 0): 166_912, (8, 7): 166_912, (8, 6): 101_376, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448, (12, 0): 101_376}
 """Most shared memory of a block, by compute capability (CUDA programming guide, table of technical specifications)."""
 
@@ -39,14 +40,28 @@ def _check(code: int, what: str) -> None:
         raise KernelError(f"{what}: CUDA error {code} ({(text.value or b'?').decode()})")
 
 
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint),
+    ]  # fmt: skip
+
+
 class Kernel:
     """One kernel of a loaded binary, on the device current at birth.
 
     Args:
         shared_bytes: dynamic shared memory of every launch.
+        early: let a launch begin while the kernel ahead of it in the stream ends; the kernel calls `wait_for_previous_kernel` (Hopper and later).
     """
 
-    def __init__(self, binary: Binary, name: str, shared_bytes: int = 0) -> None:
+    def __init__(self, binary: Binary, name: str, shared_bytes: int = 0, *, early: bool = False) -> None:
         torch.cuda.current_stream()  # makes torch's context current
         self.name, self.shared_bytes = name, shared_bytes
         self.module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -55,9 +70,13 @@ class Kernel:
         if shared_bytes > 48 << 10:
             _check(_driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes), f"{name} with {shared_bytes} bytes of shared memory")
 
-    def launch(self, grid: tuple[int, int, int], threads: int, args: ctypes.Structure, stream: int) -> None:
+        self._attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        self._num_attributes = int(early and torch.cuda.get_device_capability() >= (9, 0))
+
+    def launch(self, blocks: int, threads: int, args: ctypes.Structure, stream: int) -> None:
         """Start the kernel on a stream with `args` passed by value."""
         params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        code = _driver().cuLaunchKernel(self._function, *grid, threads, 1, 1, self.shared_bytes, ctypes.c_void_p(stream), params, None)
+        config = _Config(blocks, 1, 1, threads, 1, 1, self.shared_bytes, stream, ctypes.pointer(self._attribute), self._num_attributes)
+        code = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, params, None)
         if code:
-            _check(code, f"launching {self.name} on {grid} blocks of {threads} threads")
+            _check(code, f"launching {self.name} on {blocks} blocks of {threads} threads")

@@ -72,6 +72,13 @@ DEVICE void copy_async_16(u32 to, i64 from) { asm volatile("cp.async.cg.shared.g
 DEVICE void copy_async_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 #endif
 
+/// For launches that may start before the kernel ahead of them has ended (driver.Kernel, early=True): nothing may be read or written before this.
+DEVICE void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 /// Barrier among the first `threads` threads of a block (number 1; 0 is __syncthreads).
 DEVICE void sync_threads(u32 threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
