@@ -71,15 +71,18 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
   return any;
 }
 
-// Scales of `n` tokens from `token` on. Lanes past n are 0: a page may hold anything there.
-static void token_params(const Tensor& d, const uint8_t* page, int page_size, int token, int n, float (*scale)[BLOCK], float (*bias)[BLOCK]) {
+// Scales of `n` tokens from `token` on. Lanes past n are 0: a page may hold anything there. The lines that follow in the
+// page `ahead` bytes on are fetched: a missing scale line stalls a page as long as a missing line of codes.
+static void token_params(const Tensor& d, const uint8_t* page, int page_size, int token, int n, int64_t ahead, float (*scale)[BLOCK], float (*bias)[BLOCK]) {
   const kvbits_tensor& t = *d.t;
   const int size = dtype_bytes(t.scale_dtype), lanes = round_up(n, 2 * TILE);
   for (int g = 0; g < d.groups; g++) {
     const int64_t at = ((int64_t)g * page_size + token) * size;
+    for (int i = 0; i < n * size; i += 64) fetch(page + t.scale_offset + at + i + ahead);
     widen(scale[g], page + t.scale_offset + at, n, t.scale_dtype);
     for (int i = round_up(n, VL); i < lanes; i += VL) store(scale[g] + i, vf{});
     if (!d.token_bias) continue;
+    for (int i = 0; i < n * size; i += 64) fetch(page + t.bias_offset + at + i + ahead);
     widen(bias[g], page + t.bias_offset + at, n, t.scale_dtype);
     for (int i = round_up(n, VL); i < lanes; i += VL) store(bias[g] + i, vf{});
     for (int i = 0; i < lanes; i += VL) store(bias[g] + i, load(bias[g] + i) + load(scale[g] + i) * d.zero);
@@ -212,6 +215,7 @@ static void attend_part(const PartView& part, const kvbits_table& table, int64_t
     if (static_bias) add_query_bias(c, b.k_channel_bias, head_dim);
   }
   PartView view = part;
+  const int64_t params = store.value.scale_offset >= 0 ? (store.key.scale_offset >= 0 ? store.key.scale_offset : store.value.scale_offset) : store.head_bytes;
   const int64_t window = part.call->sliding_window;
   int64_t newest = -1, oldest = INT64_MAX;
   for (int i = 0; i < chunks; i++)
@@ -221,18 +225,13 @@ static void attend_part(const PartView& part, const kvbits_table& table, int64_t
       if (p > newest) newest = p;
       if (p < oldest) oldest = p;
     }
-  // Scales follow the codes in the struct and are needed first.
-  int64_t codes = store.head_bytes;
-  if (store.value.scale_offset >= 0) codes = store.value.scale_offset;
-  if (store.key.scale_offset >= 0) codes = store.key.scale_offset;
   for (int64_t e = lo; e < hi; e++) {
     const int64_t start = table.starts[e];
     const int length = table.lengths[e];
     if (start > newest || (window && start + length <= oldest - window + 1)) continue;
     const uint8_t* page = page_address(&store, table.page_ids[e]) + head_offset;
     const uint8_t* coming = e + lookahead < hi ? page_address(&store, table.page_ids[e + lookahead]) + head_offset : after ? after : page;
-    fetch_range(coming + codes, store.head_bytes - codes);
-
+    if (part.key.page_channels || part.value.page_channels || part.key.t->mean_offset >= 0) fetch_range(coming + params, store.head_bytes - params);
     if (part.key.page_channels || part.key.t->mean_offset >= 0) {
       const bool any = channel_params(part.key, page, kv_head, head_dim, b.k_channel, b.k_channel_bias);
       for (int i = 0; i < chunks; i++) {
@@ -245,8 +244,8 @@ static void attend_part(const PartView& part, const kvbits_table& table, int64_t
     view.value_bias = channel_params(part.value, page, kv_head, head_dim, b.v_channel, b.v_channel_bias);
     for (int token = 0; token < length; token += BLOCK) {
       const int n = length - token < BLOCK ? length - token : BLOCK;
-      if (part.key.token_scales) token_params(part.key, page, store.page_size, token, n, b.k_scale, b.k_bias);
-      if (part.value.token_scales) token_params(part.value, page, store.page_size, token, n, b.v_scale, b.v_bias);
+      if (part.key.token_scales) token_params(part.key, page, store.page_size, token, n, coming - page, b.k_scale, b.k_bias);
+      if (part.value.token_scales) token_params(part.value, page, store.page_size, token, n, coming - page, b.v_scale, b.v_bias);
       // Only the first chunk fetches ahead: the others read the same bytes again.
       for (int i = 0; i < chunks; i++) attend_block(view, w.chunks[i], b, page, token, n, start + token, i ? 0 : coming - page);
     }

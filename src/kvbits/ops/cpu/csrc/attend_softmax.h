@@ -59,10 +59,10 @@ static void rescale(Chunk& c, int h, float factor, int head_dim, int groups) {
   store(c.l[h], load(c.l[h]) * factor);
 }
 
-// The steps below walk over all rows before the next step begins: each step ends in a horizontal maximum whose latency
-// then hides behind the other rows (row by row, softmax took 40 % of an int4 page).
+// The steps below walk over all rows before the next step begins: each ends in horizontal maxima, whose latency then
+// overlaps (row by row, softmax took 40 % of an int4 page).
 
-// Scores (with page bias, cap and visibility) in place; their maximum over the block, per row.
+// Scores (with page bias, cap and visibility) in place, and their maximum over the block, per row.
 static void mask_scores(const Chunk& c, Block& b, int tokens, const int* first, const int* end, float cap) {
   const int n = round_up(tokens, 2 * TILE);
   const vf lowest = splat(-__builtin_inff());
@@ -79,12 +79,14 @@ static void mask_scores(const Chunk& c, Block& b, int tokens, const int* first, 
         top = vmax(top, x);
         store(s + t, x);
       }
-    } else {
+    } else if (c.q_bias[h] != 0) {
       for (int t = 0; t < n; t += VL) {
         const vf x = load(s + t) + bias;
         top = vmax(top, x);
         store(s + t, x);
       }
+    } else {
+      for (int t = 0; t < n; t += VL) top = vmax(top, load(s + t));
     }
     b.top[h] = max_of(top);
   }
@@ -93,27 +95,30 @@ static void mask_scores(const Chunk& c, Block& b, int tokens, const int* first, 
 // Probabilities relative to the block's own maximum, and the block's weight 2^(top - m), 0 where nothing is visible.
 static void softmax_rows(Chunk& c, Block& b, int tokens, int head_dim, int groups) {
   const int n = round_up(tokens, 2 * TILE);
-  alignas(64) float fall[2 * ROWS] = {};  // weights' exponents, then m's fall where a row has a new maximum
   for (int h = 0; h < c.rows; h++) {
-    const float top = b.top[h], m = c.m[h];
-    const bool any = top > -__builtin_inff(), grows = any && top > m;
-    fall[h] = !any ? -__builtin_inff() : grows ? 0.0f : top - m;
-    fall[ROWS + h] = grows ? m - top : 0.0f;
-    if (grows) c.m[h] = top;
-  }
-  for (int i = 0; i < 2 * ROWS; i += VL) store(fall + i, exp2_neg(load(fall + i)));
-  for (int h = 0; h < c.rows; h++) {
-    b.weight[h] = fall[h];
-    if (fall[ROWS + h] < 1.0f) rescale(c, h, fall[ROWS + h], head_dim, groups);
     float* s = b.s[h];
-    const float top = fall[h] > 0 || b.top[h] > -__builtin_inff() ? b.top[h] : 0.0f;
+    const float top = b.top[h];
+    if (!(top > -__builtin_inff())) {
+      for (int t = 0; t < n; t += VL) store(s + t, vf{});
+      b.weight[h] = 0.0f;
+      continue;
+    }
+    const float fall = c.m[h] - top;
+    vf weight = splat(1.0f);
+    if (fall < 0) {
+      if (c.m[h] > -__builtin_inff()) rescale(c, h, exp2_neg(splat(fall))[0], head_dim, groups);
+      c.m[h] = top;
+    } else {
+      weight = exp2_neg(splat(-fall));
+    }
+    b.weight[h] = weight[0];
     vf total = vf{};
     for (int t = 0; t < n; t += VL) {
       const vf p = exp2_neg(load(s + t) - top);
       total += p;
       store(s + t, p);
     }
-    store(c.l[h], load(c.l[h]) + total * fall[h]);
+    store(c.l[h], load(c.l[h]) + total * weight);
   }
 }
 
@@ -127,23 +132,23 @@ static void quantize_probabilities(Chunk& c, Block& b, int tokens, int groups, b
     for (int h = 0; h < c.rows; h++) {
       float most = 1.0f;  // the block's largest p, when nothing is folded in
       if (TOKEN_SCALES) {
-        vf top = vf{};
+        vf top = splat(1e-30f);
         for (int t = 0; t < n; t += VL) top = vmax(top, load(b.s[h] + t) * load(b.v_scale[g] + t));
         most = max_of(top);
       }
-      inverse[h] = most > 0 ? limit / most : 0.0f;
+      inverse[h] = limit / most;
       b.p_scale[g][h] = b.weight[h] * most * (1.0f / limit);
     }
     for (int h = 0; h < c.rows; h++) {
       const float* p = b.s[h];
       const vf k = splat(inverse[h]);
-      vf total = vf{};
+      vi x[BLOCK / VL];
       for (int t = 0; t < n; t += VL) {
         const vf y = TOKEN_SCALES ? load(p + t) * load(b.v_scale[g] + t) : load(p + t);
-        const vf r = y * k + ROUND_MAGIC;
-        total += r - ROUND_MAGIC;
-        store_p<WIDE>(b.pw[g][h], t, (vi)r - (vi)splat(ROUND_MAGIC));
+        x[t / VL] = (vi)(y * k + ROUND_MAGIC) - (vi)splat(ROUND_MAGIC);
       }
+      for (int t = n; t < BLOCK; t += VL) x[t / VL] = vi{};
+      const vf total = store_p<WIDE>(b.pw[g][h], x);
       if (TOKEN_SCALES) {
         vf add = total * (-zero * b.p_scale[g][h]);
         if (token_bias)

@@ -17,14 +17,20 @@ INLINE void store_q(uint8_t* row, int channel, vi q) {
   }
 }
 
-// Integer p, 8 tokens from `token` on. Narrow: bytes of slots (tokens 0 1 4 5 2 3 6 7); wide: int16, slots 0 2 1 3 of each quad.
+// Integer p of 64 tokens. Narrow: bytes of slots (tokens 0 1 4 5 2 3 6 7 of eight); wide: int16, slots 0 2 1 3 of each quad.
+// Returns their sum, in 8 parts.
 template <bool WIDE>
-INLINE void store_p(uint8_t* row, int token, vi p) {
+INLINE vf store_p(uint8_t* row, const vi* p) {
   const __m256i order = WIDE ? _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7) : _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7);
-  const __m256i x = _mm256_permutevar8x32_epi32((__m256i)p, order);
-  const __m128i y = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  if (WIDE) _mm_storeu_si128((__m128i*)(row + 2 * token), y);
-  else _mm_storel_epi64((__m128i*)(row + token), _mm_packus_epi16(y, y));
+  vi total = vi{};
+  for (int i = 0; i < BLOCK / 8; i++) {
+    total += p[i];
+    const __m256i x = _mm256_permutevar8x32_epi32((__m256i)p[i], order);
+    const __m128i y = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    if (WIDE) _mm_store_si128((__m128i*)(row + 16 * i), y);
+    else _mm_storel_epi64((__m128i*)(row + 8 * i), _mm_packus_epi16(y, y));
+  }
+  return to_float(total);
 }
 
 INLINE __m256i broadcast_word(const void* p) {

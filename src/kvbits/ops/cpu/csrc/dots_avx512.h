@@ -5,9 +5,14 @@
 // 8-bit codes: q and p are 16 bits in two signed pieces, x = 256 * high + low, so that kernel noise (5e-5) stays
 // below the format's own. Fewer bits: one 8-bit piece (noise 1e-2 under a quantization error of 0.15).
 
+template <bool SHIFT>
 INLINE __m512i code_field(__m512i v, __m128i shift, __m512i mask, int bits) {
-  return bits == 8 ? v : _mm512_and_si512(_mm512_srl_epi32(v, shift), mask);
+  if (bits == 8) return v;
+  return _mm512_and_si512(SHIFT ? _mm512_srl_epi32(v, shift) : v, mask);
 }
+
+// As inline assembly, because GCC 12 copies accumulators between registers around the intrinsic (20 % of the key loop).
+INLINE void add_dot(__m512i& acc, __m512i u8, __m512i s8) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8)); }
 
 INLINE __m512i broadcast_word(const void* p) {
   int32_t w;
@@ -29,19 +34,32 @@ INLINE void store_q(uint8_t* row, int channel, vi q) {
   }
 }
 
-// Integer p, 16 tokens from `token` on, tokens 0 1 4 5 2 3 6 7 of each eight: [piece][slot] bytes.
+// Puts packed bytes in order (two packs leave a 4 x 4 transpose of 32-bit words to undo), then in slot order:
+// tokens 0 1 4 5 2 3 6 7 of each eight.
+INLINE __m512i slot_order(__m512i packed) {
+  const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m128i slots = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+  return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(words, packed), _mm512_broadcast_i32x4(slots));
+}
+
+// Integer p of 64 tokens: [piece][slot] bytes. Returns their sum, in 16 parts.
 template <bool WIDE>
-INLINE void store_p(uint8_t* row, int token, vi p) {
-  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-  __m512i x = (__m512i)p;
-  if (WIDE) {
-    __m512i high = _mm512_srli_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
-    __m512i low = _mm512_sub_epi32(x, _mm512_slli_epi32(high, 8));
-    _mm_store_si128((__m128i*)(row + token), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order));
-    _mm_store_si128((__m128i*)(row + BLOCK + token), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(low), order));
-  } else {
-    _mm_store_si128((__m128i*)(row + token), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x), order));
+INLINE vf store_p(uint8_t* row, const vi* p) {
+  const __m512i ones = _mm512_set1_epi8(1);
+  const __m512i a = _mm512_packs_epi32((__m512i)p[0], (__m512i)p[1]), b = _mm512_packs_epi32((__m512i)p[2], (__m512i)p[3]);
+  if (!WIDE) {
+    const __m512i bytes = slot_order(_mm512_packus_epi16(a, b));
+    _mm512_store_si512(row, bytes);
+    return (vf)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes, ones));
   }
+  const __m512i half = _mm512_set1_epi16(128);
+  const __m512i high_a = _mm512_srli_epi16(_mm512_add_epi16(a, half), 8), high_b = _mm512_srli_epi16(_mm512_add_epi16(b, half), 8);
+  const __m512i low_a = _mm512_sub_epi16(a, _mm512_slli_epi16(high_a, 8)), low_b = _mm512_sub_epi16(b, _mm512_slli_epi16(high_b, 8));
+  const __m512i high = slot_order(_mm512_packus_epi16(high_a, high_b)), low = slot_order(_mm512_packs_epi16(low_a, low_b));
+  _mm512_store_si512(row, high);
+  _mm512_store_si512(row + BLOCK, low);
+  const __m512i sums[2] = {_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, high), _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, low)};
+  return (vf)_mm512_cvtepi32_ps(sums[0]) * 256.0f + (vf)_mm512_cvtepi32_ps(sums[1]);
 }
 
 template <int PIECES>
@@ -51,68 +69,92 @@ INLINE vf to_dot(const __m512i* acc) {
   return d;
 }
 
-// Scores of NH rows against the block's tokens.
-template <int FMT, int NH>
-static void key_int(const KeyArgs& a) {
-  constexpr int P = is_wide(FMT) ? 2 : 1;
-  constexpr int T = NH * P <= 8 ? 2 : 1;  // tiles at once: each broadcast of q then serves two loads of codes
+// One bit field of `words` words: T tiles of keys against NH rows. SHIFT: the field is not the lowest one (a shift of
+// zero would still cost one of the two pipes that multiply).
+template <int P, int T, int NH, bool SHIFT>
+INLINE void key_words(__m512i (&acc)[T][NH][P], const uint8_t* src, int tile_bytes, const uint8_t* q, int words, int64_t ahead, int shift, int bits) {
+  const __m128i count = _mm_cvtsi32_si128(shift);
+  const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
+  for (; words > 0; words--, src += 64, q += 4) {
+    __m512i v[T];
+    for (int i = 0; i < T; i++) {
+      const uint8_t* at = src + i * tile_bytes;
+      fetch(at + ahead);
+      v[i] = code_field<SHIFT>(_mm512_loadu_si512(at), count, mask, bits);
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++)
+#pragma GCC unroll 2
+      for (int p = 0; p < P; p++) {
+        const __m512i w = broadcast_word(q + h * Q_STRIDE + p * MAX_HEAD_DIM);
+        for (int i = 0; i < T; i++) add_dot(acc[i][h][p], v[i], w);
+      }
+  }
+}
+
+// Sums of T tiles become scores, added to those of earlier groups.
+template <int P, int T, int NH, bool SCALES, bool BIAS>
+INLINE void add_scores(const KeyArgs& a, const __m512i (&acc)[T][NH][P], int tile, int g) {
   const Chunk& c = *a.chunk;
-  const int tiles = round_up(a.tokens, 2 * TILE) / TILE;
-  for (int t = 0; t < tiles; t += T) {
-    for (int g = 0; g < a.groups; g++) {
-      const int c0 = g * a.group_channels, c1 = c0 + a.group_channels;
-      __m512i acc[T][NH][P];
-      for (int i = 0; i < T; i++)
-        for (int h = 0; h < NH; h++)
-          for (int p = 0; p < P; p++) acc[i][h][p] = _mm512_setzero_si512();
-      for (int plane = 0; plane < num_planes(FMT); plane++) {
-        const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];
-        if (plane)
-          for (int i = 0; i < T; i++)
-            for (int h = 0; h < NH; h++)
-              for (int p = 0; p < P; p++) acc[i][h][p] = _mm512_slli_epi32(acc[i][h][p], bits);
-        const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
-        for (int field = c0 / rb; field * rb < c1; field++) {
-          const int first = c0 > field * rb ? c0 : field * rb;
-          const int end = c1 < (field + 1) * rb ? c1 : (field + 1) * rb;
-          const uint8_t* src = a.plane[plane] + (int64_t)t * rb * TILE + (first - field * rb) * TILE;
-          const uint8_t* q = c.qw[0] + first;
-          const __m128i shift = _mm_cvtsi32_si128(field * bits);
-          for (int n = (end - first) / 4; n > 0; n--, src += 64, q += 4) {
-            __m512i v[T];
-            for (int i = 0; i < T; i++) {
-              const uint8_t* at = src + i * rb * TILE;
-              fetch(at + a.ahead);
-              v[i] = code_field(_mm512_loadu_si512(at), shift, mask, bits);
-            }
-#pragma GCC unroll 8
-            for (int h = 0; h < NH; h++)
+  const __mmask16 earlier = g ? 0xffff : 0;
 #pragma GCC unroll 2
-              for (int p = 0; p < P; p++) {
-                const __m512i w = broadcast_word(q + h * Q_STRIDE + p * MAX_HEAD_DIM);
-                for (int i = 0; i < T; i++) acc[i][h][p] = _mm512_dpbusd_epi32(acc[i][h][p], v[i], w);
-              }
-          }
-        }
-      }
-#pragma GCC unroll 2
-      for (int i = 0; i < T; i++) {
-        const int token = (t + i) * TILE;
+  for (int i = 0; i < T; i++) {
+    const int token = (tile + i) * TILE;
+    const vf scale = SCALES ? load(a.scale + g * BLOCK + token) : vf{}, bias = BIAS ? load(a.bias + g * BLOCK + token) : vf{};
 #pragma GCC unroll 8
-        for (int h = 0; h < NH; h++) {
-          float* s = a.s + h * BLOCK + token;
-          vf x = to_dot<P>(acc[i][h]) * c.q_scale[g][h] + c.q_zero[g][h];
-          if (a.scale) x *= load(a.scale + g * BLOCK + token);
-          if (a.bias) x += load(a.bias + g * BLOCK + token) * c.q_sum[g][h];
-          store(s, g ? load(s) + x : x);
-        }
-      }
+    for (int h = 0; h < NH; h++) {
+      float* s = a.s + h * BLOCK + token;
+      vf x = to_dot<P>(acc[i][h]) * c.q_scale[g][h] + c.q_zero[g][h];
+      if (SCALES) x = x * scale + (vf)_mm512_maskz_loadu_ps(earlier, s);
+      if (BIAS) x += bias * c.q_sum[g][h];
+      store(s, x);
     }
   }
 }
 
+template <int FMT, int NH, int T>
+INLINE void key_tiles(const KeyArgs& a, int tile) {
+  constexpr int P = is_wide(FMT) ? 2 : 1;
+  for (int g = 0; g < a.groups; g++) {
+    const int c0 = g * a.group_channels, c1 = c0 + a.group_channels;
+    __m512i acc[T][NH][P];
+    for (int i = 0; i < T; i++)
+      for (int h = 0; h < NH; h++)
+        for (int p = 0; p < P; p++) acc[i][h][p] = _mm512_setzero_si512();
+    for (int plane = 0; plane < num_planes(FMT); plane++) {
+      const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];
+      if (plane)
+        for (int i = 0; i < T; i++)
+          for (int h = 0; h < NH; h++)
+            for (int p = 0; p < P; p++) acc[i][h][p] = _mm512_slli_epi32(acc[i][h][p], bits);
+      for (int field = 0; field * rb < c1; field++) {
+        if ((field + 1) * rb <= c0) continue;
+        const int first = c0 > field * rb ? c0 : field * rb;
+        const int end = c1 < (field + 1) * rb ? c1 : (field + 1) * rb;
+        const uint8_t* src = a.plane[plane] + (int64_t)tile * rb * TILE + (first - field * rb) * TILE;
+        const uint8_t* q = a.chunk->qw[0] + first;
+        const int words = (end - first) / 4;
+        if (field) key_words<P, T, NH, true>(acc, src, rb * TILE, q, words, a.ahead, field * bits, bits);
+        else key_words<P, T, NH, false>(acc, src, rb * TILE, q, words, a.ahead, 0, bits);
+      }
+    }
+    if (a.bias) add_scores<P, T, NH, true, true>(a, acc, tile, g);
+    else if (a.scale) add_scores<P, T, NH, true, false>(a, acc, tile, g);
+    else add_scores<P, T, NH, false, false>(a, acc, tile, g);
+  }
+}
+
+// Scores of NH rows against the block's tokens, two tiles at once where the registers hold them: a broadcast of q then
+// serves two loads of codes.
+template <int FMT, int NH>
+static void key_int(const KeyArgs& a) {
+  constexpr int T = NH * (is_wide(FMT) ? 2 : 1) <= 8 ? 2 : 1;
+  const int tiles = round_up(a.tokens, 2 * TILE) / TILE;
+  for (int t = 0; t < tiles; t += T) key_tiles<FMT, NH, T>(a, t);
+}
+
 // acc[rows][channels of NB neighbouring 16-byte value blocks] += p . codes, for one bit field and one group.
-template <int FMT, int NH, int NB>
+template <int FMT, int NH, int NB, bool SHIFT>
 INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int block_stride, int channel, int g, __mmask16 lanes, int shift_bits, int bits,
                          float weight) {
   constexpr int P = is_wide(FMT) ? 2 : 1;
@@ -130,8 +172,8 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
     for (int i = 0; i < NB; i++) {
       const uint8_t* at = src + i * block_stride;
       fetch(at + a.ahead);
-      v[i] = NB == 2 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(whole, at);
-      v[i] = code_field(v[i], shift, mask, bits);
+      v[i] = NB > 1 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(whole, at);
+      v[i] = code_field<SHIFT>(v[i], shift, mask, bits);
     }
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++)
@@ -139,7 +181,7 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
       for (int k = 0; k < P; k++) {
         const __m512i w = broadcast_word(p + h * 2 * BLOCK + k * BLOCK);
         for (int i = 0; i < NB; i++)
-          acc[i][h][k] = P == 2 ? _mm512_dpbusd_epi32(acc[i][h][k], v[i], w) : _mm512_dpbusd_epi32(acc[i][h][k], w, v[i]);
+          add_dot(acc[i][h][k], P == 2 ? v[i] : w, P == 2 ? w : v[i]);
       }
   }
 #pragma GCC unroll 2
@@ -155,36 +197,41 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
   }
 }
 
+// One plane's fields, SHIFT as in key_words.
+template <int FMT, int NH, bool SHIFT>
+INLINE void value_field(const ValueArgs& a, int plane, int field, float weight) {
+  constexpr int NB = NH * (is_wide(FMT) ? 2 : 1) <= 8 ? 2 : 1;
+  const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane], block_stride = 16 * a.page_size;
+  for (int r = 0, channel = field * rb; r < rb && channel < a.head_dim;) {
+    const int width = rb - r < 16 ? rb - r : 16;
+    const int end = channel + width < a.head_dim ? channel + width : a.head_dim;
+    const uint8_t* src = a.plane[plane] + (int64_t)r * a.page_size + a.first_token * width;
+    int g = channel / a.group_channels;
+    const int same = (g + 1) * a.group_channels < a.head_dim ? (g + 1) * a.group_channels : a.head_dim;
+    if (NB > 1 && rb - r >= NB * 16 && channel + NB * 16 <= same) {
+      value_blocks<FMT, NH, NB, SHIFT>(a, src, 16, block_stride, channel, g, 0xffff, field * bits, bits, weight);
+      r += NB * 16;
+      channel += NB * 16;
+      continue;
+    }
+    for (; g * a.group_channels < end; g++) {
+      const int first = g * a.group_channels > channel ? g * a.group_channels : channel;
+      const int last = (g + 1) * a.group_channels < end ? (g + 1) * a.group_channels : end;
+      const __mmask16 lanes = (__mmask16)(((1u << (last - first)) - 1) << (first - channel));
+      value_blocks<FMT, NH, 1, SHIFT>(a, src, width, block_stride, channel, g, lanes, field * bits, bits, weight);
+    }
+    r += width;
+    channel += width;
+  }
+}
+
 // The chunk's outputs gain the block's values. Zero points are settled by the caller.
 template <int FMT, int NH>
 static void value_int(const ValueArgs& a) {
-  constexpr int NB = NH * (is_wide(FMT) ? 2 : 1) <= 8 ? 2 : 1;
   float weight = 1.0f;
   for (int plane = num_planes(FMT) - 1; plane >= 0; plane--) {
-    const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];
-    const int block_stride = 16 * a.page_size;
-    for (int field = 0; field * rb < a.head_dim; field++) {
-      for (int r = 0; r < rb;) {
-        const int width = rb - r < 16 ? rb - r : 16;
-        const int channel = field * rb + r;
-        if (channel >= a.head_dim) break;
-        const int end = channel + width < a.head_dim ? channel + width : a.head_dim;
-        const int g0 = channel / a.group_channels, g1 = (end - 1) / a.group_channels;
-        const uint8_t* src = a.plane[plane] + (int64_t)r * a.page_size + a.first_token * width;
-        if (NB == 2 && rb - r >= 32 && channel + 32 <= a.head_dim && g0 == (channel + 31) / a.group_channels) {
-          value_blocks<FMT, NH, 2>(a, src, 16, block_stride, channel, g0, 0xffff, field * bits, bits, weight);
-          r += 32;
-          continue;
-        }
-        for (int g = g0; g <= g1; g++) {
-          const int first = g * a.group_channels > channel ? g * a.group_channels : channel;
-          const int last = (g + 1) * a.group_channels < end ? (g + 1) * a.group_channels : end;
-          const __mmask16 lanes = (__mmask16)(((1u << (last - first)) - 1) << (first - channel));
-          value_blocks<FMT, NH, 1>(a, src, width, block_stride, channel, g, lanes, field * bits, bits, weight);
-        }
-        r += width;
-      }
-    }
-    weight *= (float)(1 << bits);
+    value_field<FMT, NH, false>(a, plane, 0, weight);
+    for (int field = 1; field * a.row_bytes[plane] < a.head_dim; field++) value_field<FMT, NH, true>(a, plane, field, weight);
+    weight *= (float)(1 << plane_bits(FMT, plane));
   }
 }

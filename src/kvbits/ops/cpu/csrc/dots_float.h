@@ -95,14 +95,14 @@ static void value_fp8(const ValueArgs& a) {
   }
 }
 
-// Raw keys lie row by row: lanes are channels, NH x TOKENS dot products share the loads.
+// Raw keys lie row by row: lanes are channels, NH x TOKENS <= 16 dot products share the loads.
 template <int DTYPE, int NH, int TOKENS>
 INLINE void key_raw_rows(const KeyArgs& a, const uint8_t* row, int token) {
   const int size = DTYPE == KVBITS_FP32 ? 4 : 2;
   const int64_t row_bytes = (int64_t)a.head_dim * size;
-  vf acc[TOKENS][NH];
-  for (int i = 0; i < TOKENS; i++)
-    for (int h = 0; h < NH; h++) acc[i][h] = vf{};
+  vf acc[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) acc[i] = vf{};
   int c = 0;
   for (; c + VL <= a.head_dim; c += VL) {
     vf x[TOKENS];
@@ -113,21 +113,24 @@ INLINE void key_raw_rows(const KeyArgs& a, const uint8_t* row, int token) {
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
       const vf q = load(a.q + h * ROW_STRIDE + c);
-      for (int i = 0; i < TOKENS; i++) acc[i][h] += x[i] * q;
+#pragma GCC unroll 8
+      for (int i = 0; i < TOKENS; i++) acc[h * TOKENS + i] += x[i] * q;
     }
   }
   if (c < a.head_dim)
     for (int i = 0; i < TOKENS; i++) {
       const vf x = load_first<DTYPE>(row + i * row_bytes, c, a.head_dim - c);
-      for (int h = 0; h < NH; h++) acc[i][h] += x * load(a.q + h * ROW_STRIDE + c);
+      for (int h = 0; h < NH; h++) acc[h * TOKENS + i] += x * load(a.q + h * ROW_STRIDE + c);
     }
-  for (int i = 0; i < TOKENS; i++)
-    for (int h = 0; h < NH; h++) a.s[h * BLOCK + token + i] = sum(acc[i][h]);
+  float sums[16];
+  sum_each(acc, NH * TOKENS, sums);
+  for (int h = 0; h < NH; h++)
+    for (int i = 0; i < TOKENS; i++) a.s[h * BLOCK + token + i] = sums[h * TOKENS + i];
 }
 
 template <int DTYPE, int NH>
 static void key_raw(const KeyArgs& a) {
-  constexpr int TOKENS = NH <= 2 ? 8 : NH <= 5 ? 4 : 2;
+  constexpr int TOKENS = NH <= 2 ? 8 : NH <= 4 ? 4 : 2;
   const int64_t row_bytes = (int64_t)a.head_dim * (DTYPE == KVBITS_FP32 ? 4 : 2);
   int t = 0;
   for (; t + TOKENS <= a.tokens; t += TOKENS) key_raw_rows<DTYPE, NH, TOKENS>(a, a.plane[0] + t * row_bytes, t);

@@ -6,11 +6,15 @@ INLINE void store_q(uint8_t* row, int channel, vi q) {
   for (int i = 0; i < VL; i++) to[i] = (int16_t)q[i];
 }
 
+// Integer p of 64 tokens; returns their sum, in VL parts.
 template <bool WIDE>
-INLINE void store_p(uint8_t* row, int token, vi p) {
+INLINE vf store_p(uint8_t* row, const vi* p) {
   static const int slot[8] = {0, 1, 4, 5, 2, 3, 6, 7};  // its own inverse
   int16_t* to = (int16_t*)row;
-  for (int i = 0; i < VL; i++) to[(token + i) / 8 * 8 + slot[(token + i) % 8]] = (int16_t)p[i];
+  vi total = vi{};
+  for (int t = 0; t < BLOCK; t++) to[t / 8 * 8 + slot[t % 8]] = (int16_t)p[t / VL][t % VL];
+  for (int i = 0; i < BLOCK / VL; i++) total += p[i];
+  return to_float(total);
 }
 
 // 512 channels of 16-bit q against 8-bit codes overflow 32 bits.

@@ -17,14 +17,18 @@ INLINE vi splat_int(int32_t x) { return x - vi{}; }
 INLINE vf load(const float* p) { return *(const vf_mem*)p; }
 INLINE void store(float* p, vf x) { *(vf_mem*)p = x; }
 INLINE vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
-INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
-INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
-INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
-
-// A tier with instructions for these says so (HAVE_FROM_FP16, HAVE_REDUCE) and defines them itself.
+// A tier with instructions for these says so (HAVE_...) and defines them itself.
+INLINE vf vmax(vf a, vf b);
+INLINE vf vmin(vf a, vf b);
 INLINE vf from_fp16(const uint16_t* p);
 INLINE float sum(vf x);
 INLINE float max_of(vf x);
+
+#ifndef HAVE_MIN_MAX
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+#endif
+INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 
 INLINE vi iota() {
   vi v;
@@ -48,6 +52,11 @@ INLINE float max_of(vf x) {
     for (int i = 0; i < n; i++) t[i] = t[i] > t[i + n] ? t[i] : t[i + n];
   return t[0];
 }
+
+// The sums of n <= 16 vectors.
+INLINE void sum_each(const vf* x, int n, float* to) {
+  for (int i = 0; i < n; i++) to[i] = sum(x[i]);
+}
 #endif
 
 // Adding 1.5 * 2^23 leaves the nearest integer (half to even) in the low bits: exact for |x| < 2^22.
@@ -55,24 +64,20 @@ constexpr float ROUND_MAGIC = 12582912.0f;
 INLINE vf round_even(vf x) { return (x + ROUND_MAGIC) - ROUND_MAGIC; }
 INLINE vi round_to_int(vf x) { return (vi)(x + ROUND_MAGIC) - (vi)splat(ROUND_MAGIC); }
 
-// 2^x for x <= 0, relative error 3e-7; 0 below -126. Degree-6 Taylor-like minimax on [-0.5, 0.5].
+// 2^x for x <= 0, relative error 2e-7. Everything below -126, minus infinity too, gives 2^-126: 0 for all that softmax
+// does with it. Degree 5 on [-0.5, 0.5].
 INLINE vf exp2_neg(vf x) {
-  vi live = x > splat(-126.0f);
   x = vmax(x, splat(-126.0f));
-  vf n = x + ROUND_MAGIC;
-  vf f = x - (n - ROUND_MAGIC);
-  vf p = splat(1.5403530e-4f);
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
-  vi bits = (vi)p + (((vi)n - (vi)splat(ROUND_MAGIC)) << 23);
-  return (vf)(bits & live);
+  const vf n = x + ROUND_MAGIC;
+  const vf f = x - (n - ROUND_MAGIC);
+  vf p = splat(1.32764713e-03f);
+  p = p * f + 9.67554096e-03f;
+  p = p * f + 5.55071309e-02f;
+  p = p * f + 2.40221202e-01f;
+  p = p * f + 6.93146944e-01f;
+  p = p * f + 1.00000000e+00f;
+  return (vf)((vi)p + ((vi)n << 23));  // the low bits of n are the integer; those of the magic number fall off
 }
-
-INLINE float exp2_neg_scalar(float x) { return exp2_neg(splat(x))[0]; }
 
 // softcap * tanh(x / softcap) through 1 - 2 / (1 + e^2|y|): absolute error 1e-7 of softcap.
 INLINE vf tanh_cap(vf x, float cap) {

@@ -2,7 +2,30 @@
 #define VL 16
 #define HAVE_FROM_FP16
 #define HAVE_REDUCE
+#define HAVE_MIN_MAX
 #include "vec.h"
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+
+// Sixteen horizontal sums at once: 45 instructions instead of 128, by halving pairs of vectors. All 16 must be there.
+INLINE void sum_each(const vf* x, int, float* to) {
+  __m512 y[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) y[i] = (__m512)x[i];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) y[i] = _mm512_add_ps(_mm512_unpacklo_ps(y[2 * i], y[2 * i + 1]), _mm512_unpackhi_ps(y[2 * i], y[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
+    y[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  // Every 128 bits of y[i] are a part of the sums 4 i .. 4 i + 3.
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    y[i] = _mm512_add_ps(_mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0x44), _mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0xee));
+  const __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(y[0], y[1], 0x88), _mm512_shuffle_f32x4(y[0], y[1], 0xdd));
+  _mm512_storeu_ps(to, z);
+}
