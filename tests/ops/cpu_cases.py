@@ -39,7 +39,7 @@ def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int) -
 
 def poisoned_pool(pages: torch.Tensor, page_ids: np.ndarray, num_pages: int) -> tuple[torch.Tensor, ...]:
     """Two slabs of one page stride, in a larger buffer of 0xFF, with `pages` at `page_ids`."""
-    n, heads, head_bytes = pages.shape
+    _, heads, head_bytes = pages.shape
     buffer = torch.full((num_pages, heads + 1, head_bytes), 0xFF, dtype=torch.uint8)
     pool = buffer[:, :heads]
     pool[torch.from_numpy(page_ids)] = pages

@@ -79,7 +79,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
     return call, q, strides
 
 
-def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: str, gen: torch.Generator, rng: np.random.Generator, device) -> tuple[Part, int]:  # noqa: ANN001
+def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: str, gen: torch.Generator, rng: np.random.Generator, device) -> tuple[Part, int]:
     size = layout.page_size
     starts, lengths, counts = [], [], []
     for first, end in spans:
@@ -115,7 +115,7 @@ def _poison(pages: torch.Tensor, layout: PageLayout, lengths: list[int]) -> None
             pages[i, :, s.offset + n * row : s.offset + s.nbytes] = 0xFF
 
 
-def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dict[str, torch.Tensor]:  # noqa: ANN001
+def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dict[str, torch.Tensor]:
     static = {}
     for prefix, spec in (("k", layout.key), ("v", layout.value)):
         if spec.static:

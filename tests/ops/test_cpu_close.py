@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from ops import by_hand
+from ops.cpu_cases import FORMATS, RAW, specs_of, static_params
 
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.close_pages import cpu, reference
 from kvbits.ops.cpu import library
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
-from ops import by_hand
-from ops.cpu_cases import FORMATS, RAW, specs_of, static_params
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
 TIERS = library.runnable_tiers() if library.unavailable() is None else []

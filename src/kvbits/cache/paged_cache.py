@@ -123,6 +123,10 @@ class PagedCache:
         return [s.length for s in self.groups[0].sequences]
 
     @property
+    def _has_head_overrides(self) -> bool:
+        return any(len(places) > 1 for places in self._where.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes really allocated for pages, free ones included."""
         return sum(p.nbytes for g in self.groups for p in g.pools.values())
@@ -145,7 +149,7 @@ class PagedCache:
             "layers": [
                 {
                     "layers": list(g.group.layers),
-                    "kv_heads": "all" if all(len(h) == self.spec.layers[i].num_kv_heads for i, h in zip(g.group.layers, g.group.heads, strict=True)) else list(g.group.heads),
+                    "kv_heads": [list(heads) for heads in g.group.heads] if self._has_head_overrides else "all",
                     "keys": repr(g.group.key),
                     "values": repr(g.group.value),
                     "sliding_window": g.group.geometry.sliding_window,
