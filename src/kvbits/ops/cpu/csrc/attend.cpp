@@ -1,7 +1,7 @@
 // Plans an attention call: checks every index, cuts it into items of about equal bytes, runs them, merges splits.
 //
-// The cut depends on the call alone, never on the number of threads or on who runs what: the same call gives the same
-// bits. The last item of a group to finish merges the group, in fixed order.
+// The cut depends on the call and on the number of threads, never on who runs what: the same call gives the same bits. The
+// last item of a group to finish merges the group, in fixed order.
 #include <math.h>
 
 #include <atomic>
@@ -16,7 +16,7 @@
 namespace {
 
 constexpr int64_t MIN_ITEM_BYTES = 128 << 10;  // under it an item's own cost (its state, one merge) shows
-constexpr int64_t ITEMS_PER_CALL = 64;         // enough to keep many threads busy to the end
+constexpr int64_t ITEMS_PER_THREAD = 8;        // the last one to finish then leaves the others idle for a few percent
 constexpr int64_t MAX_SPLITS = 256;
 
 struct Group {  // the items that make up the same output rows
@@ -80,7 +80,7 @@ std::vector<int64_t> cut(const kvbits_attend_call& call, int b, int64_t total, i
   return at;
 }
 
-void build(Work& w) {
+void build(Work& w, int threads) {
   const kvbits_attend_call& call = *w.plan.call;
   const int group = call.num_heads / call.num_kv_heads;
   const int tokens = group >= ITEM_ROWS ? 1 : ITEM_ROWS / group;
@@ -91,7 +91,8 @@ void build(Work& w) {
   int64_t total = 0;
   for (int b = 0; b < call.batch; b++) total += bytes[b] = sequence_bytes(call, b);
   const int64_t work = total * passes * row_blocks * call.num_kv_heads;
-  const int64_t per_item = work / ITEMS_PER_CALL > MIN_ITEM_BYTES ? work / ITEMS_PER_CALL : MIN_ITEM_BYTES;
+  const int64_t wanted = threads > 1 ? threads * ITEMS_PER_THREAD : 1;
+  const int64_t per_item = work / wanted > MIN_ITEM_BYTES ? work / wanted : MIN_ITEM_BYTES;
   int64_t partial_rows = 0;
   for (int b = 0; b < call.batch; b++) {
     int64_t splits = (bytes[b] * passes + per_item - 1) / per_item;
@@ -159,8 +160,8 @@ extern "C" int32_t kvbits_attend(const kvbits_attend_call* call) {
   try {
     Work w{{call, nullptr}, active_tier(), {}, {}, {}, nullptr};
     if (!w.tier) return KVBITS_NO_TIER;
-    build(w);
     const int threads = call->num_threads > 0 ? call->num_threads : pool_available_threads();
+    build(w, threads);
     if (!pool_run(threads, static_cast<int64_t>(w.items.size()), w.tier->scratch_bytes, run_item, &w)) return KVBITS_NO_MEMORY;
   } catch (const std::bad_alloc&) {
     return KVBITS_NO_MEMORY;
