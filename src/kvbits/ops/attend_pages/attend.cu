@@ -15,21 +15,24 @@ struct Ring {
     int2 tokens[WARPS][STAGES];  // position of the first, visible ones
 };
 
+/// First chunk of a segment that belongs to a warp, and how many chunks of earlier segments did.
+DEVICE int first_chunk_of(const Segment& s, int warp) { return (warp + WARPS - s.chunks_before % WARPS) % WARPS; }
+DEVICE int chunks_so_far(const Segment& s, int warp) { return (s.chunks_before + WARPS - 1 - warp) / WARPS; }
+
 /// One lane's place in its warp's chunks: lane w of the producer serves consumer warp w.
 struct Cursor {
-    int segment, k, base, iteration;
+    int segment, k, iteration;   // k: chunk inside the segment, -1 before it is entered
 
-    /// Moves to the next packed chunk; false at the end. `k` counts chunks inside the segment, -1 before it is entered.
+    /// Moves to the next packed chunk; false at the end.
     DEVICE bool settle(const Args& a, int warp) {
         while (segment >= 0) {
             const Segment& s = a.segments[segment];
             if (s.unit >= 0 && !a.parts[s.part].raw) {
                 if (k < 0) {
                     prefetch_queries(a, unit_of(a, s.unit), warp);
-                    k = (warp + WARPS - base % WARPS) % WARPS;
+                    k = first_chunk_of(s, warp);
                 }
                 if (k < s.num_chunks) return true;
-                base += s.num_chunks;
             }
             k = -1;
             segment = s.next;
@@ -49,7 +52,7 @@ struct Cursor {
 };
 
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
-    Cursor at = {int(blockIdx.x), -1, 0, 0};
+    Cursor at = {int(blockIdx.x), -1, 0};
     bool more = lane < WARPS && at.settle(a, lane);
 #if __CUDA_ARCH__ >= 900
     u64 policy = read_once_policy();
@@ -109,7 +112,8 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
 }
 #endif
 
-DEVICE void walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int warp, int lane) {
+/// Both walks return the block's next segment.
+DEVICE int walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int warp, int lane) {
     const Segment& s = merge.segment;
     int g = lane / 4, c = lane % 4;
     stage_queries(merge.staged, a, u, nullptr, warp * 32 + lane);
@@ -127,11 +131,11 @@ DEVICE void walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int 
         i64 offset = i64(token) * D * 2;
         walk.step(a, see, softmax, page + part.k_raw + offset, page + part.v_raw + offset, tokens.x + token, tokens.y - token, g, c);
     }
-    finish_segment(a, u, part, walk, softmax, nullptr, D, merge, warp, lane);
+    return finish_segment(a, u, part, walk, softmax, nullptr, D, merge, warp, lane);
 }
 
 #if HAS_PACKED
-DEVICE void walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int& base, int& iteration, int warp, int lane) {
+DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int warp, int lane) {
     const Segment& s = merge.segment;
     stage_queries(merge.staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
     Visible see;
@@ -140,8 +144,9 @@ DEVICE void walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, uns
     softmax.clear();
     PackedWalk walk;
     walk.start(a, merge.staged, u, part, lane / 4, lane % 4);
+    int iteration = chunks_so_far(s, warp);
 #pragma unroll 1
-    for (int k = (warp + WARPS - base % WARPS) % WARPS; k < s.num_chunks; k += WARPS, ++iteration) {
+    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS, ++iteration) {
         int stage = iteration % STAGES;
         barrier_wait(shared_address(&ring.full[warp][stage]), iteration / STAGES & 1);
         int2 tokens = ring.tokens[warp][stage];
@@ -151,9 +156,8 @@ DEVICE void walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, uns
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&ring.empty[warp][stage]));
     }
-    base += s.num_chunks;
     constexpr bool has_bias_sum = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
-    finish_segment(a, u, part, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
+    return finish_segment(a, u, part, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
 }
 #endif
 
@@ -179,7 +183,6 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
         produce(a, ring, slots, lane);
         return;
     }
-    int base = 0, iteration = 0;
 #else
     static_assert(sizeof(Merge) <= SHARED_BYTES, "cuda.py counts too little shared memory");
     Merge& merge = *reinterpret_cast<Merge*>(shared);
@@ -188,17 +191,15 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
 #endif
     for (int i = blockIdx.x; i >= 0;) {
         const Segment s = a.segments[i];
-        i = s.next;
-        if (i >= 0) prefetch_l1(a.segments + i);
-        if (s.unit < 0) continue;
+        if (s.unit < 0) return;
+        if (s.next >= 0) prefetch_l1(a.segments + s.next);
         if (threadIdx.x == 0) merge.segment = s;  // staging the queries makes it visible
+        const Part& part = a.parts[s.part];
         Unit u = unit_of(a, s.unit);
 #if HAS_PACKED
-        if (!a.parts[s.part].raw) {
-            walk_packed(a, a.parts[s.part], u, ring, slots, merge, base, iteration, warp, lane);
-            continue;
-        }
+        i = part.raw ? walk_raw(a, part, u, merge, warp, lane) : walk_packed(a, part, u, ring, slots, merge, warp, lane);
+#else
+        i = walk_raw(a, part, u, merge, warp, lane);
 #endif
-        walk_raw(a, a.parts[s.part], u, merge, warp, lane);
     }
 }

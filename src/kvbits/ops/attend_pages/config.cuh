@@ -26,7 +26,8 @@ struct Segment {
     int slot;                    // where its partial result goes; -1 if it is the unit's only one
     int unit_slots, num_slots;   // the unit's first slot and how many it has
     int next;                    // the block's next segment, -1 if none; its first is segment blockIdx.x (unit -1 if it has none)
-    int padding[3];
+    int chunks_before;           // packed chunks of the block's earlier segments: chunk t of a block belongs to warp t % WARPS
+    int padding[2];
 };
 
 /// One run of bytes of a chunk: from `page + from + chunk * step` to `slot + to`.

@@ -197,7 +197,7 @@ class Plan:
             launch = packed.index(layout) if layout in packed else 0
             tokens = RAW_CHUNK if layout.key.is_raw else kernels[launch].shape.chunk
             count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
-            work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, layout.head_bytes * tokens // layout.page_size, launch))
+            work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, layout.head_bytes * tokens // layout.page_size, launch, not layout.key.is_raw))
             first += table.num_pages
         return work
 

@@ -27,24 +27,18 @@ DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, 
     if (channel == 0) a.lse[row] = ml.y > 0.f ? (ml.x + log2_approx(ml.y)) * LN2 : negative_infinity();
 }
 
-/// Sums the unit's partial results and writes its outputs: exponents and sums first, 16 lanes a column, then values. Loops are small on purpose: this
-/// code runs once a launch, and fetching an unrolled version from memory took longer than running it.
-DEVICE void merge_slots(const Args& a, Unit u, Merge& shared, int thread) {
-    constexpr int MOST = sizeof(shared.rounds) / 4 / COLS;  // slots whose weights fit the space of the rounds
-    float (&weights)[COLS][MOST] = reinterpret_cast<float (&)[COLS][MOST]>(shared.rounds);
-    const int count = shared.segment.num_slots;
-    const float2* all_ml = a.partial_ml + i64(shared.segment.unit_slots) * COLS;
-    const float4* all = reinterpret_cast<const float4*>(a.partial + i64(shared.segment.unit_slots) * COLS * D);
+/// Reference exponent and sum of every column over all slots, and each slot's weight.
+template <int MOST>
+DEVICE void slot_weights(float (&weights)[COLS][MOST], const float2* all_ml, int count, Merge& shared, int thread) {
     for (int col = thread / 16; col < COLS; col += CONSUMERS / 16) {
         float best = NOT_SEEN, total = 0.f;
-        float2 mine = {NOT_SEEN, 0.f};
-#pragma unroll 1
+#pragma unroll 2
         for (int k = thread % 16; k < count; k += 16) {
-            mine = load_global_l2(all_ml + i64(k) * COLS + col);
-            float top = fmaxf(best, mine.x);
-            total = total * exp2_approx(best - top) + mine.y * exp2_approx(mine.x - top);
+            float2 ml = load_global_l2(all_ml + i64(k) * COLS + col);
+            float top = fmaxf(best, ml.x);
+            total = total * exp2_approx(best - top) + ml.y * exp2_approx(ml.x - top);
             best = top;
-            if (k < MOST) weights[col][k] = mine.x;
+            if (k < MOST) weights[col][k] = ml.x;
         }
 #pragma unroll
         for (int mask = 1; mask < 16; mask *= 2) {
@@ -56,17 +50,44 @@ DEVICE void merge_slots(const Args& a, Unit u, Merge& shared, int thread) {
         if (thread % 16 == 0) shared.ml[col] = {best, best == NOT_SEEN ? 0.f : total};
     }
     sync_threads(CONSUMERS);
+}
+
+/// Sums the unit's partial results and writes its outputs. Latency is all this costs, so a thread asks for as many values as it has registers for before
+/// anyone looks at exponents (16 lanes a column).
+DEVICE void merge_slots(const Args& a, Unit u, Merge& shared, int thread) {
+    constexpr int QUADS = COLS * D / 4, MINE = (QUADS + CONSUMERS - 1) / CONSUMERS;
+    constexpr int AT_ONCE = MINE >= 9 ? 2 : 18 / MINE;
+    constexpr int MOST = sizeof(shared.rounds) / 4 / COLS;  // slots whose weights fit the space of the rounds
+    float (&weights)[COLS][MOST] = reinterpret_cast<float (&)[COLS][MOST]>(shared.rounds);
+    const int count = shared.segment.num_slots;
+    const float2* all_ml = a.partial_ml + i64(shared.segment.unit_slots) * COLS;
+    const float4* all = reinterpret_cast<const float4*>(a.partial + i64(shared.segment.unit_slots) * COLS * D);
+    float4 sum[MINE], x[MINE][AT_ONCE];
+    for (int i = 0; i < MINE; ++i) sum[i] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
-    for (int i = thread; i < COLS * D / 4; i += CONSUMERS) {
-        int col = i / (D / 4);
-        float4 sum = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
-        for (int k = 0; k < count; ++k) {
-            float4 x = load_global_l2(all + i64(k) * (COLS * D / 4) + i);
-            float w = k < MOST ? weights[col][k] : exp2_approx(load_global_l2(all_ml + i64(k) * COLS + col).x - shared.ml[col].x);
-            sum = {sum.x + x.x * w, sum.y + x.y * w, sum.z + x.z * w, sum.w + x.w * w};
+    for (int first = 0; first < count; first += AT_ONCE) {
+#pragma unroll
+        for (int i = 0; i < MINE; ++i)
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k)
+                x[i][k] = load_global_l2(all + i64(min(first + k, count - 1)) * QUADS + min(thread + i * CONSUMERS, QUADS - 1));
+        if (first == 0) slot_weights<MOST>(weights, all_ml, count, shared, thread);
+#pragma unroll
+        for (int i = 0; i < MINE; ++i) {
+            int col = min(thread + i * CONSUMERS, QUADS - 1) / (D / 4);
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) {
+                int slot = first + k;
+                if (slot >= count) break;
+                float w = slot < MOST ? weights[col][slot] : exp2_approx(load_global_l2(all_ml + i64(slot) * COLS + col).x - shared.ml[col].x);
+                sum[i] = {sum[i].x + x[i][k].x * w, sum[i].y + x[i][k].y * w, sum[i].z + x[i][k].z * w, sum[i].w + x[i][k].w * w};
+            }
         }
-        write_column(a, u, col, i % (D / 4) * 4, sum, shared.ml[col]);
+    }
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+        int at = thread + i * CONSUMERS;
+        if (at < QUADS) write_column(a, u, at / (D / 4), at % (D / 4) * 4, sum[i], shared.ml[at / (D / 4)]);
     }
 }
 
@@ -97,9 +118,9 @@ DEVICE void write_result(const Args& a, Unit u, const Part& part, int col, int c
     if (ch == 0) a.partial_ml[i64(s.slot) * COLS + col] = ml;
 }
 
-/// Called by all consumer warps at the end of a segment.
+/// Called by all consumer warps at the end of a segment; returns the block's next one.
 template <class Walk>
-DEVICE void finish_segment(const Args& a, Unit u, const Part& part, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
+DEVICE int finish_segment(const Args& a, Unit u, const Part& part, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
                            int bias_group, Merge& shared, int warp, int lane) {
     const Segment& s = shared.segment;
     int g = lane / 4, c = lane % 4, thread = warp * 32 + lane;
@@ -166,5 +187,7 @@ DEVICE void finish_segment(const Args& a, Unit u, const Part& part, const Walk& 
             merge_slots(a, u, shared, thread);
         }
     }
+    const int next = s.next;
     sync_threads(CONSUMERS);  // the next segment writes the same memory
+    return next;
 }

@@ -6,7 +6,7 @@
 #include "columns.cuh"
 
 constexpr int RAW_STEPS = (D + 31) / 32;   // 16-byte loads of a key row by four lanes
-constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4 : D * COLS <= 1024 ? 2 : 1;  // key loads in flight per row: registers allow no more
+constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4 : D * COLS <= 1024 && WARPS <= 7 ? 2 : 1;  // key loads in flight per row: registers allow no more
 constexpr int RAW_HALVES = (D + 63) / 64;  // 16-byte loads of a value row by eight lanes
 
 DEVICE void mma_raw(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -14,7 +14,7 @@ import numpy as np
 SEGMENT_COST = 96 << 10
 """Bytes that a multiprocessor could have read while it starts and ends a segment (3 to 5 us, measured). Without it blocks with two segments were 6 us late."""
 SEARCH_STEPS = 24
-SEGMENT_FIELDS = ("unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots", "next", "", "", "")
+SEGMENT_FIELDS = ("unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots", "next", "chunks_before", "", "")
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class PartWork:
         first_entry, num_chunks: int64 [B]: where a sequence's entries start in the entry arrays and how many chunks it reads.
         chunk_cost: bytes of a chunk.
         launch: which kernel reads it.
+        packed: read through the ring of shared memory.
     """
 
     first_entry: np.ndarray
     num_chunks: np.ndarray
     chunk_cost: int
     launch: int
+    packed: bool = True
 
 
 def chunks_per_sequence(indptr: np.ndarray, lengths: np.ndarray, chunk_tokens: int, chunks_per_page: int) -> np.ndarray:
@@ -73,11 +75,11 @@ def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tupl
         np.add.at(used, unit, 1)
         entry = np.stack([p.first_entry for p in parts], 1)[unit // repeats, part]
         rows = np.stack([unit, part, entry, s[:, 2], s[:, 3], slot, first_slot[unit], counts[unit]], 1)
-        result.append(_linked(rows, start))
+        result.append(_linked(rows, start, np.array([p.packed for p in parts])[part]))
     return result, int(first_slot[-1])
 
 
-def _linked(rows: np.ndarray, start: np.ndarray) -> np.ndarray:
+def _linked(rows: np.ndarray, start: np.ndarray, packed: np.ndarray) -> np.ndarray:
     """Rows in block order as linked lists: first rows first, then the others."""
     blocks = len(start) - 1
     has = np.diff(start) > 0
@@ -88,6 +90,8 @@ def _linked(rows: np.ndarray, start: np.ndarray) -> np.ndarray:
     result = np.zeros((blocks + len(rows) - int(has.sum()), 12), np.int32)
     result[:blocks, 0], result[:, 8] = -1, -1
     result[place, :8] = rows
+    before = np.concatenate([[0], np.cumsum(rows[:, 4] * packed)])
+    result[place, 9] = before[:-1] - np.repeat(before[start[:-1]], np.diff(start))
     result[place[:-1], 8] = np.where(follows[:-1], place[1:], -1) if len(rows) else []
     return result
 
