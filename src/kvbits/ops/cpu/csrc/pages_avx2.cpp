@@ -1,4 +1,4 @@
-// Page closing of the avx2 tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
+// Page closing and matrix quantization of the avx2 tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
 #include <immintrin.h>
 
 #include "attend_plan.h"
@@ -8,9 +8,10 @@ namespace {
 #include "vec_avx2.h"
 #include "formats.h"
 #include "close_pages.h"
+#include "matrix_rows.h"
 }  // namespace
 
 const PageKernels* pages_avx2() {
-  static const PageKernels kernels = {close_scratch_bytes, close_item};
+  static const PageKernels kernels = {close_scratch_bytes, close_item, column_largest, quantize_columns, dequantize_columns, quantize_groups};
   return &kernels;
 }

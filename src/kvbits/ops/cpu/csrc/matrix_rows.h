@@ -1,0 +1,84 @@
+// Rows of a matrix [rows, columns] fp32, row-major: the INT8 paper's column scales, quantization and dequantization, and
+// quantization with a scale per row and group of columns. Rounding as in quant/qparams.py: x * (1 / scale), half to even.
+
+// largest[c] = max(largest[c], |x[r][c]|). Four rows at a time: each load and store of a maximum serves four.
+static void column_largest(const float* x, int64_t rows, int64_t columns, float* largest) {
+  for (int64_t r = 0; r < rows; r += 4) {
+    const int n = rows - r < 4 ? (int)(rows - r) : 4;
+    const float* row = x + r * columns;
+    int64_t c = 0;
+    for (; c + VL <= columns; c += VL) {
+      vi top = *(const vi_mem*)(largest + c);  // magnitudes order like integers
+      for (int i = 0; i < n; i++) {
+        const vi mag = (vi)load(row + i * columns + c) & 0x7fffffff;
+        top = mag > top ? mag : top;
+      }
+      *(vi_mem*)(largest + c) = top;
+    }
+    for (; c < columns; c++)
+      for (int i = 0; i < n; i++) largest[c] = __builtin_fmaxf(largest[c], __builtin_fabsf(row[i * columns + c]));
+  }
+}
+
+typedef int8_t vc_mem __attribute__((vector_size(VL), aligned(1), may_alias));
+
+INLINE vi signed_code(vf x, vf inverse, float top) {
+  const vf scaled = vmin(vmax(x * inverse, splat(-top)), splat(top));
+  return round_to_int(scaled);
+}
+
+static void quantize_columns(const float* x, int64_t rows, int64_t columns, const float* inverse, int8_t* to) {
+  for (int64_t r = 0; r < rows; r++, x += columns, to += columns) {
+    int64_t c = 0;
+    for (; c + VL <= columns; c += VL)
+      *(vc_mem*)(to + c) = __builtin_convertvector(signed_code(load(x + c), load(inverse + c), 127.0f), vc_mem);
+    for (; c < columns; c++) to[c] = (int8_t)signed_code(splat(x[c]), splat(inverse[c]), 127.0f)[0];
+  }
+}
+
+static void dequantize_columns(const int8_t* q, int64_t rows, int64_t columns, const float* scales, float* to) {
+  for (int64_t r = 0; r < rows; r++, q += columns, to += columns) {
+    int64_t c = 0;
+    for (; c + VL <= columns; c += VL) store(to + c, to_float(__builtin_convertvector(*(const vc_mem*)(q + c), vi)) * load(scales + c));
+    for (; c < columns; c++) to[c] = (float)q[c] * scales[c];
+  }
+}
+
+// One group of `size` columns (a multiple of VL): its scale, and 1 / scale.
+INLINE float group_scale(const float* x, int size, float top) {
+  vi most = vi{};
+  for (int c = 0; c < size; c += VL) {
+    const vi mag = (vi)load(x + c) & 0x7fffffff;
+    most = mag > most ? mag : most;
+  }
+  const float largest = max_of((vf)most);
+  return largest > 0 ? largest / top : 1.0f;
+}
+
+// bits 8: to [rows, columns] int8. bits 4: to [rows, columns / 2], byte r = column r | column (r + columns / 2) << 4, codes + 8.
+static void quantize_groups(const float* x, int64_t rows, int64_t columns, int size, int bits, float* scales, uint8_t* to) {
+  typedef uint8_t vb_mem __attribute__((vector_size(VL), aligned(1), may_alias));
+  const int64_t groups = columns / size, half = columns / 2;
+  for (int64_t r = 0; r < rows; r++, x += columns, scales += groups, to += bits == 8 ? columns : half) {
+    if (bits == 8) {
+      for (int64_t g = 0; g < groups; g++) {
+        const float* from = x + g * size;
+        scales[g] = group_scale(from, size, 127.0f);
+        const vf inverse = splat(1.0f / scales[g]);
+        for (int c = 0; c < size; c += VL)
+          *(vc_mem*)(to + g * size + c) = __builtin_convertvector(signed_code(load(from + c), inverse, 127.0f), vc_mem);
+      }
+    } else {
+      for (int64_t g = 0; g < groups / 2; g++) {
+        const float *low = x + g * size, *high = low + half;
+        scales[g] = group_scale(low, size, 7.0f);
+        scales[g + groups / 2] = group_scale(high, size, 7.0f);
+        const vf a = splat(1.0f / scales[g]), b = splat(1.0f / scales[g + groups / 2]);
+        for (int c = 0; c < size; c += VL) {
+          const vi codes = (signed_code(load(low + c), a, 7.0f) + 8) | (signed_code(load(high + c), b, 7.0f) + 8) << 4;
+          *(vb_mem*)(to + g * size + c) = __builtin_convertvector(codes, vb_mem);
+        }
+      }
+    }
+  }
+}
