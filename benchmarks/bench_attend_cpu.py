@@ -1,0 +1,174 @@
+"""Decode attention on the CPU: kvbits pages against the best torch 16-bit attention, one interleaved run.
+
+    python benchmarks/bench_attend_cpu.py                       one thread: CPU time, medians
+    python benchmarks/bench_attend_cpu.py --threads 2           wall time
+
+Every candidate is checked against float64 on its dequantized values first, rotates over layers of at least 130 MB so that K and V come from memory, and takes
+turns with the others round by round. A plain read of 512 MB in the same rounds is the limit that shares are taken of. Our pages lie in 2 MiB pages, as the
+cache's pools do; torch's K and V in default memory, as the stock caches do, and once more in 2 MiB pages (`_huge`). Peers, bf16, one query token:
+
+    matmul   query heads of a kv head packed as rows: matmul, softmax, matmul (the fastest that torch has; ratios are against this one)
+    sdpa     scaled_dot_product_attention with the same packing
+
+Bytes are those of K and V in their format, scales included. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kvbits.cache.pool import allocate_slab
+from kvbits.ops.attend_pages import cpu, reference
+from kvbits.ops.close_pages import cpu as close_pages
+from kvbits.ops.cpu import library
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
+
+PAGE_SIZE = 64
+ROTATE_BYTES = 130_000_000
+NOISE = {"int8": 1e-4, "int8_channel": 1e-4, "raw": 1e-5, "fp8": 1e-5}  # fewer bits: 2e-2
+FORMATS: dict[str, tuple[QuantSpec, QuantSpec]] = {
+    "int8": (QuantSpec(format="int8"),) * 2,
+    "int4": (QuantSpec(format="int4"),) * 2,
+    "int2": (QuantSpec(format="int2"),) * 2,
+    "raw": (QuantSpec.raw(),) * 2,
+    "int3": (QuantSpec(format="int3"),) * 2,
+    "fp8": (QuantSpec(format="fp8_e4m3"),) * 2,
+    "int8_channel": (QuantSpec(format="int8", granularity=PerChannel()), QuantSpec(format="int8")),
+    "kivi2": (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerToken(), symmetric=False)),
+}
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--shapes", default="32/8/128/16384,14/2/64/16384", help="query heads / kv heads / head_dim / tokens[/ batch], several with commas")
+parser.add_argument("--formats", default="int8,int4,int2,raw", help=f"of {', '.join(FORMATS)}")
+parser.add_argument("--rounds", type=int, default=40)
+parser.add_argument("--threads", type=int, default=1)
+parser.add_argument("--tier", help="force an instruction set")
+args = parser.parse_args()
+torch.set_num_threads(args.threads)
+torch.manual_seed(0)
+if args.tier:
+    library.set_tier(args.tier)
+clock = time.process_time if args.threads == 1 else time.perf_counter
+
+
+def huge(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in 2 MiB pages."""
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    return allocate_slab(nbytes, torch.device("cpu"))[:nbytes].view(dtype).view(shape)
+
+
+def our_candidate(name: str, hq: int, h: int, d: int, tokens: int, batch: int) -> tuple[Callable[[int], object], int]:
+    """(decode over layer i, bytes of one layer), checked on layer 0."""
+    key, value = FORMATS[name]
+    layout = PageLayout(key=key, value=value, page_size=PAGE_SIZE, num_kv_heads=h, head_dim=d)
+    pages = tokens // PAGE_SIZE * batch
+    nbytes = pages * layout.page_size_bytes
+    layers = -(-ROTATE_BYTES // nbytes) + 1
+    slab = huge(layers, pages, h, layout.head_bytes, dtype=torch.uint8)
+    k, v = (torch.randn(256, h, PAGE_SIZE, d).bfloat16() for _ in range(2))
+    for i in range(layers):
+        store = PageStore(layout, (slab[i],))
+        for first in range(0, pages, 256):
+            n = min(256, pages - first)
+            close_pages.close(k[:n], v[:n], store, np.random.permutation(np.arange(first, first + n)))
+    per = tokens // PAGE_SIZE
+    table = PageTable(
+        np.arange(batch + 1, dtype=np.int64) * per, np.arange(pages, dtype=np.int64),
+        np.tile(np.arange(per, dtype=np.int64) * PAGE_SIZE, batch), np.full(pages, PAGE_SIZE, np.int32),
+    )  # fmt: skip
+    calls = [AttendCall((Part(PageStore(layout, (slab[i],)), table),), d**-0.5) for i in range(layers)]
+    q, positions = torch.randn(batch, 1, hq, d).bfloat16(), torch.full((batch, 1), tokens, dtype=torch.int64)
+    out, _ = cpu.attend(q, calls[0], positions)
+    want, _ = reference.attend(q, calls[0], positions, torch.float64)
+    noise = float((out - want).norm() / want.norm())
+    assert noise <= NOISE.get(name, 2e-2), f"{name}: relative L2 error {noise:.2e}"
+    print(f"  {name:13s} {nbytes / 1e6:7.1f} MB a layer x {layers:3d}   relative L2 error {noise:.1e}", flush=True)
+    return lambda i: cpu.attend(q, calls[i % layers], positions), nbytes
+
+
+def torch_candidate(kind: str, hq: int, h: int, d: int, tokens: int, batch: int) -> tuple[Callable[[int], object], int]:
+    nbytes = 2 * batch * h * tokens * d * 2
+    layers = -(-ROTATE_BYTES // nbytes) + 1
+    shape = (layers, 2, batch, h, tokens, d)
+    kv = huge(*shape, dtype=torch.bfloat16) if kind.endswith("_huge") else torch.empty(shape, dtype=torch.bfloat16)
+    for layer in kv:
+        layer.copy_(torch.randn(1, batch, h, 256, d).repeat(2, 1, 1, -(-tokens // 256), 1)[..., :tokens, :])
+    q = torch.randn(batch, h, hq // h, d).bfloat16()
+    scale = d**-0.5
+
+    def matmul(i: int) -> torch.Tensor:
+        k, v = kv[i % layers]
+        return torch.softmax((q * scale) @ k.transpose(-1, -2), -1) @ v
+
+    def sdpa(i: int) -> torch.Tensor:
+        k, v = kv[i % layers]
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    run = matmul if kind.startswith("matmul") else sdpa
+    k, v = kv[0].double()
+    want = torch.softmax(q.double() @ k.transpose(-1, -2) * scale, -1) @ v
+    noise = float((run(0).double() - want).norm() / want.norm())
+    assert noise < 3e-2, f"{kind}: relative L2 error {noise:.2e}"
+    return run, nbytes
+
+
+probe = huge(64 << 20, dtype=torch.int64).fill_(1)
+
+
+def measure(candidates: dict[str, tuple[Callable[[int], object], int]]) -> tuple[dict[str, float], float]:
+    """(median seconds of each candidate, bytes per second of a plain read), all in turn."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    reads = []
+    turn = 0
+    for _ in range(args.rounds):
+        start = clock()
+        probe.sum()
+        reads.append(clock() - start)
+        for name, (run, _) in candidates.items():
+            turn += 1
+            run(turn)  # the turn's first call also brings the code and the thread pool back
+            start = clock()
+            run(turn + 1)
+            times[name].append(clock() - start)
+    return {name: statistics.median(t) for name, t in times.items()}, probe.nbytes / statistics.median(reads)
+
+
+results = {}
+for text in args.shapes.split(","):
+    hq, h, d, tokens, *rest = (int(x) for x in text.split("/"))
+    batch = rest[0] if rest else 1
+    print(f"{text}: {hq} query heads, {h} kv heads of {d}, {tokens} tokens, batch {batch}", flush=True)
+    candidates = {name: our_candidate(name, hq, h, d, tokens, batch) for name in args.formats.split(",")}
+    for kind in ("matmul", "sdpa", "matmul_huge"):
+        candidates[kind] = torch_candidate(kind, hq, h, d, tokens, batch)
+    seconds, bandwidth = measure(candidates)
+    print(f"  read probe {bandwidth / 1e9:.1f} GB/s")
+    for name, (_, nbytes) in candidates.items():
+        rate = nbytes / seconds[name]
+        print(f"  {name:13s} {seconds[name] * 1e3:8.3f} ms  {rate / 1e9:5.1f} GB/s  {rate / bandwidth:4.0%} of the read probe  {seconds['matmul'] / seconds[name]:5.1f}x torch")
+    ours = args.formats.split(",")
+    results[text] = {
+        "ratio_vs_torch16": {n: round(seconds["matmul"] / seconds[n], 2) for n in ours},
+        "ratio_vs_torch16_huge_pages": {n: round(seconds["matmul_huge"] / seconds[n], 2) for n in ours},
+        "share_of_read_bandwidth": {n: round(candidates[n][1] / seconds[n] / bandwidth, 3) for n in ours},
+        "decode_s": {n: seconds[n] for n in candidates},
+        "read_bytes_per_s": bandwidth,
+    }
+
+first = next(iter(results.values()))
+print(json.dumps({
+    "ratio_vs_torch16": first["ratio_vs_torch16"], "share_of_read_bandwidth": first["share_of_read_bandwidth"], "threads": args.threads,
+    "time": "cpu" if args.threads == 1 else "wall", "tier": library.tier(), "cpu": platform.processor() or platform.machine(), "load": os.getloadavg()[0],
+    "shapes": results,
+}))  # fmt: skip
