@@ -299,7 +299,7 @@ def test_a_swapped_sequence_may_enter_several_rows_and_an_equal_cache():
     other.begin(2, 1, valid)
     other.reset()
     other.begin(2, 1, torch.zeros(2, 1, dtype=torch.bool))
-    other._forward.pending.clear()
+    other._forward = None
     other.swap_in(0, swapped)
     other.swap_in(1, swapped)
     for layer in range(3):
@@ -324,7 +324,7 @@ def test_refused_swaps_change_nothing_and_say_why():
 def _into_other(swapped):
     other = PagedCache(small_spec("int8"), backend="reference")
     other.begin(1, 1, torch.zeros(1, 1, dtype=torch.bool))
-    other._forward.pending.clear()
+    other._forward = None
     other.swap_in(0, swapped)
 
 

@@ -45,7 +45,7 @@ class _Place:
 
 @dataclass
 class _Forward:
-    """One forward pass under way."""
+    """One forward pass under way; dropped when the last layer has been here."""
 
     num_tokens: int
     counts: list[int]
@@ -174,7 +174,7 @@ class PagedCache:
             PoolFullError: pages are missing; nothing changed.
             CacheStateError: the batch size changed, or the pass before was left unfinished.
         """
-        if self._forward is not None and self._forward.pending:
+        if self._forward is not None:
             missing = sorted(self._forward.pending)
             raise CacheStateError(
                 f"the last forward pass never reached layer {missing[0]} ({len(missing)} layers missing), so their pages hold nothing; "
@@ -244,7 +244,7 @@ class PagedCache:
             out, lse = self._step(self._where[layer][0], q, k, v, scaling, softcap, f)
         else:
             out, lse = self._step_by_heads(layer, q, k, v, scaling, softcap, f)
-        f.pending.discard(layer)
+        self._leave(layer, f)
         if sink_logits is not None:
             out = add_sink_logit(out, lse, sink_logits)
         return out.to(q.dtype)
@@ -285,7 +285,7 @@ class PagedCache:
         for place in self._where[layer]:
             heads = slice(None) if place.heads is None else list(place.heads)
             self._write(place, k[:, :, heads], v[:, :, heads], f)
-        f.pending.discard(layer)
+        self._leave(layer, f)
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, _Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""
@@ -294,7 +294,7 @@ class PagedCache:
         elif k.shape[1] > 1:
             require_finite(k, f"keys of layer {layer}")
             require_finite(v, f"values of layer {layer}")
-        if self._forward is None or not self._forward.pending:
+        if self._forward is None:
             self.begin(k.shape[0], k.shape[1], valid)
         f = self._forward
         assert f is not None
@@ -303,6 +303,11 @@ class PagedCache:
         if (k.shape[0], k.shape[1]) != tuple(f.positions.shape):
             raise DataError(f"layer {layer} was given {tuple(k.shape[:2])} (sequences, tokens), but this forward pass has {tuple(f.positions.shape)}")
         return k, v, f
+
+    def _leave(self, layer: int, f: _Forward) -> None:
+        f.pending.discard(layer)
+        if not f.pending:
+            self._forward = None
 
     def _check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if layer not in self._where:
@@ -411,7 +416,7 @@ class PagedCache:
     # -- sequences --------------------------------------------------------------------------------------------------
 
     def _finished(self, what: str) -> None:
-        if self._forward is not None and self._forward.pending:
+        if self._forward is not None:
             raise CacheStateError(f"{what} in the middle of a forward pass ({len(self._forward.pending)} layers to go); finish it, or call reset()")
 
     def _rows(self, rows: Rows[int]) -> list[int]:
@@ -457,7 +462,6 @@ class PagedCache:
             raise DataError("select() of no sequence; use reset() to empty the cache")
         for g in self.groups:
             g.select(chosen)
-        self._forward = None
 
     def fork(self, row: int) -> int:
         """Add a copy of a sequence that shares its pages; returns the new row."""
@@ -478,7 +482,7 @@ class PagedCache:
         if self._forward is not None:
             self._forward.counts[row] = 0
             if not any(self._forward.counts):  # nobody is left who waits for the layers that never came
-                self._forward.pending.clear()
+                self._forward = None
 
     def reset(self) -> None:
         """Forget all sequences. Allocated pages stay, free."""
