@@ -24,12 +24,13 @@ struct Cursor {
     int segment, k, iteration;   // k: chunk inside the segment, -1 before it is entered
 
     /// Moves to the next packed chunk; false at the end.
+    template <bool QUERIES>
     DEVICE bool settle(const Args& a, int warp) {
         while (segment >= 0) {
             const Segment& s = a.segments[segment];
             if (s.unit >= 0 && !a.parts[s.part].raw) {
                 if (k < 0) {
-                    prefetch_queries(a, unit_of(a, s.unit), warp);
+                    if (QUERIES) prefetch_queries(a, unit_of(a, s.unit), warp);
                     k = first_chunk_of(s, warp);
                 }
                 if (k < s.num_chunks) return true;
@@ -51,49 +52,68 @@ struct Cursor {
     }
 };
 
+/// Where a warp's next chunk lies: address of its page's struct, chunk inside the page, its tokens.
+struct Source {
+    i64 page = 0;
+    int chunk = 0;
+    int2 tokens = {0, 0};
+
+    DEVICE Source() {}
+    DEVICE Source(const Args& a, const Cursor& at) {
+        const Segment& s = a.segments[at.segment];
+        const Part& part = a.parts[s.part];
+        chunk = s.first_chunk + at.k;
+        int entry = s.first_entry + chunk / part.chunks_per_page;
+        chunk %= part.chunks_per_page;
+        page = a.page_address[entry] + a.layer * part.layer_stride + i64(s.unit / a.column_blocks % a.num_kv_heads) * part.head_bytes;
+        int2 all = a.page_tokens[entry];
+        tokens = {all.x + chunk * CHUNK, min(all.y - chunk * CHUNK, CHUNK)};
+    }
+};
+
+/// While the kernel ahead ends: page tables, which no kernel writes, and the first pages as far as L2, where a late write would still be seen.
+DEVICE void prefetch_first_chunks(const Args& a, int lane) {
+#if __CUDA_ARCH__ >= 900
+    Cursor at = {int(blockIdx.x), -1, 0};
+    if (lane >= WARPS) return;
+    for (int i = 0; i < PREFETCH_ROUNDS && at.settle<false>(a, lane); ++i, at.k += WARPS) {
+        Source from(a, at);
+        for (int p = 0; p < a.num_pieces; ++p) prefetch_l2(from.page + a.pieces[p].from + from.chunk * a.pieces[p].step, a.pieces[p].bytes);
+    }
+#endif
+}
+
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
     Cursor at = {int(blockIdx.x), -1, 0};
-    bool more = lane < WARPS && at.settle(a, lane);
+    bool more = lane < WARPS && at.settle<true>(a, lane);
 #if __CUDA_ARCH__ >= 900
     u64 policy = read_once_policy();
 #endif
     while (__any_sync(ALL_LANES, more)) {
-        i64 from = 0;
-        int2 tokens = {0, 0};
-        int chunk = 0;
-        if (more) {
-            const Segment& s = a.segments[at.segment];
-            const Part& part = a.parts[s.part];
-            chunk = s.first_chunk + at.k;
-            int entry = s.first_entry + chunk / part.chunks_per_page;
-            chunk %= part.chunks_per_page;
-            int head = s.unit / a.column_blocks % a.num_kv_heads;
-            from = a.page_address[entry] + a.layer * part.layer_stride + i64(head) * part.head_bytes;
-            int2 page = a.page_tokens[entry];
-            tokens = {page.x + chunk * CHUNK, min(page.y - chunk * CHUNK, CHUNK)};
-        }
+        Source from;
+        if (more) from = Source(a, at);
         int stage = at.iteration % STAGES;
         u32 parity = (at.iteration / STAGES & 1) ^ 1;
 #if __CUDA_ARCH__ >= 900
         if (more) {
             u32 full = shared_address(&ring.full[lane][stage]), slot = shared_address(slots + (lane * STAGES + stage) * SLOT_BYTES);
             barrier_wait(shared_address(&ring.empty[lane][stage]), parity);
-            ring.tokens[lane][stage] = tokens;
+            ring.tokens[lane][stage] = from.tokens;
             barrier_arrive_expect(full, CHUNK_BYTES);
             for (int i = 0; i < a.num_pieces; ++i) {
                 Piece piece = a.pieces[i];
-                copy_bulk(slot + piece.to, from + piece.from + chunk * piece.step, piece.bytes, full, policy);
+                copy_bulk(slot + piece.to, from.page + piece.from + from.chunk * piece.step, piece.bytes, full, policy);
             }
         }
 #else
         for (int w = 0; w < WARPS; ++w) {
             if (!__shfl_sync(ALL_LANES, more, w)) continue;
-            int st = __shfl_sync(ALL_LANES, stage, w), ch = __shfl_sync(ALL_LANES, chunk, w);
-            i64 page = __shfl_sync(ALL_LANES, from, w);
+            int st = __shfl_sync(ALL_LANES, stage, w), ch = __shfl_sync(ALL_LANES, from.chunk, w);
+            i64 page = __shfl_sync(ALL_LANES, from.page, w);
             barrier_wait(shared_address(&ring.empty[w][st]), __shfl_sync(ALL_LANES, parity, w));
             u32 slot = shared_address(slots + (w * STAGES + st) * SLOT_BYTES), full = shared_address(&ring.full[w][st]);
             if (lane == w) {
-                ring.tokens[w][st] = tokens;
+                ring.tokens[w][st] = from.tokens;
                 barrier_arrive(full);
             }
             for (int i = 0; i < a.num_pieces; ++i) {
@@ -106,7 +126,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
         if (more) {
             at.k += WARPS;
             ++at.iteration;
-            more = at.settle(a, lane);
+            more = at.settle<true>(a, lane);
         }
     }
 }
@@ -131,7 +151,7 @@ DEVICE int walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int w
         i64 offset = i64(token) * D * 2;
         walk.step(a, see, softmax, page + part.k_raw + offset, page + part.v_raw + offset, tokens.x + token, tokens.y - token, g, c);
     }
-    return finish_segment(a, u, part, walk, softmax, nullptr, D, merge, warp, lane);
+    return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
 }
 
 #if HAS_PACKED
@@ -157,7 +177,7 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
         if (lane == 0) barrier_arrive(shared_address(&ring.empty[warp][stage]));
     }
     constexpr bool has_bias_sum = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
-    return finish_segment(a, u, part, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
+    return finish_segment(a, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
 }
 #endif
 
@@ -178,8 +198,10 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
 #endif
     }
     __syncthreads();
-    wait_for_previous_kernel();
+    let_next_kernel_start();
     if (warp == WARPS) {
+        prefetch_first_chunks(a, lane);
+        wait_for_previous_kernel();
         produce(a, ring, slots, lane);
         return;
     }
@@ -187,15 +209,15 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
     static_assert(sizeof(Merge) <= SHARED_BYTES, "cuda.py counts too little shared memory");
     Merge& merge = *reinterpret_cast<Merge*>(shared);
     if (warp == WARPS) return;
-    wait_for_previous_kernel();
 #endif
+    wait_for_previous_kernel();
     for (int i = blockIdx.x; i >= 0;) {
         const Segment s = a.segments[i];
         if (s.unit < 0) return;
         if (s.next >= 0) prefetch_l1(a.segments + s.next);
-        if (threadIdx.x == 0) merge.segment = s;  // staging the queries makes it visible
         const Part& part = a.parts[s.part];
         Unit u = unit_of(a, s.unit);
+        if (threadIdx.x == 0) merge.segment = s, merge.unit = u;  // staging the queries makes it visible
 #if HAS_PACKED
         i = part.raw ? walk_raw(a, part, u, merge, warp, lane) : walk_packed(a, part, u, ring, slots, merge, warp, lane);
 #else

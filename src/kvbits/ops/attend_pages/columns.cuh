@@ -9,6 +9,9 @@ DEVICE Unit unit_of(const Args& a, int unit) {
     return {row / a.num_kv_heads, row % a.num_kv_heads, unit % a.column_blocks};
 }
 
+/// Columns of the unit that are queries: the last block of columns may be part empty.
+DEVICE int columns_of(const Args& a, Unit u) { return min(COLS, a.num_queries * a.group - u.block * COLS); }
+
 /// Element offset of column `index` (query token, then head of the group) in q; its first channel.
 DEVICE i64 q_offset(const Args& a, Unit u, int index) {
     return u.batch * a.q_stride_b + (index / a.group) * a.q_stride_t + (u.head * a.group + index % a.group) * a.q_stride_h;

@@ -12,12 +12,12 @@ struct Merge {
     float out[COLS][D];
     Staged staged;
     Segment segment;
+    Unit unit;
     int last;
 };
 
 DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, float2 ml) {
     int index = u.block * COLS + col;
-    if (index >= a.num_queries * a.group) return;
     i64 row = (i64(u.batch) * a.num_queries + index / a.group) * (a.num_kv_heads * a.group) + u.head * a.group + index % a.group;
     float inverse = ml.y > 0.f ? 1.f / ml.y : 0.f;
     uint2 w;
@@ -54,47 +54,44 @@ DEVICE void slot_weights(float (&weights)[COLS][MOST], const float2* all_ml, int
 
 /// Sums the unit's partial results and writes its outputs. Latency is all this costs, so a thread asks for as many values as it has registers for before
 /// anyone looks at exponents (16 lanes a column).
-DEVICE void merge_slots(const Args& a, Unit u, Merge& shared, int thread) {
-    constexpr int QUADS = COLS * D / 4, MINE = (QUADS + CONSUMERS - 1) / CONSUMERS;
-    constexpr int AT_ONCE = MINE >= 9 ? 2 : 18 / MINE;
+DEVICE void merge_slots(const Args& a, Merge& shared, int thread) {
+    const Unit& u = shared.unit;
+    constexpr int AT_ONCE = 17;  // 132 blocks on 8 units
     constexpr int MOST = sizeof(shared.rounds) / 4 / COLS;  // slots whose weights fit the space of the rounds
     float (&weights)[COLS][MOST] = reinterpret_cast<float (&)[COLS][MOST]>(shared.rounds);
-    const int count = shared.segment.num_slots;
+    const int count = shared.segment.num_slots, quads = columns_of(a, u) * (D / 4);
     const float2* all_ml = a.partial_ml + i64(shared.segment.unit_slots) * COLS;
     const float4* all = reinterpret_cast<const float4*>(a.partial + i64(shared.segment.unit_slots) * COLS * D);
-    float4 sum[MINE], x[MINE][AT_ONCE];
-    for (int i = 0; i < MINE; ++i) sum[i] = {0.f, 0.f, 0.f, 0.f};
+    bool weighed = false;
 #pragma unroll 1
-    for (int first = 0; first < count; first += AT_ONCE) {
+    for (int base = 0; base < quads; base += CONSUMERS) {
+        int at = min(base + thread, quads - 1), col = at / (D / 4);
+        float4 sum = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+        for (int first = 0; first < count; first += AT_ONCE) {
+            float4 x[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < MINE; ++i)
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k)
-                x[i][k] = load_global_l2(all + i64(min(first + k, count - 1)) * QUADS + min(thread + i * CONSUMERS, QUADS - 1));
-        if (first == 0) slot_weights<MOST>(weights, all_ml, count, shared, thread);
-#pragma unroll
-        for (int i = 0; i < MINE; ++i) {
-            int col = min(thread + i * CONSUMERS, QUADS - 1) / (D / 4);
+            for (int k = 0; k < AT_ONCE; ++k) x[k] = load_global_l2(all + i64(min(first + k, count - 1)) * (COLS * D / 4) + at);
+            if (!weighed) slot_weights<MOST>(weights, all_ml, count, shared, thread);
+            weighed = true;
 #pragma unroll
             for (int k = 0; k < AT_ONCE; ++k) {
                 int slot = first + k;
                 if (slot >= count) break;
                 float w = slot < MOST ? weights[col][slot] : exp2_approx(load_global_l2(all_ml + i64(slot) * COLS + col).x - shared.ml[col].x);
-                sum[i] = {sum[i].x + x[i][k].x * w, sum[i].y + x[i][k].y * w, sum[i].z + x[i][k].z * w, sum[i].w + x[i][k].w * w};
+                sum = {sum.x + x[k].x * w, sum.y + x[k].y * w, sum.z + x[k].z * w, sum.w + x[k].w * w};
             }
         }
-    }
-#pragma unroll
-    for (int i = 0; i < MINE; ++i) {
-        int at = thread + i * CONSUMERS;
-        if (at < QUADS) write_column(a, u, at / (D / 4), at % (D / 4) * 4, sum[i], shared.ml[at / (D / 4)]);
+        if (base + thread < quads) write_column(a, u, col, at % (D / 4) * 4, sum, shared.ml[col]);
     }
 }
 
 /// Offsets and scales that belong to channels, then out or, if the unit has other segments, to its slot.
-DEVICE void write_result(const Args& a, Unit u, const Part& part, int col, int ch, bool biased, int bias_group, const Merge& shared) {
+DEVICE void write_result(const Args& a, int col, int ch, bool biased, int bias_group, const Merge& shared) {
     float4 x = *reinterpret_cast<const float4*>(&shared.out[col][ch]);
     const Segment& s = shared.segment;
+    const Unit& u = shared.unit;
+    const Part& part = a.parts[s.part];
     float2 ml = shared.ml[col];
     if (MERGE_BIAS && biased) {
         float b = 0.f;
@@ -120,9 +117,10 @@ DEVICE void write_result(const Args& a, Unit u, const Part& part, int col, int c
 
 /// Called by all consumer warps at the end of a segment; returns the block's next one.
 template <class Walk>
-DEVICE int finish_segment(const Args& a, Unit u, const Part& part, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
+DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
                            int bias_group, Merge& shared, int warp, int lane) {
     const Segment& s = shared.segment;
+    const Unit& u = shared.unit;
     int g = lane / 4, c = lane % 4, thread = warp * 32 + lane;
     for (int n = 0; n < NT; ++n)
         for (int e = 0; e < 2; ++e) {
@@ -159,7 +157,7 @@ DEVICE int finish_segment(const Args& a, Unit u, const Part& part, const Walk& w
         for (int i = thread; i < ROUNDS_AT_ONCE * COLS * 8; i += CONSUMERS) {
             int x = i % 8 * 4, col = i / 8 % COLS, k = i / (8 * COLS);
             int ch = first + k < Walk::ROUNDS ? walk.channel(first + k, x) : -1;
-            if (ch < 0 || ch >= D) continue;
+            if (ch < 0 || ch >= D || col >= columns_of(a, u)) continue;
             float4 sum = {0.f, 0.f, 0.f, 0.f};
             for (int w = 0; w < WARPS; ++w) {
                 float4 y = *reinterpret_cast<const float4*>(&shared.rounds[w][k][col][x]);
@@ -172,7 +170,7 @@ DEVICE int finish_segment(const Args& a, Unit u, const Part& part, const Walk& w
     }
     sync_threads(CONSUMERS);
 #pragma unroll 1
-    for (int i = thread; i < COLS * D / 4; i += CONSUMERS) write_result(a, u, part, i / (D / 4), i % (D / 4) * 4, bias_sum != nullptr, bias_group, shared);
+    for (int i = thread; i < columns_of(a, u) * (D / 4); i += CONSUMERS) write_result(a, i / (D / 4), i % (D / 4) * 4, bias_sum != nullptr, bias_group, shared);
     if (s.slot >= 0) {
         __threadfence();
         sync_threads(CONSUMERS);
@@ -184,7 +182,7 @@ DEVICE int finish_segment(const Args& a, Unit u, const Part& part, const Walk& w
         sync_threads(CONSUMERS);
         if (shared.last) {
             __threadfence();
-            merge_slots(a, u, shared, thread);
+            merge_slots(a, shared, thread);
         }
     }
     const int next = s.next;

@@ -37,14 +37,16 @@ struct RawWalk {
         factor = SOFTCAP ? a.scaling / a.softcap : a.scaling * LOG2E;
     }
 
-    static DEVICE uint4 load_row(i64 base, int token, int visible, int channel) {
-        if (token >= visible || channel >= D) return {0, 0, 0, 0};
-        return load_global_once(base + (i64(token) * D + channel) * 2);
+    /// Eight channels from `channel` on, `offset` elements past a lane's own address: one address register serves all its loads.
+    static DEVICE uint4 load_row(i64 address, int offset, bool visible, int channel) {
+        if (!visible || channel >= D) return {0, 0, 0, 0};
+        return load_global_once(address + offset * 2);
     }
 
     /// Tokens 0 .. 31 at `keys` / `values`, of which `visible` are, the first at `position`.
     DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, i64 keys, i64 values, int position, int visible, int g, int c) {
         float s[4][NT][2];
+        const i64 my_keys = keys + (4 * g * D + 8 * c) * 2, my_values = values + (8 * c * D + 8 * g) * 2;
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
             float acc[NT][4];
@@ -55,8 +57,9 @@ struct RawWalk {
                 uint4 even[RAW_LOADS], odd[RAW_LOADS];
 #pragma unroll
                 for (int i = 0; i < RAW_LOADS; ++i) {
-                    even[i] = load_row(keys, 4 * g + 2 * tile, visible, 32 * (first + i) + 8 * c);
-                    odd[i] = load_row(keys, 4 * g + 2 * tile + 1, visible, 32 * (first + i) + 8 * c);
+                    int ch = 32 * (first + i);
+                    even[i] = load_row(my_keys, 2 * tile * D + ch, 4 * g + 2 * tile < visible, ch + 8 * c);
+                    odd[i] = load_row(my_keys, (2 * tile + 1) * D + ch, 4 * g + 2 * tile + 1 < visible, ch + 8 * c);
                 }
 #pragma unroll
                 for (int i = 0; i < RAW_LOADS; ++i)
@@ -108,12 +111,15 @@ struct RawWalk {
         for (int h = 0; h < RAW_HALVES; ++h)
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
-                uint4 v0 = load_row(values, 8 * c + j, visible, 64 * h + 8 * g), v4 = load_row(values, 8 * c + j + 4, visible, 64 * h + 8 * g);
-                uint4 v1 = load_row(values, 8 * c + j + 1, visible, 64 * h + 8 * g), v5 = load_row(values, 8 * c + j + 5, visible, 64 * h + 8 * g);
+                uint4 v[4];  // tokens j, j + 4, j + 1, j + 5
+                for (int i = 0; i < 4; ++i) {
+                    int token = j + i / 2 + i % 2 * 4;
+                    v[i] = load_row(my_values, token * D + 64 * h, 8 * c + token < visible, 64 * h + 8 * g);
+                }
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    u32 a0 = permute_bytes(word(v0, k), word(v4, k), 0x5410), a1 = permute_bytes(word(v0, k), word(v4, k), 0x7632);
-                    u32 a2 = permute_bytes(word(v1, k), word(v5, k), 0x5410), a3 = permute_bytes(word(v1, k), word(v5, k), 0x7632);
+                    u32 a0 = permute_bytes(word(v[0], k), word(v[1], k), 0x5410), a1 = permute_bytes(word(v[0], k), word(v[1], k), 0x7632);
+                    u32 a2 = permute_bytes(word(v[2], k), word(v[3], k), 0x5410), a3 = permute_bytes(word(v[2], k), word(v[3], k), 0x7632);
                     for (int n = 0; n < NT; ++n) mma_raw(o[n][h][k], a0, a1, a2, a3, p[n][j], p[n][j + 1]);
                 }
             }

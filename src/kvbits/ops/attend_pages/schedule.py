@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SEGMENT_COST = 96 << 10
+SEGMENT_COST = 160 << 10
 """Bytes that a multiprocessor could have read while it starts and ends a segment (3 to 5 us, measured). Without it blocks with two segments were 6 us late."""
 SEARCH_STEPS = 24
 SEGMENT_FIELDS = ("unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots", "next", "chunks_before", "", "")

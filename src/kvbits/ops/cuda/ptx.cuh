@@ -64,6 +64,7 @@ DEVICE void copy_bulk(u32 to, i64 from, u32 bytes, u32 bar, u64 policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
 }
+DEVICE void prefetch_l2(i64 from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory"); }
 /// Cache pages are read once a step: they should not push anything else out of L2.
 DEVICE u64 read_once_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
 #else
@@ -72,10 +73,16 @@ DEVICE void copy_async_16(u32 to, i64 from) { asm volatile("cp.async.cg.shared.g
 DEVICE void copy_async_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 #endif
 
-/// For launches that may start before the kernel ahead of them has ended (driver.Kernel, early=True): nothing may be read or written before this.
+/// For launches that may start before the kernel ahead of them has ended (driver.Kernel, early=True): nothing that kernel writes may be read, and
+/// nothing it reads written, before `wait_for_previous_kernel`.
+DEVICE void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
