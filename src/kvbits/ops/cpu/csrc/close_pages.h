@@ -230,7 +230,7 @@ INLINE vi code_of(vf scaled, const CodeRange& r, vi& saturated) {
     return __builtin_convertvector(vmin(vmax(code, splat(r.low)), splat(r.high)), vi);
   }
   const vi sign = ((vi)scaled >> 24) & 0x80;
-  const vf mag = select(scaled < vf{}, -scaled, scaled);
+  const vf mag = (vf)((vi)scaled & 0x7fffffff);
   saturated += mag >= splat(r.zero);
   const vi bits = (vi)vmin(mag, splat(r.high));
   const int up = FMT == KVBITS_E4M3 ? 20 : 21;
