@@ -1,0 +1,196 @@
+"""Decode attention on a GPU: every scheme against the fastest 16-bit kernel on the same shapes, and against the copy bandwidth of the same run.
+
+    python benchmarks/bench_attend_gpu.py [--flashinfer] [--out benchmarks/results/<gpu>/attend_decode.json]
+
+A row is timed only after its output has been compared with the float64 reference over the same pages. Times are medians of CUDA-graph replays of several
+launches in a row, each on other memory (layers of a cache larger than L2). What a launch must move: all packed pages once.
+The last line is one JSON object; it is also written to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
+
+from kvbits.ops.attend_pages import cuda, reference
+from kvbits.ops.close_pages.reference import close_pages
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+
+KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
+SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
+ROTATE_BYTES = 400 << 20
+ERROR_LIMIT = 5e-3
+
+
+def _schemes() -> dict[str, tuple[QuantSpec, QuantSpec]]:
+    def same(fmt: str, granularity: object, **options: Any) -> tuple[QuantSpec, QuantSpec]:
+        spec = QuantSpec(format=fmt, granularity=granularity, **options)
+        return spec, spec
+
+    return {
+        "int8": same("int8", PerGroup(64)),
+        "int4": same("int4", PerGroup(64)),
+        "int2": same("int2", PerGroup(64)),
+        "fp8_e4m3": same("fp8_e4m3", PerToken()),
+        "fp8_e5m2_e4m3": (QuantSpec(format="fp8_e5m2", granularity=PerToken()), QuantSpec(format="fp8_e4m3", granularity=PerToken())),
+        "int3": same("int3", PerGroup(64)),
+        "int8_int4": (QuantSpec(format="int8", granularity=PerGroup(64)), QuantSpec(format="int4", granularity=PerGroup(64))),
+        "kivi_int2": (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerGroup(64), symmetric=False)),
+        "raw": (QuantSpec.raw(), QuantSpec.raw()),
+    }
+
+
+def time_us(launches: list[Any], repeats: int = 30) -> float:
+    """Median time of one launch: replays of a CUDA graph of all `launches`."""
+    for launch in launches:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(launches))
+    return float(np.median(times))
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a device-to-device copy, read and written bytes both counted."""
+    x = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    times = []
+    for _ in range(10):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        y.copy_(x)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * x.numel() / float(np.median(times))
+
+
+def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int) -> tuple[AttendCall, torch.Tensor, int]:
+    """(call over layer 0, pool [pages, layers, H, bytes], layers): random keys and values, pages in random places."""
+    layout = PageLayout(key=key, value=value, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    per_sequence = tokens // PAGE
+    n = batch * per_sequence
+    layers = max(2, -(-ROTATE_BYTES // (n * layout.page_size_bytes)))
+    slab = torch.empty(n, layers, KV_HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
+    for first in range(0, n, 256):
+        count = min(256, n - first)
+        k, v = (torch.randn(count, KV_HEADS, PAGE, HEAD_DIM, device="cuda") for _ in "kv")
+        slab[first : first + count] = close_pages(k, v, layout)[0][:, None]
+    table = PageTable(
+        np.arange(batch + 1, dtype=np.int64) * per_sequence, np.random.permutation(n).astype(np.int64),
+        np.tile(np.arange(per_sequence, dtype=np.int64) * PAGE, batch), np.full(n, PAGE, np.int32),
+    )  # fmt: skip
+    return AttendCall((Part(PageStore(layout, (slab[:, 0],)), table),), HEAD_DIM**-0.5), slab, layers
+
+
+def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tokens: int) -> dict[str, float]:
+    """Checked and timed decode over packed pages."""
+    call, slab, layers = packed_call(key, value, batch, tokens)
+    q = torch.randn(batch, 1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    layout = call.parts[0].store.layout
+    plan = cuda.Plan(call, q_heads, q.dtype, q.device, layer_strides=(layout.page_size_bytes,))
+    plan.out.fill_(float("nan"))
+    out, _ = plan.run(q)
+    want, _ = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
+    error = float((out.double() - want).norm() / want.norm())
+    if not error < ERROR_LIMIT:
+        raise SystemExit(f"{key.format}/{value.format} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
+    launches = [lambda layer=layer: plan.run(q, layer=layer) for layer in range(layers)]
+    nbytes = slab[:, 0].numel()
+    return {"time_us": time_us(launches * max(1, 12 // layers)), "bytes": nbytes, "error": error}
+
+
+def bench_16_bit(batch: int, q_heads: int, tokens: int, flashinfer: bool) -> dict[str, float]:
+    """Times of the 16-bit kernels that are installed, same shape, bf16, contiguous cache."""
+    k, v = (torch.randn(batch, KV_HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    q = torch.randn(batch, q_heads, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    times = {}
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        times["cudnn"] = time_us([lambda: sdpa(q, k, v, enable_gqa=True)] * 8)
+    try:
+        from fa3_fwd_interface import flash_attn_with_kvcache
+    except ImportError:
+        flash_attn_with_kvcache = None
+    if flash_attn_with_kvcache:
+        kt, vt, qt = (x.transpose(1, 2).contiguous() for x in (k, v, q))
+        lengths = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
+        times["fa3"] = time_us([lambda: flash_attn_with_kvcache(qt, kt, vt, cache_seqlens=lengths)] * 8)
+        del kt, vt
+    if flashinfer:
+        times |= _flashinfer(q, k, v)
+    return times
+
+
+def _flashinfer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
+    import flashinfer
+
+    batch, heads, tokens, d = k.shape
+    pages = tokens // PAGE
+    indptr = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * pages
+    indices = torch.arange(batch * pages, dtype=torch.int32, device="cuda")
+    last = torch.full((batch,), PAGE, dtype=torch.int32, device="cuda")
+    times = {}
+    for name, dtype in (("flashinfer", torch.bfloat16), ("flashinfer_fp8", torch.float8_e4m3fn)):
+        cache = [x.transpose(1, 2).reshape(batch * pages, PAGE, heads, d).to(dtype) for x in (k, v)]
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True)
+        wrapper.plan(indptr, indices, last, q.shape[1], heads, d, PAGE, q_data_type=q.dtype, kv_data_type=dtype)
+        flat = q[:, :, 0].contiguous()
+        times[name] = time_us([lambda w=wrapper, c=cache: w.run(flat, tuple(c))] * 8)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flashinfer", action="store_true", help="time FlashInfer too (it compiles its kernels for minutes)")
+    parser.add_argument("--schemes", nargs="*", default=list(_schemes()))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
+    rows, peers = [], []
+    for batch, q_heads, tokens in SHAPES:
+        shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
+        times = bench_16_bit(batch, q_heads, tokens, args.flashinfer)
+        best = min(t for name, t in times.items() if name != "flashinfer_fp8")
+        peers += [{"kernel": name, "shape": shape, "time_us": t} for name, t in times.items()]
+        print(f"{shape}: " + ", ".join(f"{name} {t:.1f} us" for name, t in times.items()), flush=True)
+        for name in args.schemes:
+            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens)
+            row = {"scheme": name, "shape": shape, **r, "speedup_vs_bf16": best / r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy}
+            rows.append(row)
+            print(f"  {name:14s} {r['time_us']:8.1f} us  x{row['speedup_vs_bf16']:.2f}  {row['share_of_copy']:.2f} of copy  error {r['error']:.1e}", flush=True)
+            torch.cuda.empty_cache()
+    result = {
+        "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "copy_bytes_per_s": copy, "peers": peers, "rows": rows,
+    }  # fmt: skip
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Quantizing on the CPU: the paper's matrices and page closing, one interleaved run.
+
+    python benchmarks/bench_quantize_cpu.py                  131072 x 1024 fp32, one thread: CPU time, medians
+    python benchmarks/bench_quantize_cpu.py --threads 2      wall time
+
+Candidates: scales and int8 codes per column by the production kernel ("per_channel"), by the paper's scalar listings in memory order ("row_order") and as
+printed ("column_outer", timed once: it walks column by column), by torch; one scale per row and 64 columns in 8 and 4 bits ("group64_int8", "group64_int4");
+and closing pages of bf16 keys and values ("close_int8" and so on, against the reference). Codes are checked against the references first. Rates count
+input bytes once; `limit` is what a plain read of the same matrix takes, and per_channel must read it twice. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvbits.cache.pool import allocate_slab
+from kvbits.ops.close_pages import cpu as close_cpu
+from kvbits.ops.close_pages import reference as close_reference
+from kvbits.ops.cpu import library
+from kvbits.ops.matrix import cpu, reference
+from kvbits.ops.types import PageStore
+from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--rows", type=int, default=131072)
+parser.add_argument("--columns", type=int, default=1024)
+parser.add_argument("--rounds", type=int, default=9)
+parser.add_argument("--threads", type=int, default=1)
+parser.add_argument("--skip-column-outer", action="store_true")
+args = parser.parse_args()
+torch.set_num_threads(args.threads)
+torch.manual_seed(0)
+clock = time.process_time if args.threads == 1 else time.perf_counter
+rows, columns = args.rows, args.columns
+
+
+def huge(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    return allocate_slab(nbytes, torch.device("cpu"))[:nbytes].view(dtype).view(shape)
+
+
+x = huge(rows, columns, dtype=torch.float32)
+for block in x.split(8192):
+    block.normal_()
+codes = huge(rows, columns, dtype=torch.int8)
+packed = huge(rows, columns // 2, dtype=torch.uint8)
+
+
+def per_channel(kernel: str) -> None:
+    cpu.quantize(x, cpu.compute_scales(x, kernel=kernel), kernel=kernel, out=codes)
+
+
+def torch_per_channel() -> None:
+    codes.copy_(reference.quantize(x, reference.compute_scales(x)))
+
+
+matrix_candidates: dict[str, Callable[[], object]] = {
+    "per_channel": lambda: per_channel("fast"),
+    "row_order": lambda: per_channel("row_order"),
+    "torch": torch_per_channel,
+    "group64_int8": lambda: cpu.quantize_groups(x, 64, 8, out=codes),
+    "group64_int4": lambda: cpu.quantize_groups(x, 64, 4, out=packed),
+    "dequantize": lambda: cpu.dequantize(codes[: rows // 4], torch.ones(columns), out=restored),
+}
+restored = huge(rows // 4, columns, dtype=torch.float32)
+
+# ---- correctness ----
+sample = x[:2048]
+assert torch.equal(cpu.quantize(sample, cpu.compute_scales(sample)), reference.quantize(sample, reference.compute_scales(sample)))
+for bits in (8, 4):
+    for got, want in zip(cpu.quantize_groups(sample, 64, bits), reference.quantize_groups(sample, 64, bits), strict=True):
+        assert torch.equal(got, want)
+
+CLOSE = {
+    "close_int8": (QuantSpec(format="int8"),) * 2,
+    "close_int4": (QuantSpec(format="int4"),) * 2,
+    "close_int2_kivi": (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerToken(), symmetric=False)),
+    "close_fp8": (QuantSpec(format="fp8_e4m3"),) * 2,
+}
+PAGES, HEADS, DIM = 512, 8, 128
+k, v = (huge(PAGES, HEADS, 64, DIM, dtype=torch.bfloat16).copy_(torch.randn(1, HEADS, 64, DIM).repeat(PAGES, 1, 1, 1)) for _ in range(2))
+stores = {}
+for name, (key, value) in CLOSE.items():
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=DIM)
+    stores[name] = PageStore(layout, (huge(PAGES, HEADS, layout.head_bytes, dtype=torch.uint8),))
+    close_cpu.close(k[:8], v[:8], stores[name], np.arange(8))
+    want, _ = close_reference.close_pages(k[:8], v[:8], layout)
+    assert torch.equal(stores[name].slabs[0][:8], want), name
+ids = np.arange(PAGES)
+
+
+def timed(run: Callable[[], object]) -> float:
+    start = clock()
+    run()
+    return clock() - start
+
+
+candidates: dict[str, tuple[Callable[[], object], int]] = {n: (run, x.nbytes // (4 if n == "dequantize" else 1)) for n, run in matrix_candidates.items()}
+for name, store in stores.items():
+    candidates[name] = (lambda store=store: close_cpu.close(k, v, store, ids), k.nbytes + v.nbytes)
+small = slice(0, 16)
+candidates["close_int8_reference"] = (
+    lambda: close_reference.close(k[small], v[small], stores["close_int8"], ids[small]), (k.nbytes + v.nbytes) * 16 // PAGES,
+)  # fmt: skip
+candidates["limit"] = (lambda: x.view(torch.int64).sum(), x.nbytes)
+times: dict[str, list[float]] = {name: [] for name in candidates}
+for i in range(args.rounds):
+    for name, (run, _) in candidates.items():
+        if name in ("row_order", "torch", "close_int8_reference") and i >= 3:
+            continue
+        times[name].append(timed(run))
+seconds = {name: statistics.median(t) for name, t in times.items()}
+if not args.skip_column_outer:
+    seconds["column_outer"] = timed(lambda: per_channel("column_outer"))
+    candidates["column_outer"] = (None, x.nbytes)
+
+print(f"{rows} x {columns} fp32, {library.tier()}, {args.threads} thread(s)")
+rates = {name: candidates[name][1] / s for name, s in seconds.items()}
+for name, s in seconds.items():
+    beside = f"   {rates[name] / rates['row_order']:6.1f}x row order" if not name.startswith(("close", "dequantize", "limit")) else ""
+    print(f"  {name:22s} {s * 1e3:9.2f} ms  {rates[name] / 1e9:6.2f} GB/s of input{beside}")
+print(json.dumps({
+    "input_bytes_per_s": {n: round(r) for n, r in rates.items()},
+    "ratio_vs_row_order": {n: round(rates[n] / rates["row_order"], 1) for n in ("per_channel", "group64_int8", "group64_int4", "torch")},
+    "ratio_vs_column_outer": None if args.skip_column_outer else round(rates["per_channel"] / rates["column_outer"], 1),
+    "rows": rows, "columns": columns, "threads": args.threads, "tier": library.tier(), "cpu": platform.processor() or platform.machine(),
+    "load": os.getloadavg()[0],
+}))  # fmt: skip
