@@ -24,13 +24,12 @@ struct Cursor {
     int segment, k, iteration;   // k: chunk inside the segment, -1 before it is entered
 
     /// Moves to the next packed chunk; false at the end.
-    template <bool QUERIES>
     DEVICE bool settle(const Args& a, int warp) {
         while (segment >= 0) {
             const Segment& s = a.segments[segment];
             if (s.unit >= 0 && !a.parts[s.part].raw) {
                 if (k < 0) {
-                    if (QUERIES) prefetch_queries(a, unit_of(a, s.unit), warp);
+                    prefetch_queries(a, unit_of(a, s.unit), warp);
                     k = first_chunk_of(s, warp);
                 }
                 if (k < s.num_chunks) return true;
@@ -52,17 +51,16 @@ struct Cursor {
     }
 };
 
-/// Where a warp's next chunk lies: address of its page's struct, chunk inside the page, its tokens.
+/// Where chunk k of a segment lies: address of its page's struct, chunk inside the page, its tokens.
 struct Source {
     i64 page = 0;
     int chunk = 0;
     int2 tokens = {0, 0};
 
     DEVICE Source() {}
-    DEVICE Source(const Args& a, const Cursor& at) {
-        const Segment& s = a.segments[at.segment];
+    DEVICE Source(const Args& a, const Segment& s, int k) {
         const Part& part = a.parts[s.part];
-        chunk = s.first_chunk + at.k;
+        chunk = s.first_chunk + k;
         int entry = s.first_entry + chunk / part.chunks_per_page;
         chunk %= part.chunks_per_page;
         page = a.page_address[entry] + a.layer * part.layer_stride + i64(s.unit / a.column_blocks % a.num_kv_heads) * part.head_bytes;
@@ -72,12 +70,13 @@ struct Source {
 };
 
 /// While the kernel ahead ends: page tables, which no kernel writes, and the first pages as far as L2, where a late write would still be seen.
+/// All lanes take part, each with chunks of its own: one after the other, the table look-ups alone took 3 us.
 DEVICE void prefetch_first_chunks(const Args& a, int lane) {
 #if __CUDA_ARCH__ >= 900
-    Cursor at = {int(blockIdx.x), -1, 0};
-    if (lane >= WARPS) return;
-    for (int i = 0; i < PREFETCH_ROUNDS && at.settle<false>(a, lane); ++i, at.k += WARPS) {
-        Source from(a, at);
+    const Segment& s = a.segments[blockIdx.x];
+    if (s.unit < 0 || a.parts[s.part].raw) return;
+    for (int k = lane; k < min(s.num_chunks, PREFETCH_CHUNKS); k += 32) {
+        Source from(a, s, k);
         for (int p = 0; p < a.num_pieces; ++p) prefetch_l2(from.page + a.pieces[p].from + from.chunk * a.pieces[p].step, a.pieces[p].bytes);
     }
 #endif
@@ -85,13 +84,13 @@ DEVICE void prefetch_first_chunks(const Args& a, int lane) {
 
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
     Cursor at = {int(blockIdx.x), -1, 0};
-    bool more = lane < WARPS && at.settle<true>(a, lane);
+    bool more = lane < WARPS && at.settle(a, lane);
 #if __CUDA_ARCH__ >= 900
     u64 policy = read_once_policy();
 #endif
     while (__any_sync(ALL_LANES, more)) {
         Source from;
-        if (more) from = Source(a, at);
+        if (more) from = Source(a, a.segments[at.segment], at.k);
         int stage = at.iteration % STAGES;
         u32 parity = (at.iteration / STAGES & 1) ^ 1;
 #if __CUDA_ARCH__ >= 900
@@ -126,7 +125,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
         if (more) {
             at.k += WARPS;
             ++at.iteration;
-            more = at.settle<true>(a, lane);
+            more = at.settle(a, lane);
         }
     }
 }

@@ -162,7 +162,7 @@ def kernel_for(
     rounds = _rounds_at_once(shape.warps, cols, head_dim, with_bias, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, with_bias, rounds)
     defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "STAGES": shape.stages, "CHUNK": chunk, "UNITS": shape.units}
-    defines["PREFETCH_ROUNDS"] = -(-PREFETCH_BYTES // (shape.warps * slot))
+    defines["PREFETCH_CHUNKS"] = PREFETCH_BYTES // slot
     pieces = _pieces(layout, chunk)
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
     for prefix, spec in (("K", layout.key), ("V", layout.value)):

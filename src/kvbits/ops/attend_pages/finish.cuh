@@ -27,7 +27,7 @@ DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, 
     if (channel == 0) a.lse[row] = ml.y > 0.f ? (ml.x + log2_approx(ml.y)) * LN2 : negative_infinity();
 }
 
-/// Reference exponent and sum of every column over all slots, and each slot's weight.
+/// Reference exponent and sum of every column over all slots, and each slot's weight; 16 lanes a column.
 template <int MOST>
 DEVICE void slot_weights(float (&weights)[COLS][MOST], const float2* all_ml, int count, Merge& shared, int thread) {
     for (int col = thread / 16; col < COLS; col += CONSUMERS / 16) {
