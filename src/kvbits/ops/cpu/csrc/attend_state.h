@@ -71,5 +71,3 @@ struct ValueArgs {
   Chunk* chunk;
   int64_t ahead;
 };
-
-INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2

@@ -242,11 +242,6 @@ INLINE vi code_of(vf scaled, const CodeRange& r, vi& saturated) {
   return (((tiny & small) | (normal & ~small)) & 0x7f) | sign;
 }
 
-INLINE void store_codes(uint8_t* to, vi codes) {
-  typedef uint8_t vb_mem __attribute__((vector_size(VL), aligned(1), may_alias));
-  *(vb_mem*)to = __builtin_convertvector(codes, vb_mem);
-}
-
 // Codes of the whole page. `by_token`: inverse and bias are [groups][page_size], else [width].
 template <int FMT>
 static int64_t make_codes(PageBuffers& b, int page_size, int head_dim, int groups, bool by_token, bool has_bias, const CodeRange& range) {
@@ -254,14 +249,14 @@ static int64_t make_codes(PageBuffers& b, int page_size, int head_dim, int group
   const bool splats = by_token && size % VL == 0;
   int64_t count = 0;
   alignas(64) float inverse[MAX_HEAD_DIM + 16] = {}, bias[MAX_HEAD_DIM + 16] = {};
+  vi saturated = vi{};
   for (int t = 0; t < page_size; t++) {
     const float* x = b.x + (int64_t)t * width;
     uint8_t* to = b.codes + (int64_t)t * width;
-    vi saturated = vi{};
     if (splats) {
       for (int g = 0; g < groups; g++) {
         const vf k = splat(b.inverse[g * page_size + t]), low = has_bias ? splat(b.bias[g * page_size + t]) : vf{};
-        for (int c = g * size; c < (g + 1) * size; c += VL) store_codes(to + c, code_of<FMT>((load(x + c) - low) * k, range, saturated));
+        for (int c = g * size; c < (g + 1) * size; c += VL) store_bytes(to + c, code_of<FMT>((load(x + c) - low) * k, range, saturated));
       }
     } else {
       if (by_token)
@@ -277,11 +272,11 @@ static int64_t make_codes(PageBuffers& b, int page_size, int head_dim, int group
         vi codes = code_of<FMT>(y * load(k + c), range, clamped);
         const vi inside = iota() < splat_int(head_dim - c);
         saturated += clamped & inside;
-        store_codes(to + c, codes & inside);
+        store_bytes(to + c, codes & inside);
       }
     }
-    for (int i = 0; i < VL; i++) count -= saturated[i];
   }
+  for (int i = 0; i < VL; i++) count -= saturated[i];
   return count;
 }
 
@@ -310,7 +305,6 @@ static void interleave_keys(const PageBuffers& b, uint8_t* to, int page_size, in
 
 // Four tokens' bytes side by side: a vector of 32-bit words is the or of four shifted rows.
 static void interleave_values(const PageBuffers& b, uint8_t* to, int page_size, int row_bytes) {
-  typedef uint8_t vb_mem __attribute__((vector_size(VL), aligned(1), may_alias));
   static const int order[8] = {0, 1, 4, 5, 2, 3, 6, 7};
   for (int block = 0; block < row_bytes; block += 16) {
     const int width = row_bytes - block < 16 ? row_bytes - block : 16;
@@ -320,7 +314,7 @@ static void interleave_values(const PageBuffers& b, uint8_t* to, int page_size, 
       int r = 0;
       for (; r + VL <= width; r += VL) {
         vi word = vi{};
-        for (int u = 0; u < 4; u++) word |= __builtin_convertvector(*(const vb_mem*)(row[u] + r), vi) << (8 * u);
+        for (int u = 0; u < 4; u++) word |= load_bytes(row[u] + r) << (8 * u);
         *(vi_mem*)(to + 4 * r) = word;
       }
       for (; r < width; r++)

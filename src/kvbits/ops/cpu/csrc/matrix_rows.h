@@ -20,8 +20,6 @@ static void column_largest(const float* x, int64_t rows, int64_t columns, float*
   }
 }
 
-typedef int8_t vc_mem __attribute__((vector_size(VL), aligned(1), may_alias));
-
 INLINE vi signed_code(vf x, vf inverse, float top) {
   const vf scaled = vmin(vmax(x * inverse, splat(-top)), splat(top));
   return round_to_int(scaled);
@@ -31,7 +29,7 @@ static void quantize_columns(const float* x, int64_t rows, int64_t columns, cons
   for (int64_t r = 0; r < rows; r++, x += columns, to += columns) {
     int64_t c = 0;
     for (; c + VL <= columns; c += VL)
-      *(vc_mem*)(to + c) = __builtin_convertvector(signed_code(load(x + c), load(inverse + c), 127.0f), vc_mem);
+      store_bytes((uint8_t*)to + c, signed_code(load(x + c), load(inverse + c), 127.0f));
     for (; c < columns; c++) to[c] = (int8_t)signed_code(splat(x[c]), splat(inverse[c]), 127.0f)[0];
   }
 }
@@ -39,15 +37,19 @@ static void quantize_columns(const float* x, int64_t rows, int64_t columns, cons
 static void dequantize_columns(const int8_t* q, int64_t rows, int64_t columns, const float* scales, float* to) {
   for (int64_t r = 0; r < rows; r++, q += columns, to += columns) {
     int64_t c = 0;
-    for (; c + VL <= columns; c += VL) store(to + c, to_float(__builtin_convertvector(*(const vc_mem*)(q + c), vi)) * load(scales + c));
+    for (; c + VL <= columns; c += VL) store(to + c, to_float(load_bytes((const uint8_t*)q + c) << 24 >> 24) * load(scales + c));
     for (; c < columns; c++) to[c] = (float)q[c] * scales[c];
   }
 }
+
+// The two halves of a row that 4-bit groups walk side by side confuse the hardware's prefetcher.
+constexpr int FETCH_FLOATS = 1024;
 
 // One group of `size` columns (a multiple of VL): its scale, and 1 / scale.
 INLINE float group_scale(const float* x, int size, float top) {
   vi most = vi{};
   for (int c = 0; c < size; c += VL) {
+    fetch(x + c + FETCH_FLOATS);
     const vi mag = (vi)load(x + c) & 0x7fffffff;
     most = mag > most ? mag : most;
   }
@@ -57,7 +59,6 @@ INLINE float group_scale(const float* x, int size, float top) {
 
 // bits 8: to [rows, columns] int8. bits 4: to [rows, columns / 2], byte r = column r | column (r + columns / 2) << 4, codes + 8.
 static void quantize_groups(const float* x, int64_t rows, int64_t columns, int size, int bits, float* scales, uint8_t* to) {
-  typedef uint8_t vb_mem __attribute__((vector_size(VL), aligned(1), may_alias));
   const int64_t groups = columns / size, half = columns / 2;
   for (int64_t r = 0; r < rows; r++, x += columns, scales += groups, to += bits == 8 ? columns : half) {
     if (bits == 8) {
@@ -66,7 +67,7 @@ static void quantize_groups(const float* x, int64_t rows, int64_t columns, int s
         scales[g] = group_scale(from, size, 127.0f);
         const vf inverse = splat(1.0f / scales[g]);
         for (int c = 0; c < size; c += VL)
-          *(vc_mem*)(to + g * size + c) = __builtin_convertvector(signed_code(load(from + c), inverse, 127.0f), vc_mem);
+          store_bytes(to + g * size + c, signed_code(load(from + c), inverse, 127.0f));
       }
     } else {
       for (int64_t g = 0; g < groups / 2; g++) {
@@ -76,7 +77,7 @@ static void quantize_groups(const float* x, int64_t rows, int64_t columns, int s
         const vf a = splat(1.0f / scales[g]), b = splat(1.0f / scales[g + groups / 2]);
         for (int c = 0; c < size; c += VL) {
           const vi codes = (signed_code(load(low + c), a, 7.0f) + 8) | (signed_code(load(high + c), b, 7.0f) + 8) << 4;
-          *(vb_mem*)(to + g * size + c) = __builtin_convertvector(codes, vb_mem);
+          store_bytes(to + g * size + c, codes);
         }
       }
     }

@@ -88,6 +88,20 @@ INLINE vf tanh_cap(vf x, float cap) {
   return select(negative, -t, t);
 }
 
+#ifndef HAVE_BYTES
+// VL bytes as unsigned integers, and back (the low byte of each). GCC turns a conversion of vectors of bytes into scalar code.
+INLINE vi load_bytes(const uint8_t* p) {
+  vi x;
+  for (int i = 0; i < VL; i++) x[i] = p[i];
+  return x;
+}
+INLINE void store_bytes(uint8_t* p, vi x) {
+  for (int i = 0; i < VL; i++) p[i] = (uint8_t)x[i];
+}
+#endif
+
+INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2
+
 INLINE vf from_bf16(const uint16_t* p) {
   vi w = __builtin_convertvector(*(const vh_mem*)p, vi);
   return (vf)(w << 16);
