@@ -36,21 +36,19 @@ def load_config(model: str | os.PathLike[str]) -> Any:
     Raises:
         SpecError: nothing there, or nothing that Transformers can read.
     """
+    path = Path(model)
+    if not path.exists() and (_HUB_ID.fullmatch(str(model)) is None or path.suffix in (".json", ".gguf")):
+        raise SpecError(f"no such file or directory: {path}")
     from transformers import AutoConfig
 
-    path = Path(model)
     try:
         if path.suffix == ".gguf":
-            if not path.is_file():
-                raise SpecError(f"no such file: {path}")
             return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         if path.is_file():
             fields = json.loads(path.read_text())
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise SpecError(f"{path} has no model_type, so it is not a Transformers config.json")
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
-        if not path.is_dir() and (_HUB_ID.fullmatch(str(model)) is None or path.suffix == ".json"):
-            raise SpecError(f"no such file or directory: {path}")
         return AutoConfig.from_pretrained(str(model))
     except SpecError:
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -15,7 +16,25 @@ def bar(what: str, total: float, *, enabled: bool = True) -> Iterator[Callable[[
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
+    if not console.is_terminal:  # a log: a line now and then instead of a moving bar
+        yield _lines(console, what, total)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda n: progress.advance(task, n)
+
+
+def _lines(console: Any, what: str, total: float) -> Callable[[float], None]:
+    done, shown = 0.0, 0
+    console.print(f"{what} ...", highlight=False)
+
+    def advance(n: float) -> None:
+        nonlocal done, shown
+        done += n
+        if int(10 * done / total) > shown:
+            shown = int(10 * done / total)
+            console.print(f"{what}: {10 * shown} %", highlight=False)
+
+    return advance

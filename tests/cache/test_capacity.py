@@ -123,7 +123,7 @@ def test_more_than_the_capacity_is_refused_whole_and_says_what_to_do():
     pair = Pair(PagedCache(spec, batch_size=2, max_tokens=100, backend="reference"))
     pair.append(2, 90)
     before = picture(pair.cache)
-    with pytest.raises(PoolFullError, match=r"pool needs \d+ more pages but has \d+ free of \d+; free sequences, crop, or build the cache with a larger"):
+    with pytest.raises(PoolFullError, match=r"pool needs \d+ more pages but has \d+ free of \d+; crop or reset it, free sequences, or build it with a larger"):
         pair.cache.begin(2, 300)
     assert picture(pair.cache) == before
     pair.check()

@@ -29,7 +29,7 @@ def test_the_demo_prints_one_json_object_whose_planned_bytes_are_the_held_bytes(
     command = [sys.executable, "-m", "kvbits", "demo", "--context", "320", "--new-tokens", "16", "--threads", "1", "--json"]
     result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     rows = {r["scheme"]: r for r in result["rows"]}
-    assert list(rows) == ["16-bit", "int8", "int4", "kivi2"]
+    assert list(rows) == ["16-bit", "raw", "int8", "int4", "kivi2"]
     for row in rows.values():
         assert set(row) >= KEYS
         assert row["bytes_measured"] == row["bytes_predicted"] > 0

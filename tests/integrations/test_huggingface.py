@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -10,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvbits import schemes
-from kvbits.errors import DataError, SpecError, UnsupportedError
+from kvbits.errors import CalibrationError, DataError, FileFormatError, PoolFullError, SpecError, UnsupportedError
 from kvbits.integrations.huggingface import KVCache
 
 SMALL = {
@@ -195,3 +196,71 @@ def test_a_dropped_cache_frees_its_pages_at_once():
         assert watch() is None
     finally:
         gc.enable()
+
+
+def test_a_refused_pass_can_be_repeated_as_if_it_had_never_been_tried():
+    model = tiny("llama")
+    tried, clean = (KVCache.for_model(model, "raw", batch_size=1, max_tokens=128) for _ in range(2))
+    inputs = prompts([100])
+    with torch.no_grad():
+        for cache in (tried, clean):
+            model(**inputs, past_key_values=cache)
+        with pytest.raises(PoolFullError, match="built for 1 sequences of 128 tokens, now of 100 tokens, was given 1 x 200 more"):
+            model(input_ids=prompts([200])["input_ids"], past_key_values=tried)
+        model.set_attn_implementation("eager")
+        with pytest.raises(UnsupportedError):
+            model(input_ids=prompts([3])["input_ids"], past_key_values=tried)
+        model.set_attn_implementation("kvbits")
+        assert tried.get_seq_length() == 100
+        more = prompts([20], seed=5)["input_ids"]
+        assert torch.equal(model(input_ids=more, past_key_values=tried).logits, model(input_ids=more, past_key_values=clean).logits)
+
+
+@pytest.mark.parametrize("lengths", [[60], [60, 41]])
+@pytest.mark.parametrize("how", ["save", "pickle"])
+def test_a_saved_cache_is_continued_where_it_stopped(tmp_path, lengths, how):
+    model = tiny("qwen3")
+    inputs = prompts(lengths)
+    cache = KVCache.for_model(model, "int8")
+    first = ours(model, inputs, cache=cache, do_sample=False)
+    if how == "save":
+        cache.save(tmp_path / "cache.safetensors")
+        again = KVCache.load(tmp_path / "cache.safetensors", model)
+    else:
+        again = pickle.loads(pickle.dumps(cache))
+    assert again.get_seq_length() == cache.get_seq_length() == 79
+    mask = torch.cat([inputs["attention_mask"], torch.ones(len(lengths), 20, dtype=torch.long)], 1)
+    turn = {"input_ids": first, "attention_mask": mask}
+    assert torch.equal(ours(model, turn, cache=again, do_sample=False), ours(model, turn, cache=cache, do_sample=False))
+
+
+def test_a_cache_of_another_shape_is_not_loaded(tmp_path):
+    cache = KVCache.for_model(tiny("qwen3"), "raw")
+    cache.save(tmp_path / "cache.safetensors")
+    with pytest.raises(FileFormatError, match="another shape"):
+        KVCache.load(tmp_path / "cache.safetensors", tiny("llama"))
+
+
+def test_after_for_model_a_softcapped_model_still_works_with_stock_caches():
+    model = tiny("gemma2")
+    inputs = prompts([40, 21])
+    want = stock(model, inputs, do_sample=False)
+    KVCache.for_model(model, "raw")
+    assert model.config._attn_implementation == "kvbits"
+    assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), want)
+
+
+def test_what_is_no_model_scheme_or_calibration_is_said():
+    with pytest.raises(DataError, match="not a loaded model"):
+        KVCache.for_model("Qwen/Qwen2.5-0.5B", "int8")
+    with pytest.raises(SpecError, match="neither a preset name nor a Scheme"):
+        KVCache.for_model(tiny("llama"), 4)
+    with pytest.raises(CalibrationError, match=r"Calibration\.load"):
+        KVCache.for_model(tiny("llama"), "int8_static", calibration="file.safetensors")
+
+
+def test_a_static_cache_is_told_to_use_sdpa():
+    model = tiny("llama")
+    model.set_attn_implementation("kvbits")
+    with pytest.raises(UnsupportedError, match="set_attn_implementation\\('sdpa'\\)"):
+        model.generate(**prompts([9]), max_new_tokens=4, cache_implementation="static")

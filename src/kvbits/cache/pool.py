@@ -8,6 +8,7 @@ On CPUs a slab lies on 2 MiB pages where the system gives them: measured elsewhe
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import torch
 
@@ -79,7 +80,7 @@ class Pool:
         if self.fixed_capacity is not None:
             raise PoolFullError(
                 f"the {self.name} pool needs {num_ids} more pages but has {self.allocator.num_free} free of {self.fixed_capacity}; "
-                "free sequences, crop, or build the cache with a larger max_tokens or batch_size (or without them, to let it grow)"
+                "crop or reset it, free sequences, or build it with a larger max_tokens or batch_size (or without them, to let it grow)"
             )
         self._add(max(missing, self.allocator.capacity // GROWTH))
 
@@ -96,6 +97,10 @@ class Pool:
                 return slab[page_id]
             page_id -= slab.shape[0]
         raise IndexError(f"page {page_id} lies past the {self.name} pool's end")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: stores are views with raw addresses cached on them and are made anew."""
+        return self.__dict__ | {"_stores": {}}
 
     def __deepcopy__(self, memo: dict) -> Pool:
         import copy

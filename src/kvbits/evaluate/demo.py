@@ -56,10 +56,10 @@ def run(
         raise DataError(f"context={context} and new_tokens={new_tokens}: at least 1 and 2 are needed")
     if threads:
         torch.set_num_threads(threads)
-    chosen = [presets.get(name) for name in (schemes or ["int8", "int4", "kivi2"])]
+    chosen = [presets.get(name) for name in (schemes or ["raw", "int8", "int4", "kivi2"])]
     lm, tokenizer = load_model(model)
     ids = _tokens(lm, tokenizer, context + new_tokens)
-    with bar("feeding the text", (1 + len(chosen)) * 2 * new_tokens, enabled=progress) as advance:
+    with bar(f"{1 + len(chosen)} caches, {context} tokens of context", (1 + len(chosen)) * 2 * new_tokens, enabled=progress) as advance:
         greedy: dict[str, torch.Tensor] = {}
         rows = []
         caches = {}
@@ -141,7 +141,12 @@ def table(result: dict[str, Any]) -> Any:
     """Rich table of a `run`."""
     from rich.table import Table
 
-    t = Table(title=f"{result['model']}: {result['context']} tokens of context, {result['new_tokens']} new, {result['threads']} threads on {result['device']}")
+    t = Table(
+        caption="bits: stored per cached number, scales included; memory: 16-bit bytes / bytes held; change: of perplexity; KL: against the 16-bit cache's "
+        "predictions; top-1: same most likely token; greedy: same tokens generated, position by position. raw is lossless: what it shows is "
+        "rounding noise, and a perplexity over few tokens moves by percents from noise alone. Sinks and the newest tokens are always raw and counted.",
+        title=f"{result['model']}: {result['context']} tokens of context, {result['new_tokens']} new, {result['threads']} threads on {result['device']}",
+    )
     for heading in ("cache", "bits", "bytes planned", "bytes held", "memory", "perplexity", "change", "KL (nats)", "top-1", "greedy", "tokens/s"):
         t.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in result["rows"]:

@@ -28,6 +28,7 @@ class Fidelity:
     num_tokens: int = 0
     top1_same: int = 0
     seconds: float = 0.0
+    num_timed: int = 0
     kl: list[float] = field(default_factory=list)
     tvd: list[float] = field(default_factory=list)
 
@@ -56,8 +57,8 @@ class Fidelity:
 
     @property
     def tokens_per_s(self) -> float:
-        """Scored tokens per second of model time."""
-        return self.num_tokens / self.seconds if self.seconds else math.nan
+        """Tokens fed after the first piece, per second of model time."""
+        return self.num_timed / self.seconds if self.seconds else math.nan
 
 
 @torch.no_grad()
@@ -97,7 +98,9 @@ def compare(
         for name, cache in caches.items():
             began = time.perf_counter()
             logits = model(ids[None, start:end], past_key_values=cache, use_cache=True, logits_to_keep=len(targets)).logits[0]
-            results[name].seconds += 0.0 if prefix else time.perf_counter() - began
+            if not prefix:
+                results[name].seconds += time.perf_counter() - began
+                results[name].num_timed += end - start
             log_p = torch.log_softmax(logits.float(), -1)
             reference = log_p if reference is None else reference
             _score(results[name], log_p, reference, targets)

@@ -13,7 +13,8 @@ model switched to it keeps working. Any other attention implementation that meet
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -23,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .. import schemes
 from ..cache.paged_cache import PagedCache
-from ..errors import CalibrationError, DataError, UnsupportedError
+from ..errors import CalibrationError, DataError, FileFormatError, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..spec import CacheSpec, Scheme
 
@@ -37,12 +38,10 @@ NAME = "kvbits"
 class _NotATensor:
     """Raises a clear error wherever code that is not ours treats it as a tensor."""
 
+    _why: ClassVar[str]
+
     def _refuse(self) -> NoReturn:
-        raise UnsupportedError(
-            f"a kvbits {type(self).__name__.lower()} reached code that expects a tensor: either the model's attention implementation is not {NAME!r} "
-            f"(call model.set_attn_implementation({NAME!r}), or KVCache.for_model(model, ...) again), or this model changes keys or values after "
-            "caching them, which kvbits does not support; use the stock cache for it"
-        )
+        raise UnsupportedError(self._why)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -59,6 +58,12 @@ class _NotATensor:
 
 class Handle(_NotATensor):
     """Keys and values on their way from `update()` to the attention function, which stores them."""
+
+    _why = (
+        f"keys and values of a KVCache reached code that expects tensors: either the model's attention implementation is not {NAME!r} "
+        f"(call model.set_attn_implementation({NAME!r}), or KVCache.for_model(model, ...) again), or this model changes keys or values after "
+        "caching them, which kvbits does not support; use the stock cache for it"
+    )
 
     def __init__(self, layer: KVLayer, k: torch.Tensor, v: torch.Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
@@ -89,6 +94,10 @@ class _Columns:
 class Mask(_NotATensor):
     """What the mask function was told; becomes a real mask only for caches that are not ours."""
 
+    _why: ClassVar[str] = (
+        f"the {NAME!r} attention builds no mask tensor, but this model or cache wants one (static and compiled caches do); "
+        "call model.set_attn_implementation('sdpa') for it, or use a KVCache or DynamicCache"
+    )
     batch_size: int
     q_length: int
     attention_mask: torch.Tensor | None  # bool [B, tokens seen + q_length]
@@ -150,12 +159,13 @@ def attention(
         )
     key.stored = True
     valid = attention_mask.valid()
-    layer.columns.note(layer.seen, valid, query.shape[0])
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     out = layer.store.step(
         layer.index, query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2),
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=kwargs.get("softcap"), sink_logits=sink_logits, valid=valid,
     )  # fmt: skip
+    layer.seen += query.shape[2]  # only now: a refused pass leaves the counts as they were
+    layer.columns.note(layer.seen, valid, query.shape[0])
     return out, None
 
 
@@ -169,12 +179,25 @@ def _dense_attention(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """What a model switched to "kvbits" does with any other cache: SDPA."""
-    for name in ("softcap", "s_aux", "sinks", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedError(f"with a stock cache the {NAME!r} attention is SDPA, which has no {name}; call model.set_attn_implementation('eager') first")
+    """What a model switched to "kvbits" does with any other cache: SDPA, or plain matmuls where SDPA lacks an option."""
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedError(f"{type(module).__name__} adds a position bias; call model.set_attn_implementation('eager') for other caches")
     dense = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
-    return sdpa_attention_forward(module, query, key, value, dense, dropout=dropout, scaling=scaling, **kwargs)
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, dense, dropout=dropout, scaling=scaling, **kwargs)
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if dense is None:
+        t, n = scores.shape[-2:]
+        dense = torch.ones(t, n, dtype=torch.bool, device=scores.device).tril(n - t)
+    scores = scores.masked_fill(~dense, torch.finfo(scores.dtype).min) if dense.dtype == torch.bool else scores + dense
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    p = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    return (p @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)
@@ -193,7 +216,7 @@ class KVLayer(CacheLayerMixin):
         self.columns = columns
         self.index = index
         self.sliding_window = store.spec.layers[index].sliding_window
-        self.seen = 0
+        self.seen = columns.seen
 
     @property
     def is_sliding(self) -> bool:
@@ -204,7 +227,6 @@ class KVLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Hand keys and values [B, H, T, D] on to the attention function."""
-        self.seen += key_states.shape[-2]
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
@@ -238,7 +260,11 @@ class KVCache(Cache):
 
     def __init__(self, store: PagedCache) -> None:
         self.store = store
-        self._columns = _Columns()
+        lengths = torch.tensor(store.seq_lens or [0])
+        seen = int(lengths.max())
+        ragged = bool((lengths != seen).any())
+        valid = torch.arange(seen) >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
+        self._columns = _Columns(seen, valid)
         self._recording = False
         super().__init__(layers=[KVLayer(store, self._columns, i) for i in range(len(store.spec.layers))])  # type: ignore[arg-type]
 
@@ -269,6 +295,12 @@ class KVCache(Cache):
             SpecError: unknown scheme, or one that does not fit the model's head_dim.
             CalibrationError: calibration missing or made for something else.
         """
+        if not hasattr(model, "config"):
+            raise DataError(f"model={model!r} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or kvbits.load_model returned")
+        if not isinstance(scheme, (str, Scheme)):
+            raise SpecError(f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}")
+        if calibration is not None and not hasattr(calibration, "static"):
+            raise CalibrationError(f"calibration={calibration!r} is not a Calibration; pass Calibration.load(path)")
         config = model.config.get_text_config(decoder=True)
         layers = layer_geometries(config)
         chosen = schemes.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
@@ -285,6 +317,24 @@ class KVCache(Cache):
                 spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend
             )
         )  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to a safetensors file (see `cache.serialize`). Padding is not written: `load` takes shorter rows as left-padded."""
+        self.store.save(path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any) -> KVCache:
+        """The cache that `save` wrote, on `model`'s device, ready to be continued.
+
+        Raises:
+            FileFormatError: a damaged or foreign file, or a cache of another geometry than the model's.
+        """
+        layers = layer_geometries(model.config.get_text_config(decoder=True))
+        store = PagedCache.load(path, device=model.device)
+        if store.spec.layers != layers:
+            raise FileFormatError(f"{path} holds {len(store.spec.layers)} layers of another shape than this model's {len(layers)}; load it with the model it was made for")
+        use_kvbits_attention(model)
+        return cls(store)
 
     @property
     def nbytes(self) -> int:

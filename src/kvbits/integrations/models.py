@@ -53,6 +53,8 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     Raises:
         UnsupportedError: nothing there, or a tokenizer or model that Transformers cannot load.
     """
+    if name is not None and (name.startswith(("/", ".", "~")) or name.endswith(".gguf")) and not Path(name).expanduser().exists():
+        raise UnsupportedError(f"cannot load a model from {name!r}: no such file or directory")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = embedded_model() if name is None else Path(name)
