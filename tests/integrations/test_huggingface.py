@@ -205,7 +205,7 @@ def test_a_refused_pass_can_be_repeated_as_if_it_had_never_been_tried():
     with torch.no_grad():
         for cache in (tried, clean):
             model(**inputs, past_key_values=cache)
-        with pytest.raises(PoolFullError, match="built for 1 sequences of 128 tokens, now of 100 tokens, was given 1 x 200 more"):
+        with pytest.raises(PoolFullError, match="built for 1 sequences of 128 tokens, now of 100 tokens, was given 1 x 200 tokens more"):
             model(input_ids=prompts([200])["input_ids"], past_key_values=tried)
         model.set_attn_implementation("eager")
         with pytest.raises(UnsupportedError):

@@ -184,7 +184,10 @@ class PagedCache:
         if num_tokens < 1 or batch_size < 1:
             raise DataError(f"a forward pass of {batch_size} sequences x {num_tokens} tokens is empty; pass at least one token")
         if self.batch_size and batch_size != self.batch_size:
-            raise CacheStateError(f"the cache holds {self.batch_size} sequences but was given {batch_size}; use batch_select_indices() or batch_repeat_interleave() (PagedCache: select() or repeat()), or reset() first")
+            raise CacheStateError(
+                f"the cache holds {self.batch_size} sequences but was given {batch_size}; use batch_select_indices() or batch_repeat_interleave() "
+                "(PagedCache: select() or repeat()), or reset() first"
+            )
         if valid is not None:
             valid = valid.to("cpu", torch.bool)
             if valid.shape != (batch_size, num_tokens):
@@ -211,11 +214,12 @@ class PagedCache:
             assert undo is not None, "a step outgrew its own estimate"
             for g, state in zip(self.groups, undo, strict=True):
                 g.restore([] if first else state[0], state[1])
-            have = "empty" if first else f"of {max(self.seq_lens)} tokens"
-            raise PoolFullError(
-                f"a cache built for {self._capacity[0]} sequences of {self._capacity[1]} tokens, now {have}, was given {batch_size} x {num_tokens} more: {error}"
-            ) from None
+            raise PoolFullError(f"{self._capacity_text(first)} was given {batch_size} x {num_tokens} tokens more: {error}") from None
         self._forward = _Forward(num_tokens, counts, valid, positions, steps, history_first, set(self._where))
+
+    def _capacity_text(self, empty: bool) -> str:
+        built = "a cache of fixed capacity" if self._capacity[0] is None else f"a cache built for {self._capacity[0]} sequences of {self._capacity[1]} tokens"
+        return f"{built}, now empty," if empty else f"{built}, now of {max(self.seq_lens)} tokens,"
 
     def step(
         self,
@@ -328,7 +332,8 @@ class PagedCache:
                 raise DataError(f"{name} of layer {layer} have shape {tuple(x.shape)}, expected {want} = (sequences, tokens, kv heads, head_dim)")
             if x.dtype != TORCH_DTYPES[self.spec.raw_dtype]:
                 raise DataError(
-                    f"{name} of layer {layer} are {x.dtype}, but the cache was built for {self.spec.raw_dtype}; build it again (KVCache.for_model, or CacheSpec with raw_dtype={str(x.dtype)[6:]!r})"
+                    f"{name} of layer {layer} are {x.dtype}, but the cache was built for {self.spec.raw_dtype}; build it again "
+                    f"(KVCache.for_model, or CacheSpec with raw_dtype={str(x.dtype)[6:]!r})"
                 )
             if x.device.type != self.device.type:
                 raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {self.device}; build it with device={str(x.device)!r}")
