@@ -26,7 +26,8 @@ struct Tensor {
   bool raw, integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
   bool token_scales, token_bias;
   int groups, group_channels, row_bytes[2];
-  float zero;
+  float zero;      // middle of the code range
+  float dot_zero;  // what of it the dot products leave to be settled
 };
 
 static Tensor describe(const kvbits_tensor& t, int head_dim) {
@@ -42,6 +43,7 @@ static Tensor describe(const kvbits_tensor& t, int head_dim) {
   d.group_channels = d.token_scales ? t.group_size : head_dim;
   d.groups = head_dim / d.group_channels;
   d.zero = d.integer ? int_zero(t.format) : 0.0f;
+  d.dot_zero = t.format == KVBITS_INT8 && DOTS_CENTER_INT8 ? 0.0f : d.zero;
   for (int i = 0; i < 2; i++) d.row_bytes[i] = d.raw ? 0 : row_bytes_of(head_dim, d.integer ? plane_bits(t.format, i) : 8);
   return d;
 }
@@ -97,8 +99,8 @@ static void prepare_query(Chunk& c, const Tensor& key, const float* channel_scal
     from = c.folded[0];
   }
   if (!key.integer) return;
-  if (is_wide(key.t->format)) quantize_query<true>(c, from, key.groups, key.group_channels, key.zero);
-  else quantize_query<false>(c, from, key.groups, key.group_channels, key.zero);
+  if (is_wide(key.t->format)) quantize_query<true>(c, from, key.groups, key.group_channels, key.dot_zero);
+  else quantize_query<false>(c, from, key.groups, key.group_channels, key.dot_zero);
 }
 
 struct PartView {
@@ -110,10 +112,10 @@ struct PartView {
 
 static void quantize_chunk(Chunk& c, Block& b, const Tensor& value, int n) {
   const bool wide = is_wide(value.t->format);
-  if (wide && value.token_scales) quantize_probabilities<true, true>(c, b, n, value.groups, value.token_bias, value.zero);
-  else if (wide) quantize_probabilities<true, false>(c, b, n, 1, false, value.zero);
-  else if (value.token_scales) quantize_probabilities<false, true>(c, b, n, value.groups, value.token_bias, value.zero);
-  else quantize_probabilities<false, false>(c, b, n, 1, false, value.zero);
+  if (wide && value.token_scales) quantize_probabilities<true, true>(c, b, n, value.groups, value.token_bias, value.dot_zero);
+  else if (wide) quantize_probabilities<true, false>(c, b, n, 1, false, value.dot_zero);
+  else if (value.token_scales) quantize_probabilities<false, true>(c, b, n, value.groups, value.token_bias, value.dot_zero);
+  else quantize_probabilities<false, false>(c, b, n, 1, false, value.dot_zero);
 }
 
 static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t* page, int token, int n, int64_t position, int64_t ahead) {

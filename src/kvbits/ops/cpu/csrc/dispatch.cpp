@@ -2,6 +2,10 @@
 
 #include <stdlib.h>
 #include <string.h>
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 #include <atomic>
 
@@ -13,6 +17,10 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 }
+#elif defined(__aarch64__) && defined(__linux__)
+bool has_dot_product() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+#elif defined(__aarch64__)
+bool has_dot_product() { return true; }  // every Apple and Windows ARM machine has it
 #endif
 
 const TierKernels* find(const char* name) {
@@ -20,8 +28,8 @@ const TierKernels* find(const char* name) {
 #if defined(__x86_64__)
   if (wanted("avx512") && has_avx512()) return tier_avx512();
   if (wanted("avx2") && has_avx2()) return tier_avx2();
-#elif defined(KVBITS_HAVE_NEON)
-  if (wanted("neon")) return tier_neon();
+#elif defined(__aarch64__)
+  if (wanted("neon") && has_dot_product()) return tier_neon();
 #endif
   return wanted("generic") ? tier_generic() : nullptr;
 }

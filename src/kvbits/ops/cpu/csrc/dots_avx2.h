@@ -3,6 +3,8 @@
 // 8-bit codes: the even and the odd bytes widen to 16 bits and meet 16-bit q or p in vpmaddwd: exact, no saturation.
 // Fewer bits: vpmaddubsw gives 16-bit sums that stay below 2^15 for RUN steps, then widen.
 
+constexpr bool DOTS_CENTER_INT8 = false;  // codes enter the dot products as they are stored
+
 // Integer q, 8 channels from `channel` on. Wide: int16 in order 0 2 1 3 of every four; narrow: bytes.
 template <bool WIDE>
 INLINE void store_q(uint8_t* row, int channel, vi q) {

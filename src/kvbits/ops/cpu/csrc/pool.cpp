@@ -37,6 +37,13 @@ struct GradualUnderflow {
   unsigned saved = _mm_getcsr();
   GradualUnderflow() { _mm_setcsr(saved & ~0x8040u); }
   ~GradualUnderflow() { _mm_setcsr(saved); }
+#elif defined(__aarch64__)
+  uint64_t saved;
+  GradualUnderflow() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved));
+    asm volatile("msr fpcr, %0" ::"r"(saved & ~(uint64_t(1) << 24)));
+  }
+  ~GradualUnderflow() { asm volatile("msr fpcr, %0" ::"r"(saved)); }
 #endif
 };
 
