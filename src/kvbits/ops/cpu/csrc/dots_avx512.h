@@ -94,22 +94,19 @@ INLINE void key_words(__m512i (&acc)[T][NH][P], const uint8_t* src, int tile_byt
   }
 }
 
-// Sums of T tiles become scores, added to those of earlier groups.
+// What T tiles of one group's sums add to the scores.
 template <int P, int T, int NH, bool SCALES, bool BIAS>
-INLINE void add_scores(const KeyArgs& a, const __m512i (&acc)[T][NH][P], int tile, int g) {
+INLINE void add_scores(const KeyArgs& a, const __m512i (&acc)[T][NH][P], int tile, int g, vf (&s)[T][NH]) {
   const Chunk& c = *a.chunk;
-  const __mmask16 earlier = g ? 0xffff : 0;
 #pragma GCC unroll 2
   for (int i = 0; i < T; i++) {
-    const int token = (tile + i) * TILE;
-    const vf scale = SCALES ? load(a.scale + g * BLOCK + token) : vf{}, bias = BIAS ? load(a.bias + g * BLOCK + token) : vf{};
+    const int token = g * BLOCK + (tile + i) * TILE;
+    const vf scale = SCALES ? load(a.scale + token) : vf{}, bias = BIAS ? load(a.bias + token) : vf{};
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
-      float* s = a.s + h * BLOCK + token;
-      vf x = to_dot<P>(acc[i][h]) * c.q_scale[g][h] + c.q_zero[g][h];
-      if (SCALES) x = x * scale + (vf)_mm512_maskz_loadu_ps(earlier, s);
-      if (BIAS) x += bias * c.q_sum[g][h];
-      store(s, x);
+      const vf x = to_dot<P>(acc[i][h]) * c.q_scale[g][h] + c.q_zero[g][h];
+      s[i][h] = SCALES ? s[i][h] + x * scale : x;
+      if (BIAS) s[i][h] += bias * c.q_sum[g][h];
     }
   }
 }
@@ -117,6 +114,11 @@ INLINE void add_scores(const KeyArgs& a, const __m512i (&acc)[T][NH][P], int til
 template <int FMT, int NH, int T>
 INLINE void key_tiles(const KeyArgs& a, int tile) {
   constexpr int P = is_wide(FMT) ? 2 : 1;
+  vf s[T][NH];
+#pragma GCC unroll 2
+  for (int i = 0; i < T; i++)
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++) s[i][h] = vf{};
   for (int g = 0; g < a.groups; g++) {
     const int c0 = g * a.group_channels, c1 = c0 + a.group_channels;
     __m512i acc[T][NH][P];
@@ -140,10 +142,14 @@ INLINE void key_tiles(const KeyArgs& a, int tile) {
         else key_words<P, T, NH, false>(acc, src, rb * TILE, q, words, a.ahead, 0, bits);
       }
     }
-    if (a.bias) add_scores<P, T, NH, true, true>(a, acc, tile, g);
-    else if (a.scale) add_scores<P, T, NH, true, false>(a, acc, tile, g);
-    else add_scores<P, T, NH, false, false>(a, acc, tile, g);
+    if (a.bias) add_scores<P, T, NH, true, true>(a, acc, tile, g, s);
+    else if (a.scale) add_scores<P, T, NH, true, false>(a, acc, tile, g, s);
+    else add_scores<P, T, NH, false, false>(a, acc, tile, g, s);
   }
+#pragma GCC unroll 2
+  for (int i = 0; i < T; i++)
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++) store(a.s + h * BLOCK + (tile + i) * TILE, s[i][h]);
 }
 
 // Scores of NH rows against the block's tokens, two tiles at once where the registers hold them: a broadcast of q then
