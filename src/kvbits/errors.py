@@ -8,7 +8,8 @@
     │   ├── PoolFullError               no free page; nothing was changed
     │   └── CacheStateError             an operation the cache's present state does not allow
     ├── FileFormatError (ValueError)    a saved file that is corrupt, foreign or of another version
-    └── CalibrationError (ValueError)   calibration missing, or made for another model or scheme
+    ├── CalibrationError (ValueError)   calibration missing, or made for another model or scheme
+    └── KernelError (RuntimeError)      a kernel that does not compile, load or launch
 
 Messages give the value, the limit and the way out.
 """
@@ -48,3 +49,7 @@ class FileFormatError(KvbitsError, ValueError):
 
 class CalibrationError(KvbitsError, ValueError):
     """Calibration that is missing, or was made for another model or scheme."""
+
+
+class KernelError(KvbitsError, RuntimeError):
+    """A kernel that does not compile, load or launch: a broken installation or a bug, never a reason to take a slower path silently."""

@@ -165,7 +165,7 @@ def test_foreign_safetensors_are_refused_as_such(tmp_path):
 
 
 def test_a_missing_file_is_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no saved cache at"):
+    with pytest.raises(FileFormatError, match="no saved cache at"):
         PagedCache.load(tmp_path / "nowhere")
 
 

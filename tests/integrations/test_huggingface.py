@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import weakref
 
@@ -11,8 +12,11 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvbits import schemes
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.cache.pool import allocate_slab
 from kvbits.errors import CalibrationError, DataError, FileFormatError, PoolFullError, SpecError, UnsupportedError
 from kvbits.integrations.huggingface import KVCache
+from kvbits.spec import CacheSpec, LayerGeometry
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97,
@@ -264,3 +268,50 @@ def test_a_static_cache_is_told_to_use_sdpa():
     model.set_attn_implementation("kvbits")
     with pytest.raises(UnsupportedError, match="set_attn_implementation\\('sdpa'\\)"):
         model.generate(**prompts([9]), max_new_tokens=4, cache_implementation="static")
+
+
+def test_a_mask_longer_than_the_tokens_so_far_is_read_where_they_are():
+    model = tiny("llama")
+    inputs = prompts([60, 40])
+    with torch.no_grad():
+        want = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits[:, -1]
+        cache = KVCache.for_model(model, "raw")
+        for part in (slice(0, 30), slice(30, 60)):
+            got = model(inputs["input_ids"][:, part], attention_mask=inputs["attention_mask"], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_mask_that_ends_early_or_hides_cached_tokens_is_refused():
+    model = tiny("llama")
+    inputs = prompts([30])
+    cache = KVCache.for_model(model, "raw")
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        one = inputs["input_ids"][:, :1]
+        with pytest.raises(UnsupportedError, match="covers 1 tokens, but 30 are cached"):
+            model(one, attention_mask=torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+        hidden = torch.ones(1, 31, dtype=torch.long)
+        hidden[0, 4] = 0
+        with pytest.raises(UnsupportedError, match="hides tokens that are already cached"):
+            model(one, attention_mask=hidden, past_key_values=cache)
+        model(one, attention_mask=torch.ones(1, 31, dtype=torch.long), past_key_values=cache)
+
+
+def test_a_window_the_model_does_not_mask_is_refused():
+    model = tiny("llama")
+    layers = (LayerGeometry(num_kv_heads=2, head_dim=16, sliding_window=8),) * 3
+    cache = KVCache(PagedCache(CacheSpec(scheme=schemes.get("raw"), layers=layers, raw_dtype="float32")))
+    model.set_attn_implementation("kvbits")
+    with pytest.raises(UnsupportedError, match="sliding window of None, but the cache was built for 8"):
+        model(**prompts([20]), past_key_values=cache)
+
+
+def test_a_forked_process_cannot_write_into_the_cache():
+    pool = allocate_slab(4 << 20, torch.device("cpu"))
+    pool.fill_(1)
+    child = os.fork()
+    if not child:
+        pool.numpy()[:] = 7
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert int(pool[12345]) == 1

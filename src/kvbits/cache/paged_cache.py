@@ -66,7 +66,8 @@ class PagedCache:
             them the cache grows.
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales.
-        nonfinite: "refuse" NaN and infinity in keys and values with a DataError, or "clamp" them (NaN to 0, infinity to the largest finite value).
+        nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes), or
+            "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
     """
 
@@ -215,6 +216,11 @@ class PagedCache:
             for g, state in zip(self.groups, undo, strict=True):
                 g.restore([] if first else state[0], state[1])
             raise PoolFullError(f"{self._capacity_text(first)} was given {batch_size} x {num_tokens} tokens more: {error}") from None
+        except BaseException:  # out of memory while growing: a batch that never came has no size
+            if first:
+                for g in self.groups:
+                    g.sequences = []
+            raise
         self._forward = _Forward(num_tokens, counts, valid, positions, steps, history_first, set(self._where))
 
     def _capacity_text(self, empty: bool) -> str:
@@ -297,9 +303,12 @@ class PagedCache:
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, _Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""
+        if valid is not None and valid.shape == k.shape[:2]:  # padding may hold anything, NaN included; begin() refuses other shapes
+            real = valid.to(k.device)[..., None, None]
+            k, v = torch.where(real, k, 0), torch.where(real, v, 0)
         if self.nonfinite == "clamp":
             k, v = _clamp(k), _clamp(v)
-        elif k.shape[1] > 1:
+        elif k.shape[1] > 1 or k.device.type == "cpu":  # asking a GPU about every token would wait for it; there the page's closing asks
             require_finite(k, f"keys of layer {layer}")
             require_finite(v, f"values of layer {layer}")
         if self._forward is None:
@@ -421,6 +430,10 @@ class PagedCache:
             saturated = self._choices[key].run(sides[0], sides[1], store, np.array([x.page_id for x in run], np.int64))
             for kind, n in saturated.items():
                 self.saturated[place.layer][kind] += n
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._finished("copying or pickling a cache")
+        return self.__dict__
 
     # -- sequences --------------------------------------------------------------------------------------------------
 

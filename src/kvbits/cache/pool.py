@@ -26,7 +26,8 @@ def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised uint8 [nbytes]. The only place where page memory comes from (tests poison it here)."""
     if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    region = mmap.mmap(-1, nbytes + HUGE_PAGE)  # address space only; memory is taken when written
+    # Private, because shared anonymous memory gets no 2 MiB pages and a forked child would write into its parent's cache.
+    region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # memory is taken when written
     region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)
     skip = -whole.data_ptr() % HUGE_PAGE

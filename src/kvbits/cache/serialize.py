@@ -74,6 +74,9 @@ def save(cache: PagedCache, path: str | Path) -> None:
             file.write(crc.to_bytes(4, "little"))
             file.flush()
             os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's files are private; a saved cache follows the umask like any other file
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -93,7 +96,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", backend: str =
 
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no saved cache at {path}")
+        raise FileFormatError(f"no saved cache at {path}")
     try:
         with safe_open(path, framework="pt") as file:
             about = _read_about(path, file.metadata())

@@ -65,10 +65,10 @@ def run(
         caches = {}
         for scheme in [None, *chosen]:
             name = BASELINE if scheme is None else scheme.name
-            cache = _cache(lm, scheme, context + new_tokens - 1)
+            cache = _cache(lm, scheme, context + new_tokens - 1, backend)
             greedy[name] = _generate(lm, ids[:context], new_tokens, cache)
             advance(new_tokens)
-            caches[name] = _cache(lm, scheme, context + new_tokens - 1)
+            caches[name] = _cache(lm, scheme, context + new_tokens - 1, backend)
         fidelity = compare(lm, caches, ids, first=context, chunk=1, on_tokens=lambda n: advance(len(caches) if n == 1 else 0))
     for name, cache in caches.items():
         rows.append(_row(name, cache, fidelity, greedy, lm, context + new_tokens - 1))
@@ -94,12 +94,12 @@ def _tokens(model: Any, tokenizer: Any, count: int) -> torch.Tensor:
     return ids[:count]
 
 
-def _cache(model: Any, scheme: Scheme | None, num_tokens: int) -> Any:
+def _cache(model: Any, scheme: Scheme | None, num_tokens: int, backend: str) -> Any:
     if scheme is None:
         from transformers import DynamicCache
 
         return DynamicCache(config=model.config)
-    return KVCache.for_model(model, scheme.name, batch_size=1, max_tokens=num_tokens)
+    return KVCache.for_model(model, scheme.name, batch_size=1, max_tokens=num_tokens, backend=backend)
 
 
 def _generate(model: Any, prompt: torch.Tensor, new_tokens: int, cache: Any) -> torch.Tensor:

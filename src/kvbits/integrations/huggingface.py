@@ -104,9 +104,28 @@ class Mask(_NotATensor):
     unusual: str | None  # why this is not a causal mask with padding and window
     arguments: dict[str, Any]
 
-    def valid(self) -> torch.Tensor | None:
-        """Bool [B, T]: which of the new tokens are real; None for all."""
-        return None if self.attention_mask is None else self.attention_mask[:, -self.q_length :]
+    def valid(self, columns: _Columns) -> torch.Tensor | None:
+        """Bool [B, T]: which of the new tokens are real; None for all.
+
+        Raises:
+            UnsupportedError: a mask that ends before the new tokens, or hides tokens that are already cached.
+        """
+        if self.attention_mask is None:
+            return None
+        seen = self.arguments["q_offset"]
+        mask = self.attention_mask
+        if mask.shape[1] < seen + self.q_length:
+            raise UnsupportedError(
+                f"attention_mask covers {mask.shape[1]} tokens, but {seen} are cached and {self.q_length} new ones came; pass the mask of all of them"
+            )
+        if columns.seen == seen:  # once per pass: the first layer asks before it is counted
+            past = mask[:, :seen]
+            if not bool((past.cpu() == columns.valid).all() if columns.valid is not None else past.all()):
+                raise UnsupportedError(
+                    "attention_mask hides tokens that are already cached (or shows padding that was not stored); kvbits keeps what it was told "
+                    "when they came; build a fresh cache for another mask"
+                )
+        return mask[:, seen : seen + self.q_length]
 
     def dense(self) -> torch.Tensor | None:
         return sdpa_mask(**self.arguments)
@@ -150,15 +169,15 @@ def attention(
         raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}; kvbits supports causal attention with padding and sliding windows")
     if key.stored:
         raise UnsupportedError(f"{type(module).__name__} shares another layer's keys and values, which kvbits does not support; use the stock cache")
-    window = kwargs.get("sliding_window")
     layer = key.layer
-    expected = layer.sliding_window
-    if window is not None and expected is not None and window != expected:
+    window = attention_mask.arguments.get("local_size")
+    if window != layer.sliding_window:
         raise UnsupportedError(
-            f"layer {layer.index} attends with sliding_window={window} but the cache was built for {expected}; rebuild it from this model's config"
+            f"layer {layer.index} attends with a sliding window of {window}, but the cache was built for {layer.sliding_window} "
+            "(None: full attention); this model's config does not say what its layers do, so build the cache from a CacheSpec of your own"
         )
     key.stored = True
-    valid = attention_mask.valid()
+    valid = attention_mask.valid(layer.columns)
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     out = layer.store.step(
         layer.index, query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2),

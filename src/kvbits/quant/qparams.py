@@ -15,6 +15,7 @@ Error of one element (u = 2**-11 for float16, 2**-8 for bfloat16, 2**-24 for flo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -114,6 +115,8 @@ def require_finite(x: torch.Tensor, what: str) -> None:
     Raises:
         DataError: with the position of the first bad element.
     """
+    if x.numel() < 1 << 14 and math.isfinite(x.sum(dtype=torch.float32).item()):  # one pass for a token: any NaN or infinity reaches the sum
+        return
     finite = torch.isfinite(x)
     if not bool(finite.all()):
         bad = (~finite).nonzero()

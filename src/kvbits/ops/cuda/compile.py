@@ -17,14 +17,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import KvbitsError
+from ...errors import KernelError
 
 COMMON = Path(__file__).parent
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--extra-device-vectorization")
-
-
-class KernelError(KvbitsError, RuntimeError):
-    """A kernel that does not compile, load or launch: a broken installation or a bug, never a reason to take a slower path silently."""
 
 
 @dataclass(frozen=True)

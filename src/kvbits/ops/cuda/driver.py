@@ -10,7 +10,8 @@ import functools
 
 import torch
 
-from .compile import Binary, KernelError
+from ...errors import KernelError
+from .compile import Binary
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -73,10 +74,11 @@ class Kernel:
         self._attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
         self._num_attributes = int(early and torch.cuda.get_device_capability() >= (9, 0))
 
-    def launch(self, blocks: int, threads: int, args: ctypes.Structure, stream: int) -> None:
-        """Start the kernel on a stream with `args` passed by value."""
+    def launch(self, grid: int | tuple[int, int], block: int | tuple[int, int], args: ctypes.Structure, stream: int) -> None:
+        """Start the kernel on a stream with `args` passed by value; grid and block in x, or in x and y."""
+        grid, block = (grid, 1) if isinstance(grid, int) else grid, (block, 1) if isinstance(block, int) else block
         params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        config = _Config(blocks, 1, 1, threads, 1, 1, self.shared_bytes, stream, ctypes.pointer(self._attribute), self._num_attributes)
+        config = _Config(*grid, 1, *block, 1, self.shared_bytes, stream, ctypes.pointer(self._attribute), self._num_attributes)
         code = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, params, None)
         if code:
-            _check(code, f"launching {self.name} on {blocks} blocks of {threads} threads")
+            _check(code, f"launching {self.name} on {grid} blocks of {block} threads")
