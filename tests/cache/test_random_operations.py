@@ -91,7 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.pair.append(batch, tokens, valid)
         except PoolFullError as error:
             assert self.fixed
-            assert "free sequences, crop, or build the cache with a larger max_tokens" in str(error)
+            assert "crop or reset it, free sequences, or build it with a larger max_tokens" in str(error)
             assert picture(self.cache) == before
             self.after_full(tokens, valid, lens)
 
