@@ -97,7 +97,7 @@ def test_gathering_copies_pages_across_slabs():
 def test_a_fixed_pool_refuses_what_it_cannot_hold_and_changes_nothing():
     pool = Pool(GROUP, "tail", 2, torch.device("cpu"))
     pool.reserve(2)
-    with pytest.raises(PoolFullError, match="the tail pool needs 3 more pages but has 2 free of 2; free sequences, crop, or build"):
+    with pytest.raises(PoolFullError, match="the tail pool needs 3 more pages but has 2 free of 2; crop or reset it, free sequences, or build"):
         pool.reserve(3)
     assert pool.allocator.num_free == 2
     assert (pool.shortfall(3), pool.shortfall(2)) == (1, 0)
