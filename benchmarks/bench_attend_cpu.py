@@ -156,7 +156,9 @@ for text in args.shapes.split(","):
     print(f"  read probe {bandwidth / 1e9:.1f} GB/s")
     for name, (_, nbytes) in candidates.items():
         rate = nbytes / seconds[name]
-        print(f"  {name:13s} {seconds[name] * 1e3:8.3f} ms  {rate / 1e9:5.1f} GB/s  {rate / bandwidth:4.0%} of the read probe  {seconds['matmul'] / seconds[name]:5.1f}x torch")
+        print(
+            f"  {name:13s} {seconds[name] * 1e3:8.3f} ms  {rate / 1e9:5.1f} GB/s  {rate / bandwidth:4.0%} of the read probe  {seconds['matmul'] / seconds[name]:5.1f}x torch"
+        )
     ours = args.formats.split(",")
     results[text] = {
         "ratio_vs_torch16": {n: round(seconds["matmul"] / seconds[n], 2) for n in ours},

@@ -195,7 +195,9 @@ def test_flush_denormal_does_not_lose_fp8_subnormals():
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
     path = os.pathsep.join(sys.path)
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=os.environ | {"PYTHONPATH": path} | env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=os.environ | {"PYTHONPATH": path} | env, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -6,9 +6,6 @@ layer. Contents that may change (page ids, lengths) are checked by the library i
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -41,7 +38,7 @@ def refuses_layout(layout: PageLayout) -> str | None:
     return None
 
 
-def _tensor(layout: PageLayout, spec: QuantSpec, prefix: str, static: dict[str, torch.Tensor], keep: list[Any]) -> TensorStruct:
+def _tensor(layout: PageLayout, spec: QuantSpec, prefix: str, static: dict[str, torch.Tensor], keep: list[torch.Tensor]) -> TensorStruct:
     sections, d = layout.sections, layout.head_dim
     t = TensorStruct(format=FORMATS[spec.format], raw_dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], symmetric=not spec.has_bias)
     names = [f"{prefix}_raw"] if spec.is_raw else [f"{prefix}_plane{i}" for i in range(len(spec.number_format.planes))]
@@ -73,7 +70,8 @@ def store_struct(store: PageStore) -> StoreStruct:
     kept = store.__dict__.get("_cpu_struct")
     if kept is not None:
         return kept[0]
-    layout, keep = store.layout, []
+    layout = store.layout
+    keep: list[torch.Tensor] = []
     strides = {s.stride(0) for s in store.slabs if s.shape[0] > 1}
     for slab in store.slabs:
         if slab.dtype != torch.uint8 or slab.device.type != "cpu" or slab.dim() != 3 or tuple(slab.shape[1:]) != (layout.num_kv_heads, layout.head_bytes):
@@ -120,7 +118,3 @@ def table_struct(table: PageTable) -> TableStruct:
     )  # fmt: skip
     table.__dict__["_cpu_struct"] = (struct, indptr, ids, starts, lengths)
     return struct
-
-
-def address(struct: ctypes.Structure) -> int:
-    return ctypes.addressof(struct)
