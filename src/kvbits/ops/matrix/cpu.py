@@ -65,9 +65,7 @@ def quantize_groups(x: torch.Tensor, size: int, bits: int = 8, *, out: torch.Ten
     x = _checked("x", x, torch.float32)
     rows, columns = x.shape
     if bits not in (4, 8) or size < 16 or size % 16 or columns % size or (bits == 4 and columns // size % 2):
-        raise SpecError(
-            f"groups of {size} columns in {bits} bits: bits is 4 or 8, the size a multiple of 16 that divides columns={columns} (evenly for 4 bits)"
-        )
+        raise SpecError(f"groups of {size} columns in {bits} bits: bits is 4 or 8, the size a multiple of 16 that divides columns={columns}, evenly for 4")
     out = _output("out", out, torch.int8 if bits == 8 else torch.uint8, (rows, columns * bits // 8))
     scales = torch.empty(rows, columns // size)
     check(library().kvbits_matrix_quantize_groups(x.data_ptr(), rows, columns, size, bits, scales.data_ptr(), out.data_ptr(), torch.get_num_threads()))
