@@ -71,6 +71,15 @@ def test_raw_pages_and_query_dtypes(tier, dtype):
         assert_close(cpu.attend(*case), judge(*case), NOISE["raw"])
 
 
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
+def test_long_raw_parts(tier, head_dim):
+    """From a few pages on, raw bf16 pages are read with even and odd channels apart, beside parts that are not."""
+    for key, value in ((RAW, RAW), (RAW, QuantSpec(format="int8", granularity=PerToken())), (QuantSpec(format="int8", granularity=PerToken()), RAW)):
+        for tokens in (1, 20):
+            case = random_call(key, value, head_dim=head_dim, group=5, pages=7, tokens=tokens)
+            assert_close(cpu.attend(*case), judge(*case), max(NOISE[key.format], NOISE[value.format]))
+
+
 def test_key_and_value_formats_are_independent(tier):
     kivi_key = QuantSpec(format="int2", granularity=PerChannel(), symmetric=False)
     for key, value in (("int8", "int4"), ("fp8_e5m2", "fp8_e4m3"), ("int3", "int8")):

@@ -15,25 +15,31 @@ static const KeyKernel key_kernels[KVBITS_NUM_FORMATS][ROWS] = {
 static const ValueKernel value_kernels[KVBITS_NUM_FORMATS][ROWS] = {
     {}, PER_ROWS(value_int, KVBITS_INT8), PER_ROWS(value_int, KVBITS_INT4), PER_ROWS(value_int, KVBITS_INT3),
     PER_ROWS(value_int, KVBITS_INT2), PER_ROWS(value_fp8, KVBITS_E4M3), PER_ROWS(value_fp8, KVBITS_E5M2)};
-static const KeyKernel raw_key_kernels[3][ROWS] = {PER_ROWS(key_raw, KVBITS_FP32), PER_ROWS(key_raw, KVBITS_FP16), PER_ROWS(key_raw, KVBITS_BF16)};
-static const ValueKernel raw_value_kernels[3][ROWS] = {PER_ROWS(value_raw, KVBITS_FP32), PER_ROWS(value_raw, KVBITS_FP16),
-                                                       PER_ROWS(value_raw, KVBITS_BF16)};
+static const KeyKernel raw_key_kernels[4][ROWS] = {PER_ROWS(key_raw, KVBITS_FP32), PER_ROWS(key_raw, KVBITS_FP16), PER_ROWS(key_raw, KVBITS_BF16),
+                                                   PER_ROWS(key_raw, BF16_SPLIT)};
+static const ValueKernel raw_value_kernels[4][ROWS] = {PER_ROWS(value_raw, KVBITS_FP32), PER_ROWS(value_raw, KVBITS_FP16),
+                                                       PER_ROWS(value_raw, KVBITS_BF16), PER_ROWS(value_raw, BF16_SPLIT)};
 #undef PER_ROWS
 
 // How the current part stores one tensor, for one kv head.
 struct Tensor {
   const kvbits_tensor* t;
-  bool raw, integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
+  bool raw, split;  // split: raw bf16 read in split order (dots_float.h)
+  bool integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
   bool token_scales, token_bias;
   int groups, group_channels, row_bytes[2];
   float zero;      // middle of the code range
   float dot_zero;  // what of it the dot products leave to be settled
 };
 
-static Tensor describe(const kvbits_tensor& t, int head_dim) {
+// Reordering q and the outputs pays from a few pages on.
+constexpr int64_t MIN_SPLIT_PAGES = 4;
+
+static Tensor describe(const kvbits_tensor& t, int head_dim, int64_t pages) {
   Tensor d = {};
   d.t = &t;
   d.raw = t.format == KVBITS_RAW;
+  d.split = d.raw && t.raw_dtype == KVBITS_BF16 && head_dim % (2 * VL) == 0 && pages >= MIN_SPLIT_PAGES;
   d.integer = is_int(t.format);
   const bool is_static = t.static_scale != nullptr;
   d.channel_scales = !d.raw && (t.per_channel || is_static);
@@ -98,6 +104,11 @@ static void prepare_query(Chunk& c, const Tensor& key, const float* channel_scal
     fold_channels(c, channel_scale, head_dim);
     from = c.folded[0];
   }
+  if (key.split)
+    for (int h = 0; h < c.rows; h++) {
+      __builtin_memcpy(c.folded[h], c.q[h], head_dim * sizeof(float));
+      split_order(c.folded[h], head_dim, false);
+    }
   if (!key.integer) return;
   if (is_wide(key.t->format)) quantize_query<true>(c, from, key.groups, key.group_channels, key.dot_zero);
   else quantize_query<false>(c, from, key.groups, key.group_channels, key.dot_zero);
@@ -145,11 +156,11 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t
   k.group_channels = key.group_channels;
   k.scale = key.token_scales ? b.k_scale[0] : nullptr;
   k.bias = key.token_bias ? b.k_bias[0] : nullptr;
-  k.q = key.channel_scales ? c.folded[0] : c.q[0];
+  k.q = key.channel_scales || key.split ? c.folded[0] : c.q[0];
   k.chunk = &c;
   k.s = b.s[0];
   k.ahead = ahead;
-  (key.raw ? raw_key_kernels[key.t->raw_dtype] : key_kernels[key.t->format])[c.rows - 1](k);
+  (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.t->format])[c.rows - 1](k);
 
   const Tensor& value = part.value;
   mask_scores(c, b, n, first, end, part.call->softcap);
@@ -174,7 +185,7 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t
   v.block = &b;
   v.chunk = &c;
   v.ahead = ahead;
-  (value.raw ? raw_value_kernels[value.t->raw_dtype] : value_kernels[value.t->format])[c.rows - 1](v);
+  (value.raw ? raw_value_kernels[value.split ? BF16_SPLIT : value.t->raw_dtype] : value_kernels[value.t->format])[c.rows - 1](v);
 
   if (value.channel_scales && value.integer)
     for (int h = 0; h < c.rows; h++)
@@ -297,6 +308,11 @@ static void store_rows(Chunk& c, const AttendPlan& plan, const AttendItem& item,
   }
 }
 
+static void reorder_outputs(Scratch& w, int chunks, int head_dim, bool back) {
+  for (int i = 0; i < chunks; i++)
+    for (int h = 0; h < w.chunks[i].rows; h++) split_order(w.chunks[i].acc[h], head_dim, back);
+}
+
 static const uint8_t* first_page(const kvbits_attend_call& call, const AttendItem& item) {
   int64_t flat = 0;
   for (int p = 0; p < call.num_parts; p++) {
@@ -329,9 +345,11 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     PartView part = {};
     part.call = &call;
     part.store = call.parts[p].store;
-    part.key = describe(part.store->key, call.head_dim);
-    part.value = describe(part.store->value, call.head_dim);
+    part.key = describe(part.store->key, call.head_dim, hi - lo);
+    part.value = describe(part.store->value, call.head_dim, hi - lo);
+    if (part.value.split) reorder_outputs(w, chunks, call.head_dim, false);
     attend_part(part, table, begin + lo, begin + hi, item->kv_head, w, chunks, after);
+    if (part.value.split) reorder_outputs(w, chunks, call.head_dim, true);
   }
   for (int i = 0; i < chunks; i++) store_rows(w.chunks[i], *plan, *item, i * per_chunk);
 }

@@ -95,6 +95,23 @@ static void value_fp8(const ValueArgs& a) {
   }
 }
 
+// bf16 rows where q and the outputs are kept in split order: of every 2 * VL channels first the even, then the odd ones. One
+// load then gives two vectors for a shift and a mask, a third of what widening takes. An internal fourth "dtype".
+constexpr int BF16_SPLIT = 3;
+
+INLINE vf even_bf16(const uint8_t* p) { return (vf)(load_int(p) << 16); }
+INLINE vf odd_bf16(const uint8_t* p) { return (vf)(load_int(p) & (int)0xffff0000); }
+
+// [channels] into split order, or back.
+static void split_order(float* x, int channels, bool back) {
+  float t[MAX_HEAD_DIM];
+  for (int c = 0; c < channels; c++) {
+    const int block = c / (2 * VL) * (2 * VL), i = c % (2 * VL), to = block + i % 2 * VL + i / 2;
+    t[back ? c : to] = x[back ? to : c];
+  }
+  __builtin_memcpy(x, t, channels * sizeof(float));
+}
+
 // Raw keys lie row by row: lanes are channels, NH x TOKENS <= 16 dot products share the loads.
 template <int DTYPE, int NH, int TOKENS>
 INLINE void key_raw_rows(const KeyArgs& a, const uint8_t* row, int token) {
@@ -104,6 +121,23 @@ INLINE void key_raw_rows(const KeyArgs& a, const uint8_t* row, int token) {
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) acc[i] = vf{};
   int c = 0;
+  for (; DTYPE == BF16_SPLIT && c < a.head_dim; c += 2 * VL) {
+    vf x[TOKENS][2];
+    for (int i = 0; i < TOKENS; i++) {
+      const uint8_t* at = row + i * row_bytes + c * 2;
+      fetch(at + a.ahead);
+      x[i][0] = even_bf16(at);
+      x[i][1] = odd_bf16(at);
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++)
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; k++) {
+        const vf q = load(a.q + h * ROW_STRIDE + c + k * VL);
+#pragma GCC unroll 8
+        for (int i = 0; i < TOKENS; i++) acc[h * TOKENS + i] += x[i][k] * q;
+      }
+  }
   for (; c + VL <= a.head_dim; c += VL) {
     vf x[TOKENS];
     for (int i = 0; i < TOKENS; i++) {
@@ -151,7 +185,8 @@ INLINE void value_raw_channels(const ValueArgs& a, int channel, int last) {
     for (int i = 0; i < NB; i++) {
       const int c = channel + i * VL;
       if (i * VL * size % 64 == 0) fetch(row + c * size + a.ahead);
-      x[i] = last >= (i + 1) * VL ? load_as<DTYPE>(row, c) : load_first<DTYPE>(row, c, last - i * VL);
+      if (DTYPE == BF16_SPLIT) x[i] = i % 2 ? odd_bf16(row + (c - VL) * 2) : even_bf16(row + c * 2);
+      else x[i] = last >= (i + 1) * VL ? load_as<DTYPE>(row, c) : load_first<DTYPE>(row, c, last - i * VL);
     }
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++)
@@ -166,6 +201,7 @@ static void value_raw(const ValueArgs& a) {
   constexpr int NB = NH <= 5 ? 4 : 2;
   int c = 0;
   for (; c + NB * VL <= a.head_dim; c += NB * VL) value_raw_channels<DTYPE, NH, NB>(a, c, NB * VL);
+  for (; DTYPE == BF16_SPLIT && c < a.head_dim; c += 2 * VL) value_raw_channels<DTYPE, NH, 2>(a, c, 2 * VL);
   for (; c + VL <= a.head_dim; c += VL) value_raw_channels<DTYPE, NH, 1>(a, c, VL);
   if (c < a.head_dim) value_raw_channels<DTYPE, NH, 1>(a, c, a.head_dim - c);
 }
