@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
-
 from kvbits.ops.attend_pages import cuda, reference
 from kvbits.ops.close_pages.reference import close_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
@@ -156,7 +154,7 @@ def _flashinfer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, 
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True)
         wrapper.plan(indptr, indices, last, q.shape[1], heads, d, PAGE, q_data_type=q.dtype, kv_data_type=dtype)
         flat = q[:, :, 0].contiguous()
-        times[name] = time_us([lambda w=wrapper, c=cache: w.run(flat, tuple(c))] * 8)
+        times[name] = time_us([lambda w=wrapper, c=cache, x=flat: w.run(x, tuple(c))] * 8)
     return times
 
 

@@ -34,7 +34,9 @@ class Case:
     magnitude: float = 1.0
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if f.name not in ("key", "value") and getattr(self, f.name) != f.default]
+        changed = [
+            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if f.name not in ("key", "value") and getattr(self, f.name) != f.default
+        ]
         return f"{_short(self.key)} {_short(self.value)} {' '.join(changed)}"
 
     @property
@@ -44,8 +46,13 @@ class Case:
 
 def _short(spec: QuantSpec) -> str:
     name = f"{spec.format}:{type(spec.granularity).__name__}{getattr(spec.granularity, 'size', '')}"
-    return name + ("" if spec.symmetric else ":asym") + (":static" if spec.static else "") + (":mean" if spec.center else "") + (
-        "" if spec.scale_dtype == "float16" else f":{spec.scale_dtype}")
+    return (
+        name
+        + ("" if spec.symmetric else ":asym")
+        + (":static" if spec.static else "")
+        + (":mean" if spec.center else "")
+        + ("" if spec.scale_dtype == "float16" else f":{spec.scale_dtype}")
+    )
 
 
 def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[AttendCall, torch.Tensor, list[int]]:
@@ -65,9 +72,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
         spans["sink"].append((0, sink))
         spans["closed"].append((sink, sink + closed))
         spans["tail"].append((sink + closed, n))
-    layouts = {
-        "closed": layout(case.key, case.value, case.page_size), "sink": layout(raw, raw, max(case.sinks, 1)), "tail": layout(raw, raw, case.page_size)
-    }
+    layouts = {"closed": layout(case.key, case.value, case.page_size), "sink": layout(raw, raw, max(case.sinks, 1)), "tail": layout(raw, raw, case.page_size)}
     for name, per_sequence in spans.items():
         if any(end > start for start, end in per_sequence):
             part, stride = _part(layouts[name], per_sequence, case, name, gen, rng, device)

@@ -136,8 +136,7 @@ DEVICE int walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int w
     const Segment& s = merge.segment;
     int g = lane / 4, c = lane % 4;
     stage_queries(merge.staged, a, u, nullptr, warp * 32 + lane);
-    Visible see;
-    see.load(merge.staged, a.window, lane);
+    const Visible see(merge.staged, a.window, lane);
     Softmax softmax;
     softmax.clear();
     RawWalk walk;
@@ -157,8 +156,7 @@ DEVICE int walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int w
 DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int warp, int lane) {
     const Segment& s = merge.segment;
     stage_queries(merge.staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
-    Visible see;
-    see.load(merge.staged, a.window, lane);
+    const Visible see(merge.staged, a.window, lane);
     Softmax softmax;
     softmax.clear();
     PackedWalk walk;

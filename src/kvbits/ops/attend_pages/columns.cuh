@@ -52,19 +52,17 @@ DEVICE void stage_queries(Staged& staged, const Args& a, Unit u, const float* sc
     sync_threads(CONSUMERS);
 }
 
-/// What the two columns 2c, 2c + 1 (+ 8) of a lane may see, and what every column of the warp sees for sure.
+/// What the columns may see. Positions stay in shared memory: few steps look at single ones.
 struct Visible {
-    int last[NT][2];
+    const Staged& staged;
     int all_from, all_to;        // positions every column sees: all_from <= p <= all_to
 
-    DEVICE void load(const Staged& staged, int window, int lane) {
+    DEVICE Visible(const Staged& staged, int window, int lane) : staged(staged) {
         int p = staged.position[lane % COLS];
         all_to = __reduce_min_sync(ALL_LANES, p);
         all_from = __reduce_max_sync(ALL_LANES, p == 0x7fffffff ? 0 : p - window + 1);
-        for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e) last[n][e] = staged.position[n * 8 + 2 * (lane % 4) + e];
     }
-    DEVICE bool hides(int window, int n, int e, int position) const { return position > last[n][e] || position <= last[n][e] - window; }
+    DEVICE bool hides(int window, int col, int position) const { return position > staged.position[col] || position <= staged.position[col] - window; }
 };
 
 /// Online softmax in powers of two. Scores arrive as exponents relative to `reference`, which moves only when a weight passes 2**top: float16 holds the

@@ -10,6 +10,7 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,16 +127,16 @@ class Plan:
         group = num_q_heads // heads
         cols = columns(d, num_queries * group, packed)
         column_blocks = -(-num_queries * group // cols)
-        self.call, self.device, self.num_queries, self._keep = call, device, num_queries, []
+        self.call, self.device, self.num_queries = call, device, num_queries
+        self._keep: list[torch.Tensor] = []  # what the kernels' arguments point into
         self.out = torch.zeros(batch, num_queries, num_q_heads, d, dtype=q_dtype, device=device)
         self.lse = torch.zeros(batch, num_queries, num_q_heads, dtype=torch.float32, device=device)
         self.q_positions = self._upload(_last_positions(call, batch, num_queries))
 
         raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), DTYPES[q_dtype])
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
-        kernels = [
-            kernel_for(k, d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape) for k in packed or [None]
-        ]
+        layouts: list[PageLayout | None] = [*packed] or [None]
+        kernels = [kernel_for(k, d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape) for k in layouts]
         work = self._work(call.parts, packed, kernels)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         chunks = [sum(int(w.num_chunks.sum()) for w in work if w.launch == i) * heads * column_blocks for i in range(len(kernels))]
@@ -143,13 +144,13 @@ class Plan:
         lists, num_slots = schedule(work, heads * column_blocks, blocks)
 
         args = _Args(
-            out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group, num_kv_heads=heads,
-            column_blocks=column_blocks, layer=0, window=NO_WINDOW if call.sliding_window is None else min(call.sliding_window, NO_WINDOW), scaling=call.scaling,
+            out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
+            num_kv_heads=heads, column_blocks=column_blocks, layer=0, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
             softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
         )  # fmt: skip
         for i, part in enumerate(call.parts):
             args.parts[i] = self._part(part, kernels, packed, layer_strides[i] if layer_strides else 0)
-        self._launches = [self._launch(k, args, lists[i], blocks[i], packed[i] if packed else None) for i, k in enumerate(kernels)]
+        self._launches = [self._launch(k, args, lists[i], blocks[i], layouts[i]) for i, k in enumerate(kernels)]
 
     def run(self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of q [B, num_queries, Hq, D] over the planned pages of `layer`.
@@ -197,7 +198,8 @@ class Plan:
             launch = packed.index(layout) if layout in packed else 0
             tokens = RAW_CHUNK if layout.key.is_raw else kernels[launch].shape.chunk
             count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
-            work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, layout.head_bytes * tokens // layout.page_size, launch, not layout.key.is_raw))
+            cost = layout.head_bytes * tokens // layout.page_size
+            work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, cost, launch, not layout.key.is_raw))
             first += table.num_pages
         return work
 
@@ -246,7 +248,7 @@ def _last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarra
     return (newest[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
 
 
-def plan(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, **options: object) -> Plan:
+def plan(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, **options: Any) -> Plan:
     """A `Plan`; see there."""
     return Plan(call, num_q_heads, q_dtype, device, **options)
 

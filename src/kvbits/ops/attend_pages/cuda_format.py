@@ -64,9 +64,7 @@ def _scale_kind(spec: QuantSpec) -> int:
 
 def chunk_layout(layout: PageLayout, tokens: int) -> PageLayout:
     """A chunk in shared memory is laid out like a page of that many tokens."""
-    return PageLayout(
-        key=layout.key, value=layout.value, page_size=tokens, num_kv_heads=1, head_dim=layout.head_dim, raw_dtype=layout.raw_dtype
-    )
+    return PageLayout(key=layout.key, value=layout.value, page_size=tokens, num_kv_heads=1, head_dim=layout.head_dim, raw_dtype=layout.raw_dtype)
 
 
 def _used_bytes(layout: PageLayout) -> int:
@@ -161,7 +159,8 @@ def kernel_for(
     ring = shape.warps * shape.stages * (slot + 24) + 16
     rounds = _rounds_at_once(shape.warps, cols, head_dim, with_bias, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, with_bias, rounds)
-    defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "STAGES": shape.stages, "CHUNK": chunk, "UNITS": shape.units}
+    defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "STAGES": shape.stages}
+    defines |= {"CHUNK": chunk, "UNITS": shape.units}
     defines["PREFETCH_CHUNKS"] = PREFETCH_BYTES // slot
     pieces = _pieces(layout, chunk)
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
@@ -171,7 +170,9 @@ def kernel_for(
 
 
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int) -> Shape:
-    large = layout.head_dim * cols > 128 * 8 or any(len(s.number_format.planes) > 1 and s.has_bias for s in (layout.key, layout.value))
+    two_planes = any(len(s.number_format.planes) > 1 for s in (layout.key, layout.value))
+    extras = any(s.center or (two_planes and (s.has_bias or _scale_kind(s) == CHANNEL)) for s in (layout.key, layout.value))
+    large = layout.head_dim * cols > 128 * 8 or extras  # what more registers are needed for
     units = 1 if large or chunk % 64 else 2
     most = 7 if large or slot > 5 << 10 else 11
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor

@@ -56,7 +56,7 @@ DEVICE void slot_weights(float (&weights)[COLS][MOST], const float2* all_ml, int
 /// anyone looks at exponents (16 lanes a column).
 DEVICE void merge_slots(const Args& a, Merge& shared, int thread) {
     const Unit& u = shared.unit;
-    constexpr int AT_ONCE = 17;  // 132 blocks on 8 units
+    constexpr int AT_ONCE = D > 128 ? 8 : 17;  // 17: 132 blocks on 8 units
     constexpr int MOST = sizeof(shared.rounds) / 4 / COLS;  // slots whose weights fit the space of the rounds
     float (&weights)[COLS][MOST] = reinterpret_cast<float (&)[COLS][MOST]>(shared.rounds);
     const int count = shared.segment.num_slots, quads = columns_of(a, u) * (D / 4);

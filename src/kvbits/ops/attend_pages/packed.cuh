@@ -109,20 +109,24 @@ struct Query {
     }
 };
 
-/// Codes of a key plane as accumulated scores.
+/// Codes of a key plane as accumulated scores. Words with several fields are held in registers if they are few, the others loaded where they are used.
 template <class KeyPlane>
 struct Keys {
-    uint4 words[UNITS][KeyPlane::STEPS];  // tokens 4g .. 4g + 3
+    static constexpr bool HELD = KeyPlane::FIELDS > 1 && KeyPlane::STEPS <= 4;
+    uint4 words[HELD ? UNITS : 1][HELD ? KeyPlane::STEPS : 1];  // tokens 4g .. 4g + 3
+    const unsigned char* base;
+    int c;
 
-    DEVICE void load(const unsigned char* slot, int tile, int g, int c) {
+    DEVICE Keys(const unsigned char* slot, int tile, int g, int c)
+        : base(slot + KeyPlane::OFFSET + (2 * tile * UNITS + g / 4) * KeyPlane::WORDS * 64 + g % 4 * 16), c(c) {
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u)
+        for (int u = 0; u < UNITS && HELD; ++u)
 #pragma unroll
-            for (int i = 0; i < KeyPlane::STEPS; ++i) {
-                int word = 4 * i + 3 < KeyPlane::WORDS ? 4 * i + c : min(4 * i + c, KeyPlane::WORDS - 1);
-                int offset = ((2 * (tile * UNITS + u) + g / 4) * KeyPlane::WORDS + word) * 64 + g % 4 * 16;
-                words[u][i] = *reinterpret_cast<const uint4*>(slot + KeyPlane::OFFSET + offset);
-            }
+            for (int i = 0; i < KeyPlane::STEPS; ++i) words[u][i] = load(u, i);
+    }
+    DEVICE uint4 load(int u, int i) const {
+        int word = 4 * i + 3 < KeyPlane::WORDS ? 4 * i + c : min(4 * i + c, KeyPlane::WORDS - 1);
+        return *reinterpret_cast<const uint4*>(base + (2 * u * KeyPlane::WORDS + word) * 64);
     }
     /// acc = start (first plane) or acc, plus the group's products.
     template <bool FIRST>
@@ -135,7 +139,7 @@ struct Keys {
                 if (!Query<KeyPlane>::used(f, i) || Query<KeyPlane>::group_of(f, i) != group) continue;
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
-                    const uint4& w = words[u][i];
+                    const uint4 w = HELD ? words[HELD ? u : 0][HELD ? i : 0] : load(u, i);
                     two_rows(acc[u][0], start, first, w.x, w.y, query, f, i);
                     two_rows(acc[u][1], start, first, w.z, w.w, query, f, i);
                 }

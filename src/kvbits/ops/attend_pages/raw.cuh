@@ -17,19 +17,14 @@ DEVICE u32 pack_raw(float low, float high) { return RAW_TYPE == BFLOAT16 ? pack_
 
 struct RawWalk {
     static constexpr int ROUNDS = 2 * RAW_HALVES, FIRST_PLANE_ROUNDS = ROUNDS;
-    u32 q[NT][RAW_STEPS][4];
+    static constexpr bool HELD = NT * D <= 256;  // larger queries stay in shared memory: registers are full
+    u32 q[HELD ? NT : 1][HELD ? RAW_STEPS : 1][4];
     float o[NT][RAW_HALVES][4][4];  // [half of 64 channels][pair of channels]
     float factor;
 
     DEVICE void start(const Args& a, const Staged& staged, int g, int c) {
-        for (int n = 0; n < NT; ++n)
-            for (int i = 0; i < RAW_STEPS; ++i)
-                for (int half = 0; half < 2; ++half) {
-                    int ch = 32 * i + 8 * c + 4 * half;
-                    float4 x = ch < D ? *reinterpret_cast<const float4*>(&staged.q[n * 8 + g][ch]) : float4{0.f, 0.f, 0.f, 0.f};
-                    q[n][i][2 * half] = pack_raw(x.x, x.y);
-                    q[n][i][2 * half + 1] = pack_raw(x.z, x.w);
-                }
+        for (int n = 0; n < NT && HELD; ++n)
+            for (int i = 0; i < RAW_STEPS; ++i) load_q(q[n][i], staged, n * 8 + g, 32 * i + 8 * c);
         for (int n = 0; n < NT; ++n)
             for (int h = 0; h < RAW_HALVES; ++h)
                 for (int k = 0; k < 4; ++k)
@@ -37,10 +32,17 @@ struct RawWalk {
         factor = SOFTCAP ? a.scaling / a.softcap : a.scaling * LOG2E;
     }
 
+    static DEVICE void load_q(u32 (&to)[4], const Staged& staged, int col, int channel) {
+        for (int half = 0; half < 2; ++half) {
+            float4 x = channel < D ? *reinterpret_cast<const float4*>(&staged.q[col][channel + 4 * half]) : float4{0.f, 0.f, 0.f, 0.f};
+            to[2 * half] = pack_raw(x.x, x.y);
+            to[2 * half + 1] = pack_raw(x.z, x.w);
+        }
+    }
+
     /// Eight channels from `channel` on, `offset` elements past a lane's own address: one address register serves all its loads.
     static DEVICE uint4 load_row(i64 address, int offset, bool visible, int channel) {
-        if (!visible || channel >= D) return {0, 0, 0, 0};
-        return load_global_once(address + offset * 2);
+        return load_global_once(address + offset * 2, visible && channel < D);
     }
 
     /// Tokens 0 .. 31 at `keys` / `values`, of which `visible` are, the first at `position`.
@@ -64,7 +66,9 @@ struct RawWalk {
 #pragma unroll
                 for (int i = 0; i < RAW_LOADS; ++i)
                     for (int n = 0; n < NT && first + i < RAW_STEPS; ++n) {
-                        const u32 (&b)[4] = q[n][first + i];
+                        u32 b[4];
+                        if (HELD) for (int k = 0; k < 4; ++k) b[k] = q[HELD ? n : 0][HELD ? first + i : 0][k];
+                        else load_q(b, see.staged, n * 8 + g, 32 * (first + i) + 8 * c);
                         mma_raw(acc[n], even[i].x, odd[i].x, even[i].y, odd[i].y, b[0], b[1]);
                         mma_raw(acc[n], even[i].z, odd[i].z, even[i].w, odd[i].w, b[2], b[3]);
                     }
@@ -79,7 +83,7 @@ struct RawWalk {
                     int token = 4 * g + j;
                     float x = s[j][n][e] * factor;
                     if (SOFTCAP) x = tanh_approx(x) * (a.softcap * LOG2E);
-                    bool hidden = token >= visible || see.hides(a.window, n, e, position + token);
+                    bool hidden = token >= visible || see.hides(a.window, n * 8 + 2 * c + e, position + token);
                     s[j][n][e] = hidden ? negative_infinity() : x - softmax.reference[n][e];
                 }
         float best[NT][2];
@@ -108,7 +112,7 @@ struct RawWalk {
                 p[n][j] = transpose_8x8(pack_raw(p0, p1));
             }
 #pragma unroll
-        for (int h = 0; h < RAW_HALVES; ++h)
+        for (int h = 0; h < RAW_HALVES; ++h) {
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
                 uint4 v[4];  // tokens j, j + 4, j + 1, j + 5
@@ -123,6 +127,7 @@ struct RawWalk {
                     for (int n = 0; n < NT; ++n) mma_raw(o[n][h][k], a0, a1, a2, a3, p[n][j], p[n][j + 1]);
                 }
             }
+        }
     }
     static DEVICE u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
 

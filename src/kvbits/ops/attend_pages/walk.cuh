@@ -198,7 +198,7 @@ struct PackedWalk {
                     int token = (t * UNITS + u) * 32 + 4 * g + j;
                     for (int n = 0; n < NT; ++n)
                         for (int e = 0; e < 2; ++e)
-                            if (token >= visible || see.hides(a.window, n, e, position + token)) s[4 * u + j][n][e] = negative_infinity();
+                            if (token >= visible || see.hides(a.window, n * 8 + 2 * c + e, position + token)) s[4 * u + j][n][e] = negative_infinity();
                 }
         u32 pairs[V_GROUPS][UNITS][4];
         u32 largest = value_scales<MASKED>(pairs, slot, t, visible, c);
@@ -230,11 +230,9 @@ struct PackedWalk {
     /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
     DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const PackedWalk& keys, float score_factor,
                        const float (&page_constant)[NT][2], int g, int c) const {
-        Keys<Key0> words0;
-        words0.load(slot, t, g, c);
+        const Keys<Key0> words0(slot, t, g, c);
 #if K_BITS1
-        Keys<Key1> words1;
-        words1.load(slot, t, g, c);
+        const Keys<Key1> words1(slot, t, g, c);
 #endif
 #pragma unroll
         for (int gr = 0; gr < K_GROUPS; ++gr) {

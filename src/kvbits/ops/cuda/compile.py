@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,13 +42,15 @@ class Binary:
 
     def resources(self, kernel: str) -> Resources:
         """Registers and spills of a kernel of this binary."""
-        at = self.log.index(f"Compiling entry function '{kernel}'")
-        text = self.log[at:].split("Compiling entry function", 2)[1]
-        stack, stores, loads = (int(n) for n in re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text).groups())
-        return Resources(int(re.search(r"Used (\d+) registers", text).group(1)), stack, stores + loads)
+        text = self.log.split(f"Compiling entry function '{kernel}'")[1].split("Compiling entry function")[0]
+        found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads[\s\S]*?Used (\d+) registers", text)
+        if found is None:
+            raise KernelError(f"the compiler's log names no resources of {kernel}:\n{self.log}")
+        stack, stores, loads, registers = (int(n) for n in found.groups())
+        return Resources(registers, stack, stores + loads)
 
 
-def compile_source(folder: Path, name: str, defines: dict[str, int | str], arch: str) -> Binary:
+def compile_source(folder: Path, name: str, defines: Mapping[str, int | str], arch: str) -> Binary:
     """Compile `folder / name` with its `#include`s (from `folder` and from this package), or take it from the disk cache.
 
     Args:

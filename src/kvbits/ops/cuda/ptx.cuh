@@ -90,9 +90,12 @@ DEVICE void wait_for_previous_kernel() {
 DEVICE void sync_threads(u32 threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 DEVICE void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
-DEVICE uint4 load_global_once(i64 address) {
+/// 16 bytes that are read once, or zeros: a predicate, not a branch, so that many loads can be under way.
+DEVICE uint4 load_global_once(i64 address, bool wanted) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+                 "@p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address), "r"(int(wanted)));
     return v;
 }
 /// Reads past L1, which other blocks' writes do not reach.

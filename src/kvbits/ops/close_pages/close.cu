@@ -1,0 +1,386 @@
+// Raw keys and values to packed pages in one launch: one block per (page, kv head, keys or values), each value read once.
+//
+// A thread holds eight neighbouring channels of ROWS tokens in registers, as they came. Extremes (and means) meet in shared memory, the chosen scales are rounded to
+// their storage type and written, codes are taken against the ROUNDED scales in float32 exactly as kvbits/quant/qparams.py does, and go to shared memory
+// as bytes [token][channel], from which whole stored words are put together (docs/formats.md has the order).
+#include "ptx.cuh"
+
+enum { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };
+enum { INTEGER = 0, E4M3 = 1, E5M2 = 2, RAW = 3 };
+enum { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
+
+constexpr int D = HEAD_DIM, OCTETS = D / 8, TEAMS = THREADS / OCTETS, ROWS = (PAGE + TEAMS - 1) / TEAMS;
+constexpr int CODE_STRIDE = D + 4;  // bytes; an odd number of words keeps columns of tokens off one bank
+
+struct Status { int saturated[2], overflow[2], nonfinite[2]; };
+
+struct Args {
+    const void* x[2];             // keys, values [n, H, PAGE, D], strides in elements, last dense
+    i64 stride[2][3];
+    const i64* page_address;      // [n]
+    const float* scale[2];        // calibrated [H][groups or channels], null if none
+    const float* bias[2];
+    Status* status;
+    int num_heads, head_bytes;
+};
+
+/// What one of keys and values is stored as.
+template <int FLOAT_, int BITS0_, int BITS1_, int SCALE_, int GROUP_, int ZERO_, int BIAS_, int MEAN_, int TYPE_, int OFFSET0_, int OFFSET1_, int SCALE_OFFSET_,
+          int BIAS_OFFSET_, int MEAN_OFFSET_, bool VALUES_>
+struct Side {
+    static constexpr int FLOAT = FLOAT_, BITS0 = BITS0_, BITS1 = BITS1_, SCALE = SCALE_, GROUP = GROUP_, ZERO = ZERO_, TYPE = TYPE_;
+    static constexpr bool HAS_BIAS = BIAS_, HAS_MEAN = MEAN_, VALUES = VALUES_;
+    static constexpr int OFFSET0 = OFFSET0_, OFFSET1 = OFFSET1_, SCALE_OFFSET = SCALE_OFFSET_, BIAS_OFFSET = BIAS_OFFSET_, MEAN_OFFSET = MEAN_OFFSET_;
+    static constexpr int BITS = BITS0_ + BITS1_, GROUPS = D / GROUP_;
+    static constexpr int LOW = ZERO ? 1 : 0, HIGH = (1 << (BITS > 8 ? 8 : BITS)) - 1;
+    static constexpr float Q_MAX = FLOAT == E4M3 ? 448.f : FLOAT == E5M2 ? 57344.f : ZERO ? float(ZERO - 1) : float(HIGH);
+    static constexpr float SATURATES = FLOAT == E4M3 ? 464.f : 61440.f;
+    // A scale taken from the page and rounded by at most 2**-11 cannot push a code half a step past its range.
+    static constexpr bool NEVER_SATURATES = FLOAT == INTEGER && SCALE != SCALE_STATIC && TYPE != BFLOAT16;
+    static constexpr int SCALES = SCALE == SCALE_CHANNEL ? D : GROUPS * PAGE;  // of a page
+};
+
+struct Shared {
+    union {
+        float extremes[2][PAGE * OCTETS > TEAMS * D ? PAGE * OCTETS : TEAMS * D];  // lowest and highest (or largest magnitude) of every octet or team
+        double sums[TEAMS * D];
+        unsigned char codes[PAGE][CODE_STRIDE];
+    };
+    float inverse[GROUP_SCALES > D ? GROUP_SCALES : D], bias[GROUP_SCALES > D ? GROUP_SCALES : D];  // [group][token] or [channel]
+    float mean[D];
+};
+
+template <int TYPE>
+DEVICE float load_value(const void* p, i64 i) {
+    if (TYPE == FLOAT32) return static_cast<const float*>(p)[i];
+    u16 h = static_cast<const u16*>(p)[i];
+    return TYPE == FLOAT16 ? f16_to_float(h) : bf16_to_float(h);
+}
+/// Eight neighbouring values as they came: 16-bit ones stay packed, which halves the registers and lets one instruction compare two.
+struct Octet {
+    static constexpr int WORDS = X_TYPE == FLOAT32 ? 8 : 4;
+    u32 w[WORDS];
+
+    DEVICE void load(const void* p, i64 i) {
+        const char* at = static_cast<const char*>(p) + i * (X_TYPE == FLOAT32 ? 4 : 2);
+        for (int k = 0; k < WORDS; k += 4) {
+            uint4 v = *reinterpret_cast<const uint4*>(at + k * 4);
+            w[k] = v.x; w[k + 1] = v.y; w[k + 2] = v.z; w[k + 3] = v.w;
+        }
+    }
+    DEVICE float operator[](int k) const {
+        if (X_TYPE == FLOAT32) return __uint_as_float(w[k]);
+        u32 word = w[k / 2];
+        return X_TYPE == FLOAT16 ? (k % 2 ? high_f16(word) : low_f16(word)) : __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
+    }
+    /// Largest magnitude; NaN if any value is NaN.
+    DEVICE float largest() const {
+        u32 m = w[0] & ABS;
+        for (int k = 1; k < WORDS; ++k) m = X_TYPE == FLOAT32 ? max(m, w[k] & ABS) : larger(m, w[k] & ABS);
+        return unpack(m, true);
+    }
+    DEVICE float highest() const {
+        u32 m = w[0];
+        for (int k = 1; k < WORDS; ++k) m = larger(m, w[k]);
+        return unpack(m, true);
+    }
+    DEVICE float lowest() const {
+        u32 m = w[0];
+        for (int k = 1; k < WORDS; ++k) m = smaller(m, w[k]);
+        return unpack(m, false);
+    }
+    static constexpr u32 ABS = X_TYPE == FLOAT32 ? 0x7fffffffu : 0x7fff7fffu;
+    static DEVICE u32 larger(u32 a, u32 b) {
+        u32 d;
+        if (X_TYPE == FLOAT32) d = __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+        else if (X_TYPE == FLOAT16) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        return d;
+    }
+    static DEVICE u32 smaller(u32 a, u32 b) {
+        u32 d;
+        if (X_TYPE == FLOAT32) d = __float_as_uint(fminf(__uint_as_float(a), __uint_as_float(b)));
+        else if (X_TYPE == FLOAT16) asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        else asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        return d;
+    }
+    static DEVICE float unpack(u32 m, bool most) {
+        if (X_TYPE == FLOAT32) return __uint_as_float(m);
+        u32 d = most ? larger(m, m >> 16 | m << 16) : smaller(m, m >> 16 | m << 16);
+        return X_TYPE == FLOAT16 ? low_f16(d) : __uint_as_float(d << 16);
+    }
+};
+
+DEVICE u16 to_f16(float x) { return u16(pack_f16(x, 0.f)); }
+DEVICE u16 to_bf16(float x) { return u16(pack_bf16(x, 0.f)); }
+template <int TYPE>
+DEVICE float rounded(float x) { return TYPE == FLOAT32 ? x : TYPE == FLOAT16 ? f16_to_float(to_f16(x)) : bf16_to_float(to_bf16(x)); }
+template <int TYPE>
+DEVICE void store(unsigned char* section, int i, float x) {
+    if (TYPE == FLOAT32) reinterpret_cast<float*>(section)[i] = x;
+    else reinterpret_cast<u16*>(section)[i] = TYPE == FLOAT16 ? to_f16(x) : to_bf16(x);
+}
+DEVICE bool finite(float x) { return fabsf(x) <= 3.4028234e38f; }
+
+/// A scale as it will be stored: rounded, up where it is subnormal, 1 for a group without spread.
+template <int TYPE>
+DEVICE float stored_scale(float scale) {
+    float r = rounded<TYPE>(scale);
+    if (TYPE == FLOAT16 && scale < 6.103515625e-05f) r = ceilf(scale * 16777216.f) * 5.9604644775390625e-08f;
+    if (TYPE != FLOAT16 && scale > 0.f && scale < 1.17549435e-38f) r = 1.17549435e-38f;
+    return r == 0.f ? 1.f : r;
+}
+/// Largest value of the storage type that is not above x.
+template <int TYPE>
+DEVICE float stored_bias(float x) {
+    float y = rounded<TYPE>(x);
+    if (TYPE == FLOAT32 || y <= x) return y;
+    u16 bits = TYPE == FLOAT16 ? to_f16(y) : to_bf16(y);
+    bits = y == 0.f ? u16(0x8001) : y > 0.f ? u16(bits - 1) : u16(bits + 1);
+    return TYPE == FLOAT16 ? f16_to_float(bits) : bf16_to_float(bits);
+}
+
+template <int FLOAT>
+DEVICE unsigned char to_fp8(float x) {
+    u16 d = 0;
+#if __CUDA_ARCH__ >= 890
+    if (FLOAT == E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(0.f), "f"(x));
+    else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(d) : "f"(0.f), "f"(x));
+#endif
+    return (unsigned char)d;
+}
+
+/// Scales (and biases) of every group or channel, stored and, as reciprocals, in shared memory. x: this thread's values, less `mean`.
+template <class S>
+DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int team, int octet, bool works, unsigned char* out, Shared& shared, bool& overflow) {
+    constexpr bool BY_CHANNEL = S::SCALE == SCALE_CHANNEL;
+    float *low = shared.extremes[0], *high = shared.extremes[1];
+    if (works && BY_CHANNEL) {
+        for (int k = 0; k < 8; ++k) {
+            float lo = x[0][k] - mean[k], hi = S::HAS_BIAS ? lo : fabsf(lo);
+#pragma unroll
+            for (int i = 1; i < ROWS; ++i) {
+                if (team + i * TEAMS >= PAGE) break;
+                float y = x[i][k] - mean[k];
+                lo = fminf(lo, y);
+                hi = fmaxf(hi, S::HAS_BIAS ? y : fabsf(y));
+            }
+            if (S::HAS_BIAS) low[team * D + octet * 8 + k] = lo;
+            high[team * D + octet * 8 + k] = hi;
+        }
+    } else if (works) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            int token = team + i * TEAMS;
+            if (token >= PAGE) break;
+            float lo = 0.f, hi = 0.f;
+            if (S::HAS_MEAN) {
+                for (int k = 0; k < 8; ++k) {
+                    float y = x[i][k] - mean[k];
+                    lo = k ? fminf(lo, y) : y;
+                    hi = k ? fmaxf(hi, S::HAS_BIAS ? y : fabsf(y)) : S::HAS_BIAS ? y : fabsf(y);
+                }
+            } else {
+                if (S::HAS_BIAS) lo = x[i].lowest();
+                hi = S::HAS_BIAS ? x[i].highest() : x[i].largest();
+            }
+            if (S::HAS_BIAS) low[token * OCTETS + octet] = lo;
+            high[token * OCTETS + octet] = hi;
+        }
+    }
+    __syncthreads();
+    for (int at = threadIdx.x; at < S::SCALES; at += THREADS) {
+        // [channel] over teams, or [group][token] over the group's octets
+        constexpr int COUNT = BY_CHANNEL ? (TEAMS < PAGE ? TEAMS : PAGE) : S::GROUP / 8, STEP = BY_CHANNEL ? D : 1;
+        int first = BY_CHANNEL ? at : at % PAGE * OCTETS + at / PAGE * COUNT;
+        float lo = S::HAS_BIAS ? low[first] : 0.f, hi = high[first];
+        for (int i = 1; i < COUNT; ++i) {
+            if (S::HAS_BIAS) lo = fminf(lo, low[first + i * STEP]);
+            hi = fmaxf(hi, high[first + i * STEP]);
+        }
+        float bias = S::HAS_BIAS ? stored_bias<S::TYPE>(lo) : 0.f;
+        float scale = stored_scale<S::TYPE>(__fdiv_rn(hi - bias, S::Q_MAX));
+        overflow |= !finite(scale) || !finite(bias);
+        store<S::TYPE>(out + S::SCALE_OFFSET, at, scale);
+        if (S::HAS_BIAS) store<S::TYPE>(out + S::BIAS_OFFSET, at, bias);
+        shared.inverse[at] = __fdiv_rn(1.f, scale);
+        shared.bias[at] = bias;
+    }
+    __syncthreads();  // codes overwrite the extremes
+}
+
+/// Four bytes of a plane's row: field f of byte r is channel r + f * ROW.
+template <int BITS, int SHIFT>
+DEVICE u32 row_word(const Shared& shared, int token, int r) {
+    constexpr int ROW = (D * BITS + 31) / 32 * 4;
+    u32 w = 0;
+#pragma unroll
+    for (int f = 0; f < 8 / BITS; ++f) {
+        if (r + f * ROW >= D) continue;
+        u32 codes = *reinterpret_cast<const u32*>(&shared.codes[token][r + f * ROW]);
+        w |= (codes >> SHIFT & ((1u << BITS) - 1) * 0x01010101u) << BITS * f;
+    }
+    return w;
+}
+
+template <class S, int BITS, int SHIFT>
+DEVICE void write_plane(unsigned char* plane, const Shared& shared) {
+    constexpr int ROW = (D * BITS + 31) / 32 * 4, WORDS = ROW / 4;
+    if (S::VALUES) {
+        for (int i = threadIdx.x; i < PAGE / 4 * WORDS; i += THREADS) {
+            // Blocks of 16 bytes: four words of every quad of tokens; the last block may be narrower.
+            int block = i / (PAGE / 4 * 4), width = min(4, WORDS - block * 4), rest = i - block * PAGE;
+            int quad = rest / width, r = block * 16 + rest % width * 4;
+            int token = quad / 2 * 8 + quad % 2 * 2;  // slots of a group of eight hold tokens 0 1 4 5 2 3 6 7
+            u32 a = row_word<BITS, SHIFT>(shared, token, r), b = row_word<BITS, SHIFT>(shared, token + 1, r);
+            u32 c = row_word<BITS, SHIFT>(shared, token + 4, r), d = row_word<BITS, SHIFT>(shared, token + 5, r);
+            u32 ab = permute_bytes(a, b, 0x5140), AB = permute_bytes(a, b, 0x7362), cd = permute_bytes(c, d, 0x5140), CD = permute_bytes(c, d, 0x7362);
+            uint4 w = {permute_bytes(ab, cd, 0x5410), permute_bytes(ab, cd, 0x7632), permute_bytes(AB, CD, 0x5410), permute_bytes(AB, CD, 0x7632)};
+            *reinterpret_cast<uint4*>(plane + block * 16 * PAGE + quad * 16 * width + rest % width * 16) = w;
+        }
+        return;
+    }
+    for (int i = threadIdx.x; i < PAGE * WORDS / 4; i += THREADS) {
+        // Tiles of 16 tokens: a word of every token before the next word; four tokens a thread.
+        int tile = i / (WORDS * 4), r = i / 4 % WORDS * 4, token = tile * 16 + i % 4 * 4;
+        uint4 w = {row_word<BITS, SHIFT>(shared, token, r), row_word<BITS, SHIFT>(shared, token + 1, r), row_word<BITS, SHIFT>(shared, token + 2, r),
+                   row_word<BITS, SHIFT>(shared, token + 3, r)};
+        reinterpret_cast<uint4*>(plane)[i] = w;
+    }
+}
+
+/// The code of a value in units of its scale, in the low byte.
+template <class S>
+DEVICE u32 code_of(float y, int& saturated) {
+    if (S::FLOAT != INTEGER) {
+        saturated += fabsf(y) >= S::SATURATES;
+        return to_fp8<S::FLOAT>(y);
+    }
+    // 1.5 * 2**23 leaves no room for a fraction: the addition rounds half to even (ZERO is even) and the low bits are the integer.
+    constexpr float MAGIC = 12582912.f;
+    if (S::NEVER_SATURATES) return __float_as_uint(y + (MAGIC + float(S::ZERO)));
+    float c = rintf(y) + float(S::ZERO), inside = fminf(fmaxf(c, float(S::LOW)), float(S::HIGH));
+    saturated += c != inside;
+    return u32(inside);
+}
+
+template <class S>
+DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shared) {
+    const int thread = threadIdx.x, octet = thread % OCTETS, team = thread / OCTETS;
+    const bool works = team < TEAMS;
+    unsigned char* out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
+    const i64 from = page * a.stride[side][0] + head * a.stride[side][1] + octet * 8;
+    Octet x[ROWS];
+    float mean[8] = {};
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        int token = team + i * TEAMS;
+        for (int k = 0; k < Octet::WORDS; ++k) x[i].w[k] = 0;
+        if (works && token < PAGE) x[i].load(a.x[side], from + token * a.stride[side][2]);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) bad |= !finite(x[i].largest());
+    if (bad) a.status->nonfinite[side] = 1;
+    if (S::FLOAT == RAW) {
+        for (int i = 0; i < ROWS; ++i) {
+            int token = team + i * TEAMS;
+            if (works && token < PAGE)
+                for (int k = 0; k < 8; ++k) store<RAW_TYPE>(out + S::OFFSET0, token * D + octet * 8 + k, x[i][k]);
+        }
+        return;
+    }
+    bool overflow = false;
+    if (S::HAS_MEAN) {
+        for (int k = 0; k < 8 && works; ++k) {
+            double sum = 0;
+            for (int i = 0; i < ROWS; ++i) sum += x[i][k];
+            shared.sums[team * D + octet * 8 + k] = sum;
+        }
+        __syncthreads();
+        for (int ch = thread; ch < D; ch += THREADS) {
+            double sum = 0;
+            for (int t = 0; t < TEAMS; ++t) sum += shared.sums[t * D + ch];
+            shared.mean[ch] = rounded<S::TYPE>(float(sum / PAGE));
+            overflow |= !finite(shared.mean[ch]);
+            store<S::TYPE>(out + S::MEAN_OFFSET, ch, shared.mean[ch]);
+        }
+        __syncthreads();
+        for (int k = 0; k < 8; ++k) mean[k] = shared.mean[octet * 8 + k];
+    }
+    if (S::SCALE == SCALE_STATIC) {
+        for (int i = thread; i < D; i += THREADS) {
+            int at = head * S::GROUPS + i / S::GROUP;
+            shared.inverse[i] = __fdiv_rn(1.f, a.scale[side][at]);
+            shared.bias[i] = a.bias[side] ? a.bias[side][at] : 0.f;
+        }
+    } else {
+        choose_scales<S>(x, mean, team, octet, works, out, shared, overflow);
+    }
+    if (overflow) a.status->overflow[side] = 1;
+    __syncthreads();
+    constexpr bool BY_TOKEN = S::SCALE == SCALE_GROUP;  // then a thread's eight values of a token share a scale
+    float inverse[8] = {}, bias[8] = {};
+    for (int k = 0; k < 8 && !BY_TOKEN; ++k) inverse[k] = shared.inverse[octet * 8 + k], bias[k] = shared.bias[octet * 8 + k];
+    int saturated = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        int token = team + i * TEAMS;
+        if (!works || token >= PAGE) continue;
+        int at = octet * 8 / S::GROUP * PAGE + token;
+        if (BY_TOKEN) inverse[0] = shared.inverse[at], bias[0] = shared.bias[at];
+        u32 codes[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            float y = x[i][k];
+            if (S::HAS_MEAN) y -= mean[k];
+            if (S::HAS_BIAS) y -= bias[BY_TOKEN ? 0 : k];
+            // Never one fused multiply-add with what follows: the reference rounds the product first.
+            codes[k] = code_of<S>(__fmul_rn(y, inverse[BY_TOKEN ? 0 : k]), saturated);
+        }
+        for (int w = 0; w < 2; ++w) {
+            u32 low = permute_bytes(codes[4 * w], codes[4 * w + 1], 0x0040), high = permute_bytes(codes[4 * w + 2], codes[4 * w + 3], 0x0040);
+            *reinterpret_cast<u32*>(&shared.codes[token][octet * 8 + w * 4]) = permute_bytes(low, high, 0x5410);
+        }
+    }
+    if (!S::NEVER_SATURATES) {
+        saturated = __reduce_add_sync(ALL_LANES, saturated);
+        if (saturated && thread % 32 == 0) atomicAdd(&a.status->saturated[side], saturated);
+    }
+    __syncthreads();
+    write_plane<S, S::BITS0, S::BITS1>(out + S::OFFSET0, shared);
+    if (S::BITS1) write_plane<S, S::BITS1 ? S::BITS1 : 1, 0>(out + S::OFFSET1, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_constant__ Args a) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "cuda.py counts too little shared memory");
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    i64 item = blockIdx.x;
+    int side = item % 2, head = item / 2 % a.num_heads, page = item / 2 / a.num_heads;
+    if (side == 0)  // nothing of the pool's earlier content stays in a page
+        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.page_address[page] + i64(head) * a.head_bytes)[i] = 0;
+    if (side == 0) close_side<Side<K_SIDE, false>>(a, 0, page, head, shared);
+    else close_side<Side<V_SIDE, true>>(a, 1, page, head, shared);
+}
+
+/// Raw tokens to their slots: one block per (token, kv head), keys and values. slots[t] = page * PAGE + row, negative to skip.
+struct AppendArgs {
+    const void* x[2];             // [tokens, H, D]
+    i64 stride[2][2];
+    const i64* slots;
+    const i64* page_address;      // of every page of the store
+    int num_heads, head_bytes, k_raw, v_raw;
+};
+
+extern "C" __global__ void append_tokens(const __grid_constant__ AppendArgs a) {
+    i64 token = blockIdx.x / a.num_heads, slot = a.slots[token];
+    if (slot < 0) return;
+    int head = blockIdx.x % a.num_heads;
+    unsigned char* out = reinterpret_cast<unsigned char*>(a.page_address[slot / PAGE]) + i64(head) * a.head_bytes;
+    for (int i = threadIdx.x; i < 2 * D; i += blockDim.x) {
+        int side = i / D, ch = i % D;
+        float x = load_value<X_TYPE>(a.x[side], token * a.stride[side][0] + head * a.stride[side][1] + ch);
+        store<RAW_TYPE>(out + (side ? a.v_raw : a.k_raw), slot % PAGE * D + ch, x);
+    }
+}

@@ -1,0 +1,201 @@
+"""close_pages and append on NVIDIA GPUs: scales, codes and packing in one launch, bit for bit what the reference stores.
+
+`launch_close` only launches (no host synchronisation beyond the upload of page addresses) and leaves its findings in a status tensor; `close` is the op's
+contract and reads them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...errors import DataError
+from ...quant.qparams import require_finite
+from ...spec import PageLayout, PerChannel, QuantSpec
+from ..cuda import compile as cuda_compile
+from ..cuda import driver
+from ..types import PageStore
+
+NAME = "cuda"
+TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+TYPE_NAMES = {"float16": 0, "bfloat16": 1, "float32": 2}
+STATIC, GROUP, CHANNEL = 0, 1, 2
+FLOATS = {"fp8_e4m3": 1, "fp8_e5m2": 2, "raw": 3}
+ROWS_PER_THREAD = 8
+STATUS_FIELDS = 6
+
+
+def refuses(k: torch.Tensor, store: PageStore) -> str | None:
+    """Why pages of this store cannot be closed here, or None."""
+    if k.device.type != "cuda" or store.device.type != "cuda":
+        return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
+    if torch.version.hip:
+        return "the GPU is not an NVIDIA GPU"
+    if why := cuda_compile.missing():
+        return why
+    capability = torch.cuda.get_device_capability(k.device)
+    if capability < (8, 9) and any(spec.format.startswith("fp8") for spec in (store.layout.key, store.layout.value)):
+        return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
+    return refuses_layout(store.layout, k.dtype)
+
+
+def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+    """The part of `refuses` that needs no GPU."""
+    if dtype not in TYPES:
+        return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
+    if layout.page_size * layout.head_dim > 512 * 8 * ROWS_PER_THREAD:
+        return f"a page of {layout.page_size} x {layout.head_dim} numbers does not fit one block"
+    for kind, spec in (("key", layout.key), ("value", layout.value)):
+        groups = 1 if isinstance(spec.granularity, PerChannel) else spec.num_groups(layout.head_dim)
+        if layout.head_dim // groups % 8:
+            return f"{kind} groups of {layout.head_dim // groups} channels are no multiple of 8"
+    return None
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("page_address", ctypes.c_void_p), ("scale", ctypes.c_void_p * 2),
+        ("bias", ctypes.c_void_p * 2), ("status", ctypes.c_void_p), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class _AppendArgs(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 2 * 2), ("slots", ctypes.c_void_p), ("page_address", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int),
+    ]  # fmt: skip
+
+
+def _side(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:
+    """Template arguments of struct Side in close.cu."""
+
+    def offset(name: str) -> int:
+        found = layout.sections.get(f"{prefix}_{name}")
+        return found.offset if found else 0
+
+    planes = (*spec.number_format.planes, 0, 0)
+    scale = STATIC if spec.static else CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
+    groups = spec.num_groups(layout.head_dim)
+    values = [
+        FLOATS.get(spec.format, 0), planes[0] or 8, planes[1], scale, layout.head_dim // groups, spec.zero, int(spec.has_bias), int(spec.center is not None),
+        TYPE_NAMES[spec.scale_dtype], offset("raw" if spec.is_raw else "plane0"), offset("plane1"), offset("scale"), offset("bias"), offset("mean"),
+    ]  # fmt: skip
+    return ", ".join(map(str, values))
+
+
+def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
+    """Macros of one instantiation of close.cu."""
+    d, page = layout.head_dim, layout.page_size
+    octets = d // 8
+    threads = max(128, min(512, -(-page * octets // 4 // 32) * 32), -(-page * octets // ROWS_PER_THREAD // 32) * 32)
+    teams = threads // octets
+    scales = max(d, *(page * s.num_groups(d) for s in (layout.key, layout.value) if not isinstance(s.granularity, PerChannel)), 0)
+    last = list(layout.sections.values())[-1]
+    union = max(8 * max(page * octets, teams * d), 8 * teams * d, page * (d + 4))
+    return {
+        "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TYPES[dtype], "RAW_TYPE": TYPE_NAMES[layout.raw_dtype],
+        "GROUP_SCALES": scales,
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "K_SIDE": _side(layout, "k", layout.key),
+        "V_SIDE": _side(layout, "v", layout.value), "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16,
+    }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[driver.Kernel, driver.Kernel, int]:
+    macros = defines(layout, dtype)
+    with torch.cuda.device(device_index):
+        arch = driver.arch_of(torch.cuda.get_device_capability())
+        binary = cuda_compile.compile_source(Path(__file__).parent, "close.cu", macros, arch)
+        shared = int(macros["SHARED_BYTES"])
+        return driver.Kernel(binary, "close_pages", shared), driver.Kernel(binary, "append_tokens"), int(macros["THREADS"])
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x itself if 16-byte loads along its last dim are possible, else a copy."""
+    step = 16 // x.element_size()
+    return x if x.stride(-1) == 1 and all(s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def launch_close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor) -> None:
+    """Close pages without waiting.
+
+    Args:
+        k, v: [n, H, page_size, head_dim], 16-byte aligned rows.
+        page_address: int64 [n] on the device: byte addresses of the pages' first structs.
+        status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite inputs.
+    """
+    layout = store.layout
+    close_kernel, _, threads = _load(layout, k.dtype, k.device.index)
+    args = _Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
+    for i, (kind, x) in enumerate((("k", k), ("v", v))):
+        args.x[i] = x.data_ptr()
+        args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])
+        for name, field in (("scale", args.scale), ("bias", args.bias)):
+            static = store.static.get(f"{kind}_{name}")
+            if static is not None:
+                field[i] = static.data_ptr()
+    close_kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(k.device).cuda_stream)
+
+
+def close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray) -> dict[str, int]:
+    """Close pages in place.
+
+    Args:
+        k, v: [n, H, page_size, head_dim] float32, float16 or bfloat16.
+        page_ids: [n] pages of the store to write.
+
+    Returns:
+        How many elements of keys and of values were clamped to their code range (quantized tensors only).
+
+    Raises:
+        DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are then written with unusable numbers.
+    """
+    layout = store.layout
+    shape = (len(page_ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if tuple(x.shape) != shape or x.dtype != k.dtype or x.device != store.device:
+            raise DataError(f"{name} must be {k.dtype} {list(shape)} on {store.device}, got {x.dtype} {list(x.shape)} on {x.device}")
+    if not len(page_ids):
+        return {kind: 0 for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw}
+    for spec, kind in ((layout.key, "k"), (layout.value, "v")):
+        if spec.static and f"{kind}_scale" not in store.static:
+            raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
+    k, v = _dense(k), _dense(v)
+    addresses = torch.from_numpy(store.addresses()[page_ids]).to(k.device)
+    status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
+    launch_close(k, v, store, addresses, status)
+    found = status.tolist()
+    for i, (name, x) in enumerate((("keys", k), ("values", v))):
+        if found[4 + i]:
+            require_finite(x, name)
+        if found[2 + i]:
+            dtype = (layout.key, layout.value)[i].scale_dtype
+            raise DataError(f"a scale, bias or mean of the {name} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
+    return {kind: found[i] for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))) if not spec.is_raw}
+
+
+def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slots: torch.Tensor, page_address: torch.Tensor) -> None:
+    """Write raw tokens to their slots, straight from the projections' output; launches only.
+
+    Args:
+        k, v: [tokens, H, head_dim], last dim dense.
+        store: raw pages.
+        slots: int64 [tokens] on the device, page id * page_size + row; negative: not written.
+        page_address: int64 [pages of the store] on the device, as `store.addresses()` gives them.
+    """
+    layout = store.layout
+    if not (layout.key.is_raw and layout.value.is_raw):
+        raise DataError("append writes raw pages; quantized pages are closed whole, see close")
+    _, append_kernel, _ = _load(layout, k.dtype, k.device.index)
+    args = _AppendArgs(
+        slots=slots.data_ptr(), page_address=page_address.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes,
+        k_raw=layout.sections["k_raw"].offset, v_raw=layout.sections["v_raw"].offset,
+    )  # fmt: skip
+    for i, x in enumerate((k, v)):
+        args.x[i] = x.data_ptr()
+        args.stride[i] = (ctypes.c_int64 * 2)(*x.stride()[:2])
+    append_kernel.launch(len(slots) * layout.num_kv_heads, 64, args, torch.cuda.current_stream(k.device).cuda_stream)

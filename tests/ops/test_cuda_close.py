@@ -1,0 +1,125 @@
+"""GPU close_pages stores bit for bit what the reference stores. Needs an NVIDIA GPU (refusals do not).
+
+The judge runs on the CPU: on GPUs torch divides by a constant through its reciprocal, which rounds some scales otherwise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvbits.errors import DataError
+from kvbits.ops.close_pages import cuda, reference
+from kvbits.ops.dequantize_pages.reference import section
+from kvbits.ops.types import PageStore
+from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+HEADS = 3
+RAW = QuantSpec.raw()
+
+
+def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008 - frozen
+    return QuantSpec(format=fmt, granularity=granularity, **options)
+
+
+def pairs():
+    for f in ("int8", "int4", "int3", "int2"):
+        yield spec(f), spec(f), 128, 64
+        yield spec(f, PerChannel(), symmetric=False), spec(f, PerToken(), symmetric=False), 128, 64
+        yield spec(f, center="channel"), spec(f, PerGroup(32), center="channel"), 128, 64
+        yield spec(f, PerToken()), spec(f, PerChannel()), 80, 32
+        yield spec(f, scale_dtype="bfloat16"), spec(f, symmetric=False, scale_dtype="float32"), 128, 64
+        yield spec(f, PerToken()), spec(f), 256, 64
+        yield spec(f, PerToken()), spec(f, PerToken()), 96, 128
+    yield spec("fp8_e4m3"), spec("fp8_e5m2", PerToken()), 128, 64
+    yield spec("fp8_e5m2", PerChannel()), spec("fp8_e4m3", PerChannel()), 64, 64
+    yield RAW, RAW, 128, 64
+    yield RAW, spec("int4"), 128, 64
+    yield spec("int4", PerChannel(), static=True), spec("int8", static=True, symmetric=False), 128, 64
+
+
+def ugly(n, page, d, dtype):
+    """Random values of many sizes with a zero page, a constant one, a zero channel, tiny values and an outlier."""
+    k, v = (torch.randn(n, HEADS, page, d) * 10 ** float(np.random.uniform(-3, 2)) + torch.randn(d) for _ in "kv")
+    k[0, 0], v[1, 1], k[2, 0, :, 5], k[3, 1, 3, 7] = 0, 3.5, 0, 300
+    v[2, 2] *= 1e-4
+    return k.to(dtype), v.to(dtype)
+
+
+def static_of(layout):
+    static = {}
+    for prefix, s in (("k", layout.key), ("v", layout.value)):
+        if s.static:
+            n = s.num_groups(layout.head_dim)
+            static[f"{prefix}_scale"] = torch.rand(HEADS, n) * 0.1 + 0.05
+            if s.has_bias:
+                static[f"{prefix}_bias"] = -torch.rand(HEADS, n) * 3
+    return static
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("key, value, head_dim, page_size", list(pairs()), ids=str)
+def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype):
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16")
+    k, v = ugly(5, page_size, head_dim, dtype)
+    static = static_of(layout)
+    want, saturated = reference.close_pages(k, v, layout, static)
+    slab = torch.full((7, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device="cuda")
+    store = PageStore(layout, (slab,), {name: x.cuda() for name, x in static.items()})
+    ids = np.array([4, 0, 6, 2, 3])
+    assert cuda.close(k.cuda(), v.cuda(), store, ids) == saturated
+    for name, s in layout.sections.items():
+        assert torch.equal(slab[ids][..., s.offset : s.offset + s.nbytes].cpu(), want[..., s.offset : s.offset + s.nbytes]), name
+    assert torch.equal(slab[ids].cpu(), want), "padding is zero"
+    assert (slab[[1, 5]] == 0xFF).all(), "other pages stay as they were"
+
+
+@needs_gpu
+def test_bad_input_is_named():
+    layout = PageLayout(key=spec("int8"), value=spec("int8"), page_size=64, num_kv_heads=HEADS, head_dim=128)
+    store = PageStore(layout, (torch.zeros(2, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda"),))
+    good = torch.randn(1, HEADS, 64, 128, device="cuda")
+    for value in (float("nan"), float("inf"), -float("inf")):
+        bad = good.clone()
+        bad[0, 2, 5, 7] = value
+        with pytest.raises(DataError, match=r"values holds .* at position \(0, 2, 5, 7\)"):
+            cuda.close(good, bad, store, np.array([0]))
+    with pytest.raises(DataError, match="keys overflows float16"):
+        cuda.close(good * 1e7, good, store, np.array([1]))
+    with pytest.raises(DataError, match="must be"):
+        cuda.close(good, good[:, :2], store, np.array([1]))
+    assert cuda.close(good[:0], good[:0], store, np.zeros(0, np.int64)) == {"k": 0, "v": 0}
+
+
+@needs_gpu
+def test_strided_input_needs_no_copy():
+    layout = PageLayout(key=spec("int4"), value=spec("int4"), page_size=64, num_kv_heads=HEADS, head_dim=128)
+    fused = torch.randn(2, 64, 2 * HEADS, 128, dtype=torch.bfloat16, device="cuda")  # tokens before heads, keys and values side by side
+    k, v = fused[:, :, :HEADS].transpose(1, 2), fused[:, :, HEADS:].transpose(1, 2)
+    slab = torch.zeros(2, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
+    cuda.close(k, v, PageStore(layout, (slab,)), np.array([0, 1]))
+    assert torch.equal(slab.cpu(), reference.close_pages(k.cpu(), v.cpu(), layout)[0])
+
+
+@needs_gpu
+def test_append_writes_slots_and_skips_negative_ones():
+    layout = PageLayout(key=RAW, value=RAW, page_size=64, num_kv_heads=HEADS, head_dim=80)
+    slab = torch.zeros(6, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
+    store = PageStore(layout, (slab,))
+    k, v = (torch.randn(10, HEADS, 80, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    slots = torch.tensor([5 * 64 + i for i in range(9)] + [-1], device="cuda")
+    cuda.append(k, v, store, slots, torch.from_numpy(store.addresses()).cuda())
+    for name, x in (("k_raw", k), ("v_raw", v)):
+        rows = section(slab[5:6], layout, name)[0]
+        assert torch.equal(rows[:, :9], x[:9].transpose(0, 1)) and (rows[:, 9:] == 0).all()
+
+
+def test_refusals_need_no_gpu():
+    layout = PageLayout(key=spec("int4", PerGroup(20)), value=spec("int4", PerToken()), page_size=64, num_kv_heads=1, head_dim=80)
+    assert "20 channels" in cuda.refuses_layout(layout, torch.bfloat16)
+    assert "float64" in cuda.refuses_layout(layout, torch.float64)
+    store = PageStore(layout, (torch.zeros(1, 1, layout.head_bytes, dtype=torch.uint8),))
+    assert "not on a GPU" in cuda.refuses(torch.zeros(1, 1, 64, 80), store)

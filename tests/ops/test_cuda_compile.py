@@ -1,0 +1,124 @@
+"""Every CUDA kernel compiles for every architecture and keeps its values in registers. Needs NVRTC, no GPU.
+
+By default a representative set; KVBITS_TEST_ALL_KERNELS=1 compiles all instantiations (some minutes).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvbits import ops
+from kvbits.ops.attend_pages import cuda_format
+from kvbits.ops.close_pages import cuda as close_cuda
+from kvbits.ops.cuda import compile as cuda_compile
+from kvbits.ops.cuda import driver
+from kvbits.ops.matrix import cuda as matrix_cuda
+from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+
+pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
+FOLDER = Path(ops.__file__).parent
+ALL = bool(os.environ.get("KVBITS_TEST_ALL_KERNELS"))
+CAPABILITIES = ((8, 0), (8, 9), (9, 0))
+
+
+def spec(fmt: str, granularity=PerGroup(64), **options) -> QuantSpec:  # noqa: B008 - frozen
+    return QuantSpec(format=fmt, granularity=granularity, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVBITS_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+def attend_kernel(key, value, capability, head_dim=128, columns=8, page_size=64, softcap=False):
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=8, head_dim=head_dim)
+    packed = [] if key.is_raw else [layout]
+    cols = cuda_format.columns(head_dim, columns, packed)
+    return cuda_format.kernel_for(packed[0] if packed else None, head_dim, cols, "bfloat16", "bfloat16", softcap, driver.shared_limit(capability))
+
+
+def variants():
+    """(key, value, options) of attention kernels: each format, granularity, head size and option at least once."""
+    raw = QuantSpec.raw()
+    few = [
+        (spec("int8"), spec("int8"), {}), (spec("int4"), spec("int4"), {}), (spec("int2"), spec("int2"), {}), (spec("fp8_e4m3"), spec("fp8_e4m3"), {}),
+        (spec("int2", PerChannel(), symmetric=False), spec("int2", symmetric=False), {}), (raw, raw, {}),
+    ]  # fmt: skip
+    if not ALL:
+        return few
+    formats = ("int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2")
+    many = [(spec(f, g), spec(f, g), {}) for f, g in itertools.product(formats, (PerGroup(64), PerGroup(32), PerToken(), PerChannel()))]
+    for f in formats[:4]:
+        many += [(spec(f, PerChannel(), symmetric=False), spec(f, g, symmetric=False), {}) for g in (PerToken(), PerGroup(64), PerChannel())]
+        many += [(spec(f, center="channel"), spec(f), {}), (spec(f, static=True), spec(f, PerChannel(), static=True), {})]
+        many += [(spec(f), spec(f), options) for options in ({"softcap": True}, {"columns": 16}, {"page_size": 256}, {"page_size": 32})]
+        many += [(spec(f, PerToken()), spec(f, PerToken()), {"head_dim": d}) for d in (64, 80, 96, 256)]
+    return few + many
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("key, value, options", variants(), ids=lambda x: x.format if isinstance(x, QuantSpec) else str(x))
+def test_attention_kernels_compile_without_spills(key, value, options, capability):
+    if not ALL and capability == (8, 9) and key.format != "int4":
+        pytest.skip("sm_89 runs the code of sm_80; one format by default")
+    kernel = attend_kernel(key, value, capability, **options)
+    assert kernel.shared_bytes <= driver.shared_limit(capability)
+    binary = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability))
+    resources = binary.resources("attend")
+    # At head_dim 256 ptxas keeps a few values of a segment's set-up in local memory; nothing inside a loop.
+    assert resources.spill_bytes <= (48 if options.get("head_dim") == 256 else 0), resources
+    warps = kernel.threads // 32
+    assert -(-warps // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES[:: 1 if ALL else 2], ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_close_kernels_compile_without_spills(dtype, capability):
+    for key, value in ((spec("int4"), spec("int8")), (spec("int3", PerChannel(), symmetric=False), spec("int2", center="channel"))):
+        layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
+        binary = cuda_compile.compile_source(FOLDER / "close_pages", "close.cu", close_cuda.defines(layout, dtype), driver.arch_of(capability))
+        for name in ("close_pages", "append_tokens"):
+            assert binary.resources(name).spill_bytes == 0
+
+
+@pytest.mark.parametrize("columns", [128, 127])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrix_kernels_compile_without_spills(dtype, columns):
+    binary = cuda_compile.compile_source(FOLDER / "matrix", "matrix.cu", matrix_cuda.defines(dtype, columns), "sm_90")
+    names = [f"{what}_{k}" for what in ("quantize", "dequantize") for k in matrix_cuda.KERNELS if k != "fast"]
+    for name in (*names, "quantize", "dequantize", "column_maxima", "scales_of_maxima", "scales_warp"):
+        assert binary.resources(name).spill_bytes == 0
+
+
+def test_a_binary_is_compiled_once_and_then_read_from_disk(monkeypatch):
+    args = (FOLDER / "matrix", "matrix.cu", matrix_cuda.defines(torch.float16, 8), "sm_90")
+    first = cuda_compile.compile_source(*args)
+    monkeypatch.setattr(cuda_compile, "_compile", lambda *a: pytest.fail("compiled again"))
+    assert cuda_compile.compile_source(*args) == first
+
+
+def test_a_source_that_does_not_compile_says_why(tmp_path):
+    (tmp_path / "broken.cu").write_text("this is no C++;")
+    with pytest.raises(cuda_compile.KernelError, match=r"broken.cu does not compile[\s\S]*error"):
+        cuda_compile.compile_source(tmp_path, "broken.cu", {}, "sm_80")
+
+
+@pytest.mark.parametrize(
+    "layout, why",
+    [
+        (dict(key=spec("int8"), value=spec("int8"), head_dim=320), "above 256"),
+        (dict(key=QuantSpec.raw(), value=spec("int8"), head_dim=128), "one of keys and values is raw"),
+        (dict(key=spec("int4", PerGroup(16)), value=spec("int4", PerToken()), head_dim=80), "16 channels cut"),
+        (dict(key=spec("int8"), value=spec("int8", PerGroup(16)), head_dim=128), "16 channels cut"),
+        (dict(key=QuantSpec.raw(), value=QuantSpec.raw(), head_dim=128, raw_dtype="float32"), "float32"),
+    ],
+)
+def test_refusals_say_what_is_in_the_way(layout, why):
+    assert why in cuda_format.refuses_layout(PageLayout(page_size=64, num_kv_heads=2, **layout))

@@ -1,0 +1,79 @@
+"""The GPU work lists are integers: every chunk is read exactly once, slots are handed out once, and no block waits long for another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbits.ops.attend_pages.schedule import SEGMENT_COST, SEGMENT_FIELDS, PartWork, chunks_per_sequence, schedule
+
+FIELD = {name: i for i, name in enumerate(SEGMENT_FIELDS) if name}
+
+
+def walk(segments: np.ndarray, blocks: int):
+    """Segments of every block, as the kernel follows them."""
+    for block in range(blocks):
+        at = block
+        while at >= 0 and segments[at][FIELD["unit"]] >= 0:
+            yield block, {name: int(segments[at][i]) for name, i in FIELD.items()}
+            at = int(segments[at][FIELD["next"]])
+
+
+@st.composite
+def work(draw):
+    batch, launches = draw(st.integers(1, 5)), draw(st.integers(1, 2))
+    counts = draw(st.lists(st.lists(st.integers(0, 30), min_size=batch, max_size=batch), min_size=launches, max_size=4))
+    costs = draw(st.lists(st.sampled_from([512, 4608, 16896, 300_000]), min_size=len(counts), max_size=len(counts)))
+    parts = [
+        PartWork(np.arange(batch) * 100 + 1000 * i, np.array(c), cost, i % launches, packed=i != 1)
+        for i, (c, cost) in enumerate(zip(counts, costs, strict=True))
+    ]
+    return parts, draw(st.integers(1, 6)), [draw(st.integers(1, 40)) for _ in range(launches)]
+
+
+@given(work())
+def test_every_chunk_is_read_once_and_every_slot_filled_once(given_work):
+    parts, repeats, blocks = given_work
+    lists, num_slots = schedule(parts, repeats, blocks)
+    seen, slots, units = set(), [], {}
+    for launch, segments in enumerate(lists):
+        before = {}
+        for block, s in walk(segments, blocks[launch]):
+            part = parts[s["part"]]
+            assert part.launch == launch
+            assert s["first_entry"] == part.first_entry[s["unit"] // repeats]
+            assert s["chunks_before"] == before.get(block, 0)
+            before[block] = before.get(block, 0) + s["num_chunks"] * part.packed
+            chunks = {(s["unit"], s["part"], k) for k in range(s["first_chunk"], s["first_chunk"] + s["num_chunks"])}
+            assert not chunks & seen
+            seen |= chunks
+            units.setdefault(s["unit"], []).append(s)
+    for group in units.values():
+        first = group[0]["unit_slots"]
+        assert all(s["num_slots"] == len(group) and s["unit_slots"] == first for s in group)
+        found = [s["slot"] for s in group]
+        assert found == [-1] if len(group) == 1 else sorted(found) == list(range(first, first + len(group)))
+        slots += [s for s in found if s >= 0]
+    assert sorted(slots) == list(range(num_slots))
+    assert set(units) == set(range(len(parts[0].num_chunks) * repeats)), "a unit that reads nothing still writes its result"
+    assert len(seen) == sum(int(p.num_chunks.sum()) for p in parts) * repeats
+
+
+@pytest.mark.parametrize("batch, pages, heads", [(1, 2048, 8), (32, 64, 8), (8, 512, 8), (7, 333, 2)])
+@pytest.mark.parametrize("cost", [4608, 16896])
+def test_no_block_has_much_more_than_its_share(batch, pages, heads, cost):
+    blocks = 132
+    (segments,), _ = schedule([PartWork(np.zeros(batch, np.int64), np.full(batch, pages), cost, 0)], heads, [blocks])
+    load = np.zeros(blocks)
+    for block, s in walk(segments, blocks):
+        load[block] += s["num_chunks"] * cost + SEGMENT_COST
+    total = batch * pages * heads * cost
+    assert load.max() <= total / blocks + 3 * SEGMENT_COST
+
+
+def test_invisible_chunks_at_the_end_are_not_scheduled():
+    lengths = np.array([64, 64, 10, 64, 33], np.int32)
+    np.testing.assert_array_equal(chunks_per_sequence(np.array([0, 3, 3, 5]), lengths, 32, 2), [5, 0, 4])
+    np.testing.assert_array_equal(chunks_per_sequence(np.array([0, 0]), np.zeros(0, np.int32), 32, 2), [0])
