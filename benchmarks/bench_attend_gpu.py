@@ -119,42 +119,43 @@ def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tok
 
 
 def bench_16_bit(batch: int, q_heads: int, tokens: int, flashinfer: bool) -> dict[str, float]:
-    """Times of the 16-bit kernels that are installed, same shape, bf16, contiguous cache."""
-    k, v = (torch.randn(batch, KV_HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    """Times of the 16-bit kernels that are installed, same shape, bf16, two contiguous caches in turn."""
+    shape = (batch, KV_HEADS, tokens, HEAD_DIM)
+    caches = [tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv") for _ in range(2)]
     q = torch.randn(batch, q_heads, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    times = {}
     sdpa = torch.nn.functional.scaled_dot_product_attention
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-        times["cudnn"] = time_us([lambda: sdpa(q, k, v, enable_gqa=True)] * 8)
+        times = {"cudnn": time_us([lambda kv=kv: sdpa(q, *kv, enable_gqa=True) for kv in caches] * 4)}
     try:
         from fa3_fwd_interface import flash_attn_with_kvcache
     except ImportError:
         flash_attn_with_kvcache = None
     if flash_attn_with_kvcache:
-        kt, vt, qt = (x.transpose(1, 2).contiguous() for x in (k, v, q))
+        rows = [tuple(x.transpose(1, 2).contiguous() for x in kv) for kv in caches]
         lengths = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
-        times["fa3"] = time_us([lambda: flash_attn_with_kvcache(qt, kt, vt, cache_seqlens=lengths)] * 8)
-        del kt, vt
+        queries = q.transpose(1, 2).contiguous()
+        times["fa3"] = time_us([lambda kv=kv: flash_attn_with_kvcache(queries, *kv, cache_seqlens=lengths) for kv in rows] * 4)
+        del rows
     if flashinfer:
-        times |= _flashinfer(q, k, v)
+        times |= _flashinfer(q, caches)
     return times
 
 
-def _flashinfer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
+def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> dict[str, float]:
     import flashinfer
 
-    batch, heads, tokens, d = k.shape
+    batch, heads, tokens, d = caches[0][0].shape
     pages = tokens // PAGE
     indptr = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * pages
     indices = torch.arange(batch * pages, dtype=torch.int32, device="cuda")
     last = torch.full((batch,), PAGE, dtype=torch.int32, device="cuda")
+    flat = q[:, :, 0].contiguous()
     times = {}
     for name, dtype in (("flashinfer", torch.bfloat16), ("flashinfer_fp8", torch.float8_e4m3fn)):
-        cache = [x.transpose(1, 2).reshape(batch * pages, PAGE, heads, d).to(dtype) for x in (k, v)]
+        paged = [tuple(x.transpose(1, 2).reshape(batch * pages, PAGE, heads, d).to(dtype) for x in kv) for kv in caches]
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True)
         wrapper.plan(indptr, indices, last, q.shape[1], heads, d, PAGE, q_data_type=q.dtype, kv_data_type=dtype)
-        flat = q[:, :, 0].contiguous()
-        times[name] = time_us([lambda w=wrapper, c=cache, x=flat: w.run(x, tuple(c))] * 8)
+        times[name] = time_us([lambda w=wrapper, kv=kv: w.run(flat, kv) for kv in paged] * 4)
     return times
 
 

@@ -146,7 +146,7 @@ def kernel_for(
     """
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
     if layout is None:
-        shape = shape or Shape(warps=7, stages=0, chunk=32, units=1)
+        shape = shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, stages=0, chunk=32, units=1)
         rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
         shared = merge_bytes(shape.warps, cols, head_dim, False, rounds)
         defines |= {"HAS_PACKED": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import KernelError
 
@@ -149,7 +150,7 @@ def _compile(name: str, source: str, headers: dict[str, str], options: list[str]
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _fetch(size_of, fetch, program: ctypes.c_void_p) -> bytes:
+def _fetch(size_of: Any, fetch: Any, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     _check(size_of(program, ctypes.byref(size)), "nvrtc size query")
     data = ctypes.create_string_buffer(size.value)
