@@ -1,6 +1,7 @@
 """Which backend serves an op, decided once per kind of call, with every refusal kept as text.
 
-A backend is a module with `refuses` and the op itself (`attend` or `close`), and `plan` if it plans once per step. The list order is the order of preference; the reference is last and takes everything.
+A backend is a module with `refuses` and the op itself (`attend` or `close`), and `plan` if it plans once per step. The list order is the order of
+preference; the reference is last and takes everything.
 A backend is skipped only for a reason it states, never because it raised.
 """
 
