@@ -53,20 +53,24 @@ struct Cursor {
 
 /// Where chunk k of a segment lies: address of its page's struct, chunk inside the page, its tokens.
 struct Source {
-    i64 page = 0;
+    i64 address = 0, offset = 0;
+    int2 all = {0, 0};           // the page's first position and visible tokens
     int chunk = 0;
-    int2 tokens = {0, 0};
 
     DEVICE Source() {}
     DEVICE Source(const Args& a, const Segment& s, int k) {
-        const Part& part = a.parts[s.part];
-        chunk = s.first_chunk + k;
-        int entry = s.first_entry + chunk / part.chunks_per_page;
-        chunk %= part.chunks_per_page;
-        page = a.page_address[entry] + a.layer * part.layer_stride + i64(s.unit / a.column_blocks % a.num_kv_heads) * part.head_bytes;
-        int2 all = a.page_tokens[entry];
-        tokens = {all.x + chunk * CHUNK, min(all.y - chunk * CHUNK, CHUNK)};
+        int at = s.first_chunk + k, entry = s.first_entry + at / CHUNKS_PER_PAGE;
+        chunk = at % CHUNKS_PER_PAGE;
+        offset = a.layer * a.parts[s.part].layer_stride + i64(s.unit / a.column_blocks % a.num_kv_heads) * a.parts[s.part].head_bytes;
+        address = a.page_address[entry];
+        all = a.page_tokens[entry];
+        // Under load a miss waits behind all the ring's bytes, microseconds: the tables are fetched rounds ahead.
+        int later = min(entry + 8 * WARPS / CHUNKS_PER_PAGE, s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE);
+        prefetch_l1(a.page_address + later);
+        prefetch_l1(a.page_tokens + later);
     }
+    DEVICE i64 page() const { return address + offset; }
+    DEVICE int2 tokens() const { return {all.x + chunk * CHUNK, min(all.y - chunk * CHUNK, CHUNK)}; }
 };
 
 /// While the kernel ahead ends: page tables, which no kernel writes, and the first pages as far as L2, where a late write would still be seen.
@@ -77,7 +81,7 @@ DEVICE void prefetch_first_chunks(const Args& a, int lane) {
     if (s.unit < 0 || a.parts[s.part].raw) return;
     for (int k = lane; k < min(s.num_chunks, PREFETCH_CHUNKS); k += 32) {
         Source from(a, s, k);
-        for (int p = 0; p < a.num_pieces; ++p) prefetch_l2(from.page + a.pieces[p].from + from.chunk * a.pieces[p].step, a.pieces[p].bytes);
+        for (int p = 0; p < a.num_pieces; ++p) prefetch_l2(from.page() + a.pieces[p].from + from.chunk * a.pieces[p].step, a.pieces[p].bytes);
     }
 #endif
 }
@@ -88,31 +92,35 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
 #if __CUDA_ARCH__ >= 900
     u64 policy = read_once_policy();
 #endif
+    Source from;
+    if (more) from = Source(a, a.segments[at.segment], at.k);
     while (__any_sync(ALL_LANES, more)) {
-        Source from;
-        if (more) from = Source(a, a.segments[at.segment], at.k);
+        Cursor next = {at.segment, at.k + WARPS, at.iteration + 1};
+        Source ahead;  // looked up now, needed after this round's waiting
+        const bool another = more && next.settle(a, lane);
+        if (another) ahead = Source(a, a.segments[next.segment], next.k);
         int stage = at.iteration % STAGES;
         u32 parity = (at.iteration / STAGES & 1) ^ 1;
 #if __CUDA_ARCH__ >= 900
         if (more) {
             u32 full = shared_address(&ring.full[lane][stage]), slot = shared_address(slots + (lane * STAGES + stage) * SLOT_BYTES);
             barrier_wait(shared_address(&ring.empty[lane][stage]), parity);
-            ring.tokens[lane][stage] = from.tokens;
+            ring.tokens[lane][stage] = from.tokens();
             barrier_arrive_expect(full, CHUNK_BYTES);
             for (int i = 0; i < a.num_pieces; ++i) {
                 Piece piece = a.pieces[i];
-                copy_bulk(slot + piece.to, from.page + piece.from + from.chunk * piece.step, piece.bytes, full, policy);
+                copy_bulk(slot + piece.to, from.page() + piece.from + from.chunk * piece.step, piece.bytes, full, policy);
             }
         }
 #else
         for (int w = 0; w < WARPS; ++w) {
             if (!__shfl_sync(ALL_LANES, more, w)) continue;
             int st = __shfl_sync(ALL_LANES, stage, w), ch = __shfl_sync(ALL_LANES, from.chunk, w);
-            i64 page = __shfl_sync(ALL_LANES, from.page, w);
+            i64 page = __shfl_sync(ALL_LANES, from.page(), w);
             barrier_wait(shared_address(&ring.empty[w][st]), __shfl_sync(ALL_LANES, parity, w));
             u32 slot = shared_address(slots + (w * STAGES + st) * SLOT_BYTES), full = shared_address(&ring.full[w][st]);
             if (lane == w) {
-                ring.tokens[w][st] = from.tokens;
+                ring.tokens[w][st] = from.tokens();
                 barrier_arrive(full);
             }
             for (int i = 0; i < a.num_pieces; ++i) {
@@ -122,11 +130,9 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             copy_async_arrive(full);
         }
 #endif
-        if (more) {
-            at.k += WARPS;
-            ++at.iteration;
-            more = at.settle(a, lane);
-        }
+        at = next;
+        more = another;
+        from = ahead;
     }
 }
 #endif

@@ -160,7 +160,7 @@ def kernel_for(
     rounds = _rounds_at_once(shape.warps, cols, head_dim, with_bias, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, with_bias, rounds)
     defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "STAGES": shape.stages}
-    defines |= {"CHUNK": chunk, "UNITS": shape.units}
+    defines |= {"CHUNK": chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
     defines["PREFETCH_CHUNKS"] = PREFETCH_BYTES // slot
     pieces = _pieces(layout, chunk)
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
