@@ -1,0 +1,267 @@
+"""Attention over packed and 16-bit pages in Triton: the portable GPU path, and the readable version of what attend.cu does.
+
+A program takes one (sequence, kv head, block of query columns) and a run of its pages, dequantizes a few tokens at a time in registers and keeps an online
+softmax in float32. Runs of one sequence are merged at the end. No attempt is made at the memory limit: codes are gathered byte by byte, which any GPU and
+the interpreter on a CPU can do; attend.cu is the fast path where it runs.
+"""
+
+# mypy: disallow-untyped-defs=False
+# (a kernel's parameters have no Python types)
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...spec import VALUE_TOKEN_ORDER, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ..types import AttendCall, Part
+
+NAME = "triton"
+BLOCK_TOKENS = 16
+BLOCK_COLUMNS = 16
+PROGRAMS = 512
+"""Programs a launch aims at: a few per multiprocessor of any current GPU."""
+FORMATS = {"int8": 0, "int4": 0, "int3": 0, "int2": 0, "fp8_e4m3": 1, "fp8_e5m2": 2, "raw": 3}
+GROUP, CHANNEL, STATIC = 0, 1, 2
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+else:  # the module can be imported everywhere; `refuses` says what is missing
+    triton = None
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
+    """Why this backend does not take a call, or None. q: [B, T, Hq, D]."""
+    if triton is None:
+        return "Triton is not installed; pip install triton"
+    if q.device.type != "cuda" and not INTERPRETED:
+        return f"the tensors are on {q.device.type}"
+    for part in call.parts:
+        layout = part.store.layout
+        if layout.key.is_raw != layout.value.is_raw:
+            return "one of keys and values is raw and the other is not"
+        if layout.page_size % BLOCK_TOKENS and not layout.key.is_raw:
+            return f"page_size={layout.page_size} is no multiple of {BLOCK_TOKENS}"
+    return None
+
+
+if triton is not None:
+
+    @triton.jit
+    def _codes(base, token, channel, PAGE: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, mask):
+        """Codes of one bit plane at [token, channel]: docs/formats.md, "Codes"."""
+        r = channel % ROW
+        if VALUES:
+            width = tl.minimum(16, ROW - r // 16 * 16)
+            in_eight = token % 8
+            slot = tl.where((in_eight == 2) | (in_eight == 3), in_eight + 2, tl.where((in_eight == 4) | (in_eight == 5), in_eight - 2, in_eight))
+            at = r // 16 * 16 * PAGE + (token // 8 * 2 + slot // 4) * 4 * width + r % 16 * 4 + slot % 4
+        else:
+            at = (token // 16 * (ROW // 4) + r // 4) * 64 + token % 16 * 4 + r % 4
+        byte = tl.load(base + at, mask=mask, other=0).to(tl.int32)
+        return (byte >> (channel // ROW * BITS)) & ((1 << BITS) - 1)
+
+    @triton.jit
+    def _fp8(code, FORMAT: tl.constexpr):
+        """Value of an FP8 code by its bits: exponent and mantissa moved into float32, so that subnormal codes come out right too."""
+        mantissa_bits: tl.constexpr = 3 if FORMAT == 1 else 2
+        bias: tl.constexpr = 7 if FORMAT == 1 else 15
+        exponent = (code & 127) >> mantissa_bits
+        fraction = (code & ((1 << mantissa_bits) - 1)).to(tl.float32)
+        scale = tl.exp2((tl.maximum(exponent, 1) - bias - mantissa_bits).to(tl.float32))
+        value = (fraction + tl.where(exponent > 0, 1 << mantissa_bits, 0).to(tl.float32)) * scale
+        return tl.where(code >= 128, -value, value)
+
+    @triton.jit
+    def _section(base, index, TYPE: tl.constexpr, mask):
+        """Numbers of a scale, bias or mean section as float32."""
+        if TYPE == 0:
+            return tl.load(base.to(tl.pointer_type(tl.float16)) + index, mask=mask, other=0).to(tl.float32)
+        elif TYPE == 1:
+            return tl.load(base.to(tl.pointer_type(tl.bfloat16)) + index, mask=mask, other=0).to(tl.float32)
+        else:
+            return tl.load(base.to(tl.pointer_type(tl.float32)) + index, mask=mask, other=0)
+
+    @triton.jit
+    def _values(page, static_scale, static_bias, head, token, channel, mask, S: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr):
+        """Dequantized [token, channel] of a page: (code - zero) * scale + bias + mean."""
+        FORMAT: tl.constexpr = S[0]
+        ROW0: tl.constexpr = S[1]
+        BITS0: tl.constexpr = S[2]
+        ROW1: tl.constexpr = S[3]
+        BITS1: tl.constexpr = S[4]
+        KIND: tl.constexpr = S[5]
+        SIZE: tl.constexpr = S[6]
+        ZERO: tl.constexpr = S[7]
+        HAS_BIAS: tl.constexpr = S[8]
+        HAS_MEAN: tl.constexpr = S[9]
+        TYPE: tl.constexpr = S[10]
+        if FORMAT == 3:
+            return _section(page + S[11], token * D + channel, TYPE, mask)
+        code = _codes(page + S[11], token, channel, PAGE, ROW0, BITS0, VALUES, mask)
+        if BITS1 > 0:
+            code = code * (1 << BITS1) + _codes(page + S[12], token, channel, PAGE, ROW1, BITS1, VALUES, mask)
+        if FORMAT == 0:
+            x = (code - ZERO).to(tl.float32)
+        else:
+            x = _fp8(code, FORMAT)
+        if KIND == 2:
+            x = x * tl.load(static_scale + head * D + channel, mask=mask, other=0)
+            if HAS_BIAS:
+                x += tl.load(static_bias + head * D + channel, mask=mask, other=0)
+        else:
+            if KIND == 0:
+                index = channel // SIZE * PAGE + token
+            else:
+                index = channel + token * 0
+            x = x * _section(page + S[13], index, TYPE, mask)
+            if HAS_BIAS:
+                x += _section(page + S[14], index, TYPE, mask)
+        if HAS_MEAN:
+            x += _section(page + S[15], channel + token * 0, TYPE, mask)
+        return x
+
+    @triton.jit
+    def _attend(
+        q, out, ml, positions, run_first, run_count, pool, page_offset, page_start, page_length, k_scale, k_bias, v_scale, v_bias, scaling, softcap, window,
+        num_queries, group, head_bytes, H: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+        RUNS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ):  # fmt: skip
+        """One run of pages for one (sequence, kv head, column block). q: [B, T, Hq, D] dense; out: [programs, COLUMNS, D], ml: [programs, COLUMNS, 2]."""
+        program = tl.program_id(0).to(tl.int64)
+        run, block = program % RUNS, program // RUNS % COLUMN_BLOCKS
+        head, b = program // (RUNS * COLUMN_BLOCKS) % H, program // (RUNS * COLUMN_BLOCKS * H)
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        valid = column < num_queries * group
+        row = (b * num_queries + column // group) * (H * group) + head * group + column % group
+        channel = tl.arange(0, D_PADDED)
+        queries = tl.load(q + row[:, None] * D + channel[None, :], mask=valid[:, None] & (channel[None, :] < D), other=0).to(tl.float32) * scaling
+        last = tl.load(positions + b * num_queries + column // group, mask=valid, other=-1)
+        best = tl.full([COLUMNS], float("-inf"), tl.float32)
+        total = tl.zeros([COLUMNS], tl.float32)
+        sums = tl.zeros([COLUMNS, D_PADDED], tl.float32)
+        first = tl.load(run_first + b * RUNS + run)
+        entry, end = first, first + tl.load(run_count + b * RUNS + run)
+        while entry < end:  # `while`, not `for`: the interpreter cannot take a loop's bounds from memory with NumPy 2.4
+            page = pool + tl.load(page_offset + entry) + head * head_bytes
+            start, length = tl.load(page_start + entry), tl.load(page_length + entry)
+            t = start * 0
+            while t < length:
+                token = t + tl.arange(0, TOKENS)
+                there = (token[:, None] < length) & (channel[None, :] < D)
+                k = _values(page, k_scale, k_bias, head, token[:, None], channel[None, :], there, KEY, PAGE, D, False)
+                k = tl.where(there, k, 0.0)  # bytes past the visible length may decode to NaN
+                s = tl.dot(queries, tl.trans(k), input_precision="ieee")
+                if SOFTCAP:
+                    e = tl.exp(2.0 * s / softcap)
+                    s = softcap * tl.where(e > 1e30, 1.0, (e - 1.0) / (e + 1.0))
+                at = (start + token)[None, :]
+                seen = (token[None, :] < length) & (at <= last[:, None]) & (at > last[:, None] - window)
+                s = tl.where(seen, s, float("-inf"))
+                top = tl.maximum(best, tl.max(s, 1))
+                safe = tl.where(top == float("-inf"), 0.0, top)
+                p = tl.exp(s - safe[:, None])
+                keep = tl.exp(best - safe)
+                v = _values(page, v_scale, v_bias, head, token[:, None], channel[None, :], there, VALUE, PAGE, D, True)
+                v = tl.where(there, v, 0.0)
+                sums = sums * keep[:, None] + tl.dot(p, v, input_precision="ieee")
+                total = total * keep + tl.sum(p, 1)
+                best = top
+                t += TOKENS
+            entry += 1
+        slot = program * COLUMNS + tl.arange(0, COLUMNS)
+        tl.store(out + slot[:, None] * D + channel[None, :], sums, mask=channel[None, :] < D)
+        tl.store(ml + slot * 2, best)
+        tl.store(ml + slot * 2 + 1, total)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Compile-time description of keys or values, in the order `_values` reads it."""
+
+    layout: PageLayout
+    prefix: str
+    spec: QuantSpec
+
+    def constants(self) -> tuple[int, ...]:
+        d, spec = self.layout.head_dim, self.spec
+        types = {"float16": 0, "bfloat16": 1, "float32": 2}
+
+        def offset(name: str) -> int:
+            found = self.layout.sections.get(f"{self.prefix}_{name}")
+            return found.offset if found else 0
+
+        if spec.is_raw:
+            return (FORMATS["raw"], 0, 0, 0, 0, 0, 1, 0, 0, 0, types[self.layout.raw_dtype], offset("raw"), 0, 0, 0, 0)
+        planes = (*spec.number_format.planes, 0)
+        kind = STATIC if spec.static else CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
+        rows = [plane_row_bytes(d, bits) if bits else 0 for bits in planes[:2]]
+        return (
+            FORMATS[spec.format], rows[0], planes[0], rows[1], planes[1], kind, d // spec.num_groups(d), spec.zero, int(spec.has_bias),
+            int(spec.center is not None), types[spec.scale_dtype], *map(offset, ("plane0", "plane1", "scale", "bias", "mean")),
+        )  # fmt: skip
+
+
+def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32; the contract of the reference."""
+    assert VALUE_TOKEN_ORDER == (0, 1, 4, 5, 2, 3, 6, 7), "_codes spells this order out"
+    q = q.contiguous()
+    positions = q_positions.to(q.device, torch.int64).contiguous()
+    partial = [_run_part(q, call, part, positions) for part in call.parts]
+    sums, ml = (torch.cat(x, dim=3) for x in zip(*partial, strict=True))  # [B, H, column blocks, runs, columns, ..]
+    best = ml[..., 0].amax(3, keepdim=True)
+    weights = torch.where(torch.isinf(ml[..., 0]), 0.0, torch.exp(ml[..., 0] - torch.where(torch.isinf(best), 0.0, best)))
+    total = (weights * ml[..., 1]).sum(3)
+    out = (weights[..., None] * sums).sum(3) / torch.where(total > 0, total, 1.0)[..., None]
+    lse = torch.where(total > 0, best[:, :, :, 0] + torch.log(total), -torch.inf)
+    b, t, hq, d = q.shape
+    h = call.parts[0].store.layout.num_kv_heads
+    out, lse = out.flatten(2, 3)[:, :, : t * hq // h], lse.flatten(2, 3)[:, :, : t * hq // h]
+    return (
+        out.view(b, h, t, hq // h, d).permute(0, 2, 1, 3, 4).reshape(b, t, hq, d).to(q.dtype),
+        lse.view(b, h, t, hq // h).permute(0, 2, 1, 3).reshape(b, t, hq),
+    )
+
+
+def _run_part(q: torch.Tensor, call: AttendCall, part: Part, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unnormalised results of one part: [B, H, column blocks, runs, COLUMNS, D] and [.., 2] of reference score and sum."""
+    layout, table = part.store.layout, part.table
+    b, t, hq, d = q.shape
+    h = layout.num_kv_heads
+    blocks = -(-t * hq // h // BLOCK_COLUMNS)
+    pages = np.diff(table.indptr)
+    runs = int(max(1, min(pages.max(initial=0), PROGRAMS // max(1, b * h * blocks))))
+    cuts = table.indptr[:-1, None] + pages[:, None] * np.arange(runs + 1) // runs
+    base = part.store.slabs[0]
+    offsets = part.store.addresses()[table.page_ids] - base.data_ptr()
+    host = {
+        "run_first": cuts[:, :-1], "run_count": np.diff(cuts, axis=1), "page_offset": offsets, "page_start": table.starts, "page_length": table.lengths,
+    }  # fmt: skip
+    tables = {name: torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(q.device) for name, x in host.items()}
+    sums = torch.empty(b, h, blocks, runs, BLOCK_COLUMNS, d, device=q.device)
+    ml = torch.empty(b, h, blocks, runs, BLOCK_COLUMNS, 2, device=q.device)
+    static = {name: _static(part, name, q.device) for name in ("k_scale", "k_bias", "v_scale", "v_bias")}
+    sides = {name: _Side(layout, name[0].lower(), spec).constants() for name, spec in (("KEY", layout.key), ("VALUE", layout.value))}
+    options: dict[str, Any] = {
+        "scaling": call.scaling, "softcap": call.softcap or 1.0, "window": call.sliding_window or 2**40, "num_queries": t, "group": hq // h,
+        "head_bytes": layout.head_bytes, "H": h, "D": d, "D_PADDED": max(16, triton.next_power_of_2(d)), "PAGE": layout.page_size, "RUNS": runs,
+        "COLUMN_BLOCKS": blocks, "TOKENS": BLOCK_TOKENS, "COLUMNS": BLOCK_COLUMNS, "SOFTCAP": call.softcap is not None,
+    }  # fmt: skip
+    _attend[(sums.shape[0] * h * blocks * runs,)](q=q, out=sums, ml=ml, positions=positions, pool=base, **tables, **static, **options, **sides)
+    return sums, ml
+
+
+def _static(part: Part, name: str, device: torch.device) -> torch.Tensor:
+    """Calibrated [H, groups or channels] spread to [H, head_dim]; a placeholder where the spec has none."""
+    x = part.store.static.get(name)
+    if x is None:
+        return torch.zeros(1, device=device)
+    return x.to(device, torch.float32).repeat_interleave(part.store.layout.head_dim // x.shape[-1], -1).contiguous()
