@@ -23,7 +23,6 @@ from ..types import AttendCall, Part
 from .cuda_format import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout
 from .schedule import PartWork, chunks_per_sequence, schedule
 
-NAME = "cuda"
 MAX_PARTS = 4
 RAW_CHUNK = 32
 NO_WINDOW = 2**30

@@ -21,7 +21,6 @@ import torch
 from ...spec import VALUE_TOKEN_ORDER, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..types import AttendCall, Part
 
-NAME = "triton"
 BLOCK_TOKENS = 16
 BLOCK_COLUMNS = 16
 PROGRAMS = 512

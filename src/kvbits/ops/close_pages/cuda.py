@@ -20,7 +20,6 @@ from ..cuda import compile as cuda_compile
 from ..cuda import driver
 from ..types import PageStore
 
-NAME = "cuda"
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 TYPE_NAMES = {"float16": 0, "bfloat16": 1, "float32": 2}
 STATIC, GROUP, CHANNEL = 0, 1, 2
