@@ -1,0 +1,18 @@
+"""The command line: one module per command, registered on `common.app`.
+
+Results go to standard output, everything else (progress, errors) to standard error; with --json standard output holds exactly one
+JSON object. An error the library raises on purpose is one line, `error: ...`, and exit code 2. Commands import what they need when they
+run, so that help, `schemes` and `plan --layers ...` load neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from . import calibrate, demo, plan, schemes
+from .common import app
+
+__all__ = ["app", "calibrate", "demo", "main", "plan", "schemes"]
+
+
+def main() -> None:
+    """Entry point of the `kvbits` command."""
+    app(prog_name="kvbits")

@@ -1,0 +1,63 @@
+"""`kvbits calibrate`: static scales measured on a model."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import SpecError
+from .common import Json, Threads, app, print_json, read_text, set_threads, show
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
+    text: Annotated[Path, typer.Option(help="UTF-8 text like what the model will read; never the text you evaluate on.")],
+    out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
+    scheme: Annotated[str, typer.Option(help="A scheme with static scales.")] = "int8_static",
+    prompts: Annotated[int, typer.Option(help="Windows drawn from the text; 128 to 512 are usual.")] = 128,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    percentile: Annotated[float, typer.Option(help="Percent of elements inside the range; 100 takes the maximum.")] = 99.9,
+    skip_tokens: Annotated[int | None, typer.Option(help="First tokens of each window left out; the scheme's sinks if not given.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
+    device: Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Measure static scales of a scheme on a model and save them with a fingerprint.
+
+    A cache for another model, rotary setting or scheme refuses the file and says what differs.
+    """
+    content = read_text(text)
+    if not out.parent.is_dir():
+        raise SpecError(f"--out {out}: the directory {out.parent} does not exist; create it first")
+    from .. import schemes
+
+    if not schemes.get(scheme).needs_calibration:
+        static = [s.name for s in schemes.PRESETS.values() if s.needs_calibration]
+        raise SpecError(f"scheme {scheme!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
+    from ..calibrate import calibrate as measure
+    from ..calibrate import prompts_from_text
+    from ..integrations.models import load_model
+
+    set_threads(threads)
+    lm, tokenizer = load_model(model, device=device)
+    windows = prompts_from_text(tokenizer, content, num_prompts=prompts, length=length, seed=seed)
+    start = time.perf_counter()
+    found = measure(lm, windows, scheme, percentile=percentile, skip_tokens=skip_tokens, progress=True)
+    seconds = time.perf_counter() - start
+    found.info["model"] = model
+    found.info["text"] = text.name
+    found.save(out)
+    if as_json:
+        print_json({"out": str(out), "id": found.id, "file_bytes": out.stat().st_size, "seconds": seconds, "layers": len(found.static)} | found.info)
+        return
+    info = found.info
+    show(
+        f"{scheme} scales of {len(found.static)} layers over {info['tokens']:,} tokens in {info['prompts']} prompts, "
+        f"{'maximum' if percentile == 100 else f'percentile {percentile:g}'}, {seconds:.1f} s",
+        f"wrote {out} (id {found.id})",
+    )

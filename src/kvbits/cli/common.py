@@ -1,0 +1,118 @@
+"""What the commands share: the application, tables, JSON, errors turned into one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..errors import KvbitsError, SpecError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+PIPE_WIDTH = 220
+"""Columns where standard output is no terminal: tables are not cut."""
+
+_OPTIONAL = {"transformers", "gguf", "accelerate", "tokenizers"}
+
+
+class _Group(TyperGroup):
+    """Turns errors raised on purpose into one line and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvbitsError as e:
+            message = str(e)
+        except ModuleNotFoundError as e:
+            if (e.name or "").split(".")[0] not in _OPTIONAL:
+                raise
+            message = f"this needs {e.name}, which is not installed; run `pip install 'kvbits[hf]'`"
+        typer.echo(f"error: {' '.join(message.split())}", err=True)
+        raise typer.Exit(2)
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Few-bit KV caches for LLM inference: what they cost in memory and accuracy, and static scales for them.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads for torch; its own choice if not given.", min=1)]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")] = False) -> None:
+    pass
+
+
+def print_json(data: dict[str, Any]) -> None:
+    typer.echo(json.dumps(finite(data), allow_nan=False))
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show(*things: Any) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    for thing in things:
+        console.print(thing, highlight=False)
+
+
+def new_table(title: str, *columns: str, left: int = 1) -> Table:
+    """A table whose first `left` columns are text and the others numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < left else "right")
+    return table
+
+
+def names_of(text: str) -> list[str]:
+    names = [n.strip() for n in text.split(",") if n.strip()]
+    if not names:
+        raise SpecError(f"--scheme {text!r} names no scheme; `kvbits schemes` lists them")
+    return names
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise SpecError(f"--text {path} is not UTF-8 text: {e}") from e
+    except OSError as e:
+        raise SpecError(f"--text {path}: {e.strerror or e}") from e

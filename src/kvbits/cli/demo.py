@@ -1,0 +1,36 @@
+"""`kvbits demo`: one text, one model, the caches side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..errors import UnsupportedError
+from .common import Json, Threads, app, names_of, print_json, set_threads, show
+
+
+@app.command()
+def demo(
+    model: Annotated[str | None, typer.Option(help="Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.", show_default=False)] = None,
+    scheme: Annotated[str, typer.Option(help="Schemes, comma-separated.")] = "raw,int8,int4,kivi2",
+    context: Annotated[int, typer.Option(help="Tokens of text before the measured ones.")] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens scored, and tokens generated.")] = 64,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """One text through the 16-bit cache and through each scheme: bytes, perplexity, KL divergence, agreement, speed."""
+    from .. import schemes
+
+    names = names_of(scheme)
+    for name in names:
+        if schemes.get(name).needs_calibration:
+            raise UnsupportedError(f"scheme {name!r} needs calibrated scales, which the demo does not measure; name other schemes")
+    from ..evaluate import demo as demonstration
+
+    set_threads(threads)
+    result = demonstration.run(model=model, schemes=names, context=context, new_tokens=new_tokens, progress=True)
+    if as_json:
+        print_json(result)
+    else:
+        show(demonstration.table(result))

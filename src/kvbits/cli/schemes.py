@@ -1,0 +1,39 @@
+"""`kvbits schemes`: the presets."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .common import Json, app, new_table, print_json, show
+
+
+@app.command("schemes")
+def list_schemes(
+    head_dim: Annotated[int, typer.Option(help="Channels per head: groups are fitted to it, and paddings depend on it.")] = 128,
+    as_json: Json = False,
+) -> None:
+    """The named schemes, with bits per element (scales, offsets and padding included), description and paper link."""
+    from .. import schemes
+    from ..spec import LayerGeometry, to_dict
+
+    LayerGeometry(num_kv_heads=1, head_dim=head_dim)  # refuses a head_dim that no cache has
+    found = [schemes.get(name, head_dim=head_dim) for name in schemes.PRESETS]
+    if as_json:
+        rows = [
+            {
+                "scheme": s.name, "bits_per_element": s.bits_per_element(head_dim), "description": s.description, "source": s.source,
+                "page_size": s.page_size, "num_sink_tokens": s.num_sink_tokens, "residual_length": s.residual_length,
+                "needs_calibration": s.needs_calibration, "key": to_dict(s.key), "value": to_dict(s.value),
+            }
+            for s in found
+        ]  # fmt: skip
+        print_json({"head_dim": head_dim, "rows": rows})
+        return
+    table = new_table(f"Schemes at head_dim {head_dim}", "scheme", "bits/element", "newest raw", "page", "description", "source")
+    for column in table.columns[4:]:
+        column.justify = "left"
+    for s in found:
+        table.add_row(s.name, f"{s.bits_per_element(head_dim):.3f}", f"{s.residual_length}", f"{s.page_size}", s.description, s.source)
+    show(table, "bits/element: closed pages, all metadata included. newest raw: tokens always kept at 16 bits, besides the unfinished page.")
