@@ -1,6 +1,8 @@
 """Decode attention on a GPU: every scheme against the fastest 16-bit kernel on the same shapes, and against the copy bandwidth of the same run.
 
     python benchmarks/bench_attend_gpu.py [--flashinfer] [--out benchmarks/results/<gpu>/attend_decode.json]
+    python benchmarks/bench_attend_gpu.py --small [--out .../attend_small.json]        where 16-bit attention is faster: small batches and contexts
+    python benchmarks/bench_attend_gpu.py --prefill [--out .../attend_prefill.json]    chunks of many query tokens over packed history
 
 A row is timed only after its output has been compared with the float64 reference over the same pages. Times are medians of CUDA-graph replays of several
 launches in a row, each on other memory (layers of a cache larger than L2). What a launch must move: all packed pages once.
@@ -18,13 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvbits.ops.attend_pages import cuda, reference
+from kvbits.ops.attend_pages import cuda, reference, triton
 from kvbits.ops.close_pages.reference import close_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
+SMALL_BATCHES, SMALL_TOKENS = (1, 4, 16, 64), (256, 512, 1024, 2048, 4096, 8192, 16384)  # 32 query heads; at most 262,144 tokens in all
+PREFILL = ((1, 32, 512, 32768), (1, 32, 2048, 32768), (4, 32, 512, 8192))  # sequences, query heads, chunk, history
 ROTATE_BYTES = 400 << 20
 ERROR_LIMIT = 5e-3
 
@@ -101,31 +105,36 @@ def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int) -> tu
     return AttendCall((Part(PageStore(layout, (slab[:, 0],)), table),), HEAD_DIM**-0.5), slab, layers
 
 
-def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tokens: int) -> dict[str, float]:
-    """Checked and timed decode over packed pages."""
+def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tokens: int, queries: int = 1, with_triton: bool = False) -> dict[str, float]:
+    """Checked and timed attention over packed pages. The check of a chunk takes its last 16 queries."""
     call, slab, layers = packed_call(key, value, batch, tokens)
-    q = torch.randn(batch, 1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    q = torch.randn(batch, queries, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     layout = call.parts[0].store.layout
-    plan = cuda.Plan(call, q_heads, q.dtype, q.device, layer_strides=(layout.page_size_bytes,))
-    plan.out.fill_(float("nan"))
-    out, _ = plan.run(q)
-    want, _ = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
-    error = float((out.double() - want).norm() / want.norm())
-    if not error < ERROR_LIMIT:
-        raise SystemExit(f"{key.format}/{value.format} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
-    launches = [lambda layer=layer: plan.run(q, layer=layer) for layer in range(layers)]
-    nbytes = slab[:, 0].numel()
-    return {"time_us": time_us(launches * max(1, 12 // layers)), "bytes": nbytes, "error": error}
+    positions = torch.arange(tokens - 1, tokens - 1 + queries, device="cuda").expand(batch, queries)  # past the history: one query sees all of it, as do the others
+    want, _ = reference.attend(q[:, -16:], call, positions[:, -16:].cpu(), torch.float64)
+    found: dict[str, float] = {}
+    for name, backend in (("", cuda), *((("triton_", triton),) if with_triton else ())):
+        plan = backend.plan(call, q_heads, q.dtype, q.device, num_queries=queries, layer_strides=(layout.page_size_bytes,))
+        out, _ = plan.run(q, positions)
+        error = float((out[:, -16:].double() - want).norm() / want.norm())
+        if not error < ERROR_LIMIT:
+            raise SystemExit(f"{name}{key.format}/{value.format} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
+        launches = [lambda layer=layer, plan=plan: plan.run(q, layer=layer) for layer in range(layers)]
+        repeats = (2 if queries > 1 else 10) if name else 30
+        found |= {f"{name}time_us": time_us(launches * max(1, (12 if queries == 1 else 2) // layers), repeats), f"{name}error": error}
+        torch.cuda.empty_cache()
+    return found | {"bytes": slab[:, 0].numel()}
 
 
-def bench_16_bit(batch: int, q_heads: int, tokens: int, flashinfer: bool) -> dict[str, float]:
-    """Times of the 16-bit kernels that are installed, same shape, bf16, two contiguous caches in turn."""
+def bench_16_bit(batch: int, q_heads: int, tokens: int, flashinfer: bool, queries: int = 1) -> dict[str, float]:
+    """Times of the 16-bit kernels that are installed, same shape, bf16, contiguous caches in turn, two or as many as are larger than L2."""
     shape = (batch, KV_HEADS, tokens, HEAD_DIM)
-    caches = [tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv") for _ in range(2)]
-    q = torch.randn(batch, q_heads, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    copies = max(2, -(-ROTATE_BYTES // (batch * KV_HEADS * tokens * HEAD_DIM * 4)))
+    caches = [tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv") for _ in range(min(copies, 64))]
+    q = torch.randn(batch, q_heads, queries, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     sdpa = torch.nn.functional.scaled_dot_product_attention
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-        times = {"cudnn": time_us([lambda kv=kv: sdpa(q, *kv, enable_gqa=True) for kv in caches] * 4)}
+        times = {"cudnn": time_us([lambda kv=kv: sdpa(q, *kv, enable_gqa=True) for kv in caches] * max(1, 8 // len(caches)))}
     try:
         from fa3_fwd_interface import flash_attn_with_kvcache
     except ImportError:
@@ -134,7 +143,7 @@ def bench_16_bit(batch: int, q_heads: int, tokens: int, flashinfer: bool) -> dic
         rows = [tuple(x.transpose(1, 2).contiguous() for x in kv) for kv in caches]
         lengths = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
         queries = q.transpose(1, 2).contiguous()
-        times["fa3"] = time_us([lambda kv=kv: flash_attn_with_kvcache(queries, *kv, cache_seqlens=lengths) for kv in rows] * 4)
+        times["fa3"] = time_us([lambda kv=kv: flash_attn_with_kvcache(queries, *kv, cache_seqlens=lengths) for kv in rows] * max(1, 8 // len(rows)))
         del rows
     if flashinfer:
         times |= _flashinfer(q, caches)
@@ -159,15 +168,8 @@ def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> dict
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flashinfer", action="store_true", help="time FlashInfer too (it compiles its kernels for minutes)")
-    parser.add_argument("--schemes", nargs="*", default=list(_schemes()))
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    copy = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
+def bench_decode(args: argparse.Namespace, copy: float) -> dict[str, Any]:
+    """Every scheme on the three shapes."""
     rows, peers = [], []
     for batch, q_heads, tokens in SHAPES:
         shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
@@ -176,14 +178,70 @@ def main() -> None:
         peers += [{"kernel": name, "shape": shape, "time_us": t} for name, t in times.items()]
         print(f"{shape}: " + ", ".join(f"{name} {t:.1f} us" for name, t in times.items()), flush=True)
         for name in args.schemes:
-            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens)
+            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, with_triton=args.triton)
             row = {"scheme": name, "shape": shape, **r, "speedup_vs_bf16": best / r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy}
+            by_triton = f"  triton x{best / r['triton_time_us']:.2f}" if args.triton else ""
             rows.append(row)
-            print(f"  {name:14s} {r['time_us']:8.1f} us  x{row['speedup_vs_bf16']:.2f}  {row['share_of_copy']:.2f} of copy  error {r['error']:.1e}", flush=True)
+            print(f"  {name:14s} {r['time_us']:8.1f} us  x{row['speedup_vs_bf16']:.2f}  {row['share_of_copy']:.2f} of copy  error {r['error']:.1e}{by_triton}", flush=True)
             torch.cuda.empty_cache()
+    return {"peers": peers, "rows": rows}
+
+
+def bench_small(args: argparse.Namespace, copy: float) -> dict[str, Any]:
+    """Speed against the fastest 16-bit kernel from 256 tokens up, and where it passes 1: 16-bit bytes of the whole call's keys and values."""
+    rows = []
+    for batch in SMALL_BATCHES:
+        for tokens in SMALL_TOKENS:
+            if batch * tokens > 1 << 18:
+                continue
+            times = bench_16_bit(batch, 32, tokens, False)
+            best = min(times, key=lambda name: times[name])
+            found = {name: bench_scheme(*_schemes()[name], batch, 32, tokens)["time_us"] for name in args.schemes}
+            nbytes = 4 * batch * tokens * KV_HEADS * HEAD_DIM
+            for name, t in found.items():
+                rows.append({"scheme": name, "batch": batch, "tokens": tokens, "time_us": t, "best_16_bit": best, "time_16_bit_us": times[best], "bytes_16_bit": nbytes})
+            print(f"{batch:3d} x {tokens:6d}: {best} {times[best]:.1f} us; " + ", ".join(f"{n} {t:.1f} us x{times[best] / t:.2f}" for n, t in found.items()), flush=True)
+            torch.cuda.empty_cache()
+    slower = {name: max((r["bytes_16_bit"] for r in rows if r["scheme"] == name and r["time_us"] > r["time_16_bit_us"]), default=0) for name in args.schemes}
+    print("largest 16-bit size at which 16-bit attention was faster:", {k: f"{v / 2**20:.0f} MiB" for k, v in slower.items()})
+    return {"rows": rows, "slower_up_to_bytes_16_bit": slower}
+
+
+def bench_prefill(args: argparse.Namespace, copy: float) -> dict[str, Any]:
+    """A chunk of queries over history that all of them see; the 16-bit kernels read as many tokens of 16-bit history, unmasked too."""
+    rows = []
+    for batch, q_heads, chunk, tokens in PREFILL:
+        times = bench_16_bit(batch, q_heads, tokens, False, queries=chunk)
+        best = min(times, key=lambda name: times[name])
+        flops = 4 * batch * q_heads * chunk * tokens * HEAD_DIM
+        print(f"{batch} x {chunk} queries over {tokens}: " + ", ".join(f"{n} {t:.0f} us" for n, t in times.items()) + f" ({flops / times[best] / 1e6:.0f} TFLOP/s)", flush=True)
+        for name in args.schemes:
+            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, queries=chunk)
+            rows.append({"scheme": name, "batch": batch, "chunk": chunk, "tokens": tokens, **r, "best_16_bit": best, "time_16_bit_us": times[best], "flops": flops})
+            print(f"  {name:14s} {r['time_us']:8.0f} us  x{times[best] / r['time_us']:.2f}  {flops / r['time_us'] / 1e6:.0f} TFLOP/s  error {r['error']:.1e}", flush=True)
+            torch.cuda.empty_cache()
+    return {"rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flashinfer", action="store_true", help="time FlashInfer too (it compiles its kernels for minutes)")
+    parser.add_argument("--triton", action="store_true", help="time the Triton path too")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--small", action="store_true")
+    kind.add_argument("--prefill", action="store_true")
+    parser.add_argument("--schemes", nargs="*")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    few = ["int8", "int4", "int2"]
+    args.schemes = args.schemes or (few if args.small else [*few, "raw"] if args.prefill else list(_schemes()))
+    torch.manual_seed(0)
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
+    found = (bench_small if args.small else bench_prefill if args.prefill else bench_decode)(args, copy)
     result = {
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "copy_bytes_per_s": copy, "peers": peers, "rows": rows,
+        "copy_bytes_per_s": copy, **found,
     }  # fmt: skip
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """GPU close_pages stores bit for bit what the reference stores. Needs an NVIDIA GPU (refusals do not).
 
-The judge runs on the CPU: on GPUs torch divides by a constant through its reciprocal, which rounds some scales otherwise.
+The judge runs on the CPU; that the reference stores the same bytes on either device has a test of its own.
 """
 
 from __future__ import annotations
@@ -75,6 +75,17 @@ def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype
         assert torch.equal(slab[ids][..., s.offset : s.offset + s.nbytes].cpu(), want[..., s.offset : s.offset + s.nbytes]), name
     assert torch.equal(slab[ids].cpu(), want), "padding is zero"
     assert (slab[[1, 5]] == 0xFF).all(), "other pages stay as they were"
+
+
+@needs_gpu
+@pytest.mark.parametrize("key, value, head_dim, page_size", list(pairs()), ids=str)
+def test_the_reference_stores_the_same_on_either_device(key, value, head_dim, page_size):
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16")
+    k, v = ugly(5, page_size, head_dim, torch.bfloat16)
+    static = static_of(layout)
+    want, _ = reference.close_pages(k, v, layout, static)
+    got, _ = reference.close_pages(k.cuda(), v.cuda(), layout, {name: x.cuda() for name, x in static.items()})
+    assert torch.equal(got.cpu(), want)
 
 
 @needs_gpu

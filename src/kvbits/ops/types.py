@@ -95,3 +95,13 @@ class AttendCall:
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
+
+
+def last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray:
+    """int32 [B, num_queries]: the last query sees the newest token."""
+    newest = np.zeros(batch, np.int64)
+    for part in call.parts:
+        t = part.table
+        owner = np.repeat(np.arange(batch), np.diff(t.indptr))
+        np.maximum.at(newest, owner, t.starts + t.lengths)
+    return (newest[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)

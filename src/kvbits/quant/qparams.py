@@ -61,8 +61,8 @@ def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = No
     if spec.has_bias:
         low, high = groups.amin(-1), groups.amax(-1)
         bias = _rounded_down(low, spec.scale_dtype)
-        return QParams(_rounded_scale((high - bias) / spec.q_max, spec.scale_dtype), bias, mean)
-    return QParams(_rounded_scale(groups.abs().amax(-1) / spec.q_max, spec.scale_dtype), None, mean)
+        return QParams(_rounded_scale(divided(high - bias, spec.q_max), spec.scale_dtype), bias, mean)
+    return QParams(_rounded_scale(divided(groups.abs().amax(-1), spec.q_max), spec.scale_dtype), None, mean)
 
 
 def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.Tensor, int]:
@@ -141,6 +141,11 @@ def _grouped(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
         return x.transpose(-1, -2)
     groups = 1 if isinstance(spec.granularity, PerToken) else spec.num_groups(x.shape[-1])
     return x.unflatten(-1, (groups, -1)).transpose(-2, -3)
+
+
+def divided(x: torch.Tensor, number: float) -> torch.Tensor:
+    """x / number, correctly rounded: on GPUs torch multiplies by the reciprocal of a Python number, which is off in the last bit of some quotients."""
+    return x / torch.tensor(float(number), dtype=x.dtype, device=x.device)
 
 
 def _rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ...errors import DataError, UnsupportedError
 from ...spec import PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..types import AttendCall, Part
+from ..types import AttendCall, Part, last_positions
 from .cuda_format import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout
 from .schedule import PartWork, chunks_per_sequence, schedule
 
@@ -130,7 +130,7 @@ class Plan:
         self._keep: list[torch.Tensor] = []  # what the kernels' arguments point into
         self.out = torch.zeros(batch, num_queries, num_q_heads, d, dtype=q_dtype, device=device)
         self.lse = torch.zeros(batch, num_queries, num_q_heads, dtype=torch.float32, device=device)
-        self.q_positions = self._upload(_last_positions(call, batch, num_queries))
+        self.q_positions = self._upload(last_positions(call, batch, num_queries))
 
         raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), DTYPES[q_dtype])
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
@@ -235,16 +235,6 @@ class Plan:
         for i, piece in enumerate(kernel.pieces):
             mine.pieces[i] = (ctypes.c_int * 4)(*piece)
         return _Launch(kernel, _load(kernel, self.device.index), mine, blocks, layout)
-
-
-def _last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray:
-    """int32 [B, num_queries]: the last query sees the newest token."""
-    newest = np.zeros(batch, np.int64)
-    for part in call.parts:
-        t = part.table
-        owner = np.repeat(np.arange(batch), np.diff(t.indptr))
-        np.maximum.at(newest, owner, t.starts + t.lengths)
-    return (newest[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
 
 
 def plan(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, **options: Any) -> Plan:

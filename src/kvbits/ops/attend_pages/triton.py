@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...errors import DataError
 from ...spec import VALUE_TOKEN_ORDER, PageLayout, PerChannel, QuantSpec, plane_row_bytes
-from ..types import AttendCall, Part
+from ..types import AttendCall, Part, last_positions
 
 BLOCK_TOKENS = 16
 BLOCK_COLUMNS = 16
@@ -131,7 +132,8 @@ if triton is not None:
     @triton.jit
     def _attend(
         q, out, ml, positions, run_first, run_count, pool, page_offset, page_start, page_length, k_scale, k_bias, v_scale, v_bias, scaling, softcap, window,
-        num_queries, group, head_bytes, H: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+        num_queries, group, head_bytes, layer_offset,
+        H: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
         RUNS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
     ):  # fmt: skip
         """One run of pages for one (sequence, kv head, column block). q: [B, T, Hq, D] dense; out: [programs, COLUMNS, D], ml: [programs, COLUMNS, 2]."""
@@ -150,7 +152,7 @@ if triton is not None:
         first = tl.load(run_first + b * RUNS + run)
         entry, end = first, first + tl.load(run_count + b * RUNS + run)
         while entry < end:  # `while`, not `for`: the interpreter cannot take a loop's bounds from memory with NumPy 2.4
-            page = pool + tl.load(page_offset + entry) + head * head_bytes
+            page = pool + tl.load(page_offset + entry) + layer_offset + head * head_bytes
             start, length = tl.load(page_start + entry), tl.load(page_length + entry)
             t = start * 0
             while t < length:
@@ -209,31 +211,68 @@ class _Side:
         )  # fmt: skip
 
 
+class Plan:
+    """A step over fixed page tables, ready to run for every layer of the group; the contract of the CUDA plan.
+
+    Tables are uploaded and buffers allocated here; `run` launches and merges with a few torch operations, so a CUDA graph can hold it.
+
+    Args:
+        call, num_q_heads, q_dtype, num_queries, layer_strides: as in `cuda.Plan`.
+
+    Attributes:
+        q_positions: int64 [B, num_queries] on the device: by default the last positions of every sequence.
+    """
+
+    def __init__(
+        self, call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1,
+        layer_strides: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        assert VALUE_TOKEN_ORDER == (0, 1, 4, 5, 2, 3, 6, 7), "_codes spells this order out"
+        layout = call.parts[0].store.layout
+        self.call, self.device = call, device
+        self.shape = (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, layout.head_dim)
+        self.strides = layer_strides or (0,) * len(call.parts)
+        self.q_positions = torch.from_numpy(last_positions(call, self.shape[0], num_queries).astype(np.int64)).to(device)
+        self._launches = [_launch(call, part, self.shape, device) for part in call.parts]
+
+    def run(self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [B, T, Hq, D] in q's dtype, lse float32 [B, T, Hq]) over the planned pages of `layer`."""
+        if tuple(q.shape) != self.shape:
+            raise DataError(f"q is {tuple(q.shape)}; the plan is for {self.shape}")
+        if q_positions is not None:
+            self.q_positions.copy_(q_positions)
+        q = q.contiguous()
+        for (programs, arguments), stride in zip(self._launches, self.strides, strict=True):
+            _attend[(programs,)](q=q, positions=self.q_positions, layer_offset=layer * stride, **arguments)
+        sums, ml = (torch.cat([a[name] for _, a in self._launches], dim=3) for name in ("out", "ml"))  # [B, H, column blocks, runs, columns, ..]
+        best = ml[..., 0].amax(3, keepdim=True)
+        weights = torch.where(torch.isinf(ml[..., 0]), 0.0, torch.exp(ml[..., 0] - torch.where(torch.isinf(best), 0.0, best)))
+        total = (weights * ml[..., 1]).sum(3)
+        out = (weights[..., None] * sums).sum(3) / torch.where(total > 0, total, 1.0)[..., None]
+        lse = torch.where(total > 0, best[:, :, :, 0] + torch.log(total), -torch.inf)
+        b, t, hq, d = self.shape
+        h = self.call.parts[0].store.layout.num_kv_heads
+        out, lse = out.flatten(2, 3)[:, :, : t * hq // h], lse.flatten(2, 3)[:, :, : t * hq // h]
+        return (
+            out.view(b, h, t, hq // h, d).permute(0, 2, 1, 3, 4).reshape(b, t, hq, d).to(q.dtype),
+            lse.view(b, h, t, hq // h).permute(0, 2, 1, 3).reshape(b, t, hq),
+        )
+
+
+def plan(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, **options: Any) -> Plan:
+    """A `Plan`; see there."""
+    return Plan(call, num_q_heads, q_dtype, device, **options)
+
+
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32; the contract of the reference."""
-    assert VALUE_TOKEN_ORDER == (0, 1, 4, 5, 2, 3, 6, 7), "_codes spells this order out"
-    q = q.contiguous()
-    positions = q_positions.to(q.device, torch.int64).contiguous()
-    partial = [_run_part(q, call, part, positions) for part in call.parts]
-    sums, ml = (torch.cat(x, dim=3) for x in zip(*partial, strict=True))  # [B, H, column blocks, runs, columns, ..]
-    best = ml[..., 0].amax(3, keepdim=True)
-    weights = torch.where(torch.isinf(ml[..., 0]), 0.0, torch.exp(ml[..., 0] - torch.where(torch.isinf(best), 0.0, best)))
-    total = (weights * ml[..., 1]).sum(3)
-    out = (weights[..., None] * sums).sum(3) / torch.where(total > 0, total, 1.0)[..., None]
-    lse = torch.where(total > 0, best[:, :, :, 0] + torch.log(total), -torch.inf)
-    b, t, hq, d = q.shape
-    h = call.parts[0].store.layout.num_kv_heads
-    out, lse = out.flatten(2, 3)[:, :, : t * hq // h], lse.flatten(2, 3)[:, :, : t * hq // h]
-    return (
-        out.view(b, h, t, hq // h, d).permute(0, 2, 1, 3, 4).reshape(b, t, hq, d).to(q.dtype),
-        lse.view(b, h, t, hq // h).permute(0, 2, 1, 3).reshape(b, t, hq),
-    )
+    """Plan and run once: out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32; the contract of the reference."""
+    return Plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1]).run(q, q_positions)
 
 
-def _run_part(q: torch.Tensor, call: AttendCall, part: Part, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unnormalised results of one part: [B, H, column blocks, runs, COLUMNS, D] and [.., 2] of reference score and sum."""
+def _launch(call: AttendCall, part: Part, shape: tuple[int, ...], device: torch.device) -> tuple[int, dict[str, Any]]:
+    """(programs, arguments of `_attend` but queries and layer) for one part; its `out` is [B, H, column blocks, runs, COLUMNS, D], its `ml` [.., 2]."""
     layout, table = part.store.layout, part.table
-    b, t, hq, d = q.shape
+    b, t, hq, d = shape
     h = layout.num_kv_heads
     blocks = -(-t * hq // h // BLOCK_COLUMNS)
     pages = np.diff(table.indptr)
@@ -244,18 +283,17 @@ def _run_part(q: torch.Tensor, call: AttendCall, part: Part, positions: torch.Te
     host = {
         "run_first": cuts[:, :-1], "run_count": np.diff(cuts, axis=1), "page_offset": offsets, "page_start": table.starts, "page_length": table.lengths,
     }  # fmt: skip
-    tables = {name: torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(q.device) for name, x in host.items()}
-    sums = torch.empty(b, h, blocks, runs, BLOCK_COLUMNS, d, device=q.device)
-    ml = torch.empty(b, h, blocks, runs, BLOCK_COLUMNS, 2, device=q.device)
-    static = {name: _static(part, name, q.device) for name in ("k_scale", "k_bias", "v_scale", "v_bias")}
+    tables = {name: torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(device) for name, x in host.items()}
+    sums = torch.empty(b, h, blocks, runs, BLOCK_COLUMNS, d, device=device)
+    ml = torch.empty(b, h, blocks, runs, BLOCK_COLUMNS, 2, device=device)
+    static = {name: _static(part, name, device) for name in ("k_scale", "k_bias", "v_scale", "v_bias")}
     sides = {name: _Side(layout, name[0].lower(), spec).constants() for name, spec in (("KEY", layout.key), ("VALUE", layout.value))}
     options: dict[str, Any] = {
         "scaling": call.scaling, "softcap": call.softcap or 1.0, "window": call.sliding_window or 2**40, "num_queries": t, "group": hq // h,
         "head_bytes": layout.head_bytes, "H": h, "D": d, "D_PADDED": max(16, triton.next_power_of_2(d)), "PAGE": layout.page_size, "RUNS": runs,
         "COLUMN_BLOCKS": blocks, "TOKENS": BLOCK_TOKENS, "COLUMNS": BLOCK_COLUMNS, "SOFTCAP": call.softcap is not None,
     }  # fmt: skip
-    _attend[(sums.shape[0] * h * blocks * runs,)](q=q, out=sums, ml=ml, positions=positions, pool=base, **tables, **static, **options, **sides)
-    return sums, ml
+    return b * h * blocks * runs, {"out": sums, "ml": ml, "pool": base, **tables, **static, **options, **sides}
 
 
 def _static(part: Part, name: str, device: torch.device) -> torch.Tensor:

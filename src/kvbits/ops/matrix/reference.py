@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from ...quant.qparams import divided
+
 
 def compute_scales(x: torch.Tensor) -> torch.Tensor:
     """float32 [columns]: the scale of each column of x [rows, columns]."""
-    scales = x.abs().amax(0) / 127
+    scales = divided(x.abs().amax(0).float(), 127)
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 
@@ -28,7 +30,7 @@ def quantize_groups(x: torch.Tensor, size: int, bits: int = 8) -> tuple[torch.Te
     """
     top = 2 ** (bits - 1) - 1
     groups = x.unflatten(1, (-1, size))
-    scales = groups.abs().amax(-1) / top
+    scales = divided(groups.abs().amax(-1), top)
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     codes = (groups * scales.reciprocal().unsqueeze(-1)).round().clamp(-top, top).flatten(1)
     if bits == 8:
