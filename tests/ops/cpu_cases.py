@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from kvbits.ops.close_pages.reference import close_pages
+from kvbits.ops.cpu import library
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
+needs_library = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
+TIERS = library.runnable_tiers() if library.unavailable() is None else []
 RAW = QuantSpec.raw()
 FORMATS = ("int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2")
 NOISE = {"int8": 1e-4, "int4": 2e-2, "int3": 2e-2, "int2": 2e-2, "fp8_e4m3": 5e-6, "fp8_e5m2": 5e-6, "raw": 5e-6}

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops import by_hand
-from ops.cpu_cases import FORMATS, NOISE, RAW, random_call, specs_of
+from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, needs_library, random_call, specs_of
 
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.attend_pages import cpu, reference
@@ -21,16 +21,8 @@ from kvbits.ops.cpu import library
 from kvbits.ops.types import AttendCall, PageTable, Part
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
-pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
-TIERS = library.runnable_tiers() if library.unavailable() is None else []
+pytestmark = needs_library
 
-
-@pytest.fixture(params=TIERS)
-def tier(request):
-    before = library.tier()
-    library.set_tier(request.param)
-    yield request.param
-    library.set_tier(before)
 
 
 def assert_close(got, want, noise: float) -> None:
@@ -174,6 +166,25 @@ def test_same_bits_every_time_for_a_thread_count(tier):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("pool", library.POOLS)
+def test_pools_agree(pool):
+    """Torch's threads or the library's own, between torch ops or not: the same bits."""
+    case = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"), pages=40, batch=3)
+    before, before_pool = torch.get_num_threads(), library.pool()
+    try:
+        torch.set_num_threads(3)
+        want = cpu.attend(*case)
+        library.set_pool(pool)
+        assert library.pool() == pool
+        x = torch.randn(512, 512)
+        for _ in range(5):
+            x = x @ x.T / 512
+            assert all(torch.equal(a, b) for a, b in zip(cpu.attend(*case), want, strict=True))
+    finally:
+        torch.set_num_threads(before)
+        library.set_pool(before_pool)
+
+
 def test_calls_from_several_python_threads():
     cases = [random_call(QuantSpec(format="int8"), QuantSpec(format="int8"), seed=i, pages=8) for i in range(4)]
     want = [cpu.attend(*c) for c in cases]
@@ -210,7 +221,8 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_works_after_fork():
+@pytest.mark.parametrize("pool", library.POOLS)
+def test_works_after_fork(pool):
     """A forked child has none of its parent's threads: the pool must notice and make new ones."""
     done = run_python(
         "import os, torch\n"
@@ -223,7 +235,8 @@ def test_works_after_fork():
         "pid = os.fork()\n"
         "same = torch.equal(cpu.attend(*case)[0], want)\n"
         "if not pid: os._exit(0 if same else 3)\n"
-        "assert same and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
+        "assert same and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n",
+        KVBITS_CPU_POOL=pool,
     )
     assert done.returncode == 0, done.stderr
 
@@ -233,6 +246,13 @@ def test_tier_that_cannot_run_is_named():
     assert "KVBITS_CPU_TIER='sse9'" in done.stdout and "avx512, avx2, neon, generic" in done.stdout
     with pytest.raises(UnsupportedError, match="sse9"):
         library.set_tier("sse9")
+
+
+def test_unknown_pool_is_named():
+    done = run_python("from kvbits.ops.cpu import library; print(library.unavailable())", KVBITS_CPU_POOL="tbb")
+    assert "KVBITS_CPU_POOL='tbb'" in done.stdout and "openmp, own" in done.stdout
+    with pytest.raises(UnsupportedError, match="tbb"):
+        library.set_pool("tbb")
 
 
 def test_forced_tier_is_used():
@@ -301,6 +321,7 @@ def test_refusals_name_the_reason():
     q, call, _ = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"))
     assert cpu.refuses(q, call) is None
     assert "float64" in cpu.refuses(q.double(), call)
+    assert cpu.refuses(q.to("meta"), call) == "queries are on meta, not on the CPU"
     case = random_call(QuantSpec(format="int8", granularity=PerGroup(2)), QuantSpec(format="int8"))
     assert "groups of 2 channels" in cpu.refuses(case[0], case[1])
 

@@ -6,24 +6,15 @@ import numpy as np
 import pytest
 import torch
 from ops import by_hand
-from ops.cpu_cases import FORMATS, RAW, specs_of, static_params
+from ops.cpu_cases import FORMATS, RAW, needs_library, specs_of, static_params
 
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.close_pages import cpu, reference
-from kvbits.ops.cpu import library
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
-pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
-TIERS = library.runnable_tiers() if library.unavailable() is None else []
+pytestmark = needs_library
 
-
-@pytest.fixture(params=TIERS)
-def tier(request):
-    before = library.tier()
-    library.set_tier(request.param)
-    yield request.param
-    library.set_tier(before)
 
 
 def ugly(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ops.cpu_cases import needs_library
 
 from kvbits.errors import DataError, SpecError
-from kvbits.ops.cpu import library
 from kvbits.ops.matrix import cpu, reference
 
-pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
-TIERS = library.runnable_tiers() if library.unavailable() is None else []
+pytestmark = needs_library
 SHAPES = [(1, 1), (3, 5), (64, 64), (257, 100), (1000, 96), (5000, 257), (0, 8)]
 
-
-@pytest.fixture(params=TIERS)
-def tier(request):
-    before = library.tier()
-    library.set_tier(request.param)
-    yield request.param
-    library.set_tier(before)
 
 
 def matrix(rows: int, columns: int) -> torch.Tensor:

@@ -22,10 +22,10 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
     Args:
         q: [B, T, Hq, D] queries.
     """
-    if reason := unavailable():
-        return reason
     if q.device.type != "cpu":
         return f"queries are on {q.device}, not on the CPU"
+    if reason := unavailable():
+        return reason
     if q.dtype not in TORCH_DTYPES:
         return f"queries are {q.dtype}; the CPU kernels take float32, float16 and bfloat16"
     for part in call.parts:

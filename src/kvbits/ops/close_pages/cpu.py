@@ -16,10 +16,10 @@ from ..types import PageStore
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
     """Why pages of this store cannot be closed here, or None."""
-    if reason := unavailable():
-        return reason
     if k.device.type != "cpu" or store.device.type != "cpu":
         return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
+    if reason := unavailable():
+        return reason
     if k.dtype not in TORCH_DTYPES:
         return f"keys are {k.dtype}; the CPU kernels take float32, float16 and bfloat16"
     return refuses_layout(store.layout)

@@ -2,6 +2,9 @@
 
 The library holds one set of kernels ("tier") per instruction set: avx512 (VNNI), avx2, neon, generic. It takes the best one
 that the machine can run; the environment variable KVBITS_CPU_TIER forces one, and KVBITS_CPU_LIBRARY names another file.
+
+Calls of several threads run on torch's OpenMP threads: these spin for milliseconds after every torch op, so threads of our own beside them
+would get half a core. KVBITS_CPU_POOL=own, or a torch without OpenMP, or a forked child: a small pool of the library's own.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ import sys
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
+import torch
+
 from ...errors import UnsupportedError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_NAME = "libkvbits_cpu.so"
+POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 FORMATS = {"raw": 0, "int8": 1, "int4": 2, "int3": 3, "int2": 4, "fp8_e4m3": 5, "fp8_e5m2": 6}
@@ -100,6 +106,8 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_set_tier.argtypes = [c_char_p]
     lib.kvbits_error.restype = c_char_p
     lib.kvbits_error.argtypes = [c_int32]
+    lib.kvbits_use_openmp.argtypes = [c_void_p]
+    lib.kvbits_uses_openmp.restype = c_int32
     lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
     lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
     lib.kvbits_matrix_scales.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32]
@@ -109,7 +117,21 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     if not lib.kvbits_tier():
         wanted = os.environ.get("KVBITS_CPU_TIER")
         return None, f"KVBITS_CPU_TIER={wanted!r} is not a tier that this machine and build can run; known: {', '.join(TIERS)}"
+    if (wanted := os.environ.get("KVBITS_CPU_POOL", "openmp")) not in POOLS:
+        return None, f"KVBITS_CPU_POOL={wanted!r} is not a thread pool; known: {', '.join(POOLS)}"
+    if wanted == "openmp":
+        lib.kvbits_use_openmp(_openmp_parallel())
     return lib, ""
+
+
+def _openmp_parallel() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that torch is linked to, or None."""
+    found = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
+    try:
+        linked = ctypes.CDLL(str(found), mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # symbols of its dependencies too, whatever they are called
+        return ctypes.cast(linked.GOMP_parallel, c_void_p).value
+    except (OSError, AttributeError):
+        return None
 
 
 def unavailable() -> str | None:
@@ -142,6 +164,23 @@ def set_tier(name: str) -> None:
     """
     if library().kvbits_set_tier(name.encode()):
         raise UnsupportedError(f"tier {name!r} cannot run on this machine or is not in this build; known: {', '.join(TIERS)}")
+
+
+def pool() -> str:
+    """Whose threads run calls of several threads: "openmp" (torch's) or "own"."""
+    return POOLS[0] if library().kvbits_uses_openmp() else POOLS[1]
+
+
+def set_pool(name: str) -> None:
+    """Switches to other threads, for tests and benchmarks.
+
+    Raises:
+        UnsupportedError: not one of POOLS, or torch here has no OpenMP threads to share.
+    """
+    parallel = _openmp_parallel() if name == "openmp" else None
+    if name not in POOLS or (name == "openmp" and parallel is None):
+        raise UnsupportedError(f"thread pool {name!r} is not one of {', '.join(POOLS)}, or torch is not linked to OpenMP here")
+    library().kvbits_use_openmp(parallel)
 
 
 def runnable_tiers() -> list[str]:

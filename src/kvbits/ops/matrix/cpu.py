@@ -17,9 +17,7 @@ KERNELS = {"fast": 0, "column_outer": 1, "row_order": 2}
 
 def refuses(x: torch.Tensor) -> str | None:
     """Why x cannot be processed here, or None."""
-    if reason := unavailable():
-        return reason
-    return None if x.device.type == "cpu" else f"the matrix is on {x.device}, not on the CPU"
+    return unavailable() if x.device.type == "cpu" else f"the matrix is on {x.device}, not on the CPU"
 
 
 def _checked(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:

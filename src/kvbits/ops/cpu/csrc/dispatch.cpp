@@ -1,4 +1,5 @@
 #include "dispatch.h"
+#include "pool.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -81,6 +82,9 @@ int32_t kvbits_set_tier(const char* name) {
   active.store(tier);
   return 0;
 }
+
+void kvbits_use_openmp(void* parallel) { pool_use_openmp(parallel); }
+int32_t kvbits_uses_openmp(void) { return pool_uses_openmp(); }
 
 const char* kvbits_error(int32_t code) {
   switch (code) {

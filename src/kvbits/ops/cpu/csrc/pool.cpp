@@ -73,6 +73,10 @@ struct Job {
   int64_t count;
 };
 
+// OpenMP's own calling convention for a parallel region; GNU's, LLVM's and Intel's runtime all export it.
+typedef void (*OpenMPParallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+std::atomic<OpenMPParallel> openmp_parallel{nullptr};
+
 class Pool {
  public:
   bool run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, void* context) {
@@ -84,6 +88,12 @@ class Pool {
       if (!scratch_[i].reserve(scratch_bytes)) return false;
     next_.store(0, std::memory_order_relaxed);
     job_ = {task, context, count};
+    const OpenMPParallel openmp = openmp_parallel.load(std::memory_order_relaxed);
+    if (threads > 1 && openmp) {
+      taken_.store(0, std::memory_order_relaxed);
+      openmp(&Pool::join_team, this, static_cast<unsigned>(threads), 0);
+      return true;
+    }
     if (threads > 1) open(threads);
     work(job_, 0);
     if (threads > 1) close();
@@ -102,6 +112,13 @@ class Pool {
   std::atomic<int> active_{0};  // workers inside the current job
   int sleeping_ = 0;
   int seats_ = 0;  // workers that may still join the current job
+  std::atomic<int> taken_{0};  // members of an OpenMP team that have a seat
+
+  // A team may be smaller than asked for (nested regions, limits), never larger.
+  static void join_team(void* pool) {
+    Pool& p = *static_cast<Pool*>(pool);
+    p.work(p.job_, p.taken_.fetch_add(1, std::memory_order_relaxed));
+  }
 
   void open(int threads) {
     bool notify;
@@ -163,8 +180,9 @@ class Pool {
 std::mutex create;
 std::atomic<Pool*> pool{nullptr};
 
-// Threads do not survive a fork: the child leaves the old pool behind and makes its own.
+// Threads do not survive a fork: the child leaves the old pool behind and makes its own. GNU OpenMP would wait for its lost ones.
 void forget() {
+  openmp_parallel.store(nullptr);
   pool.store(nullptr);
   new (&create) std::mutex;
 }
@@ -186,6 +204,9 @@ Pool& instance() {
 bool pool_run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, void* context) {
   return instance().run(threads, count, scratch_bytes, task, context);
 }
+
+void pool_use_openmp(void* parallel) { openmp_parallel.store(reinterpret_cast<OpenMPParallel>(parallel)); }
+bool pool_uses_openmp() { return openmp_parallel.load() != nullptr; }
 
 int pool_available_threads() {
 #if defined(__linux__)

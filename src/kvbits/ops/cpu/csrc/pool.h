@@ -1,4 +1,5 @@
-// A small pool of threads of our own: dynamic items, one barrier, sleeping (not spinning) between calls, fork-safe.
+// Dynamic items on torch's OpenMP threads where it has such (they keep spinning for milliseconds after every torch op, and other
+// threads would have to share their cores), or on a small pool of our own: one barrier, sleeping between calls, fork-safe.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -9,6 +10,10 @@ typedef void (*PoolTask)(void* context, int64_t i, int64_t next, void* scratch);
 // Runs items 0 .. count-1 on up to `threads` threads, the caller included. Which thread runs which item is open, so
 // results may not depend on it. False when memory for scratch runs out (nothing was run).
 bool pool_run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, void* context);
+
+// Address of GOMP_parallel in the OpenMP runtime to run on; null: own threads. A forked child falls back to own threads.
+void pool_use_openmp(void* parallel);
+bool pool_uses_openmp();
 
 // Threads that the process may run on (its affinity mask).
 int pool_available_threads();
