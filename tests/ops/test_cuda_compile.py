@@ -17,6 +17,7 @@ from kvbits.ops.attend_pages import cuda_format
 from kvbits.ops.close_pages import cuda as close_cuda
 from kvbits.ops.cuda import compile as cuda_compile
 from kvbits.ops.cuda import driver
+from kvbits.ops.dequantize_pages import cuda as dequantize_cuda
 from kvbits.ops.matrix import cuda as matrix_cuda
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -86,6 +87,16 @@ def test_close_kernels_compile_without_spills(dtype, capability):
         binary = cuda_compile.compile_source(FOLDER / "close_pages", "close.cu", close_cuda.defines(layout, dtype), driver.arch_of(capability))
         for name in ("close_pages", "append_tokens"):
             assert binary.resources(name).spill_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "key, value", [(spec("int4"), spec("int3", symmetric=False)), (spec("fp8_e4m3", PerChannel()), spec("int2", center="channel"))], ids=["int", "fp8"]
+)
+def test_dequantize_kernels_compile_without_spills(key, value, dtype):
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
+    binary = cuda_compile.compile_source(FOLDER / "dequantize_pages", "dequantize.cu", dequantize_cuda.defines(layout, dtype), "sm_80")
+    assert binary.resources("dequantize_pages").spill_bytes == 0
 
 
 @pytest.mark.parametrize("columns", [128, 127])

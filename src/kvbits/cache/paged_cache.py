@@ -380,7 +380,7 @@ class PagedCache:
             first = self._where[self.groups[place.group].group.layers[0]]
             base = call if alone else self._call(next(p for p in first if p.group == place.group), call.scaling, call.softcap, f)
             strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
-            f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides)
+            f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides, history_only=f.history_first)
             f.plans[key].q_positions.copy_(f.positions)
         out, lse = f.plans[key].run(q.contiguous(), layer=0 if alone else place.index)
         return out.clone(), lse.clone()  # the plan's next run overwrites its own

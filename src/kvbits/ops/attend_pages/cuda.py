@@ -20,6 +20,8 @@ from ...spec import PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
 from ..types import AttendCall, Part, last_positions
+from . import chunk
+from .chunk import ChunkPlan
 from .cuda_format import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout
 from .schedule import PartWork, chunks_per_sequence, schedule
 
@@ -237,9 +239,17 @@ class Plan:
         return _Launch(kernel, _load(kernel, self.device.index), mine, blocks, layout)
 
 
-def plan(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, **options: Any) -> Plan:
-    """A `Plan`; see there."""
-    return Plan(call, num_q_heads, q_dtype, device, **options)
+def plan(
+    call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1, history_only: bool = False, **options: Any
+) -> Plan | ChunkPlan:
+    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see.
+
+    Args:
+        history_only: every query that is no padding comes after all pages of the call.
+    """
+    if chunk.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None:
+        return ChunkPlan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
+    return Plan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
 
 
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -101,6 +101,9 @@ def attend_fresh(
     Returns:
         out [B, T, Hq, D] and lse [B, T, Hq], float32.
     """
+    half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and v.shape == k.shape
+    if half and softcap is None and q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) >= (8, 0):
+        return _fresh_flash(q, k, v, positions, scaling, sliding_window)
     group = q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(group, 1), v.transpose(1, 2).repeat_interleave(group, 1)
     t = q.shape[2]
@@ -121,6 +124,26 @@ def attend_fresh(
     lse = torch.logsumexp(scores, -1)
     p = torch.exp(scores - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
     return (p @ v.float()).transpose(1, 2), lse.transpose(1, 2)
+
+
+def _fresh_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_fresh` by FlashAttention: the tokens that are no padding laid end to end, so that no mask of T x T is needed."""
+    from .chunk import flash_attention
+
+    real = (positions >= 0).cpu()
+    counts = real.sum(1)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(q.device, torch.int32)
+    rows = real.flatten().nonzero().squeeze(1).to(q.device)
+    shape, lse = q.shape, q.new_full((q.shape[0] * q.shape[1], q.shape[2]), -torch.inf, dtype=torch.float32)
+    out = torch.zeros(lse.shape + shape[3:], dtype=torch.float32, device=q.device)
+    if len(rows):
+        longest = int(counts.max())
+        q, k, v = (x.flatten(0, 1)[rows] for x in (q, k, v))
+        o, m = flash_attention(q, k, v, starts, starts, (longest, longest), scaling, causal=True, window=sliding_window)
+        out[rows], lse[rows] = o.float(), m
+    return out.view(shape), lse.view(shape[:3])
 
 
 def _visible(positions: torch.Tensor, sliding_window: int | None) -> torch.Tensor:

@@ -22,7 +22,8 @@ from ...errors import DataError
 from ...spec import VALUE_TOKEN_ORDER, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..types import AttendCall, Part, last_positions
 
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = (64, 32, 16)
+"""Tokens dequantized at a time: the first that divides a page."""
 BLOCK_COLUMNS = 16
 PROGRAMS = 512
 """Programs a launch aims at: a few per multiprocessor of any current GPU."""
@@ -35,6 +36,8 @@ if importlib.util.find_spec("triton") is not None:
 else:  # the module can be imported everywhere; `refuses` says what is missing
     triton = None
 
+PRECISION = "ieee" if torch.version.hip else "tf32"
+"""Of matrix products: 10 bits of mantissa with float32's range, finer than the 16-bit queries; other GPUs than NVIDIA's may have no such mode."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -48,8 +51,8 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         layout = part.store.layout
         if layout.key.is_raw != layout.value.is_raw:
             return "one of keys and values is raw and the other is not"
-        if layout.page_size % BLOCK_TOKENS and not layout.key.is_raw:
-            return f"page_size={layout.page_size} is no multiple of {BLOCK_TOKENS}"
+        if layout.page_size % BLOCK_TOKENS[-1] and not layout.key.is_raw:
+            return f"page_size={layout.page_size} is no multiple of {BLOCK_TOKENS[-1]}"
     return None
 
 
@@ -134,7 +137,7 @@ if triton is not None:
         q, out, ml, positions, run_first, run_count, pool, page_offset, page_start, page_length, k_scale, k_bias, v_scale, v_bias, scaling, softcap, window,
         num_queries, group, head_bytes, layer_offset,
         H: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-        RUNS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
+        RUNS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """One run of pages for one (sequence, kv head, column block). q: [B, T, Hq, D] dense; out: [programs, COLUMNS, D], ml: [programs, COLUMNS, 2]."""
         program = tl.program_id(0).to(tl.int64)
@@ -160,7 +163,7 @@ if triton is not None:
                 there = (token[:, None] < length) & (channel[None, :] < D)
                 k = _values(page, k_scale, k_bias, head, token[:, None], channel[None, :], there, KEY, PAGE, D, False)
                 k = tl.where(there, k, 0.0)  # bytes past the visible length may decode to NaN
-                s = tl.dot(queries, tl.trans(k), input_precision="ieee")
+                s = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
                 if SOFTCAP:
                     e = tl.exp(2.0 * s / softcap)
                     s = softcap * tl.where(e > 1e30, 1.0, (e - 1.0) / (e + 1.0))
@@ -173,7 +176,7 @@ if triton is not None:
                 keep = tl.exp(best - safe)
                 v = _values(page, v_scale, v_bias, head, token[:, None], channel[None, :], there, VALUE, PAGE, D, True)
                 v = tl.where(there, v, 0.0)
-                sums = sums * keep[:, None] + tl.dot(p, v, input_precision="ieee")
+                sums = sums * keep[:, None] + tl.dot(p, v, input_precision=PRECISION)
                 total = total * keep + tl.sum(p, 1)
                 best = top
                 t += TOKENS
@@ -259,8 +262,8 @@ class Plan:
         )
 
 
-def plan(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, **options: Any) -> Plan:
-    """A `Plan`; see there."""
+def plan(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, history_only: bool = False, **options: Any) -> Plan:
+    """A `Plan`; see there. It masks by position, so `history_only` changes nothing."""
     return Plan(call, num_q_heads, q_dtype, device, **options)
 
 
@@ -291,7 +294,8 @@ def _launch(call: AttendCall, part: Part, shape: tuple[int, ...], device: torch.
     options: dict[str, Any] = {
         "scaling": call.scaling, "softcap": call.softcap or 1.0, "window": call.sliding_window or 2**40, "num_queries": t, "group": hq // h,
         "head_bytes": layout.head_bytes, "H": h, "D": d, "D_PADDED": max(16, triton.next_power_of_2(d)), "PAGE": layout.page_size, "RUNS": runs,
-        "COLUMN_BLOCKS": blocks, "TOKENS": BLOCK_TOKENS, "COLUMNS": BLOCK_COLUMNS, "SOFTCAP": call.softcap is not None,
+        "COLUMN_BLOCKS": blocks, "TOKENS": next((n for n in BLOCK_TOKENS if layout.page_size % n == 0), BLOCK_TOKENS[-1]),
+        "COLUMNS": BLOCK_COLUMNS, "SOFTCAP": call.softcap is not None, "PRECISION": PRECISION,
     }  # fmt: skip
     return b * h * blocks * runs, {"out": sums, "ml": ml, "pool": base, **tables, **static, **options, **sides}
 

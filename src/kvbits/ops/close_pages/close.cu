@@ -3,13 +3,9 @@
 // A thread holds eight neighbouring channels of ROWS tokens in registers, as they came. Extremes (and means) meet in shared memory, the chosen scales are rounded to
 // their storage type and written, codes are taken against the ROUNDED scales in float32 exactly as kvbits/quant/qparams.py does, and go to shared memory
 // as bytes [token][channel], from which whole stored words are put together (docs/formats.md has the order).
-#include "ptx.cuh"
+#include "side.cuh"
 
-enum { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };
-enum { INTEGER = 0, E4M3 = 1, E5M2 = 2, RAW = 3 };
-enum { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
-
-constexpr int D = HEAD_DIM, OCTETS = D / 8, TEAMS = THREADS / OCTETS, ROWS = (PAGE + TEAMS - 1) / TEAMS;
+constexpr int OCTETS = D / 8, TEAMS = THREADS / OCTETS, ROWS = (PAGE + TEAMS - 1) / TEAMS;
 constexpr int CODE_STRIDE = D + 4;  // bytes; an odd number of words keeps columns of tokens off one bank
 
 struct Status { int saturated[2], overflow[2], nonfinite[2]; };
@@ -24,22 +20,6 @@ struct Args {
     int num_heads, head_bytes;
 };
 
-/// What one of keys and values is stored as.
-template <int FLOAT_, int BITS0_, int BITS1_, int SCALE_, int GROUP_, int ZERO_, int BIAS_, int MEAN_, int TYPE_, int OFFSET0_, int OFFSET1_, int SCALE_OFFSET_,
-          int BIAS_OFFSET_, int MEAN_OFFSET_, bool VALUES_>
-struct Side {
-    static constexpr int FLOAT = FLOAT_, BITS0 = BITS0_, BITS1 = BITS1_, SCALE = SCALE_, GROUP = GROUP_, ZERO = ZERO_, TYPE = TYPE_;
-    static constexpr bool HAS_BIAS = BIAS_, HAS_MEAN = MEAN_, VALUES = VALUES_;
-    static constexpr int OFFSET0 = OFFSET0_, OFFSET1 = OFFSET1_, SCALE_OFFSET = SCALE_OFFSET_, BIAS_OFFSET = BIAS_OFFSET_, MEAN_OFFSET = MEAN_OFFSET_;
-    static constexpr int BITS = BITS0_ + BITS1_, GROUPS = D / GROUP_;
-    static constexpr int LOW = ZERO ? 1 : 0, HIGH = (1 << (BITS > 8 ? 8 : BITS)) - 1;
-    static constexpr float Q_MAX = FLOAT == E4M3 ? 448.f : FLOAT == E5M2 ? 57344.f : ZERO ? float(ZERO - 1) : float(HIGH);
-    static constexpr float SATURATES = FLOAT == E4M3 ? 464.f : 61440.f;
-    // A scale taken from the page and rounded by at most 2**-11 cannot push a code half a step past its range.
-    static constexpr bool NEVER_SATURATES = FLOAT == INTEGER && SCALE != SCALE_STATIC && TYPE != BFLOAT16;
-    static constexpr int SCALES = SCALE == SCALE_CHANNEL ? D : GROUPS * PAGE;  // of a page
-};
-
 struct Shared {
     union {
         float extremes[2][PAGE * OCTETS > TEAMS * D ? PAGE * OCTETS : TEAMS * D];  // lowest and highest (or largest magnitude) of every octet or team
@@ -50,12 +30,6 @@ struct Shared {
     float mean[D];
 };
 
-template <int TYPE>
-DEVICE float load_value(const void* p, i64 i) {
-    if (TYPE == FLOAT32) return static_cast<const float*>(p)[i];
-    u16 h = static_cast<const u16*>(p)[i];
-    return TYPE == FLOAT16 ? f16_to_float(h) : bf16_to_float(h);
-}
 /// Eight neighbouring values as they came: 16-bit ones stay packed, which halves the registers and lets one instruction compare two.
 struct Octet {
     static constexpr int WORDS = X_TYPE == FLOAT32 ? 8 : 4;

@@ -15,15 +15,12 @@ import torch
 
 from ...errors import DataError
 from ...quant.qparams import require_finite
-from ...spec import PageLayout, PerChannel, QuantSpec
+from ...spec import PageLayout, PerChannel
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
+from ..cuda.side import TYPE_NAMES, TYPES, side_arguments
 from ..types import PageStore
 
-TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-TYPE_NAMES = {"float16": 0, "bfloat16": 1, "float32": 2}
-STATIC, GROUP, CHANNEL = 0, 1, 2
-FLOATS = {"fp8_e4m3": 1, "fp8_e5m2": 2, "raw": 3}
 ROWS_PER_THREAD = 8
 STATUS_FIELDS = 6
 
@@ -69,23 +66,6 @@ class _AppendArgs(ctypes.Structure):
     ]  # fmt: skip
 
 
-def _side(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:
-    """Template arguments of struct Side in close.cu."""
-
-    def offset(name: str) -> int:
-        found = layout.sections.get(f"{prefix}_{name}")
-        return found.offset if found else 0
-
-    planes = (*spec.number_format.planes, 0, 0)
-    scale = STATIC if spec.static else CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
-    groups = spec.num_groups(layout.head_dim)
-    values = [
-        FLOATS.get(spec.format, 0), planes[0] or 8, planes[1], scale, layout.head_dim // groups, spec.zero, int(spec.has_bias), int(spec.center is not None),
-        TYPE_NAMES[spec.scale_dtype], offset("raw" if spec.is_raw else "plane0"), offset("plane1"), offset("scale"), offset("bias"), offset("mean"),
-    ]  # fmt: skip
-    return ", ".join(map(str, values))
-
-
 def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     """Macros of one instantiation of close.cu."""
     d, page = layout.head_dim, layout.page_size
@@ -98,8 +78,8 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     return {
         "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TYPES[dtype], "RAW_TYPE": TYPE_NAMES[layout.raw_dtype],
         "GROUP_SCALES": scales,
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "K_SIDE": _side(layout, "k", layout.key),
-        "V_SIDE": _side(layout, "v", layout.value), "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16,
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "K_SIDE": side_arguments(layout, "k", layout.key),
+        "V_SIDE": side_arguments(layout, "v", layout.value), "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16,
     }  # fmt: skip
 
 

@@ -1,0 +1,81 @@
+"""Packed pages to 16-bit rows on NVIDIA GPUs: what attention of many queries reads instead of unpacking the same page for each block of them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+from ...spec import PageLayout
+from ..cuda import compile as cuda_compile
+from ..cuda import driver
+from ..cuda.side import TYPES, side_arguments
+from ..types import PageStore
+
+THREADS = 256
+MAX_HEADS = 65_535
+
+
+def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+    """Why pages cannot be unpacked to `dtype`, or None."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"rows of {dtype} are not float16 or bfloat16"
+    if layout.head_dim % 4:
+        return f"head_dim={layout.head_dim} is no multiple of 4"
+    if layout.page_size % 16 and not (layout.key.is_raw and layout.value.is_raw):
+        return f"page_size={layout.page_size} is no multiple of 16"
+    if (layout.key.is_raw or layout.value.is_raw) and layout.raw_dtype != str(dtype)[6:]:
+        return f"raw pages are {layout.raw_dtype}, rows {str(dtype)[6:]}"
+    return None
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [
+        ("page_address", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p * 2), ("scale", ctypes.c_void_p * 2),
+        ("bias", ctypes.c_void_p * 2), ("layer_offset", ctypes.c_int64), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+    ]  # fmt: skip
+
+
+def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
+    """Macros of one instantiation of dequantize.cu."""
+    return {
+        "HEAD_DIM": layout.head_dim, "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TYPES[dtype],
+        "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
+    }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> driver.Kernel:
+    with torch.cuda.device(device_index):
+        arch = driver.arch_of(torch.cuda.get_device_capability())
+        return driver.Kernel(cuda_compile.compile_source(Path(__file__).parent, "dequantize.cu", defines(layout, dtype), arch), "dequantize_pages")
+
+
+class Unpacker:
+    """Pages of one store, ready to be unpacked for every layer of the group; launches only.
+
+    Args:
+        page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
+        rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
+        layer_stride: bytes from a page of one layer to the same page of the next.
+    """
+
+    def __init__(self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int) -> None:
+        layout = store.layout
+        self.count, self.num_heads, self.layer_stride = len(page_address), layout.num_kv_heads, layer_stride
+        self._kernel = _load(layout, dtype, page_address.device.index)
+        self._keep = [page_address, rows]
+        self._args = _Args(page_address=page_address.data_ptr(), rows=rows.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
+        for i, kind in enumerate("kv"):
+            for name, field in (("scale", self._args.scale), ("bias", self._args.bias)):
+                if (static := store.static.get(f"{kind}_{name}")) is not None:
+                    wide = static.to(page_address.device, torch.float32).repeat_interleave(layout.head_dim // static.shape[-1], -1).contiguous()
+                    self._keep.append(wide)
+                    field[i] = wide.data_ptr()
+
+    def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        """Write the rows of keys and values, [rows, H, D] dense."""
+        self._args.out[0], self._args.out[1], self._args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self.layer_stride
+        self._kernel.launch((self.count, self.num_heads), THREADS, self._args, torch.cuda.current_stream(keys.device).cuda_stream)

@@ -1,0 +1,115 @@
+// Packed pages to 16-bit rows, for attention of many queries: one block per (page, kv head), keys then values.
+//
+// A code is looked up where docs/formats.md puts it: four neighbouring channels of a key are one word, those of four value tokens are 16 bytes. Values are
+// (code - zero) * scale + bias + mean in float32, rounded once.
+#include "side.cuh"
+
+struct Args {
+    const i64* page_address;     // [n], layer 0, kv head 0
+    const int2* rows;            // [n]: first output row, tokens
+    void* out[2];                // keys, values [rows, H, D] in OUT_TYPE
+    const float* scale[2];       // calibrated [H][D], null if none
+    const float* bias[2];
+    i64 layer_offset;            // bytes
+    int num_heads, head_bytes;
+};
+
+DEVICE void store4(void* out, i64 at, const float (&x)[4]) {
+    uint2 w;
+    if (OUT_TYPE == BFLOAT16) w = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};
+    else w = {pack_f16(x[0], x[1]), pack_f16(x[2], x[3])};
+    *reinterpret_cast<uint2*>(static_cast<u16*>(out) + at) = w;
+}
+
+constexpr int row_bytes(int bits) { return (D * bits + 31) / 32 * 4; }
+
+/// Codes of channels ch .. ch + 3 (a multiple of 4) in one plane, one a byte: of one key token, or of the four value tokens of a quad.
+template <int BITS>
+DEVICE u32 fields(u32 word, int ch) { return BITS == 8 ? word : (word >> ch / row_bytes(BITS) * BITS) & ((1u << BITS) - 1) * 0x01010101u; }
+template <int BITS>
+DEVICE u32 key_codes(const unsigned char* plane, int token, int ch) {
+    int r = ch % row_bytes(BITS);
+    return fields<BITS>(*reinterpret_cast<const u32*>(plane + ((token / 16) * (row_bytes(BITS) / 4) + r / 4) * 64 + token % 16 * 4), ch);
+}
+/// word[k]: channel ch + k of the quad's four tokens.
+template <int BITS>
+DEVICE void value_codes(u32 (&word)[4], const unsigned char* plane, int quad, int ch) {
+    int r = ch % row_bytes(BITS), width = min(16, row_bytes(BITS) - r / 16 * 16);
+    uint4 w = *reinterpret_cast<const uint4*>(plane + r / 16 * 16 * PAGE + quad * 4 * width + r % 16 * 4);
+    word[0] = fields<BITS>(w.x, ch); word[1] = fields<BITS>(w.y, ch); word[2] = fields<BITS>(w.z, ch); word[3] = fields<BITS>(w.w, ch);
+}
+
+template <class S>
+DEVICE float number(u32 code) {
+    if (S::FLOAT == E4M3) return f16_to_float(u16((code & 0x7f) << 7 | (code & 0x80) << 8)) * 256.f;
+    if (S::FLOAT == E5M2) return f16_to_float(u16(code << 8));
+    return float(int(code) - S::ZERO);
+}
+
+template <class S>
+struct Reader {
+    const unsigned char* page;
+    const float *scale, *bias;   // of this head
+
+    /// Adds scale, bias and mean to four neighbouring numbers and stores them.
+    DEVICE void finish(void* out, i64 at, float (&x)[4], int token, int ch) const {
+        for (int k = 0; k < 4; ++k) {
+            int place = S::SCALE == SCALE_CHANNEL ? ch + k : ch / S::GROUP * PAGE + token;
+            if (S::SCALE == SCALE_STATIC) x[k] = x[k] * scale[ch + k] + (S::HAS_BIAS ? bias[ch + k] : 0.f);
+            else {
+                x[k] *= load_value<S::TYPE>(page + S::SCALE_OFFSET, place);
+                if (S::HAS_BIAS) x[k] += load_value<S::TYPE>(page + S::BIAS_OFFSET, place);
+            }
+            if (S::HAS_MEAN) x[k] += load_value<S::TYPE>(page + S::MEAN_OFFSET, ch + k);
+        }
+        store4(out, at, x);
+    }
+};
+
+template <class S>
+DEVICE void unpack(const Args& a, int side, const unsigned char* page, int head, int2 rows) {
+    const i64 stride = i64(a.num_heads) * D, base = i64(rows.x) * stride + head * D;
+    Reader<S> reader = {page, a.scale[side] + head * D, a.bias[side] + head * D};
+    constexpr int CHUNKS = D / 4;
+    if (S::FLOAT == RAW) {
+        for (int i = threadIdx.x; i < rows.y * CHUNKS; i += THREADS) {
+            uint2 w = *reinterpret_cast<const uint2*>(page + S::OFFSET0 + i64(i) * 8);
+            *reinterpret_cast<uint2*>(static_cast<u16*>(a.out[side]) + base + i / CHUNKS * stride + i % CHUNKS * 4) = w;
+        }
+    } else if (S::VALUES) {
+        for (int i = threadIdx.x; i < (rows.y + 7) / 8 * 2 * CHUNKS; i += THREADS) {
+            int quad = i / CHUNKS, ch = i % CHUNKS * 4;
+            u32 word[4];
+            value_codes<S::BITS0>(word, page + S::OFFSET0, quad, ch);
+            if (S::BITS1) {
+                u32 low[4];
+                value_codes<S::BITS1 ? S::BITS1 : 8>(low, page + S::OFFSET1, quad, ch);
+                for (int k = 0; k < 4; ++k) word[k] = word[k] << S::BITS1 | low[k];
+            }
+            for (int u = 0; u < 4; ++u) {
+                int token = quad / 2 * 8 + (0x76325410u >> (quad % 2 * 4 + u) * 4 & 7);  // slots hold tokens 0 1 4 5 2 3 6 7
+                if (token >= rows.y) continue;
+                float x[4];
+                for (int k = 0; k < 4; ++k) x[k] = number<S>(word[k] >> 8 * u & 255);
+                reader.finish(a.out[side], base + token * stride + ch, x, token, ch);
+            }
+        }
+    } else {
+        for (int i = threadIdx.x; i < rows.y * CHUNKS; i += THREADS) {
+            int token = i / CHUNKS, ch = i % CHUNKS * 4;
+            u32 word = key_codes<S::BITS0>(page + S::OFFSET0, token, ch);
+            if (S::BITS1) word = word << S::BITS1 | key_codes<S::BITS1 ? S::BITS1 : 8>(page + S::OFFSET1, token, ch);
+            float x[4];
+            for (int k = 0; k < 4; ++k) x[k] = number<S>(word >> 8 * k & 255);
+            reader.finish(a.out[side], base + token * stride + ch, x, token, ch);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) dequantize_pages(const __grid_constant__ Args a) {
+    const int head = blockIdx.y;
+    const auto* page = reinterpret_cast<const unsigned char*>(a.page_address[blockIdx.x] + a.layer_offset + i64(head) * a.head_bytes);
+    const int2 rows = a.rows[blockIdx.x];
+    unpack<Side<K_SIDE, false>>(a, 0, page, head, rows);
+    unpack<Side<V_SIDE, true>>(a, 1, page, head, rows);
+}
