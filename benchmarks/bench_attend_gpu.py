@@ -31,6 +31,7 @@ SMALL_BATCHES, SMALL_TOKENS = (1, 4, 16, 64), (256, 512, 1024, 2048, 4096, 8192,
 PREFILL = ((1, 32, 32, 32768), (1, 32, 64, 32768), (1, 32, 128, 32768), (1, 32, 512, 32768), (1, 32, 2048, 32768), (4, 32, 512, 8192))  # sequences, query heads, chunk, history
 ROTATE_BYTES = 400 << 20
 ERROR_LIMIT = 5e-3
+CHUNK_ERROR_LIMIT = 1e-2  # keys and values are rounded to bf16 once more, as 16-bit attention has them
 
 
 def _schemes() -> dict[str, tuple[QuantSpec, QuantSpec]]:
@@ -117,7 +118,7 @@ def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tok
         plan = backend.plan(call, q_heads, q.dtype, q.device, num_queries=queries, layer_strides=(layout.page_size_bytes,), history_only=True)
         out, _ = plan.run(q, positions)
         error = float((out[:, -16:].double() - want).norm() / want.norm())
-        if not error < ERROR_LIMIT:
+        if not error < (ERROR_LIMIT if queries == 1 else CHUNK_ERROR_LIMIT):
             raise SystemExit(f"{name}{key.format}/{value.format} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
         launches = [lambda layer=layer, plan=plan: plan.run(q, layer=layer) for layer in range(layers)]
         repeats = (2 if queries > 1 else 10) if name else 30

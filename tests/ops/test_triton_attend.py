@@ -54,7 +54,8 @@ def test_agrees_with_float64(index):
     out, lse = triton.attend(q, call, positions)
     want, want_lse = reference.attend(q, call, positions, torch.float64)
     assert relative_error(out, want) < 4e-3  # the result leaves in 16 bits
-    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=1e-4, atol=1e-4)
+    limit = 1e-4 if INTERPRETED else 2e-3  # products on a GPU keep 10 bits of mantissa (tf32): 2**-11 of a score of a few units
+    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=limit, atol=limit)
 
 
 @needs_triton

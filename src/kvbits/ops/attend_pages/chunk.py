@@ -38,37 +38,32 @@ def refuses(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_querie
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_lengths: torch.Tensor, k_lengths: torch.Tensor, longest: tuple[int, int], scaling: float,
-    causal: bool = False, window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """torch's FlashAttention over sequences laid end to end.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool = False, window: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's FlashAttention, float16 or bfloat16 on a GPU. Where queries are few it splits the keys.
 
     Args:
-        q: [queries, Hq, D]; k, v: [keys, H, D], float16 or bfloat16 on a GPU.
-        q_lengths, k_lengths: int32 [B + 1] on the device, where each sequence starts; `longest`: the longest of each.
-        causal: the last query of a sequence sees its last key, the one before one less.
+        q: [B, T, Hq, D]; k, v: [B, S, H, D].
+        causal: the last query sees the last key, the one before one less.
         window: how many newest keys a query sees, with `causal`.
 
     Returns:
-        out [queries, Hq, D] and lse float32 [queries, Hq].
+        out [B, T, Hq, D] and lse float32 [B, T, Hq].
     """
+    left, right = (None, None) if window is None else (window - 1, 0)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, q_lengths, k_lengths, *longest, 0.0, causal, False, scale=scaling, window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
-    )  # fmt: skip
-    return out, lse.transpose(0, 1)
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scaling, window_size_left=left, window_size_right=right
+    )
+    return out, lse.transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """Sequences `first` .. `last` - 1 (those with history), or a slice of one."""
+    """Sequences `first` .. `last` - 1 (those with history), or a slice of one; `starts`: first row of each, and past the last."""
 
     first: int
     last: int
-    rows: int
-    longest: int
-    q_starts: torch.Tensor
-    k_starts: torch.Tensor
+    starts: list[int]
     unpackers: list[Unpacker]
 
 
@@ -91,33 +86,35 @@ class ChunkPlan:
         self.q_positions = torch.from_numpy(last_positions(call, batch, num_queries)).to(device)
         strides = layer_strides or (0,) * len(call.parts)
         self._passes = [self._pass(found, strides) for found in passes(call, MAX_ROWS)]
-        rows = max((p.rows for p in self._passes), default=0)
+        rows = max((p.starts[-1] for p in self._passes), default=0)
         self._keys, self._values = (torch.empty(rows, layout.num_kv_heads, layout.head_dim, dtype=q_dtype, device=device) for _ in "kv")
 
     def run(self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, T, Hq, D] in q's dtype, or float32 where slices were merged; lse float32 [B, T, Hq])."""
+        """(out [B, T, Hq, D] in q's dtype, lse float32 [B, T, Hq])."""
         if tuple(q.shape) != self.shape or q.dtype != self.dtype or q.device != self.device:
             raise DataError(f"q is {tuple(q.shape)} {q.dtype} on {q.device}; the plan is for {self.shape} {self.dtype} on {self.device}")
         if layer and any(p.store.static for p in self.call.parts):
             raise DataError("a plan holds the calibrated scales of one layer; make a plan for each layer of a static scheme")
         if q_positions is not None:
             self.q_positions.copy_(q_positions)
-        t = self.shape[1]
         found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for p in self._passes:
             for unpacker in p.unpackers:
                 unpacker.run(self._keys, self._values, layer)
-            mine = q[p.first : p.last].flatten(0, 1)
-            out, lse = flash_attention(mine, self._keys[: p.rows], self._values[: p.rows], p.q_starts, p.k_starts, (t, p.longest), self.call.scaling)
-            for i, (o, m) in enumerate(zip(out.unflatten(0, (-1, t)), lse.unflatten(0, (-1, t)), strict=True)):
-                found.setdefault(p.first + i, []).append((o, m))
-        outs, lses = zip(*(self._merged(found.get(b, [])) for b in range(self.shape[0])), strict=True)
-        seen = (self.q_positions >= 0)[..., None]
-        return torch.stack(outs).masked_fill(~seen[..., None], 0), torch.stack(lses).masked_fill(~seen, -torch.inf)
+            lengths = np.diff(p.starts)
+            step = len(lengths) if (lengths == lengths[0]).all() else 1  # one call for sequences of one length
+            for b in range(0, len(lengths), step):
+                k, v = (x[p.starts[b] : p.starts[b + step]].unflatten(0, (step, -1)) for x in (self._keys, self._values))
+                outs, lses = flash_attention(q[p.first + b : p.first + b + step], k, v, self.call.scaling)
+                for i in range(step):
+                    found.setdefault(p.first + b + i, []).append((outs[i], lses[i]))
+        out, lse = (torch.stack(x) for x in zip(*(self._merged(found.get(b, [])) for b in range(self.shape[0])), strict=True))
+        hidden = (self.q_positions < 0)[..., None]
+        return out.masked_fill_(hidden[..., None], 0), lse.masked_fill_(hidden, -torch.inf)
 
     def explain(self) -> str:
         """How the history is read, in a line."""
-        rows, dtype = max((p.rows for p in self._passes), default=0), str(self.dtype)[6:]
+        rows, dtype = max((p.starts[-1] for p in self._passes), default=0), str(self.dtype)[6:]
         return f"attend_pages by cuda: {len(self._passes)} x up to {rows} tokens unpacked to {dtype}, then FlashAttention of {self.shape[1]} queries"
 
     def _merged(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,9 +133,7 @@ class ChunkPlan:
             p = self.call.parts[part]
             addresses = torch.from_numpy(p.store.addresses()[p.table.page_ids[ids]]).to(self.device)
             unpackers.append(Unpacker(p.store, self.dtype, addresses, torch.from_numpy(rows).to(self.device), strides[part]))
-        q_starts = torch.arange(last - first + 1, dtype=torch.int32, device=self.device) * self.shape[1]
-        k_starts = torch.from_numpy(starts.astype(np.int32)).to(self.device)
-        return _Pass(first, last, int(starts[-1]), int(np.diff(starts).max()), q_starts, k_starts, unpackers)
+        return _Pass(first, last, starts.tolist(), unpackers)
 
 
 def passes(call: AttendCall, max_rows: int) -> list[tuple[int, int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]]]:

@@ -129,21 +129,20 @@ def attend_fresh(
 def _fresh_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend_fresh` by FlashAttention: the tokens that are no padding laid end to end, so that no mask of T x T is needed."""
+    """`attend_fresh` by FlashAttention: no mask of T x T is made. Padding is cut out of its sequence."""
     from .chunk import flash_attention
 
     real = (positions >= 0).cpu()
-    counts = real.sum(1)
-    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(q.device, torch.int32)
-    rows = real.flatten().nonzero().squeeze(1).to(q.device)
-    shape, lse = q.shape, q.new_full((q.shape[0] * q.shape[1], q.shape[2]), -torch.inf, dtype=torch.float32)
-    out = torch.zeros(lse.shape + shape[3:], dtype=torch.float32, device=q.device)
-    if len(rows):
-        longest = int(counts.max())
-        q, k, v = (x.flatten(0, 1)[rows] for x in (q, k, v))
-        o, m = flash_attention(q, k, v, starts, starts, (longest, longest), scaling, causal=True, window=sliding_window)
-        out[rows], lse[rows] = o.float(), m
-    return out.view(shape), lse.view(shape[:3])
+    if bool(real.all()):
+        out, lse = flash_attention(q, k, v, scaling, causal=True, window=sliding_window)
+        return out.float(), lse
+    out, lse = torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+    for b in range(len(q)):
+        rows = real[b].nonzero().squeeze(1).to(q.device)
+        if len(rows):
+            o, m = flash_attention(q[b : b + 1, rows], k[b : b + 1, rows], v[b : b + 1, rows], scaling, causal=True, window=sliding_window)
+            out[b, rows], lse[b, rows] = o[0].float(), m[0]
+    return out, lse
 
 
 def _visible(positions: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
