@@ -103,7 +103,7 @@ def test_dequantize_kernels_compile_without_spills(key, value, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrix_kernels_compile_without_spills(dtype, columns):
     binary = cuda_compile.compile_source(FOLDER / "matrix", "matrix.cu", matrix_cuda.defines(dtype, columns), "sm_90")
-    names = [f"{what}_{k}" for what in ("quantize", "dequantize") for k in matrix_cuda.KERNELS if k != "fast"]
+    names = [f"{what}_{k}" for what in ("quantize", "dequantize") for k in matrix_cuda.PRINTED]
     for name in (*names, "quantize", "dequantize", "column_maxima", "scales_of_maxima", "scales_warp"):
         assert binary.resources(name).spill_bytes == 0
 

@@ -7,10 +7,10 @@ run, so that help, `schemes` and `plan --layers ...` load neither torch nor tran
 
 from __future__ import annotations
 
-from . import calibrate, demo, plan, schemes
+from . import bench, calibrate, demo, plan, schemes
 from .common import app
 
-__all__ = ["app", "calibrate", "demo", "main", "plan", "schemes"]
+__all__ = ["app", "bench", "calibrate", "demo", "main", "plan", "schemes"]
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 220
 """Columns where standard output is no terminal: tables are not cut."""
 
-_OPTIONAL = {"transformers", "gguf", "accelerate", "tokenizers"}
+_OPTIONAL = {"transformers": "hf", "gguf": "hf", "accelerate": "hf", "tokenizers": "hf", "matplotlib": "plot"}
 
 
 class _Group(TyperGroup):
@@ -32,9 +32,10 @@ class _Group(TyperGroup):
         except KvbitsError as e:
             message = str(e)
         except ModuleNotFoundError as e:
-            if (e.name or "").split(".")[0] not in _OPTIONAL:
+            package = (e.name or "").split(".")[0]
+            if package not in _OPTIONAL:
                 raise
-            message = f"this needs {e.name}, which is not installed; run `pip install 'kvbits[hf]'`"
+            message = f"this needs {e.name}, which is not installed; run `pip install 'kvbits[{_OPTIONAL[package]}]'`"
         typer.echo(f"error: {' '.join(message.split())}", err=True)
         raise typer.Exit(2)
 

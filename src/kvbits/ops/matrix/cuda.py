@@ -1,7 +1,8 @@
 """Matrix quantization on NVIDIA GPUs: the paper's four variants, and the production kernels to beat them with.
 
-`kernel` is "naive", "tiled", "coarsened" or "vectorized" (the paper's listings, dividing by the scale) or "fast" (persistent, 16-byte loads, multiplying
-by 1 / scale like the reference). Scales: "fast" takes all columns' maxima in one streaming pass, "warp" gives a warp to each column.
+`kernel` is "naive", "tiled", "coarsened" or "vectorized" (the paper's listings, dividing by the scale), "fast" (16-byte loads, several rows of a thread in
+flight, multiplying by 1 / scale like the reference) or "persistent" (the same code, one wave of blocks that stay). Scales: "fast" takes all columns' maxima
+in one streaming pass, "warp" gives a warp to each column.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from ..cuda import compile as cuda_compile
 from ..cuda import driver
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-KERNELS = ("fast", "naive", "tiled", "coarsened", "vectorized")
+PRINTED = ("naive", "tiled", "coarsened", "vectorized")
+KERNELS = (*PRINTED, "persistent", "fast")
 SCALE_KERNELS = ("fast", "warp")
 TILE_X, TILE_Y = 32, 8
 BLOCKS_PER_PROCESSOR = 16
+RESIDENT_BLOCKS = 8  # blocks of 256 threads that a multiprocessor of 2048 holds at once
 COARSE_ROWS = 1024
 ROWS_PER_THREAD = 8
 MOST_GRID_Y = 65_535
@@ -54,7 +57,7 @@ def _load(name: str, dtype: torch.dtype, vectors: bool, device_index: int) -> tu
         return driver.Kernel(binary, name), macros["VECTOR"]
 
 
-def _launch(name: str, dtype: torch.dtype, args: _Args, device: torch.device) -> None:
+def _launch(name: str, dtype: torch.dtype, args: _Args, device: torch.device, *, persistent: bool = False) -> None:
     rows, columns = args.rows, args.columns
     vectors = columns % (16 // dtype.itemsize) == 0
     kernel, vector = _load(name, dtype, vectors, device.index)
@@ -75,6 +78,8 @@ def _launch(name: str, dtype: torch.dtype, args: _Args, device: torch.device) ->
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         whole = -(-rows // (ROWS_PER_THREAD * max(1, 256 // across)))  # every thread one round of rows
         most = whole if name == "dequantize" else -(-processors * BLOCKS_PER_PROCESSOR // wide)  # writing gains nothing from staying
+        if persistent:
+            most = max(1, processors * RESIDENT_BLOCKS // wide)
         grid = (wide, max(1, min(MOST_GRID_Y, most, whole)))
     kernel.launch(grid, block, args, torch.cuda.current_stream(device).cuda_stream)
 
@@ -104,7 +109,7 @@ def quantize(x: torch.Tensor, scales: torch.Tensor, *, kernel: str = "fast", out
     out = torch.empty(x.shape, dtype=torch.int8, device=x.device) if out is None else out
     _check("out", out, (torch.int8,), tuple(x.shape))
     args = _Args(x=x.data_ptr(), q=out.data_ptr(), scales=scales.data_ptr(), rows=x.shape[0], columns=x.shape[1])
-    _launch(_name("quantize", kernel), x.dtype, args, x.device)
+    _launch(_name("quantize", kernel), x.dtype, args, x.device, persistent=kernel == "persistent")
     return out
 
 
@@ -117,7 +122,7 @@ def dequantize(
     out = torch.empty(q.shape, dtype=dtype, device=q.device) if out is None else out
     _check("out", out, tuple(TYPES), tuple(q.shape))
     args = _Args(q=q.data_ptr(), y=out.data_ptr(), scales=scales.data_ptr(), rows=q.shape[0], columns=q.shape[1])
-    _launch(_name("dequantize", kernel), out.dtype, args, q.device)
+    _launch(_name("dequantize", kernel), out.dtype, args, q.device, persistent=kernel == "persistent")
     return out
 
 
@@ -138,4 +143,4 @@ def quantize_with_scales(x: torch.Tensor, *, out: torch.Tensor | None = None, sc
 def _name(what: str, kernel: str) -> str:
     if kernel not in KERNELS:
         raise SpecError(f"unknown kernel {kernel!r}; known: {', '.join(KERNELS)}")
-    return what if kernel == "fast" else f"{what}_{kernel}"
+    return what if kernel in ("fast", "persistent") else f"{what}_{kernel}"

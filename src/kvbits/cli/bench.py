@@ -1,0 +1,88 @@
+"""`kvbits bench paper`: the INT8 paper's study on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import SpecError
+from .common import Json, Threads, app, new_table, print_json, set_threads, show
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+bench = typer.Typer(no_args_is_help=True, help="Measurements of this machine.")
+app.add_typer(bench, name="bench")
+STAGES = {"quantize": "quantize", "dequantize": "dequantize", "with_scales": "scales + quantize", "scales": "scales"}
+
+
+@bench.command()
+def paper(
+    cases: Annotated[str, typer.Option(help="Cases, comma-separated, or all: the paper's eight and one with D not divisible by 4.")] = "all",
+    cpu_rows: Annotated[int, typer.Option(help="Rows the CPU code is timed on; its times are scaled to the case.")] = 4096,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+    figures: Annotated[Path | None, typer.Option(help="Folder for the paper's figures 1 to 5 (needs matplotlib).", show_default=False)] = None,
+    data: Annotated[Path | None, typer.Option("--from", help="A file that --out wrote: show and draw it, measure nothing.", show_default=False)] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Quantize matrices as in the INT8 paper: its CPU code, its four CUDA kernels, ours; time, bandwidth, speed-up, errors.
+
+    Without an NVIDIA GPU the CPU part is measured alone.
+    """
+    result = _load(data) if data else _measure(cases, cpu_rows, threads)
+    if out and not data:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    notes = [] if result["device"] else [f"No GPU kernels were measured: {result['gpu_missing']}."]
+    if figures:
+        from ..evaluate.paper_figures import draw
+
+        paths, left_out = draw(result, figures)
+        notes += [f"wrote {p}" for p in paths] + left_out
+    if as_json:
+        print_json(result)
+        return
+    show(_errors(result), *(_times(result, e["case"]) for e in result["errors"]), *notes)
+
+
+def _measure(cases: str, cpu_rows: int, threads: int | None) -> dict[str, Any]:
+    from ..evaluate import paper as study
+
+    set_threads(threads)
+    names = list(study.CASES) if cases == "all" else [c.strip() for c in cases.split(",") if c.strip()]
+    result = study.run(names, cpu_rows=cpu_rows, progress=lambda text: typer.echo(text, err=True))
+    return {"command": " ".join(["kvbits", *sys.argv[1:]])} | result
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise SpecError(f"--from {path}: {e}") from e
+    if not isinstance(result, dict) or not {"device", "gpu_missing", "cpu", "errors", "rows"} <= set(result):
+        raise SpecError(f"--from {path} is no result of `kvbits bench paper --out`")
+    return result
+
+
+def _errors(result: dict[str, Any]) -> Table:
+    table = new_table("Errors of the round trip (bound: 1 / 254 = 0.00394)", "case", "T", "D", "rows checked", "largest", "L2", "attention score, mean")
+    for e in result["errors"]:
+        sizes = (f"{e[name]:,}" for name in ("rows", "columns", "error_rows"))
+        table.add_row(e["case"], *sizes, f"{e['max_error']:.5f}", f"{e['l2_error']:.3f}", f"{e['attention_error']:.4f}")
+    return table
+
+
+def _times(result: dict[str, Any], case: str) -> Table:
+    title = f"{case} on {result['device'] or result['cpu']}"
+    table = new_table(title, "stage", "kernel", "dtype", "ms", "GB/s", "of copy", "vs scalar CPU", "vs row order", "vs our CPU kernel", left=3)
+    for stage, label in STAGES.items():
+        for r in (r for r in result["rows"] if r["case"] == case and r["stage"] == stage):
+            speedups = [f"{r[f'speedup_vs_cpu_{k}']:,.2f}x" for k in ("column_outer", "row_order", "fast")]
+            share = "" if r["share_of_copy"] is None else f"{r['share_of_copy']:.2f}"
+            table.add_row(label, r["kernel"], r["dtype"], f"{r['time_us'] / 1e3:,.3f}", f"{r['gbytes_per_s']:,.1f}", share, *speedups)
+    return table
