@@ -17,7 +17,7 @@ class Pair:
 
     def __init__(self, cache: PagedCache, *, group: int = 2, softcap: float | None = None, attend: bool = True) -> None:
         self.cache = cache
-        self.model = DenseCache(cache.spec, cache.static)
+        self.model = DenseCache(cache.spec, cache.static, fixed=cache._capacity[0] is not None)
         self.group, self.softcap, self.attend = group, softcap, attend
         self.dtype = getattr(torch, cache.spec.raw_dtype)
 
@@ -77,10 +77,14 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
             assert torch.equal(k, want_k[length - held :])
             assert torch.equal(v, want_v[length - held :])
             state = cache.groups[g].sequences[row]
-            store = cache._store(cache._where[layer][0], "closed")
+            place = cache._where[layer][0]
             pages = model.rows[row][layer].closed
-            for page_id, page in zip(reversed(state.closed), reversed(pages), strict=False):
-                assert torch.equal(store.page(page_id), page.head_bytes), "the bytes of a closed page changed"
+            for i, page in enumerate(reversed(pages[len(pages) - len(state.closed) :]), 1):
+                assert torch.equal(cache._store(place, "closed").page(state.closed[-i]), page.pages[0]), "the bytes of a closed page changed"
+                planes = [(f"low{tier}", x[-i]) for tier, x in enumerate(state.low)][::-1]
+                assert [x is not None for _, x in planes] == [n < page.planes for n in range(len(planes))], "a page is not in its zone"
+                for (pool, page_id), stored in zip(planes, page.pages[1:], strict=True):
+                    assert page_id is None or torch.equal(cache._low_store(place, pool).page(page_id), stored), "the bytes of a low plane changed"
 
 
 def check_books(cache: PagedCache) -> None:

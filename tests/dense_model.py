@@ -1,67 +1,110 @@
 """What a paged cache must hold, kept densely: the judge of the cache tests.
 
-A sequence of a layer is sink tokens (raw), closed pages (quantized once, from the raw tokens they closed over) and tail tokens (raw). Nothing here
-knows pages, ids or windows; every token stays.
+A sequence of a layer is sink tokens (raw), closed pages (quantized once, from the raw tokens they closed over, with low planes while they are young) and tail
+tokens (raw). Nothing here knows page ids or windows; every token stays.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvbits.ops.close_pages.reference import close_pages
+from kvbits.ops.close_pages.reference import close_nested
 from kvbits.ops.dequantize_pages.reference import dequantize_pages
 from kvbits.spec import CacheSpec, LayerGroup
 
 
 @dataclass(frozen=True)
 class ClosedPage:
-    k: torch.Tensor  # [visible, H, D] float64
-    v: torch.Tensor
-    head_bytes: torch.Tensor  # uint8 [H, head_bytes]: must never change
+    k: tuple[torch.Tensor, ...]  # [visible, H, D] float64, as 0, 1, .. low planes give it
+    v: tuple[torch.Tensor, ...]
+    pages: tuple[torch.Tensor, ...]  # uint8 [H, head_bytes] of the page and of its low planes: must never change
+    planes: int  # low planes it has left
+
+    def shown(self, n: int) -> ClosedPage:
+        return replace(self, k=tuple(x[:n] for x in self.k), v=tuple(x[:n] for x in self.v))
+
+    @property
+    def length(self) -> int:
+        return len(self.k[0])
 
 
 @dataclass
 class DenseSequence:
     """One sequence in one layer."""
 
+    owner: DenseCache
     group: LayerGroup
     static: dict[str, torch.Tensor]
+    boundaries: list[int]  # newest closed pages that keep the plane of each tier
+    residual_length: int
     sink: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     closed: list[ClosedPage] = field(default_factory=list)
     tail: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    speculated: int = 0
+    closed_since: int = 0
 
     @property
     def length(self) -> int:
-        return len(self.sink) + sum(len(c.k) for c in self.closed) + len(self.tail)
+        return len(self.sink) + sum(c.length for c in self.closed) + len(self.tail)
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """k, v: [n, H, D] of the model's dtype."""
-        g = self.group
+        g, owner = self.group, self.owner
         tokens = list(zip(k, v, strict=True))
         sinks = max(0, g.num_sink_tokens - self.length)
         self.sink += tokens[:sinks]
         self.tail += tokens[sinks:]
-        while not g.is_raw and len(self.tail) > g.residual_length + g.page_size:
+        self.speculated += len(tokens) if owner.speculating else 0
+        waits = self.residual_length + g.page_size + (min(self.speculated, g.page_size) if owner.speculating and not owner.fixed else 0)
+        fresh = 0
+        while not g.is_raw and len(self.tail) > waits:
             page, self.tail = self.tail[: g.page_size], self.tail[g.page_size :]
-            raw_k, raw_v = (torch.stack(x).transpose(0, 1)[None] for x in zip(*page, strict=True))
-            layout = g.layouts["closed"]
-            stored, _ = close_pages(raw_k, raw_v, layout, self.static)
-            k64, v64 = dequantize_pages(stored, layout, self.static, torch.float64)
-            self.closed.append(ClosedPage(k64[0].transpose(0, 1), v64[0].transpose(0, 1), stored[0]))
+            self.closed.append(self.close(page))
+            fresh += 1
+        if fresh:
+            self.closed_since += fresh if owner.speculating else 0
+            self.demote(min(self.closed_since, 1 if owner.fixed else 16))
+
+    def close(self, page: list[tuple[torch.Tensor, torch.Tensor]]) -> ClosedPage:
+        g = self.group
+        raw_k, raw_v = (torch.stack(x).transpose(0, 1)[None] for x in zip(*page, strict=True))
+        layouts = list(g.low_layouts.values())[::-1]
+        stored, _ = close_nested(raw_k, raw_v, g.layouts["closed"], self.static, layouts)
+        sides = []
+        for planes in range(len(layouts) + 1):
+            low = list(zip(stored[1:], layouts, strict=True))[:planes]
+            sides.append([x[0].transpose(0, 1) for x in dequantize_pages(stored[0], g.layouts["closed"], self.static, torch.float64, low)])
+        return ClosedPage(tuple(s[0] for s in sides), tuple(s[1] for s in sides), tuple(x[0] for x in stored), len(layouts))
+
+    def demote(self, more: int) -> None:
+        """Page number n from the newest keeps the planes of the tiers that reach so far."""
+        for i, page in enumerate(self.closed):
+            rank = len(self.closed) - 1 - i
+            reached = sum(rank < n + (more if n else 0) for n in self.boundaries)
+            if reached < page.planes:
+                self.closed[i] = replace(page, planes=reached)
 
     def crop(self, length: int) -> None:
+        """Also ends a speculation."""
         while self.length > length:
             surplus = self.length - length
             if self.tail:
                 del self.tail[-min(surplus, len(self.tail)) :]
             elif self.closed:
                 last = self.closed.pop()
-                if surplus < len(last.k):
-                    self.closed.append(ClosedPage(last.k[: len(last.k) - surplus], last.v[: len(last.v) - surplus], last.head_bytes))
+                if surplus < last.length:
+                    self.closed.append(last.shown(last.length - surplus))
             else:
                 del self.sink[-surplus:]
+        if not length:
+            self.boundaries, self.residual_length = list(self.group.boundaries), self.group.residual_length
+        self.settle()
+
+    def settle(self) -> None:
+        self.speculated = self.closed_since = 0
+        self.demote(0)
 
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [length, H, D] float64, as attention must see them."""
@@ -70,26 +113,29 @@ class DenseSequence:
         for i in (0, 1):
             parts = [torch.zeros(0, geometry.num_kv_heads, geometry.head_dim, dtype=torch.float64)]
             parts += [t[i].double()[None] for t in self.sink]
-            parts += [(c.k, c.v)[i] for c in self.closed]
+            parts += [(c.k, c.v)[i][c.planes] for c in self.closed]
             parts += [t[i].double()[None] for t in self.tail]
             sides.append(torch.cat(parts))
         return sides[0], sides[1]
 
     def clone(self) -> DenseSequence:
-        return DenseSequence(self.group, self.static, self.sink[:], self.closed[:], self.tail[:])
+        return replace(self, boundaries=self.boundaries[:], sink=self.sink[:], closed=self.closed[:], tail=self.tail[:])
 
 
 class DenseCache:
     """All sequences of all layers."""
 
-    def __init__(self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None = None) -> None:
+    def __init__(self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None = None, *, fixed: bool = False) -> None:
         self.spec = spec
         self.static = static or [{} for _ in spec.layers]
+        self.fixed = fixed
+        self.speculating = False
         self.group_of = {layer: g for g in spec.groups for layer in g.layers}
         self.rows: list[list[DenseSequence]] = []  # [row][layer]
 
     def new_row(self) -> list[DenseSequence]:
-        return [DenseSequence(self.group_of[i], self.static[i]) for i in range(len(self.spec.layers))]
+        groups = [self.group_of[i] for i in range(len(self.spec.layers))]
+        return [DenseSequence(self, g, static, list(g.boundaries), g.residual_length) for g, static in zip(groups, self.static, strict=True)]
 
     @property
     def seq_lens(self) -> list[int]:
@@ -101,10 +147,21 @@ class DenseCache:
     def select(self, rows: list[int]) -> None:
         self.rows = [self.clone_row(r) for r in rows]
 
+    def keep_past(self) -> None:
+        self.speculating = True
+
     def crop(self, lengths: list[int]) -> None:
+        self.speculating = False
         for row, n in zip(self.rows, lengths, strict=True):
             for sequence in row:
                 sequence.crop(n)
+
+    def set_zones(self, row: int, tiers: list[int], residual_length: int) -> None:
+        for sequence in self.rows[row]:
+            sequence.residual_length = residual_length
+            if sequence.group.tiers:
+                sequence.boundaries = [sum(tiers[: i + 1]) // sequence.group.page_size for i in range(len(tiers))]
+            sequence.demote(0)
 
 
 def dense_attention(

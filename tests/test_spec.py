@@ -126,7 +126,7 @@ def test_json_of_another_class_is_refused_by_name():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"type": "QuantSpecs"}, "unknown spec type 'QuantSpecs'; known: PerTensor, PerToken, PerChannel, PerGroup, QuantSpec, Override, Scheme"),
+        ({"type": "QuantSpecs"}, "unknown spec type 'QuantSpecs'; known: PerTensor, PerToken, PerChannel, PerGroup, QuantSpec, Override, Tier, Scheme"),
         ({"bits": 4}, "QuantSpec has no field bits; known: center, format"),
         ({"format": "int5"}, "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, raw"),
     ],

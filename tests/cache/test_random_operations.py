@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, PoolFullError
-from kvbits.spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Scheme
+from kvbits.spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Scheme, Tier
 
 RAW = QuantSpec.raw()
 KEYS_AND_VALUES = [
@@ -25,6 +25,11 @@ KEYS_AND_VALUES = [
     (QuantSpec(format="int8", granularity=PerTensor(), static=True), QuantSpec(format="int4", granularity=PerGroup(8), static=True, symmetric=False)),
     (RAW, QuantSpec(format="int4", granularity=PerGroup(8))),
     (RAW, RAW),
+]
+TIERS = [
+    (Tier(num_tokens=64),),
+    (Tier(num_tokens=32, key_bits=2, value_bits=4), Tier(num_tokens=64, key_bits=4, value_bits=2)),
+    (Tier(num_tokens=0), Tier(num_tokens=96, value_bits=2)),
 ]
 MAX_TOKENS = 320
 MAX_ROWS = 4
@@ -50,17 +55,20 @@ class CacheMachine(RuleBasedStateMachine):
         sinks=st.sampled_from([0, 0, 4, 40]),
         residual=st.sampled_from([0, 0, 1, 31, 40, 64]),
         window=st.sampled_from([1, 7, 32, 33, 50, 100]),
+        tiers=st.sampled_from([(), *TIERS]),
         keep_raw=st.booleans(),
         fixed=st.booleans(),
         dtype=st.sampled_from(["float32", "float32", "bfloat16", "float16"]),
         softcap=st.sampled_from([None, 5.0]),
         seed=st.integers(0, 2**16),
     )
-    def build(self, pair, sinks, residual, window, keep_raw, fixed, dtype, softcap, seed):
+    def build(self, pair, sinks, residual, window, tiers, keep_raw, fixed, dtype, softcap, seed):
         torch.manual_seed(seed)
         overrides = (Override(layers=(-1,), key=RAW, value=RAW),) if keep_raw else ()
+        if any(s.number_format.kind != "int" for s in pair):
+            tiers = ()
         scheme = Scheme(
-            name="random", key=pair[0], value=pair[1], num_sink_tokens=sinks, residual_length=residual, page_size=32, overrides=overrides
+            name="random", key=pair[0], value=pair[1], num_sink_tokens=sinks, residual_length=residual, page_size=32, tiers=tiers, overrides=overrides
         )  # fmt: skip
         full = LayerGeometry(num_kv_heads=2, head_dim=16)
         sliding = LayerGeometry(num_kv_heads=1, head_dim=16, sliding_window=window)
@@ -143,6 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
         except CacheStateError as error:
             assert "sliding window" in str(error)
             assert "keep_past()" in str(error)
+            assert not self.model.speculating
             assert picture(self.cache) == before
             # refused only when the window really lost something that the shorter sequence sees
             assert any(n > 0 and s.released > g.group.first_visible(n) for g in self.cache.groups for s, n in zip(g.sequences, lengths, strict=True))
@@ -155,14 +164,28 @@ class CacheMachine(RuleBasedStateMachine):
     def speculate(self, kept, dropped):
         """Assisted decoding: keep the past, append, take some of it back."""
         self.cache.keep_past()
+        self.model.keep_past()
         self.fragmented = True
         lens = self.cache.seq_lens
         self.forward(kept + dropped)
-        if self.cache.seq_lens != lens:
-            self.cache.crop([n + kept for n in lens])
-            self.model.crop([n + kept for n in lens])
-        else:
-            self.cache.crop(lens)
+        wanted = [n + kept for n in lens] if self.cache.seq_lens != lens else lens
+        try:
+            self.cache.crop(wanted)
+        except CacheStateError as error:
+            assert "left its tier while they were speculative" in str(error)
+            assert self.fixed
+            wanted = self.cache.seq_lens
+            self.cache.crop(wanted)
+        self.model.crop(wanted)
+
+    @precondition(lambda self: self.cache.batch_size and self.cache.spec.scheme.tiers)
+    @rule(data=st.data(), pages=st.lists(st.integers(0, 4), min_size=2, max_size=2), residual=st.sampled_from([0, 5, 64]))
+    def other_zones(self, data, pages, residual):
+        row = self.rows(data)
+        tiers = [32 * n for n in pages[: len(self.cache.spec.scheme.tiers)]]
+        self.cache.set_zones(row, tiers, residual_length=residual)
+        self.model.set_zones(row, tiers, residual)
+        self.fragmented = True
 
     @precondition(lambda self: 0 < self.cache.batch_size < MAX_ROWS)
     @rule(data=st.data())

@@ -38,6 +38,7 @@ def busy_pair(spec=None, static=None, **capacity) -> Pair:
     pair.model.rows.append(pair.model.clone_row(0))
     pair.append(3, 1)
     pair.cache.keep_past()
+    pair.model.keep_past()
     pair.append(3, 30)
     lengths = [pair.cache.seq_lens[0], 90, 130]
     pair.cache.crop(lengths)

@@ -48,6 +48,7 @@ def test_everything_is_released_once_speculation_ends():
     pair = pair_of(40)
     pair.append(1, 64)
     pair.cache.keep_past()
+    pair.model.keep_past()
     for _ in range(8):
         pair.append(1, 50)
     held = pair.cache.groups[0].pools["closed"].allocator.num_used

@@ -11,6 +11,7 @@ so a chunk always sees its own tokens exactly and its history as stored.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from ..ops import dispatch
 from ..ops.attend_pages.reference import attend_fresh
 from ..ops.dequantize_pages.reference import dequantize_pages, section
 from ..ops.merge_partials.reference import add_sink_logit, merge_partials
-from ..ops.types import AttendCall, PageStore, Part
+from ..ops.types import AttendCall, LowStore, PageStore, Part
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec
 from . import serialize, swap
@@ -104,7 +105,7 @@ class PagedCache:
         self.groups: list[GroupState] = []
         for g, group in enumerate(spec.groups):
             wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
-            pools = {name: Pool(group, name, None if wanted is None else wanted[name], self.device) for name in group.POOLS}
+            pools = {name: Pool(group, name, None if wanted is None else wanted[name], self.device) for name in group.pools}
             self.groups.append(GroupState(group, pools))
             for i, (layer, heads) in enumerate(zip(group.layers, group.heads, strict=True)):
                 whole = len(heads) == spec.layers[layer].num_kv_heads
@@ -350,19 +351,27 @@ class PagedCache:
     def _store(self, place: _Place, pool: str) -> PageStore:
         return self.groups[place.group].pools[pool].store(place.index, self._static(place) if pool == "closed" else {})
 
+    def _low_store(self, place: _Place, pool: str) -> LowStore:
+        return self.groups[place.group].pools[pool].store(place.index, {})
+
+    def _low_stores(self, place: _Place, planes: int) -> tuple[LowStore, ...]:
+        """Stores of the planes that a page of zone `planes` has: those of the oldest tiers, the oldest first."""
+        names = self.groups[place.group].group.low_pools
+        return tuple(self._low_store(place, name) for name in names[len(names) - planes :][::-1])
+
     def _static(self, place: _Place) -> dict[str, torch.Tensor]:
         whole = self.static[place.layer]
         return whole if place.heads is None else {name: x[list(place.heads)] for name, x in whole.items()}
 
     def _call(self, place: _Place, scaling: float, softcap: float | None, f: _Forward) -> AttendCall:
         history = f.steps[place.group].history
-        parts = tuple(Part(self._store(place, pool), table) for pool, table in history.items())
+        parts = tuple(Part(self._store(place, pool), table, self._low_stores(place, planes)) for (pool, planes), table in history.items())
         return AttendCall(parts, scaling, self.spec.layers[place.layer].sliding_window, softcap)
 
     def _attend(self, place: _Place, q: torch.Tensor, call: AttendCall, f: _Forward) -> tuple[torch.Tensor, torch.Tensor]:
         if not call.parts:  # every token so far was padding
             return torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], tuple(p.store.layout for p in call.parts))
+        key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], tuple(p.layouts for p in call.parts))
         if key not in self._choices:
             self._choices[key] = dispatch.choose("attend_pages", q, call, backend=self.backend)
         choice = self._choices[key]
@@ -411,7 +420,7 @@ class PagedCache:
         runs: list[list[Close]] = []
         for c in closes:
             last = runs[-1][-1] if runs else None
-            joins = last is not None and not c.count and not last.count and c.row == last.row and c.fresh == last.fresh + size
+            joins = last is not None and not c.count and not last.count and c.row == last.row and c.fresh == last.fresh + size and len(c.low) == len(last.low)
             runs[-1].append(c) if joins else runs.append([c])
         for run in runs:
             c = run[0]
@@ -424,10 +433,12 @@ class PagedCache:
             if self.nonfinite == "refuse":
                 for name, x in zip(("keys", "values"), sides, strict=True):
                     require_finite(x, f"{name} of layer {place.layer}, page of tokens {c.start}.. of sequence {c.row}")
-            key = ("close_pages", store.layout, sides[0].dtype)
+            low = [(self._low_store(place, name), np.array([x.low[i][1] for x in run], np.int64)) for i, (name, _) in enumerate(c.low)]
+            key = ("close_pages", store.layout, tuple(s.layout for s, _ in low), sides[0].dtype)
             if key not in self._choices:
-                self._choices[key] = dispatch.choose("close_pages", sides[0], store, backend=self.backend if self.backend == "reference" else "auto")
-            saturated = self._choices[key].run(sides[0], sides[1], store, np.array([x.page_id for x in run], np.int64))
+                backend = self.backend if self.backend == "reference" else "auto"
+                self._choices[key] = dispatch.choose("close_pages", sides[0], store, [s for s, _ in low], backend=backend)
+            saturated = self._choices[key].run(sides[0], sides[1], store, np.array([x.page_id for x in run], np.int64), low)
             for kind, n in saturated.items():
                 self.saturated[place.layer][kind] += n
 
@@ -469,11 +480,40 @@ class PagedCache:
             g.keep_past = False
             for row, n in enumerate(wanted):
                 g.crop(row, n)
+            g.settle()
 
     def keep_past(self) -> None:
-        """Let sliding-window layers keep everything until the next `crop`, so that speculated tokens can be taken back."""
+        """Prepare for tokens that may be taken back, until the next `crop`.
+
+        Sliding-window layers keep everything, tiers keep the planes that newer tokens push out, and (in a cache without a fixed capacity) up to a page of
+        new tokens closes nothing: taking back that many leaves exactly what was there before.
+        """
         for g in self.groups:
-            g.keep_past = True
+            g.speculate()
+
+    def set_zones(self, row: int, tiers: Rows[int], *, residual_length: int | None = None) -> None:
+        """Give one sequence zones of its own sizes, from now on.
+
+        Args:
+            tiers: tokens of each tier of the scheme, youngest first, in whole pages. Smaller: planes go back to their pool at once. Larger: pages that
+                lost a plane do not get it back; newer ones keep theirs longer.
+            residual_length: newest tokens that stay raw; None leaves it.
+
+        Raises:
+            SpecError: sizes that cannot be, or another number of tiers than the scheme has.
+        """
+        self._finished("set_zones")
+        (row,) = self._rows([row])
+        scheme = self.spec.scheme
+        if len(tiers) != len(scheme.tiers):
+            raise SpecError(f"{len(tiers)} tier sizes for a scheme of {len(scheme.tiers)} tiers; pass one number of tokens for each")
+        wanted = dataclasses.replace(
+            scheme, tiers=tuple(dataclasses.replace(t, num_tokens=n) for t, n in zip(scheme.tiers, tiers, strict=True)),
+            residual_length=scheme.residual_length if residual_length is None else residual_length,
+        )  # fmt: skip
+        for g in self.groups:
+            sized = dataclasses.replace(g.group, tiers=wanted.tiers if g.group.tiers else ())
+            g.set_zones(row, list(sized.boundaries), g.sequences[row].residual_length if residual_length is None else residual_length)
 
     def select(self, rows: Rows[int]) -> None:
         """Sequence i becomes the old sequence rows[i]. Repeats share pages until one of them writes (fork, beam reorder, repeat);
@@ -512,7 +552,7 @@ class PagedCache:
             for row in range(len(g.sequences)):
                 g.free(row)
             g.sequences = []
-            g.keep_past = False
+            g.settle()
         self._forward = None
         self.saturated = [{"k": 0, "v": 0} for _ in self.spec.layers]
 
@@ -553,15 +593,17 @@ class PagedCache:
         g = self.groups[place.group].group.geometry
         empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
         keys, values = [empty], [empty]
-        tables = self.groups[place.group].tables()
-        for pool in ("sink", "closed", "tail"):
-            if pool not in tables:
-                continue
-            table, store = tables[pool], self._store(place, pool)
+        found = []
+        for (pool, planes), table in self.groups[place.group].tables().items():
+            store, low = self._store(place, pool), self._low_stores(place, planes)
             for e in range(table.indptr[row], table.indptr[row + 1]):
-                k, v = dequantize_pages(store.page(int(table.page_ids[e])), store.layout, store.static, dtype)
-                keys.append(k[:, : table.lengths[e]].transpose(0, 1))
-                values.append(v[:, : table.lengths[e]].transpose(0, 1))
+                fine = [(x.page(int(ids[e])), x.layout) for x, ids in zip(low, table.low, strict=True)]
+                k, v = dequantize_pages(store.page(int(table.page_ids[e])), store.layout, store.static, dtype, fine)
+                n = table.lengths[e]
+                found.append((int(table.starts[e]), k[:, :n].transpose(0, 1), v[:, :n].transpose(0, 1)))
+        found.sort(key=lambda x: x[0])
+        keys += [k for _, k, _ in found]
+        values += [v for _, _, v in found]
         return torch.cat(keys), torch.cat(values)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import PoolFullError
-from ..ops.types import PageStore
-from ..spec import LayerGroup
+from ..ops.types import LowStore, PageStore
+from ..spec import LayerGroup, LowLayout, PageLayout
 from .allocator import Allocator
 
 HUGE_PAGE = 2 << 20
@@ -43,14 +43,14 @@ class Pool:
 
     def __init__(self, group: LayerGroup, name: str, capacity: int | None, device: torch.device) -> None:
         self.name = name
-        self.layout = group.layouts[name]
+        self.layout: PageLayout | LowLayout = group.low_layouts[name] if name in group.low_layouts else group.layouts[name]
         self.num_layers = len(group.layers)
         self.block_bytes = group.block_bytes(name)
         self.fixed_capacity = capacity
         self.device = device
         self.allocator = Allocator()
         self.slabs: list[torch.Tensor] = []
-        self._stores: dict[int, PageStore] = {}
+        self._stores: dict[int, PageStore | LowStore] = {}
         if capacity:
             self._add(capacity)
 
@@ -85,10 +85,11 @@ class Pool:
             )
         self._add(max(missing, self.allocator.capacity // GROWTH))
 
-    def store(self, layer: int, static: dict[str, torch.Tensor]) -> PageStore:
-        """The pages of one layer (its index inside the group)."""
+    def store(self, layer: int, static: dict[str, torch.Tensor]) -> Any:
+        """The pages of one layer (its index inside the group): a PageStore, or a LowStore in a pool of low planes."""
         if layer not in self._stores:
-            self._stores[layer] = PageStore(self.layout, tuple(s[:, layer] for s in self.slabs), static)
+            slabs = tuple(s[:, layer] for s in self.slabs)
+            self._stores[layer] = LowStore(self.layout, slabs) if isinstance(self.layout, LowLayout) else PageStore(self.layout, slabs, static)
         return self._stores[layer]
 
     def block(self, page_id: int) -> torch.Tensor:

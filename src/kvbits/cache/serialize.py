@@ -13,6 +13,7 @@ tokens of sequences freed long ago. A file appears under its name only when it i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import tempfile
@@ -121,9 +122,12 @@ def _describe(cache: PagedCache, used: list[dict[str, list[int]]]) -> dict[str, 
     groups = []
     for g, ids in zip(cache.groups, used, strict=True):
         index = {name: {page_id: i for i, page_id in enumerate(ids[name])} for name in g.pools}
-        sequences = [
-            dataclasses.asdict(s) | {name: [index[name][i] for i in held] for name, held in s.pages().items()} for s in g.sequences
-        ]  # fmt: skip
+        sequences = []
+        for s in g.sequences:
+            s = s.clone()
+            for name, held in s.pages().items():
+                s.renumber(name, [index[name][i] for i in held])
+            sequences.append(dataclasses.asdict(s))
         groups.append({"keep_past": g.keep_past, "capacity": {name: p.fixed_capacity for name, p in g.pools.items()}, "sequences": sequences})
     return {
         "file_version": FILE_VERSION,
@@ -142,10 +146,10 @@ def _chunks(cache: PagedCache, used: list[dict[str, list[int]]]) -> Iterator[byt
             yield x.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
     for group, ids in zip(cache.groups, used, strict=True):
         for name, pool in group.pools.items():
-            shown = _shown(group, name)
+            shown = _shown(group, name) if name in ("sink", "tail") else {}
             for page_id in ids[name]:
                 block = pool.block(page_id)
-                if name != "closed" and shown[page_id] < pool.layout.page_size:
+                if name in ("sink", "tail") and shown[page_id] < pool.layout.page_size:
                     block = block.clone()
                     for side in ("k_raw", "v_raw"):
                         section(block, pool.layout, side)[..., shown[page_id] :, :] = 0
@@ -153,10 +157,10 @@ def _chunks(cache: PagedCache, used: list[dict[str, list[int]]]) -> Iterator[byt
 
 
 def _shown(group: GroupState, pool: str) -> dict[int, int]:
-    """Most tokens that any sequence shows of each page."""
+    """Most tokens that any sequence shows of each raw page."""
     shown: dict[int, int] = {}
     for s in group.sequences:
-        lengths = {"sink": [min(s.length, group.group.num_sink_tokens)], "closed": s.closed_lengths, "tail": s.tail_lengths}[pool]
+        lengths = [min(s.length, group.group.num_sink_tokens)] if pool == "sink" else s.tail_lengths
         for page_id, n in zip(s.pages()[pool], lengths, strict=False):
             shown[page_id] = max(n, shown.get(page_id, 0))
     return shown
@@ -196,7 +200,9 @@ def _fill(cache: PagedCache, about: dict[str, Any], file: Any) -> None:
             crc = zlib.crc32(file.get_tensor(f"static.{layer}.{name}").numpy().tobytes(), crc)
     for g, (group, saved) in enumerate(zip(cache.groups, about["groups"], strict=True)):
         group.keep_past = bool(saved["keep_past"])
-        group.sequences = [Sequence(**s) for s in saved["sequences"]]
+        group.resize(len(saved["sequences"]))
+        for row, s in enumerate(saved["sequences"]):
+            group.replace(row, Sequence(**s))
         for name, pool in group.pools.items():
             pages = file.get_slice(f"g{g}.{name}")
             num_pages = pages.get_shape()[0]
@@ -226,9 +232,15 @@ def _check(group: GroupState, num_pages: dict[str, int]) -> None:
     for row, s in enumerate(group.sequences):
         runs = {"closed": (s.closed, s.closed_lengths), "tail": (s.tail, s.tail_lengths)}
         sinks = min(s.length, g.num_sink_tokens) if s.sink else 0
-        numbers = [s.length, s.released, *s.sink, *(n for run in runs.values() for x in run for n in x)]
+        numbers = [s.length, s.released, s.dropped, s.speculated, s.closed_since, s.residual_length, *s.sink]
+        numbers += [*(n for run in runs.values() for x in run for n in x)]
+        numbers += [*s.boundaries, *s.lost, *(n for planes in s.low for n in planes if n is not None)]
         if not all(type(n) is int and n >= 0 for n in numbers) or len(s.sink) > 1:
             raise ValueError(f"page lists of sequence {row} hold something else than counts")
+        if not len(s.low) == len(s.boundaries) == len(s.lost) == len(g.tiers) or any(len(planes) != len(s.closed) for planes in s.low):
+            raise ValueError(f"low planes of sequence {row} do not fit its {len(s.closed)} closed pages and the scheme's {len(g.tiers)} tiers")
+        if any(young is not None and old is None for a, b in itertools.pairwise(s.low) for young, old in zip(a, b, strict=True)):
+            raise ValueError(f"a page of sequence {row} has a plane without the one that it refines")
         if any(i >= num_pages[name] for name, ids in s.pages().items() for i in ids):
             raise ValueError(f"sequence {row} names a page that is not in the file")
         if any(len(ids) != len(lengths) or any(not 0 < n <= g.page_size for n in lengths) for ids, lengths in runs.values()):

@@ -1,6 +1,7 @@
 """Which page holds which token: integers only, one `GroupState` per layer group.
 
-A sequence is three runs of pages, in token order: the sink page, closed pages, tail pages.
+A sequence is three runs of pages, in token order: the sink page, closed pages, tail pages. Closed pages of a young zone hold low planes beside them
+(`zones` says which).
 
     [ sinks | closed | closed | ... | tail | tail ]
       raw     quantized once          raw, newest tokens
@@ -13,7 +14,10 @@ closes, copies, writes, so a page freed by a step can be handed out again within
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,11 +26,22 @@ from ..ops.types import PageTable
 from ..spec import LayerGroup
 from .allocator import Allocator
 from .pool import Pool
+from .zones import Demotions, Planes, plan
 
 
 @dataclass
 class Sequence:
-    """Pages of one sequence in one group. `*_lengths` count visible tokens; `released` tokens left through a sliding window."""
+    """Pages of one sequence in one group. `*_lengths` count visible tokens; `released` tokens left through a sliding window.
+
+    Attributes:
+        low: per tier, parallel to `closed`: the page of the tier's low plane, or None.
+        boundaries: low planes that each tier may hold, in pages (see `zones`).
+        residual_length: newest tokens that stay raw.
+        dropped: closed pages that left in front (sliding windows).
+        speculated: tokens that came since `keep_past`.
+        closed_since: pages closed since `keep_past`.
+        lost: per tier, 1 + the number (counted from the first page that ever closed) of the newest page demoted since `keep_past`; 0 for none.
+    """
 
     length: int = 0
     released: int = 0
@@ -35,22 +50,48 @@ class Sequence:
     closed_lengths: list[int] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
     tail_lengths: list[int] = field(default_factory=list)
+    low: list[Planes] = field(default_factory=list)
+    boundaries: list[int] = field(default_factory=list)
+    residual_length: int = 0
+    dropped: int = 0
+    speculated: int = 0
+    closed_since: int = 0
+    lost: list[int] = field(default_factory=list)
 
     @property
     def tail_tokens(self) -> int:
         return sum(self.tail_lengths)
 
     def pages(self) -> dict[str, list[int]]:
-        return {"sink": self.sink, "closed": self.closed, "tail": self.tail}
+        """Ids held of each pool, in token order."""
+        low = {f"low{i}": [page for page in planes if page is not None] for i, planes in enumerate(self.low)}
+        return {"sink": self.sink, "closed": self.closed, "tail": self.tail} | low
+
+    def renumber(self, pool: str, ids: Iterable[int]) -> None:
+        """Put other ids in the place of those of `pages()[pool]`."""
+        new = iter(ids)
+        if pool.startswith("low"):
+            planes = self.low[int(pool[3:])]
+            planes[:] = [None if page is None else next(new) for page in planes]
+        else:
+            held = {"sink": self.sink, "closed": self.closed, "tail": self.tail}[pool]
+            held[:] = [next(new) for _ in held]
 
     def clone(self) -> Sequence:
-        lists = (self.sink, self.closed, self.closed_lengths, self.tail, self.tail_lengths)
-        return Sequence(self.length, self.released, *(x[:] for x in lists))
+        copies: dict[str, Any] = {f.name: x[:] for f in fields(self) if isinstance(x := getattr(self, f.name), list)}
+        return replace(self, **copies | {"low": [planes[:] for planes in self.low]})
+
+
+Zone = tuple[str, int]
+"""A pool, and how many low planes (of the oldest tiers) its pages have: pages that attention reads alike."""
 
 
 @dataclass(frozen=True)
 class Close:
-    """Quantize one page: `count` raw tokens of tail pages, then fresh tokens [fresh, fresh + page_size - count) of a batch row."""
+    """Quantize one page: `count` raw tokens of tail pages, then fresh tokens [fresh, fresh + page_size - count) of a batch row.
+
+    `low` are the pools and pages of its low planes, the coarsest first.
+    """
 
     row: int
     page_id: int
@@ -58,6 +99,7 @@ class Close:
     count: int
     fresh: int
     start: int  # position of the page's first token, for messages
+    low: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +121,21 @@ class Step:
     closes: list[Close] = field(default_factory=list)
     copies: list[tuple[str, int, int]] = field(default_factory=list)  # (pool, from id, to id)
     writes: list[Write] = field(default_factory=list)
-    history: dict[str, PageTable] = field(default_factory=dict)
+    history: dict[Zone, PageTable] = field(default_factory=dict)
+
+
+class Uses(NamedTuple):
+    """What a row's new tokens use: sink tokens, pages to close, the tail pages these consume, tail tokens before, pages that get each tier's plane."""
+
+    sinks: int
+    closings: int
+    consumed: list[int]
+    tail_tokens: int
+    num_low: list[int]
+
+
+MAX_SPECULATED_PAGES = 16
+"""A growing cache keeps the planes of so many pages more while tokens are speculative; a long prompt under `keep_past` demotes past them."""
 
 
 class GroupState:
@@ -89,7 +145,8 @@ class GroupState:
         self.group = group
         self.pools = pools
         self.sequences: list[Sequence] = []
-        self.keep_past = False  # speculation: window pages stay until the next crop
+        self.keep_past = False  # speculation: window pages and low planes stay until the next crop
+        self._closed_tables: dict[Zone, PageTable] | None = None  # of closed pages; None after any change to them
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
@@ -107,10 +164,10 @@ class GroupState:
         if history_first:
             step.history = self.tables()
         needs = self._needs(counts, history_first)
-        plans = [self._release_consumed(row, n, need) for row, (n, need) in enumerate(zip(counts, needs, strict=True))]
+        uses = [self._release_consumed(row, n, need) for row, (n, need) in enumerate(zip(counts, needs, strict=True))]
         for row, n in enumerate(counts):
             if n:
-                self._place(row, n, needs[row], plans[row], step)
+                self._place(row, n, needs[row], uses[row], step)
         if not history_first:
             step.history = self.tables()
         return step
@@ -122,25 +179,33 @@ class GroupState:
         """Oldest token that must stay for a query at `position`."""
         return sequence.released if self.keep_past else self.group.first_visible(position)
 
-    def _release_consumed(self, row: int, n: int, need: int) -> tuple[int, int, list[int], int]:
-        """Move the length and free what the step uses up. Returns (sink tokens, closings, consumed tail pages, tail tokens before)."""
+    def _release_consumed(self, row: int, n: int, need: int) -> Uses:
+        """Move the length and free what the step uses up."""
         s = self.sequences[row]
         tail_tokens = s.tail_tokens
         sinks, closings, num_consumed = self._uses(s, n)
         consumed = s.tail[:num_consumed]
         s.length += n
+        if self.keep_past:
+            s.speculated += n
+        num_low = [0] * len(s.low)
         if n:
             s.tail, s.tail_lengths = s.tail[len(consumed) :], s.tail_lengths[len(consumed) :]
             for page_id in consumed:
                 self.pools["tail"].allocator.release(page_id)
             self._release_invisible(s, need)
-        return sinks, closings, consumed, tail_tokens
+            if closings:
+                num_low = self._demote(s, closings)
+        return Uses(sinks, closings, consumed, tail_tokens, num_low)
 
     def _uses(self, s: Sequence, n: int) -> tuple[int, int, int]:
         """(sink tokens, closings, tail pages these consume) of n more tokens."""
         g, tail_tokens = self.group, s.tail_tokens
         sinks = min(n, max(0, g.num_sink_tokens - s.length))
-        closings = 0 if g.is_raw else max(0, (tail_tokens + n - sinks - g.residual_length - 1) // g.page_size)
+        waiting = tail_tokens + n - sinks - s.residual_length - 1
+        if self.keep_past and self.pools["tail"].fixed_capacity is None:
+            waiting -= min(s.speculated + n, g.page_size)  # what a token that is taken back would close stays raw
+        closings = 0 if g.is_raw else max(0, waiting // g.page_size)
         return sinks, closings, closings if closings * g.page_size <= tail_tokens else len(s.tail)
 
     def _release_invisible(self, s: Sequence, need: int) -> None:
@@ -155,11 +220,68 @@ class GroupState:
             while ids and not s.sink and s.released + lengths[0] <= need:
                 self.pools[pool].allocator.release(ids.pop(0))
                 s.released += lengths.pop(0)
+                if pool == "closed":
+                    s.dropped += 1
+                    self._closed_tables = None
+                    for i, planes in enumerate(s.low):
+                        self._give_back(i, planes.pop(0))
 
-    def _place(self, row: int, n: int, need: int, plan: tuple[int, int, list[int], int], step: Step) -> None:
+    # -- zones ------------------------------------------------------------------------------------------------------
+
+    def _give_back(self, tier: int, page_id: int | None) -> None:
+        if page_id is not None:
+            self.pools[f"low{tier}"].allocator.release(page_id)
+
+    def _allowed(self, s: Sequence, closings: int) -> list[int]:
+        """Planes each tier may hold after `closings` more pages. While tokens are speculative, as many more as pages closed since, so that they
+        can be taken back."""
+        if not self.keep_past:
+            return s.boundaries
+        fixed = any(p.fixed_capacity is not None for p in self.pools.values())
+        slack = min(s.closed_since + closings, self.group.SPECULATED_PAGES if fixed else MAX_SPECULATED_PAGES)
+        return [n + slack if n else 0 for n in s.boundaries]
+
+    def _plan_demotions(self, s: Sequence, closings: int) -> Demotions:
+        return plan(s.low, self._allowed(s, closings), closings)
+
+    def _demote(self, s: Sequence, closings: int) -> list[int]:
+        """Give back planes so that `closings` pages can close. Returns how many of these, the newest, get a plane of each tier."""
+        found = self._plan_demotions(s, closings)
+        for i, pages in enumerate(found.given_back):
+            for j in pages:
+                self._closed_tables = None
+                self._give_back(i, s.low[i][j])
+                s.low[i][j] = None
+                if self.keep_past:
+                    s.lost[i] = max(s.lost[i], s.dropped + j + 1)
+        if self.keep_past:
+            s.closed_since += closings
+        return found.fresh
+
+    def set_zones(self, row: int, boundaries: list[int], residual_length: int) -> None:
+        """Other zone sizes for a sequence from now on: planes past a smaller boundary go back at once, those already given back do not return."""
+        s = self.sequences[row]
+        s.boundaries = boundaries
+        s.residual_length = residual_length
+        self._demote(s, 0)
+
+    def speculate(self) -> None:
+        """Keep what speculated tokens could make leave, until `settle`."""
+        self.keep_past = True
+
+    def settle(self) -> None:
+        """Speculation is over: let go of what it kept."""
+        self.keep_past = False
+        for s in self.sequences:
+            s.speculated, s.closed_since, s.lost = 0, 0, [0] * len(s.low)
+            self._demote(s, 0)
+
+    # -- placing ----------------------------------------------------------------------------------------------------
+
+    def _place(self, row: int, n: int, need: int, uses: Uses, step: Step) -> None:
         """Find room for the fresh tokens and list the work of each layer."""
         s, g, size = self.sequences[row], self.group, self.group.page_size
-        sinks, closings, consumed, tail_tokens = plan
+        sinks, closings, consumed, tail_tokens, num_low = uses
         if sinks and need >= g.num_sink_tokens:
             s.released = g.num_sink_tokens  # already out of the window: never stored
         elif sinks:
@@ -175,12 +297,20 @@ class GroupState:
             from_tail = min(size, max(0, tail_tokens - i * size))
             if start + size <= need and not s.closed and not s.sink:
                 s.released = start + size  # likewise
+                s.dropped += 1
             else:
                 page_id = self._allocate("closed")
                 sources = tuple(consumed[i : i + 1]) if from_tail else ()
-                step.closes.append(Close(row, page_id, sources, from_tail, fresh, start))
+                low: list[tuple[str, int]] = []
+                for tier in reversed(range(len(s.low))):
+                    kept = i >= closings - num_low[tier]
+                    if kept:
+                        low.append((f"low{tier}", self._allocate(f"low{tier}")))
+                    s.low[tier].append(low[-1][1] if kept else None)
+                step.closes.append(Close(row, page_id, sources, from_tail, fresh, start, tuple(low)))
                 s.closed.append(page_id)
                 s.closed_lengths.append(size)
+                self._closed_tables = None
             fresh += size - from_tail
         if g.is_raw and need > s.length - n + sinks and not s.tail and not s.sink:
             skip = (need - (s.length - n + fresh)) // size * size  # raw groups: whole pages no query will see
@@ -215,7 +345,7 @@ class GroupState:
 
     def pages_wanted(self, counts: list[int], history_first: bool) -> dict[str, int]:
         """Ids a step needs free before it, per pool: those it allocates less those it frees first. Never too few."""
-        wanted = {"sink": 0, "closed": 0, "tail": 0}
+        wanted = dict.fromkeys(self.pools, 0)
         for s, n, need in zip(self.sequences, counts, self._needs(counts, history_first), strict=True):
             if not n:
                 continue
@@ -223,7 +353,10 @@ class GroupState:
             sinks, closings, consumed = self._uses(s, n)
             wanted["sink"] += sinks > 0 and (not s.sink or self.pools["sink"].allocator.count(s.sink[0]) > 1)
             first = s.length + sinks - s.tail_tokens
-            wanted["closed"] += closings - min(closings, max(0, (need - first) // size))
+            stored = closings - min(closings, max(0, (need - first) // size))
+            wanted["closed"] += stored
+            if closings and s.low:
+                self._low_wanted(s, closings, stored, need, wanted)
             wanted["closed"] -= self._freed("closed", s.closed, s.closed_lengths, s.length - s.tail_tokens - sum(s.closed_lengths), need)
             start, tokens = s.length - s.tail_tokens, s.tail_tokens + n - sinks - closings * size
             kept, lengths = s.tail[consumed:], s.tail_lengths[consumed:]
@@ -238,6 +371,17 @@ class GroupState:
             wanted["tail"] += -(-tokens // size) - len(kept)
             wanted["tail"] += bool(kept) and lengths[-1] < size and self.pools["tail"].allocator.count(kept[-1]) > 1  # copy on write
         return {pool: max(0, n) for pool, n in wanted.items()}
+
+    def _low_wanted(self, s: Sequence, closings: int, stored: int, need: int, wanted: dict[str, int]) -> None:
+        gone, end = 0, s.length - s.tail_tokens - sum(s.closed_lengths)
+        while gone < len(s.closed) and end + s.closed_lengths[gone] <= need:  # what `_release_invisible` takes
+            end += s.closed_lengths[gone]
+            gone += 1
+        found = plan([planes[gone:] for planes in s.low], self._allowed(s, closings), closings)
+        for i, planes in enumerate(s.low):
+            given_back = [*range(gone), *(gone + j for j in found.given_back[i])]
+            freed = sum(planes[j] is not None and self.pools[f"low{i}"].allocator.count(planes[j]) == 1 for j in given_back)  # type: ignore[arg-type]
+            wanted[f"low{i}"] += min(found.fresh[i], stored) - freed
 
     def _freed(self, pool: str, ids: list[int], lengths: list[int], start: int, need: int) -> int:
         """How many of these pages `_release_invisible` gives back to the pool."""
@@ -255,7 +399,19 @@ class GroupState:
     # -- whole sequences --------------------------------------------------------------------------------------------
 
     def resize(self, batch_size: int) -> None:
-        self.sequences += [Sequence() for _ in range(batch_size - len(self.sequences))]
+        self.sequences += [self._empty() for _ in range(batch_size - len(self.sequences))]
+        self._closed_tables = None
+
+    def replace(self, row: int, sequence: Sequence) -> None:
+        """Put a sequence in the place of an empty one."""
+        self.sequences[row] = sequence
+        self._closed_tables = None
+
+    def _empty(self) -> Sequence:
+        g = self.group
+        return Sequence(
+            low=[[] for _ in g.tiers], boundaries=list(g.boundaries), residual_length=g.residual_length, lost=[0] * len(g.tiers),
+        )  # fmt: skip
 
     def select(self, rows: list[int]) -> None:
         """Rows become copies of `rows` (repeats share pages); rows not named are freed."""
@@ -266,10 +422,12 @@ class GroupState:
         for s in self.sequences:
             self._release(s)
         self.sequences = chosen
+        self._closed_tables = None
 
     def free(self, row: int) -> None:
         self._release(self.sequences[row])
-        self.sequences[row] = Sequence()
+        self.sequences[row] = self._empty()
+        self._closed_tables = None
 
     def _release(self, s: Sequence) -> None:
         for pool, ids in s.pages().items():
@@ -284,6 +442,22 @@ class GroupState:
                 f"cannot crop sequence {row} from {s.length} to {length} tokens: layers {self.group.layers[0]}.. have a sliding window of "
                 f"{self.group.geometry.sliding_window} and released tokens before {s.released}; call keep_past() before speculating"
             )
+        if self.keep_past and length and any(s.lost):
+            left = s.dropped + self._closed_pages_of(s, length)
+            for lost, boundary in zip(s.lost, s.boundaries, strict=True):
+                if left - boundary < lost <= left:
+                    raise CacheStateError(
+                        f"cannot take back sequence {row} from {s.length} to {length} tokens: page {lost - 1} left its tier while they were speculative and "
+                        "would be in it again; take back fewer tokens at once, or crop to the present length first, which ends the speculation"
+                    )
+
+    def _closed_pages_of(self, s: Sequence, length: int) -> int:
+        """Closed pages that a crop to `length` leaves."""
+        surplus, pages = s.length - length - s.tail_tokens, len(s.closed)
+        while pages and surplus >= s.closed_lengths[pages - 1]:
+            surplus -= s.closed_lengths[pages - 1]
+            pages -= 1
+        return pages
 
     def crop(self, row: int, length: int) -> None:
         """Keep the first `length` tokens. A closed page that is cut keeps its bytes and shows fewer tokens."""
@@ -294,9 +468,13 @@ class GroupState:
                 cut = min(surplus, lengths[-1])
                 lengths[-1] -= cut
                 surplus -= cut
+                self._closed_tables = None
                 if not lengths[-1]:
                     lengths.pop()
                     self.pools[pool].allocator.release(ids.pop())
+                    if pool == "closed":
+                        for i, planes in enumerate(s.low):
+                            self._give_back(i, planes.pop())
         s.length = length
         if not length:
             self.free(row)
@@ -305,30 +483,37 @@ class GroupState:
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
-    def tables(self) -> dict[str, PageTable]:
-        """Page tables of all sequences as they are now, one per pool that holds anything."""
-        found = {}
-        g = self.group
-        for pool in ("closed", "sink", "tail"):
-            ids: list[int] = []
-            lengths: list[int] = []
-            starts: list[int] = []
-            indptr = [0]
+    def tables(self) -> dict[Zone, PageTable]:
+        """Page tables of all sequences as they are now, one per zone that holds anything: closed pages by their low planes, sinks, tail."""
+        if self._closed_tables is None:
+            self._closed_tables = self._tables_of_closed()
+        found = dict(self._closed_tables)
+        for pool in ("sink", "tail"):
+            rows = []
             for s in self.sequences:
-                run = {"sink": [min(s.length, g.num_sink_tokens)], "closed": s.closed_lengths, "tail": s.tail_lengths}[pool]
-                held = s.pages()[pool]
-                if held:
-                    ids += held
-                    lengths += run
-                    position = {"sink": 0, "closed": s.length - s.tail_tokens - sum(s.closed_lengths), "tail": s.length - s.tail_tokens}[pool]
-                    for n in run:
-                        starts.append(position)
-                        position += n
-                indptr.append(len(ids))
-            if ids:
-                found[pool] = PageTable(
-                    np.array(indptr, np.int32), np.array(ids, np.int64), np.array(starts, np.int64), np.array(lengths, np.int32)
-                )  # fmt: skip
+                run = [min(s.length, self.group.num_sink_tokens)] if pool == "sink" else s.tail_lengths
+                start = 0 if pool == "sink" else s.length - s.tail_tokens
+                rows.append((s.sink if pool == "sink" else s.tail, run, start))
+            if any(ids for ids, _, _ in rows):
+                found[pool, 0] = _table(rows)
+        return found
+
+    def _tables_of_closed(self) -> dict[Zone, PageTable]:
+        rows = [(s.closed, s.closed_lengths, s.length - s.tail_tokens - sum(s.closed_lengths)) for s in self.sequences]
+        if not any(s.closed for s in self.sequences):
+            return {}
+        whole = _table(rows)
+        if not self.group.tiers:
+            return {("closed", 0): whole}
+        planes = [np.array([-1 if x is None else x for s in self.sequences for x in s.low[i]], np.int64) for i in reversed(range(len(self.group.tiers)))]
+        zone = np.sum([x >= 0 for x in planes], axis=0)
+        found = {}
+        for k in range(len(planes) + 1):
+            keep = zone == k
+            if keep.any():
+                indptr = np.concatenate([[0], np.cumsum(keep)])[whole.indptr].astype(np.int32)
+                low = tuple(x[keep] for x in planes[:k])
+                found["closed", k] = PageTable(indptr, whole.page_ids[keep], whole.starts[keep], whole.lengths[keep], low)
         return found
 
     # -- undo -------------------------------------------------------------------------------------------------------
@@ -338,5 +523,21 @@ class GroupState:
 
     def restore(self, sequences: list[Sequence], allocators: dict[str, Allocator]) -> None:
         self.sequences = sequences
+        self._closed_tables = None
         for name, allocator in allocators.items():
             self.pools[name].allocator = allocator
+
+
+def _table(rows: list[tuple[list[int], list[int], int]]) -> PageTable:
+    """Of (page ids, visible tokens of each, position of the first) per sequence."""
+    ids: list[int] = []
+    lengths: list[int] = []
+    starts: list[int] = []
+    indptr = [0]
+    for held, run, position in rows:
+        if held:
+            ids += held
+            lengths += run
+            starts += itertools.accumulate(run[:-1], initial=position)
+        indptr.append(len(ids))
+    return PageTable(np.array(indptr, np.int32), np.array(ids, np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))

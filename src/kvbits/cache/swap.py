@@ -58,7 +58,7 @@ def swap_out(cache: PagedCache, row: int) -> SwappedSequence:
             copies[name] = torch.empty(shape, dtype=torch.uint8, pin_memory=cache.device.type == "cuda")
             for i, page_id in enumerate(ids):
                 copies[name][i].copy_(pool.block(page_id))
-            ids[:] = range(len(ids))
+            s.renumber(name, range(len(ids)))
         sequences.append(s)
         pages.append(copies)
     cache.free(row)
@@ -87,12 +87,14 @@ def swap_in(cache: PagedCache, row: int, swapped: SwappedSequence) -> None:
     undo = [g.snapshot() for g in cache.groups]
     try:
         for g, s, copies in zip(cache.groups, swapped.sequences, swapped.pages, strict=True):
-            g.sequences[row] = s = s.clone()
+            s = s.clone()
+            g.replace(row, s)
             for name, ids in s.pages().items():
                 pool = g.pools[name]
                 pool.reserve(len(ids))
-                ids[:] = [pool.allocator.allocate() for _ in ids]
-                for page_id, page in zip(ids, copies[name], strict=True):
+                new = [pool.allocator.allocate() for _ in ids]
+                s.renumber(name, new)
+                for page_id, page in zip(new, copies[name], strict=True):
                     pool.block(page_id).copy_(page)
     except PoolFullError:
         for g, state in zip(cache.groups, undo, strict=True):

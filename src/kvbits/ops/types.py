@@ -10,22 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..spec import PageLayout
+from ..spec import LowLayout, PageLayout
 
 
-@dataclass(frozen=True)
-class PageStore:
-    """The pages of one layer in one pool.
+class _Slabs:
+    """Memory of pages: page ids count through the slabs in order."""
 
-    Attributes:
-        layout: byte layout of a page.
-        slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids count through them in order.
-        static: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias` of the layer, float32 [H, groups or channels]; only names the specs need.
-    """
-
-    layout: PageLayout
     slabs: tuple[torch.Tensor, ...]
-    static: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -52,6 +43,29 @@ class PageStore:
 
 
 @dataclass(frozen=True)
+class PageStore(_Slabs):
+    """The pages of one layer in one pool.
+
+    Attributes:
+        layout: byte layout of a page.
+        slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids count through them in order.
+        static: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias` of the layer, float32 [H, groups or channels]; only names the specs need.
+    """
+
+    layout: PageLayout
+    slabs: tuple[torch.Tensor, ...]
+    static: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LowStore(_Slabs):
+    """Low planes of one layer in one pool; `slabs` as in `PageStore`."""
+
+    layout: LowLayout
+    slabs: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
 class PageTable:
     """Which pages each sequence reads: ragged lists in one array each (int32 or int64, on the host).
 
@@ -60,12 +74,14 @@ class PageTable:
         page_ids: [N] int64, into the store.
         starts: [N] int64, position in its sequence of each page's first token.
         lengths: [N] int32, visible tokens of each page, 0 < length <= page_size.
+        low: [N] int64 each, the pages of the low planes that refine these, the coarsest first (`Part.low` are their stores).
     """
 
     indptr: np.ndarray
     page_ids: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
+    low: tuple[np.ndarray, ...] = ()
 
     @property
     def num_pages(self) -> int:
@@ -74,10 +90,16 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Part:
-    """Pages of one format that a call attends to."""
+    """Pages of one format that a call attends to: those of `store`, refined by low planes where `low` has stores (one for each of `table.low`)."""
 
     store: PageStore
     table: PageTable
+    low: tuple[LowStore, ...] = ()
+
+    @property
+    def layouts(self) -> tuple[PageLayout | LowLayout, ...]:
+        """What a kernel must know to read the part."""
+        return (self.store.layout, *(s.layout for s in self.low))
 
 
 @dataclass(frozen=True)
@@ -85,7 +107,7 @@ class AttendCall:
     """Everything about an attention call but the tensors' contents.
 
     Attributes:
-        parts: closed, sink and tail pages, each with its own format.
+        parts: closed, sink and tail pages, each with its own format: as many parts as there are zones.
         scaling: factor on the scores before softmax.
         sliding_window: a query at position p sees keys at positions > p - sliding_window; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None for no cap.

@@ -16,12 +16,14 @@ Error of one element (u = 2**-11 for float16, 2**-8 for bfloat16, 2**-24 for flo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import DataError
 from ..spec import PerChannel, PerToken, QuantSpec
+from .nested import levels, refine
 
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "uint8": torch.uint8}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -67,11 +69,7 @@ def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = No
 
 def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.Tensor, int]:
     """(codes uint8 [..., tokens, head_dim], how many elements were clamped to the code range)."""
-    if qparams.mean is not None:
-        x = x - qparams.mean.unsqueeze(-2)
-    if qparams.bias is not None:
-        x = x - expand(qparams.bias, spec, x.shape[-1])
-    scaled = x * expand(qparams.scale.reciprocal(), spec, x.shape[-1])
+    scaled = normalize(x, spec, qparams)
     if spec.number_format.kind == "float":
         limit = spec.number_format.max_value
         saturated = int((scaled.abs() >= spec.number_format.saturates_at).sum())
@@ -82,9 +80,26 @@ def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.
     return codes.clamp(low, high).to(torch.uint8), saturated
 
 
-def dequantize(codes: torch.Tensor, spec: QuantSpec, qparams: QParams, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge)."""
+def normalize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> torch.Tensor:
+    """(x - mean - bias) / scale, in the order and precision that codes are taken in."""
+    if qparams.mean is not None:
+        x = x - qparams.mean.unsqueeze(-2)
+    if qparams.bias is not None:
+        x = x - expand(qparams.bias, spec, x.shape[-1])
+    return x * expand(qparams.scale.reciprocal(), spec, x.shape[-1])
+
+
+def dequantize(
+    codes: torch.Tensor, spec: QuantSpec, qparams: QParams, dtype: torch.dtype = torch.float32, planes: Sequence[tuple[torch.Tensor, int]] = ()
+) -> torch.Tensor:
+    """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge).
+
+    Args:
+        planes: (low plane, bits) pairs that refine integer codes, see `quant.nested`.
+    """
     values = codes.view(FP8_DTYPES[spec.format]).to(dtype) if spec.number_format.kind == "float" else codes.to(dtype) - spec.zero
+    if planes:
+        values = refine(values, planes)
     values = values * expand(qparams.scale.to(dtype), spec, codes.shape[-1])
     if qparams.bias is not None:
         values = values + expand(qparams.bias.to(dtype), spec, codes.shape[-1])
@@ -93,14 +108,15 @@ def dequantize(codes: torch.Tensor, spec: QuantSpec, qparams: QParams, dtype: to
     return values
 
 
-def error_bound(spec: QuantSpec, qparams: QParams, head_dim: int) -> torch.Tensor:
-    """Largest |x - dequantize(quantize(x))| per element, [..., tokens or 1, head_dim], for scales taken from x itself."""
+def error_bound(spec: QuantSpec, qparams: QParams, head_dim: int, widths: Sequence[int] = ()) -> torch.Tensor:
+    """Largest |x - dequantize(quantize(x))| per element, [..., tokens or 1, head_dim], for scales taken from x itself, with low planes of `widths` bits."""
     u = UNIT_ROUNDOFF[spec.scale_dtype]
     scale = expand(qparams.scale, spec, head_dim)
     if spec.number_format.kind == "float":
         mantissa = 3 if spec.format == "fp8_e4m3" else 2
         return scale * spec.number_format.max_value * (2.0 ** -(mantissa + 1) + u)
-    bound = scale * (0.5 + spec.q_max * u)
+    steps = math.prod(levels(bits) for bits in widths)
+    bound = scale * (0.5 / steps + spec.q_max * (2.0**-21 if widths else u))  # what rounding the scale costs is refined away
     if qparams.bias is not None:
         bound = bound + u * expand(qparams.bias, spec, head_dim).abs()
     return bound + 2.0**-22 * (0 if qparams.mean is None else qparams.mean.abs().unsqueeze(-2))

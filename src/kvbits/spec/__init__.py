@@ -21,12 +21,13 @@ from .layout import (
     STRUCT_ALIGNMENT,
     VALUE_BLOCK,
     VALUE_TOKEN_ORDER,
+    LowLayout,
     PageLayout,
     Section,
     plane_row_bytes,
 )
 from .quant import FORMATS, Granularity, NumberFormat, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
-from .scheme import Override, Scheme
+from .scheme import Override, Scheme, Tier
 
 __all__ = [
     "DTYPE_BYTES",
@@ -41,6 +42,7 @@ __all__ = [
     "Granularity",
     "LayerGeometry",
     "LayerGroup",
+    "LowLayout",
     "NumberFormat",
     "Override",
     "PageLayout",
@@ -51,6 +53,7 @@ __all__ = [
     "QuantSpec",
     "Scheme",
     "Section",
+    "Tier",
     "from_dict",
     "plane_row_bytes",
     "to_dict",

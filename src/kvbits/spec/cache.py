@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import SpecError
 from .codec import choice, parse, serialisable, to_dict
-from .layout import FORMATS_VERSION, PageLayout
+from .layout import FORMATS_VERSION, LowLayout, PageLayout
 from .quant import DTYPE_BYTES, QuantSpec
-from .scheme import Scheme
+from .scheme import Scheme, Tier
 
 
 @serialisable
@@ -38,6 +39,7 @@ class LayerGroup:
     """Layers that store alike and therefore share one page table: a page id names one page in each of these layers.
 
     `heads` are the kv heads that the group holds of each layer: all of them, unless the scheme has overrides by head.
+    `tiers` are the scheme's, and none for layers with an override.
     """
 
     layers: tuple[int, ...]
@@ -49,8 +51,25 @@ class LayerGroup:
     residual_length: int
     page_size: int
     raw_dtype: str
+    tiers: tuple[Tier, ...] = ()
+    demote: str = "age"
 
-    POOLS: ClassVar[tuple[str, ...]] = ("sink", "closed", "tail")
+    SPECULATED_PAGES: ClassVar[int] = 1
+    """Pages by which a tier may outgrow its size while tokens are speculative, so that taking back up to a page of them is exact."""
+
+    @functools.cached_property
+    def pools(self) -> tuple[str, ...]:
+        """Names of the pools; low0 holds the planes of the youngest tier."""
+        return ("sink", "closed", "tail", *self.low_pools)
+
+    @functools.cached_property
+    def low_pools(self) -> tuple[str, ...]:
+        return tuple(f"low{i}" for i in range(len(self.tiers)))
+
+    @functools.cached_property
+    def boundaries(self) -> tuple[int, ...]:
+        """Closed pages that hold the plane of each tier: those of the tier itself and of all younger ones."""
+        return tuple(itertools.accumulate(t.num_tokens // self.page_size for t in self.tiers))
 
     @property
     def is_raw(self) -> bool:
@@ -63,7 +82,7 @@ class LayerGroup:
 
     @functools.cached_property
     def layouts(self) -> dict[str, PageLayout]:
-        """Page layout of each pool: raw sink pages, closed pages, raw tail pages."""
+        """Page layout of each pool of pages: raw sink pages, closed pages, raw tail pages."""
         raw = QuantSpec.raw()
         return {
             "sink": self._layout(raw, raw, max(self.num_sink_tokens, 1)),
@@ -71,9 +90,19 @@ class LayerGroup:
             "tail": self._layout(raw, raw, self.page_size),
         }
 
+    @functools.cached_property
+    def low_layouts(self) -> dict[str, LowLayout]:
+        """Layout of each pool of low planes."""
+        g = self.geometry
+        return {
+            name: LowLayout(key_bits=t.key_bits, value_bits=t.value_bits, page_size=self.page_size, num_kv_heads=g.num_kv_heads, head_dim=g.head_dim)
+            for name, t in zip(self.low_pools, self.tiers, strict=True)
+        }
+
     def block_bytes(self, pool: str) -> int:
         """Bytes one page id takes in a pool: one page in each layer of the group."""
-        return len(self.layers) * self.layouts[pool].page_size_bytes
+        layout = self.low_layouts[pool] if pool in self.low_layouts else self.layouts[pool]
+        return len(self.layers) * layout.page_size_bytes
 
     @property
     def tail_pages(self) -> int:
@@ -106,11 +135,12 @@ class LayerGroup:
         grown = alive(num_tokens) if w is None else max((alive(n) for n in range(max(0, num_tokens - 2 * size), num_tokens + 1)), default=0)
         if w is not None and self.is_raw:
             grown = max(grown, 1 if num_tokens > sinks else 0)
+        closed = 0 if self.is_raw else grown
         return {
             "sink": 1 if sinks and num_tokens else 0,
-            "closed": 0 if self.is_raw else grown,
-            "tail": grown if self.is_raw else (self.tail_pages if num_tokens else 0),
-        }
+            "closed": closed,
+            "tail": grown if self.is_raw else min(self.tail_pages, max(0, -(-(num_tokens - sinks) // size))),
+        } | {name: min(closed, n + self.SPECULATED_PAGES) for name, n in zip(self.low_pools, self.boundaries, strict=True)}
 
 
 @serialisable
@@ -150,6 +180,7 @@ class CacheSpec:
             LayerGroup(
                 layers=tuple(i for i, _ in parts), heads=tuple(heads for _, heads in parts), geometry=geometry, key=key, value=value,
                 num_sink_tokens=s.num_sink_tokens, residual_length=s.residual_length, page_size=s.page_size, raw_dtype=self.raw_dtype,
+                tiers=s.tiers if (key, value) == (s.key, s.value) else (), demote=s.demote,
             )
             for (geometry, key, value), parts in members.items()
         )  # fmt: skip

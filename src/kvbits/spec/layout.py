@@ -110,3 +110,46 @@ class PageLayout:
             kinds[kind] += s.nbytes * self.num_kv_heads
         kinds["padding"] = self.page_size_bytes - sum(kinds.values())
         return kinds
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowLayout:
+    """Byte layout of the low planes that refine one closed page: no scales, those of the page serve.
+
+    Attributes:
+        key_bits, value_bits: width of the plane; 0 where a tensor has none.
+    """
+
+    key_bits: int
+    value_bits: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+
+    @functools.cached_property
+    def sections(self) -> dict[str, Section]:
+        """`k_plane0` and `v_plane0`, as far as there are any."""
+        found: dict[str, Section] = {}
+        end = 0
+        for name, bits in (("k_plane0", self.key_bits), ("v_plane0", self.value_bits)):
+            if bits:
+                shape = (self.page_size, plane_row_bytes(self.head_dim, bits))
+                found[name] = Section(name, end, math.prod(shape), "uint8", shape)
+                end = _round_up(end + math.prod(shape), SECTION_ALIGNMENT)
+        return found
+
+    @functools.cached_property
+    def head_bytes(self) -> int:
+        """Bytes of one kv head's struct, padding included."""
+        last = list(self.sections.values())[-1]
+        return _round_up(last.offset + last.nbytes, STRUCT_ALIGNMENT)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one page of one layer, all kv heads, padding included."""
+        return self.num_kv_heads * self.head_bytes
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of one page split into codes and padding."""
+        codes = self.num_kv_heads * sum(s.nbytes for s in self.sections.values())
+        return {"codes": codes, "padding": self.page_size_bytes - codes}

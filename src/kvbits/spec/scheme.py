@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 
 from ..errors import SpecError
-from .codec import parse, serialisable, to_dict
+from .codec import choice, parse, serialisable, to_dict
 from .layout import PageLayout
 from .quant import QuantSpec
 
@@ -36,6 +36,42 @@ class Override:
         return any(index % num_layers == layer for index in self.layers) and (self.heads is None or (head is not None and head in self.heads))
 
 
+LOW_BITS = (0, 2, 4)
+"""Widths of a low plane; 0 for none."""
+
+
+@serialisable
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """A zone of closed pages between the raw tail and the rest: each of its pages keeps one more low plane than the pages of the next older zone.
+
+    A plane of b bits holds r = round((2**b - 1) * (what the planes before it miss)), so that with codes q and planes r1, r2 ..
+
+        x ~ (q - zero + r1 / B1 + r2 / (B1 * B2) + ..) * scale + bias + mean,      Bi = 2**bi - 1
+
+    and dropping a plane leaves exactly what a shorter chain would have stored: a page moves to the next zone by giving back its plane, with no byte
+    read or written. An odd number of levels, 2**b - 1, spans a code's whole interval of -1/2 .. 1/2 and keeps 0 at 0; of 2**b levels one end would
+    be a full step off.
+
+    Attributes:
+        num_tokens: size of the zone, in whole pages: the newest tokens that are closed and in no younger zone.
+        key_bits, value_bits: width of the plane that keys and values keep here (0, 2 or 4).
+    """
+
+    num_tokens: int
+    key_bits: int = 4
+    value_bits: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_tokens, int) or self.num_tokens < 0:
+            raise SpecError(f"a tier of num_tokens={self.num_tokens!r}: pass a number of tokens, 0 or more")
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) not in LOW_BITS:
+                raise SpecError(f"{name}={getattr(self, name)!r}: a low plane has {', '.join(map(str, LOW_BITS))} bits")
+        if not self.key_bits and not self.value_bits:
+            raise SpecError("a tier without low planes stores what the rest stores; drop it, or give key_bits or value_bits")
+
+
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
@@ -46,6 +82,8 @@ class Scheme:
         num_sink_tokens: first tokens of a sequence that stay raw for ever (attention sinks).
         residual_length: newest tokens that are always raw. Up to `page_size` more are raw while they wait for their page.
         page_size: tokens quantized together, once; a multiple of 32.
+        tiers: zones of closed pages that keep low planes, youngest first; older pages are stored as `key` and `value` say. Layers with an override have none.
+        demote: which page leaves a full tier: the oldest ("age"), or the one that attention uses least ("attention", see `cache.mass`).
         overrides: exceptions by layer and head; the last match wins.
         source: link to the paper or document the scheme comes from.
     """
@@ -56,17 +94,36 @@ class Scheme:
     num_sink_tokens: int = 0
     residual_length: int = 0
     page_size: int = 64
+    tiers: tuple[Tier, ...] = ()
+    demote: str = "age"
     overrides: tuple[Override, ...] = ()
     source: str = ""
     description: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", tuple(self.overrides))
+        object.__setattr__(self, "tiers", tuple(self.tiers))
         if not isinstance(self.page_size, int) or self.page_size < 32 or self.page_size % 32:
             raise SpecError(f"page_size={self.page_size} must be a positive multiple of 32, for example 64 or 128")
         for name in ("num_sink_tokens", "residual_length"):
             if (n := getattr(self, name)) < 0:
                 raise SpecError(f"{name}={n} is negative; use 0 for none")
+        choice("demote", self.demote, ("age", "attention"))
+        for tier in self.tiers:
+            self._check_tier(tier)
+
+    def _check_tier(self, tier: Tier) -> None:
+        if not isinstance(tier, Tier):
+            raise SpecError(f"tiers hold {tier!r}, which is not a Tier; pass Tier(num_tokens=..), youngest first")
+        if tier.num_tokens % self.page_size:
+            near = max(1, round(tier.num_tokens / self.page_size)) * self.page_size
+            raise SpecError(f"a tier of {tier.num_tokens} tokens is no whole number of pages of {self.page_size}; use num_tokens={near}")
+        for name, spec, bits in (("key", self.key, tier.key_bits), ("value", self.value, tier.value_bits)):
+            if bits and spec.number_format.kind != "int":
+                raise SpecError(
+                    f"{spec.format} {name}s have no low planes: only integer codes nest. Codes of unrelated formats would have to be quantized twice; "
+                    f"use an integer format for the oldest zone (int4 with 4-bit planes is the 8-bit zone), or {name}_bits=0"
+                )
 
     def for_layer(self, layer: int, num_layers: int, head: int | None = None) -> tuple[QuantSpec, QuantSpec]:
         """(key spec, value spec) of one layer, or of one of its kv heads."""

@@ -30,6 +30,8 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return f"queries are {q.dtype}; the CPU kernels take float32, float16 and bfloat16"
     for part in call.parts:
         layout = part.store.layout
+        if part.low:
+            return "low planes have no CPU kernel yet"
         if part.store.slabs and part.store.device.type != "cpu":
             return f"pages are on {part.store.device}, not on the CPU"
         if reason := refuses_layout(layout):

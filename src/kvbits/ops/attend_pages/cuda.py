@@ -53,6 +53,8 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str) -> str | None
     if num_q_heads % call.parts[0].store.layout.num_kv_heads:
         return f"{num_q_heads} query heads are no multiple of {call.parts[0].store.layout.num_kv_heads} kv heads"
     for part in call.parts:
+        if part.low:
+            return "low planes have no GPU kernel yet"
         if why := refuses_layout(part.store.layout):
             return why
     if len({p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw}) > 1:

@@ -49,6 +49,8 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return f"the tensors are on {q.device.type}"
     for part in call.parts:
         layout = part.store.layout
+        if part.low:
+            return "low planes have no Triton kernel yet"
         if layout.key.is_raw != layout.value.is_raw:
             return "one of keys and values is raw and the other is not"
         if layout.page_size % BLOCK_TOKENS[-1] and not layout.key.is_raw:

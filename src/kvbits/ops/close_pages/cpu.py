@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,11 +12,13 @@ from ...errors import DataError
 from ...quant.qparams import require_finite
 from ..cpu.library import CloseStruct, check, library, unavailable
 from ..cpu.structs import TORCH_DTYPES, refuses_layout, store_struct
-from ..types import PageStore
+from ..types import LowStore, PageStore
 
 
-def refuses(k: torch.Tensor, store: PageStore) -> str | None:
-    """Why pages of this store cannot be closed here, or None."""
+def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
+    """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
+    if low:
+        return "low planes have no CPU kernel yet"
     if k.device.type != "cpu" or store.device.type != "cpu":
         return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
     if reason := unavailable():
@@ -25,7 +28,7 @@ def refuses(k: torch.Tensor, store: PageStore) -> str | None:
     return refuses_layout(store.layout)
 
 
-def close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray) -> dict[str, int]:
+def close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = ()) -> dict[str, int]:
     """Close pages in place.
 
     Args:

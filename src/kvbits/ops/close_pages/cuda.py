@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +20,16 @@ from ...spec import PageLayout, PerChannel
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
 from ..cuda.side import TYPE_NAMES, TYPES, side_arguments
-from ..types import PageStore
+from ..types import LowStore, PageStore
 
 ROWS_PER_THREAD = 8
 STATUS_FIELDS = 6
 
 
-def refuses(k: torch.Tensor, store: PageStore) -> str | None:
-    """Why pages of this store cannot be closed here, or None."""
+def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
+    """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
+    if low:
+        return "low planes have no GPU kernel yet"
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
     if torch.version.hip:
@@ -120,7 +123,7 @@ def launch_close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_addres
     close_kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(k.device).cuda_stream)
 
 
-def close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray) -> dict[str, int]:
+def close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = ()) -> dict[str, int]:
     """Close pages in place.
 
     Args:
