@@ -516,6 +516,10 @@ class GroupState:
                 found["closed", k] = PageTable(indptr, whole.page_ids[keep], whole.starts[keep], whole.lengths[keep], low)
         return found
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copying and pickling: tables carry raw addresses and are made anew."""
+        return self.__dict__ | {"_closed_tables": None}
+
     # -- undo -------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> tuple[list[Sequence], dict[str, Allocator]]:

@@ -34,6 +34,8 @@ def refuses(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_querie
         return "it has a sliding window or a softcap"
     if layout.head_dim % 8 or layout.head_dim > 256:
         return f"head_dim={layout.head_dim} is not a multiple of 8 up to 256"
+    if any(p.low for p in call.parts):
+        return "low planes have no GPU kernel yet"
     return next((why for p in call.parts if (why := refuses_layout(p.store.layout, q_dtype))), None)
 
 
