@@ -121,8 +121,8 @@ def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tok
         if not error < (ERROR_LIMIT if queries == 1 else CHUNK_ERROR_LIMIT):
             raise SystemExit(f"{name}{key.format}/{value.format} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
         launches = [lambda layer=layer, plan=plan: plan.run(q, layer=layer) for layer in range(layers)]
-        repeats = (2 if queries > 1 else 10) if name else 30
-        found |= {f"{name}time_us": time_us(launches * max(1, (12 if queries == 1 else 2) // layers), repeats), f"{name}error": error}
+        rounds = launches[:2] if name else launches * max(1, (12 if queries == 1 else 2) // layers)
+        found |= {f"{name}time_us": time_us(rounds, 5 if name else 30), f"{name}error": error}
         torch.cuda.empty_cache()
     return found | {"bytes": slab[:, 0].numel()}
 

@@ -71,6 +71,20 @@ def test_stress_and_round_trip_metrics():
 
 
 @needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, columns, size", [(1, 32, 16), (100, 256, 64), (7, 192, 48), (1000, 2048, 128), (0, 64, 32)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_same_as_reference(bits, rows, columns, size, dtype):
+    x = (torch.randn(rows, columns) * torch.randn(rows, 1).exp()).to(dtype)
+    x[3:4, :size] = 0
+    codes, scales = cuda.quantize_groups(x.cuda(), size, bits)
+    want_codes, want_scales = reference.quantize_groups(x.float(), size, bits)
+    assert torch.equal(scales.cpu(), want_scales) and torch.equal(codes.cpu(), want_codes)
+    with pytest.raises(SpecError, match="multiple of 16"):
+        cuda.quantize_groups(x.cuda(), 24, bits)
+
+
+@needs_gpu
 def test_wrong_calls_are_refused():
     x = torch.zeros(4, 4, device="cuda")
     with pytest.raises(DataError, match="contiguous"):

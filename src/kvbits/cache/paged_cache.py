@@ -23,6 +23,7 @@ import torch
 
 from ..errors import CacheStateError, DataError, PoolFullError, SpecError
 from ..ops import dispatch
+from ..ops.attend_pages.break_even import small_on_gpu
 from ..ops.attend_pages.reference import attend_fresh
 from ..ops.dequantize_pages.reference import dequantize_pages, section
 from ..ops.merge_partials.reference import add_sink_logit, merge_partials
@@ -161,9 +162,18 @@ class PagedCache:
                 for g in self.groups
             ],
             "ops": sorted({str(c) for c in self._choices.values()}),
+            "notes": self._notes(),
             "bytes": self.bytes_by_kind() | {"total": self.nbytes},
             "saturated": {i: s for i, s in enumerate(self.saturated) if any(s.values())},
         }
+
+    def _notes(self) -> list[str]:
+        """Where another cache would serve better at the present size."""
+        tokens = max(self.seq_lens, default=0)
+        if self.device.type != "cuda" or not tokens:
+            return []
+        sizes = {(min(tokens, g.group.geometry.sliding_window or tokens), g.group.geometry.num_kv_heads, g.group.geometry.head_dim) for g in self.groups}
+        return [note for n, heads, d in sorted(sizes) if (note := small_on_gpu(self.batch_size, n, heads, d))]
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 

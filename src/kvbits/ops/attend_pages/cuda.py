@@ -21,6 +21,7 @@ from ..cuda import compile as cuda_compile
 from ..cuda import driver
 from ..types import AttendCall, Part, last_positions
 from . import chunk
+from .break_even import small_on_gpu
 from .chunk import ChunkPlan
 from .cuda_format import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout
 from .schedule import PartWork, chunks_per_sequence, schedule
@@ -187,6 +188,10 @@ class Plan:
             what = "raw pages" if launch.layout is None else f"{launch.layout.key.format}/{launch.layout.value.format} pages (and raw ones)"
             s = launch.kernel.shape
             lines.append(f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.stages} x {s.chunk} tokens in flight per warp")
+        table_tokens = max((int((p.table.starts + p.table.lengths).max()) for p in self.call.parts if p.table.num_pages), default=0)
+        layout = self.call.parts[0].store.layout
+        if note := small_on_gpu(self.out.shape[0], table_tokens, layout.num_kv_heads, layout.head_dim):
+            lines.append(note)
         return "\n".join(lines)
 
     def _upload(self, data: np.ndarray) -> torch.Tensor:

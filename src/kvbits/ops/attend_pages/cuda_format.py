@@ -40,6 +40,10 @@ def refuses_layout(layout: PageLayout) -> str | None:
         return None if layout.raw_dtype != "float32" else "raw pages are float32; the kernel multiplies float16 and bfloat16"
     if layout.key.is_raw or layout.value.is_raw:
         return "one of keys and values is raw and the other is not"
+    if len(layout.value.number_format.planes) > 1 and _scale_kind(layout.value) == CHANNEL:
+        return f"{layout.value.format} values with a scale per channel need more registers than a thread has; per token or per group they fit"
+    if d > 128 and any(len(s.number_format.planes) > 1 for s in (layout.key, layout.value)):
+        return f"3-bit codes at head_dim={d} need more registers than a thread has; at most 128"
     for kind, spec, step in (("key", layout.key, 16), ("value", layout.value, 32)):
         if _scale_kind(spec) != GROUP:
             continue
@@ -171,10 +175,12 @@ def kernel_for(
 
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int) -> Shape:
     two_planes = any(len(s.number_format.planes) > 1 for s in (layout.key, layout.value))
-    extras = any(s.center or (two_planes and (s.has_bias or _scale_kind(s) == CHANNEL)) for s in (layout.key, layout.value))
+    specs = (layout.key, layout.value)
+    extras = any(s.center or (two_planes and (s.has_bias or _scale_kind(s) == CHANNEL or s.num_groups(layout.head_dim) > 2)) for s in specs)
     large = layout.head_dim * cols > 128 * 8 or extras  # what more registers are needed for
     units = 1 if large or chunk % 64 else 2
-    most = 7 if large or slot > 5 << 10 else 11
+    spills_at_168 = two_planes or chunk < 64 or layout.head_dim % 64 or (layout.value.has_bias and _scale_kind(layout.value) == CHANNEL)
+    most = 7 if large or slot > 5 << 10 or spills_at_168 else 11
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
         stages = (shared_limit - 16 - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))
         if warps <= most and stages >= 2:

@@ -25,6 +25,7 @@ TILE_X, TILE_Y = 32, 8
 BLOCKS_PER_PROCESSOR = 16
 RESIDENT_BLOCKS = 8  # blocks of 256 threads that a multiprocessor of 2048 holds at once
 COARSE_ROWS = 1024
+GROUP_LANES = 16
 ROWS_PER_THREAD = 8
 MOST_GRID_Y = 65_535
 
@@ -39,7 +40,7 @@ def refuses(x: torch.Tensor) -> str | None:
 class _Args(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "q", "y", "scales", "largest")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns")), ("size", ctypes.c_int), ("bits", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -63,7 +64,9 @@ def _launch(name: str, dtype: torch.dtype, args: _Args, device: torch.device, *,
     kernel, vector = _load(name, dtype, vectors, device.index)
     lanes = -(-columns // vector)
     block: tuple[int, int] | int = 256
-    if name.endswith(("naive", "tiled", "vectorized")):
+    if name == "quantize_groups":
+        grid = (-(-rows * (columns // args.size // (2 if args.bits == 4 else 1)) * GROUP_LANES // 256), 1)
+    elif name.endswith(("naive", "tiled", "vectorized")):
         across = lanes if name.endswith("vectorized") else columns
         grid, block = (-(-across // TILE_X), -(-rows // TILE_Y)), (TILE_X, TILE_Y)
         if grid[1] > MOST_GRID_Y:
@@ -137,6 +140,22 @@ def quantize_with_scales(x: torch.Tensor, *, out: torch.Tensor | None = None, sc
     args = _Args(x=x.data_ptr(), q=out.data_ptr(), scales=scales.data_ptr(), largest=largest.data_ptr(), rows=x.shape[0], columns=x.shape[1])
     _launch("column_maxima", x.dtype, args, x.device)
     _launch("quantize", x.dtype, args, x.device)
+    return out, scales
+
+
+def quantize_groups(x: torch.Tensor, size: int, bits: int = 8, *, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales float32 [rows, columns / size]); layouts as in `reference.quantize_groups`. `size` is a multiple of 16."""
+    _check("x", x, tuple(TYPES))
+    rows, columns = x.shape
+    if bits not in (4, 8) or size < 16 or size % 16 or columns % size or (bits == 4 and columns // size % 2):
+        raise SpecError(f"groups of {size} columns in {bits} bits: bits is 4 or 8, the size a multiple of 16 that divides columns={columns}, evenly for 4")
+    dtype, shape = (torch.int8, (rows, columns)) if bits == 8 else (torch.uint8, (rows, columns // 2))
+    out = torch.empty(shape, dtype=dtype, device=x.device) if out is None else out
+    _check("out", out, (dtype,), shape)
+    scales = torch.empty(rows, columns // size, device=x.device)
+    if rows:
+        args = _Args(x=x.data_ptr(), q=out.data_ptr(), scales=scales.data_ptr(), rows=rows, columns=columns, size=size, bits=bits)
+        _launch("quantize_groups", x.dtype, args, x.device)
     return out, scales
 
 

@@ -16,6 +16,7 @@ struct Args {
     float* scales;
     u32* largest;                // float bits of every column's max |x|
     i64 rows, columns;
+    int size, bits;              // quantize_groups
 };
 
 DEVICE float load_one(const void* x, i64 i) {
@@ -251,5 +252,41 @@ extern "C" __global__ void __launch_bounds__(256) dequantize(const __grid_consta
         Vector v = load_codes(a.q, t * a.columns + at.d);
         for (int k = 0; k < VEC; ++k) v.x[k] *= s[k];
         store_vector(a.y, t * a.columns + at.d, v);
+    }
+}
+
+// one scale per row and group of columns
+
+/// Largest magnitude of a group, in all its 16 lanes; lane k reads quads k, k + 16, ..
+DEVICE float group_largest(const void* x, i64 first, int size, int lane) {
+    float m = 0.f;
+    for (int c = 4 * lane; c < size; c += 64)
+        for (int k = 0; k < 4; ++k) m = fmaxf(m, fabsf(load_one(x, first + c + k)));
+    for (int mask = 1; mask < 16; mask *= 2) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, mask));
+    return m;
+}
+DEVICE int group_code(float x, float inverse, int top) { return max(-top, min(top, __float2int_rn(x * inverse))); }
+
+/// Sixteen lanes per row and group; at 4 bits per pair of groups, whose codes share bytes: column c below column c + columns / 2, offset by 8.
+extern "C" __global__ void __launch_bounds__(256) quantize_groups(const __grid_constant__ Args a) {
+    const int halves = a.bits == 4 ? 2 : 1, groups = int(a.columns / a.size), items = groups / halves, lane = threadIdx.x % 16, top = a.bits == 4 ? 7 : 127;
+    const i64 wanted = (i64(blockIdx.x) * 256 + threadIdx.x) / 16, last = a.rows * items - 1, item = wanted < last ? wanted : last;
+    const i64 row = item / items;
+    const int group = int(item % items);
+    float inverse[2];
+    for (int h = 0; h < halves; ++h) {
+        float m = group_largest(a.x, row * a.columns + (group + h * items) * i64(a.size), a.size, lane), scale = m > 0.f ? __fdiv_rn(m, float(top)) : 1.f;
+        inverse[h] = __fdiv_rn(1.f, scale);
+        if (lane == 0) a.scales[row * groups + group + h * items] = scale;
+    }
+    for (int c = 4 * lane; c < a.size; c += 64) {
+        const i64 at = row * a.columns + group * i64(a.size) + c;
+        u32 word = 0;
+        for (int k = 0; k < 4; ++k) {
+            int code = group_code(load_one(a.x, at + k), inverse[0], top);
+            if (a.bits == 4) code = code + 8 | group_code(load_one(a.x, at + a.columns / 2 + k), inverse[1], top) + 8 << 4;
+            word |= (code & 0xffu) << 8 * k;
+        }
+        *reinterpret_cast<u32*>(a.q + (a.bits == 4 ? row * (a.columns / 2) + group * a.size + c : at)) = word;
     }
 }

@@ -1,0 +1,24 @@
+"""Where 16-bit attention is as fast as attention over packed pages on a GPU: small caches, whose time is the launch and not the bytes.
+
+Measured on an H200 with 1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128, against the fastest of cuDNN and FlashAttention-3
+(`benchmarks/bench_attend_gpu.py --small`, benchmarks/results/nvidia-h200/attend_small.json): packed attention is 0.8 to 1.1 times as fast up to these sizes and
+faster at all larger ones.
+"""
+
+from __future__ import annotations
+
+BYTES_16_BIT = 8 << 20
+"""Keys and values of one layer, all sequences, at 16 bits."""
+TOKENS = 256
+"""Tokens of the longest sequence: many short sequences are many short walks."""
+
+
+def small_on_gpu(batch: int, tokens: int, num_kv_heads: int, head_dim: int) -> str | None:
+    """A sentence saying that 16-bit attention would be as fast or faster on a GPU at this size, or None."""
+    nbytes = 4 * batch * tokens * num_kv_heads * head_dim
+    if tokens > TOKENS and nbytes > BYTES_16_BIT:
+        return None
+    return (
+        f"on a GPU 16-bit attention is as fast or faster at {batch} x {tokens:,} tokens ({nbytes / 2**20:.1f} MiB of 16-bit keys and values a layer); "
+        f"packed pages win past {TOKENS} tokens and {BYTES_16_BIT >> 20} MiB"
+    )
