@@ -126,9 +126,9 @@ def test_json_of_another_class_is_refused_by_name():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"type": "QuantSpecs"}, "unknown spec type 'QuantSpecs'; known: PerTensor, PerToken, PerChannel, PerGroup, QuantSpec, Override, Tier, Scheme"),
+        ({"type": "QuantSpecs"}, "unknown spec type 'QuantSpecs'; known: PerTensor, PerToken, PerChannel, PerGroup, QuantSpec, Rotary, Override, Tier, Scheme"),
         ({"bits": 4}, "QuantSpec has no field bits; known: center, format"),
-        ({"format": "int5"}, "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, raw"),
+        ({"format": "int5"}, "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, nuq4, nuq3, nuq2, raw"),
     ],
 )
 def test_json_with_unknown_names_lists_the_known_ones(change, message):
@@ -267,7 +267,7 @@ def test_offsets_of_a_page_with_every_section_are_pinned():
         "v_mean": (2976, 320, "float32", (80,)),
     }
     assert layout.head_bytes == 3328  # 3296 padded to 64
-    assert layout.bytes_by_kind() == {"codes": 2304, "scales": 992, "raw": 0, "padding": 32}
+    assert layout.bytes_by_kind() == {"codes": 2304, "scales": 992, "outliers": 0, "raw": 0, "padding": 32}
 
 
 @given(quant_specs(), quant_specs(), st.sampled_from([32, 64, 128]), st.sampled_from([8, 64, 80, 96, 128, 192, 256]))

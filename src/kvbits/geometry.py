@@ -93,6 +93,12 @@ def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
     return tuple(_geometry(c, kind, i) for i, (c, kind) in enumerate(zip(configs, types, strict=True)))
 
 
+def layer_types(config: Any) -> list[str]:
+    """Attention type of each decoder layer, "full_attention" or a sliding one (see `layer_geometries`)."""
+    config = text_config(config)
+    return _layer_types(config, _per_layer(config, config.num_hidden_layers))
+
+
 def max_context(config: Any) -> int | None:
     """Most tokens the model was made for (`max_position_embeddings`), or None where the configuration does not say."""
     n = getattr(text_config(config), "max_position_embeddings", None)

@@ -74,7 +74,7 @@ class Plan:
         for g in self.layers:
             kinds[g] = kinds.get(g, 0) + 1
         return {
-            "layers": [{"count": n} | asdict(g) for g, n in kinds.items()],
+            "layers": [{"count": n} | {name: x for name, x in asdict(g).items() if name != "rotary"} for g, n in kinds.items()],
             "context": self.context,
             "batch": self.batch,
             "memory_bytes": self.memory_bytes,

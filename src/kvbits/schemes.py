@@ -17,6 +17,7 @@ _KIVI = "https://arxiv.org/abs/2402.02750"
 _FP8 = "https://arxiv.org/abs/2209.05433"
 _SMOOTH_K = "https://arxiv.org/abs/2410.02367"
 _GROUPED = "https://arxiv.org/abs/2303.06865"
+_KVQUANT = "https://arxiv.org/abs/2401.18079"
 
 _INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
 _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
@@ -27,6 +28,16 @@ def _kivi(bits: int) -> Scheme:
     return Scheme(
         name=f"kivi{bits}", key=spec, value=dataclasses.replace(spec, granularity=PerGroup(32)), residual_length=128, page_size=32, source=_KIVI,
         description=f"{bits}-bit asymmetric, keys per channel over 32 tokens, values per token in groups of 32, newest 128 tokens raw",
+    )  # fmt: skip
+
+
+def _nuq(bits: int, outliers: float) -> Scheme:
+    key = QuantSpec(format=f"nuq{bits}", granularity=PerChannel(), symmetric=False, static=True, outliers=outliers, pre_rope=True)
+    value = QuantSpec(format=f"nuq{bits}", granularity=PerToken(), symmetric=False, outliers=outliers)
+    listed = f", {outliers:.0%} outliers in 16 bits" if outliers else ""
+    return Scheme(
+        name=f"nuq{bits}" + (f"-{outliers:.0%}" if outliers else ""), key=key, value=value, num_sink_tokens=1, residual_length=64, source=_KVQUANT,
+        description=f"KVQuant: {bits}-bit calibrated codebooks, keys per channel before the rotary embedding, values per token{listed}",
     )  # fmt: skip
 
 
@@ -79,6 +90,7 @@ PRESETS: dict[str, Scheme] = {
         ),
         _kivi(4),
         _kivi(2),
+        *(_nuq(bits, outliers) for bits in (4, 3, 2) for outliers in (0.01, 0.0)),
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import PoolFullError
 from kvbits.schemes import PRESETS
-from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, PerTensor, QuantSpec, Scheme
+from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, PerTensor, QuantSpec, Rotary, Scheme
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
 
@@ -28,6 +28,8 @@ def statics(spec):
                 layer[f"{kind}_scale"] = torch.full(shape, 0.1)
                 if s.has_bias:
                     layer[f"{kind}_bias"] = torch.full(shape, -1.0)
+            if s.has_codebook:
+                layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
         found.append(layer)
     return found
 
@@ -37,6 +39,8 @@ def statics(spec):
 def test_every_preset_allocates_the_bytes_the_spec_predicts(name, sinks):
     scheme = schemes.get(name, num_sink_tokens=sinks)
     layers = (FULL, dataclasses.replace(FULL, sliding_window=100), LayerGeometry(num_kv_heads=3, head_dim=128), FULL)
+    if scheme.pre_rope:
+        layers = tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=(1.0, 0.1))) for g in layers)
     spec = CacheSpec(scheme=scheme, layers=layers)
     static = statics(spec) if scheme.needs_calibration else None
     for max_tokens, batch in ((1, 1), (64, 2), (700, 3)):
@@ -178,4 +182,4 @@ def test_a_long_prompt_takes_no_pages_for_tokens_outside_the_window():
 def test_static_per_tensor_scales_allocate_no_scale_bytes():
     q = QuantSpec(format="fp8_e4m3", granularity=PerTensor(), static=True)
     spec = CacheSpec(scheme=Scheme(name="x", key=q, value=q), layers=(FULL,))
-    assert spec.groups[0].layouts["closed"].bytes_by_kind() == {"codes": 2 * 64 * 64 * 2, "scales": 0, "raw": 0, "padding": 0}
+    assert spec.groups[0].layouts["closed"].bytes_by_kind() == {"codes": 2 * 64 * 64 * 2, "scales": 0, "outliers": 0, "raw": 0, "padding": 0}

@@ -45,6 +45,8 @@ def made_up_static(spec):
                 layer[f"{kind}_scale"] = torch.full(shape, 0.25 + 0.01 * i)
                 if s.has_bias:
                     layer[f"{kind}_bias"] = torch.full(shape, -2.0)
+            if s.has_codebook:
+                layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
         found.append(layer)
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,7 @@ from kvbits.quant.qparams import QParams, dequantize, quantize
 from kvbits.spec import PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 
 GRANULARITIES = [PerTensor(), PerGroup(8), PerGroup(16), PerChannel()]
-FORMATS = [("int8", True), ("int8", False), ("int4", True), ("int4", False), ("fp8_e4m3", True), ("fp8_e5m2", True)]
+FORMATS = [("nuq4", False), ("int8", True), ("int8", False), ("int4", True), ("int4", False), ("fp8_e4m3", True), ("fp8_e5m2", True)]
 H, D = 3, 16
 
 
@@ -94,9 +96,11 @@ def test_scales_have_the_stores_shape_and_cover_the_range(fmt, symmetric, granul
         assert torch.equal(t, t.half().float())  # rounded to the storage dtype
     pages = x.transpose(0, 1)  # [H, tokens, D]
     params = QParams(found["scale"], found.get("bias"))
-    codes, saturated = quantize(pages, spec, params)
-    assert saturated == 0
-    step = found["scale"].max() * (1 if spec.number_format.kind == "int" else spec.number_format.max_value / 4)
+    if spec.has_codebook:
+        params = dataclasses.replace(params, codebook=torch.linspace(-1, 1, 2**spec.bits).expand(H, -1))
+    codes, outside = quantize(pages, spec, params)
+    assert not outside.any()
+    step = found["scale"].max() * {"int": 1, "float": spec.number_format.max_value / 4, "codebook": 1 / 7}[spec.number_format.kind]
     assert (dequantize(codes, spec, params) - pages).abs().max() <= step
 
 

@@ -48,6 +48,8 @@ def made_up_static(layout):
             static[f"{kind}_scale"] = torch.rand(shape) + 0.01
             if spec.has_bias:
                 static[f"{kind}_bias"] = -torch.rand(shape)
+        if spec.has_codebook:
+            static[f"{kind}_codebook"] = (torch.rand(layout.num_kv_heads, 2**spec.bits) * 2 - 1).sort(-1).values
     return static
 
 
@@ -65,17 +67,17 @@ def test_pages_decode_to_quantize_then_dequantize_of_each_head(layout, n):
             continue
         clamped = 0
         for page, head in itertools.product(range(n), range(layout.num_kv_heads)):
-            one = x[page, head].float()
+            one, only = x[page, head : head + 1].float(), slice(head, head + 1)
             known = None
             if spec.static:
                 from kvbits.quant.qparams import QParams
 
                 bias = static.get(f"{kind}_bias")
-                known = QParams(static[f"{kind}_scale"][head], None if bias is None else bias[head])
-            qparams = choose_qparams(one, spec, known)
+                known = QParams(static[f"{kind}_scale"][only], None if bias is None else bias[only])
+            qparams = choose_qparams(one, spec, known, static[f"{kind}_codebook"][only] if spec.has_codebook else None)
             codes, over = quantize(one, spec, qparams)
-            clamped += over
-            assert torch.equal(got[page, head], dequantize(codes, spec, qparams, torch.float64))
+            clamped += int(over.sum())
+            assert torch.equal(got[page, only], dequantize(codes, spec, qparams, torch.float64))
         assert saturated[kind] == clamped
 
 

@@ -30,7 +30,7 @@ from ..ops.merge_partials.reference import add_sink_logit, merge_partials
 from ..ops.types import AttendCall, LowStore, PageStore, Part
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec
-from . import serialize, swap
+from . import parameters, serialize, swap
 from .pool import Pool
 from .state import Close, GroupState, Step
 
@@ -67,7 +67,7 @@ class PagedCache:
         batch_size, max_tokens: fix the capacity: exactly `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more. Without
             them the cache grows.
         device: where pages live; queries, keys and values must be there too.
-        static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales.
+        static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales or codebooks.
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes), or
             "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
@@ -88,19 +88,18 @@ class PagedCache:
             raise SpecError(f"batch_size={batch_size} and max_tokens={max_tokens} fix the capacity together; give both or neither")
         if nonfinite not in ("refuse", "clamp"):
             raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
-        if spec.scheme.needs_calibration and static is None:
-            raise SpecError(f"scheme {spec.scheme.name!r} has static scales; run `kvbits calibrate` and pass the calibration")
         for name, n in (("batch_size", batch_size), ("max_tokens", max_tokens)):
             if n is not None and n < 1:
                 raise SpecError(f"{name}={n} must be at least 1")
-        if static is not None:
-            _check_static(spec, static)
+        parameters.check(spec, static)
         dispatch.check_backend(backend)
         self.spec = spec
         self.device = torch.device(device)
         self.nonfinite = nonfinite
         self.backend = backend
         self.static = static or [{} for _ in spec.layers]
+        self._shared = parameters.shared(spec, self.static, self.device)
+        self._orders = parameters.orders(spec, self.device)
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
         self._where: dict[int, tuple[_Place, ...]] = {}
         self.groups: list[GroupState] = []
@@ -136,8 +135,8 @@ class PagedCache:
         return sum(p.nbytes for g in self.groups for p in g.pools.values())
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Allocated bytes split into codes, scales, raw, padding and free. Their sum is `nbytes`."""
-        kinds = dict.fromkeys(("codes", "scales", "raw", "padding", "free"), 0)
+        """Allocated bytes split into codes, scales, outliers, raw, padding and free. Their sum is `nbytes`."""
+        kinds = dict.fromkeys(("codes", "scales", "outliers", "raw", "padding", "free"), 0)
         for g in self.groups:
             for pool in g.pools.values():
                 for kind, n in pool.layout.bytes_by_kind().items():
@@ -279,6 +278,7 @@ class PagedCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of one place, and its pages written."""
         call = self._call(place, scaling, softcap, f)
+        q, k = self._stored_order(place, q), self._stored_order(place, k)
         if not f.history_first:
             self._write(place, k, v, f)
             return self._attend(place, q, call, f)
@@ -309,7 +309,7 @@ class PagedCache:
         k, v, f = self._enter(layer, k, v, valid)
         for place in self._where[layer]:
             heads = slice(None) if place.heads is None else list(place.heads)
-            self._write(place, k[:, :, heads], v[:, :, heads], f)
+            self._write(place, self._stored_order(place, k[:, :, heads]), v[:, :, heads], f)
         self._leave(layer, f)
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, _Forward]:
@@ -370,8 +370,13 @@ class PagedCache:
         return tuple(self._low_store(place, name) for name in names[len(names) - planes :][::-1])
 
     def _static(self, place: _Place) -> dict[str, torch.Tensor]:
-        whole = self.static[place.layer]
-        return whole if place.heads is None else {name: x[list(place.heads)] for name, x in whole.items()}
+        whole = self._shared[place.layer]
+        return whole if place.heads is None else {name: x[list(place.heads)] if x.ndim > 1 else x for name, x in whole.items()}
+
+    def _stored_order(self, place: _Place, x: torch.Tensor) -> torch.Tensor:
+        """Queries or keys [..., D] with their channels as the place stores them."""
+        order = self._orders.get(place.layer) if self.groups[place.group].group.key.pre_rope else None
+        return x if order is None else x[..., order]
 
     def _call(self, place: _Place, scaling: float, softcap: float | None, f: _Forward) -> AttendCall:
         history = f.steps[place.group].history
@@ -448,7 +453,8 @@ class PagedCache:
             if key not in self._choices:
                 backend = self.backend if self.backend == "reference" else "auto"
                 self._choices[key] = dispatch.choose("close_pages", sides[0], store, [s for s, _ in low], backend=backend)
-            saturated = self._choices[key].run(sides[0], sides[1], store, np.array([x.page_id for x in run], np.int64), low)
+            ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
+            saturated = self._choices[key].run(sides[0], sides[1], store, ids, low, starts)
             for kind, n in saturated.items():
                 self.saturated[place.layer][kind] += n
 
@@ -607,27 +613,16 @@ class PagedCache:
         for (pool, planes), table in self.groups[place.group].tables().items():
             store, low = self._store(place, pool), self._low_stores(place, planes)
             for e in range(table.indptr[row], table.indptr[row + 1]):
-                fine = [(x.page(int(ids[e])), x.layout) for x, ids in zip(low, table.low, strict=True)]
-                k, v = dequantize_pages(store.page(int(table.page_ids[e])), store.layout, store.static, dtype, fine)
+                fine = [(x.page(int(ids[e]))[None], x.layout) for x, ids in zip(low, table.low, strict=True)]
+                page = store.page(int(table.page_ids[e]))[None]
+                k, v = dequantize_pages(page, store.layout, store.static, dtype, fine, table.starts[e : e + 1])
                 n = table.lengths[e]
-                found.append((int(table.starts[e]), k[:, :n].transpose(0, 1), v[:, :n].transpose(0, 1)))
+                found.append((int(table.starts[e]), k[0, :, :n].transpose(0, 1), v[0, :, :n].transpose(0, 1)))
         found.sort(key=lambda x: x[0])
         keys += [k for _, k, _ in found]
         values += [v for _, _, v in found]
-        return torch.cat(keys), torch.cat(values)
-
-
-def _check_static(spec: CacheSpec, static: list[dict[str, torch.Tensor]]) -> None:
-    if len(static) != len(spec.layers):
-        raise SpecError(f"calibration of {len(static)} layers for a cache of {len(spec.layers)}; calibrate this model")
-    for layer, (geometry, found) in enumerate(zip(spec.layers, static, strict=True)):
-        for kind, quant in zip("kv", spec.scheme.for_layer(layer, len(spec.layers)), strict=True):
-            for name in (f"{kind}_scale", f"{kind}_bias")[: quant.static + (quant.static and quant.has_bias)]:
-                want = (geometry.num_kv_heads, *quant.scale_shape(spec.scheme.page_size, geometry.head_dim))
-                if name not in found:
-                    raise SpecError(f"calibration of layer {layer} has no {name}, which scheme {spec.scheme.name!r} needs; calibrate for this scheme")
-                if tuple(found[name].shape) != want:
-                    raise SpecError(f"{name} of layer {layer} has shape {tuple(found[name].shape)}, expected {want}; calibrate this model for this scheme")
+        k, order = torch.cat(keys), self._stored_order(place, torch.arange(g.head_dim, device=self.device))
+        return torch.empty_like(k).index_copy_(-1, order, k), torch.cat(values)
 
 
 def _clamp(x: torch.Tensor) -> torch.Tensor:

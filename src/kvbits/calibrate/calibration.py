@@ -1,7 +1,8 @@
-"""Static scales of a model and scheme, and what they were measured for.
+"""Static scales and codebooks of a model and scheme, and what they were measured for.
 
 File: safetensors. Tensors `layers.{i}.k_scale`, `.k_bias`, `.v_scale`, `.v_bias`, float32 [H, groups or channels], only where the
-layer's spec is static (and has a bias). Metadata, JSON text each: `format` "kvbits-calibration", `version`, `fingerprint`, `info`.
+layer's spec is static (and has a bias), and `.k_codebook`, `.v_codebook` [H, entries] of nuq formats.
+Metadata, JSON text each: `format` "kvbits-calibration", `version`, `fingerprint`, `info`.
 
 The fingerprint is what changes keys and values or how they are coded: sizes of the model, rotary parameters, geometry per layer, the
 static specs per layer. Floats are compared at 6 digits, because GGUF files keep them in float32. It does not see weights: fine-tunes of
@@ -19,9 +20,10 @@ from typing import Any
 
 import torch
 
+from ..cache.parameters import wanted
 from ..errors import CalibrationError, FileFormatError
 from ..geometry import layer_geometries, text_config
-from ..spec import QuantSpec, Scheme, from_dict, to_dict
+from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
 
 FORMAT = "kvbits-calibration"
 VERSION = 1
@@ -54,7 +56,7 @@ def fingerprint(config: Any, scheme: Scheme) -> dict[str, Any]:
             "model": {name: getattr(text, name, None) for name in _MODEL_FIELDS},
             "rope": rope,
             "geometry": [to_dict(g) for g in layers],
-            "specs": [{"k": to_dict(k) if k.static else None, "v": to_dict(v) if v.static else None} for k, v in specs],
+            "specs": [{"k": to_dict(k) if k.needs_calibration else None, "v": to_dict(v) if v.needs_calibration else None} for k, v in specs],
         }
     )
 
@@ -155,7 +157,7 @@ class Calibration:
         Raises:
             FileFormatError: no such file, truncated, foreign, of another version, or holding other tensors than its fingerprint says.
         """
-        metadata, tensors = _read(path)
+        metadata, tensors = read_file(path)
         if metadata.get("format") != FORMAT:
             raise FileFormatError(f"{path} is not a kvbits calibration (format {metadata.get('format')!r}, expected {FORMAT!r})")
         if metadata.get("version") != str(VERSION):
@@ -177,7 +179,8 @@ class Calibration:
         return found
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """(metadata, tensors) of a safetensors file. Raises FileFormatError."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -193,8 +196,6 @@ def _wanted(prints: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i, (geometry, specs) in enumerate(zip(prints["geometry"], prints["specs"], strict=True)):
         for side, data in specs.items():
             spec: QuantSpec = from_dict(data)
-            shape = (geometry["num_kv_heads"], spec.num_groups(geometry["head_dim"]))
-            found[f"layers.{i}.{side}_scale"] = shape
-            if spec.has_bias:
-                found[f"layers.{i}.{side}_bias"] = shape
+            heads = LayerGeometry(num_kv_heads=geometry["num_kv_heads"], head_dim=geometry["head_dim"])
+            found |= {f"layers.{i}.{name}": shape for name, shape in wanted(spec, side, heads).items()}
     return found

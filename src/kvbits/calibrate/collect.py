@@ -10,6 +10,7 @@ and hands them back: keys are exactly those a cache stores (after rotation and n
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +20,14 @@ from transformers import DynamicCache
 from .. import schemes as presets
 from ..errors import CalibrationError, DataError, SpecError
 from ..geometry import layer_geometries, text_config
+from ..integrations.rotary import with_rotary
 from ..progress import bar
-from ..spec import LayerGeometry, Scheme
+from ..quant.qparams import QParams
+from ..spec import LayerGeometry, QuantSpec, Scheme
+from . import histograms
 from .calibration import Calibration, fingerprint
+from .codebooks import Levels
+from .histograms import Batch, as_stored
 from .ranges import Ranges
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -77,22 +83,30 @@ def calibrate(
     prompts: Sequence[Prompt],
     scheme: str | Scheme,
     *,
-    percentile: float = 99.9,
+    percentile: float | None = None,
     skip_tokens: int | None = None,
+    weights: str = "fisher",
+    per_head: bool = False,
+    checkpointing: bool = False,
+    resume: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> Calibration:
-    """Static scales of `scheme` for `model`, measured over `prompts`.
+    """Static scales and codebooks of `scheme` for `model`, measured over `prompts`.
 
     Args:
         model: a Transformers decoder model.
         prompts: token ids, each a tensor [B, T], a list of ids, or a mapping with `input_ids` and `attention_mask` (padding is left out).
-        scheme: preset name (groups fitted to the model's head_dim) or a `Scheme` (taken as it is) with static specs.
-        percentile: share of elements inside the range, in percent; 100 takes the maximum.
+        scheme: preset name (groups fitted to the model's head_dim) or a `Scheme` (taken as it is) with static or codebook specs.
+        percentile: share of elements inside the range, in percent; 100 takes the maximum. None: all but the outliers of a spec that has them, else 99.9.
         skip_tokens: first tokens of each prompt left out; None for the scheme's sinks, which are never quantized.
+        weights: of codebooks, "fisher" (squared gradients, one backward pass per prompt) or "none" (KVQuant's ablation).
+        per_head: a codebook for each kv head instead of one for the layer.
+        checkpointing: recompute activations layer by layer in the backward pass: less memory, a third more time.
+        resume: file that keeps what was seen after each prompt's backward pass and is read if it is there; deleted at the end.
         progress: show a bar on standard error.
 
     Raises:
-        CalibrationError: the scheme has no static scales.
+        CalibrationError: the scheme needs no calibration, or `resume` belongs to another one.
         DataError: no tokens, or NaN or infinity in keys or values.
         UnsupportedError: a model without a plain KV cache.
     """
@@ -101,6 +115,10 @@ def calibrate(
     if not chosen.needs_calibration:
         static = [s.name for s in presets.PRESETS.values() if s.needs_calibration]
         raise CalibrationError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
+    if weights not in ("fisher", "none"):
+        raise SpecError(f"weights={weights!r} is not 'fisher' or 'none'")
+    if chosen.pre_rope:
+        layers = with_rotary(layers, model)
     skip = chosen.num_sink_tokens if skip_tokens is None else skip_tokens
     if skip < 0:
         raise SpecError(f"skip_tokens={skip} is negative; use 0 for none")
@@ -109,14 +127,22 @@ def calibrate(
     if not num_tokens:
         raise DataError(f"{len(batches)} prompts leave no tokens after skip_tokens={skip}; give more or longer prompts")
     ranges = _ranges(chosen, layers, num_tokens, percentile)
-    _run(model, batches, ranges, progress)
+    if ranges:
+        _run(model, batches, layers, chosen, ranges, progress)
     found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
     for (layer, side), r in ranges.items():
         found[layer] |= {f"{side}_{name}": t for name, t in r.qparams().items()}
+    levels = _levels(chosen, layers, found)
+    if levels:
+        histograms.collect(model, batches, layers, chosen, levels, weights == "fisher", checkpointing, resume, progress)
+    for (layer, side), fit in levels.items():
+        found[layer][f"{side}_codebook"] = fit.fit(per_head)
     info = {
         "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
         "scheme": chosen.name,
-        "percentile": percentile,
+        "percentile": _share(chosen.key if chosen.key.static else chosen.value, percentile),
+        "weights": weights if levels else None,
+        "per_head": per_head if levels else None,
         "prompts": sum(len(ids) for ids, _, _ in batches),
         "tokens": num_tokens,
         "skip_tokens": skip,
@@ -124,7 +150,7 @@ def calibrate(
     return Calibration(found, fingerprint(model.config, chosen), info)
 
 
-def _batch(prompt: Prompt, skip: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def _batch(prompt: Prompt, skip: int) -> Batch:
     """(ids [B, T], attention mask [B, T] or None, bool [B, T]: tokens to look at)."""
     ids, mask = (prompt["input_ids"], prompt.get("attention_mask")) if isinstance(prompt, Mapping) else (prompt, None)
     ids = torch.as_tensor(ids)
@@ -138,18 +164,34 @@ def _batch(prompt: Prompt, skip: int) -> tuple[torch.Tensor, torch.Tensor | None
     return ids.long(), mask, valid & (valid.cumsum(-1) > skip)
 
 
-def _ranges(scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int, percentile: float) -> dict[tuple[int, str], Ranges]:
+def _share(spec: QuantSpec, percentile: float | None) -> float:
+    """Percent of elements inside a calibrated range."""
+    return percentile if percentile is not None else 100 * (1 - spec.outliers) if spec.outliers else 99.9
+
+
+def _ranges(scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int, percentile: float | None) -> dict[tuple[int, str], Ranges]:
     """One observer per layer and side ("k", "v") that is static."""
     found = {}
     for i, g in enumerate(layers):
         for side, what, spec in zip("kv", ("keys", "values"), scheme.for_layer(i, len(layers)), strict=True):
             if spec.static:
-                found[i, side] = Ranges(spec, g.num_kv_heads, g.head_dim, num_tokens, percentile, f"{what} of layer {i}")
+                found[i, side] = Ranges(spec, g.num_kv_heads, g.head_dim, num_tokens, _share(spec, percentile), f"{what} of layer {i}")
+    return found
+
+
+def _levels(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[dict[str, torch.Tensor]]) -> dict[tuple[int, str], Levels]:
+    """One histogram per layer and side that has a codebook."""
+    found = {}
+    for i, g in enumerate(layers):
+        for side, what, spec in zip("kv", ("keys", "values"), scheme.for_layer(i, len(layers)), strict=True):
+            if spec.has_codebook:
+                known = QParams(static[i][f"{side}_scale"], static[i].get(f"{side}_bias")) if spec.static else None
+                found[i, side] = Levels(spec, g.num_kv_heads, scheme.page_size, known, f"{what} of layer {i}")
     return found
 
 
 @torch.no_grad()
-def _run(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]], ranges: dict[tuple[int, str], Ranges], progress: bool) -> None:
+def _run(model: Any, batches: list[Batch], layers: tuple[LayerGeometry, ...], scheme: Scheme, ranges: dict[tuple[int, str], Ranges], progress: bool) -> None:
     backbone = getattr(model, "base_model", model)  # without the language head: its logits would be the largest tensor of all
     config = text_config(model.config)
     was_training = model.training
@@ -164,6 +206,7 @@ def _run(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor | None, torc
                     visited.add(layer)
                     for side, x in (("k", k), ("v", v)):
                         if (layer, side) in ranges:
+                            x = as_stored(x, layers[layer], scheme.for_layer(layer, len(layers))["kv".index(side)])
                             ranges[layer, side].add(x[seen.to(x.device)])
 
                 cache = ObservingCache(config, observe)

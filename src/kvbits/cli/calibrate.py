@@ -17,17 +17,24 @@ def calibrate(
     model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
     text: Annotated[Path, typer.Option(help="UTF-8 text like what the model will read; never the text you evaluate on.")],
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
-    scheme: Annotated[str, typer.Option(help="A scheme with static scales.")] = "int8_static",
-    prompts: Annotated[int, typer.Option(help="Windows drawn from the text; 128 to 512 are usual.")] = 128,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
-    percentile: Annotated[float, typer.Option(help="Percent of elements inside the range; 100 takes the maximum.")] = 99.9,
+    scheme: Annotated[str, typer.Option(help="A scheme with static scales or codebooks.")] = "int8_static",
+    prompts: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks.", show_default=False)] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a window: 256, or 2,048 for codebooks.", show_default=False)] = None,
+    percentile: Annotated[
+        float | None, typer.Option(help="Percent of elements inside the range; 99.9, or all but the scheme's outliers.", show_default=False)
+    ] = None,
+    weights: Annotated[str, typer.Option(help="Of codebooks: fisher (squared gradients) or none.")] = "fisher",
+    per_head: Annotated[bool, typer.Option("--per-head", help="A codebook for each kv head.")] = False,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in the backward pass: less memory.")] = False,
     skip_tokens: Annotated[int | None, typer.Option(help="First tokens of each window left out; the scheme's sinks if not given.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
     device: Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Measure static scales of a scheme on a model and save them with a fingerprint.
+    """Measure static scales and codebooks of a scheme on a model and save them with a fingerprint.
+
+    Codebooks take a backward pass per window; stopped, the same command goes on where it was (OUT.partial).
 
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
@@ -45,9 +52,18 @@ def calibrate(
 
     set_threads(threads)
     lm, tokenizer = load_model(model, device=device)
-    windows = prompts_from_text(tokenizer, content, num_prompts=prompts, length=length, seed=seed)
+    chosen = schemes.get(scheme)
+    codebooks = any(spec.has_codebook for spec in (chosen.key, chosen.value))
+    windows = prompts_from_text(
+        tokenizer, content, num_prompts=(16 if codebooks else 128) if prompts is None else prompts,
+        length=(2048 if codebooks else 256) if length is None else length, seed=seed,
+        batch_size=1 if codebooks else 4,
+    )  # fmt: skip
     start = time.perf_counter()
-    found = measure(lm, windows, scheme, percentile=percentile, skip_tokens=skip_tokens, progress=True)
+    found = measure(
+        lm, windows, scheme, percentile=percentile, skip_tokens=skip_tokens, weights=weights, per_head=per_head, checkpointing=checkpointing,
+        resume=out.with_name(out.name + ".partial"), progress=True,
+    )  # fmt: skip
     seconds = time.perf_counter() - start
     found.info["model"] = model
     found.info["text"] = text.name
@@ -58,6 +74,6 @@ def calibrate(
     info = found.info
     show(
         f"{scheme} scales of {len(found.static)} layers over {info['tokens']:,} tokens in {info['prompts']} prompts, "
-        f"{'maximum' if percentile == 100 else f'percentile {percentile:g}'}, {seconds:.1f} s",
+        f"{'maximum' if info['percentile'] == 100 else 'percentile {:g}'.format(info['percentile'])}, {seconds:.1f} s",
         f"wrote {out} (id {found.id})",
     )

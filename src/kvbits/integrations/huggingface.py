@@ -27,6 +27,7 @@ from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..spec import CacheSpec, Scheme
+from .rotary import with_rotary
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -323,13 +324,15 @@ class KVCache(Cache):
         config = model.config.get_text_config(decoder=True)
         layers = layer_geometries(config)
         chosen = schemes.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
+        if chosen.pre_rope:
+            layers = with_rotary(layers, model)
         spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
         static = None
         if calibration is not None:
             calibration.check(model.config, chosen)
             static = calibration.to(model.device).static
         elif chosen.needs_calibration:
-            raise CalibrationError(f"scheme {chosen.name!r} has static scales; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)")
+            raise CalibrationError(f"scheme {chosen.name!r} has static scales or codebooks; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)")
         use_kvbits_attention(model)
         return cls(
             PagedCache(

@@ -49,7 +49,8 @@ class PageStore(_Slabs):
     Attributes:
         layout: byte layout of a page.
         slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids count through them in order.
-        static: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias` of the layer, float32 [H, groups or channels]; only names the specs need.
+        static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias`
+            [H, groups or channels], `k_codebook`, `v_codebook` [H, entries], and `k_inv_freq` [head_dim / 2], radians per token.
     """
 
     layout: PageLayout
@@ -127,3 +128,18 @@ def last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray
         owner = np.repeat(np.arange(batch), np.diff(t.indptr))
         np.maximum.at(newest, owner, t.starts + t.lengths)
     return (newest[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
+
+
+def kvquant_extras(layout: PageLayout) -> str | None:
+    """What of KVQuant a layout uses beyond scales and integer or float codes, in words for a refusal, or None."""
+    specs = (layout.key, layout.value)
+    found = [
+        words
+        for words, used in (
+            ("codebooks", any(s.has_codebook for s in specs)),
+            ("outliers", any(s.outliers for s in specs)),
+            ("keys stored before the rotary embedding", layout.key.pre_rope),
+        )
+        if used
+    ]
+    return " and ".join(found) or None

@@ -1,8 +1,11 @@
-"""Scales, biases and codes:  x ~ (code - zero) * scale + bias + mean.
+"""Scales, biases and codes:  x ~ level(code) * scale * stretch + bias + mean.
 
 Symmetric:   scale = max|x| / q_max, codes in [1, 2**b - 1] around zero = 2**(b-1)      (arXiv 2512 INT8 paper, eq. 6 to 8, shifted by `zero`)
 Asymmetric:  bias = min(x), scale = (max(x) - bias) / (2**b - 1), codes in [0, 2**b - 1]  (KIVI, arXiv:2402.02750)
 FP8:         scale = max|x| / largest finite value, codes are the rounded float bytes
+Codebook:    bias = (min + max) / 2, scale = max|x - bias|, codes number the nearest entry to (x - bias) / scale  (KVQuant, arXiv:2401.18079)
+
+With outliers the ranges leave out the elements that widen them most (`quant.outliers`).
 
 Scale, bias and mean are rounded to their storage dtype FIRST and codes are taken against the rounded values: bias is rounded
 down, so nothing falls below code 0, and a subnormal float16 scale is rounded up, so nothing falls past the last code.
@@ -15,6 +18,7 @@ Error of one element (u = 2**-11 for float16, 2**-8 for bfloat16, 2**-24 for flo
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,29 +28,34 @@ import torch
 from ..errors import DataError
 from ..spec import PerChannel, PerToken, QuantSpec
 from .nested import levels, refine
+from .outliers import trimmed_ends
 
-TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "uint8": torch.uint8}
+TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "uint8", "uint16", "int32")}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
 @dataclass(frozen=True)
 class QParams:
-    """Scale, bias and mean of a run of pages, already rounded to storage precision, as float32.
+    """Scale, bias, mean and stretch of a run of pages, already rounded to storage precision, as float32, and the codebook.
 
-    Shapes after the leading page and head dimensions: scale and bias as `QuantSpec.scale_shape` says, mean [head_dim].
+    Shapes after the leading page and head dimensions: scale and bias as `QuantSpec.scale_shape` says, mean [head_dim], stretch [tokens].
+    The codebook is [num_kv_heads, 2**bits], ascending.
     """
 
     scale: torch.Tensor
     bias: torch.Tensor | None = None
     mean: torch.Tensor | None = None
+    stretch: torch.Tensor | None = None
+    codebook: torch.Tensor | None = None
 
 
-def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = None) -> QParams:
+def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = None, codebook: torch.Tensor | None = None) -> QParams:
     """Parameters for `x`: [..., tokens, head_dim] float32, one page per leading index.
 
     Args:
         static: calibrated parameters, [num_kv_heads, groups or channels]; used as they are when `spec.static`.
+        codebook: of codebook formats, passed on.
 
     Raises:
         DataError: a scale overflows its storage dtype, or calibration is missing.
@@ -54,53 +63,91 @@ def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = No
     if spec.static:
         if static is None:
             raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
-        return static
+        return dataclasses.replace(static, codebook=codebook)
     mean = None
     if spec.center:
-        mean = _rounded(x.double().mean(-2).float(), spec.scale_dtype)
+        mean = rounded(x.double().mean(-2).float(), spec.scale_dtype)
         x = x - mean.unsqueeze(-2)
-    groups = _grouped(x, spec)
-    if spec.has_bias:
-        low, high = groups.amin(-1), groups.amax(-1)
-        bias = _rounded_down(low, spec.scale_dtype)
-        return QParams(_rounded_scale(divided(high - bias, spec.q_max), spec.scale_dtype), bias, mean)
-    return QParams(_rounded_scale(divided(groups.abs().amax(-1), spec.q_max), spec.scale_dtype), None, mean)
+    low, high = _ends(_grouped(x, spec), spec, spec.num_outliers(*x.shape[-2:]))
+    if not spec.has_bias:
+        return QParams(rounded_scale(divided(torch.maximum(-low, high), spec.q_max), spec.scale_dtype), None, mean, None, codebook)
+    if spec.has_codebook:
+        bias = rounded(low + (high - low) / 2, spec.scale_dtype)
+        return QParams(rounded_scale(torch.maximum(high - bias, bias - low), spec.scale_dtype), bias, mean, None, codebook)
+    bias = _rounded_down(low, spec.scale_dtype)
+    return QParams(rounded_scale(divided(high - bias, spec.q_max), spec.scale_dtype), bias, mean)
 
 
-def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.Tensor, int]:
-    """(codes uint8 [..., tokens, head_dim], how many elements were clamped to the code range)."""
+def _ends(groups: torch.Tensor, spec: QuantSpec, num_outliers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(smallest, largest) element of each group, a page's `num_outliers` worst ones left out."""
+    if not num_outliers:
+        return groups.amin(-1), groups.amax(-1)
+    shape = groups.shape[:-1]
+    if not isinstance(spec.granularity, PerChannel):
+        groups = groups.flatten(-3, -2)
+    low, high = trimmed_ends(groups if spec.has_bias else groups.abs(), num_outliers, high_only=not spec.has_bias)
+    return (low if spec.has_bias else -high).reshape(shape), high.reshape(shape)
+
+
+def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [..., tokens, head_dim], and bool: which elements lie past the ends of the code range."""
     scaled = normalize(x, spec, qparams)
     if spec.number_format.kind == "float":
         limit = spec.number_format.max_value
-        saturated = int((scaled.abs() >= spec.number_format.saturates_at).sum())
-        return scaled.clamp(-limit, limit).to(FP8_DTYPES[spec.format]).view(torch.uint8), saturated
+        return scaled.clamp(-limit, limit).to(FP8_DTYPES[spec.format]).view(torch.uint8), scaled.abs() >= spec.number_format.saturates_at
+    if spec.has_codebook:
+        return _nearest(scaled, qparams.codebook), scaled.abs() > 1 + 2 * UNIT_ROUNDOFF[spec.scale_dtype]
     codes = scaled.round() + spec.zero
     low, high = spec.code_range
-    saturated = int(((codes < low) | (codes > high)).sum())
-    return codes.clamp(low, high).to(torch.uint8), saturated
+    return codes.clamp(low, high).to(torch.uint8), (codes < low) | (codes > high)
+
+
+def _nearest(scaled: torch.Tensor, codebook: torch.Tensor | None) -> torch.Tensor:
+    """Numbers of the nearest codebook entries, uint8, ties to the lower: [..., H, tokens, D] with a codebook [H, entries]."""
+    if codebook is None:
+        raise DataError("a codebook format was given no calibrated codebook; calibrate first")
+    codes = torch.zeros_like(scaled, dtype=torch.uint8)
+    for i in range(codebook.shape[-1] - 1):
+        codes += scaled > ((codebook[:, i] + codebook[:, i + 1]) * 0.5)[:, None, None]
+    return codes
+
+
+def _levels(codes: torch.Tensor, spec: QuantSpec, codebook: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What codes stand for before the scale."""
+    if spec.number_format.kind == "float":
+        return codes.view(FP8_DTYPES[spec.format]).to(dtype)
+    if not spec.has_codebook:
+        return codes.to(dtype) - spec.zero
+    if codebook is None:
+        raise DataError("a codebook format was given no calibrated codebook; calibrate first")
+    first = torch.arange(len(codebook), device=codes.device)[:, None, None] * codebook.shape[-1]
+    return codebook.to(dtype).flatten()[codes.long() + first]
 
 
 def normalize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> torch.Tensor:
-    """(x - mean - bias) / scale, in the order and precision that codes are taken in."""
+    """(x - mean - bias) / scale / stretch, in the order and precision that codes are taken in."""
     if qparams.mean is not None:
         x = x - qparams.mean.unsqueeze(-2)
     if qparams.bias is not None:
         x = x - expand(qparams.bias, spec, x.shape[-1])
-    return x * expand(qparams.scale.reciprocal(), spec, x.shape[-1])
+    scaled = x * expand(qparams.scale.reciprocal(), spec, x.shape[-1])
+    return scaled if qparams.stretch is None else scaled * qparams.stretch.reciprocal().unsqueeze(-1)
 
 
 def dequantize(
     codes: torch.Tensor, spec: QuantSpec, qparams: QParams, dtype: torch.dtype = torch.float32, planes: Sequence[tuple[torch.Tensor, int]] = ()
 ) -> torch.Tensor:
-    """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge).
+    """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge), without outliers.
 
     Args:
         planes: (low plane, bits) pairs that refine integer codes, see `quant.nested`.
     """
-    values = codes.view(FP8_DTYPES[spec.format]).to(dtype) if spec.number_format.kind == "float" else codes.to(dtype) - spec.zero
+    values = _levels(codes, spec, qparams.codebook, dtype)
     if planes:
         values = refine(values, planes)
     values = values * expand(qparams.scale.to(dtype), spec, codes.shape[-1])
+    if qparams.stretch is not None:
+        values = values * qparams.stretch.to(dtype).unsqueeze(-1)
     if qparams.bias is not None:
         values = values + expand(qparams.bias.to(dtype), spec, codes.shape[-1])
     if qparams.mean is not None:
@@ -164,28 +211,30 @@ def divided(x: torch.Tensor, number: float) -> torch.Tensor:
     return x / torch.tensor(float(number), dtype=x.dtype, device=x.device)
 
 
-def _rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
+def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """`x` as a storage dtype holds it, in float32. Raises DataError where it overflows."""
     y = x.to(TORCH_DTYPES[dtype]).float()
     if not bool(torch.isfinite(y).all()):
         raise DataError(f"a scale, bias or mean of magnitude {x.abs().max().item():.3g} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
     return y
 
 
-def _rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
-    rounded = _rounded(scale, dtype)
+def rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Scales as a storage dtype holds them, in float32: subnormal ones rounded up, 0 replaced by 1."""
+    y = rounded(scale, dtype)
     if dtype == "float16":
-        rounded = torch.where(scale < 2.0**-14, torch.ceil(scale * 2.0**24) * 2.0**-24, rounded)
+        y = torch.where(scale < 2.0**-14, torch.ceil(scale * 2.0**24) * 2.0**-24, y)
     else:  # the reciprocal of a subnormal float32 is infinite
-        rounded = torch.where((scale > 0) & (scale < 2.0**-126), torch.full_like(rounded, 2.0**-126), rounded)
-    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+        y = torch.where((scale > 0) & (scale < 2.0**-126), torch.full_like(y, 2.0**-126), y)
+    return torch.where(y == 0, torch.ones_like(y), y)
 
 
 def _rounded_down(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """Largest value of `dtype` that is not above x."""
-    y = _rounded(x, dtype)
+    y = rounded(x, dtype)
     if dtype == "float32":
         return y
     bits = y.to(TORCH_DTYPES[dtype]).view(torch.int16)
     # One step toward minus infinity: away from zero for negative numbers, toward it for positive ones.
     lower = torch.where(y == 0, torch.full_like(bits, -32767), torch.where(y > 0, bits - 1, bits + 1))
-    return _rounded(torch.where(y > x, lower.view(TORCH_DTYPES[dtype]).float(), y), dtype)
+    return rounded(torch.where(y > x, lower.view(TORCH_DTYPES[dtype]).float(), y), dtype)

@@ -27,6 +27,7 @@ from .layout import (
     plane_row_bytes,
 )
 from .quant import FORMATS, Granularity, NumberFormat, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
+from .rotary import Rotary
 from .scheme import Override, Scheme, Tier
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "PerTensor",
     "PerToken",
     "QuantSpec",
+    "Rotary",
     "Scheme",
     "Section",
     "Tier",

@@ -13,17 +13,24 @@ from ..errors import SpecError
 from .codec import choice, parse, serialisable, to_dict
 from .layout import FORMATS_VERSION, LowLayout, PageLayout
 from .quant import DTYPE_BYTES, QuantSpec
+from .rotary import Rotary
 from .scheme import Scheme, Tier
 
 
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class LayerGeometry:
-    """Shape of one attention layer's cache. `sliding_window` counts the query's own token; None means full attention."""
+    """Shape of one attention layer's cache.
+
+    Attributes:
+        sliding_window: counts the query's own token; None means full attention.
+        rotary: how the layer's keys are turned by position; needed, and only then kept, where keys are stored before the rotary embedding.
+    """
 
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
+    rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1:
@@ -32,6 +39,8 @@ class LayerGeometry:
             raise SpecError(f"head_dim={self.head_dim} must be a positive multiple of 8")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise SpecError(f"sliding_window={self.sliding_window} must be at least 1, or None for full attention")
+        if self.rotary is not None:
+            self.rotary.frequencies(self.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)

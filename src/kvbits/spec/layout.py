@@ -11,6 +11,7 @@ from .quant import DTYPE_BYTES, QuantSpec
 FORMATS_VERSION = 1
 """Version of the byte layouts in docs/formats.md. Saved files and format ids carry it."""
 
+_INDEX_BYTES = {"uint16": 2, "int32": 4}
 STRUCT_ALIGNMENT = 64
 SECTION_ALIGNMENT = 16
 KEY_TILE = 16
@@ -46,7 +47,7 @@ class PageLayout:
     """Byte layout of one page of one layer: `num_kv_heads` identical structs, one after the other.
 
     Sections appear in this order, each aligned to 16 bytes, the struct padded to 64 bytes:
-    key planes, value planes, then key scale, bias, mean and value scale, bias, mean.
+    key planes, value planes, then key scale, bias, mean, stretch, outlier indices, outlier values, and the same of the values.
     """
 
     key: QuantSpec
@@ -84,7 +85,18 @@ class PageLayout:
                     add(f"{prefix}_bias", spec.scale_dtype, itemsize, shape)
             if spec.center:
                 add(f"{prefix}_mean", spec.scale_dtype, itemsize, (self.head_dim,))
+            if spec.has_stretch:
+                add(f"{prefix}_stretch", spec.scale_dtype, itemsize, (self.page_size,))
+            if spec.outliers:
+                n = spec.num_outliers(self.page_size, self.head_dim)
+                add(f"{prefix}_outlier_index", self.outlier_index_dtype, _INDEX_BYTES[self.outlier_index_dtype], (n,))
+                add(f"{prefix}_outlier_value", spec.scale_dtype, itemsize, (n,))
         return found
+
+    @property
+    def outlier_index_dtype(self) -> str:
+        """Wide enough for token * head_dim + channel."""
+        return "uint16" if self.page_size * self.head_dim <= 2**16 else "int32"
 
     @functools.cached_property
     def head_bytes(self) -> int:
@@ -103,10 +115,10 @@ class PageLayout:
         return 8 * self.head_bytes / (2 * self.page_size * self.head_dim)
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of one page split into codes, scales (with biases and means), raw and padding."""
-        kinds = {"codes": 0, "scales": 0, "raw": 0}
+        """Bytes of one page split into codes, scales (with biases, means and stretches), outliers, raw and padding."""
+        kinds = {"codes": 0, "scales": 0, "outliers": 0, "raw": 0}
         for s in self.sections.values():
-            kind = "raw" if s.name.endswith("_raw") else "codes" if "_plane" in s.name else "scales"
+            kind = "raw" if s.name.endswith("_raw") else "codes" if "_plane" in s.name else "outliers" if "_outlier" in s.name else "scales"
             kinds[kind] += s.nbytes * self.num_kv_heads
         kinds["padding"] = self.page_size_bytes - sum(kinds.values())
         return kinds

@@ -10,18 +10,19 @@ from ..errors import SpecError
 from .codec import choice, serialisable
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+MAX_OUTLIERS = 0.125
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:
-    """One code's number format: its bit planes and, for integers, its largest code.
+    """One code's number format: its bit planes and, for floats, its range.
 
     `planes` are the field widths a code is split into, high bits first: int3 is a 2-bit plane and a 1-bit plane.
     """
 
     name: str
     planes: tuple[int, ...]
-    kind: str  # "int", "float" or "raw"
+    kind: str  # "int", "float", "codebook" or "raw"
     max_value: float = 0.0  # float formats: largest finite value
     saturates_at: float = 0.0  # float formats: where rounding to nearest would pass it
 
@@ -39,6 +40,9 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="int2", planes=(2,), kind="int"),
         NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", max_value=448.0, saturates_at=464.0),
         NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", max_value=57344.0, saturates_at=61440.0),
+        NumberFormat(name="nuq4", planes=(4,), kind="codebook"),
+        NumberFormat(name="nuq3", planes=(2, 1), kind="codebook"),
+        NumberFormat(name="nuq2", planes=(2,), kind="codebook"),
         NumberFormat(name="raw", planes=(), kind="raw"),
     )
 }
@@ -83,8 +87,13 @@ _GRANULARITIES = {c.__name__: c for c in (PerTensor, PerToken, PerChannel, PerGr
 class QuantSpec:
     """How one tensor, keys or values, becomes codes.
 
-    A stored element decodes as  x ~ (code - zero) * scale + bias + mean  where `zero` is 2**(bits - 1) for symmetric
-    integers and 0 otherwise, `bias` exists for asymmetric integers and `mean` for `center="channel"`.
+    A stored element decodes as
+
+        x ~ level(code) * scale * stretch + bias + mean + outlier
+
+    `level` is code - zero for integers (`zero` is 2**(bits - 1) if symmetric, else 0), the float itself for fp8, and an entry of the
+    calibrated codebook, in [-1, 1], for nuq formats (KVQuant, arXiv:2401.18079, section 3.4). `bias` exists for asymmetric specs, `mean`
+    for `center="channel"`, `outlier` for the listed elements of a page, `stretch` per token for static per-channel specs with outliers.
 
     Attributes:
         format: one of `FORMATS`; "raw" keeps the model's own 16-bit (or 32-bit) values.
@@ -94,6 +103,10 @@ class QuantSpec:
         static: scales come from a `Calibration` instead of from the page, and are not stored in it.
         center: "channel" keeps each channel's mean over the page apart, so that a constant offset (a key bias) costs no
             code range. A score then gains q . mean once per page and head.
+        outliers: share of a page's elements, those that the codes would represent worst, whose error is listed in the page beside the codes
+            (`scale_dtype` each), so that they do not widen the range of the others (KVQuant, section 3.5).
+        pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them again when it reads
+            (KVQuant, section 3.2).
 
     Raises:
         SpecError: for any combination that cannot be.
@@ -105,6 +118,8 @@ class QuantSpec:
     scale_dtype: str = "float16"
     static: bool = False
     center: str | None = None
+    outliers: float = 0.0
+    pre_rope: bool = False
 
     def __post_init__(self) -> None:
         choice("number format", self.format, FORMATS)
@@ -123,6 +138,12 @@ class QuantSpec:
             raise SpecError("a per-token scale cannot be known before the token; use PerGroup(size) or PerChannel() with static=True")
         if self.static and self.center:
             raise SpecError("center='channel' is taken from each page; with static scales use symmetric=False instead")
+        if not 0 <= self.outliers <= MAX_OUTLIERS:
+            raise SpecError(f"outliers={self.outliers} is a share of all elements, from 0 to {MAX_OUTLIERS}; the usual one is 0.01")
+        if self.outliers and kind == "float":
+            raise SpecError(f"{self.format} has a wide range of its own and takes no outliers; use outliers=0")
+        if self.outliers and self.static and not (self.has_codebook and isinstance(self.granularity, PerChannel)):
+            raise SpecError("calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats (nuq) can; use static=False")
         if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
             raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
 
@@ -156,13 +177,30 @@ class QuantSpec:
 
     @property
     def has_bias(self) -> bool:
-        return self.number_format.kind == "int" and not self.symmetric
+        return self.number_format.kind in ("int", "codebook") and not self.symmetric
+
+    @property
+    def has_codebook(self) -> bool:
+        return self.number_format.kind == "codebook"
+
+    @property
+    def has_stretch(self) -> bool:
+        """True where a page cannot fit the scale to its own numbers: each token then has a factor, so that none is cut off."""
+        return bool(self.outliers) and self.static
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.static or self.has_codebook
+
+    def num_outliers(self, page_size: int, head_dim: int) -> int:
+        """Outliers listed in one page of one kv head: always that many."""
+        return max(1, round(self.outliers * page_size * head_dim)) if self.outliers else 0
 
     @property
     def code_range(self) -> tuple[int, int]:
         """(smallest, largest) stored integer code. Symmetric codes leave out the most negative value, so both ends are equally far."""
         top = 2**self.bits - 1
-        return (1, top) if self.symmetric else (0, top)
+        return (1, top) if self.symmetric and self.number_format.kind == "int" else (0, top)
 
     @property
     def zero(self) -> int:
@@ -171,9 +209,11 @@ class QuantSpec:
 
     @property
     def q_max(self) -> float:
-        """Codes one scale step away from the far end of the range: amax / q_max (or (max - min) / q_max) is the scale."""
+        """Levels from zero (asymmetric integers: from the lowest) to the far end of the range: that distance / q_max is the scale."""
         if self.number_format.kind == "float":
             return self.number_format.max_value
+        if self.has_codebook:
+            return 1.0
         return 2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1
 
     def num_groups(self, head_dim: int) -> int:

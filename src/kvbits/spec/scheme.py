@@ -108,6 +108,8 @@ class Scheme:
         for name in ("num_sink_tokens", "residual_length"):
             if (n := getattr(self, name)) < 0:
                 raise SpecError(f"{name}={n} is negative; use 0 for none")
+        if any(value.pre_rope for value in (self.value, *(o.value for o in self.overrides))):
+            raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
         choice("demote", self.demote, ("age", "attention"))
         for tier in self.tiers:
             self._check_tier(tier)
@@ -124,6 +126,8 @@ class Scheme:
                     f"{spec.format} {name}s have no low planes: only integer codes nest. Codes of unrelated formats would have to be quantized twice; "
                     f"use an integer format for the oldest zone (int4 with 4-bit planes is the 8-bit zone), or {name}_bits=0"
                 )
+            if bits and spec.outliers:
+                raise SpecError(f"outliers of {name}s correct one precision, so their pages have no low planes; use outliers=0 or {name}_bits=0")
 
     def for_layer(self, layer: int, num_layers: int, head: int | None = None) -> tuple[QuantSpec, QuantSpec]:
         """(key spec, value spec) of one layer, or of one of its kv heads."""
@@ -135,8 +139,16 @@ class Scheme:
 
     @property
     def needs_calibration(self) -> bool:
-        specs = [self.key, self.value, *(s for o in self.overrides for s in (o.key, o.value))]
-        return any(s.static for s in specs)
+        return any(s.needs_calibration for s in self._specs)
+
+    @property
+    def pre_rope(self) -> bool:
+        """True if any layer's keys are stored before the rotary embedding, so that the cache must know it."""
+        return any(s.pre_rope for s in self._specs)
+
+    @property
+    def _specs(self) -> list[QuantSpec]:
+        return [self.key, self.value, *(s for o in self.overrides for s in (o.key, o.value))]
 
     def bits_per_element(self, head_dim: int = 128) -> float:
         """Stored bits per cached number in a closed page, scales and padding included."""

@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass
 
 from ...spec import DTYPE_BYTES, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ..types import kvquant_extras
 
 MAX_PIECES = 40
 SCALE_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
@@ -36,6 +37,8 @@ def refuses_layout(layout: PageLayout) -> str | None:
     d = layout.head_dim
     if d > 256:
         return f"head_dim={d} is above 256"
+    if extras := kvquant_extras(layout):
+        return f"{extras} have no GPU kernel"
     if layout.key.is_raw and layout.value.is_raw:
         return None if layout.raw_dtype != "float32" else "raw pages are float32; the kernel multiplies float16 and bfloat16"
     if layout.key.is_raw or layout.value.is_raw:

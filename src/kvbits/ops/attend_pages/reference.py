@@ -81,7 +81,7 @@ def _steps(part: Part, b: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tenso
     for first in range(table.indptr[b], table.indptr[b + 1], PAGES_PER_STEP):
         entries = slice(first, min(first + PAGES_PER_STEP, table.indptr[b + 1]))
         low = [(store.gather(ids[entries]), store.layout) for store, ids in zip(part.low, table.low, strict=True)]
-        k, v = dequantize_pages(part.store.gather(table.page_ids[entries]), layout, part.store.static, dtype, low)
+        k, v = dequantize_pages(part.store.gather(table.page_ids[entries]), layout, part.store.static, dtype, low, table.starts[entries])
         inside = np.arange(layout.page_size)
         positions = np.where(inside < table.lengths[entries, None], table.starts[entries, None] + inside, -1).reshape(-1)
         keep = torch.from_numpy(positions >= 0).to(k.device)

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import DataError
 from ...spec import VALUE_TOKEN_ORDER, PageLayout, PerChannel, QuantSpec, plane_row_bytes
-from ..types import AttendCall, Part, last_positions
+from ..types import AttendCall, Part, kvquant_extras, last_positions
 
 BLOCK_TOKENS = (64, 32, 16)
 """Tokens dequantized at a time: the first that divides a page."""
@@ -51,6 +51,8 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         layout = part.store.layout
         if part.low:
             return "low planes have no Triton kernel yet"
+        if extras := kvquant_extras(layout):
+            return f"{extras} have no Triton kernel"
         if layout.key.is_raw != layout.value.is_raw:
             return "one of keys and values is raw and the other is not"
         if layout.page_size % BLOCK_TOKENS[-1] and not layout.key.is_raw:

@@ -28,7 +28,9 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
     return refuses_layout(store.layout)
 
 
-def close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = ()) -> dict[str, int]:
+def close(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
+) -> dict[str, int]:
     """Close pages in place.
 
     Args:

@@ -20,7 +20,7 @@ from ...spec import PageLayout, PerChannel
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
 from ..cuda.side import TYPE_NAMES, TYPES, side_arguments
-from ..types import LowStore, PageStore
+from ..types import LowStore, PageStore, kvquant_extras
 
 ROWS_PER_THREAD = 8
 STATUS_FIELDS = 6
@@ -44,6 +44,8 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     """The part of `refuses` that needs no GPU."""
+    if extras := kvquant_extras(layout):
+        return f"{extras} have no GPU kernel"
     if dtype not in TYPES:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     if layout.page_size * layout.head_dim > 512 * 8 * ROWS_PER_THREAD:
@@ -123,7 +125,9 @@ def launch_close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_addres
     close_kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(k.device).cuda_stream)
 
 
-def close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = ()) -> dict[str, int]:
+def close(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
+) -> dict[str, int]:
     """Close pages in place.
 
     Args:

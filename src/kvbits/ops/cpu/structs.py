@@ -11,7 +11,7 @@ import torch
 
 from ...errors import DataError
 from ...spec import PageLayout, QuantSpec
-from ..types import PageStore, PageTable
+from ..types import PageStore, PageTable, kvquant_extras
 from .library import DTYPES, FORMATS, StoreStruct, TableStruct, TensorStruct
 
 MAX_HEAD_DIM = 512
@@ -23,6 +23,8 @@ TORCH_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 def refuses_layout(layout: PageLayout) -> str | None:
     """Why the kernels cannot read or write pages of this layout, or None."""
     d = layout.head_dim
+    if extras := kvquant_extras(layout):
+        return f"{extras} have no CPU kernel"
     if d % 8 or d > MAX_HEAD_DIM:
         return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     for spec in (layout.key, layout.value):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from ...errors import DataError
 from ...quant.nested import PLANES
 from ...quant.packing import unpack
 from ...quant.qparams import TORCH_DTYPES, QParams, dequantize
+from ...quant.rotary import turn
 from ...spec import LowLayout, NumberFormat, PageLayout
 
 
@@ -20,7 +23,7 @@ def section(pages: torch.Tensor, layout: PageLayout | LowLayout, name: str) -> t
 
 
 def stored_qparams(pages: torch.Tensor, layout: PageLayout, kind: str, static: dict[str, torch.Tensor]) -> QParams:
-    """Scale, bias and mean of keys ("k") or values ("v") of pages [..., H, head_bytes], float32."""
+    """Parameters of keys ("k") or values ("v") of pages [..., H, head_bytes], float32."""
 
     def read(name: str) -> torch.Tensor | None:
         full = f"{kind}_{name}"
@@ -31,7 +34,14 @@ def stored_qparams(pages: torch.Tensor, layout: PageLayout, kind: str, static: d
     scale = read("scale")
     if scale is None:
         raise KeyError(f"{kind}_scale is neither stored in the page nor calibrated")
-    return QParams(scale, read("bias"), read("mean"))
+    return QParams(scale, read("bias"), read("mean"), read("stretch"), static.get(f"{kind}_codebook"))
+
+
+def token_positions(starts: np.ndarray | None, page_size: int) -> torch.Tensor:
+    """int64 [n, page_size]: positions of the tokens of pages that start at `starts` [n]."""
+    if starts is None:
+        raise DataError("pages of keys stored before the rotary embedding were given no starts; pass each page's first position")
+    return torch.as_tensor(np.asarray(starts, np.int64))[:, None] + torch.arange(page_size)
 
 
 def dequantize_pages(
@@ -40,12 +50,15 @@ def dequantize_pages(
     static: dict[str, torch.Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
     low: Sequence[tuple[torch.Tensor, LowLayout]] = (),
+    starts: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [..., H, page_size, head_dim] of pages uint8 [..., H, head_bytes], computed in `dtype`.
+    """Keys and values [n, H, page_size, head_dim] of pages uint8 [n, H, head_bytes], computed in `dtype`.
 
     Args:
-        low: the pages of low planes that refine them, [..., H, head_bytes of their layout] each, the coarsest first.
+        low: the pages of low planes that refine them, [n, H, head_bytes of their layout] each, the coarsest first.
+        starts: [n] position of each page's first token, to which keys stored before the rotary embedding are turned.
     """
+    static = static or {}
     found = []
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         if spec.is_raw:
@@ -56,7 +69,13 @@ def dequantize_pages(
         for fine, fine_layout in low:
             if bits := fine_layout.key_bits if kind == "k" else fine_layout.value_bits:
                 planes.append((_codes(fine, fine_layout, kind, PLANES[bits]), bits))
-        found.append(dequantize(codes, spec, stored_qparams(pages, layout, kind, static or {}), dtype, planes))
+        x = dequantize(codes, spec, stored_qparams(pages, layout, kind, static), dtype, planes)
+        if spec.outliers:
+            index, error = (section(pages, layout, f"{kind}_outlier_{name}") for name in ("index", "value"))
+            x = x.flatten(-2).scatter_add(-1, index.long(), error.to(dtype)).view_as(x)
+        if spec.pre_rope:
+            x = turn(x, token_positions(starts, layout.page_size)[:, None], static["k_inv_freq"])
+        found.append(x)
     return found[0], found[1]
 
 

@@ -1,0 +1,75 @@
+"""What the pages of a layer share: calibrated scales and codebooks, the rotary embedding, the stored order of channels."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import SpecError
+from ..spec import CacheSpec, LayerGeometry, QuantSpec
+
+
+def wanted(spec: QuantSpec, side: str, geometry: LayerGeometry) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the calibrated tensors that a side ("k", "v") of a layer needs."""
+    shape = (geometry.num_kv_heads, *spec.scale_shape(0, geometry.head_dim)) if spec.static else ()
+    names = {f"{side}_scale": shape} if spec.static else {}
+    if spec.static and spec.has_bias:
+        names[f"{side}_bias"] = shape
+    if spec.has_codebook:
+        names[f"{side}_codebook"] = (geometry.num_kv_heads, 2**spec.bits)
+    return names
+
+
+def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None:
+    """Refuse a calibration that does not fit, or none where one is needed.
+
+    Raises:
+        SpecError: naming the layer and tensor.
+    """
+    if static is None:
+        if spec.scheme.needs_calibration:
+            raise SpecError(f"scheme {spec.scheme.name!r} has static scales or codebooks; run `kvbits calibrate` and pass the calibration")
+        return
+    if len(static) != len(spec.layers):
+        raise SpecError(f"calibration of {len(static)} layers for a cache of {len(spec.layers)}; calibrate this model")
+    for layer, (geometry, found) in enumerate(zip(spec.layers, static, strict=True)):
+        for side, quant in zip("kv", spec.scheme.for_layer(layer, len(spec.layers)), strict=True):
+            for name, want in wanted(quant, side, geometry).items():
+                if name not in found:
+                    raise SpecError(f"calibration of layer {layer} has no {name}, which scheme {spec.scheme.name!r} needs; calibrate for this scheme")
+                if tuple(found[name].shape) != want:
+                    raise SpecError(f"{name} of layer {layer} has shape {tuple(found[name].shape)}, expected {want}; calibrate this model for this scheme")
+
+
+def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """Per layer what `PageStore.static` holds: the calibration and, for keys stored before the rotary embedding, its frequencies.
+
+    Raises:
+        SpecError: the geometry of such a layer has no rotary embedding.
+    """
+    found = []
+    for layer, (geometry, tensors) in enumerate(zip(spec.layers, static, strict=True)):
+        found.append(dict(tensors))
+        if layer in _turned(spec):
+            if geometry.rotary is None:
+                raise SpecError(
+                    f"scheme {spec.scheme.name!r} stores keys before the rotary embedding, but layer {layer} has none in its geometry; "
+                    "build the cache with KVCache.for_model, give LayerGeometry(rotary=...), or use a scheme without pre_rope"
+                )
+            found[-1]["k_inv_freq"] = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32, device=device)
+    return found
+
+
+def orders(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
+    """Stored order of channels of the layers where it is not the model's."""
+    found = {}
+    for layer in _turned(spec):
+        geometry = spec.layers[layer]
+        order = geometry.rotary.order(geometry.head_dim) if geometry.rotary else ()
+        if order != tuple(range(geometry.head_dim)):
+            found[layer] = torch.tensor(order, device=device)
+    return found
+
+
+def _turned(spec: CacheSpec) -> set[int]:
+    """Layers with a kv head whose keys are stored before the rotary embedding."""
+    return {layer for group in spec.groups if group.key.pre_rope for layer in group.layers}

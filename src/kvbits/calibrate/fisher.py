@@ -1,0 +1,83 @@
+"""Diagonal Fisher information of cached keys and values: the squared gradient of the loss at what a cache stores.
+
+The gradient is taken at the tensors that attention reads, before kv heads are repeated, so with grouped-query attention it sums over the query
+heads of a kv head by itself. Sources: KVQuant, arXiv:2401.18079, section 3.4; SqueezeLLM, arXiv:2306.07629.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..errors import CalibrationError
+
+NAME = "kvbits_fisher"
+Seen = Callable[[int, str, torch.Tensor, torch.Tensor], None]
+_observers: list[Seen] = []
+
+
+def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    if _observers and key.requires_grad:
+        for side, x in (("k", key), ("v", value)):
+            _watch(_observers[-1], module.layer_idx, side, x)
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+
+def _watch(seen: Seen, layer: int, side: str, x: torch.Tensor) -> None:
+    stored = x.detach()
+    x.register_hook(lambda gradient: seen(layer, side, stored.transpose(1, 2), gradient.transpose(1, 2)))
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@contextlib.contextmanager
+def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[None]:
+    """While open, every backward pass of `model` calls `seen(layer, "k" or "v", x, gradient)`, both [B, T, H, D].
+
+    Args:
+        checkpointing: recompute activations layer by layer in the backward pass instead of keeping them: memory of one layer, a third more time.
+    """
+    before = model.config._attn_implementation
+    trained = [p for p in model.parameters() if p.requires_grad]
+    was_training = model.training
+    model.set_attn_implementation(NAME)
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        for m in model.modules():
+            if isinstance(m, torch.nn.Dropout):
+                m.eval()
+    else:
+        model.eval()
+    _observers.append(seen)
+    try:
+        yield
+    finally:
+        _observers.pop()
+        if checkpointing:
+            model.gradient_checkpointing_disable()
+        model.disable_input_require_grads()
+        for p in trained:
+            p.requires_grad_(True)
+        model.train(was_training)
+        model.set_attn_implementation(before)
+
+
+def backward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> float:
+    """One backward pass of the next-token loss of `ids` [B, T]; the loss, in nats per token."""
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+    if not bool(torch.isfinite(loss)):
+        raise CalibrationError(f"the loss of a calibration prompt is {loss.item()}; load the model in bfloat16 or float32")
+    loss.backward()
+    return float(loss.detach())

@@ -1,0 +1,82 @@
+"""The rotary embedding of each layer of a Transformers model, read from the model itself.
+
+    layers = with_rotary(layer_geometries(model.config), model)
+
+Frequencies come from the buffers of the model's rotary module (so linear, llama3, yarn and longrope scaling are in them; Gemma 3 has one set per
+layer type), the pairing of channels from turning unit vectors with the model's own `apply_rotary_pos_emb`. A cache that stores keys before the
+rotary embedding turns them back with these frequencies when a page closes and forth when it is read: whatever the model really did to a key, it
+comes out as it went in, so that a frequency that is off (dynamic scaling, layers without rotary embedding) costs accuracy and never correctness.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ..geometry import layer_types, text_config
+from ..spec import LayerGeometry, Rotary
+
+
+def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeometry, ...]:
+    """`layers` of a loaded Transformers model with their rotary embeddings.
+
+    Raises:
+        UnsupportedError: the model has no rotary embedding, or one whose channels are not turned in pairs by position.
+    """
+    config = text_config(model.config)
+    name = type(model).__name__
+    if _sections(config):
+        raise UnsupportedError(f"{name} turns channels by several positions (M-RoPE), so its keys cannot be stored before it; use pre_rope=False")
+    found = _frequencies(model)
+    if not found:
+        raise UnsupportedError(f"{name} has no rotary embedding, so its keys cannot be stored before it; use a scheme with pre_rope=False")
+    pairs = _pairs(model, name)
+    kinds = layer_types(config)
+    return tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=found.get(kind, found[""]), pairs=pairs)) for g, kind in zip(layers, kinds, strict=True))
+
+
+def _sections(config: Any) -> bool:
+    return any("mrope_section" in (getattr(config, name, None) or {}) for name in ("rope_parameters", "rope_scaling"))
+
+
+def _frequencies(model: Any) -> dict[str, tuple[float, ...]]:
+    """Radians per token by layer type; "" for any other."""
+    found: dict[str, tuple[float, ...]] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not name.endswith("inv_freq") or name.endswith("original_inv_freq") or buffer.ndim != 1 or "vision" in path or "visual" in path:
+                continue
+            kind = name.removesuffix("inv_freq").rstrip("_")
+            if path.endswith("_local"):
+                kind = "sliding_attention"
+            found.setdefault(kind, tuple(buffer.float().cpu().tolist()))
+    if found and "" not in found:
+        found[""] = found.get("full_attention", next(iter(found.values())))
+    return found
+
+
+def _pairs(model: Any, name: str) -> str:
+    """Which channels the model's own function turns together."""
+    apply = next(
+        (f for m in model.modules() if hasattr(m, "layer_idx") and (f := getattr(sys.modules[type(m).__module__], "apply_rotary_pos_emb", None))), None
+    )
+    rotary = next((m for path, m in model.named_modules() if path.rpartition(".")[2] == "rotary_emb"), None)
+    if apply is None or rotary is None:
+        raise UnsupportedError(f"{name} turns its keys in a way kvbits cannot see; use a scheme with pre_rope=False")
+    buffer = next(b for n, b in rotary.named_buffers(recurse=False) if n.endswith("inv_freq"))
+    size = 2 * len(buffer)
+    units = torch.eye(size, device=buffer.device)[None, None]
+    position = torch.ones(1, 1, dtype=torch.long, device=buffer.device)
+    kinds = getattr(rotary, "layer_types", None)
+    with torch.no_grad():
+        cos, sin = rotary(units[0], position, sorted(kinds)[0]) if kinds else rotary(units[0], position)
+        turned = apply(units, units, cos.expand(1, size, -1), sin.expand(1, size, -1))[0][0, 0]
+    if turned.shape == (size, size):
+        for pairs, partner in (("half", size // 2), ("interleaved", 1)):
+            if turned[0].nonzero().flatten().tolist() in ([0, partner], [0]) and turned[0, partner] != 0:
+                return pairs
+    raise UnsupportedError(f"{name} turns channels neither in halves nor in neighbours; use a scheme with pre_rope=False")
