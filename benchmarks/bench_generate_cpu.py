@@ -21,7 +21,8 @@ import torch
 from transformers import DynamicCache, QuantizedCache
 
 import kvbits
-from kvbits.evaluate.demo import demo_text, stock_nbytes
+from kvbits.evaluate.caches import held_bytes
+from kvbits.evaluate.texts import novel
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("models", nargs="+")
@@ -54,15 +55,9 @@ def fill(cache: Any, contents: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         cache._columns.seen = contents[0][0].shape[2]
 
 
-def held(cache: Any) -> int | None:
-    if isinstance(cache, kvbits.KVCache):
-        return cache.nbytes
-    return stock_nbytes(cache) if type(cache) is DynamicCache else None
-
-
 def check(model: Any, tokenizer: Any) -> float:
     """Relative difference of the logits after 300 tokens of real text, lossless scheme against the stock cache."""
-    ids = tokenizer(demo_text(), return_tensors="pt").input_ids[:, :300]
+    ids = tokenizer(novel(), return_tensors="pt").input_ids[:, :300]
     logits = []
     for cache in (DynamicCache(config=model.config), kvbits.KVCache.for_model(model, "raw")):
         with torch.no_grad():
@@ -110,8 +105,8 @@ for path in args.models:
         base = statistics.median(times["16-bit"])
         for name, cache in caches.items():
             t = statistics.median(times[name])
-            row = {"model": Path(path).name, "context": context, "cache": name, "tokens_per_s": 1 / t, "ratio_vs_16bit": base / t, "bytes": held(cache)}
-            row["memory_reduction"] = stock_nbytes(caches["16-bit"]) / row["bytes"] if row["bytes"] else None
+            row = {"model": Path(path).name, "context": context, "cache": name, "tokens_per_s": 1 / t, "ratio_vs_16bit": base / t, "bytes": held_bytes(cache)}
+            row["memory_reduction"] = held_bytes(caches["16-bit"]) / row["bytes"] if row["bytes"] else None
             rows.append(row)
             memory = f"{row['memory_reduction']:.2f}x less memory" if row["memory_reduction"] else ""
             print(f"{row['model']:28} {context:6} {name:8} {row['tokens_per_s']:7.2f} tokens/s  {row['ratio_vs_16bit']:5.2f}x the 16-bit cache  {memory}", flush=True)

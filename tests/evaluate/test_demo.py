@@ -9,6 +9,7 @@ import pytest
 
 from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.evaluate import demo
+from kvbits.evaluate.texts import novel
 from kvbits.integrations import models
 
 KEYS = {
@@ -65,4 +66,4 @@ def test_bad_demo_arguments_are_named(tmp_path):
 
 
 def test_the_demo_text_is_long_enough_for_a_long_context():
-    assert len(demo.demo_text()) > 100_000
+    assert len(novel()) > 100_000

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvbits import KVCache
 from kvbits.errors import DataError
-from kvbits.evaluate.fidelity import Fidelity, compare, compare_windows
+from kvbits.evaluate.fidelity import Fidelity, compare, histogram, histogram_quantile
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +49,21 @@ def test_fewer_bits_cost_more(model):
     assert got["int8"].kl_p99 >= got["int8"].kl_mean
 
 
-def test_windows_are_independent_and_add_up(model):
-    both = compare_windows(model, lambda: caches(model, "int8"), IDS, windows=2, length=70, chunk=16)
+def test_a_batch_of_texts_scores_like_each_text_alone(model):
+    both = compare(model, caches(model, "int8"), IDS[:140].view(2, 70), first=0, chunk=16)
     one = compare(model, caches(model, "int8"), IDS[:70], first=0, chunk=16)
-    two = compare(model, caches(model, "int8"), IDS[70:140], first=0, chunk=16)
-    assert both["int8"].kl == pytest.approx(one["int8"].kl + two["int8"].kl, abs=1e-7)
-    assert both["int8"].nll == pytest.approx(one["int8"].nll + two["int8"].nll, rel=1e-6)
+    two = compare(model, caches(model, "int8"), IDS[70:140], first=0, chunk=16, results=one)
+    assert both["int8"].kl_mean == pytest.approx(two["int8"].kl_mean, abs=1e-7)
+    assert both["int8"].nll == pytest.approx(two["int8"].nll, rel=1e-6)
+    assert both["int8"].num_tokens == two["int8"].num_tokens == 138
+
+
+def test_a_histogram_keeps_the_quantile_to_its_resolution():
+    values = (torch.rand(5000, generator=torch.Generator().manual_seed(1)) ** 4).tolist()
+    for q in (0.5, 0.99):
+        assert histogram_quantile(histogram(values), q) == pytest.approx(torch.tensor(values).quantile(q).item(), rel=0.03)
+    assert histogram_quantile(histogram([0.0, 0.0, 1.0]), 0.5) == 0.0
+    assert sum(histogram([0.0, 0.1, 0.1]).values()) == 3
 
 
 def test_kl_and_total_variation_of_known_distributions():
@@ -68,5 +77,3 @@ def test_kl_and_total_variation_of_known_distributions():
 def test_a_text_too_short_to_score_is_refused(model):
     with pytest.raises(DataError, match="nothing to score"):
         compare(model, caches(model), IDS[:5], first=5, chunk=1)
-    with pytest.raises(DataError, match="150 tokens, but 3 windows of 70 need 210"):
-        compare_windows(model, lambda: caches(model), IDS, windows=3, length=70, chunk=10)

@@ -6,7 +6,6 @@ and greedy generation (share of tokens equal to the 16-bit cache's, position by 
 
 from __future__ import annotations
 
-import importlib.resources
 from typing import Any
 
 import torch
@@ -17,14 +16,11 @@ from ..integrations.huggingface import KVCache
 from ..integrations.models import load_model
 from ..progress import bar
 from ..spec import Scheme
+from .caches import held_bytes
 from .fidelity import Fidelity, compare
+from .texts import novel
 
 BASELINE = "16-bit"
-
-
-def demo_text() -> str:
-    """The first chapters of Pride and Prejudice (Jane Austen, 1813; public domain)."""
-    return importlib.resources.files("kvbits.evaluate").joinpath("data/pride_and_prejudice.txt").read_text(encoding="utf-8")
 
 
 def run(
@@ -88,7 +84,7 @@ def _tokens(model: Any, tokenizer: Any, count: int) -> torch.Tensor:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and count > limit:
         raise DataError(f"context + new_tokens = {count} exceeds the model's {limit} positions; lower --context")
-    ids = tokenizer(demo_text(), return_tensors="pt").input_ids[0]
+    ids = tokenizer(novel(), return_tensors="pt").input_ids[0]
     if len(ids) < count:
         raise DataError(f"context + new_tokens = {count} exceeds the demo text's {len(ids)} tokens; lower --context")
     return ids[:count]
@@ -110,18 +106,13 @@ def _generate(model: Any, prompt: torch.Tensor, new_tokens: int, cache: Any) -> 
     return out[0, len(prompt) :]
 
 
-def stock_nbytes(cache: Any) -> int:
-    """Bytes of the tensors a stock dynamic cache holds."""
-    return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
-
-
 def _row(name: str, cache: Any, fidelity: dict[str, Fidelity], greedy: dict[str, torch.Tensor], model: Any, num_tokens: int) -> dict[str, Any]:
     f, base = fidelity[name], fidelity[BASELINE]
     ours = isinstance(cache, KVCache)
     spec = (cache if ours else KVCache.for_model(model, "raw")).store.spec
     itemsize = torch.finfo(model.dtype).bits // 8
     stock = spec.raw_nbytes(num_tokens, 1, itemsize)
-    measured = cache.nbytes if ours else stock_nbytes(cache)
+    measured = held_bytes(cache)
     return {
         "scheme": name,
         "bytes_predicted": spec.nbytes(num_tokens, 1) if ours else stock,

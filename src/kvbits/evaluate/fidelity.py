@@ -19,6 +19,9 @@ import torch
 
 from ..errors import DataError
 
+BINS_PER_OCTAVE = 32
+"""Resolution of a stored KL histogram: 2.2 % of the value."""
+
 
 @dataclass
 class Fidelity:
@@ -60,6 +63,34 @@ class Fidelity:
         """Tokens fed after the first piece, per second of model time."""
         return self.num_timed / self.seconds if self.seconds else math.nan
 
+    def record(self) -> dict[str, Any]:
+        """JSON data that adds up over windows: sums, and a histogram of KL (bin b holds 2**(b/32) <= KL < 2**((b+1)/32) nats, "0" is KL 0)."""
+        return {
+            "nll": self.nll, "num_tokens": self.num_tokens, "top1_same": self.top1_same, "seconds": self.seconds, "num_timed": self.num_timed,
+            "kl": math.fsum(self.kl), "kl_max": max(self.kl), "tvd": math.fsum(self.tvd), "kl_histogram": histogram(self.kl),
+        }  # fmt: skip
+
+
+def histogram(values: list[float]) -> dict[str, int]:
+    """Counts by logarithmic bin of width 2**(1/32)."""
+    counts: dict[str, int] = {}
+    for v in values:
+        name = "zero" if v <= 0 else str(math.floor(BINS_PER_OCTAVE * math.log2(v)))
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def histogram_quantile(counts: dict[str, int], q: float) -> float:
+    """The quantile of what was counted, to the bin's middle (1.1 % off at most)."""
+    total = sum(counts.values())
+    ordered = sorted((-math.inf if name == "zero" else int(name), n) for name, n in counts.items())
+    wanted, seen = q * (total - 1), 0
+    for b, n in ordered:
+        seen += n
+        if seen > wanted:
+            return 0.0 if b == -math.inf else 2.0 ** ((b + 0.5) / BINS_PER_OCTAVE)
+    raise DataError("the quantile of an empty histogram; score at least one token")
+
 
 @torch.no_grad()
 def compare(
@@ -76,73 +107,55 @@ def compare(
 
     Args:
         caches: name -> fresh Transformers cache; the first is the reference (a stock 16-bit cache).
-        ids: int64 [num_tokens].
+        ids: int64 [num_tokens], or [batch, num_tokens]: texts that are fed together and scored each on its own.
         first: tokens fed at once before anything is scored; 0 scores from the second token on.
         chunk: tokens per forward pass after that.
         results: earlier results to add to.
-        on_tokens: called with the number of tokens that were fed to all caches.
+        on_tokens: called with the number of tokens (of one text) that were fed to all caches.
 
     Raises:
         DataError: fewer than two tokens, or nothing left to score.
     """
-    if ids.ndim != 1 or len(ids) < max(first, 1) + 1:
+    if ids.ndim not in (1, 2) or ids.shape[-1] < max(first, 1) + 1:
         raise DataError(f"{tuple(ids.shape)} token ids leave nothing to score after a prefix of {max(first, 1)} tokens; pass a longer text")
-    ids = ids.to(model.device)
+    ids = (ids if ids.ndim == 2 else ids[None]).to(model.device)
+    length = ids.shape[1]
     results = {name: Fidelity() for name in caches} if results is None else results
-    starts = [0, *range(first, len(ids) - 1, chunk)] if first else [*range(0, len(ids) - 1, chunk)]
+    starts = [0, *range(first, length - 1, chunk)] if first else [*range(0, length - 1, chunk)]
     for start in starts:
         prefix = bool(first) and start == 0
-        end = first if prefix else min(start + chunk, len(ids) - 1)  # nothing comes after the last token
-        targets = ids[end : end + 1] if prefix else ids[start + 1 : end + 1]
-        reference = None
+        end = first if prefix else min(start + chunk, length - 1)  # nothing comes after the last token
+        targets = ids[:, end : end + 1] if prefix else ids[:, start + 1 : end + 1]
+        reference = p_reference = None
         for name, cache in caches.items():
-            began = time.perf_counter()
-            logits = model(ids[None, start:end], past_key_values=cache, use_cache=True, logits_to_keep=len(targets)).logits[0]
+            began = _now(model)
+            logits = model(ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=targets.shape[1]).logits
             if not prefix:
-                results[name].seconds += time.perf_counter() - began
-                results[name].num_timed += end - start
-            log_p = torch.log_softmax(logits.float(), -1)
-            reference = log_p if reference is None else reference
-            _score(results[name], log_p, reference, targets)
+                results[name].seconds += _now(model) - began
+                results[name].num_timed += (end - start) * len(ids)
+            log_p = torch.log_softmax(logits.flatten(0, 1).float(), -1)
+            if reference is None or p_reference is None:
+                reference, p_reference = log_p, log_p.exp()
+            _score(results[name], log_p, reference, p_reference, targets.flatten())
         on_tokens(end - start)
     return results
 
 
-def compare_windows(
-    model: Any,
-    caches: Callable[[], dict[str, Any]],
-    ids: torch.Tensor,
-    *,
-    windows: int,
-    length: int,
-    chunk: int,
-    on_tokens: Callable[[int], None] = lambda n: None,
-) -> dict[str, Fidelity]:
-    """`compare` over the first `windows` windows of `length` tokens of a text, each with fresh caches, added up.
-
-    Args:
-        caches: makes a fresh set, the 16-bit reference first.
-        chunk: tokens per forward pass; history older than the chunk is read as stored.
-
-    Raises:
-        DataError: the text is too short.
-    """
-    if len(ids) < windows * length:
-        raise DataError(f"the text has {len(ids)} tokens, but {windows} windows of {length} need {windows * length}")
-    results: dict[str, Fidelity] | None = None
-    for w in range(windows):
-        fresh = caches()
-        results = compare(model, fresh, ids[w * length : (w + 1) * length], first=0, chunk=chunk, results=results, on_tokens=on_tokens)
-    if results is None:
-        raise DataError(f"windows={windows}: at least one is needed")
-    return results
+def _now(model: Any) -> float:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
-def _score(result: Fidelity, log_p: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> None:
+def _score(result: Fidelity, log_p: torch.Tensor, reference: torch.Tensor, p_reference: torch.Tensor, targets: torch.Tensor) -> None:
     """Add the scores of `targets` [n] under log-probabilities [n, vocabulary]."""
     result.nll -= log_p.gather(1, targets[:, None]).sum().item()
     result.num_tokens += len(targets)
+    if log_p is reference:
+        result.top1_same += len(targets)
+        result.kl += [0.0] * len(targets)
+        result.tvd += [0.0] * len(targets)
+        return
     result.top1_same += int((log_p.argmax(-1) == reference.argmax(-1)).sum())
-    p, p_reference = log_p.exp(), reference.exp()
     result.kl += (p_reference * (reference - log_p)).sum(-1).clamp(min=0).tolist()
-    result.tvd += ((p_reference - p).abs().sum(-1) / 2).tolist()
+    result.tvd += ((p_reference - log_p.exp_()).abs_().sum(-1) / 2).tolist()

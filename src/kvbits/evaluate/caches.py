@@ -1,0 +1,154 @@
+"""Cache factories: every way to store keys and values that an evaluation compares, behind one interface.
+
+    base      the stock Transformers cache in the model's own dtype ("16-bit", or "32-bit" for a float32 model)
+    presets   `KVCache` with a named scheme, through the real packed pages
+    stock     the quantized caches that Transformers ships (quanto, HQQ, fp8)
+
+A factory makes fresh caches; `held_bytes` counts what any of them really holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import schemes as presets
+from ..errors import SpecError, UnsupportedError
+from ..geometry import layer_geometries
+from ..integrations.huggingface import KVCache
+from ..spec import Scheme
+
+if TYPE_CHECKING:
+    from ..calibrate import Calibration
+
+STOCK: dict[str, dict[str, Any]] = {
+    "quanto4": {"backend": "quanto", "nbits": 4, "axis_key": 0, "axis_value": 0},
+    "quanto2": {"backend": "quanto", "nbits": 2, "axis_key": 0, "axis_value": 0},
+    "hqq8": {"backend": "hqq", "nbits": 8, "axis_key": 1, "axis_value": 1},
+    "hqq4": {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
+    "hqq2": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
+    "stock_fp8": {"backend": "fp8"},
+}
+"""Transformers' own quantized caches, with the axes its documentation gives each backend; groups of 64 and a residual of 128 are its defaults."""
+
+
+@dataclass(frozen=True)
+class CacheFactory:
+    """Makes fresh caches of one kind.
+
+    Attributes:
+        name: what results call it.
+        kind: "base", "kvbits" or "stock".
+        make: (batch_size, max_tokens) -> a fresh Transformers cache.
+        info: JSON data about it: bits per element, source, calibration.
+    """
+
+    name: str
+    kind: str
+    make: Callable[[int, int], Any]
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+def base_name(model: Any) -> str:
+    return f"{torch.finfo(model.dtype).bits}-bit"
+
+
+def base_factory(model: Any) -> CacheFactory:
+    """The stock cache in the model's own dtype: what everything is compared with."""
+    from transformers import DynamicCache
+
+    bits = torch.finfo(model.dtype).bits
+    return CacheFactory(base_name(model), "base", lambda batch, tokens: DynamicCache(config=model.config), {"bits_per_element": float(bits)})
+
+
+def expand_names(names: Iterable[str]) -> list[str]:
+    """Names with `all` (every preset) and `stock` (every stock quantized cache) written out, in order, once each.
+
+    Raises:
+        SpecError: an unknown name.
+    """
+    found: list[str] = []
+    for name in names:
+        found += list(presets.PRESETS) if name == "all" else list(STOCK) if name == "stock" else [name]
+    for name in found:
+        if name not in presets.PRESETS and name not in STOCK:
+            raise SpecError(f"unknown scheme {name!r}; presets: {', '.join(presets.PRESETS)}; stock caches: {', '.join(STOCK)}; or all, stock")
+    return list(dict.fromkeys(found))
+
+
+def factory(model: Any, name: str | Scheme, *, calibration: Callable[[Scheme], Calibration] | None = None, backend: str = "auto") -> CacheFactory:
+    """The factory of a preset, a scheme of your own, or a stock quantized cache.
+
+    Args:
+        calibration: gives the calibration of a scheme that needs one.
+        backend: for presets, see `KVCache.for_model`.
+
+    Raises:
+        SpecError: an unknown name, or a scheme that does not fit the model.
+        UnsupportedError: a stock cache that this model or installation cannot have; or a scheme that needs a calibration and gets none.
+    """
+    if isinstance(name, str) and name in STOCK:
+        return _stock(model, name)
+    layers = layer_geometries(model.config)
+    scheme = presets.for_layers(name, layers) if isinstance(name, str) else name
+    found = None
+    if scheme.needs_calibration:
+        if calibration is None:
+            raise UnsupportedError(f"scheme {scheme.name!r} needs a calibration, and nothing here makes one; name other schemes")
+        found = calibration(scheme)
+
+    def make(batch: int, tokens: int) -> KVCache:
+        return KVCache.for_model(model, scheme, batch_size=batch, max_tokens=tokens, calibration=found, backend=backend)
+
+    spec = make(1, 1).store.spec
+    info = {"bits_per_element": spec.bits_per_element, "source": scheme.source, "description": scheme.description, "spec": spec.to_json()}
+    return CacheFactory(scheme.name, "kvbits", make, info | ({"calibration": found.info | {"id": found.id}} if found else {}))
+
+
+def _stock(model: Any, name: str) -> CacheFactory:
+    from transformers import QuantizedCache
+
+    options = STOCK[name]
+
+    def make(batch: int, tokens: int) -> Any:
+        return QuantizedCache(config=model.config, **options)
+
+    try:
+        make(1, 1)
+    except (ImportError, ValueError) as error:
+        raise UnsupportedError(f"stock cache {name!r} cannot serve this model here: {' '.join(str(error).split())}") from error
+    return CacheFactory(name, "stock", make, {"bits_per_element": None, "source": "transformers.QuantizedCache", "options": options})
+
+
+def held_bytes(cache: Any) -> int:
+    """Bytes of all tensors a cache holds: codes, scales, zero points, residuals; for `KVCache`, everything allocated."""
+    if isinstance(cache, KVCache):
+        return cache.nbytes
+    seen: dict[int, int] = {}
+    for layer in cache.layers:
+        _tensors(vars(layer), seen)
+    return sum(seen.values())
+
+
+def _tensors(value: Any, seen: dict[int, int]) -> None:
+    """Storage bytes by storage address of every tensor inside dicts, sequences, tensor subclasses."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for v in value:
+            _tensors(v, seen)
+        return
+    if not isinstance(value, torch.Tensor):
+        return
+    inner = getattr(value, "__tensor_flatten__", None)
+    if inner is not None and type(value) is not torch.Tensor:
+        for name in inner()[0]:
+            _tensors(getattr(value, name), seen)
+        return
+    if value.numel():
+        storage = value.untyped_storage()
+        seen[storage.data_ptr()] = max(seen.get(storage.data_ptr(), 0), math.prod(value.shape) * value.element_size())

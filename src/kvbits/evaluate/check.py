@@ -1,0 +1,284 @@
+"""`kvbits check`: a screen of two minutes. Does this scheme suit this model, layer by layer, and what would?
+
+    1. observe      one text through the model; every layer's queries, keys and values
+    2. judge        the scheme's pages on those inputs: attention error per layer against limits, beside what makes the layer hard (key offset, outliers, sinks)
+    3. advise       for layers that fail, every remedy is tried on the same inputs; the cheapest that passes is advised
+    4. confirm      KL and perplexity of the scheme and of the advised one, through the real cache on whole windows
+
+A remedy is a value of the scheme: per-channel or centred keys, other group sizes, INT8 keys with the values as they are, raw sinks, raw layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import schemes as presets
+from ..errors import KvbitsError, SpecError, UnsupportedError
+from ..geometry import layer_geometries
+from ..progress import bar
+from ..spec import Override, PerChannel, PerGroup, QuantSpec, Scheme
+from .attention import LayerInputs, measure, observe, statistics
+from .caches import CacheFactory, base_factory, factory
+from .fidelity import Fidelity, compare
+
+KEY_OFFSET = 30.0
+"""A constant offset of a key channel this many times the median channel's spread: a group that holds it has no code left for the others."""
+SINK_SHARE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What passes. Layer limits are means over kv heads; see `evaluate.attention` for the measures.
+
+    On the models this was set with, 8-bit and per-channel 4-bit keys stay at a cosine above 0.996 and a TVD below 0.06, per-token 4-bit keys
+    of models without a key bias at 0.976 and 0.09; layers with a key bias fall to 0.5 and 0.4.
+    """
+
+    logit_cosine: float = 0.95
+    tvd: float = 0.12
+    output_error: float = 0.35
+    saturated: float = 0.005
+    kl: float = 0.05
+    ppl_change: float = 0.02
+
+
+@dataclass(frozen=True)
+class LayerVerdict:
+    """One layer: what failed (empty if it passes), measures, statistics, and the remedy that passed on it."""
+
+    layer: int
+    failures: list[str]
+    causes: list[str]
+    measures: dict[str, float]
+    statistics: dict[str, float]
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Screen:
+    """The result of a check."""
+
+    scheme: Scheme
+    layers: list[LayerVerdict]
+    overall: dict[str, Any]
+    advised: Scheme | None
+    advised_overall: dict[str, Any] | None
+    advice: list[str]
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures and all(not v.failures for v in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "scheme": self.scheme.name, "passed": self.passed, "failures": self.failures, "overall": self.overall, "advice": self.advice,
+            "advised_scheme": None if self.advised is None else self.advised.to_json(), "advised_overall": self.advised_overall,
+            "layers": [dataclasses.asdict(v) for v in self.layers],
+        }  # fmt: skip
+
+
+def check(
+    model: Any,
+    ids: torch.Tensor,
+    scheme: str | Scheme,
+    *,
+    limits: Limits | None = None,
+    chunk: int = 128,
+    calibration: Any = None,
+    progress: bool = True,
+) -> Screen:
+    """Screen a scheme on a loaded model.
+
+    Args:
+        ids: int64 [windows, tokens] of text; the first window is observed, all of them confirm.
+        scheme: preset name or a `Scheme`.
+        calibration: gives the calibration of schemes that need one.
+
+    Raises:
+        SpecError: unknown scheme, or one that does not fit.
+        UnsupportedError: a model whose attention cannot be observed.
+    """
+    limits = Limits() if limits is None else limits
+    layers = layer_geometries(model.config)
+    chosen = presets.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
+    tried = factory(model, chosen, calibration=calibration)
+    with bar(f"checking {chosen.name}", 4 + len(ids), enabled=progress) as advance:
+        inputs = observe(model, ids[0])
+        facts = statistics(inputs)
+        advance(1)
+        judged = _judge(inputs, tried, limits, facts)
+        advance(1)
+        advised, notes = _advise(model, inputs, chosen, judged, limits)
+        advance(2)
+        factories = [tried, *([factory(model, advised, calibration=calibration)] if advised is not None else [])]
+        overall = _confirm(model, ids, factories, chunk, advance)
+    failures = _overall_failures(overall[0], limits)
+    if advised is None and failures and not notes:
+        notes = [f"every layer passes alone, but together they cost {'; '.join(failures)}: take a scheme of more bits, or a longer residual_length"]
+    return Screen(chosen, judged, overall[0], advised, overall[1] if advised is not None else None, notes, failures)
+
+
+# -- judging --------------------------------------------------------------------------------------------------------
+
+
+def _means(layer: dict[str, Any]) -> dict[str, float]:
+    found = {m: math.fsum(layer[m]) / len(layer[m]) for m in ("logit_cosine", "tvd", "output_error")}
+    for side in ("key_bits", "value_bits"):
+        known = [b for b in layer[side] if b is not None]
+        if known:
+            found[side] = min(known)
+    return found | {"saturated": float(sum(layer["saturated"].values())), "clipped": float(sum(layer["clipped_keys"]) + sum(layer["clipped_values"]))}
+
+
+def _failures(m: dict[str, float], limits: Limits, elements: int) -> list[str]:
+    found = []
+    if not m["logit_cosine"] >= limits.logit_cosine:
+        found.append(f"logit cosine {m['logit_cosine']:.3f} < {limits.logit_cosine}")
+    for name, what in (("tvd", "attention moved"), ("output_error", "output error")):
+        if not m[name] <= getattr(limits, name):
+            found.append(f"{what} {m[name]:.3f} > {getattr(limits, name)}")
+    if m["saturated"] > limits.saturated * elements:
+        found.append(f"{m['saturated'] / elements:.1%} of elements saturated > {limits.saturated:.1%}")
+    return found
+
+
+def _judge(inputs: list[LayerInputs], tried: CacheFactory, limits: Limits, facts: list[dict[str, float]]) -> list[LayerVerdict]:
+    found = []
+    for i, layer in enumerate(measure(inputs, tried.make(1, len(inputs[0].k)))):
+        m = _means(layer)
+        failures = _failures(m, limits, inputs[i].k.numel() + inputs[i].v.numel())
+        found.append(LayerVerdict(i, failures, _causes(facts[i]) if failures else [], m, facts[i]))
+    return found
+
+
+def _causes(facts: dict[str, float]) -> list[str]:
+    found = []
+    if facts["key_offset"] > KEY_OFFSET:
+        found.append(f"key bias: a channel's constant offset is {facts['key_offset']:.0f} times the usual spread")
+    if facts["outlier_channels"]:
+        found.append(f"{facts['outlier_channels']:.0f} outlier channels in the keys (largest {facts['key_max']:.0f})")
+    if facts["sink_attention"] > SINK_SHARE:
+        found.append(f"{facts['sink_attention']:.0%} of the attention goes to the first tokens")
+    return found
+
+
+# -- advising -------------------------------------------------------------------------------------------------------
+
+
+def remedies(key: QuantSpec, value: QuantSpec) -> list[tuple[str, QuantSpec, QuantSpec]]:
+    """(what to do, key spec, value spec) to try for a layer stored as `key` and `value`, raw last."""
+    found: list[tuple[str, QuantSpec, QuantSpec]] = []
+
+    def add(text: str, make: Callable[[], tuple[QuantSpec, QuantSpec]]) -> None:
+        try:
+            k, v = make()
+        except SpecError:
+            return  # this combination cannot be
+        if (k, v) != (key, value):
+            found.append((text, k, v))
+
+    if not key.is_raw and key.number_format.kind == "int":
+        plain = QuantSpec(format=key.format, granularity=key.granularity, scale_dtype=key.scale_dtype)
+        add("centred keys (center='channel')", lambda: (dataclasses.replace(plain, center="channel", symmetric=False), value))
+        add("per-channel keys (PerChannel(), symmetric=False)", lambda: (dataclasses.replace(plain, granularity=PerChannel(), symmetric=False), value))
+        if isinstance(key.granularity, PerGroup):
+            for size in (key.granularity.size // 2, key.granularity.size * 2):
+                add(f"groups of {size} in the keys", lambda size=size: (dataclasses.replace(plain, granularity=PerGroup(size)), value))  # type: ignore[misc]
+        if key.bits < 8:
+            eight = QuantSpec(format="int8", granularity=PerChannel(), symmetric=False)
+            add(f"INT8 keys with the {value.format} values", lambda: (dataclasses.replace(plain, format="int8"), value))
+            add(f"INT8 per-channel keys with the {value.format} values", lambda: (eight, value))
+        if not value.is_raw and value.bits < 8:
+            better = QuantSpec(format="int8", granularity=PerChannel(), symmetric=False)
+            add("INT8 per-channel keys and INT8 values", lambda: (better, QuantSpec(format="int8", granularity=value.granularity)))
+    found.append(("keep raw", QuantSpec.raw(), QuantSpec.raw()))
+    return found
+
+
+def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[LayerVerdict], limits: Limits) -> tuple[Scheme | None, list[str]]:
+    """(a scheme that passes on the observed inputs, sentences). Fills in each failed layer's remedy."""
+    failed = [v.layer for v in judged if v.failures]
+    if not failed:
+        return None, []
+    chosen: dict[int, tuple[float, str, QuantSpec, QuantSpec]] = {}
+    whole = len(failed) > len(judged) // 2
+    key, value = scheme.for_layer(failed[0], len(judged))
+    for text, k, v in remedies(key, value):
+        try:
+            trial = dataclasses.replace(scheme, overrides=(*scheme.overrides, Override(layers=tuple(failed), key=k, value=v)))
+            tried = factory(model, trial)
+            measured = measure(inputs, tried.make(1, len(inputs[0].k)))
+        except (SpecError, UnsupportedError):
+            continue  # a remedy that does not fit this model's heads, or needs a calibration of its own
+        bits = dataclasses.replace(scheme, key=k, value=v, overrides=()).bits_per_element(inputs[0].k.shape[-1])
+        for layer in failed:
+            m = _means(measured[layer])
+            if not _failures(m, limits, inputs[layer].k.numel() * 2) and (layer not in chosen or bits < chosen[layer][0]):
+                chosen[layer] = (bits, text, k, v)
+    overrides = []
+    notes = []
+    for text in dict.fromkeys(c[1] for c in chosen.values()):
+        layers = tuple(i for i, c in chosen.items() if c[1] == text)
+        bits, _, k, v = chosen[layers[0]]
+        overrides.append(Override(layers=layers, key=k, value=v))
+        where = "every layer" if len(layers) == len(judged) else f"layer{'s' if len(layers) > 1 else ''} {_ranges(list(layers))}"
+        notes.append(f"{where}: {text}, {bits:.2f} bits")
+    for layer in failed:
+        judged[layer] = dataclasses.replace(judged[layer], remedy=chosen[layer][1] if layer in chosen else None)
+    if whole:
+        alike = [s for s in presets.PRESETS.values() if not s.needs_calibration and not s.key.is_raw and s.key.bits == scheme.key.bits]
+        better = [s.name for s in alike if s.name != scheme.name]
+        notes.append(f"{len(failed)} of {len(judged)} layers fail: rather take another scheme of as many bits, such as {', '.join(better) or 'one of 8 bits'}")
+    if any(judged[i].statistics["sink_attention"] > SINK_SHARE for i in failed) and not scheme.num_sink_tokens:
+        notes.append("much attention goes to the first tokens: num_sink_tokens=4 would keep them raw (not tried here)")
+    return dataclasses.replace(scheme, name=f"{scheme.name}+advice", overrides=(*scheme.overrides, *overrides)), notes
+
+
+def _ranges(numbers: list[int]) -> str:
+    """"0, 4 to 6"."""
+    found: list[list[int]] = []
+    for n in sorted(numbers):
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in found)
+
+
+# -- confirming -----------------------------------------------------------------------------------------------------
+
+
+def _confirm(model: Any, ids: torch.Tensor, factories: list[CacheFactory], chunk: int, advance: Callable[[float], None]) -> list[dict[str, Any]]:
+    base = base_factory(model)
+    sums: dict[str, Fidelity] | None = None
+    for window in ids:
+        caches = {f.name: f.make(1, len(window)) for f in (base, *factories)}
+        sums = compare(model, caches, window, first=0, chunk=chunk, results=sums)
+        advance(1)
+    if sums is None:
+        raise KvbitsError("no window to confirm on")
+    reference = sums[base.name].perplexity
+    return [
+        {
+            "ppl": sums[f.name].perplexity, "ppl_base": reference, "ppl_change": sums[f.name].perplexity / reference - 1, "kl_mean": sums[f.name].kl_mean,
+            "kl_p99": sums[f.name].kl_p99, "top1_agreement": sums[f.name].top1_agreement, "mass_matched": 1 - sums[f.name].tvd_mean,
+            "tokens": sums[f.name].num_tokens, "bits_per_element": f.info["bits_per_element"],
+        }
+        for f in factories
+    ]  # fmt: skip
+
+
+def _overall_failures(overall: dict[str, Any], limits: Limits) -> list[str]:
+    found = []
+    if not overall["kl_mean"] <= limits.kl:
+        found.append(f"KL {overall['kl_mean']:.4f} > {limits.kl} nats")
+    if not overall["ppl_change"] <= limits.ppl_change:
+        found.append(f"perplexity {overall['ppl_change']:+.1%} > {limits.ppl_change:.0%}")
+    return found

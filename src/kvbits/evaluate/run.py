@@ -1,0 +1,144 @@
+"""`kvbits eval`: caches x tasks on a model, item by item, results on disk after each.
+
+The order is item by item with all caches side by side, so that the base is computed once for all and timings take turns on the same machine.
+A run that stops goes on: what a file already holds is not computed again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import schemes as presets
+from ..calibrate import Calibration, prompts_from_text
+from ..calibrate import calibrate as measure
+from ..errors import SpecError, UnsupportedError
+from ..progress import bar
+from .caches import CacheFactory, base_factory, expand_names, factory
+from .results import ResultFile, environment, model_facts
+from .tasks import Context, Options, Task, load
+from .texts import Text
+
+if TYPE_CHECKING:
+    from ..spec import Scheme
+
+
+class Calibrator:
+    """Calibrates schemes that need it, on text that is never evaluated, and keeps the files beside the results.
+
+    Args:
+        directory: where calibration files are kept; one that fits is used again.
+        text: the calibration text; None refuses schemes that need one.
+        tests: the texts evaluated on.
+
+    Raises:
+        SpecError: the calibration text is one of the texts evaluated on.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, directory: Path, text: Text | None, tests: tuple[Text, ...], prompts: int = 32, length: int = 512) -> None:
+        if text is not None and (same := [t.name for t in tests if t.sha256 == text.sha256]):
+            raise SpecError(f"--calibration-text is {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another text")
+        self.model, self.tokenizer, self.directory, self.text, self.prompts, self.length = model, tokenizer, directory, text, prompts, length
+
+    def __call__(self, scheme: Scheme) -> Calibration:
+        if self.text is None:
+            raise UnsupportedError(f"scheme {scheme.name!r} needs calibration; give --calibration-text FILE, never a text you evaluate on")
+        wanted = {"text": self.text.name, "text_sha256": self.text.sha256, "windows": self.prompts, "length": self.length}
+        path = self.directory / f"{scheme.name}.safetensors"
+        if path.exists():
+            found = Calibration.load(path)
+            if {k: found.info.get(k) for k in wanted} == wanted:
+                found.check(self.model.config, scheme)
+                return found
+        windows = prompts_from_text(self.tokenizer, self.text.content, num_prompts=self.prompts, length=self.length)
+        found = measure(self.model, windows, scheme, progress=True)
+        found.info.update(wanted)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found.save(path)
+        return found
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    schemes: list[str],
+    tasks: list[str],
+    texts: tuple[Text, ...],
+    out: Path,
+    options: Options | None = None,
+    calibration_text: Text | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+    on_skip: Callable[[str], None] = lambda message: None,
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Measure caches on a loaded model.
+
+    Args:
+        model, tokenizer: from `load_model`.
+        name: what results call the model.
+        schemes: preset names, stock caches, `all`, `stock`.
+        tasks: task names, see `tasks.TASKS`.
+        texts: texts of the text tasks.
+        out: results go to OUT/NAME/TASK/SCHEME.json.
+        calibration_text: for schemes that need one.
+        on_skip: told about stock caches that this model cannot have; a preset that cannot serve is an error.
+
+    Returns:
+        task -> cache name -> summary, the base first.
+
+    Raises:
+        SpecError: unknown names, or results of other settings in `out`.
+        DataError: a text too short.
+        UnsupportedError: a model kvbits cannot serve.
+    """
+    options = Options() if options is None else options
+    random.seed(options.seed)
+    torch.manual_seed(options.seed)
+    kind = str(model.dtype).removeprefix("torch.")
+    home = out / (name if kind == "bfloat16" else f"{name}-{kind}")
+    facts = model_facts(model, name)
+    calibrator = Calibrator(model, tokenizer, home / "calibration", calibration_text, texts)
+    factories = [base_factory(model)]
+    for wanted in expand_names(schemes):
+        try:
+            factories.append(factory(model, wanted, calibration=calibrator))
+        except UnsupportedError as error:
+            if wanted in presets.PRESETS:
+                raise
+            on_skip(str(error))
+    context = Context(model, tokenizer, texts, options)
+    return {task: _run(load(task)(context), factories, home, facts, overwrite, progress) for task in tasks}
+
+
+def _run(
+    task: Task, factories: list[CacheFactory], home: Path, facts: dict[str, Any], overwrite: bool, progress: bool
+) -> dict[str, dict[str, Any]]:
+    model = task.context.model
+    files = {}
+    for f in factories:
+        header = {"task": task.name, "scheme": f.name, "kind": f.kind, "info": f.info, "settings": task.settings, "model": facts}
+        files[f.name] = ResultFile(home / task.name / f"{f.name}.json", header, overwrite=overwrite)
+    base = factories[0]
+    keys = task.item_keys()
+    todo = {key: [f for f in factories if key not in files[f.name].items] for key in keys}
+    if task.relative:  # the others need the base beside them
+        todo = {key: [base, *(f for f in fs if f is not base)] if fs else [] for key, fs in todo.items()}
+    total = sum(task.size(key) * len(fs) for key, fs in todo.items())
+    with bar(f"{facts['name']}: {task.name}, {len(factories)} caches", total, enabled=progress and total > 0) as advance:
+        for key, fs in todo.items():
+            if not fs:
+                continue
+            began = time.perf_counter()
+            records = task.run(key, {f.name: f for f in fs}, advance)
+            seconds = (time.perf_counter() - began) / len(fs)
+            for f in fs:
+                files[f.name].add(key, records[f.name])
+                files[f.name].write(environment(model.device, seconds), task.summary(files[f.name].items, files[base.name].items))
+    return {name: task.summary(file.items, files[base.name].items) if file.items else {} for name, file in files.items()}

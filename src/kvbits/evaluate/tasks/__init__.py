@@ -1,0 +1,128 @@
+"""The tasks of `kvbits eval`, one module per family. A task is a list of items; an item runs several caches side by side and gives each a record.
+
+`load(name)` imports a task when it is wanted. To add one: a subclass of `Task`, a line in `TASKS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ...errors import SpecError
+from ..caches import CacheFactory
+from ..texts import Text
+
+Record = dict[str, Any]
+
+TASKS: dict[str, str] = {
+    "fidelity": "text:FidelityTask",
+    "decode": "text:DecodeTask",
+    "attention": "attention:AttentionTask",
+}
+"""Task name -> module:class."""
+
+ALIASES = {"ppl": "fidelity", "perplexity": "fidelity", "kl": "fidelity"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Sizes of an evaluation; the command line's options of the same names.
+
+    Attributes:
+        windows, length: windows of each text and their tokens (fidelity, attention).
+        chunk: tokens per forward pass; older history is read as stored.
+        context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy).
+        contexts, depths: prompt lengths in tokens, and where in them the needle sits (0 first, 1 last).
+        repeats: prompts per length and depth.
+        limit: problems of a benchmark (humaneval, gsm8k, mmlu, arc); None for all.
+        shots: worked examples before each question; None for the benchmark's usual number.
+        data: benchmark name -> its local file.
+        seed: draws passkeys, filler and samples.
+    """
+
+    windows: int = 16
+    length: int = 1024
+    chunk: int = 128
+    context: int = 512
+    new_tokens: int = 64
+    contexts: tuple[int, ...] = (1024, 2048)
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    repeats: int = 1
+    limit: int | None = None
+    shots: int | None = None
+    data: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("windows", "length", "chunk", "context", "new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name}={getattr(self, name)} must be at least 1")
+        if bad := [d for d in self.depths if not 0 <= d <= 1]:
+            raise SpecError(f"depth {bad[0]} is outside 0 (start) to 1 (end)")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a task works on."""
+
+    model: Any
+    tokenizer: Any
+    texts: tuple[Text, ...]
+    options: Options
+
+
+class Task:
+    """One kind of measurement.
+
+    Attributes:
+        name: the folder results go to.
+        relative: every record compares with the base cache on the same item, so the base runs along.
+    """
+
+    name: ClassVar[str]
+    relative: ClassVar[bool] = False
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What every figure depends on, besides the item's key."""
+        raise NotImplementedError
+
+    def item_keys(self) -> list[str]:
+        """The items, in order."""
+        raise NotImplementedError
+
+    def size(self, key: str) -> int:
+        """How much progress one cache makes with an item."""
+        return 1
+
+    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
+        """Each cache's record of an item. With `relative` the first factory is the base."""
+        raise NotImplementedError
+
+    def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
+        """Figures of one cache over its items; `base` holds the base cache's records of the same items (empty if it did not run)."""
+        raise NotImplementedError
+
+
+def names_of(wanted: list[str]) -> list[str]:
+    """Task names with aliases resolved, each once.
+
+    Raises:
+        SpecError: an unknown task.
+    """
+    for name in wanted:
+        if ALIASES.get(name, name) not in TASKS:
+            raise SpecError(f"unknown task {name!r}; known: {', '.join(TASKS)} (ppl and kl are part of fidelity)")
+    return list(dict.fromkeys(ALIASES.get(n, n) for n in wanted))
+
+
+def load(name: str) -> type[Task]:
+    """The class of a task."""
+    module, cls = TASKS[name].split(":")
+    found: type[Task] = getattr(importlib.import_module(f".{module}", __name__), cls)
+    return found

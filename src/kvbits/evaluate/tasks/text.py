@@ -1,0 +1,149 @@
+"""Perplexity and token-level fidelity over windows of texts: chunked prefill (`fidelity`) and pure decoding (`decode`).
+
+`fidelity` feeds whole windows in chunks: every chunk attends to history as stored. `decode` prefills `context` tokens in chunks and then
+feeds `new_tokens` single tokens, which is what a user waits for: its tokens per second are measured with the caches taking turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from ...integrations.huggingface import KVCache
+from ..caches import CacheFactory, held_bytes
+from ..fidelity import Fidelity, compare, histogram_quantile
+from ..texts import windows
+from . import Context, Record, Task
+
+
+class FidelityTask(Task):
+    """Windows of text in chunks."""
+
+    name: ClassVar[str] = "fidelity"
+    relative: ClassVar[bool] = True
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._windows: dict[str, torch.Tensor] = {}
+        for text in context.texts:
+            found = windows(context.tokenizer, text, count=context.options.windows, length=self._length)
+            self._windows |= {f"{text.name}@{text.sha256[:8]}:{i}": ids for i, ids in enumerate(found)}
+
+    @property
+    def _length(self) -> int:
+        return self.context.options.length
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"length": self._length, "chunk": self.context.options.chunk}
+
+    def item_keys(self) -> list[str]:
+        return list(self._windows)
+
+    def size(self, key: str) -> int:
+        return self._length
+
+    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
+        ids = self._windows[key]
+        caches = {name: f.make(1, self._length) for name, f in factories.items()}
+        found = self._compare(caches, ids, lambda n: advance(n * len(caches)))
+        beside = next(iter(found.values())).seconds  # the base took turns with the others: only such times can be compared
+        return {name: f.record() | {"base_seconds": beside} | _bytes(caches[name], self._length) for name, f in found.items()}
+
+    def _compare(self, caches: dict[str, Any], ids: torch.Tensor, on_tokens: Callable[[int], None]) -> dict[str, Fidelity]:
+        return compare(self.context.model, caches, ids, first=0, chunk=self.context.options.chunk, on_tokens=on_tokens)
+
+    def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
+        texts = dict.fromkeys(_text_of(k) for k in records)
+        per_text = {t: _summary({k: r for k, r in records.items() if _text_of(k) == t}, base) for t in texts}
+        return _summary(records, base) | ({"texts": per_text} if len(per_text) > 1 else {})
+
+
+class DecodeTask(FidelityTask):
+    """A context in chunks, then single tokens."""
+
+    name: ClassVar[str] = "decode"
+
+    @property
+    def _length(self) -> int:
+        return self.context.options.context + self.context.options.new_tokens
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        o = self.context.options
+        return {"context": o.context, "new_tokens": o.new_tokens, "chunk": o.chunk}
+
+    def _compare(self, caches: dict[str, Any], ids: torch.Tensor, on_tokens: Callable[[int], None]) -> dict[str, Fidelity]:
+        o = self.context.options
+        prefill(self.context.model, caches, ids[: o.context], o.chunk, on_tokens)
+        # The prefill fed the whole context; the first new token is fed here, and its successor is the first that is scored.
+        return compare(self.context.model, caches, ids[o.context :], first=0, chunk=1, on_tokens=on_tokens)
+
+
+@torch.no_grad()
+def prefill(model: Any, caches: dict[str, Any], ids: torch.Tensor, chunk: int, on_tokens: Callable[[int], None] = lambda n: None) -> dict[str, torch.Tensor]:
+    """Feed ids [num_tokens] to every cache in chunks; returns each cache's logits [vocabulary] after the last token."""
+    last: dict[str, torch.Tensor] = {}
+    for start in range(0, len(ids), chunk):
+        piece = ids[None, start : start + chunk].to(model.device)
+        for name, cache in caches.items():
+            last[name] = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        on_tokens(piece.shape[1])
+    return last
+
+
+def _bytes(cache: Any, length: int) -> Record:
+    found: Record = {"bytes_held": held_bytes(cache)}
+    if isinstance(cache, KVCache):
+        found |= {"bytes_planned": cache.store.spec.nbytes(length)}
+        saturated = sum(n for layer in cache.store.saturated for n in layer.values())
+        found |= {"saturated": saturated}
+    return found
+
+
+def _text_of(key: str) -> str:
+    return key.rsplit("@", 1)[0]
+
+
+def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
+    def total(name: str) -> float:
+        return math.fsum(r[name] for r in records.values())
+
+    tokens = int(total("num_tokens"))
+    histogram: dict[str, int] = {}
+    for r in records.values():
+        for b, n in r["kl_histogram"].items():
+            histogram[b] = histogram.get(b, 0) + n
+    found: dict[str, Any] = {
+        "windows": len(records), "tokens": tokens, "ppl": math.exp(total("nll") / tokens), "kl_mean": total("kl") / tokens,
+        "kl_p99": histogram_quantile(histogram, 0.99), "kl_max": max(r["kl_max"] for r in records.values()), "tvd_mean": total("tvd") / tokens,
+        "mass_matched": 1 - total("tvd") / tokens, "top1_agreement": total("top1_same") / tokens,
+        "tokens_per_s": total("num_timed") / total("seconds") if total("seconds") else None,
+        "bytes_held": max(r["bytes_held"] for r in records.values()),
+    }  # fmt: skip
+    for name in ("bytes_planned", "saturated"):
+        if all(name in r for r in records.values()):
+            found[name] = max(r[name] for r in records.values())
+    if base_seconds := math.fsum(r["base_seconds"] for r in records.values()):
+        found["speed_ratio"] = base_seconds / total("seconds")
+    shared = [k for k in records if k in base]
+    if len(shared) == len(records):
+        change = [records[k]["nll"] / records[k]["num_tokens"] - base[k]["nll"] / base[k]["num_tokens"] for k in shared]
+        kl = [records[k]["kl"] / records[k]["num_tokens"] for k in shared]
+        base_ppl = math.exp(math.fsum(base[k]["nll"] for k in shared) / tokens)
+        found |= {
+            "ppl_base": base_ppl, "ppl_change": found["ppl"] / base_ppl - 1, "ppl_change_se": _standard_error(change), "kl_mean_se": _standard_error(kl),
+            "memory_reduction": max(base[k]["bytes_held"] for k in shared) / found["bytes_held"],
+        }  # fmt: skip
+    return found
+
+
+def _standard_error(values: list[float]) -> float | None:
+    """Of the mean, over windows; None for a single one."""
+    if len(values) < 2:
+        return None
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))

@@ -1,0 +1,127 @@
+"""Texts to evaluate on, from local files, the hub, or the novel that is shipped.
+
+    novel                        the first chapters of Pride and Prejudice, shipped
+    FILE.txt, FILE.py, ...       UTF-8 text; the header and footer of a Project Gutenberg file are taken off
+    wiki*.raw, wiki*.tokens      WikiText, joined as everyone does: one blank line between paragraphs
+    FILE.jsonl                   one document a line: the field `text`, or `prefix` + `gold_completion` (C4 excerpts)
+    hub:ID[:CONFIG[:SPLIT]]      a data set of the Hugging Face hub with a field `text` (needs `datasets` and network)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import DataError, SpecError
+
+CHARACTERS_PER_TOKEN = 12
+"""More than any tokenizer needs on average: how much text is tokenized for a number of tokens."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and where it came from. `name` is what results call it; `sha256` is of the content."""
+
+    name: str
+    content: str
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+def novel() -> str:
+    """The first chapters of Pride and Prejudice (Jane Austen, 1813; public domain)."""
+    return importlib.resources.files("kvbits.evaluate").joinpath("data/pride_and_prejudice.txt").read_text(encoding="utf-8")
+
+
+def read_text(source: str) -> Text:
+    """The text a source names (see the module).
+
+    Raises:
+        SpecError: no such file, not UTF-8, a JSON line without text, or no `datasets` package for a hub id.
+    """
+    if source == "novel":
+        return Text("novel", novel())
+    if source.startswith("hub:"):
+        return Text(source[4:].replace("/", "--").replace(":", "-"), _hub(source[4:]))
+    path = Path(source).expanduser()
+    try:
+        raw = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise SpecError(f"--text {source} is not UTF-8 text: {e}") from e
+    except OSError as e:
+        raise SpecError(f"--text {source}: {e.strerror or e}; give a file, `novel`, or hub:ID[:CONFIG[:SPLIT]]") from e
+    if path.suffix == ".jsonl":
+        raw = "\n\n".join(_document(source, i, line) for i, line in enumerate(raw.splitlines()) if line.strip())
+    elif path.name.startswith("wiki"):
+        raw = "\n\n".join((line + "\n") if line.strip() else "" for line in raw.split("\n")[:-1])
+    else:
+        raw = _without_gutenberg(raw)
+    if not raw.strip():
+        raise SpecError(f"--text {source} holds no text")
+    return Text(path.stem, raw)
+
+
+def _document(source: str, number: int, line: str) -> str:
+    try:
+        data = json.loads(line)
+        return str(data["text"]) if "text" in data else str(data["prefix"]) + str(data["gold_completion"])
+    except (json.JSONDecodeError, KeyError, TypeError) as e:
+        raise SpecError(f"--text {source}: line {number + 1} holds neither `text` nor `prefix` and `gold_completion` ({e!r})") from e
+
+
+def _without_gutenberg(raw: str) -> str:
+    start = re.search(r"\*\*\* ?START OF [^\n]*\n", raw)
+    end = re.search(r"\*\*\* ?END OF ", raw)
+    return raw[start.end() if start else 0 : end.start() if end else len(raw)].strip("\n\ufeff") + "\n"
+
+
+def _hub(name: str) -> str:
+    try:
+        import datasets
+    except ImportError as e:
+        raise SpecError("a hub: text needs the package `datasets`; run `pip install datasets`, or give a local file") from e
+    repo, *rest = name.split(":")
+    config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "test"
+    try:
+        rows = datasets.load_dataset(repo, config, split=split)
+    except Exception as e:  # datasets raises many kinds: no network, no such id, no such split
+        raise SpecError(f"cannot load {name!r} from the hub: {type(e).__name__}: {' '.join(str(e).split())[:200]}; give a local file") from e
+    if "text" not in rows.column_names:
+        raise SpecError(f"data set {name!r} has no field `text`; it has {', '.join(rows.column_names)}")
+    return "\n\n".join(rows["text"])
+
+
+def bos_of(tokenizer: Any) -> list[int]:
+    """[BOS] if the tokenizer begins texts with it, else []."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+
+
+def windows(tokenizer: Any, text: Text, *, count: int, length: int) -> torch.Tensor:
+    """The first `count` windows of a text, without overlap, each beginning with BOS if the tokenizer uses one.
+
+    Returns:
+        int64 [count, length].
+
+    Raises:
+        DataError: the text is too short.
+    """
+    if count < 1 or length < 2:
+        raise SpecError(f"{count} windows of {length} tokens; at least 1 of 2 are needed")
+    start = bos_of(tokenizer)
+    body = length - len(start)
+    content = text.content[: CHARACTERS_PER_TOKEN * count * length]
+    ids = torch.tensor(tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    if len(ids) < count * body:
+        raise DataError(f"text {text.name!r} has {len(ids)} tokens, but {count} windows of {length} need {count * body}; ask for fewer or shorter windows")
+    found = ids[: count * body].view(count, body)
+    return torch.cat([torch.tensor(start, dtype=torch.int64).expand(count, -1), found], 1)

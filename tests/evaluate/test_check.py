@@ -1,0 +1,99 @@
+"""`kvbits check` catches schemes that ruin a model, says which layers and why, and its advice works."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from kvbits import schemes
+from kvbits.cli import app
+from kvbits.evaluate.check import Limits, _ranges, check, remedies
+from kvbits.evaluate.texts import novel
+from kvbits.spec import PerChannel, PerGroup, QuantSpec, Scheme
+
+IDS = torch.tensor(tiny.tokenizer()(novel()[:1024])["input_ids"]).view(2, 512)
+MODELS = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models"))
+
+
+def test_a_key_bias_under_grouped_int4_fails_its_layer_and_the_advice_passes():
+    model = tiny.model(key_bias=200.0)
+    found = check(model, IDS, "int4", progress=False)
+    assert not found.passed
+    assert [bool(v.failures) for v in found.layers] == [True, False]
+    assert any("key bias" in c for c in found.layers[0].causes)
+    assert any(a.startswith("layer 0: ") and ("centred keys" in a or "per-channel keys" in a) for a in found.advice)
+    assert found.advised is not None and found.advised_overall["kl_mean"] < found.overall["kl_mean"] / 3
+    again = check(model, IDS, found.advised, progress=False)
+    assert not any(v.failures for v in again.layers)
+
+
+def test_a_model_without_one_passes():
+    found = check(tiny.model(), IDS, "kivi4", progress=False)
+    assert found.passed and not found.advice and found.advised is None
+    assert all(not v.failures for v in found.layers)
+
+
+def test_limits_are_limits():
+    found = check(tiny.model(), IDS, "int8", limits=Limits(kl=0.0), progress=False)
+    assert not found.passed and found.failures[0].startswith("KL ") and all(not v.failures for v in found.layers)
+    assert "every layer passes alone" in found.advice[0]
+
+
+def test_saturation_of_static_scales_is_seen():
+    model = tiny.model()
+
+    def tight(scheme: Scheme):
+        from kvbits.calibrate import calibrate
+
+        return calibrate(model, [IDS[0]], scheme, percentile=90.0)
+
+    found = check(model, IDS, "int8_static", calibration=tight, progress=False)
+    assert not found.passed and any("saturated" in f for v in found.layers for f in v.failures)
+
+
+def test_remedies_are_values_of_the_scheme_and_end_with_raw():
+    spec = QuantSpec(format="int4", granularity=PerGroup(32))
+    found = remedies(spec, spec)
+    assert found[-1] == ("keep raw", QuantSpec.raw(), QuantSpec.raw())
+    kinds = {(k.format, k.granularity, k.center) for _, k, _ in found}
+    assert {("int4", PerChannel(), None), ("int4", PerGroup(32), "channel"), ("int4", PerGroup(16), None), ("int4", PerGroup(64), None)} <= kinds
+    assert any(k.format == "int8" and v.format == "int4" for _, k, v in found)
+    assert not any((k, v) == (spec, spec) for _, k, v in found)
+    assert [t for t, *_ in remedies(QuantSpec.raw(), QuantSpec.raw())] == ["keep raw"]
+
+
+def test_ranges_read_well():
+    assert _ranges([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8"
+
+
+@pytest.mark.parametrize(("scheme", "code"), [("int4", 1), ("kivi4", 0)])
+def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, code):
+    from typer.testing import CliRunner
+
+    monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (tiny.model(key_bias=200.0), tiny.tokenizer()))
+    args = ["check", "tiny", "--scheme", scheme, "--windows", "1", "--length", "300", "--max-ppl-change", "1"]
+    out = CliRunner().invoke(app, [*args, "--json"])
+    assert out.exit_code == code, out.output
+    data = json.loads(out.stdout)
+    assert data["passed"] == (code == 0) and len(data["layers"]) == 2 and data["text"] == "novel"
+    shown = CliRunner().invoke(app, args).stdout
+    assert ("FAIL" in shown) == bool(code) and "logit cosine" in shown
+
+
+@pytest.mark.skipif(not (MODELS / "qwen2.5-coder-1.5b-instruct").is_dir(), reason="no qwen2.5-coder-1.5b-instruct in KVBITS_MODELS (docs/evaluation.md)")
+def test_qwen_1_5b_with_per_token_int4_is_caught():
+    """Its key bias makes per-token 4-bit keys useless (perplexity 9.3 becomes tens of thousands), and the screen must say so."""
+    import kvbits
+    from kvbits.evaluate.texts import read_text, windows
+
+    model, tokenizer = kvbits.load_model(str(MODELS / "qwen2.5-coder-1.5b-instruct"))
+    ids = windows(tokenizer, read_text("novel"), count=1, length=384)
+    spec = QuantSpec(format="int4", granularity=schemes.get("int8_per_token").key.granularity)
+    found = check(model, ids, Scheme(name="int4_per_token", key=spec, value=spec), progress=False)
+    assert not found.passed and found.layers[0].failures and any("key bias" in c for c in found.layers[0].causes)
+    assert found.overall["kl_mean"] > 1 and found.advised_overall["kl_mean"] < found.overall["kl_mean"] / 10

@@ -1,0 +1,178 @@
+"""`evaluate` writes one file per scheme and task, goes on where it stopped, refuses to mix settings, and calibrates on other text."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import tiny
+import torch
+
+from kvbits.errors import FileFormatError, SpecError, UnsupportedError
+from kvbits.evaluate import results
+from kvbits.evaluate.caches import STOCK, base_factory, expand_names, factory, held_bytes
+from kvbits.evaluate.run import Calibrator, evaluate
+from kvbits.evaluate.tasks import TASKS, Options, load, names_of
+from kvbits.evaluate.tasks import text as text_tasks
+from kvbits.evaluate.texts import Text, novel
+
+OPTIONS = {"windows": 2, "length": 200, "chunk": 32, "context": 100, "new_tokens": 8}
+TEXTS = (Text("one", novel()[:4000]),)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model()
+
+
+def run(model, out, schemes=("int8", "int4"), tasks=("fidelity",), texts=TEXTS, calibration_text=None, overwrite=False, **changes):
+    return evaluate(
+        model, tiny.tokenizer(), name="tiny", schemes=list(schemes), tasks=list(tasks), texts=texts, out=out, options=Options(**(OPTIONS | changes)),
+        calibration_text=calibration_text, overwrite=overwrite, progress=False,
+    )  # fmt: skip
+
+
+def test_a_run_leaves_one_file_per_cache_with_everything_its_figures_depend_on(model, tmp_path):
+    found = run(model, tmp_path)["fidelity"]
+    assert list(found) == ["32-bit", "int8", "int4"]
+    data = results.read(tmp_path / "tiny-float32" / "fidelity" / "int4.json")
+    assert data["settings"] == {"length": 200, "chunk": 32}
+    assert data["model"]["name"] == "tiny" and data["model"]["dtype"] == "float32" and len(data["model"]["fingerprint"]) == 16
+    assert {"kvbits", "torch", "transformers", "command", "device", "date", "seconds"} <= set(data["environment"])
+    assert len(data["items"]) == 2 and all(k.startswith(f"one@{TEXTS[0].sha256[:8]}:") for k in data["items"])
+    assert data["summary"] == json.loads(json.dumps(found["int4"]))
+
+
+def test_the_summary_is_that_of_the_whole_text(model, tmp_path):
+    found = run(model, tmp_path, schemes=["raw", "int4"])["fidelity"]
+    ids = torch.tensor(tiny.tokenizer()(TEXTS[0].content)["input_ids"][:400]).view(2, 200)
+    with torch.no_grad():
+        log_p = torch.log_softmax(model(ids).logits.double(), -1)
+    want = math.exp(-log_p[:, :-1].gather(2, ids[:, 1:, None]).mean().item())
+    assert found["32-bit"]["ppl"] == pytest.approx(want, rel=1e-5)
+    assert found["raw"]["ppl"] == pytest.approx(want, rel=1e-4) and found["raw"]["kl_mean"] < 1e-6
+    row = found["int4"]
+    assert row["tokens"] == 398 and row["kl_mean"] > 1e-5 and row["mass_matched"] == pytest.approx(1 - row["tvd_mean"])
+    assert row["ppl_change"] == pytest.approx(row["ppl"] / row["ppl_base"] - 1)
+    assert row["bytes_held"] == row["bytes_planned"] < found["32-bit"]["bytes_held"]
+    assert row["ppl_change_se"] > 0
+
+
+def test_a_run_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
+    one = run(model, tmp_path / "a")["fidelity"]["int8"]
+    calls = []
+    real = text_tasks.compare
+
+    def stopping(*args, **kwargs):
+        calls.append(list(args[1]))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(text_tasks, "compare", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "b")
+    assert len(results.read(tmp_path / "b" / "tiny-float32" / "fidelity" / "int8.json")["items"]) == 1
+    again = run(model, tmp_path / "b")["fidelity"]["int8"]
+    assert len(calls) == 3  # the second window only
+    assert {k: v for k, v in again.items() if "per_s" not in k and "speed" not in k} == pytest.approx(
+        {k: v for k, v in one.items() if "per_s" not in k and "speed" not in k}
+    )
+    run(model, tmp_path / "b", schemes=["int8", "kivi4"])
+    assert calls[3:] == [["32-bit", "kivi4"]] * 2  # a new scheme runs beside the base, the others are left alone
+    run(model, tmp_path / "b", schemes=["int8", "kivi4"], windows=3)
+    assert calls[5:] == [["32-bit", "int8", "kivi4"]]
+
+
+def test_results_of_other_settings_or_models_are_refused_not_mixed(model, tmp_path):
+    run(model, tmp_path, schemes=["int8"])
+    with pytest.raises(SpecError, match="length is 100 here and 200 in the file; give another --out, or --overwrite"):
+        run(model, tmp_path, schemes=["int8"], length=100)
+    with pytest.raises(SpecError, match="fingerprint"):
+        run(tiny.model(seed=1), tmp_path, schemes=["int8"])
+    assert run(model, tmp_path, schemes=["int8"], length=100, overwrite=True)["fidelity"]["int8"]["tokens"] == 198
+    path = tmp_path / "tiny-float32" / "fidelity" / "int8.json"
+    path.write_text("{")
+    with pytest.raises(FileFormatError, match=r"cannot read .*int8\.json"):
+        run(model, tmp_path, schemes=["int8"], length=100)
+    path.write_text('{"format": "other"}')
+    with pytest.raises(FileFormatError, match="not a result of `kvbits eval`"):
+        results.read_all(tmp_path)
+
+
+def test_pure_decoding_reads_every_token_as_stored(model, tmp_path):
+    found = run(model, tmp_path, schemes=["raw", "kivi2"], tasks=["decode"], windows=1, context=300, new_tokens=12)["decode"]
+    assert found["kivi2"]["tokens"] == 11 and found["kivi2"]["tokens_per_s"] > 0 and found["kivi2"]["speed_ratio"] > 0
+    assert found["raw"]["kl_mean"] < 1e-6 < found["kivi2"]["kl_mean"]
+    assert found["32-bit"]["speed_ratio"] == pytest.approx(1)
+
+
+def test_schemes_that_need_it_are_calibrated_on_other_text_and_the_file_is_kept(model, tmp_path):
+    with pytest.raises(UnsupportedError, match="--calibration-text"):
+        run(model, tmp_path, schemes=["int8_static"])
+    with pytest.raises(SpecError, match="evaluated on"):
+        run(model, tmp_path, schemes=["int8_static"], calibration_text=Text("same", TEXTS[0].content))
+    other = Text("other", novel()[50_000:90_000])
+    found = run(model, tmp_path, schemes=["int8_static"], calibration_text=other)["fidelity"]["int8_static"]
+    assert 0 < found["kl_mean"] < 0.1 and "saturated" in found
+    info = results.read(tmp_path / "tiny-float32" / "fidelity" / "int8_static.json")["info"]["calibration"]
+    assert info["text"] == "other" and info["text_sha256"] == other.sha256
+    path = tmp_path / "tiny-float32" / "calibration" / "int8_static.safetensors"
+    before = path.stat().st_mtime_ns
+    run(model, tmp_path, schemes=["int8_static"], calibration_text=other, windows=3)
+    assert path.stat().st_mtime_ns == before
+    Calibrator(model, tiny.tokenizer(), path.parent, Text("third", novel()[90_000:99_000]), TEXTS)(factory_scheme(model))
+    assert path.stat().st_mtime_ns != before
+
+
+def factory_scheme(model):
+    from kvbits import schemes
+    from kvbits.geometry import layer_geometries
+
+    return schemes.for_layers("int8_static", layer_geometries(model.config))
+
+
+def stock_names():
+    found = []
+    for name in STOCK:
+        try:
+            factory(tiny.model(), name)
+            found.append(name)
+        except UnsupportedError:
+            pass
+    return found
+
+
+@pytest.mark.parametrize("name", list(STOCK))
+def test_stock_caches_are_measured_like_ours_and_their_bytes_counted(model, tmp_path, name):
+    if name not in stock_names():
+        pytest.skip(f"{name}: its package is not installed (optimum-quanto, hqq)")
+    found = run(model, tmp_path, schemes=[name], windows=1, length=258, chunk=64)["fidelity"]
+    row = found[name]
+    bits = int(name[-1]) if name[-1] in "248" else 8
+    elements = found["32-bit"]["bytes_held"] / 4
+    assert elements * bits / 8 < row["bytes_held"] < elements * (bits / 8 + 1.25)  # float32 scales and zeros, a raw residual
+    assert row["kl_mean"] > 0
+
+
+def test_held_bytes_of_known_caches(model):
+    cache = base_factory(model).make(1, 10)
+    model(torch.zeros(1, 10, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    assert held_bytes(cache) == 2 * 2 * 2 * 64 * 10 * 4
+    ours = factory(model, "int4").make(1, 300)
+    assert held_bytes(ours) == ours.store.spec.nbytes(300)
+
+
+def test_names():
+    assert expand_names(["int8", "all"])[0] == "int8" and set(expand_names(["stock"])) == set(STOCK)
+    with pytest.raises(SpecError, match="unknown scheme 'nope'"):
+        expand_names(["nope"])
+    assert names_of(["ppl", "kl", "decode"]) == ["fidelity", "decode"]
+    with pytest.raises(SpecError, match="unknown task 'nope'"):
+        names_of(["nope"])
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_every_task_loads_and_calls_itself_what_the_table_says(name):
+    assert load(name).name == name

@@ -1,0 +1,80 @@
+"""Texts come from files in the usual formats, windows are cut without overlap and begin as the tokenizer begins texts."""
+
+import json
+import sys
+import types
+
+import pytest
+import tiny
+import torch
+
+from kvbits.errors import DataError, SpecError
+from kvbits.evaluate.texts import Text, novel, read_text, windows
+
+
+def test_wikitext_is_joined_the_usual_way(tmp_path):
+    (tmp_path / "wiki.test.raw").write_text(" \n = Title = \n \n One line .\n")
+    assert read_text(str(tmp_path / "wiki.test.raw")).content == "\n\n".join(["", " = Title = \n", "", " One line .\n"])
+
+
+def test_json_lines_and_books(tmp_path):
+    (tmp_path / "c4.jsonl").write_text(json.dumps({"prefix": "a b", "gold_completion": " c"}) + "\n" + json.dumps({"text": "d"}) + "\n")
+    assert read_text(str(tmp_path / "c4.jsonl")).content == "a b c\n\nd"
+    (tmp_path / "book.txt").write_text("licence\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n\nIt was.\n*** END OF THIS PROJECT\nlicence")
+    assert read_text(str(tmp_path / "book.txt")).content == "It was.\n"
+    (tmp_path / "code.py").write_text("x = 1\n")
+    assert read_text(str(tmp_path / "code.py")) == Text("code", "x = 1\n")
+    assert read_text("novel").content == novel()
+
+
+def test_what_cannot_be_read_says_why(tmp_path):
+    for name, content, message in (
+        ("missing.txt", None, "No such file.*hub:ID"),
+        ("bad.txt", b"\xff\xfe", "not UTF-8"),
+        ("bad.jsonl", b'{"other": 1}', "line 1 holds neither"),
+        ("empty.txt", b"  \n", "holds no text"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(SpecError, match=message):
+            read_text(str(tmp_path / name))
+
+
+def test_hub_ids_go_through_datasets(monkeypatch):
+    class Rows:
+        column_names = ("text",)
+
+        def __getitem__(self, name):
+            return ["one", "two"]
+
+    asked = []
+
+    def load(repo, config, split):
+        asked.append((repo, config, split))
+        if repo == "none/there":
+            raise ConnectionError("no network")
+        return Rows()
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    assert read_text("hub:Salesforce/wikitext:wikitext-2-raw-v1:validation") == Text("Salesforce--wikitext-wikitext-2-raw-v1-validation", "one\n\ntwo")
+    assert read_text("hub:ptb").name == "ptb"
+    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "validation"), ("ptb", None, "test")]
+    with pytest.raises(SpecError, match=r"ConnectionError: no network; give a local file"):
+        read_text("hub:none/there")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SpecError, match="pip install datasets"):
+        read_text("hub:ptb")
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_windows_follow_each_other_and_begin_as_texts_do(bos):
+    tokenizer = tiny.tokenizer(bos)
+    text = Text("t", "".join(chr(97 + i % 26) for i in range(200)))
+    found = windows(tokenizer, text, count=3, length=50)
+    assert found.shape == (3, 50)
+    body = found[:, 1:] if bos else found
+    assert tokenizer.decode(body.flatten()).replace(" ", "") == text.content[: body.numel()]
+    assert bool((found[:, 0] == 1).all()) == bos
+    with pytest.raises(DataError, match="has 200 tokens, but 5 windows"):
+        windows(tokenizer, text, count=5, length=51 if bos else 50)
+    assert found.dtype == torch.int64
