@@ -17,6 +17,8 @@ from ..spec import QuantSpec
 BINS = 4096
 COARSE = 256
 ITERATIONS = 50
+MIDDLES = (torch.arange(BINS, dtype=torch.float64) + 0.5) * (2 / BINS) - 1
+PRIOR = 1.0
 
 
 class Levels:
@@ -54,8 +56,11 @@ class Levels:
         """[pages, H, page_size, D] float32."""
         return x[: pages * self.page_size].float().unflatten(0, (pages, self.page_size)).transpose(1, 2)
 
-    def fit(self, per_head: bool = False) -> torch.Tensor:
+    def fit(self, per_head: bool = False, prior: float = PRIOR) -> torch.Tensor:
         """The codebook, float32 [H, 2**bits] ascending; one for the layer unless `per_head`.
+
+        Args:
+            prior: weight of a uniform density over [-1, 1] beside the measured one.
 
         Raises:
             DataError: nothing with any weight was added.
@@ -63,13 +68,14 @@ class Levels:
         mass, moment = (t if per_head else t.sum(0, keepdim=True) for t in (self.mass, self.moment))
         if not bool((mass.sum(-1) > 0).all()):
             raise DataError(f"{self.what}: no page with a gradient was seen; give longer prompts (a page has {self.page_size} tokens)")
+        uniform = prior * mass.sum(-1, keepdim=True) / BINS
+        mass, moment = mass + uniform, moment + uniform * MIDDLES
         return torch.stack([_kmeans(m, s, 2**self.spec.bits) for m, s in zip(mass, moment, strict=True)]).expand(len(self.mass), -1).contiguous()
 
 
 def _kmeans(mass: torch.Tensor, moment: torch.Tensor, entries: int) -> torch.Tensor:
     """Centres [entries] of weighted bins, ascending, float32."""
-    middle = (torch.arange(BINS, dtype=torch.float64) + 0.5) * (2 / BINS) - 1
-    centre = torch.where(mass > 0, moment / mass.clamp(min=1e-300), middle)
+    centre = torch.where(mass > 0, moment / mass.clamp(min=1e-300), MIDDLES)
     c = _exact(mass, moment, entries)
     for _ in range(ITERATIONS):
         nearest = torch.bucketize(centre, (c[1:] + c[:-1]) / 2)

@@ -126,13 +126,13 @@ def calibrate(
     num_tokens = sum(int(seen.sum()) for _, _, seen in batches)
     if not num_tokens:
         raise DataError(f"{len(batches)} prompts leave no tokens after skip_tokens={skip}; give more or longer prompts")
-    ranges = _ranges(chosen, layers, num_tokens, percentile)
+    ranges = ranges_of(chosen, layers, num_tokens, percentile)
     if ranges:
         _run(model, batches, layers, chosen, ranges, progress)
     found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
     for (layer, side), r in ranges.items():
         found[layer] |= {f"{side}_{name}": t for name, t in r.qparams().items()}
-    levels = _levels(chosen, layers, found)
+    levels = levels_of(chosen, layers, found)
     if levels:
         histograms.collect(model, batches, layers, chosen, levels, weights == "fisher", checkpointing, resume, progress)
     for (layer, side), fit in levels.items():
@@ -169,7 +169,7 @@ def _share(spec: QuantSpec, percentile: float | None) -> float:
     return percentile if percentile is not None else 100 * (1 - spec.outliers) if spec.outliers else 99.9
 
 
-def _ranges(scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int, percentile: float | None) -> dict[tuple[int, str], Ranges]:
+def ranges_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int, percentile: float | None) -> dict[tuple[int, str], Ranges]:
     """One observer per layer and side ("k", "v") that is static."""
     found = {}
     for i, g in enumerate(layers):
@@ -179,7 +179,7 @@ def _ranges(scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int, 
     return found
 
 
-def _levels(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[dict[str, torch.Tensor]]) -> dict[tuple[int, str], Levels]:
+def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[dict[str, torch.Tensor]]) -> dict[tuple[int, str], Levels]:
     """One histogram per layer and side that has a codebook."""
     found = {}
     for i, g in enumerate(layers):

@@ -1,0 +1,229 @@
+"""What each part of KVQuant is worth on a model, through the real packed cache: the studies its reviewers asked for.
+
+    python benchmarks/study_kvquant.py MODEL --study ladder --text wiki.test.raw --calibration wiki.valid.tokens
+    studies: ladder    per token -> per channel -> pre-RoPE -> codebooks -> outliers -> sinks, and calibrated ranges as in the paper
+             weights   Fisher against unweighted codebooks, one per head against one per layer
+             prior     how much of a uniform density the codebooks are fitted to
+             size      calibration sets of 4 to 64 prompts
+             domain    calibration on each --calibration text (name=path ...) against each --text
+             presets   nuq presets beside KIVI and per-token integers of about the same bits
+
+One backward pass per calibration prompt; its keys, values and gradients stay in memory, so every variant is fitted on the same samples. All
+caches read the same windows. The last line is one JSON object; --out also writes it to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache
+
+import kvbits
+from kvbits import schemes
+from kvbits.calibrate import Calibration, fingerprint, prompts_from_text
+from kvbits.calibrate.codebooks import PRIOR
+from kvbits.calibrate.collect import levels_of, ranges_of
+from kvbits.calibrate.fisher import backward, watched
+from kvbits.calibrate.histograms import as_stored
+from kvbits.evaluate.fidelity import compare
+from kvbits.evaluate.texts import Text, read_text
+from kvbits.evaluate.texts import windows as text_windows
+from kvbits.geometry import layer_geometries
+from kvbits.integrations.rotary import with_rotary
+from kvbits.progress import bar
+from kvbits.spec import PerChannel, PerToken, QuantSpec, Scheme
+
+STUDIES = ("ladder", "weights", "prior", "size", "domain", "presets")
+
+
+class Samples:
+    """Keys, values and squared gradients of calibration prompts, bfloat16, as the model caches them."""
+
+    def __init__(self, model: Any, tokenizer: Any, text: str, prompts: int, length: int) -> None:
+        self.model = model
+        self.seen: list[dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]] = []
+        windows = prompts_from_text(tokenizer, text, num_prompts=prompts, length=length, batch_size=1)
+
+        def keep(layer: int, side: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
+            self.seen[-1][layer, side] = (x.to(torch.bfloat16), gradient.to(torch.bfloat16))
+
+        with watched(model, keep), bar("backward passes", len(windows)) as advance:
+            for ids in windows:
+                self.seen.append({})
+                backward(model, ids.to(model.device), None)
+                advance(1)
+
+    def calibrate(
+        self, scheme: Scheme, *, prompts: int | None = None, weights: str = "fisher", per_head: bool = False, prior: float = PRIOR
+    ) -> Calibration:
+        """What `kvbits.calibrate.calibrate` would return for the first `prompts` prompts."""
+        layers = layer_geometries(self.model.config)
+        if scheme.pre_rope:
+            layers = with_rotary(layers, self.model)
+        seen = self.seen[:prompts]
+        skip = scheme.num_sink_tokens
+        tokens = sum(next(iter(s.values()))[0].shape[1] - skip for s in seen)
+
+        def sides(i: int, side: str) -> Any:
+            spec = scheme.for_layer(i, len(layers))["kv".index(side)]
+            for s in seen:
+                yield tuple(as_stored(t.float(), layers[i], spec)[0, skip:] for t in s[i, side])
+
+        found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+        for (i, side), r in ranges_of(scheme, layers, tokens, None).items():
+            for x, _ in sides(i, side):
+                r.add(x)
+            found[i] |= {f"{side}_{name}": t for name, t in r.qparams().items()}
+        for (i, side), fit in levels_of(scheme, layers, found).items():
+            for x, gradient in sides(i, side):
+                fit.add(x, gradient.square() if weights == "fisher" else None)
+            found[i][f"{side}_codebook"] = fit.fit(per_head, prior)
+        return Calibration(found, fingerprint(self.model.config, scheme), {"prompts": len(seen), "tokens": tokens, "weights": weights})
+
+
+def integers(bits: int, **key: Any) -> tuple[QuantSpec, QuantSpec]:
+    value = QuantSpec(format=f"int{bits}", granularity=PerToken(), symmetric=False)
+    return dataclasses.replace(value, **key), value
+
+
+def ladder(bits: int) -> dict[str, Scheme]:
+    """Each step keeps what came before it; the raw tail is the same in all."""
+    nuq = {"format": f"nuq{bits}"}
+    channel: dict[str, Any] = {"granularity": PerChannel()}
+    steps: dict[str, tuple[QuantSpec, QuantSpec]] = {
+        "per-token keys": integers(bits),
+        "per-channel keys": integers(bits, **channel),
+        "pre-RoPE keys": integers(bits, **channel, pre_rope=True),
+    }
+    before = steps["pre-RoPE keys"]
+    steps["codebooks"] = tuple(dataclasses.replace(s, **nuq) for s in before)  # type: ignore[assignment]
+    steps["1 % outliers"] = tuple(dataclasses.replace(s, outliers=0.01) for s in steps["codebooks"])  # type: ignore[assignment]
+    steps["1 % outliers, integers"] = tuple(dataclasses.replace(s, outliers=0.01) for s in before)  # type: ignore[assignment]
+    found = {name: Scheme(name=name, key=k, value=v, residual_length=64) for name, (k, v) in steps.items()}
+    found["sinks"] = dataclasses.replace(found["1 % outliers"], name="sinks", num_sink_tokens=1)
+    k, v = steps["codebooks"]
+    static = dataclasses.replace(k, static=True)
+    found["calibrated ranges: codebooks"] = Scheme(name="static", key=static, value=v, residual_length=64)
+    k = dataclasses.replace(static, outliers=0.01)
+    found["calibrated ranges: sinks"] = Scheme(name="static1", key=k, value=steps["1 % outliers"][1], residual_length=64, num_sink_tokens=1)
+    return found
+
+
+def presets() -> dict[str, Scheme]:
+    def token(bits: int) -> Scheme:
+        k, v = integers(bits)
+        return Scheme(name=f"int{bits} per token", key=k, value=v, residual_length=64)
+
+    names = ("nuq4-1%", "nuq4", "kivi4", "int4", "nuq3-1%", "nuq3", "nuq2-1%", "nuq2", "kivi2")
+    return {n: schemes.get(n) for n in names} | {f"int{b} per token": token(b) for b in (4, 3, 2)}
+
+
+def measure(model: Any, caches: Any, ids: torch.Tensor, chunk: int, label: str) -> list[dict[str, Any]]:
+    """Rows of every cache over the windows; `caches` makes fresh ones."""
+    results = None
+    with bar(label, ids.numel()) as advance:
+        for w in range(len(ids)):
+            results = compare(model, caches(), ids[w], first=0, chunk=chunk, results=results, on_tokens=advance)
+    assert results is not None
+    base = results["16-bit"]
+    rows = []
+    for name, f in results.items():
+        row = {"name": name, "ppl": f.perplexity, "ppl_change": f.perplexity / base.perplexity - 1, "kl": f.kl_mean, "kl_p99": f.kl_p99, "tvd": f.tvd_mean}
+        rows.append(row | {"top1": f.top1_agreement, "tokens": f.num_tokens})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--study", choices=STUDIES, required=True)
+    parser.add_argument("--text", action="append", required=True, help="evaluation text, PATH or NAME=PATH; several for the domain study")
+    parser.add_argument("--calibration", action="append", required=True, help="calibration text, PATH or NAME=PATH")
+    parser.add_argument("--bits", type=int, action="append")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompt-length", type=int, default=1024)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    bits = args.bits or ([3] if args.study != "presets" else [4, 3, 2])
+    model, tokenizer = kvbits.load_model(args.model, dtype=args.dtype, device=args.device)
+    began = time.time()
+
+    def texts(given: list[str]) -> dict[str, Text]:
+        return {name or (t := read_text(path)).name: t if not name else read_text(path) for name, _, path in (g.rpartition("=") for g in given)}
+
+    prompts = 64 if args.study == "size" else args.prompts
+    samples = {name: Samples(model, tokenizer, text.content, prompts, args.prompt_length) for name, text in texts(args.calibration).items()}
+    first = next(iter(samples.values()))
+    wanted: dict[str, tuple[Scheme, Calibration | None]] = {}
+
+    def want(name: str, scheme: Scheme, source: Samples = first, **how: Any) -> None:
+        wanted[name] = (scheme, source.calibrate(scheme, **how) if scheme.needs_calibration else None)
+
+    for b in bits:
+        top = schemes.get(f"nuq{b}-1%")
+        if args.study == "prior":
+            for prior in (0.0, 0.3, 1.0, 3.0, 10.0):
+                want(f"{b} bit: prior {prior:g}", top, prior=prior)
+        elif args.study == "ladder":
+            for name, scheme in ladder(b).items():
+                want(f"{b} bit: {name}", scheme)
+        elif args.study == "weights":
+            for weights in ("fisher", "none"):
+                for per_head in (False, True):
+                    want(f"{b} bit: {weights}, per {'head' if per_head else 'layer'}", top, weights=weights, per_head=per_head)
+        elif args.study == "size":
+            for n in (4, 8, 16, 32, 64):
+                want(f"{b} bit: {n} prompts", top, prompts=n)
+        elif args.study == "domain":
+            for name, source in samples.items():
+                want(f"{b} bit: calibrated on {name}", top, source)
+    if args.study == "presets":
+        for name, scheme in presets().items():
+            if any(str(b) in name for b in bits):
+                want(name, scheme)
+
+    def caches() -> dict[str, Any]:
+        ours = {n: kvbits.KVCache.for_model(model, s, calibration=c) for n, (s, c) in wanted.items()}
+        return {"16-bit": DynamicCache(config=model.config)} | ours
+
+    head_dim = layer_geometries(model.config)[0].head_dim
+    tables = []
+    for name, text in texts(args.text).items():
+        ids = text_windows(tokenizer, text, count=args.windows, length=args.length)
+        rows = measure(model, caches, ids, args.chunk, f"windows of {name}")
+        for row in rows:
+            row["bits"] = wanted[row["name"]][0].bits_per_element(head_dim) if row["name"] in wanted else 16.0
+            print(
+                f"{name:18.18} {row['name']:38} {row['bits']:6.3f} bits  ppl {row['ppl']:9.4f} {row['ppl_change']:+8.2%}  KL {row['kl']:.5f}  "
+                f"p99 {row['kl_p99']:.4f}  TVD {row['tvd']:.4f}"
+            )
+        tables.append({"text": name, "rows": rows})
+    report = {
+        "study": args.study, "model": Path(args.model).name, "calibration": list(samples), "prompts": prompts, "prompt_length": args.prompt_length,
+        "windows": args.windows, "length": args.length, "chunk": args.chunk, "dtype": args.dtype,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
+        "torch": torch.__version__, "transformers": transformers.__version__, "kvbits": kvbits.__version__, "seconds": time.time() - began, "tables": tables,
+    }  # fmt: skip
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
