@@ -44,7 +44,7 @@ def error(*args):
 
 def test_help_lists_every_command():
     text = run("--help").stdout
-    for command in ("plan", "schemes", "calibrate", "demo", "eval", "check"):
+    for command in ("plan", "schemes", "calibrate", "demo", "eval", "check", "report"):
         assert command in text
         assert "--json" in run(command, "--help").stdout
 

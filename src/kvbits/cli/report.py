@@ -1,0 +1,53 @@
+"""`kvbits report`: results of `kvbits eval` as one HTML page, Markdown, PNG figures, the README's table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import SpecError
+from .common import Json, app, print_json, show
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="Folder that `kvbits eval` wrote.")],
+    html: Annotated[Path | None, typer.Option(help="The page; RESULTS/report.html if no output is named.", show_default=False)] = None,
+    markdown: Annotated[Path | None, typer.Option(help="All tables as Markdown.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Folder for PNG figures (matplotlib).", show_default=False)] = None,
+    readme: Annotated[Path | None, typer.Option(help="File whose table of schemes is rewritten between its markers.", show_default=False)] = None,
+    benchmarks: Annotated[Path | None, typer.Option(help="Folder benchmarks/results, for kernel speeds on the page.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """One self-contained HTML page (no network needed), Markdown tables and PNG figures from results."""
+    from ..report import markdown as tables
+    from ..report.collect import collect
+    from ..report.figures import figures
+    from ..report.page import page
+
+    found = collect(results)
+    if html is None and markdown is None and png is None and readme is None:
+        html = results / "report.html"
+    for path in (html, markdown, readme):
+        if path is not None and not path.parent.is_dir():
+            raise SpecError(f"{path}: the directory {path.parent} does not exist; create it first")
+    written: list[str] = []
+    if html is not None:
+        html.write_text(page(found, benchmarks=benchmarks), encoding="utf-8")
+        written.append(str(html))
+    if markdown is not None:
+        markdown.write_text(tables.report(found), encoding="utf-8")
+        written.append(str(markdown))
+    if readme is not None:
+        if not readme.exists():
+            raise SpecError(f"--readme {readme}: no such file")
+        readme.write_text(tables.put_into(readme.read_text(encoding="utf-8"), tables.readme_table(found)), encoding="utf-8")
+        written.append(str(readme))
+    if png is not None:
+        written += [str(p) for p in figures(found, png)]
+    if as_json:
+        print_json({"written": written, "models": list(found.models)})
+    else:
+        show(*(f"wrote {w}" for w in written))

@@ -1,0 +1,221 @@
+"use strict";
+// Byte arithmetic: CacheSpec.nbytes for one preset (kvbits/report/arithmetic.py gives `preset`).
+function pagesFor(preset, tokens, window) {
+  const { page_size: size, residual, sinks, raw } = preset;
+  const alive = (n) => {
+    const visible = window === null ? 0 : Math.max(0, Math.max(0, n - 1) - window + 1);
+    const dead = Math.floor(Math.max(0, visible - sinks) / size);
+    if (raw) return Math.max(0, Math.ceil((n - sinks) / size) - dead);
+    return Math.max(0, Math.max(0, Math.floor((n - sinks - residual - 1) / size)) - dead);
+  };
+  let grown = alive(tokens);
+  if (window !== null) {
+    grown = 0;
+    for (let n = Math.max(0, tokens - 2 * size); n <= tokens; n++) grown = Math.max(grown, alive(n));
+    if (raw) grown = Math.max(grown, tokens > sinks ? 1 : 0);
+  }
+  const tail = Math.min(Math.ceil((residual + size) / size), Math.max(0, Math.ceil((tokens - sinks) / size)));
+  return { sink: sinks && tokens ? 1 : 0, closed: raw ? 0 : grown, tail: raw ? grown : tail };
+}
+function nbytes(preset, shape) {
+  const heads = preset.heads[shape.head_dim];
+  if (!heads) return null;
+  const pages = pagesFor(preset, shape.context, shape.window ?? null);
+  let one = 0;
+  for (const [pool, count] of Object.entries(pages)) one += heads[pool] * count;
+  for (const [limit, bytes] of preset.tiers[shape.head_dim]) one += bytes * Math.min(pages.closed, limit);
+  return one * shape.layers * shape.kv_heads * shape.batch;
+}
+function denseBytes(shape) {
+  const held = shape.window == null ? shape.context : Math.min(shape.context, shape.window - 1);
+  return 2 * shape.layers * shape.kv_heads * shape.head_dim * held * 2 * shape.batch;
+}
+if (typeof module !== "undefined") module.exports = { nbytes, denseBytes, pagesFor };
+
+if (typeof document !== "undefined") (() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const $ = (id) => document.getElementById(id);
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const make = (tag, text, attributes = {}) => {
+    const e = document.createElement(tag);
+    if (text !== null && text !== undefined) e.textContent = text;
+    for (const [k, v] of Object.entries(attributes)) e.setAttribute(k, v);
+    return e;
+  };
+  const size = (n) => n >= 1e12 ? (n / 1e12).toFixed(2) + " TB" : n >= 1e9 ? (n / 1e9).toFixed(2) + " GB" : n >= 1e6 ? (n / 1e6).toFixed(1) + " MB" : (n / 1e3).toFixed(1) + " kB";
+  const percent = (x, digits = 2) => (x >= 0 ? "+" : "−") + Math.abs(100 * x).toFixed(digits) + " %";
+  const charts = {};
+  const draw = (id, config) => { if (charts[id]) charts[id].destroy(); charts[id] = new Chart($(id), config); };
+
+  // Names beside points: tried at eight places, the first free one is taken; a point that has none keeps its tooltip.
+  const names = {
+    id: "names",
+    afterDatasetsDraw(chart) {
+      const ctx = chart.ctx, taken = [];
+      ctx.save();
+      ctx.font = "12px system-ui, 'DejaVu Sans', sans-serif";
+      ctx.textBaseline = "middle";
+      chart.data.datasets.forEach((set, d) => chart.getDatasetMeta(d).data.forEach((p) => taken.push([p.x - 6, p.y - 6, p.x + 6, p.y + 6])));
+      chart.data.datasets.forEach((set, d) => {
+        ctx.fillStyle = set.borderColor;
+        chart.getDatasetMeta(d).data.forEach((p, i) => {
+          const name = set.data[i].name, w = ctx.measureText(name).width;
+          const places = [[9, 0], [-9 - w, 0], [-w / 2, -13], [-w / 2, 13], [7, -11], [7, 11], [-7 - w, -11], [-7 - w, 11]];
+          for (const [dx, dy] of places) {
+            const box = [p.x + dx - 1, p.y + dy - 7, p.x + dx + w + 1, p.y + dy + 7], area = chart.chartArea;
+            if (box[0] < area.left || box[2] > chart.width || box[1] < 0 || box[3] > area.bottom) continue;
+            if (taken.some((t) => box[0] < t[2] && box[2] > t[0] && box[1] < t[3] && box[3] > t[1])) continue;
+            taken.push(box);
+            ctx.fillText(name, p.x + dx, p.y + dy);
+            break;
+          }
+        });
+      });
+      ctx.restore();
+    },
+  };
+  const axis = (title, more = {}) => ({
+    title: { display: true, text: title, color: css("--soft") }, ticks: { color: css("--soft") }, grid: { color: css("--line") }, border: { color: css("--line") }, ...more,
+  });
+  const short = (v) => { const x = Number(v); return x >= 1e9 ? x / 1e9 + " GB" : x >= 1e6 ? x / 1e6 + " MB" : x >= 1e3 ? x / 1e3 + " kB" : x; };
+  const decade = (v) => [1, 2, 5].some((m) => Math.abs(Math.log10(v / m) - Math.round(Math.log10(v / m))) < 1e-6);
+
+  function pareto() {
+    const model = data.models[$("pareto-model").value], measure = $("pareto-measure").value;
+    const value = (r) => measure === "kl" ? r.kl : measure === "ppl" ? 100 * r.ppl_change : 100 * (1 - r.mass);
+    const rows = model.rows.filter((r) => r.kind !== "base" && r.held_bits !== null && (measure !== "kl" || r.kl > 0));
+    const set = (kind, label, color, pointStyle) => ({
+      label, borderColor: css(color), backgroundColor: css(color), pointStyle, pointRadius: 6, pointHoverRadius: 8, borderWidth: 1.5,
+      data: rows.filter((r) => r.kind === kind).map((r) => ({ x: r.held_bits, y: value(r), name: r.scheme, row: r })),
+    });
+    const titles = { kl: "KL divergence, nats (log)", ppl: "perplexity against the 16-bit cache, %", mass: "probability mass that moved, %" };
+    draw("pareto", {
+      type: "scatter", plugins: [names],
+      data: { datasets: [set("kvbits", "kvbits", "--ours", "circle"), set("stock", "Transformers' quantized caches", "--stock", "triangle")] },
+      options: {
+        animation: false, maintainAspectRatio: false, layout: { padding: { right: 24, top: 8 } },
+        scales: {
+          x: axis("bits per cached number really held (scales and raw tokens included)"),
+          y: axis(titles[measure], measure === "kl" ? { type: "logarithmic", ticks: { color: css("--soft"), callback: (v) => decade(v) ? v : null } } : {}),
+        },
+        plugins: {
+          legend: { labels: { color: css("--text"), usePointStyle: true } },
+          tooltip: { callbacks: { label: (c) => { const r = c.raw.row; return [`${r.scheme}: ${r.held_bits.toFixed(2)} bits held`, `KL ${r.kl.toPrecision(3)} nats, perplexity ${percent(r.ppl_change)}`, `mass matched ${(100 * r.mass).toFixed(2)} %`]; } } },
+        },
+      },
+    });
+    const table = $("pareto-table");
+    table.replaceChildren(head(["cache", "bits held", "memory", "perplexity", "change", "± s.e.", "KL", "KL 99 %", "mass matched", "top-1", "speed"]), body(model.rows.map((r) => ({
+      kind: r.kind, cells: [r.scheme, r.held_bits?.toFixed(2), r.reduction ? r.reduction.toFixed(2) + "x less" : "", r.ppl.toFixed(3), percent(r.ppl_change), r.se === null ? "" : (100 * r.se).toFixed(2) + " %",
+        r.kl.toPrecision(3), r.kl_p99.toPrecision(3), (100 * r.mass).toFixed(2) + " %", (100 * r.top1).toFixed(2) + " %", r.speed === null ? "" : r.speed.toFixed(2) + "x"],
+    }))));
+    $("pareto-note").textContent = `${model.title}: ${model.note}`;
+  }
+  const head = (cells) => { const h = make("thead"), r = make("tr"); cells.forEach((c) => r.append(make("th", c, { scope: "col" }))); h.append(r); return h; };
+  const body = (rows) => {
+    const b = make("tbody");
+    rows.forEach(({ kind, cells }) => { const r = make("tr"); cells.forEach((c) => r.append(make("td", c ?? "", kind === "stock" ? { class: "stock" } : {}))); b.append(r); });
+    return b;
+  };
+
+  function memory() {
+    const shape = { ...data.shapes[$("memory-shape").value], batch: 1, window: null };
+    const contexts = [];
+    for (let c = 256; c <= 262144; c *= 2) contexts.push(c);
+    const palette = ["--base", "--ours", "--stock"], dashes = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
+    const chosen = data.lines.filter((s) => data.presets[s]);
+    const lines = [["16-bit", contexts.map((context) => ({ x: context, y: denseBytes({ ...shape, context }) }))],
+      ...chosen.map((s) => [s, contexts.map((context) => ({ x: context, y: nbytes(data.presets[s], { ...shape, context }) }))])];
+    draw("memory", {
+      type: "line",
+      data: { datasets: lines.map(([label, points], i) => ({ label, data: points, borderColor: css(palette[i % 3]), backgroundColor: css(palette[i % 3]), borderDash: dashes[Math.floor(i / 3) % 4], borderWidth: 2, pointRadius: 0, pointHitRadius: 12 })) },
+      options: {
+        animation: false, maintainAspectRatio: false, interaction: { mode: "index", intersect: false },
+        scales: {
+          x: axis("context, tokens (log)", { type: "logarithmic", min: 256, max: 262144, afterBuildTicks: (a) => { a.ticks = contexts.filter((c, i) => i % 2 === 0).map((value) => ({ value })); }, ticks: { color: css("--soft"), callback: (v) => v >= 1024 ? v / 1024 + "k" : v } }),
+          y: axis("cache of one sequence (log)", { type: "logarithmic", ticks: { color: css("--soft"), callback: (v) => decade(v) ? short(v) : null } }),
+        },
+        plugins: { legend: { position: "bottom", labels: { color: css("--text"), boxWidth: 26, boxHeight: 0 } }, tooltip: { callbacks: { title: (c) => Number(c[0].raw.x).toLocaleString("en") + " tokens", label: (c) => `${c.dataset.label}: ${size(c.raw.y)}` } } },
+      },
+    });
+  }
+
+  function heat(table, columns, rows, format, top, first = "") {
+    const cap = make("tr");
+    [first, ...columns].forEach((c) => cap.append(make("th", c, { scope: "col" })));
+    const h = make("thead"), b = make("tbody");
+    h.append(cap);
+    rows.forEach(({ name, kind, values, titles }) => {
+      const r = make("tr");
+      r.append(make("td", name, kind === "stock" ? { class: "stock" } : {}));
+      values.forEach((v, i) => {
+        const share = v === null ? 0 : Math.max(0, Math.min(1, v / top));
+        const cell = make("td", v === null ? "" : format(v), { style: `background: color-mix(in srgb, var(--heat) ${Math.round(85 * share)}%, var(--bg)); color: ${share > 0.55 ? "var(--bg)" : "var(--text)"}` });
+        if (titles) cell.title = titles[i];
+        r.append(cell);
+      });
+      b.append(r);
+    });
+    table.replaceChildren(h, b);
+  }
+  function layers() {
+    const model = data.models[$("layers-model").value], measure = $("layers-measure").value;
+    const rows = model.attention.map((a) => ({ name: a.scheme, kind: a.kind, values: a[measure], titles: a[measure].map((v, i) => `${a.scheme}, layer ${i}: ${v === null ? "" : v.toFixed(4)}`) }));
+    const all = rows.flatMap((r) => r.values).filter((v) => v !== null).sort((a, b) => a - b);
+    heat($("layers"), model.attention[0][measure].map((v, i) => i), rows, (v) => v < 0.005 ? "0" : v >= 1 ? v.toFixed(1) : v.toFixed(2).replace(/^0/, ""), Math.max(all[Math.floor(0.97 * all.length)], 0.05), "layer");
+  }
+  function passkey() {
+    const model = data.models[$("passkey-model").value];
+    heat($("passkey"), model.passkey.columns, model.passkey.rows, (v) => Math.round(100 * v), 1, "length, depth");
+  }
+
+  function kernels() {
+    const group = data.kernels[$("kernels-group").value];
+    $("kernels-note").textContent = group.note;
+    draw("kernels", {
+      type: "bar",
+      data: { labels: group.bars.map((b) => b.label), datasets: [{ data: group.bars.map((b) => b.value), backgroundColor: group.bars.map((b) => css(b.kind === "stock" ? "--stock" : "--ours")), barPercentage: 0.75 }] },
+      options: {
+        animation: false, maintainAspectRatio: false, indexAxis: "y",
+        scales: { x: axis(group.unit, { beginAtZero: true }), y: axis("", { title: { display: false }, ticks: { color: css("--text"), autoSkip: false } }) },
+        plugins: { legend: { display: false }, tooltip: { callbacks: { label: (c) => `${c.raw} ${group.unit}` } } },
+      },
+    });
+  }
+
+  const contextOf = (v) => Math.round(2 ** Number(v));
+  function calculator() {
+    const shape = { layers: +$("c-layers").value, kv_heads: +$("c-heads").value, head_dim: data.head_dims[+$("c-dim").value], context: contextOf($("c-context").value), batch: +$("c-batch").value, window: null };
+    const budget = Number($("c-memory").value) * 1e9;
+    $("o-layers").textContent = shape.layers; $("o-heads").textContent = shape.kv_heads; $("o-dim").textContent = shape.head_dim;
+    $("o-context").textContent = shape.context.toLocaleString("en"); $("o-batch").textContent = shape.batch; $("o-memory").textContent = $("c-memory").value + " GB";
+    const rows = [["16-bit", denseBytes(shape), denseBytes({ ...shape, batch: 1 })], ...Object.entries(data.presets).map(([s, p]) => [s, nbytes(p, shape), nbytes(p, { ...shape, batch: 1 })])].filter((r) => r[1] !== null);
+    const top = Math.max(...rows.map((r) => r[1])), b = make("tbody");
+    rows.forEach(([name, total, one]) => {
+      const r = make("tr"), cell = make("td", null, { class: "barcell" });
+      cell.append(make("div", null, { class: name === "16-bit" ? "bar base" : "bar", style: `width: ${(100 * total) / top}%` }));
+      r.append(make("td", name), make("td", size(total)), make("td", (rows[0][1] / total).toFixed(2) + "x"), make("td", Math.floor(budget / one).toLocaleString("en")), cell);
+      if (total <= budget) r.style.fontWeight = "600";
+      b.append(r);
+    });
+    $("calculator").replaceChildren(head(["cache", "memory", "16-bit / this", `largest batch`, ""]), b);
+  }
+  function shape() {
+    const s = data.shapes[$("c-shape").value];
+    $("c-layers").value = s.layers; $("c-heads").value = s.kv_heads; $("c-dim").value = data.head_dims.indexOf(s.head_dim);
+    calculator();
+  }
+
+  const all = [["pareto", pareto, ["pareto-model", "pareto-measure"]], ["memory", memory, ["memory-shape"]], ["layers", layers, ["layers-model", "layers-measure"]],
+    ["passkey", passkey, ["passkey-model"]], ["kernels", kernels, ["kernels-group"]],
+    ["calculator", calculator, ["c-layers", "c-heads", "c-dim", "c-context", "c-batch", "c-memory"]]].filter(([id]) => $(id));
+  const redraw = () => all.forEach(([, f]) => f());
+  all.forEach(([, f, inputs]) => inputs.forEach((i) => $(i).addEventListener("input", f)));
+  $("c-shape").addEventListener("input", shape);
+  const dark = () => document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  $("theme").addEventListener("click", () => { document.documentElement.dataset.theme = dark() ? "light" : "dark"; redraw(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  shape();
+  redraw();
+  document.documentElement.dataset.ready = "yes";
+})();

@@ -1,0 +1,87 @@
+"""Result files to rows: what every table and chart is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..evaluate.results import read_all
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cache's results of one task on one model."""
+
+    scheme: str
+    kind: str
+    info: dict[str, Any]
+    settings: dict[str, Any]
+    summary: dict[str, Any]
+    items: dict[str, Any]
+    environment: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model's results: task -> cache name -> cell, the base cache first, then by bits, largest first."""
+
+    name: str
+    facts: dict[str, Any]
+    tasks: dict[str, dict[str, Cell]]
+
+    @property
+    def title(self) -> str:
+        return self.name if self.facts["dtype"] == "bfloat16" else f"{self.name}, {self.facts['dtype']}"
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything below a results folder."""
+
+    models: dict[str, Model]
+
+    @property
+    def sixteen_bit(self) -> dict[str, Model]:
+        """Models measured in a 16-bit dtype, as they are used; the others take rounding noise out."""
+        return {k: m for k, m in self.models.items() if m.facts["dtype"] != "float32"}
+
+
+def collect(directory: Path) -> Results:
+    """Read a folder that `kvbits eval` wrote.
+
+    Raises:
+        SpecError: no results there.
+        FileFormatError: a damaged file.
+    """
+    found: dict[str, dict[str, dict[str, Cell]]] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for data in read_all(directory):
+        dtype = data["model"]["dtype"]
+        name = data["model"]["name"] + ("" if dtype == "bfloat16" else f"-{dtype}")
+        facts[name] = data["model"]
+        cell = Cell(data["scheme"], data["kind"], data["info"], data["settings"], data["summary"], data["items"], data["environment"])
+        found.setdefault(name, {}).setdefault(data["task"], {})[data["scheme"]] = cell
+    models = {}
+    for name in sorted(found, key=lambda n: (facts[n]["dtype"] == "float32", facts[n]["parameters"], n)):
+        tasks = {t: dict(sorted(cells.items(), key=lambda kv: _order(kv[1], cells))) for t, cells in sorted(found[name].items())}
+        models[name] = Model(facts[name]["name"], facts[name], tasks)
+    return Results(models)
+
+
+def _order(cell: Cell, cells: dict[str, Cell]) -> tuple[Any, ...]:
+    return (cell.kind != "base", -(bits(cell, cells) or 99.0), cell.kind == "stock", cell.scheme)
+
+
+def bits(cell: Cell, cells: dict[str, Cell]) -> float | None:
+    """Bits per cached number: of closed pages at long context where the spec says so, else those really held at the end of a window."""
+    stated = cell.info.get("bits_per_element")
+    return float(stated) if stated is not None else held_bits(cell, cells)
+
+
+def held_bits(cell: Cell, cells: dict[str, Cell]) -> float | None:
+    """Bits per cached number really held at the end of a window, raw tokens and scales included."""
+    base = next((c for c in cells.values() if c.kind == "base"), None)
+    if base is None or "bytes_held" not in cell.summary or not base.summary.get("bytes_held"):
+        return None
+    return float(base.info["bits_per_element"]) * float(cell.summary["bytes_held"]) / float(base.summary["bytes_held"])

@@ -1,0 +1,181 @@
+"""Markdown tables, and which scheme to take: all of it computed from results, by rules that stand here.
+
+The README's table is what `readme_table` gives for benchmarks/results/eval; `kvbits report DIR --readme README.md` puts it there and a test holds them equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SpecError
+from .collect import Cell, Model, Results, bits, held_bits
+
+BEGIN, END = "<!-- scheme-table: written by `kvbits report` -->", "<!-- /scheme-table -->"
+CLASSES = (("8 bits", 7.0, 9.0), ("4 bits", 3.9, 5.6), ("3 bits and fewer", 0.0, 3.9))
+"""Bits per element at long context that compete with each other for a recommendation."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache of the scheme table."""
+
+    scheme: str
+    kind: str
+    cells: list[str]
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table: first column left, the others right."""
+    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(r) + " |" for r in rows])
+
+
+def conditions(model: Model, task: str = "fidelity") -> str:
+    """What a model's figures were measured on."""
+    cells = model.tasks[task]
+    base = next(iter(cells.values()))
+    texts = list(dict.fromkeys(k.split("@")[0] for k in base.items))
+    s = base.settings
+    most, least = max(len(c.items) for c in cells.values()), min(len(c.items) for c in cells.values())
+    count = f"{most}" if most == least else f"{least} to {most}"
+    return f"{count} window{'' if count == '1' else 's'} of {s['length']:,} tokens of {', '.join(texts)}, fed in chunks of {s['chunk']}, {model.facts['dtype']}"
+
+
+def _measured(model: Model) -> dict[str, Cell]:
+    return {n: c for n, c in model.tasks.get("fidelity", {}).items() if c.summary and c.kind != "base"}
+
+
+def scheme_rows(results: Results) -> tuple[list[str], list[Row], list[str]]:
+    """(column names, rows by bits, sentences) of the table "which scheme should I take".
+
+    Raises:
+        SpecError: no fidelity results of a 16-bit model.
+    """
+    models = {k: m for k, m in results.sixteen_bit.items() if "fidelity" in m.tasks}
+    if not models:
+        raise SpecError("no fidelity results of a 16-bit model; run `kvbits eval MODEL --tasks fidelity` first")
+    first: dict[str, tuple[float, Cell]] = {}
+    for m in models.values():
+        for name, c in _measured(m).items():
+            first.setdefault(name, (held_bits(c, m.tasks["fidelity"]) or 99.0, c))
+    columns = ["cache", "bits held", "bits"]
+    for m in models.values():
+        columns += [m.title, "KL"]
+    rows = []
+    for name, (b, cell) in sorted(first.items(), key=lambda kv: (-round(kv[1][0], 2), kv[1][1].kind == "stock", kv[0])):
+        stated = cell.info.get("bits_per_element")
+        cells = [_named(name, cell), f"{b:.2f}", "" if stated is None else f"{stated:.2f}"]
+        for m in models.values():
+            s = _measured(m)[name].summary if name in _measured(m) else None
+            cells += ["", ""] if s is None else [_change(s), f"{s['kl_mean']:.4f}"]
+        rows.append(Row(name, cell.kind, cells))
+    return columns, rows, [*recommendations(results), *_notes(models)]
+
+
+def _named(name: str, cell: Cell) -> str:
+    return f"{name} (Transformers)" if cell.kind == "stock" else name
+
+
+def _change(s: dict[str, Any]) -> str:
+    change, se = s.get("ppl_change", 0.0), s.get("ppl_change_se")
+    return f"{change:+.2%}" + ("" if se is None else f" ± {100 * se:.2f}")
+
+
+def _notes(models: dict[str, Model]) -> list[str]:
+    found = [f"{m.title}: {conditions(m)}." for m in models.values()]
+    floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
+    noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of bfloat16." if floor else ""
+    return [
+        "Perplexity against the 16-bit cache on the same tokens, ± its standard error over windows; KL in nats. Bits held: bytes at the end of a window, "
+        "the raw newest tokens and all scales among them, per cached number; bits: what one more token costs at long context." + noise,
+        *found,
+    ]
+
+
+def recommendations(results: Results) -> list[str]:
+    """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one."""
+    models = {k: m for k, m in results.sixteen_bit.items() if "fidelity" in m.tasks}
+    found = []
+    for title, low, high in CLASSES:
+        best = best_of(models, low, high)
+        if best is None:
+            continue
+        worst_kl, worst_ppl, mass = (
+            max(_measured(m)[best].summary[k] for m in models.values()) if k != "mass_matched" else min(_measured(m)[best].summary[k] for m in models.values())
+            for k in ("kl_mean", "ppl_change", "mass_matched")
+        )
+        found.append(
+            f"**{title}: `{best}`**. On its worst model KL {worst_kl:.4f} nats, perplexity {worst_ppl:+.2%}, {mass:.1%} of the probability mass where the "
+            "16-bit cache puts it."
+        )
+    return found
+
+
+def best_of(models: dict[str, Model], low: float, high: float) -> str | None:
+    """The preset of `low` to `high` bits with the smallest worst KL; fewer bits among equals. None if none was measured on every model."""
+    found: dict[str, tuple[float, float]] = {}
+    for m in models.values():
+        for name, c in _measured(m).items():
+            b = bits(c, m.tasks["fidelity"])
+            if c.kind == "kvbits" and b is not None and low <= b < high and all(name in _measured(other) for other in models.values()):
+                found[name] = (max(found.get(name, (0.0, 0.0))[0], c.summary["kl_mean"]), b)
+    return min(found, key=lambda n: (round(found[n][0], 5), found[n][1])) if found else None
+
+
+def readme_table(results: Results) -> str:
+    """The README's part between its markers, markers included."""
+    columns, rows, notes = scheme_rows(results)
+    chosen = recommendations(results)
+    rest = [n for n in notes if n not in chosen]
+    return "\n".join([BEGIN, *(f"- {c}" for c in chosen), "", table(columns, [r.cells for r in rows]), "", " ".join(rest), END])
+
+
+def put_into(text: str, part: str) -> str:
+    """`text` with what stands between the markers replaced.
+
+    Raises:
+        SpecError: no markers.
+    """
+    if BEGIN not in text or END not in text:
+        raise SpecError(f"the file has no place for the table; put {BEGIN} and {END} where it shall stand")
+    return text[: text.index(BEGIN)] + part + text[text.index(END) + len(END) :]
+
+
+def report(results: Results) -> str:
+    """Everything as Markdown."""
+    columns, rows, notes = scheme_rows(results)
+    parts = ["# What few bits cost", *notes, table(columns, [r.cells for r in rows])]
+    for m in results.models.values():
+        for task, cells in m.tasks.items():
+            if task == "fidelity":
+                parts += [f"## {m.title}", conditions(m), _fidelity(cells)]
+            elif any(c.summary for c in cells.values()):
+                parts += [f"## {m.title}: {task}", f"`{cells[next(iter(cells))].settings}`", _summaries(cells)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _fidelity(cells: dict[str, Cell]) -> str:
+    columns = ["cache", "bits held", "bytes", "perplexity", "change", "KL", "KL 99 %", "mass matched", "top-1", "speed"]
+    rows = []
+    for c in cells.values():
+        s = c.summary
+        if not s:
+            continue
+        held, speed = held_bits(c, cells), s.get("speed_ratio")
+        rows.append(
+            [
+                c.scheme, "" if held is None else f"{held:.2f}", f"{s['bytes_held']:,}", f"{s['ppl']:.3f}", _change(s), f"{s['kl_mean']:.5f}",
+                f"{s['kl_p99']:.4f}", f"{s['mass_matched']:.2%}", f"{s['top1_agreement']:.2%}", "" if speed is None else f"{speed:.2f}x",
+            ]
+        )  # fmt: skip
+    return table(columns, rows)
+
+
+def _summaries(cells: dict[str, Cell]) -> str:
+    names = list(dict.fromkeys(k for c in cells.values() for k, v in c.summary.items() if not isinstance(v, dict | list)))
+    return table(["cache", *(n.replace("_", " ") for n in names)], [[c.scheme, *(_value(c.summary.get(n)) for n in names)] for c in cells.values()])
+
+
+def _value(v: Any) -> str:
+    return "" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.4g}" if isinstance(v, float) else str(v)

@@ -1,0 +1,203 @@
+"""One HTML page that holds everything: data, Chart.js, style and script; it opens from a disk without network."""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..evaluate.results import finite
+from . import arithmetic, markdown
+from .collect import Cell, Model, Results, held_bits
+from .kernels import kernel_groups
+
+LINES = ("int8", "int8_centered", "int4", "kivi4", "nuq3-1%", "kivi2")
+"""Presets of the memory chart; one that does not exist is left out."""
+ACCURACY = {"kl": "KL divergence", "ppl": "perplexity", "mass": "probability mass"}
+MEASURES = {"tvd": "attention that moved", "output_error": "output error", "logit_error": "1 - logit cosine"}
+
+
+def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbits: what few bits cost") -> str:
+    """The page as HTML text.
+
+    Args:
+        benchmarks: the folder benchmarks/results, for kernel speeds; None leaves them out.
+    """
+    data = page_data(results, benchmarks)
+    models = list(data["models"])
+    sections = [
+        _section("Which scheme should I take", markdown_table(results), "recommend"),
+        _section(
+            "Bits against accuracy",
+            _controls(_select("pareto-model", "model", models), _select("pareto-measure", "measure", ACCURACY))
+            + _canvas("pareto", "Scatter plot: bits per cached number against accuracy, kvbits schemes and Transformers' own quantized caches")
+            + '<p class="note" id="pareto-note"></p><details><summary>all figures</summary><div class="wide"><table id="pareto-table"></table></div></details>',
+            "pareto-section",
+        ),
+        _section(
+            "Memory against context",
+            _controls(_select("memory-shape", "shape", list(data["shapes"]))) + _canvas("memory", "Lines: bytes of a cache against context length"),
+            "memory-section",
+        ),
+    ]  # fmt: skip
+    if with_layers := [k for k, m in data["models"].items() if m["attention"]]:
+        controls = _controls(_select("layers-model", "model", with_layers), _select("layers-measure", "measure", MEASURES))
+        text = "<p>Error of each layer's attention on the same inputs, so errors do not add up from layer to layer. Dark is bad.</p>"
+        sections.append(_section("Which layers suffer", text + controls + _heat("layers"), "layers-section"))
+    if with_passkey := [k for k, m in data["models"].items() if m["passkey"]]:
+        text = "<p>Share of passkeys found, in percent, by prompt length in tokens and depth (0 is the start).</p>"
+        sections.append(_section("Passkey by depth", text + _controls(_select("passkey-model", "model", with_passkey)) + _heat("passkey"), "passkey-section"))
+    if data["kernels"]:
+        groups = {str(i): g["title"] for i, g in enumerate(data["kernels"])}
+        chart = _canvas("kernels", "Bars: speed of attention kernels")
+        chosen = _controls(_select("kernels-group", "measured", groups))
+        sections.append(_section("Kernel speed", chosen + chart + '<p class="note" id="kernels-note"></p>', "kernels-section"))
+    sections.append(_section("Calculator", _calculator(data), "calculator-section"))
+    sections.append(_section("Where the figures come from", _provenance(results), "provenance"))
+    script = "".join(f"<script>{_asset(name)}</script>" for name in ("chart.umd.min.js", "report.js"))
+    embedded = json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{html.escape(title)}</title><link rel="icon" href="data:,"><style>{_asset("report.css")}</style></head><body>'
+        f'<header><div><h1>{html.escape(title)}</h1><p class="soft">{html.escape(_lead(results))}</p></div>'
+        f'<button id="theme" type="button">light / dark</button></header><main>{"".join(sections)}</main>'
+        f"<footer>kvbits {__version__}. Charts: Chart.js (MIT). Blue is kvbits, orange (triangles) is Transformers.</footer>"
+        f'<script type="application/json" id="data">{embedded}</script>{script}</body></html>\n'
+    )  # fmt: skip
+
+
+def _asset(name: str) -> str:
+    text = importlib.resources.files("kvbits.report").joinpath(f"assets/{name}").read_text(encoding="utf-8")
+    return text.replace("</script", "<\\/script") if name.endswith(".js") else text
+
+
+# -- data -----------------------------------------------------------------------------------------------------------
+
+
+def page_data(results: Results, benchmarks: Path | None) -> dict[str, Any]:
+    """Everything the script draws, as JSON data."""
+    models = {key: _model(m) for key, m in results.models.items() if "fidelity" in m.tasks}
+    return {
+        "models": models, "presets": arithmetic.presets(), "shapes": arithmetic.MODELS, "head_dims": list(arithmetic.HEAD_DIMS), "lines": list(LINES),
+        "kernels": [] if benchmarks is None else kernel_groups(benchmarks),
+    }  # fmt: skip
+
+
+def _model(model: Model) -> dict[str, Any]:
+    cells = model.tasks["fidelity"]
+    return {
+        "title": model.title, "note": markdown.conditions(model), "rows": [_row(c, cells) for c in cells.values() if c.summary],
+        "attention": _attention(model.tasks.get("attention", {})), "passkey": _passkey(model.tasks.get("passkey", {})),
+    }  # fmt: skip
+
+
+def _row(cell: Cell, cells: dict[str, Cell]) -> dict[str, Any]:
+    s = cell.summary
+    return {
+        "scheme": cell.scheme, "kind": cell.kind, "held_bits": held_bits(cell, cells), "ppl": s["ppl"], "ppl_change": s.get("ppl_change", 0.0),
+        "se": s.get("ppl_change_se"), "kl": s["kl_mean"], "kl_p99": s["kl_p99"], "mass": s["mass_matched"], "top1": s["top1_agreement"],
+        "reduction": s.get("memory_reduction"), "speed": s.get("speed_ratio"),
+    }  # fmt: skip
+
+
+def _attention(cells: dict[str, Cell]) -> list[dict[str, Any]]:
+    found = []
+    for c in cells.values():
+        if c.kind != "base" and c.summary:
+            by = c.summary["by_layer"]
+            cosine = [None if v is None else 1 - v for v in by["logit_cosine"]]
+            found.append({"scheme": c.scheme, "kind": c.kind, "tvd": by["tvd"], "output_error": by["output_error"], "logit_error": cosine})
+    return found
+
+
+def _passkey(cells: dict[str, Cell]) -> dict[str, Any] | None:
+    maps = {name: c.summary["heat_map"] for name, c in cells.items() if c.summary.get("heat_map")}
+    if not maps:
+        return None
+    columns = list(dict.fromkeys(key for m in maps.values() for key in m))
+    rows = [{"name": n, "kind": cells[n].kind, "values": [m.get(c) for c in columns]} for n, m in maps.items()]
+    return {"columns": [c.replace(":", ", ") for c in columns], "rows": rows}
+
+
+# -- HTML -----------------------------------------------------------------------------------------------------------
+
+
+def _lead(results: Results) -> str:
+    names = ", ".join(m.title for m in results.models.values())
+    return f"Key-value caches of few bits beside the 16-bit cache, on the same tokens through the real packed cache: {names}."
+
+
+def _section(title: str, content: str, name: str) -> str:
+    return f'<section id="{name}"><h2>{html.escape(title)}</h2>{content}</section>'
+
+
+def _controls(*controls: str) -> str:
+    return f'<div class="controls">{"".join(controls)}</div>'
+
+
+def _select(name: str, label: str, options: list[str] | dict[str, str]) -> str:
+    pairs = options.items() if isinstance(options, dict) else zip(options, options, strict=True)
+    inner = "".join(f'<option value="{html.escape(v)}">{html.escape(t)}</option>' for v, t in pairs)
+    return f'<label>{html.escape(label)}<select id="{name}">{inner}</select></label>'
+
+
+def _canvas(name: str, description: str) -> str:
+    return f'<div class="chart"><canvas id="{name}" role="img" aria-label="{html.escape(description)}"></canvas></div>'
+
+
+def _heat(name: str) -> str:
+    return f'<div class="wide"><table class="heat" id="{name}"></table></div>'
+
+
+def markdown_table(results: Results) -> str:
+    """The table of `markdown.scheme_rows` as HTML."""
+    columns, rows, notes = markdown.scheme_rows(results)
+    head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in columns)
+    body = "".join(
+        "<tr>" + "".join(f'<td{" class=stock" if r.kind == "stock" else ""}>{html.escape(c)}</td>' for c in r.cells) + "</tr>" for r in rows
+    )
+    chosen = markdown.recommendations(results)
+    lead = "".join(f"<li>{_inline(n)}</li>" for n in chosen)
+    text = "".join(f'<p class="note">{_inline(n)}</p>' for n in notes if n not in chosen)
+    return f'<ul>{lead}</ul><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{text}'
+
+
+def _inline(text: str) -> str:
+    """Markdown's bold and code as HTML."""
+    bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html.escape(text, quote=False))
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)
+
+
+def _slider(name: str, label: str, low: float, high: float, value: float, step: float = 1) -> str:
+    attributes = f'min="{low}" max="{high}" value="{value}" step="{step}"'
+    return f'<label for="c-{name}">{label}<output id="o-{name}"></output><input type="range" id="c-{name}" {attributes}></label>'
+
+
+def _calculator(data: dict[str, Any]) -> str:
+    sliders = (
+        _slider("layers", "layers", 1, 128, 32) + _slider("heads", "kv heads", 1, 64, 8) + _slider("dim", "head size", 0, len(data["head_dims"]) - 1, 5)
+        + _slider("context", "context, tokens", 7, 20, 15, 0.25) + _slider("batch", "sequences", 1, 256, 8)
+        + _slider("memory", "memory for the cache", 1, 192, 24)
+    )  # fmt: skip
+    shapes = list(data["shapes"])
+    first = f'{_controls(_select("c-shape", "shape of", shapes))}<div class="sliders">{sliders}</div>'
+    lead = "<p>Every layer with full attention; the same numbers as <code>kvbits plan</code>.</p>"
+    note = "What a cache of fixed capacity allocates: whole pages, scales, raw newest tokens and padding. Bold rows fit. GB is 10⁹ bytes."
+    return f'{lead}{first}<div class="wide"><table id="calculator"></table></div><p class="note">{note}</p>'
+
+
+def _provenance(results: Results) -> str:
+    found = []
+    for m in results.models.values():
+        for task, cells in m.tasks.items():
+            commands = list(dict.fromkeys(c.environment.get("command", "") for c in cells.values()))
+            e = next(iter(cells.values())).environment
+            versions = f"torch {e.get('torch')}, transformers {e.get('transformers')}, kvbits {e.get('kvbits')}"
+            facts = f"model fingerprint {m.facts['fingerprint']}, {m.facts['dtype']}; {e.get('device', '')}; {versions}; {e.get('date')}"
+            listed = "".join(f"<li><code>{html.escape(c)}</code></li>" for c in commands)
+            found.append(f"<details><summary>{html.escape(m.title)}: {html.escape(task)}</summary><p>{html.escape(facts)}</p><ul>{listed}</ul></details>")
+    return "".join(found)

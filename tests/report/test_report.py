@@ -1,0 +1,223 @@
+"""Tables and rules computed from results; the page's byte arithmetic is CacheSpec's; the page draws in a real browser, light, dark and on a phone."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import tiny
+
+from kvbits import schemes
+from kvbits.cli import app
+from kvbits.errors import SpecError
+from kvbits.evaluate.run import evaluate
+from kvbits.evaluate.tasks import Options
+from kvbits.evaluate.texts import Text, novel
+from kvbits.planner import DENSE, _Dense
+from kvbits.report import arithmetic, markdown
+from kvbits.report.collect import collect, held_bits
+from kvbits.report.kernels import kernel_groups
+from kvbits.report.page import page, page_data
+from kvbits.spec import CacheSpec, LayerGeometry
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "eval"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    import torch
+
+    out = tmp_path_factory.mktemp("results")
+    options = Options(windows=2, length=220, chunk=32)
+    for name, dtype in (("tiny", torch.bfloat16), ("tiny", torch.float32)):
+        evaluate(
+            tiny.model(dtype=dtype), tiny.tokenizer(), name=name, schemes=["raw", "int8", "int4", "kivi4", "kivi2"], tasks=["fidelity", "attention"],
+            texts=(Text("t", novel()[:2000]),), out=out, options=options, progress=False,
+        )  # fmt: skip
+    return out
+
+
+# -- tables and rules -----------------------------------------------------------------------------------------------
+
+
+def test_rows_go_from_many_bits_to_few_and_carry_what_was_measured(folder):
+    results = collect(folder)
+    assert list(results.models) == ["tiny", "tiny-float32"] and list(results.sixteen_bit) == ["tiny"]
+    columns, rows, notes = markdown.scheme_rows(results)
+    assert columns == ["cache", "bits held", "bits", "tiny", "KL"]
+    assert rows[0].scheme == "raw" and {r.scheme for r in rows} == {"raw", "int8", "int4", "kivi4", "kivi2"}
+    cells = results.models["tiny"].tasks["fidelity"]
+    row = next(r for r in rows if r.scheme == "int4")
+    held = 16 * cells["int4"].summary["bytes_held"] / cells["16-bit"].summary["bytes_held"]
+    assert row.cells[1] == f"{held:.2f}" and held == held_bits(cells["int4"], cells)
+    assert row.cells[4] == f"{cells['int4'].summary['kl_mean']:.4f}"
+    assert "tiny: 2 windows of 220 tokens of t, fed in chunks of 32, bfloat16." in notes
+
+
+def test_the_recommendation_is_the_smallest_worst_kl(folder):
+    results = collect(folder)
+    model = results.models["tiny"]
+
+    def changed(kl):
+        cells = {n: dataclasses.replace(c, summary=c.summary | {"kl_mean": kl.get(n, 9.0)}) for n, c in model.tasks["fidelity"].items()}
+        return dataclasses.replace(model, tasks={"fidelity": cells})
+
+    models = {"a": changed({"int4": 0.01, "kivi4": 0.02}), "b": changed({"int4": 0.5, "kivi4": 0.03})}
+    assert markdown.best_of(models, 3.9, 5.6) == "kivi4"
+    assert markdown.best_of({"a": models["a"]}, 3.9, 5.6) == "int4"
+    del models["b"].tasks["fidelity"]["kivi4"]  # not measured on every model: not recommended
+    assert markdown.best_of(models, 3.9, 5.6) == "int4"
+    assert markdown.best_of(models, 5.7, 6.9) is None
+    assert "`int8`" in markdown.recommendations(results)[0]
+
+
+def test_the_readme_part_is_replaced_between_its_markers(folder, tmp_path):
+    part = markdown.readme_table(collect(folder))
+    text = f"before\n{markdown.BEGIN}\nold\n{markdown.END}\nafter\n"
+    new = markdown.put_into(text, part)
+    assert new.startswith("before\n" + markdown.BEGIN) and new.endswith(markdown.END + "\nafter\n") and "old" not in new
+    assert markdown.put_into(new, part) == new
+    with pytest.raises(SpecError, match="no place for the table"):
+        markdown.put_into("nothing", part)
+
+
+@pytest.mark.skipif(not RESULTS.is_dir(), reason="no committed results")
+def test_the_readme_table_is_what_the_command_writes():
+    text = (ROOT / "README.md").read_text()
+    assert markdown.put_into(text, markdown.readme_table(collect(RESULTS))) == text, "run: kvbits report benchmarks/results/eval --readme README.md"
+
+
+def test_no_results_is_an_error(tmp_path):
+    with pytest.raises(SpecError, match="holds no results"):
+        collect(tmp_path)
+
+
+def test_the_command_writes_every_kind(folder, tmp_path):
+    from typer.testing import CliRunner
+
+    pytest.importorskip("matplotlib")
+    (tmp_path / "R.md").write_text(f"{markdown.BEGIN}{markdown.END}")
+    args = ["report", folder, "--html", tmp_path / "r.html", "--markdown", tmp_path / "r.md", "--png", tmp_path / "png", "--readme", tmp_path / "R.md", "--json"]
+    out = CliRunner().invoke(app, [str(a) for a in args])
+    assert out.exit_code == 0, out.output
+    written = json.loads(out.stdout)["written"]
+    assert len(written) == 7 and all(Path(w).stat().st_size > 300 for w in written)
+    assert sorted(p.name for p in (tmp_path / "png").iterdir()) == ["layers-tiny-float32.png", "layers-tiny.png", "pareto-tiny-float32.png", "pareto-tiny.png"]
+    assert "| kivi2 |" in (tmp_path / "r.md").read_text() and "kivi2" in (tmp_path / "R.md").read_text()
+    bad = CliRunner().invoke(app, ["report", str(folder), "--html", str(tmp_path / "no" / "r.html")])
+    assert bad.exit_code == 2 and "create it first" in bad.stderr
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+class Links(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found += [v for k, v in attrs if k in ("src", "href") and v]
+
+
+def test_the_page_needs_no_network_and_carries_all_rows(folder):
+    text = page(collect(folder), benchmarks=ROOT / "benchmarks" / "results")
+    links = Links()
+    links.feed(text)
+    assert all(v.startswith("data:") for v in links.found)
+    assert "@import" not in text and len(text) < 2_000_000
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S).group(1))
+    assert [r["scheme"] for r in data["models"]["tiny"]["rows"]][:2] == ["16-bit", "raw"]
+    assert len(data["models"]["tiny"]["attention"][0]["tvd"]) == 2
+    assert set(data["presets"]) <= set(schemes.PRESETS) and {"int8", "kivi4"} <= set(data["presets"])
+    assert data["kernels"] and all(b["value"] > 0 for g in data["kernels"] for b in g["bars"])
+
+
+def test_the_committed_page_is_of_the_committed_results():
+    path = ROOT / "docs" / "report.html"
+    if not path.exists() or not RESULTS.is_dir():
+        pytest.skip("no committed page or results")
+    found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.S)
+    committed, fresh = json.loads(found.group(1))["models"], page_data(collect(RESULTS), None)["models"]
+    assert committed == json.loads(json.dumps(fresh)), "run: kvbits report benchmarks/results/eval --html docs/report.html --benchmarks benchmarks/results"
+
+
+def test_kernel_groups_of_missing_files_are_left_out(tmp_path):
+    assert kernel_groups(tmp_path) == []
+
+
+def cases():
+    known = arithmetic.presets()
+    contexts = (1, 2, 63, 64, 65, 96, 127, 128, 129, 192, 193, 200, 1000, 4097, 32768, 131071)
+    for i, name in enumerate(known):
+        for j, head_dim in enumerate(known[name]["heads"]):
+            for k, context in enumerate(contexts):
+                window = (None, 512, None, 100)[(i + j + k) % 4]
+                yield {"scheme": name, "layers": 1 + k % 5, "kv_heads": 1 + j % 3, "head_dim": int(head_dim), "window": window, "context": context, "batch": 1 + k % 4}
+
+
+def test_the_calculator_gives_the_specs_bytes():
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node to run the page's script with")
+    listed = list(cases())
+    assert len(listed) > 1000
+    script = f"""
+        const {{ nbytes, denseBytes }} = require({json.dumps(str(ROOT / "src/kvbits/report/assets/report.js"))});
+        const input = JSON.parse(require("fs").readFileSync(0, "utf8"));
+        console.log(JSON.stringify(input.cases.map((c) => [nbytes(input.presets[c.scheme], c), denseBytes(c)])));"""
+    out = subprocess.run([node, "-e", script], input=json.dumps({"cases": listed, "presets": arithmetic.presets()}), capture_output=True, text=True, check=True)
+    for case, (ours, dense) in zip(listed, json.loads(out.stdout), strict=True):
+        layers = (LayerGeometry(num_kv_heads=case["kv_heads"], head_dim=case["head_dim"], sliding_window=case["window"]),) * case["layers"]
+        spec = CacheSpec(scheme=schemes.get(case["scheme"], head_dim=case["head_dim"]), layers=layers)
+        assert ours == spec.nbytes(case["context"], case["batch"]), case
+        assert dense == _Dense(next(n for n, b in DENSE.items() if b == 2), layers).nbytes(case["context"], case["batch"])
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def browse(page_file: Path, profile: Path, *options: str) -> str:
+    """The page's DOM after its scripts ran, in a headless browser without network."""
+    fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    command = [BROWSER, *fixed, "--disable-sync", f"--user-data-dir={profile}", "--virtual-time-budget=5000", *options]
+    return subprocess.run([*command, "--dump-dom", f"file://{page_file}"], capture_output=True, text=True, check=True, timeout=240).stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium (apt-get install chromium)")
+@pytest.mark.parametrize("options", [(), ("--blink-settings=preferredColorScheme=0",)], ids=["light", "dark"])
+def test_the_page_draws_in_a_browser(folder, tmp_path, options):
+    probe = """<script>addEventListener("load", () => setTimeout(() => {
+        const ink = [...document.querySelectorAll("canvas")].map((c) => { const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data; let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return c.id + "=" + n; });
+        const wide = document.documentElement.scrollWidth <= innerWidth;
+        document.body.dataset.probe = ink.join(" ") + " fits=" + wide + " background=" + getComputedStyle(document.body).backgroundColor;
+    }, 500)); addEventListener("error", (e) => document.body.dataset.failed = e.message);</script></head>"""
+    path = tmp_path / "page.html"
+    path.write_text(page(collect(folder), benchmarks=ROOT / "benchmarks" / "results").replace("</head>", probe))
+    dom = browse(path, tmp_path / "profile", *options)
+    assert "data-failed" not in dom and 'data-ready="yes"' in dom
+    found = dict(x.split("=") for x in re.search(r'data-probe="([^"]*)"', dom).group(1).replace(", ", ",").split())
+    assert all(int(found[c]) > 1000 for c in ("pareto", "memory", "kernels"))
+    assert found["fits"] == "true"
+    assert found["background"] == ("rgb(18,23,30)" if options else "rgb(255,255,255)")
+    assert dom.count("<tr") > 40 and "kivi2" in dom and "output id=\"o-context\">32,768" in dom
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium (apt-get install chromium)")
+def test_a_phone_needs_no_sideways_scrolling(folder, tmp_path):
+    inner, outer = tmp_path / "page.html", tmp_path / "phone.html"
+    inner.write_text(page(collect(folder)))
+    outer.write_text(
+        '<body><iframe id="f" src="page.html" style="width:390px;height:900px"></iframe><script>addEventListener("load", () => setTimeout(() => {'
+        "const d = f.contentDocument; document.body.dataset.width = d.documentElement.scrollWidth + ' ' + d.documentElement.dataset.ready; }, 1500));</script>"
+    )
+    dom = browse(outer, tmp_path / "profile", "--allow-file-access-from-files")
+    width = re.search(r'data-width="(\d+) yes"', dom)
+    assert width and 300 < int(width.group(1)) <= 390
