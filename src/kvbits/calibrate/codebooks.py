@@ -43,7 +43,8 @@ class Levels:
         if not pages:
             return
         x = self._paged(x, pages)
-        q = choose_qparams(x, self.spec, self.static)
+        known = self.static and QParams(self.static.scale.to(x.device), None if self.static.bias is None else self.static.bias.to(x.device))
+        q = choose_qparams(x, self.spec, known)
         scale = expand(q.scale, self.spec, x.shape[-1])
         y = (x if q.bias is None else x - expand(q.bias, self.spec, x.shape[-1])) / scale
         w = scale * scale * (torch.ones_like(x) if weight is None else self._paged(weight, pages))
