@@ -22,6 +22,7 @@ BITS = {  # head_dim 128, counted by hand from docs/formats.md: codes + scales +
     "int8k_int4v": (8 + 16 / 64 + 4 + 16 / 32) / 2,
     "kivi4": 4 + 32 / 32,
     "kivi2": 2 + 32 / 32,
+    "tiered": 4 + (32 / 64 + 32 / 128) / 2,  # the oldest zone
 }
 
 

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from .errors import SpecError
-from .spec import LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme
+from .spec import CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme, Tier
 
 _PAPER = "https://github.com/MaanasTaneja/cuda-kv-cache-compression"
 _KIVI = "https://arxiv.org/abs/2402.02750"
@@ -91,6 +91,11 @@ PRESETS: dict[str, Scheme] = {
         _kivi(4),
         _kivi(2),
         *(_nuq(bits, outliers) for bits in (4, 3, 2) for outliers in (0.01, 0.0)),
+        Scheme(
+            name="tiered", key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
+            value=QuantSpec(format="int4", granularity=PerToken(), symmetric=False), num_sink_tokens=4, residual_length=2048, tiers=(Tier(num_tokens=14336),),
+            description="4 sinks and the newest 2,048 tokens raw, the next 14,336 with 8 bits, the rest with 4: planes are dropped as tokens age",
+        ),
     )
 }  # fmt: skip
 
@@ -121,6 +126,37 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
 def for_layers(name: str, layers: tuple[LayerGeometry, ...], **changes: Any) -> Scheme:
     """The preset `name` fitted to a model's layers (see `get`)."""
     return get(name, head_dim=math.gcd(*(g.head_dim for g in layers)), **changes)
+
+
+def within(scheme: Scheme, layers: tuple[LayerGeometry, ...], memory_bytes: int, *, context: int, batch: int = 1, raw_dtype: str = "bfloat16") -> Scheme:
+    """The tiered scheme `scheme` with its zones sized for a byte budget: each tier as large as fits, the youngest first.
+
+    Args:
+        scheme: a scheme with tiers; their widths stay, their sizes change.
+        memory_bytes: for the whole cache of `batch` sequences of `context` tokens, to the byte what it allocates.
+
+    Raises:
+        SpecError: no tiers, or even without any low plane the cache is larger than the budget.
+    """
+    if not scheme.tiers:
+        raise SpecError(f"scheme {scheme.name!r} has no tiers to size; use one with tiers, for example schemes.get('tiered')")
+
+    def nbytes(pages: list[int]) -> int:
+        tiers = tuple(dataclasses.replace(t, num_tokens=n * scheme.page_size) for t, n in zip(scheme.tiers, pages, strict=True))
+        return CacheSpec(scheme=dataclasses.replace(scheme, tiers=tiers), layers=layers, raw_dtype=raw_dtype).nbytes(context, batch)
+
+    pages = [0] * len(scheme.tiers)
+    if (least := nbytes(pages)) > memory_bytes:
+        raise SpecError(f"{memory_bytes} bytes are too few: {batch} x {context} tokens take {least} without any low plane; lower residual_length or context")
+    most = -(-context // scheme.page_size)
+    for i in range(len(pages)):
+        low, high = 0, most - sum(pages)
+        while low < high:  # the largest that fits
+            pages[i] = (low + high + 1) // 2
+            low, high = (pages[i], high) if nbytes(pages) <= memory_bytes else (low, pages[i] - 1)
+        pages[i] = low
+    tiers = tuple(dataclasses.replace(t, num_tokens=n * scheme.page_size) for t, n in zip(scheme.tiers, pages, strict=True))
+    return dataclasses.replace(scheme, tiers=tiers)
 
 
 def _fitted(spec: QuantSpec, head_dim: int) -> QuantSpec:

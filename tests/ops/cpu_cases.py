@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvbits.ops.close_pages.reference import close_pages
+from kvbits.ops.close_pages.reference import close_nested
 from kvbits.ops.cpu import library
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
-from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 needs_library = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
 TIERS = library.runnable_tiers() if library.unavailable() is None else []
@@ -54,8 +54,13 @@ def poisoned_pool(pages: torch.Tensor, page_ids: np.ndarray, num_pages: int) -> 
 def random_call(
     key: QuantSpec, value: QuantSpec, *, head_dim: int = 64, heads: int = 2, group: int = 3, batch: int = 2, tokens: int = 1, page_size: int = 64,
     pages: int = 3, sinks: int = 3, window: int | None = None, softcap: float | None = None, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
+    low: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, AttendCall, torch.Tensor]:  # fmt: skip
-    """(q, call, q_positions): ragged sequences of sinks, closed pages (the last one cropped to an odd length) and a raw tail."""
+    """(q, call, q_positions): ragged sequences of sinks, closed pages (the last one cropped to an odd length) and a raw tail.
+
+    Args:
+        low: bits of the keys' and values' low planes, which all closed pages but each sequence's first then have.
+    """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     raw_dtype = str(dtype).removeprefix("torch.")
@@ -63,22 +68,25 @@ def random_call(
     def layout(k: QuantSpec, v: QuantSpec, size: int) -> PageLayout:
         return PageLayout(key=k, value=v, page_size=size, num_kv_heads=heads, head_dim=head_dim, raw_dtype=raw_dtype)
 
-    def part(lay: PageLayout, counts: list[int], starts: np.ndarray, lengths: np.ndarray) -> Part:
+    def part(lay: PageLayout, counts: list[int], starts: np.ndarray, lengths: np.ndarray, fine: list[LowLayout] = []) -> Part:  # noqa: B006
         n = sum(counts)
         offset = torch.randn(heads, 1, head_dim)
         k, v = torch.randn(n, heads, lay.page_size, head_dim) + offset, torch.randn(n, heads, lay.page_size, head_dim)
         if lay.key.is_raw:
             k, v = k.to(dtype), v.to(dtype)
         static = static_params(lay.key, lay.value, heads, head_dim)
-        stored, _ = close_pages(k, v, lay, static)
+        (stored, *planes), _ = close_nested(k, v, lay, static, fine)
         if lay.key.is_raw and lay.value.is_raw:
             for page, length in zip(stored, lengths, strict=True):  # rows not yet written
                 for name in ("k_raw", "v_raw"):
                     s = lay.sections[name]
                     page[:, s.offset : s.offset + s.nbytes].unflatten(1, (lay.page_size, -1))[:, length:] = 0xFF
         ids = rng.permutation(2 * n + 2)[:n].astype(np.int64)
-        table = PageTable(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), ids, starts.astype(np.int64), lengths.astype(np.int32))
-        return Part(PageStore(lay, poisoned_pool(stored, ids, 2 * n + 2), static), table)
+        low_ids = [rng.permutation(2 * n + 3)[:n].astype(np.int64) for _ in planes]
+        indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        table = PageTable(indptr, ids, starts.astype(np.int64), lengths.astype(np.int32), tuple(low_ids))
+        stores = [LowStore(y, poisoned_pool(x, i, 2 * n + 3)) for y, x, i in zip(fine, planes, low_ids, strict=True)]
+        return Part(PageStore(lay, poisoned_pool(stored, ids, 2 * n + 2), static), table, tuple(stores))
 
     counts = [max(1, pages - b) for b in range(batch)]
     starts = np.concatenate([sinks + page_size * np.arange(c) for c in counts])
@@ -87,7 +95,15 @@ def random_call(
     lengths[last] = [page_size - 3 - 5 * (b % 5) for b in range(batch)]
     ends = starts[last] + lengths[last]
     tail_lengths = np.array([1 + (7 * b + 12) % (page_size - 1) for b in range(batch)])
-    parts = [part(layout(key, value, page_size), counts, starts, lengths)]
+    closed = layout(key, value, page_size)
+    if low is None:
+        parts = [part(closed, counts, starts, lengths)]
+    else:
+        first = np.cumsum([0, *counts[:-1]])
+        young = np.setdiff1d(np.arange(sum(counts)), first)
+        fine = LowLayout(key_bits=low[0], value_bits=low[1], page_size=page_size, num_kv_heads=heads, head_dim=head_dim)
+        parts = [part(closed, [1] * batch, starts[first], lengths[first])]
+        parts.append(part(closed, [c - 1 for c in counts], starts[young], lengths[young], [fine]))
     if sinks:
         parts.append(part(layout(RAW, RAW, sinks), [1] * batch, np.zeros(batch), np.full(batch, sinks)))
     parts.append(part(layout(RAW, RAW, page_size), [1] * batch, ends, tail_lengths))

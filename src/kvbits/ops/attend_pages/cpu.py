@@ -12,7 +12,7 @@ import torch
 
 from ...errors import DataError
 from ..cpu.library import AttendStruct, PartStruct, check, library, unavailable
-from ..cpu.structs import MAX_QUERY_GROUP, TORCH_DTYPES, refuses_layout, store_struct, table_struct
+from ..cpu.structs import MAX_QUERY_GROUP, TORCH_DTYPES, low_struct, refuses_layout, refuses_low, store_struct, table_struct
 from ..types import AttendCall
 
 
@@ -30,8 +30,8 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return f"queries are {q.dtype}; the CPU kernels take float32, float16 and bfloat16"
     for part in call.parts:
         layout = part.store.layout
-        if part.low:
-            return "low planes have no CPU kernel yet"
+        if reason := refuses_low(layout, [s.layout for s in part.low], closing=False):
+            return reason
         if part.store.slabs and part.store.device.type != "cpu":
             return f"pages are on {part.store.device}, not on the CPU"
         if reason := refuses_layout(layout):
@@ -48,6 +48,11 @@ def _parts(call: AttendCall) -> ctypes.Array[PartStruct]:
         for struct, part in zip(kept, call.parts, strict=True):
             struct.store = ctypes.addressof(store_struct(part.store))
             struct.table = ctypes.addressof(table_struct(part.table))
+            if len(part.low) != len(part.table.low):
+                raise DataError(f"{len(part.low)} stores of low planes for a page table of {len(part.table.low)}")
+            for store, ids in zip(part.low, part.table.__dict__["_cpu_low"], strict=True):
+                struct.low = ctypes.addressof(low_struct(store))
+                struct.low_ids = ids.ctypes.data
         call.__dict__["_cpu_parts"] = kept
     return kept
 

@@ -11,14 +11,14 @@ import torch
 from ...errors import DataError
 from ...quant.qparams import require_finite
 from ..cpu.library import CloseStruct, check, library, unavailable
-from ..cpu.structs import TORCH_DTYPES, refuses_layout, store_struct
+from ..cpu.structs import TORCH_DTYPES, low_struct, refuses_layout, refuses_low, store_struct
 from ..types import LowStore, PageStore
 
 
 def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
-    if low:
-        return "low planes have no CPU kernel yet"
+    if reason := refuses_low(store.layout, [s.layout for s in low], closing=True):
+        return reason
     if k.device.type != "cpu" or store.device.type != "cpu":
         return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
     if reason := unavailable():
@@ -36,6 +36,7 @@ def close(
     Args:
         k, v: [n, H, page_size, head_dim] fp32, fp16 or bf16 with the last dim dense.
         page_ids: [n] pages of the store to write.
+        low: stores of low planes and their pages [n], one at most.
 
     Returns:
         How many elements of keys and of values were clamped to their code range (quantized tensors only).
@@ -51,9 +52,14 @@ def close(
             raise DataError(f"{name} must be {k.dtype} {list(shape)} on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     struct = CloseStruct(
-        ctypes.addressof(store_struct(store)), ids.ctypes.data, len(ids), layout.num_kv_heads, layout.head_dim, TORCH_DTYPES[k.dtype],
+        ctypes.addressof(store_struct(store)), ids.ctypes.data, None, None, len(ids), layout.num_kv_heads, layout.head_dim, TORCH_DTYPES[k.dtype],
         torch.get_num_threads(), (k.data_ptr(), v.data_ptr()), (k.stride()[:3], v.stride()[:3]),
     )  # fmt: skip
+    for fine, fine_ids in low:
+        fine_ids = np.ascontiguousarray(fine_ids, np.int64)
+        if len(fine_ids) != len(ids):
+            raise DataError(f"{len(fine_ids)} low planes for {len(ids)} pages")
+        struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data
     check(library().kvbits_close(struct))
     for i, (name, x) in enumerate((("keys", k), ("values", v))):
         if struct.nonfinite[i] >= 0:

@@ -6,12 +6,14 @@ layer. Contents that may change (page ids, lengths) are checked by the library i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from ...errors import DataError
-from ...spec import PageLayout, QuantSpec
-from ..types import PageStore, PageTable, kvquant_extras
+from ...spec import LowLayout, PageLayout, QuantSpec
+from ..types import LowStore, PageStore, PageTable, kvquant_extras
 from .library import DTYPES, FORMATS, StoreStruct, TableStruct, TensorStruct
 
 MAX_HEAD_DIM = 512
@@ -74,6 +76,53 @@ def store_struct(store: PageStore) -> StoreStruct:
         return kept[0]
     layout = store.layout
     keep: list[torch.Tensor] = []
+    address, pages, stride = _slabs(store)
+    struct = StoreStruct(
+        key=_tensor(layout, layout.key, "k", store.static, keep), value=_tensor(layout, layout.value, "v", store.static, keep),
+        page_size=layout.page_size, num_slabs=len(pages), head_bytes=layout.head_bytes,
+        page_stride=stride, slab_address=address.ctypes.data, slab_pages=pages.ctypes.data,
+    )  # fmt: skip
+    store.__dict__["_cpu_struct"] = (struct, address, pages, keep)
+    return struct
+
+
+def refuses_low(layout: PageLayout, low: Sequence[LowLayout], *, closing: bool) -> str | None:
+    """Why the kernels cannot read (or, closing, write) the low planes of pages of this layout, or None."""
+    if len(low) > 1:
+        return f"pages with {len(low)} low planes each; the CPU kernels take one"
+    for fine in low:
+        for spec, bits in ((layout.key, fine.key_bits), (layout.value, fine.value_bits)):
+            if bits and not closing and (spec.format, bits) != ("int4", 4):
+                return f"a low plane of {bits} bits under {spec.format} codes; the CPU kernels read 4 bits under int4"
+    return None
+
+
+LOW_FORMATS = {0: FORMATS["raw"], 2: FORMATS["int2"], 4: FORMATS["int4"]}
+
+
+def low_struct(store: LowStore) -> StoreStruct:
+    """The C view of a store of low planes, checked and kept on the store (see `kvbits_part`)."""
+    kept = store.__dict__.get("_cpu_struct")
+    if kept is not None:
+        return kept[0]
+    layout = store.layout
+    tensors = []
+    for name, bits in (("k_plane0", layout.key_bits), ("v_plane0", layout.value_bits)):
+        t = TensorStruct(format=LOW_FORMATS[bits], scale_offset=-1, bias_offset=-1, mean_offset=-1)
+        t.plane_offset[0] = layout.sections[name].offset if bits else 0
+        tensors.append(t)
+    address, pages, stride = _slabs(store)
+    struct = StoreStruct(
+        key=tensors[0], value=tensors[1], page_size=layout.page_size, num_slabs=len(pages), head_bytes=layout.head_bytes, page_stride=stride,
+        slab_address=address.ctypes.data, slab_pages=pages.ctypes.data,
+    )  # fmt: skip
+    store.__dict__["_cpu_struct"] = (struct, address, pages)
+    return struct
+
+
+def _slabs(store: PageStore | LowStore) -> tuple[np.ndarray, np.ndarray, int]:
+    """(address of each slab, pages of each, page stride in bytes), checked."""
+    layout = store.layout
     strides = {s.stride(0) for s in store.slabs if s.shape[0] > 1}
     for slab in store.slabs:
         if slab.dtype != torch.uint8 or slab.device.type != "cpu" or slab.dim() != 3 or tuple(slab.shape[1:]) != (layout.num_kv_heads, layout.head_bytes):
@@ -86,13 +135,7 @@ def store_struct(store: PageStore) -> StoreStruct:
         raise DataError(f"slabs of one store must have one page stride, got {sorted(strides)}")
     address = np.array([s.data_ptr() for s in store.slabs], np.int64)
     pages = np.array([s.shape[0] for s in store.slabs], np.int64)
-    struct = StoreStruct(
-        key=_tensor(layout, layout.key, "k", store.static, keep), value=_tensor(layout, layout.value, "v", store.static, keep),
-        page_size=layout.page_size, num_slabs=len(pages), head_bytes=layout.head_bytes,
-        page_stride=strides.pop() if strides else layout.page_size_bytes, slab_address=address.ctypes.data, slab_pages=pages.ctypes.data,
-    )  # fmt: skip
-    store.__dict__["_cpu_struct"] = (struct, address, pages, keep)
-    return struct
+    return address, pages, strides.pop() if strides else layout.page_size_bytes
 
 
 def _column(name: str, array: np.ndarray, dtype: type) -> np.ndarray:
@@ -115,8 +158,12 @@ def table_struct(table: PageTable) -> TableStruct:
     lengths = _column("lengths", table.lengths, np.int32)
     if not len(ids) == len(starts) == len(lengths) or not len(indptr):
         raise DataError(f"page table columns differ in length: page_ids {len(ids)}, starts {len(starts)}, lengths {len(lengths)}, indptr {len(indptr)}")
+    low = [_column("low", x, np.int64) for x in table.low]
+    if any(len(x) != len(ids) for x in low):
+        raise DataError(f"page table columns differ in length: page_ids {len(ids)}, low {[len(x) for x in low]}")
     struct = TableStruct(
         num_entries=len(ids), indptr=indptr.ctypes.data, page_ids=ids.ctypes.data, starts=starts.ctypes.data, lengths=lengths.ctypes.data,
     )  # fmt: skip
     table.__dict__["_cpu_struct"] = (struct, indptr, ids, starts, lengths)
+    table.__dict__["_cpu_low"] = low
     return struct

@@ -9,12 +9,12 @@ typedef void (*KeyKernel)(const KeyArgs&);
 typedef void (*ValueKernel)(const ValueArgs&);
 
 #define PER_ROWS(f, x) {f<x, 1>, f<x, 2>, f<x, 3>, f<x, 4>, f<x, 5>, f<x, 6>, f<x, 7>, f<x, 8>}
-static const KeyKernel key_kernels[KVBITS_NUM_FORMATS][ROWS] = {
+static const KeyKernel key_kernels[KVBITS_NUM_FORMATS + 1][ROWS] = {
     {}, PER_ROWS(key_int, KVBITS_INT8), PER_ROWS(key_int, KVBITS_INT4), PER_ROWS(key_int, KVBITS_INT3),
-    PER_ROWS(key_int, KVBITS_INT2), PER_ROWS(key_fp8, KVBITS_E4M3), PER_ROWS(key_fp8, KVBITS_E5M2)};
-static const ValueKernel value_kernels[KVBITS_NUM_FORMATS][ROWS] = {
+    PER_ROWS(key_int, KVBITS_INT2), PER_ROWS(key_fp8, KVBITS_E4M3), PER_ROWS(key_fp8, KVBITS_E5M2), PER_ROWS(key_int, NESTED)};
+static const ValueKernel value_kernels[KVBITS_NUM_FORMATS + 1][ROWS] = {
     {}, PER_ROWS(value_int, KVBITS_INT8), PER_ROWS(value_int, KVBITS_INT4), PER_ROWS(value_int, KVBITS_INT3),
-    PER_ROWS(value_int, KVBITS_INT2), PER_ROWS(value_fp8, KVBITS_E4M3), PER_ROWS(value_fp8, KVBITS_E5M2)};
+    PER_ROWS(value_int, KVBITS_INT2), PER_ROWS(value_fp8, KVBITS_E4M3), PER_ROWS(value_fp8, KVBITS_E5M2), PER_ROWS(value_int, NESTED)};
 static const KeyKernel raw_key_kernels[4][ROWS] = {PER_ROWS(key_raw, KVBITS_FP32), PER_ROWS(key_raw, KVBITS_FP16), PER_ROWS(key_raw, KVBITS_BF16),
                                                    PER_ROWS(key_raw, BF16_SPLIT)};
 static const ValueKernel raw_value_kernels[4][ROWS] = {PER_ROWS(value_raw, KVBITS_FP32), PER_ROWS(value_raw, KVBITS_FP16),
@@ -24,22 +24,29 @@ static const ValueKernel raw_value_kernels[4][ROWS] = {PER_ROWS(value_raw, KVBIT
 // How the current part stores one tensor, for one kv head.
 struct Tensor {
   const kvbits_tensor* t;
+  int format;              // t->format, or NESTED with a low plane
   bool raw, split;  // split: raw bf16 read in split order (dots_float.h)
   bool integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
   bool token_scales, token_bias;
   int groups, group_channels, row_bytes[2];
   float zero;      // middle of the code range
   float dot_zero;  // what of it the dot products leave to be settled
+  float unit;      // of the code in scales: 1, and a 15th for NESTED
+  int64_t low_offset;  // NESTED: of the plane in the low page's struct
 };
 
 // Reordering q and the outputs pays from a few pages on.
 constexpr int64_t MIN_SPLIT_PAGES = 4;
 
-static Tensor describe(const kvbits_tensor& t, int head_dim, int64_t pages) {
+static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
   Tensor d = {};
   d.t = &t;
   d.raw = t.format == KVBITS_RAW;
   d.split = d.raw && t.raw_dtype == KVBITS_BF16 && head_dim % (2 * VL) == 0 && pages >= MIN_SPLIT_PAGES;
+  const bool nested = low && low->format != KVBITS_RAW;
+  d.format = nested ? NESTED : t.format;
+  d.unit = nested ? 1.0f / LOW_LEVELS : 1.0f;
+  d.low_offset = nested ? low->plane_offset[0] : 0;
   d.integer = is_int(t.format);
   const bool is_static = t.static_scale != nullptr;
   d.channel_scales = !d.raw && (t.per_channel || is_static);
@@ -48,8 +55,9 @@ static Tensor describe(const kvbits_tensor& t, int head_dim, int64_t pages) {
   d.token_bias = d.token_scales && t.bias_offset >= 0;
   d.group_channels = d.token_scales ? t.group_size : head_dim;
   d.groups = head_dim / d.group_channels;
-  d.zero = d.integer ? int_zero(t.format) : 0.0f;
-  d.dot_zero = t.format == KVBITS_INT8 && DOTS_CENTER_INT8 ? 0.0f : d.zero;
+  d.zero = d.integer ? int_zero(t.format) * (nested ? LOW_LEVELS : 1.0f) : 0.0f;
+  const float middle = nested ? 128.0f : d.zero;  // 15 * 8 + 8: the low plane brings its own
+  d.dot_zero = is_wide(d.format) && DOTS_CENTER_INT8 ? 0.0f : middle;
   for (int i = 0; i < 2; i++) d.row_bytes[i] = d.raw ? 0 : row_bytes_of(head_dim, d.integer ? plane_bits(t.format, i) : 8);
   return d;
 }
@@ -62,6 +70,8 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
   if (d.channel_scales) {
     if (d.page_channels) widen(scale, page + t.scale_offset, head_dim, t.scale_dtype);
     else widen_as<KVBITS_FP32>(scale, t.static_scale + (int64_t)kv_head * head_dim, head_dim);
+    if (d.format == NESTED)
+      for (int i = 0; i < head_dim; i += VL) store(scale + i, load(scale + i) * d.unit);
     const bool page_bias = t.bias_offset >= 0;
     if (page_bias || t.static_bias) {
       if (page_bias) widen(bias, page + t.bias_offset, head_dim, t.scale_dtype);
@@ -88,6 +98,8 @@ static void token_params(const Tensor& d, const uint8_t* page, int page_size, in
     const int64_t at = ((int64_t)g * page_size + token) * size;
     for (int i = 0; i < n * size; i += 64) fetch(page + t.scale_offset + at + i + ahead);
     widen(scale[g], page + t.scale_offset + at, n, t.scale_dtype);
+    if (d.format == NESTED)
+      for (int i = 0; i < n; i += VL) store(scale[g] + i, load(scale[g] + i) * d.unit);
     for (int i = round_up(n, VL); i < lanes; i += VL) store(scale[g] + i, vf{});
     if (!d.token_bias) continue;
     for (int i = 0; i < n * size; i += 64) fetch(page + t.bias_offset + at + i + ahead);
@@ -110,7 +122,7 @@ static void prepare_query(Chunk& c, const Tensor& key, const float* channel_scal
       split_order(c.folded[h], head_dim, false);
     }
   if (!key.integer) return;
-  if (is_wide(key.t->format)) quantize_query<true>(c, from, key.groups, key.group_channels, key.dot_zero);
+  if (is_wide(key.format)) quantize_query<true>(c, from, key.groups, key.group_channels, key.dot_zero);
   else quantize_query<false>(c, from, key.groups, key.group_channels, key.dot_zero);
 }
 
@@ -122,14 +134,14 @@ struct PartView {
 };
 
 static void quantize_chunk(Chunk& c, Block& b, const Tensor& value, int n) {
-  const bool wide = is_wide(value.t->format);
+  const bool wide = is_wide(value.format);
   if (wide && value.token_scales) quantize_probabilities<true, true>(c, b, n, value.groups, value.token_bias, value.dot_zero);
   else if (wide) quantize_probabilities<true, false>(c, b, n, 1, false, value.dot_zero);
   else if (value.token_scales) quantize_probabilities<false, true>(c, b, n, value.groups, value.token_bias, value.dot_zero);
   else quantize_probabilities<false, false>(c, b, n, 1, false, value.dot_zero);
 }
 
-static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t* page, int token, int n, int64_t position, int64_t ahead) {
+static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t* page, const uint8_t* low, int64_t low_ahead, int token, int n, int64_t position, int64_t ahead) {
   const int head_dim = part.call->head_dim;
   const int64_t window = part.call->sliding_window;
   int first[ROWS], end[ROWS];
@@ -160,7 +172,8 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t
   k.chunk = &c;
   k.s = b.s[0];
   k.ahead = ahead;
-  (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.t->format])[c.rows - 1](k);
+  if (key.format == NESTED) k.low = low + key.low_offset - (page + key.t->plane_offset[0]), k.low_ahead = low_ahead;
+  (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.format])[c.rows - 1](k);
 
   const Tensor& value = part.value;
   mask_scores(c, b, n, first, end, part.call->softcap);
@@ -185,7 +198,8 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t
   v.block = &b;
   v.chunk = &c;
   v.ahead = ahead;
-  (value.raw ? raw_value_kernels[value.split ? BF16_SPLIT : value.t->raw_dtype] : value_kernels[value.t->format])[c.rows - 1](v);
+  if (value.format == NESTED) v.low = low + value.low_offset - (page + value.t->plane_offset[0]), v.low_ahead = low_ahead;
+  (value.raw ? raw_value_kernels[value.split ? BF16_SPLIT : value.t->raw_dtype] : value_kernels[value.format])[c.rows - 1](v);
 
   if (value.channel_scales && value.integer)
     for (int h = 0; h < c.rows; h++)
@@ -211,11 +225,13 @@ static void fetch_range(const uint8_t* p, int64_t bytes) {
 // Pages small enough to be over before the next one has come from memory are fetched several ahead.
 constexpr int64_t FETCH_AHEAD_BYTES = 8192;
 
-static void attend_part(const PartView& part, const kvbits_table& table, int64_t lo, int64_t hi, int kv_head, Scratch& w, int chunks,
+static void attend_part(const PartView& part, const kvbits_part& pages, int64_t lo, int64_t hi, int kv_head, Scratch& w, int chunks,
                         const uint8_t* after) {
   const kvbits_store& store = *part.store;
+  const kvbits_table& table = *pages.table;
   const int head_dim = part.call->head_dim;
   const int64_t head_offset = kv_head * store.head_bytes;
+  auto low_page = [&](int64_t e) { return page_address(pages.low, pages.low_ids[e]) + kv_head * pages.low->head_bytes; };
   const int64_t lookahead = store.head_bytes >= FETCH_AHEAD_BYTES ? 1 : (FETCH_AHEAD_BYTES + store.head_bytes - 1) / store.head_bytes;
   Block& b = w.block;
   const bool static_key = part.key.channel_scales && !part.key.page_channels;
@@ -244,6 +260,8 @@ static void attend_part(const PartView& part, const kvbits_table& table, int64_t
     if (start > newest || (window && start + length <= oldest - window + 1)) continue;
     const uint8_t* page = page_address(&store, table.page_ids[e]) + head_offset;
     const uint8_t* coming = e + lookahead < hi ? page_address(&store, table.page_ids[e + lookahead]) + head_offset : after ? after : page;
+    const uint8_t* low = pages.low ? low_page(e) : nullptr;
+    const int64_t low_ahead = low && e + lookahead < hi ? low_page(e + lookahead) - low : 0;
     if (part.key.page_channels || part.value.page_channels || part.key.t->mean_offset >= 0) fetch_range(coming + params, store.head_bytes - params);
     if (part.key.page_channels || part.key.t->mean_offset >= 0) {
       const bool any = channel_params(part.key, page, kv_head, head_dim, b.k_channel, b.k_channel_bias);
@@ -260,7 +278,7 @@ static void attend_part(const PartView& part, const kvbits_table& table, int64_t
       if (part.key.token_scales) token_params(part.key, page, store.page_size, token, n, coming - page, b.k_scale, b.k_bias);
       if (part.value.token_scales) token_params(part.value, page, store.page_size, token, n, coming - page, b.v_scale, b.v_bias);
       // Only the first chunk fetches ahead: the others read the same bytes again.
-      for (int i = 0; i < chunks; i++) attend_block(view, w.chunks[i], b, page, token, n, start + token, i ? 0 : coming - page);
+      for (int i = 0; i < chunks; i++) attend_block(view, w.chunks[i], b, page, low, i ? 0 : low_ahead, token, n, start + token, i ? 0 : coming - page);
     }
   }
   if (part.value.token_scales && part.value.integer)
@@ -345,10 +363,11 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     PartView part = {};
     part.call = &call;
     part.store = call.parts[p].store;
-    part.key = describe(part.store->key, call.head_dim, hi - lo);
-    part.value = describe(part.store->value, call.head_dim, hi - lo);
+    const kvbits_store* low = call.parts[p].low;
+    part.key = describe(part.store->key, low ? &low->key : nullptr, call.head_dim, hi - lo);
+    part.value = describe(part.store->value, low ? &low->value : nullptr, call.head_dim, hi - lo);
     if (part.value.split) reorder_outputs(w, chunks, call.head_dim, false);
-    attend_part(part, table, begin + lo, begin + hi, item->kv_head, w, chunks, after);
+    attend_part(part, call.parts[p], begin + lo, begin + hi, item->kv_head, w, chunks, after);
     if (part.value.split) reorder_outputs(w, chunks, call.head_dim, true);
   }
   for (int i = 0; i < chunks; i++) store_rows(w.chunks[i], *plan, *item, i * per_chunk);

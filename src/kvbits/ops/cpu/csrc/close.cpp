@@ -30,6 +30,11 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
   uint8_t* to = const_cast<uint8_t*>(page_address(&store, call.page_ids[page])) + head * store.head_bytes;
   // Padding is part of a page's bytes: equal content must be equal bytes.
   __builtin_memset(to, 0, static_cast<size_t>(store.head_bytes));
+  uint8_t* low = nullptr;
+  if (call.low) {
+    low = const_cast<uint8_t*>(page_address(call.low, call.low_ids[page])) + head * call.low->head_bytes;
+    __builtin_memset(low, 0, static_cast<size_t>(call.low->head_bytes));
+  }
   const int64_t size = call.dtype == KVBITS_FP32 ? 4 : 2;
   for (int side = 0; side < 2; side++) {
     const int64_t* stride = call.stride[side];
@@ -43,6 +48,11 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
     part.source = static_cast<const char*>(call.source[side]) + (page * stride[0] + head * stride[1]) * size;
     part.token_stride = stride[2];
     part.head = to;
+    part.low_head = low;
+    if (low) {
+      const kvbits_tensor& t = side ? call.low->value : call.low->key;
+      part.low = t.format == KVBITS_RAW ? nullptr : &t;
+    }
     CloseResult result = {};
     w.kernels->close(part, scratch, result);
     if (result.saturated) w.saturated[side].fetch_add(result.saturated);
@@ -59,6 +69,18 @@ extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   const int64_t pages = num_pages(store);
   for (int64_t i = 0; i < call->num_pages; i++)
     if (call->page_ids[i] < 0 || call->page_ids[i] >= pages) return KVBITS_BAD_PAGE_ID;
+  if (call->low) {
+    const kvbits_tensor* fine[2] = {&call->low->key, &call->low->value};
+    const kvbits_tensor* coarse[2] = {&store.key, &store.value};
+    for (int i = 0; i < 2; i++) {
+      if (fine[i]->format == KVBITS_RAW) continue;
+      const bool integer = coarse[i]->format >= KVBITS_INT8 && coarse[i]->format <= KVBITS_INT2;
+      if (!integer || (fine[i]->format != KVBITS_INT4 && fine[i]->format != KVBITS_INT2)) return KVBITS_BAD_LOW;
+    }
+    const int64_t low_pages = num_pages(*call->low);
+    for (int64_t i = 0; i < call->num_pages; i++)
+      if (call->low_ids[i] < 0 || call->low_ids[i] >= low_pages) return KVBITS_BAD_PAGE_ID;
+  }
   const TierKernels* tier = active_tier();
   if (!tier) return KVBITS_NO_TIER;
   Work w = {call, tier->pages, {}, {}, {}};

@@ -280,6 +280,34 @@ static int64_t make_codes(PageBuffers& b, int page_size, int head_dim, int group
   return count;
 }
 
+// The low plane (src/kvbits/quant/nested.py): what the codes miss, `levels` steps to a code. It takes the place of the codes.
+template <int FMT>
+static void make_low_codes(PageBuffers& b, int page_size, int head_dim, int groups, bool by_token, bool has_bias, const CodeRange& range, int bits) {
+  const int width = padded_width(head_dim), size = head_dim / groups;
+  const float levels = (float)((1 << bits) - 1), limit = (float)(((1 << bits) - 1) / 2), zero = (float)(1 << (bits - 1));
+  alignas(64) float inverse[MAX_HEAD_DIM + 16] = {}, bias[MAX_HEAD_DIM + 16] = {};
+  for (int t = 0; t < page_size; t++) {
+    const float* x = b.x + (int64_t)t * width;
+    uint8_t* to = b.codes + (int64_t)t * width;
+    if (by_token)
+      for (int c = 0; c < head_dim; c++) {
+        inverse[c] = b.inverse[c / size * page_size + t];
+        if (has_bias) bias[c] = b.bias[c / size * page_size + t];
+      }
+    const float* k = by_token ? inverse : b.inverse;
+    const float* low = by_token ? bias : b.bias;
+    for (int c = 0; c < head_dim; c += VL) {
+      const vf y = has_bias ? load(x + c) - load(low + c) : load(x + c);
+      const vf scaled = y * load(k + c);
+      vi clamped = vi{};
+      const vf code = __builtin_convertvector(code_of<FMT>(scaled, range, clamped), vf);
+      const vf missed = (scaled - (code - range.zero)) * levels;
+      const vf r = vmin(vmax(round_even(vmin(vmax(missed, splat(-1048576.0f)), splat(1048576.0f))), splat(-limit)), splat(limit));
+      store_bytes(to + c, __builtin_convertvector(r + zero, vi) & (iota() < splat_int(head_dim - c)));
+    }
+  }
+}
+
 // One bit plane: fields of `bits` bits at `shift` of each code, packed into rows.
 static void pack_rows(PageBuffers& b, int page_size, int head_dim, int row_bytes, int bits, int shift) {
   const int width = padded_width(head_dim), mask = (1 << bits) - 1;
@@ -356,6 +384,19 @@ static int64_t codes_of_format(PageBuffers& b, const kvbits_tensor& t, int page_
 #undef CASE
 }
 
+static void low_codes_of_format(PageBuffers& b, const kvbits_tensor& t, int page_size, int head_dim, int groups, bool by_token, bool has_bias, int bits) {
+  const bool s = t.symmetric;
+#define CASE(F) \
+  case F: return make_low_codes<F>(b, page_size, head_dim, groups, by_token, has_bias, code_range<F>(s), bits)
+  switch (t.format) {
+    CASE(KVBITS_INT8);
+    CASE(KVBITS_INT4);
+    CASE(KVBITS_INT3);
+    default: return make_low_codes<KVBITS_INT2>(b, page_size, head_dim, groups, by_token, has_bias, code_range<KVBITS_INT2>(s), bits);
+  }
+#undef CASE
+}
+
 static float q_max_of(const kvbits_tensor& t) {
   if (t.format == KVBITS_E4M3) return 448.0f;
   if (t.format == KVBITS_E5M2) return 57344.0f;
@@ -370,6 +411,14 @@ static bool make_params(PageBuffers& b, const kvbits_tensor& t, uint8_t* head, i
   else range_by_channel(b, page_size, head_dim);
   uint8_t* bias = t.bias_offset >= 0 ? head + t.bias_offset : nullptr;
   return choose_params<DTYPE>(b, by_token ? groups * page_size : head_dim, q_max_of(t), head + t.scale_offset, bias) && ok;
+}
+
+static void store_plane(PageBuffers& b, const ClosePart& part, uint8_t* to, int bits, int shift) {
+  const int row_bytes = row_bytes_of(part.head_dim, bits);
+  if (row_bytes * 8 / bits > part.head_dim) __builtin_memset(b.rows, 0, (size_t)part.page_size * row_bytes);
+  pack_rows(b, part.page_size, part.head_dim, row_bytes, bits, shift);
+  if (part.is_key) interleave_keys(b, to, part.page_size, row_bytes);
+  else interleave_values(b, to, part.page_size, row_bytes);
 }
 
 static void close_item(const ClosePart& part, void* scratch, CloseResult& result) {
@@ -414,12 +463,12 @@ static void close_item(const ClosePart& part, void* scratch, CloseResult& result
   int shift = is_int(t.format) ? code_bits(t.format) : 8;
   const int planes = num_planes(t.format);
   for (int plane = 0; plane < planes; plane++) {
-    const int bits = is_int(t.format) ? plane_bits(t.format, plane) : 8, row_bytes = row_bytes_of(head_dim, bits);
+    const int bits = is_int(t.format) ? plane_bits(t.format, plane) : 8;
     shift -= bits;
-    if (row_bytes * 8 / bits > head_dim) __builtin_memset(b.rows, 0, (size_t)page_size * row_bytes);
-    pack_rows(b, page_size, head_dim, row_bytes, bits, shift);
-    uint8_t* to = head + t.plane_offset[plane];
-    if (part.is_key) interleave_keys(b, to, page_size, row_bytes);
-    else interleave_values(b, to, page_size, row_bytes);
+    store_plane(b, part, head + t.plane_offset[plane], bits, shift);
   }
+  if (!part.low) return;
+  const int bits = code_bits(part.low->format);
+  low_codes_of_format(b, t, page_size, head_dim, by_token ? groups : 1, by_token, has_bias, bits);
+  store_plane(b, part, part.low_head + part.low->plane_offset[0], bits, 0);
 }

@@ -12,6 +12,8 @@ struct ClosePart {
   const void* source;    // [page_size, head_dim], rows token_stride elements apart
   int64_t token_stride;
   uint8_t* head;         // the head struct
+  const kvbits_tensor* low;  // the low plane, or null
+  uint8_t* low_head;     // its head struct
 };
 
 struct CloseResult {

@@ -13,6 +13,9 @@ INLINE __m512i code_field(__m512i v, __m128i shift, __m512i mask, int bits) {
   return _mm512_and_si512(SHIFT ? _mm512_srl_epi32(v, shift) : v, mask);
 }
 
+// 15 * high + low, byte by byte.
+INLINE __m512i nested_code(__m512i high, __m512i low) { return _mm512_add_epi8(_mm512_sub_epi8(_mm512_slli_epi32(high, 4), high), low); }
+
 // As inline assembly, because GCC 12 copies accumulators between registers around the intrinsic (20 % of the key loop).
 INLINE void add_dot(__m512i& acc, __m512i u8, __m512i s8) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8)); }
 
@@ -73,16 +76,19 @@ INLINE vf to_dot(const __m512i* acc) {
 
 // One bit field of `words` words: T tiles of keys against NH rows. SHIFT: the field is not the lowest one (a shift of
 // zero would still cost one of the two pipes that multiply).
-template <int P, int T, int NH, bool SHIFT>
-INLINE void key_words(__m512i (&acc)[T][NH][P], const uint8_t* src, int tile_bytes, const uint8_t* q, int words, int64_t ahead, int shift, int bits) {
+template <int FMT, int P, int T, int NH, bool SHIFT>
+INLINE void key_words(const KeyArgs& a, __m512i (&acc)[T][NH][P], const uint8_t* src, int tile_bytes, const uint8_t* q, int words, int shift, int bits) {
   const __m128i count = _mm_cvtsi32_si128(shift);
   const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
   for (; words > 0; words--, src += 64, q += 4) {
     __m512i v[T];
     for (int i = 0; i < T; i++) {
       const uint8_t* at = src + i * tile_bytes;
-      fetch(at + ahead);
+      fetch(at + a.ahead);
       v[i] = code_field<SHIFT>(_mm512_loadu_si512(at), count, mask, bits);
+      if (FMT != NESTED) continue;
+      fetch(at + a.low + a.low_ahead);
+      v[i] = nested_code(v[i], code_field<SHIFT>(_mm512_loadu_si512(at + a.low), count, mask, bits));
     }
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++)
@@ -138,8 +144,8 @@ INLINE void key_tiles(const KeyArgs& a, int tile) {
         const uint8_t* src = a.plane[plane] + (int64_t)tile * rb * TILE + (first - field * rb) * TILE;
         const uint8_t* q = a.chunk->qw[0] + first;
         const int words = (end - first) / 4;
-        if (field) key_words<P, T, NH, true>(acc, src, rb * TILE, q, words, a.ahead, field * bits, bits);
-        else key_words<P, T, NH, false>(acc, src, rb * TILE, q, words, a.ahead, 0, bits);
+        if (field) key_words<FMT, P, T, NH, true>(a, acc, src, rb * TILE, q, words, field * bits, bits);
+        else key_words<FMT, P, T, NH, false>(a, acc, src, rb * TILE, q, words, 0, bits);
       }
     }
     if (a.bias) add_scores<P, T, NH, true, true>(a, acc, tile, g, s);
@@ -182,6 +188,10 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
       fetch(at + a.ahead);
       v[i] = NB > 1 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(whole, at);
       v[i] = code_field<SHIFT>(v[i], shift, mask, bits);
+      if (FMT != NESTED) continue;
+      fetch(at + a.low + a.low_ahead);
+      const __m512i low = NB > 1 ? _mm512_loadu_si512(at + a.low) : _mm512_maskz_loadu_epi32(whole, at + a.low);
+      v[i] = nested_code(v[i], code_field<SHIFT>(low, shift, mask, bits));
     }
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++)

@@ -20,6 +20,14 @@ INLINE int8x16_t signed_codes(uint8x16_t v, int shift) {
   return vreinterpretq_s8_u8(vandq_u8(vshlq_u8(v, vdupq_n_s8((int8_t)-shift)), vdupq_n_u8((1 << BITS) - 1)));
 }
 
+// 15 * high + low - 128 of the field of two planes.
+INLINE int8x16_t nested_codes(const uint8_t* p, int64_t low, int shift) {
+  const int8x16_t right = vdupq_n_s8((int8_t)-shift);
+  const uint8x16_t mask = vdupq_n_u8(15), high = vandq_u8(vshlq_u8(vld1q_u8(p), right), mask);
+  const uint8x16_t code = vaddq_u8(vsubq_u8(vshlq_n_u8(high, 4), high), vandq_u8(vshlq_u8(vld1q_u8(p + low), right), mask));
+  return vreinterpretq_s8_u8(veorq_u8(code, vdupq_n_u8(0x80)));
+}
+
 INLINE void store_piece(uint8_t* to, vi x) {
   const int16x4_t half = vmovn_s32((int32x4_t)x);
   const int8x8_t bytes = vmovn_s16(vcombine_s16(half, half));
@@ -57,7 +65,7 @@ INLINE vf to_dot(const int32x4_t* acc) {
 }
 
 // Sums of one bit plane over channels [c0, c1) for 4 tokens of a tile.
-template <int BITS, int P, int NH>
+template <int FMT, int BITS, int P, int NH>
 INLINE void key_plane(const KeyArgs& a, const uint8_t* plane, int rb, int tile, int lane, int c0, int c1, int32x4_t (&acc)[NH][P]) {
   for (int field = 0; field * rb < c1; field++) {
     if ((field + 1) * rb <= c0) continue;
@@ -66,7 +74,8 @@ INLINE void key_plane(const KeyArgs& a, const uint8_t* plane, int rb, int tile, 
     const uint8_t* q = a.chunk->qw[0] + first;
     for (int n = (end - first) / 4; n > 0; n--, src += 64, q += 4) {
       fetch(src + a.ahead);
-      const int8x16_t v = signed_codes<BITS>(vld1q_u8(src), field * BITS);
+      if (FMT == NESTED) fetch(src + a.low + a.low_ahead);
+      const int8x16_t v = FMT == NESTED ? nested_codes(src, a.low, field * BITS) : signed_codes<BITS>(vld1q_u8(src), field * BITS);
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++)
 #pragma GCC unroll 2
@@ -87,11 +96,11 @@ static void key_int(const KeyArgs& a) {
         int32x4_t acc[NH][P];
         for (int h = 0; h < NH; h++)
           for (int p = 0; p < P; p++) acc[h][p] = vdupq_n_s32(0);
-        key_plane<plane_bits(FMT, 0), P, NH>(a, a.plane[0], a.row_bytes[0], t, lane, c0, c1, acc);
+        key_plane<FMT, plane_bits(FMT, 0), P, NH>(a, a.plane[0], a.row_bytes[0], t, lane, c0, c1, acc);
         if (num_planes(FMT) == 2) {
           for (int h = 0; h < NH; h++)
             for (int p = 0; p < P; p++) acc[h][p] = vshlq_n_s32(acc[h][p], 1);
-          key_plane<1, P, NH>(a, a.plane[1], a.row_bytes[1], t, lane, c0, c1, acc);
+          key_plane<FMT, 1, P, NH>(a, a.plane[1], a.row_bytes[1], t, lane, c0, c1, acc);
         }
         for (int h = 0; h < NH; h++) {
           float* s = a.s + h * BLOCK + token;
@@ -104,12 +113,13 @@ static void key_int(const KeyArgs& a) {
 }
 
 // Sums of 4 channels of a value block over the block's tokens, both pieces of p.
-template <int BITS, int NH>
+template <int FMT, int BITS, int NH>
 INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int g, int shift, int32x4_t (&acc)[NH][P_PIECES]) {
   const uint8_t* p = a.block->pw[g][0];
   for (int n = round_up(a.tokens, 8) / 4; n > 0; n--, src += 4 * width, p += 4) {
     fetch(src + a.ahead);
-    const int8x16_t v = signed_codes<BITS>(vld1q_u8(src), shift);
+    if (FMT == NESTED) fetch(src + a.low + a.low_ahead);
+    const int8x16_t v = FMT == NESTED ? nested_codes(src, a.low, shift) : signed_codes<BITS>(vld1q_u8(src), shift);
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++)
       for (int k = 0; k < P_PIECES; k++) acc[h][k] = vdotq_s32(acc[h][k], v, broadcast_word(p + h * 2 * BLOCK + k * BLOCK));
@@ -126,7 +136,7 @@ INLINE void value_plane(const ValueArgs& a, float weight) {
       int32x4_t acc[NH][P_PIECES];
       for (int h = 0; h < NH; h++)
         for (int k = 0; k < P_PIECES; k++) acc[h][k] = vdupq_n_s32(0);
-      value_sums<BITS, NH>(a, a.plane[PLANE] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4, width, g, field * BITS, acc);
+      value_sums<FMT, BITS, NH>(a, a.plane[PLANE] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4, width, g, field * BITS, acc);
       for (int h = 0; h < NH; h++) {
         vf x = to_dot<P_PIECES>(acc[h]) * (a.block->p_scale[g][h] * weight);
         if (a.channel_scale) x *= load(a.channel_scale + channel);

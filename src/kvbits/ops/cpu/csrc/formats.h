@@ -3,7 +3,10 @@
 constexpr int TILE = 16;  // tokens interleaved in a key tile
 
 // Integer formats keep their codes in bit planes, high bits first.
-constexpr int code_bits(int format) { return format == KVBITS_INT8 ? 8 : format == KVBITS_INT4 ? 4 : format == KVBITS_INT3 ? 3 : 2; }
+// Codes of 4 bits and a low plane of 4 bits in another page are one 8-bit code around 128, 15 * high + low; its scale is a 15th.
+constexpr int NESTED = KVBITS_NUM_FORMATS;
+constexpr float LOW_LEVELS = 15.0f;
+constexpr int code_bits(int format) { return format == KVBITS_INT8 ? 8 : format == KVBITS_INT4 || format == NESTED ? 4 : format == KVBITS_INT3 ? 3 : 2; }
 constexpr int num_planes(int format) { return format == KVBITS_INT3 ? 2 : 1; }
 constexpr int plane_bits(int format, int plane) { return format == KVBITS_INT3 ? 2 - plane : code_bits(format); }
 constexpr bool is_int(int format) { return format >= KVBITS_INT8 && format <= KVBITS_INT2; }

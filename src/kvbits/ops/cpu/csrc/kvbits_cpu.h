@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 2 };
+enum { KVBITS_ABI_VERSION = 3 };
 
 enum kvbits_dtype { KVBITS_FP32 = 0, KVBITS_FP16 = 1, KVBITS_BF16 = 2 };
 enum kvbits_format {
@@ -66,6 +66,8 @@ typedef struct {
 typedef struct {
   const kvbits_store* store;
   const kvbits_table* table;
+  const kvbits_store* low;  // low planes of 4 bits that refine 4-bit codes, plane_offset[0] of each tensor; KVBITS_RAW where a tensor has none; null for none
+  const int64_t* low_ids;   // [num_entries] pages of `low`
 } kvbits_part;
 
 typedef struct {
@@ -87,6 +89,8 @@ typedef struct {
 typedef struct {
   const kvbits_store* store;
   const int64_t* page_ids;  // [num_pages]
+  const kvbits_store* low;  // where low planes go, KVBITS_INT4 or KVBITS_INT2 by their width, else as in kvbits_part
+  const int64_t* low_ids;   // [num_pages]
   int64_t num_pages;
   int32_t num_kv_heads, head_dim, dtype, num_threads;
   const void* source[2];
