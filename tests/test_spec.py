@@ -22,12 +22,13 @@ from kvbits.spec import (
     PerToken,
     QuantSpec,
     Scheme,
+    Tier,
     from_dict,
     plane_row_bytes,
     to_dict,
 )
 
-CONSTRUCTORS = {c.__name__: c for c in (QuantSpec, Scheme, Override, LayerGeometry, CacheSpec, PerChannel, PerGroup, PerTensor, PerToken)}
+CONSTRUCTORS = {c.__name__: c for c in (QuantSpec, Scheme, Override, Tier, LayerGeometry, CacheSpec, PerChannel, PerGroup, PerTensor, PerToken)}
 
 
 @st.composite
