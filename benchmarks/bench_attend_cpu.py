@@ -1,7 +1,7 @@
 """Decode attention on the CPU: kvbits pages against the best torch 16-bit attention, one interleaved run.
 
     python benchmarks/bench_attend_cpu.py                       one thread: CPU time, medians
-    python benchmarks/bench_attend_cpu.py --threads 2           wall time
+    python benchmarks/bench_attend_cpu.py --threads 2           wall time, on an idle machine or under `chrt -f 50`
 
 Every candidate is checked against float64 on its dequantized values first, rotates over layers of at least 130 MB so that K and V come from memory, and takes
 turns with the others round by round. A plain read of 512 MB in the same rounds is the limit that shares are taken of. Our pages lie in 2 MiB pages, as the
@@ -9,6 +9,9 @@ cache's pools do; torch's K and V in default memory, as the stock caches do, and
 
     matmul   query heads of a kv head packed as rows: matmul, softmax, matmul (the fastest that torch has; ratios are against this one)
     sdpa     scaled_dot_product_attention with the same packing
+
+With several threads every timed call follows a matrix product on all threads, as in a decoding step, and one thread takes its turn in the same rounds.
+What the machine itself allows is printed beside: as many processes with one thread each, over the same pages, against one such process.
 
 Bytes are those of K and V in their format, scales included. The last line is one JSON object.
 """
@@ -20,6 +23,7 @@ import json
 import os
 import platform
 import statistics
+import struct
 import time
 from collections.abc import Callable
 
@@ -126,22 +130,62 @@ def torch_candidate(kind: str, hq: int, h: int, d: int, tokens: int, batch: int)
 probe = huge(64 << 20, dtype=torch.int64).fill_(1)
 
 
-def measure(candidates: dict[str, tuple[Callable[[int], object], int]]) -> tuple[dict[str, float], float]:
-    """(median seconds of each candidate, bytes per second of a plain read), all in turn."""
+product = torch.randn(1024, 1024)
+
+
+def timed(run: Callable[[int], object], turn: int, threads: int) -> float:
+    """Seconds of one call after one that brings the code and the threads back."""
+    torch.set_num_threads(threads)
+    run(turn)
+    if args.threads > 1:
+        product @ product[0]
+    start = clock()
+    run(turn + 1)
+    return clock() - start
+
+
+def calls_in_processes(run: Callable[[int], object], processes: int, seconds: float = 0.3) -> int:
+    """How many calls that many processes of one thread finish at the same time. Each begins at another layer."""
+    torch.set_num_threads(1)
+    begin = time.time() + 0.05
+    pipes = []
+    for p in range(processes):
+        receive, send = os.pipe()
+        if not os.fork():
+            calls = 0
+            time.sleep(max(0.0, begin - time.time()))
+            while time.time() < begin + seconds:
+                run(calls + 2 * p)
+                calls += 1
+            os.write(send, struct.pack("q", calls))
+            os._exit(0)
+        os.close(send)
+        pipes.append(receive)
+    calls = sum(struct.unpack("q", os.read(pipe, 8))[0] for pipe in pipes)
+    for pipe in pipes:
+        os.close(pipe)
+        os.wait()
+    return calls
+
+
+def measure(candidates: dict[str, tuple[Callable[[int], object], int]]) -> tuple[dict[str, float], dict[str, float], float]:
+    """(median seconds of each candidate, seconds of ours on one thread, bytes per second of a plain read), all in turn."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    single: dict[str, list[float]] = {name: [] for name in args.formats.split(",")} if args.threads > 1 else {}
     reads = []
     turn = 0
     for _ in range(args.rounds):
+        torch.set_num_threads(args.threads)
         start = clock()
         probe.sum()
         reads.append(clock() - start)
         for name, (run, _) in candidates.items():
             turn += 1
-            run(turn)  # the turn's first call also brings the code and the thread pool back
-            start = clock()
-            run(turn + 1)
-            times[name].append(clock() - start)
-    return {name: statistics.median(t) for name, t in times.items()}, probe.nbytes / statistics.median(reads)
+            times[name].append(timed(run, turn, args.threads))
+            if name in single:
+                single[name].append(timed(run, turn + 2, 1))
+    torch.set_num_threads(args.threads)
+    return {name: statistics.median(t) for name, t in times.items()}, {n: statistics.median(t) for n, t in single.items()}, probe.nbytes / statistics.median(reads)
 
 
 results = {}
@@ -152,7 +196,7 @@ for text in args.shapes.split(","):
     candidates = {name: our_candidate(name, hq, h, d, tokens, batch) for name in args.formats.split(",")}
     for kind in ("matmul", "sdpa", "matmul_huge"):
         candidates[kind] = torch_candidate(kind, hq, h, d, tokens, batch)
-    seconds, bandwidth = measure(candidates)
+    seconds, single, bandwidth = measure(candidates)
     print(f"  read probe {bandwidth / 1e9:.1f} GB/s")
     for name, (_, nbytes) in candidates.items():
         rate = nbytes / seconds[name]
@@ -160,10 +204,18 @@ for text in args.shapes.split(","):
             f"  {name:13s} {seconds[name] * 1e3:8.3f} ms  {rate / 1e9:5.1f} GB/s  {rate / bandwidth:4.0%} of the read probe  {seconds['matmul'] / seconds[name]:5.1f}x torch"
         )
     ours = args.formats.split(",")
+    ceilings = {}
+    for name in single:
+        run = candidates[name][0]
+        rates = [calls_in_processes(run, args.threads) / calls_in_processes(run, 1) for _ in range(3)]
+        ceilings[name] = statistics.median(rates)
+        print(f"  {name:13s} {args.threads} threads {single[name] / seconds[name]:.2f}x one; {args.threads} processes {ceilings[name]:.2f}x one")
     results[text] = {
         "ratio_vs_torch16": {n: round(seconds["matmul"] / seconds[n], 2) for n in ours},
         "ratio_vs_torch16_huge_pages": {n: round(seconds["matmul_huge"] / seconds[n], 2) for n in ours},
         "share_of_read_bandwidth": {n: round(candidates[n][1] / seconds[n] / bandwidth, 3) for n in ours},
+        "threads_vs_one": {n: round(single[n] / seconds[n], 2) for n in single},
+        "processes_vs_one": {n: round(x, 2) for n, x in ceilings.items()},
         "decode_s": {n: seconds[n] for n in candidates},
         "read_bytes_per_s": bandwidth,
     }

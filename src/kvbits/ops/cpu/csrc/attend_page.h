@@ -89,23 +89,30 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
   return any;
 }
 
-// Scales of `n` tokens from `token` on. Lanes past n are 0: a page may hold anything there. The lines that follow in the
-// page `ahead` bytes on are fetched: a missing scale line stalls a page as long as a missing line of codes.
+// Parameters of `n` tokens, fp32. Lanes past n are 0: a page may hold anything there. The lines that follow in the page
+// `ahead` bytes on are fetched: a missing line of scales stalls a page as long as a missing line of codes.
+static void widen_params(float* to, const uint8_t* from, int n, int dtype, int64_t ahead) {
+  const int bytes = n * dtype_bytes(dtype);
+  for (int i = 0; i < bytes; i += 64) fetch(from + i + ahead);
+  if (dtype == KVBITS_FP16 && n == BLOCK) {
+    for (int i = 0; i < BLOCK; i += VL) store(to + i, from_fp16((const uint16_t*)from + i));
+    return;
+  }
+  widen(to, from, n, dtype);
+  for (int i = round_up(n, VL); i < BLOCK; i += VL) store(to + i, vf{});
+}
+
 static void token_params(const Tensor& d, const uint8_t* page, int page_size, int token, int n, int64_t ahead, float (*scale)[BLOCK], float (*bias)[BLOCK]) {
   const kvbits_tensor& t = *d.t;
-  const int size = dtype_bytes(t.scale_dtype), lanes = round_up(n, 2 * TILE);
+  const int size = dtype_bytes(t.scale_dtype);
   for (int g = 0; g < d.groups; g++) {
     const int64_t at = ((int64_t)g * page_size + token) * size;
-    for (int i = 0; i < n * size; i += 64) fetch(page + t.scale_offset + at + i + ahead);
-    widen(scale[g], page + t.scale_offset + at, n, t.scale_dtype);
+    widen_params(scale[g], page + t.scale_offset + at, n, t.scale_dtype, ahead);
     if (d.format == NESTED)
-      for (int i = 0; i < n; i += VL) store(scale[g] + i, load(scale[g] + i) * d.unit);
-    for (int i = round_up(n, VL); i < lanes; i += VL) store(scale[g] + i, vf{});
+      for (int i = 0; i < BLOCK; i += VL) store(scale[g] + i, load(scale[g] + i) * d.unit);
     if (!d.token_bias) continue;
-    for (int i = 0; i < n * size; i += 64) fetch(page + t.bias_offset + at + i + ahead);
-    widen(bias[g], page + t.bias_offset + at, n, t.scale_dtype);
-    for (int i = round_up(n, VL); i < lanes; i += VL) store(bias[g] + i, vf{});
-    for (int i = 0; i < lanes; i += VL) store(bias[g] + i, load(bias[g] + i) + load(scale[g] + i) * d.zero);
+    widen_params(bias[g], page + t.bias_offset + at, n, t.scale_dtype, ahead);
+    for (int i = 0; i < BLOCK; i += VL) store(bias[g] + i, load(bias[g] + i) + load(scale[g] + i) * d.zero);
   }
 }
 
@@ -133,12 +140,21 @@ struct PartView {
   bool value_bias;  // of the current page, per channel
 };
 
-static void quantize_chunk(Chunk& c, Block& b, const Tensor& value, int n) {
-  const bool wide = is_wide(value.format);
-  if (wide && value.token_scales) quantize_probabilities<true, true>(c, b, n, value.groups, value.token_bias, value.dot_zero);
-  else if (wide) quantize_probabilities<true, false>(c, b, n, 1, false, value.dot_zero);
-  else if (value.token_scales) quantize_probabilities<false, true>(c, b, n, value.groups, value.token_bias, value.dot_zero);
-  else quantize_probabilities<false, false>(c, b, n, 1, false, value.dot_zero);
+// From scores to what the value kernel multiplies with.
+static void weigh_chunk(Chunk& c, Block& b, const Tensor& value, bool value_bias) {
+  if (!value.integer) softmax_rows<5>(c, b);
+  else if (is_wide(value.format)) softmax_rows<4>(c, b);
+  else softmax_rows<3>(c, b);
+  if (value_bias) sum_probabilities(c, b);
+  if (!value.integer) {
+    scale_probabilities(c, b, value.groups, value.token_scales);
+  } else if (is_wide(value.format)) {
+    if (value.token_scales) quantize_probabilities<true, true>(c, b, value.groups, value.token_bias, value.dot_zero);
+    else quantize_probabilities<true, false>(c, b, 1, false, value.dot_zero);
+  } else {
+    if (value.token_scales) quantize_probabilities<false, true>(c, b, value.groups, value.token_bias, value.dot_zero);
+    else quantize_probabilities<false, false>(c, b, 1, false, value.dot_zero);
+  }
 }
 
 static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t* page, const uint8_t* low, int64_t low_ahead, int token, int n, int64_t position, int64_t ahead) {
@@ -176,11 +192,8 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t
   (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.format])[c.rows - 1](k);
 
   const Tensor& value = part.value;
-  mask_scores(c, b, n, first, end, part.call->softcap);
-  softmax_rows(c, b, n, head_dim, value.token_scales ? value.groups : 0);
-  if (part.value_bias) sum_probabilities(c, b, n);
-  if (!value.integer) scale_probabilities(c, b, n, value.groups, value.token_scales);
-  else quantize_chunk(c, b, value, n);
+  mask_scores(c, b, first, end, part.call->softcap, head_dim, value.token_scales ? value.groups : 0);
+  weigh_chunk(c, b, value, part.value_bias);
 
   ValueArgs v = {};
   const int raw_value_row = head_dim * dtype_bytes(value.t->raw_dtype);
@@ -289,6 +302,7 @@ static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem
   const int group = call.num_heads / call.num_kv_heads;
   const int64_t b = item.sequence;
   c.rows = rows;
+  for (int i = 0; i < ROW_LANES; i += VL) store(c.m + i, splat(LOWEST));
   // A cap needs the score in natural units; otherwise log2(e) is folded in and softmax is a plain 2^x.
   const float factor = call.softcap > 0 ? call.scaling : call.scaling * 1.44269504089f;
   for (int h = 0; h < rows; h++) {
@@ -301,7 +315,6 @@ static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem
       store(c.acc[h] + i, vf{});
     }
     store(c.l[h], vf{});
-    c.m[h] = -__builtin_inff();
     c.position[h] = call.q_positions[b * call.num_tokens + token];
   }
 }
@@ -314,15 +327,16 @@ static void store_rows(Chunk& c, const AttendPlan& plan, const AttendItem& item,
     if (item.partial >= 0) {
       float* to = plan.partial + (item.partial + first + h) * partial_stride(head_dim);
       __builtin_memcpy(to, c.acc[h], head_dim * 4);
-      to[head_dim] = c.m[h];
+      to[head_dim] = c.m[h] > LOWEST ? c.m[h] : -__builtin_inff();
       to[head_dim + 1] = total;
       continue;
     }
     const int row = item.first_row + first + h, token = row / group, head = item.kv_head * group + row % group;
     const int64_t at = ((int64_t)item.sequence * call.num_tokens + token) * call.num_heads + head;
-    const float inverse = total > 0 ? 1.0f / total : 0.0f;
+    const bool seen = c.m[h] > LOWEST;
+    const float inverse = seen ? 1.0f / total : 0.0f;
     for (int i = 0; i < head_dim; i++) call.out[at * head_dim + i] = c.acc[h][i] * inverse;
-    call.lse[at] = total > 0 ? (c.m[h] + __builtin_log2f(total)) * 0.69314718056f : -__builtin_inff();
+    call.lse[at] = seen ? (c.m[h] + __builtin_log2f(total)) * 0.69314718056f : -__builtin_inff();
   }
 }
 

@@ -52,107 +52,117 @@ static void add_query_bias(Chunk& c, const float* bias, int head_dim) {
   }
 }
 
-// A new maximum: everything summed so far shrinks by `factor`.
-static void rescale(Chunk& c, int h, float factor, int head_dim, int groups) {
-  for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) * factor);
-  for (int g = 0; g < groups; g++) store(c.corr[g][h], load(c.corr[g][h]) * factor);
-  store(c.l[h], load(c.l[h]) * factor);
+// New maxima of some rows: everything summed so far shrinks.
+static void raise_maxima(Chunk& c, const vf* tops, int head_dim, int groups) {
+  alignas(64) float top[ROW_LANES], shrink[ROW_LANES];
+  for (int i = 0; i < ROW_LANES; i += VL) store(top + i, splat(LOWEST));
+  max_each(tops, c.rows, top);
+  for (int i = 0; i < ROW_LANES; i += VL) {
+    const vf before = load(c.m + i), m = vmax(before, load(top + i));
+    store(shrink + i, select(before < m, exp2_neg<5>(before - m), splat(1.0f)));
+    store(c.m + i, m);
+  }
+  for (int h = 0; h < c.rows; h++) {
+    const float factor = shrink[h];
+    if (factor == 1.0f) continue;
+    for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) * factor);
+    for (int g = 0; g < groups; g++) store(c.corr[g][h], load(c.corr[g][h]) * factor);
+    store(c.l[h], load(c.l[h]) * factor);
+  }
 }
 
-// The steps below walk over all rows before the next step begins: each ends in horizontal maxima, whose latency then
-// overlaps (row by row, softmax took 40 % of an int4 page).
+// The steps below walk over all rows before the next step begins, and over whole blocks. Probabilities are relative to the
+// largest score so far, which few blocks raise: nothing then waits for a horizontal maximum of scores. Lanes past the tokens
+// hold anything before mask_scores and nothing visible after it.
 
-// Scores (with page bias, cap and visibility) in place, and their maximum over the block, per row.
-static void mask_scores(const Chunk& c, Block& b, int tokens, const int* first, const int* end, float cap) {
-  const int n = round_up(tokens, 2 * TILE);
-  const vf lowest = splat(-__builtin_inff());
+// Scores (with page bias, cap and visibility) in place; the maximum is raised where they exceed it.
+static void mask_scores(Chunk& c, Block& b, const int* first, const int* end, float cap, int head_dim, int groups) {
+  const vf lowest = splat(LOWEST);
+  vf tops[ROWS];
+  vi higher = vi{};
   for (int h = 0; h < c.rows; h++) {
     float* s = b.s[h];
     const vf bias = splat(c.q_bias[h]);
     vf top = lowest;
-    if (first[h] > 0 || end[h] < n || cap > 0) {
-      for (int t = 0; t < n; t += VL) {
+    if (first[h] > 0 || end[h] < BLOCK || cap > 0) {
+      for (int t = 0; t < BLOCK; t += VL) {
         vf x = load(s + t) + bias;
         if (cap > 0) x = tanh_cap(x, cap) * 1.4426950409f;
         const vi at = iota() + t;
-        x = select((at >= splat_int(first[h])) & (at < splat_int(end[h])), x, lowest);
+        x = select((at >= splat_int(first[h])) & (at < splat_int(end[h])), x, splat(-__builtin_inff()));
         top = vmax(top, x);
         store(s + t, x);
       }
     } else if (c.q_bias[h] != 0) {
-      for (int t = 0; t < n; t += VL) {
+      for (int t = 0; t < BLOCK; t += VL) {
         const vf x = load(s + t) + bias;
         top = vmax(top, x);
         store(s + t, x);
       }
     } else {
-      for (int t = 0; t < n; t += VL) top = vmax(top, load(s + t));
+#pragma GCC unroll 4
+      for (int t = 0; t < BLOCK; t += VL) top = vmax(top, load(s + t));
     }
-    b.top[h] = max_of(top);
+    tops[h] = top;
+    higher |= top > splat(c.m[h]);
   }
+  if (!any(higher)) return;
+  for (int h = c.rows; h < ROWS; h++) tops[h] = lowest;
+  raise_maxima(c, tops, head_dim, groups);
 }
 
-// Probabilities relative to the block's own maximum, and the block's weight 2^(top - m), 0 where nothing is visible.
-static void softmax_rows(Chunk& c, Block& b, int tokens, int head_dim, int groups) {
-  const int n = round_up(tokens, 2 * TILE);
+// Probabilities relative to the maximum so far.
+template <int DEGREE>
+static void softmax_rows(Chunk& c, Block& b) {
   for (int h = 0; h < c.rows; h++) {
     float* s = b.s[h];
-    const float top = b.top[h];
-    if (!(top > -__builtin_inff())) {
-      for (int t = 0; t < n; t += VL) store(s + t, vf{});
-      b.weight[h] = 0.0f;
-      continue;
-    }
-    const float fall = c.m[h] - top;
-    vf weight = splat(1.0f);
-    if (fall < 0) {
-      if (c.m[h] > -__builtin_inff()) rescale(c, h, exp2_neg(splat(fall))[0], head_dim, groups);
-      c.m[h] = top;
-    } else {
-      weight = exp2_neg(splat(-fall));
-    }
-    b.weight[h] = weight[0];
-    vf total = vf{};
-    for (int t = 0; t < n; t += VL) {
-      const vf p = exp2_neg(load(s + t) - top);
+    const vf m = splat(c.m[h]);
+    vf total = load(c.l[h]);
+#pragma GCC unroll 4
+    for (int t = 0; t < BLOCK; t += VL) {
+      const vf p = exp2_neg<DEGREE>(load(s + t) - m);
       total += p;
       store(s + t, p);
     }
-    store(c.l[h], load(c.l[h]) + total * weight);
+    store(c.l[h], total);
   }
 }
 
 // Integer p * v_scale per group. What the integers leave out (zero point, bias) goes to `corr`, lane by lane.
 template <bool WIDE, bool TOKEN_SCALES>
-static void quantize_probabilities(Chunk& c, Block& b, int tokens, int groups, bool token_bias, float zero) {
+static void quantize_probabilities(Chunk& c, Block& b, int groups, bool token_bias, float zero) {
   const float limit = WIDE ? WIDE_LIMIT : NARROW_P_LIMIT;
-  const int n = round_up(tokens, 2 * TILE);
   for (int g = 0; g < groups; g++) {
-    float inverse[ROWS];
+    alignas(64) float inverse[ROW_LANES];
+    vf tops[ROWS];
+    for (int h = c.rows; h < ROWS; h++) tops[h] = splat(1e-30f);
     for (int h = 0; h < c.rows; h++) {
-      float most = 1.0f;  // the block's largest p, when nothing is folded in
-      if (TOKEN_SCALES) {
-        vf top = splat(1e-30f);
-        for (int t = 0; t < n; t += VL) top = vmax(top, load(b.s[h] + t) * load(b.v_scale[g] + t));
-        most = max_of(top);
-      }
-      inverse[h] = limit / most;
-      b.p_scale[g][h] = b.weight[h] * most * (1.0f / limit);
+      vf top = splat(1e-30f);
+#pragma GCC unroll 4
+      for (int t = 0; t < BLOCK; t += VL) top = vmax(top, TOKEN_SCALES ? load(b.s[h] + t) * load(b.v_scale[g] + t) : load(b.s[h] + t));
+      tops[h] = top;
+    }
+    for (int i = 0; i < ROW_LANES; i += VL) store(inverse + i, splat(1.0f));
+    max_each(tops, c.rows, inverse);
+    for (int i = 0; i < ROW_LANES; i += VL) {
+      const vf most = load(inverse + i);
+      store(inverse + i, limit / most);
+      store(b.p_scale[g] + i, most * (1.0f / limit));
     }
     for (int h = 0; h < c.rows; h++) {
       const float* p = b.s[h];
       const vf k = splat(inverse[h]);
       vi x[BLOCK / VL];
-      for (int t = 0; t < n; t += VL) {
+#pragma GCC unroll 4
+      for (int t = 0; t < BLOCK; t += VL) {
         const vf y = TOKEN_SCALES ? load(p + t) * load(b.v_scale[g] + t) : load(p + t);
         x[t / VL] = (vi)(y * k + ROUND_MAGIC) - (vi)splat(ROUND_MAGIC);
       }
-      for (int t = n; t < BLOCK; t += VL) x[t / VL] = vi{};
       const vf total = store_p<WIDE>(b.pw[g][h], x);
       if (TOKEN_SCALES) {
         vf add = total * (-zero * b.p_scale[g][h]);
         if (token_bias)
-          for (int t = 0; t < n; t += VL) add += load(p + t) * load(b.v_bias[g] + t) * b.weight[h];
+          for (int t = 0; t < BLOCK; t += VL) add += load(p + t) * load(b.v_bias[g] + t);
         store(c.corr[g][h], load(c.corr[g][h]) + add);
       } else {
         b.p_zero[h] = -zero * b.p_scale[g][h] * sum(total);
@@ -161,20 +171,16 @@ static void quantize_probabilities(Chunk& c, Block& b, int tokens, int groups, b
   }
 }
 
-static void scale_probabilities(const Chunk& c, Block& b, int tokens, int groups, bool token_scales) {
-  const int n = round_up(tokens, 2 * TILE);
+static void scale_probabilities(const Chunk& c, Block& b, int groups, bool token_scales) {
   for (int g = 0; g < groups; g++)
     for (int h = 0; h < c.rows; h++)
-      for (int t = 0; t < n; t += VL) {
-        const vf y = load(b.s[h] + t) * b.weight[h];
-        store(b.pf[g][h] + t, token_scales ? y * load(b.v_scale[g] + t) : y);
-      }
+      for (int t = 0; t < BLOCK; t += VL) store(b.pf[g][h] + t, token_scales ? load(b.s[h] + t) * load(b.v_scale[g] + t) : load(b.s[h] + t));
 }
 
-static void sum_probabilities(const Chunk& c, Block& b, int tokens) {
+static void sum_probabilities(const Chunk& c, Block& b) {
   for (int h = 0; h < c.rows; h++) {
     vf t = vf{};
-    for (int i = 0; i < round_up(tokens, 2 * TILE); i += VL) t += load(b.s[h] + i);
-    b.p_sum[h] = b.weight[h] * sum(t);
+    for (int i = 0; i < BLOCK; i += VL) t += load(b.s[h] + i);
+    b.p_sum[h] = sum(t);
   }
 }

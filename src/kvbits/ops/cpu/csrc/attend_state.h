@@ -2,6 +2,8 @@
 
 constexpr int BLOCK = 64;  // tokens that share one softmax step
 constexpr int ROWS = 8;    // query rows per kernel call: their accumulators fit the registers
+constexpr int ROW_LANES = VL > ROWS ? VL : ROWS;  // one number per row, in whole vectors
+constexpr float LOWEST = -3e38f;  // below every score, above minus infinity: differences to it stay defined
 // Odd multiples of a cache line, so that the same channel of 8 rows falls into different L1 sets.
 constexpr int ROW_STRIDE = MAX_HEAD_DIM + 16;    // floats
 constexpr int Q_STRIDE = 2 * MAX_HEAD_DIM + 64;  // bytes of integer q per row: two pieces of a byte, or one of 16 bits
@@ -24,7 +26,7 @@ struct Chunk {
   float q_zero[MAX_GROUPS][ROWS];              // - zero * q_scale * sum of integers
   float q_sum[MAX_GROUPS][ROWS];               // q_scale * sum of integers
   float q_bias[ROWS];                          // q . (per-channel bias or mean) of the current page
-  float m[ROWS];
+  alignas(64) float m[ROW_LANES];              // the largest score so far (log2), LOWEST before there is one
   int64_t position[ROWS];
   int rows;
 };
@@ -38,11 +40,9 @@ struct Block {
   alignas(64) float v_bias[MAX_GROUPS][BLOCK];
   alignas(64) uint8_t pw[MAX_GROUPS][ROWS][2 * BLOCK];  // integer p in the tier's own order, slots instead of tokens
   alignas(64) float pf[MAX_GROUPS][ROWS][BLOCK];        // float p for the float formats, tokens in order
-  float top[ROWS];                                 // the block's largest score (log2)
-  float weight[ROWS];                              // 2^(top - m)
-  float p_scale[MAX_GROUPS][ROWS];                 // p * v_scale * weight ~ p_scale * integer
+  alignas(64) float p_scale[MAX_GROUPS][ROW_LANES];  // p * v_scale ~ p_scale * integer
   float p_zero[ROWS];                              // per-channel values: - zero * p_scale * sum of integers
-  float p_sum[ROWS];                               // weight * sum of p
+  float p_sum[ROWS];                               // sum of p
   alignas(64) float k_channel[ROW_STRIDE], k_channel_bias[ROW_STRIDE];
   alignas(64) float v_channel[ROW_STRIDE], v_channel_bias[ROW_STRIDE];
 };

@@ -21,6 +21,8 @@ INLINE vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~m
 INLINE vf vmax(vf a, vf b);
 INLINE vf vmin(vf a, vf b);
 INLINE vf from_fp16(const uint16_t* p);
+template <int DEGREE>
+INLINE vf exp2_neg(vf x);
 INLINE float sum(vf x);
 INLINE float max_of(vf x);
 
@@ -59,31 +61,51 @@ INLINE void sum_each(const vf* x, int n, float* to) {
 }
 #endif
 
+#ifndef HAVE_ANY
+INLINE bool any(vi mask) {
+  int32_t t[VL], all = 0;
+  *(vi_mem*)t = mask;
+  for (int i = 0; i < VL; i++) all |= t[i];
+  return all;
+}
+#endif
+
+#ifndef HAVE_MAX_EACH
+// The maxima of n <= 8 vectors. May write a whole vector or 8 numbers, those past n finite if all 8 vectors are.
+INLINE void max_each(const vf* x, int n, float* to) {
+  for (int i = 0; i < n; i++) to[i] = max_of(x[i]);
+}
+#endif
+
 // Adding 1.5 * 2^23 leaves the nearest integer (half to even) in the low bits: exact for |x| < 2^22.
 constexpr float ROUND_MAGIC = 12582912.0f;
 INLINE vf round_even(vf x) { return (x + ROUND_MAGIC) - ROUND_MAGIC; }
 INLINE vi round_to_int(vf x) { return (vi)(x + ROUND_MAGIC) - (vi)splat(ROUND_MAGIC); }
 
-// 2^x for x <= 0, relative error 2e-7. Everything below -126, minus infinity too, gives 2^-126: 0 for all that softmax
-// does with it. Degree 5 on [-0.5, 0.5].
+// 2^f for 0 <= f < 1, the polynomial of least relative error: 7.5e-5, 2.6e-6 and 7.5e-8 for degree 3, 4 and 5.
+template <int DEGREE>
+INLINE vf exp2_fraction(vf f) {
+  if (DEGREE == 3) return ((f * 7.802452118e-02f + 2.260671575e-01f) * f + 6.958335398e-01f) * f + 9.999252186e-01f;
+  if (DEGREE == 4) return (((f * 1.353416775e-02f + 5.201146094e-02f) * f + 2.414427567e-01f) * f + 6.930038345e-01f) * f + 1.000002593e+00f;
+  return ((((f * 1.877576658e-03f + 8.989340131e-03f) * f + 5.582631802e-02f) * f + 2.401536171e-01f) * f + 6.931530732e-01f) * f + 9.999999251e-01f;
+}
+
+#ifndef HAVE_EXP2
+// 2^x for x <= 0, to the accuracy of the degree. Everything below -126, minus infinity too, gives 2^-126: 0 for all that
+// softmax does with it.
+template <int DEGREE>
 INLINE vf exp2_neg(vf x) {
   x = vmax(x, splat(-126.0f));
-  const vf n = x + ROUND_MAGIC;
-  const vf f = x - (n - ROUND_MAGIC);
-  vf p = splat(1.32764713e-03f);
-  p = p * f + 9.67554096e-03f;
-  p = p * f + 5.55071309e-02f;
-  p = p * f + 2.40221202e-01f;
-  p = p * f + 6.93146944e-01f;
-  p = p * f + 1.00000000e+00f;
-  return (vf)((vi)p + ((vi)n << 23));  // the low bits of n are the integer; those of the magic number fall off
+  const vf n = (x - 0.5f) + ROUND_MAGIC;  // its low bits are the integer below x; those of the magic number fall off
+  return (vf)((vi)exp2_fraction<DEGREE>(x - (n - ROUND_MAGIC)) + ((vi)n << 23));
 }
+#endif
 
 // softcap * tanh(x / softcap) through 1 - 2 / (1 + e^2|y|): absolute error 1e-7 of softcap.
 INLINE vf tanh_cap(vf x, float cap) {
   vf y = x * (1.0f / cap);
   vi negative = y < vf{};
-  vf e = exp2_neg(select(negative, y, -y) * 2.8853900818f);
+  vf e = exp2_neg<5>(select(negative, y, -y) * 2.8853900818f);
   vf t = (1.0f - e) / (1.0f + e) * cap;
   return select(negative, -t, t);
 }

@@ -4,10 +4,14 @@
 #define HAVE_REDUCE
 #define HAVE_MIN_MAX
 #define HAVE_BYTES
+#define HAVE_EXP2
+#define HAVE_ANY
+#define HAVE_MAX_EACH
 #include "vec.h"
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
+INLINE bool any(vi mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask); }
 INLINE float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -31,4 +35,32 @@ INLINE void sum_each(const vf* x, int, float* to) {
     y[i] = _mm512_add_ps(_mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0x44), _mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0xee));
   const __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(y[0], y[1], 0x88), _mm512_shuffle_f32x4(y[0], y[1], 0xdd));
   _mm512_storeu_ps(to, z);
+}
+
+template <int DEGREE>
+INLINE vf exp2_neg(vf x) {
+  return (vf)_mm512_scalef_ps((__m512)exp2_fraction<DEGREE>((vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF)), (__m512)x);
+}
+
+// Eight horizontal maxima at once, the way of sum_each, twice over in the 16 lanes: what is loaded as a whole vector afterwards
+// must have been stored as one.
+INLINE void max_each(const vf* x, int n, float* to) {
+  __m512 y[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) y[i] = (__m512)x[i];
+  const int pairs = n > 4 ? 4 : 2;
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    if (i == 2 && pairs == 2) break;
+    y[i] = _mm512_max_ps(_mm512_unpacklo_ps(y[2 * i], y[2 * i + 1]), _mm512_unpackhi_ps(y[2 * i], y[2 * i + 1]));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    if (i == 1 && pairs == 2) break;
+    const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
+    y[i] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  const __m512 other = pairs == 4 ? y[1] : y[0];
+  const __m512 z = _mm512_max_ps(_mm512_shuffle_f32x4(y[0], other, 0x44), _mm512_shuffle_f32x4(y[0], other, 0xee));
+  _mm512_storeu_ps(to, _mm512_max_ps(_mm512_shuffle_f32x4(z, z, 0x88), _mm512_shuffle_f32x4(z, z, 0xdd)));
 }
