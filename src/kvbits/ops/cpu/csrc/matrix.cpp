@@ -12,6 +12,8 @@ namespace {
 
 // Rows per item: large enough that handing items out costs nothing, small enough that threads finish together.
 constexpr int64_t BLOCK_BYTES = int64_t(4) << 20;
+// Outputs of this size leave the caches anyway. Written past them, their lines need not be read first.
+constexpr int64_t STREAM_BYTES = int64_t(16) << 20;
 
 struct Matrix {
   const PageKernels* kernels;
@@ -24,6 +26,7 @@ struct Matrix {
   float* scales;
   int32_t size, bits;
 
+  bool stream(int64_t row_bytes) const { return rows * row_bytes >= STREAM_BYTES && row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0; }
   int64_t items() const { return (rows + block - 1) / block; }
   int64_t first(int64_t i) const { return i * block; }
   int64_t count(int64_t i) const { return rows - first(i) < block ? rows - first(i) : block; }
@@ -50,20 +53,20 @@ void largest_item(void* context, int64_t i, int64_t, void*) {
 void quantize_item(void* context, int64_t i, int64_t, void*) {
   Matrix& m = *static_cast<Matrix*>(context);
   const int64_t at = m.first(i) * m.columns;
-  m.kernels->quantize_columns(m.x + at, m.count(i), m.columns, m.by_column, static_cast<int8_t*>(m.to) + at);
+  m.kernels->quantize_columns(m.x + at, m.count(i), m.columns, m.by_column, static_cast<int8_t*>(m.to) + at, m.stream(m.columns));
 }
 
 void dequantize_item(void* context, int64_t i, int64_t, void*) {
   Matrix& m = *static_cast<Matrix*>(context);
   const int64_t at = m.first(i) * m.columns;
-  m.kernels->dequantize_columns(m.q + at, m.count(i), m.columns, m.by_column, static_cast<float*>(m.to) + at);
+  m.kernels->dequantize_columns(m.q + at, m.count(i), m.columns, m.by_column, static_cast<float*>(m.to) + at, m.stream(m.columns * 4));
 }
 
 void groups_item(void* context, int64_t i, int64_t, void*) {
   Matrix& m = *static_cast<Matrix*>(context);
   const int64_t first = m.first(i);
   m.kernels->quantize_groups(m.x + first * m.columns, m.count(i), m.columns, m.size, m.bits, m.scales + first * (m.columns / m.size),
-                             static_cast<uint8_t*>(m.to) + first * m.columns * m.bits / 8);
+                             static_cast<uint8_t*>(m.to) + first * m.columns * m.bits / 8, m.stream(m.columns * m.bits / 8));
 }
 
 // ---- the paper's listings 2 to 4, a column of zeros apart (the paper divides by zero there) ----

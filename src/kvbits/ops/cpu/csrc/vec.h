@@ -122,6 +122,16 @@ INLINE void store_bytes(uint8_t* p, vi x) {
 }
 #endif
 
+#ifndef HAVE_STREAM
+INLINE void store_bytes(uint8_t* p, vi x);
+// 64 integers as bytes (the low one of each). `stream`: past the caches, `p` aligned to 64; stream_end() once afterwards.
+INLINE void store_line(uint8_t* p, const vi* x, bool) {
+  for (int i = 0; i < 64 / VL; i++) store_bytes(p + i * VL, x[i]);
+}
+INLINE void stream(float* p, vf x) { store(p, x); }
+INLINE void stream_end() {}
+#endif
+
 INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2
 
 INLINE vf from_bf16(const uint16_t* p) {

@@ -4,6 +4,7 @@
 #define HAVE_REDUCE
 #define HAVE_MIN_MAX
 #define HAVE_BYTES
+#define HAVE_STREAM
 #define HAVE_EXP2
 #define HAVE_ANY
 #define HAVE_MAX_EACH
@@ -11,6 +12,16 @@
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
+INLINE void store_line(uint8_t* p, const vi* x, bool stream) {
+  const __m512i low = _mm512_set1_epi32(0xff), words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i a = _mm512_packus_epi32(_mm512_and_si512((__m512i)x[0], low), _mm512_and_si512((__m512i)x[1], low));
+  const __m512i b = _mm512_packus_epi32(_mm512_and_si512((__m512i)x[2], low), _mm512_and_si512((__m512i)x[3], low));
+  const __m512i bytes = _mm512_permutexvar_epi32(words, _mm512_packus_epi16(a, b));
+  if (stream) _mm512_stream_si512((__m512i*)p, bytes);
+  else _mm512_storeu_si512(p, bytes);
+}
+INLINE void stream(float* p, vf x) { _mm512_stream_ps(p, (__m512)x); }
+INLINE void stream_end() { _mm_sfence(); }
 INLINE bool any(vi mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask); }
 INLINE float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
