@@ -52,7 +52,7 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
     model.requires_grad_(False)
     model.enable_input_require_grads()
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpointing(model, "enable")({"use_reentrant": False})
         model.train()
         for m in model.modules():
             if isinstance(m, torch.nn.Dropout):
@@ -65,12 +65,17 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
     finally:
         _observers.pop()
         if checkpointing:
-            model.gradient_checkpointing_disable()
+            _checkpointing(model, "disable")()
         model.disable_input_require_grads()
         for p in trained:
             p.requires_grad_(True)
         model.train(was_training)
         model.set_attn_implementation(before)
+
+
+def _checkpointing(model: Any, what: str) -> Callable[..., None]:
+    """The model's method, by its new name where there is one (transformers >= 5.2x)."""
+    return getattr(model, f"activation_checkpointing_{what}", None) or getattr(model, f"gradient_checkpointing_{what}")
 
 
 def backward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> float:

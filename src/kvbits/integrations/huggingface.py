@@ -353,6 +353,8 @@ class KVCache(Cache):
         """
         layers = layer_geometries(model.config.get_text_config(decoder=True))
         store = PagedCache.load(path, device=model.device)
+        if store.spec.scheme.pre_rope:
+            layers = with_rotary(layers, model)
         if store.spec.layers != layers:
             raise FileFormatError(
                 f"{path} holds {len(store.spec.layers)} layers of another shape than this model's {len(layers)}; load it with the model it was made for"
