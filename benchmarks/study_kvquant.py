@@ -4,7 +4,7 @@
     studies: ladder    per token -> per channel -> pre-RoPE -> codebooks -> outliers -> sinks, and calibrated ranges as in the paper
              weights   Fisher against unweighted codebooks, one per head against one per layer
              prior     how much of a uniform density the codebooks are fitted to
-             size      calibration sets of 4 to 64 prompts
+             size      calibration sets of 4, 16 and 64 prompts
              domain    calibration on each --calibration text (name=path ...) against each --text
              presets   nuq presets beside KIVI and per-token integers of about the same bits
 
@@ -17,8 +17,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import platform
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from kvbits.calibrate.codebooks import PRIOR
 from kvbits.calibrate.collect import levels_of, ranges_of
 from kvbits.calibrate.fisher import backward, watched
 from kvbits.calibrate.histograms import as_stored
-from kvbits.evaluate.fidelity import compare
+from kvbits.evaluate.fidelity import Fidelity, compare
 from kvbits.evaluate.texts import Text, read_text
 from kvbits.evaluate.texts import windows as text_windows
 from kvbits.geometry import layer_geometries
@@ -41,6 +43,7 @@ from kvbits.integrations.rotary import with_rotary
 from kvbits.progress import bar
 from kvbits.spec import PerChannel, PerToken, QuantSpec, Scheme
 
+Wanted = dict[str, tuple[Scheme, Calibration | None]]
 STUDIES = ("ladder", "weights", "prior", "size", "domain", "presets")
 
 
@@ -126,13 +129,44 @@ def presets() -> dict[str, Scheme]:
     return {n: schemes.get(n) for n in names} | {f"int{b} per token": token(b) for b in (4, 3, 2)}
 
 
-def measure(model: Any, caches: Any, ids: torch.Tensor, chunk: int, label: str) -> list[dict[str, Any]]:
-    """Rows of every cache over the windows; `caches` makes fresh ones."""
-    results = None
-    with bar(label, ids.numel()) as advance:
-        for w in range(len(ids)):
-            results = compare(model, caches(), ids[w], first=0, chunk=chunk, results=results, on_tokens=advance)
-    assert results is not None
+def variants(study: str, bits: int, samples: dict[str, Samples]) -> Iterator[tuple[str, Scheme, str, dict[str, Any]]]:
+    """(name, scheme, calibration text, how it is fitted) of a study at one width."""
+    top, first = schemes.get(f"nuq{bits}-1%"), next(iter(samples))
+    if study == "ladder":
+        yield from ((name, scheme, first, {}) for name, scheme in ladder(bits).items())
+    elif study == "weights":
+        for weights in ("fisher", "none"):
+            for per_head in (False, True):
+                yield f"{weights}, one per {'head' if per_head else 'layer'}", top, first, {"weights": weights, "per_head": per_head}
+    elif study == "prior":
+        yield from ((f"prior {prior:g}", top, first, {"prior": prior}) for prior in (0.0, 0.3, 1.0, 3.0, 10.0))
+    elif study == "size":
+        yield from ((f"{n} prompts", top, first, {"prompts": n}) for n in (4, 16, 64))
+    elif study == "domain":
+        yield from ((f"calibrated on {name}", top, name, {}) for name in samples)
+    else:
+        yield from ((name, scheme, first, {}) for name, scheme in presets().items() if str(bits) in name)
+
+
+def measure(model: Any, wanted: Wanted, ids: torch.Tensor, chunk: int, workers: int, label: str) -> list[dict[str, Any]]:
+    """Rows of every cache over the windows. Workers are processes that share the model's memory and take some caches of one window each."""
+    names = list(wanted)
+    each = max(1, -(-len(names) * len(ids) // max(workers, 1)))
+    tasks = [(w, names[i : i + each]) for w in range(len(ids)) for i in range(0, len(names), each)]
+
+    def run(task: tuple[int, list[str]]) -> dict[str, Fidelity]:
+        w, some = task
+        ours = {n: kvbits.KVCache.for_model(model, wanted[n][0], calibration=wanted[n][1]) for n in some}
+        return compare(model, {"16-bit": DynamicCache(config=model.config)} | ours, ids[w], first=0, chunk=chunk)
+
+    results: dict[str, Fidelity] = {}
+    with bar(label, len(tasks)) as advance:
+        for (_, some), found in zip(tasks, forked(run, tasks, workers), strict=True):
+            for n in (["16-bit"] if some[0] == names[0] else []) + some:
+                r = results.setdefault(n, Fidelity())
+                for f in dataclasses.fields(Fidelity):
+                    setattr(r, f.name, getattr(r, f.name) + getattr(found[n], f.name))
+            advance(1)
     base = results["16-bit"]
     rows = []
     for name, f in results.items():
@@ -141,10 +175,28 @@ def measure(model: Any, caches: Any, ids: torch.Tensor, chunk: int, label: str) 
     return rows
 
 
+def forked(run: Callable[[Any], Any], tasks: list[Any], workers: int) -> Iterator[Any]:
+    """Results of the tasks in order, from forked processes (none for 1 worker)."""
+    if workers < 2:
+        yield from map(run, tasks)
+        return
+    global _run
+    _run = run
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        yield from pool.imap(_forked, tasks)
+
+
+def _forked(task: Any) -> Any:
+    return _run(task)
+
+
+_run: Callable[[Any], Any]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--study", choices=STUDIES, required=True)
+    parser.add_argument("--study", choices=STUDIES, required=True, action="append")
     parser.add_argument("--text", action="append", required=True, help="evaluation text, PATH or NAME=PATH; several for the domain study")
     parser.add_argument("--calibration", action="append", required=True, help="calibration text, PATH or NAME=PATH")
     parser.add_argument("--bits", type=int, action="append")
@@ -156,56 +208,31 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1, help="processes that evaluate, on the CPU")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    bits = args.bits or ([3] if args.study != "presets" else [4, 3, 2])
     model, tokenizer = kvbits.load_model(args.model, dtype=args.dtype, device=args.device)
     began = time.time()
 
     def texts(given: list[str]) -> dict[str, Text]:
         return {name or (t := read_text(path)).name: t if not name else read_text(path) for name, _, path in (g.rpartition("=") for g in given)}
 
-    prompts = 64 if args.study == "size" else args.prompts
+    prompts = 64 if "size" in args.study else args.prompts
     samples = {name: Samples(model, tokenizer, text.content, prompts, args.prompt_length) for name, text in texts(args.calibration).items()}
-    first = next(iter(samples.values()))
-    wanted: dict[str, tuple[Scheme, Calibration | None]] = {}
-
-    def want(name: str, scheme: Scheme, source: Samples = first, **how: Any) -> None:
-        wanted[name] = (scheme, source.calibrate(scheme, **how) if scheme.needs_calibration else None)
-
-    for b in bits:
-        top = schemes.get(f"nuq{b}-1%")
-        if args.study == "prior":
-            for prior in (0.0, 0.3, 1.0, 3.0, 10.0):
-                want(f"{b} bit: prior {prior:g}", top, prior=prior)
-        elif args.study == "ladder":
-            for name, scheme in ladder(b).items():
-                want(f"{b} bit: {name}", scheme)
-        elif args.study == "weights":
-            for weights in ("fisher", "none"):
-                for per_head in (False, True):
-                    want(f"{b} bit: {weights}, per {'head' if per_head else 'layer'}", top, weights=weights, per_head=per_head)
-        elif args.study == "size":
-            for n in (4, 8, 16, 32, 64):
-                want(f"{b} bit: {n} prompts", top, prompts=n)
-        elif args.study == "domain":
-            for name, source in samples.items():
-                want(f"{b} bit: calibrated on {name}", top, source)
-    if args.study == "presets":
-        for name, scheme in presets().items():
-            if any(str(b) in name for b in bits):
-                want(name, scheme)
-
-    def caches() -> dict[str, Any]:
-        ours = {n: kvbits.KVCache.for_model(model, s, calibration=c) for n, (s, c) in wanted.items()}
-        return {"16-bit": DynamicCache(config=model.config)} | ours
-
+    wanted: Wanted = {}
+    for study in args.study:
+        for b in args.bits or ([4, 3, 2] if study == "presets" else [3]):
+            for name, scheme, source, how in variants(study, b, samples):
+                how.setdefault("prompts", args.prompts)
+                wanted[f"{study}: {b} bit, {name}"] = (scheme, samples[source].calibrate(scheme, **how) if scheme.needs_calibration else None)
+    if args.workers > 1:
+        model = model.to("cpu")
     head_dim = layer_geometries(model.config)[0].head_dim
     tables = []
     for name, text in texts(args.text).items():
         ids = text_windows(tokenizer, text, count=args.windows, length=args.length)
-        rows = measure(model, caches, ids, args.chunk, f"windows of {name}")
+        rows = measure(model, wanted, ids, args.chunk, args.workers, f"windows of {name}")
         for row in rows:
             row["bits"] = wanted[row["name"]][0].bits_per_element(head_dim) if row["name"] in wanted else 16.0
             print(
@@ -215,7 +242,7 @@ def main() -> None:
         tables.append({"text": name, "rows": rows})
     report = {
         "study": args.study, "model": Path(args.model).name, "calibration": list(samples), "prompts": prompts, "prompt_length": args.prompt_length,
-        "windows": args.windows, "length": args.length, "chunk": args.chunk, "dtype": args.dtype,
+        "windows": args.windows, "length": args.length, "chunk": args.chunk, "workers": args.workers, "dtype": args.dtype,
         "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__, "transformers": transformers.__version__, "kvbits": kvbits.__version__, "seconds": time.time() - began, "tables": tables,
     }  # fmt: skip
