@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvbits import schemes
 from kvbits.ops.attend_pages import cuda, reference, triton
 from kvbits.ops.close_pages.reference import close_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
@@ -29,6 +30,7 @@ KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
 SMALL_BATCHES, SMALL_TOKENS = (1, 4, 16, 64), (256, 512, 1024, 2048, 4096, 8192, 16384)  # 32 query heads; at most 262,144 tokens in all
 PREFILL = ((1, 32, 32, 32768), (1, 32, 64, 32768), (1, 32, 128, 32768), (1, 32, 512, 32768), (1, 32, 2048, 32768), (4, 32, 512, 8192))  # sequences, query heads, chunk, history
+KVQUANT = [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")]
 ROTATE_BYTES = 400 << 20
 ERROR_LIMIT = 5e-3
 CHUNK_ERROR_LIMIT = 1e-2  # keys and values are rounded to bf16 once more, as 16-bit attention has them
@@ -49,7 +51,23 @@ def _schemes() -> dict[str, tuple[QuantSpec, QuantSpec]]:
         "int8_int4": (QuantSpec(format="int8", granularity=PerGroup(64)), QuantSpec(format="int4", granularity=PerGroup(64))),
         "kivi_int2": (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerGroup(64), symmetric=False)),
         "raw": (QuantSpec.raw(), QuantSpec.raw()),
+        **{name: (s.key, s.value) for name in KVQUANT if (s := schemes.get(name))},
     }
+
+
+def _static(layout: PageLayout) -> dict[str, torch.Tensor]:
+    """What calibration would give for normal numbers: even codebooks, one range per channel, llama's frequencies."""
+    static = {}
+    for kind, spec in (("k", layout.key), ("v", layout.value)):
+        if spec.has_codebook:
+            static[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**spec.bits, device="cuda").expand(layout.num_kv_heads, -1).contiguous()
+        if spec.static:
+            static[f"{kind}_scale"] = torch.full((layout.num_kv_heads, layout.head_dim), 2.6, device="cuda")
+            static[f"{kind}_bias"] = torch.zeros(layout.num_kv_heads, layout.head_dim, device="cuda")
+        if spec.pre_rope:
+            half = layout.head_dim // 2
+            static["k_inv_freq"] = 500_000.0 ** (-torch.arange(half, device="cuda") / half)
+    return static
 
 
 def time_us(launches: list[Any], repeats: int = 30) -> float:
@@ -95,7 +113,13 @@ def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int) -> tu
     n = batch * per_sequence
     layers = max(2, -(-ROTATE_BYTES // (n * layout.page_size_bytes)))
     slab = torch.empty(n, layers, KV_HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
-    for first in range(0, n, 256):
+    static = _static(layout)
+    if static:  # closing takes sorts: some pages, many times
+        k, v = (torch.randn(256, KV_HEADS, PAGE, HEAD_DIM, device="cuda") for _ in "kv")
+        pages = close_pages(k, v, layout, static, np.zeros(256, np.int64))[0]
+        for first in range(0, n, 256):
+            slab[first : first + 256] = pages[torch.randperm(256, device="cuda")[: n - first], None]
+    for first in range(0, 0 if static else n, 256):
         count = min(256, n - first)
         k, v = (torch.randn(count, KV_HEADS, PAGE, HEAD_DIM, device="cuda") for _ in "kv")
         slab[first : first + count] = close_pages(k, v, layout)[0][:, None]
@@ -103,7 +127,7 @@ def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int) -> tu
         np.arange(batch + 1, dtype=np.int64) * per_sequence, np.random.permutation(n).astype(np.int64),
         np.tile(np.arange(per_sequence, dtype=np.int64) * PAGE, batch), np.full(n, PAGE, np.int32),
     )  # fmt: skip
-    return AttendCall((Part(PageStore(layout, (slab[:, 0],)), table),), HEAD_DIM**-0.5), slab, layers
+    return AttendCall((Part(PageStore(layout, (slab[:, 0],), static), table),), HEAD_DIM**-0.5), slab, layers
 
 
 def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tokens: int, queries: int = 1, with_triton: bool = False) -> dict[str, float]:
@@ -120,11 +144,24 @@ def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tok
         error = float((out[:, -16:].double() - want).norm() / want.norm())
         if not error < (ERROR_LIMIT if queries == 1 else CHUNK_ERROR_LIMIT):
             raise SystemExit(f"{name}{key.format}/{value.format} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
-        launches = [lambda layer=layer, plan=plan: plan.run(q, layer=layer) for layer in range(layers)]
+        launches = _launches(backend, plan, call, slab, q, layers, layout, queries)
         rounds = launches[:2] if name else launches * max(1, (12 if queries == 1 else 2) // layers)
         found |= {f"{name}time_us": time_us(rounds, 5 if name else 30), f"{name}error": error}
         torch.cuda.empty_cache()
     return found | {"bytes": slab[:, 0].numel()}
+
+
+def _launches(backend: Any, plan: Any, call: AttendCall, slab: torch.Tensor, q: torch.Tensor, layers: int, layout: PageLayout, queries: int) -> list[Any]:
+    """One launch for each layer; calibrated parameters are a layer's own, so such layers have a plan each."""
+    if not call.parts[0].store.static:
+        return [lambda layer=layer, plan=plan: plan.run(q, layer=layer) for layer in range(layers)]
+    found = []
+    for layer in range(layers):
+        part = call.parts[0]
+        mine = AttendCall((Part(PageStore(layout, (slab[:, layer],), part.store.static), part.table),), call.scaling)
+        own = backend.plan(mine, q.shape[2], q.dtype, q.device, num_queries=queries, history_only=True)
+        found.append(lambda own=own: own.run(q))
+    return found
 
 
 def bench_16_bit(batch: int, q_heads: int, tokens: int, flashinfer: bool, queries: int = 1) -> dict[str, float]:
@@ -172,7 +209,7 @@ def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> dict
 def bench_decode(args: argparse.Namespace, copy: float) -> dict[str, Any]:
     """Every scheme on the three shapes."""
     rows, peers = [], []
-    for batch, q_heads, tokens in SHAPES:
+    for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes):
         shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
         times = bench_16_bit(batch, q_heads, tokens, args.flashinfer)
         best = min(t for name, t in times.items() if name != "flashinfer_fp8")
@@ -232,6 +269,7 @@ def main() -> None:
     kind.add_argument("--small", action="store_true")
     kind.add_argument("--prefill", action="store_true")
     parser.add_argument("--schemes", nargs="*")
+    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="which of the shapes, by number")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     few = ["int8", "int4", "int2"]

@@ -51,6 +51,8 @@ def _short(spec: QuantSpec) -> str:
         + ("" if spec.symmetric else ":asym")
         + (":static" if spec.static else "")
         + (":mean" if spec.center else "")
+        + (f":outliers{spec.outliers}" if spec.outliers else "")
+        + (":pre_rope" if spec.pre_rope else "")
         + ("" if spec.scale_dtype == "float16" else f":{spec.scale_dtype}")
     )
 
@@ -103,7 +105,7 @@ def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: st
         some = ids[at : at + 256]
         k, v = (torch.randn(len(some), layout.num_kv_heads, size, layout.head_dim, generator=gen, device=device) * case.magnitude for _ in "kv")
         k += torch.randn(layout.head_dim, generator=gen, device=device) * case.magnitude  # keys of real models have a mean
-        pages, _ = close_pages(k, v, layout, static)
+        pages, _ = close_pages(k, v, layout, static, np.array(starts[at : at + 256]))
         if layout.key.is_raw:  # nothing may depend on rows past the visible length
             _poison(pages, layout, lengths[at : at + 256])
         slab[torch.from_numpy(some).to(device)] = pages[:, None]
@@ -123,7 +125,16 @@ def _poison(pages: torch.Tensor, layout: PageLayout, lengths: list[int]) -> None
 def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dict[str, torch.Tensor]:
     static = {}
     for prefix, spec in (("k", layout.key), ("v", layout.value)):
-        if spec.static:
+        if spec.has_codebook:
+            levels = torch.rand(layout.num_kv_heads, 2**spec.bits, generator=gen, device=device) * 2 - 1
+            static[f"{prefix}_codebook"] = levels.sort(-1).values
+        if spec.pre_rope:
+            d = layout.head_dim // 2
+            static["k_inv_freq"] = 10000.0 ** (-torch.arange(d, device=device) / d)
+        if spec.static and spec.has_codebook:  # narrow: some tokens are stretched
+            static[f"{prefix}_scale"] = (torch.rand(layout.num_kv_heads, layout.head_dim, generator=gen, device=device) + 1.7) * case.magnitude
+            static[f"{prefix}_bias"] = torch.randn(layout.num_kv_heads, layout.head_dim, generator=gen, device=device) * case.magnitude
+        elif spec.static:
             n = spec.num_groups(layout.head_dim)
             top = 4.0 * case.magnitude
             shape = (layout.num_kv_heads, n)

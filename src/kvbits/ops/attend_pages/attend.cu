@@ -5,7 +5,9 @@
 // nothing until a segment ends, then merge through shared memory. Units split over several segments are summed by the block that arrives last.
 #include "finish.cuh"
 #include "raw.cuh"
-#if HAS_PACKED
+#if HAS_LEVELS
+#include "levels_walk.cuh"
+#elif HAS_PACKED
 #include "walk.cuh"
 #endif
 
@@ -158,7 +160,32 @@ DEVICE int walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int w
     return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
 }
 
-#if HAS_PACKED
+#if HAS_LEVELS
+DEVICE int walk_levels(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, Levels& levels, int warp, int lane) {
+    const Segment& s = merge.segment;
+    stage_queries(merge.staged, a, u, nullptr, warp * 32 + lane);
+    const Visible see(merge.staged, a.window, lane);
+    Softmax softmax;
+    softmax.clear();
+    LevelsWalk walk(levels);
+    walk.start(a, merge.staged, u, part, warp, lane);
+    int iteration = chunks_so_far(s, warp);
+#pragma unroll 1
+    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS, ++iteration) {
+        int stage = iteration % STAGES;
+        barrier_wait(shared_address(&ring.full[warp][stage]), iteration / STAGES & 1);
+        int2 tokens = ring.tokens[warp][stage];
+        unsigned char* slot = slots + (warp * STAGES + stage) * SLOT_BYTES;
+        const bool all = tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to;
+        if (tokens.y > 0) walk.chunk(!all, a, see, softmax, slot, tokens.x, tokens.y, merge.unit, warp, lane);
+        shared_writes_before_copies();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&ring.empty[warp][stage]));
+    }
+    walk.sum_biases();
+    return finish_segment(a, walk, softmax, V_HAS_BIAS ? walk.bias_sum : nullptr, D, merge, warp, lane);
+}
+#elif HAS_PACKED
 DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int warp, int lane) {
     const Segment& s = merge.segment;
     stage_queries(merge.staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
@@ -188,10 +215,17 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if HAS_PACKED
-    static_assert(WARPS * STAGES * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16 + sizeof(Merge) <= SHARED_BYTES, "cuda.py counts too little shared memory");
-    unsigned char* slots = shared;
-    Ring& ring = *reinterpret_cast<Ring*>(shared + WARPS * STAGES * SLOT_BYTES);
-    Merge& merge = *reinterpret_cast<Merge*>(shared + WARPS * STAGES * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16);
+#if HAS_LEVELS
+    constexpr int FIRST = (sizeof(Levels) + 127) / 128 * 128;  // at the start of shared memory: look-ups need no address added
+    Levels& levels = *reinterpret_cast<Levels*>(shared);
+    if (threadIdx.x == 0) levels.head = -1;
+#else
+    constexpr int FIRST = 0;
+#endif
+    static_assert(FIRST + WARPS * STAGES * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16 + sizeof(Merge) <= SHARED_BYTES, "cuda.py counts too little shared memory");
+    unsigned char* slots = shared + FIRST;
+    Ring& ring = *reinterpret_cast<Ring*>(slots + WARPS * STAGES * SLOT_BYTES);
+    Merge& merge = *reinterpret_cast<Merge*>(slots + WARPS * STAGES * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16);
     if (threadIdx.x < WARPS * STAGES) {
         // A bulk copy arrives once, for its lane; asynchronous copies arrive once per lane, and the lane that wrote `tokens` once more.
         barrier_init(shared_address(&ring.full[0][0] + threadIdx.x), __CUDA_ARCH__ >= 900 ? 1 : 33);
@@ -221,7 +255,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
         const Part& part = a.parts[s.part];
         Unit u = unit_of(a, s.unit);
         if (threadIdx.x == 0) merge.segment = s, merge.unit = u;  // staging the queries makes it visible
-#if HAS_PACKED
+#if HAS_LEVELS
+        i = part.raw ? walk_raw(a, part, u, merge, warp, lane) : walk_levels(a, part, u, ring, slots, merge, levels, warp, lane);
+#elif HAS_PACKED
         i = part.raw ? walk_raw(a, part, u, merge, warp, lane) : walk_packed(a, part, u, ring, slots, merge, warp, lane);
 #else
         i = walk_raw(a, part, u, merge, warp, lane);

@@ -134,7 +134,8 @@ class ChunkPlan:
         for part, ids, rows in entries:
             p = self.call.parts[part]
             addresses = torch.from_numpy(p.store.addresses()[p.table.page_ids[ids]]).to(self.device)
-            unpackers.append(Unpacker(p.store, self.dtype, addresses, torch.from_numpy(rows).to(self.device), strides[part]))
+            starts_of = torch.from_numpy(p.table.starts[ids].astype(np.int32)).to(self.device)
+            unpackers.append(Unpacker(p.store, self.dtype, addresses, torch.from_numpy(rows).to(self.device), strides[part], starts_of))
         return _Pass(first, last, starts.tolist(), unpackers)
 
 

@@ -19,6 +19,8 @@ struct Part {
     int head_bytes, chunks_per_page, raw;
     int k_raw, v_raw;            // offsets inside a raw struct
     const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D]; null if none
+    const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; kernels with HAS_LEVELS
+    const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; kernels with HAS_LEVELS
 };
 
 struct Segment {

@@ -19,8 +19,9 @@ from ...errors import DataError, UnsupportedError
 from ...spec import PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..types import AttendCall, Part, last_positions
-from . import chunk
+from ..cuda.side import turns_of
+from ..types import AttendCall, Part, kvquant_extras, last_positions
+from . import chunk, levels_format
 from .break_even import small_on_gpu
 from .chunk import ChunkPlan
 from .cuda_format import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout
@@ -42,7 +43,19 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return "the GPU is older than compute capability 8.0"
     if why := cuda_compile.missing():
         return why
-    return refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)))
+    why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)))
+    if why and _is_kvquant(call) and q.dtype in DTYPES:
+        return _refuses_unpacked(call, q.shape[2], q.dtype)
+    return why
+
+
+def _is_kvquant(call: AttendCall) -> bool:
+    return any(kvquant_extras(p.store.layout) for p in call.parts)
+
+
+def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) -> str | None:
+    """Why not even unpacking to 16-bit rows serves one query, or queries past all pages."""
+    return chunk.refuses(call, num_q_heads, q_dtype, chunk.MIN_COLUMNS, True)
 
 
 def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str) -> str | None:
@@ -68,6 +81,7 @@ class _Part(ctypes.Structure):
         ("layer_stride", ctypes.c_int64), ("head_bytes", ctypes.c_int), ("chunks_per_page", ctypes.c_int), ("raw", ctypes.c_int),
         ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int),
         ("k_scale", ctypes.c_void_p), ("k_bias", ctypes.c_void_p), ("v_scale", ctypes.c_void_p), ("v_bias", ctypes.c_void_p),
+        ("k_level", ctypes.c_void_p), ("v_level", ctypes.c_void_p), ("turns", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -228,8 +242,18 @@ class Plan:
         raw = layout.key.is_raw
         tokens = RAW_CHUNK if raw else kernels[packed.index(layout)].shape.chunk
         offsets = {"k_raw": layout.sections["k_raw"].offset, "v_raw": layout.sections["v_raw"].offset} if raw else {}
-        static = {name: self._static(x, layout) for name, x in part.store.static.items()}
+        static = {name: self._static(x, layout) for name, x in part.store.static.items() if name.endswith(("_scale", "_bias"))}
+        if kvquant_extras(layout):
+            static |= self._levels(part)
         return _Part(layer_stride=layer_stride, head_bytes=layout.head_bytes, chunks_per_page=-(-layout.page_size // tokens), raw=raw, **offsets, **static)
+
+    def _levels(self, part: Part) -> dict[str, int]:
+        """What the codes of a part's pages stand for, and how its keys are turned."""
+        layout, static = part.store.layout, part.store.static
+        found = {f"{k}_level": levels_format.levels(s, static.get(f"{k}_codebook"), layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value))}
+        found["turns"] = turns_of(static["k_inv_freq"]) if layout.key.pre_rope else torch.zeros(layout.head_dim // 2, 2)
+        self._keep += (kept := {name: x.to(self.device) for name, x in found.items()}).values()
+        return {name: x.data_ptr() for name, x in kept.items()}
 
     def _static(self, x: torch.Tensor, layout: PageLayout) -> int:
         """Calibrated [H, groups or channels] spread to [H, head_dim]."""
@@ -249,16 +273,19 @@ class Plan:
 def plan(
     call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1, history_only: bool = False, **options: Any
 ) -> Plan | ChunkPlan:
-    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see.
+    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats of KVQuant that no kernel reads packed.
 
     Args:
         history_only: every query that is no padding comes after all pages of the call.
     """
-    if chunk.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None:
+    unpacks = chunk.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
+    if not unpacks and _is_kvquant(call) and (num_queries == 1 or history_only) and refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype))):
+        unpacks = _refuses_unpacked(call, num_q_heads, q_dtype) is None
+    if unpacks:
         return ChunkPlan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
     return Plan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
 
 
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run once: out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32 (see the reference for the contract)."""
-    return Plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1]).run(q.contiguous(), q_positions)
+    return plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1]).run(q.contiguous(), q_positions)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ...spec import DTYPE_BYTES, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..types import kvquant_extras
+from . import levels_format
 
 MAX_PIECES = 40
 SCALE_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
@@ -38,7 +39,8 @@ def refuses_layout(layout: PageLayout) -> str | None:
     if d > 256:
         return f"head_dim={d} is above 256"
     if extras := kvquant_extras(layout):
-        return f"{extras} have no GPU kernel"
+        why = levels_format.refuses(layout)
+        return why and f"{extras}: {why}"
     if layout.key.is_raw and layout.value.is_raw:
         return None if layout.raw_dtype != "float32" else "raw pages are float32; the kernel multiplies float16 and bfloat16"
     if layout.key.is_raw or layout.value.is_raw:
@@ -139,7 +141,7 @@ class Kernel:
 def columns(head_dim: int, num_columns: int, layouts: list[PageLayout]) -> int:
     """Query columns of a warp: 16 where more than 8 are wanted and the registers of two column tiles are there."""
     two_planes = any(len(s.number_format.planes) > 1 for layout in layouts for s in (layout.key, layout.value))
-    return 16 if num_columns > 8 and head_dim <= 128 and not two_planes else 8
+    return 16 if num_columns > 8 and head_dim <= 128 and not two_planes and not any(kvquant_extras(layout) for layout in layouts) else 8
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,9 +163,10 @@ def kernel_for(
     chunk = shape.chunk if shape else _chunk_tokens(layout)
     slot = -(-_used_bytes(chunk_layout(layout, chunk)) // 128) * 128
     with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
+    has_levels = kvquant_extras(layout) is not None
     if shape is None:
-        shape = _choose_shape(layout, slot, chunk, cols, shared_limit)
-    ring = shape.warps * shape.stages * (slot + 24) + 16
+        shape = _choose_levels_shape(layout, slot, cols, shared_limit) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit)
+    ring = shape.warps * shape.stages * (slot + 24) + 16 + (levels_format.shared_bytes(layout, shape.warps) if has_levels else 0)
     rounds = _rounds_at_once(shape.warps, cols, head_dim, with_bias, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, with_bias, rounds)
     defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "STAGES": shape.stages}
@@ -173,6 +176,8 @@ def kernel_for(
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
     for prefix, spec in (("K", layout.key), ("V", layout.value)):
         defines |= _format_defines(prefix, spec, chunk_layout(layout, chunk))
+    if has_levels:
+        defines |= levels_format.defines(layout)
     return Kernel(tuple(defines.items()), shape, tuple(pieces), shared)
 
 
@@ -189,6 +194,14 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
         if warps <= most and stages >= 2:
             return Shape(warps, max(2, min(stages, RING_BYTES // (warps * slot))), chunk, units)
     return Shape(1, 1, chunk, units)
+
+
+def _choose_levels_shape(layout: PageLayout, slot: int, cols: int, shared_limit: int) -> Shape:
+    for warps in (levels_format.MAX_WARPS, 7, 3, 2, 1):
+        room = shared_limit - 16 - levels_format.shared_bytes(layout, warps) - merge_bytes(warps, cols, layout.head_dim, True)
+        if (stages := room // (warps * (slot + 24))) >= 1:
+            return Shape(warps, min(stages, 2), layout.page_size, 2)
+    return Shape(1, 1, layout.page_size, 2)
 
 
 def _format_defines(prefix: str, spec: QuantSpec, chunk: PageLayout) -> dict[str, int]:

@@ -15,6 +15,8 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 DEVICE float negative_infinity() { return __uint_as_float(0xff800000u); }
 DEVICE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_approx(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float cos_approx(float x) { float y; asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float sin_approx(float x) { float y; asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float tanh_approx(float x) { float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 /// 2**e for -126 <= e <= 127.
 DEVICE float power_of_two(int e) { return __uint_as_float(u32(e + 127) << 23); }
@@ -65,9 +67,12 @@ DEVICE void copy_bulk(u32 to, i64 from, u32 bytes, u32 bar, u64 policy) {
                  ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
 }
 DEVICE void prefetch_l2(i64 from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory"); }
+/// This thread's ordinary writes come before bulk copies that a barrier orders after it.
+DEVICE void shared_writes_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 /// Cache pages are read once a step: they should not push anything else out of L2.
 DEVICE u64 read_once_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
 #else
+DEVICE void shared_writes_before_copies() {}
 DEVICE void copy_async_16(u32 to, i64 from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
 /// Arrives on `bar` once all earlier copy_async of this thread have landed.
 DEVICE void copy_async_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }

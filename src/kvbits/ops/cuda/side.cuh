@@ -1,7 +1,7 @@
 // What keys or values of a page are stored as, as a type: the template arguments are `side_arguments` of side.py, from a PageLayout.
 // HEAD_DIM and PAGE are macros of the instantiation.
 #pragma once
-#include "ptx.cuh"
+#include "turn.cuh"
 
 enum { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };
 enum { INTEGER = 0, E4M3 = 1, E5M2 = 2, RAW = 3 };
@@ -32,3 +32,16 @@ DEVICE float load_value(const void* p, i64 i) {
     u16 h = static_cast<const u16*>(p)[i];
     return TYPE == FLOAT16 ? f16_to_float(h) : bf16_to_float(h);
 }
+
+/// What the formats of KVQuant have besides: levels from a codebook, a factor per token, listed elements, keys from before the rotary embedding.
+template <bool CODEBOOK_, bool STRETCH_, int STRETCH_OFFSET_, int OUTLIERS_, int INDEX_BYTES_, int INDEX_OFFSET_, int VALUE_OFFSET_, bool TURNED_>
+struct Extras {
+    static constexpr bool CODEBOOK = CODEBOOK_, STRETCH = STRETCH_, TURNED = TURNED_;
+    static constexpr int STRETCH_OFFSET = STRETCH_OFFSET_, OUTLIERS = OUTLIERS_, INDEX_BYTES = INDEX_BYTES_, INDEX_OFFSET = INDEX_OFFSET_, VALUE_OFFSET = VALUE_OFFSET_;
+
+    /// token * head_dim + channel of a listed element.
+    static DEVICE u32 index(const unsigned char* page, int i) {
+        if (INDEX_BYTES == 2) return reinterpret_cast<const u16*>(page + INDEX_OFFSET)[i];
+        return reinterpret_cast<const u32*>(page + INDEX_OFFSET)[i];
+    }
+};

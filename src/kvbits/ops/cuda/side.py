@@ -1,6 +1,8 @@
-"""Template arguments of struct Side in side.cuh: what keys or values of a page are stored as."""
+"""Template arguments of the structs of side.cuh: what keys or values of a page are stored as."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -27,3 +29,30 @@ def side_arguments(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:
         TYPE_NAMES[spec.scale_dtype], offset("raw" if spec.is_raw else "plane0"), offset("plane1"), offset("scale"), offset("bias"), offset("mean"),
     ]  # fmt: skip
     return ", ".join(map(str, values))
+
+
+def extra_arguments(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:
+    """Template arguments of struct Extras: codebook, stretch, outliers and rotary embedding of keys ("k") or values ("v")."""
+    sections = layout.sections
+
+    def offset(name: str) -> int:
+        found = sections.get(f"{prefix}_{name}")
+        return found.offset if found else 0
+
+    index_bytes = 2 if layout.outlier_index_dtype == "uint16" else 4
+    count = spec.num_outliers(layout.page_size, layout.head_dim)
+    values = [
+        int(spec.has_codebook), int(spec.has_stretch), offset("stretch"), count, index_bytes, offset("outlier_index"), offset("outlier_value"),
+        int(spec.pre_rope),
+    ]  # fmt: skip
+    return ", ".join(map(str, values))
+
+
+def turns_of(inv_freq: torch.Tensor) -> torch.Tensor:
+    """float32 [head_dim / 2, 2] of `inv_freq` [head_dim / 2] radians per token: turns per token, and what float32 misses of them.
+
+    position * turns is exact to 2**-24 of a turn with two products (turn.cuh), where position * inv_freq in float32 is off by 0.008 radians at 131,072.
+    """
+    turns = inv_freq.double() / (2 * math.pi)
+    high = turns.float()
+    return torch.stack([high, (turns - high.double()).float()], -1).contiguous()

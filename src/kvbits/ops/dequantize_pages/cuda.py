@@ -8,14 +8,17 @@ from pathlib import Path
 
 import torch
 
+from ...errors import DataError
 from ...spec import PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..cuda.side import TYPES, side_arguments
+from ..cuda.side import TYPES, extra_arguments, side_arguments, turns_of
 from ..types import PageStore
 
 THREADS = 256
 MAX_HEADS = 65_535
+MAX_TILE_BYTES = 96 << 10
+"""Of a page with outliers or keys from before the rotary embedding, in float32: what every GPU since compute capability 8.0 gives a block."""
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
@@ -28,13 +31,24 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
         return f"page_size={layout.page_size} is no multiple of 16"
     if (layout.key.is_raw or layout.value.is_raw) and layout.raw_dtype != str(dtype)[6:]:
         return f"raw pages are {layout.raw_dtype}, rows {str(dtype)[6:]}"
+    if layout.key.pre_rope and layout.head_dim % 8:
+        return f"head_dim={layout.head_dim} is no multiple of 8, which keys from before the rotary embedding need"
+    if (nbytes := tile_bytes(layout)) > MAX_TILE_BYTES:
+        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's {MAX_TILE_BYTES}; use smaller pages"
     return None
+
+
+def tile_bytes(layout: PageLayout) -> int:
+    """Shared memory of a block: a page's keys or values in float32, where elements of a page meet."""
+    staged = any(s.outliers or s.pre_rope for s in (layout.key, layout.value))
+    return layout.page_size * layout.head_dim * 4 if staged else 0
 
 
 class _Args(ctypes.Structure):
     _fields_ = [
         ("page_address", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p * 2), ("scale", ctypes.c_void_p * 2),
-        ("bias", ctypes.c_void_p * 2), ("layer_offset", ctypes.c_int64), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+        ("bias", ctypes.c_void_p * 2), ("codebook", ctypes.c_void_p * 2), ("starts", ctypes.c_void_p), ("turns", ctypes.c_void_p),
+        ("layer_offset", ctypes.c_int64), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -43,6 +57,7 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     return {
         "HEAD_DIM": layout.head_dim, "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TYPES[dtype],
         "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
+        "K_EXTRAS": extra_arguments(layout, "k", layout.key), "V_EXTRAS": extra_arguments(layout, "v", layout.value),
     }  # fmt: skip
 
 
@@ -50,7 +65,8 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
 def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> driver.Kernel:
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
-        return driver.Kernel(cuda_compile.compile_source(Path(__file__).parent, "dequantize.cu", defines(layout, dtype), arch), "dequantize_pages")
+        binary = cuda_compile.compile_source(Path(__file__).parent, "dequantize.cu", defines(layout, dtype), arch)
+        return driver.Kernel(binary, "dequantize_pages", tile_bytes(layout))
 
 
 class Unpacker:
@@ -60,9 +76,12 @@ class Unpacker:
         page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
         rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
         layer_stride: bytes from a page of one layer to the same page of the next.
+        starts: int32 [n] on the device: position of each page's first token, for keys from before the rotary embedding.
     """
 
-    def __init__(self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int) -> None:
+    def __init__(
+        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor | None = None
+    ) -> None:
         layout = store.layout
         self.count, self.num_heads, self.layer_stride = len(page_address), layout.num_kv_heads, layer_stride
         self._kernel = _load(layout, dtype, page_address.device.index)
@@ -72,8 +91,18 @@ class Unpacker:
             for name, field in (("scale", self._args.scale), ("bias", self._args.bias)):
                 if (static := store.static.get(f"{kind}_{name}")) is not None:
                     wide = static.to(page_address.device, torch.float32).repeat_interleave(layout.head_dim // static.shape[-1], -1).contiguous()
-                    self._keep.append(wide)
-                    field[i] = wide.data_ptr()
+                    field[i] = self._kept(wide)
+            if (codebook := store.static.get(f"{kind}_codebook")) is not None:
+                self._args.codebook[i] = self._kept(codebook.to(page_address.device, torch.float32).contiguous())
+        if layout.key.pre_rope:
+            if starts is None:
+                raise DataError("pages of keys stored before the rotary embedding were given no starts; pass each page's first position")
+            self._args.starts = self._kept(starts)
+            self._args.turns = self._kept(turns_of(store.static["k_inv_freq"]).to(page_address.device))
+
+    def _kept(self, x: torch.Tensor) -> int:
+        self._keep.append(x)
+        return x.data_ptr()
 
     def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         """Write the rows of keys and values, [rows, H, D] dense."""

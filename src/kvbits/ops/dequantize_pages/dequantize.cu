@@ -2,6 +2,9 @@
 //
 // A code is looked up where docs/formats.md puts it: four neighbouring channels of a key are one word, those of four value tokens are 16 bytes. Values are
 // (code - zero) * scale + bias + mean in float32, rounded once.
+//
+// Listed elements and keys from before the rotary embedding need a page's other numbers: such sides are decoded to a float32 tile in shared memory, get
+// their listed elements added (an index is listed once, so without atomics), and are turned as they are written.
 #include "side.cuh"
 
 struct Args {
@@ -10,6 +13,9 @@ struct Args {
     void* out[2];                // keys, values [rows, H, D] in OUT_TYPE
     const float* scale[2];       // calibrated [H][D], null if none
     const float* bias[2];
+    const float* codebook[2];    // [H][entries], null if none
+    const int* starts;           // [n]: position of each page's first token; read for keys from before the rotary embedding
+    const float2* turns;         // [D / 2] of side.py's turns_of
     i64 layer_offset;            // bytes
     int num_heads, head_bytes;
 };
@@ -39,37 +45,72 @@ DEVICE void value_codes(u32 (&word)[4], const unsigned char* plane, int quad, in
     word[0] = fields<BITS>(w.x, ch); word[1] = fields<BITS>(w.y, ch); word[2] = fields<BITS>(w.z, ch); word[3] = fields<BITS>(w.w, ch);
 }
 
-template <class S>
-DEVICE float number(u32 code) {
+template <class S, class E>
+DEVICE float number(u32 code, const float* codebook) {
+    if (E::CODEBOOK) return codebook[code];
     if (S::FLOAT == E4M3) return f16_to_float(u16((code & 0x7f) << 7 | (code & 0x80) << 8)) * 256.f;
     if (S::FLOAT == E5M2) return f16_to_float(u16(code << 8));
     return float(int(code) - S::ZERO);
 }
 
-template <class S>
+template <class E>
+constexpr bool STAGED = E::OUTLIERS || E::TURNED;
+
+template <class S, class E>
 struct Reader {
     const unsigned char* page;
-    const float *scale, *bias;   // of this head
+    const float *scale, *bias, *codebook;  // of this head
+    float* tile;                 // [PAGE][D], only if STAGED
 
     /// Adds scale, bias and mean to four neighbouring numbers and stores them.
     DEVICE void finish(void* out, i64 at, float (&x)[4], int token, int ch) const {
+        const float stretch = E::STRETCH ? load_value<S::TYPE>(page + E::STRETCH_OFFSET, token) : 1.f;
         for (int k = 0; k < 4; ++k) {
             int place = S::SCALE == SCALE_CHANNEL ? ch + k : ch / S::GROUP * PAGE + token;
-            if (S::SCALE == SCALE_STATIC) x[k] = x[k] * scale[ch + k] + (S::HAS_BIAS ? bias[ch + k] : 0.f);
-            else {
-                x[k] *= load_value<S::TYPE>(page + S::SCALE_OFFSET, place);
-                if (S::HAS_BIAS) x[k] += load_value<S::TYPE>(page + S::BIAS_OFFSET, place);
-            }
+            x[k] *= S::SCALE == SCALE_STATIC ? scale[ch + k] : load_value<S::TYPE>(page + S::SCALE_OFFSET, place);
+            if (E::STRETCH) x[k] *= stretch;
+            if (S::HAS_BIAS) x[k] += S::SCALE == SCALE_STATIC ? bias[ch + k] : load_value<S::TYPE>(page + S::BIAS_OFFSET, place);
             if (S::HAS_MEAN) x[k] += load_value<S::TYPE>(page + S::MEAN_OFFSET, ch + k);
         }
-        store4(out, at, x);
+        if (STAGED<E>) *reinterpret_cast<float4*>(tile + token * D + ch) = {x[0], x[1], x[2], x[3]};
+        else store4(out, at, x);
     }
 };
 
-template <class S>
-DEVICE void unpack(const Args& a, int side, const unsigned char* page, int head, int2 rows) {
+/// The tile's rows with their listed elements, turned to their positions if they are not yet.
+template <class S, class E>
+DEVICE void write_tile(const Args& a, int side, const unsigned char* page, float* tile, i64 base, i64 stride, int tokens) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < E::OUTLIERS; i += THREADS) {
+        u32 at = E::index(page, i);
+        if (at < tokens * D) tile[at] += load_value<S::TYPE>(page + E::VALUE_OFFSET, i);
+    }
+    __syncthreads();
+    constexpr int STEP = E::TURNED ? D / 8 : D / 4;  // lanes of a row
+    for (int i = threadIdx.x; i < tokens * STEP; i += THREADS) {
+        int token = i / STEP, ch = i % STEP * 4;
+        float4 low = *reinterpret_cast<const float4*>(tile + token * D + ch);
+        float x[4] = {low.x, low.y, low.z, low.w};
+        if (E::TURNED) {
+            float4 high = *reinterpret_cast<const float4*>(tile + token * D + D / 2 + ch);
+            float y[4] = {high.x, high.y, high.z, high.w};
+            for (int k = 0; k < 4; ++k) {
+                float2 t = turn_of(a.starts[blockIdx.x] + token, a.turns[ch + k]);
+                float turned = x[k] * t.x - y[k] * t.y;
+                y[k] = y[k] * t.x + x[k] * t.y;
+                x[k] = turned;
+            }
+            store4(a.out[side], base + token * stride + D / 2 + ch, y);
+        }
+        store4(a.out[side], base + token * stride + ch, x);
+    }
+    __syncthreads();  // the other side writes the same tile
+}
+
+template <class S, class E>
+DEVICE void unpack(const Args& a, int side, const unsigned char* page, int head, int2 rows, float* tile) {
     const i64 stride = i64(a.num_heads) * D, base = i64(rows.x) * stride + head * D;
-    Reader<S> reader = {page, a.scale[side] + head * D, a.bias[side] + head * D};
+    Reader<S, E> reader = {page, a.scale[side] + head * D, a.bias[side] + head * D, a.codebook[side] + (head << (S::BITS > 8 ? 0 : S::BITS)), tile};
     constexpr int CHUNKS = D / 4;
     if (S::FLOAT == RAW) {
         for (int i = threadIdx.x; i < rows.y * CHUNKS; i += THREADS) {
@@ -90,7 +131,7 @@ DEVICE void unpack(const Args& a, int side, const unsigned char* page, int head,
                 int token = quad / 2 * 8 + (0x76325410u >> (quad % 2 * 4 + u) * 4 & 7);  // slots hold tokens 0 1 4 5 2 3 6 7
                 if (token >= rows.y) continue;
                 float x[4];
-                for (int k = 0; k < 4; ++k) x[k] = number<S>(word[k] >> 8 * u & 255);
+                for (int k = 0; k < 4; ++k) x[k] = number<S, E>(word[k] >> 8 * u & 255, reader.codebook);
                 reader.finish(a.out[side], base + token * stride + ch, x, token, ch);
             }
         }
@@ -100,16 +141,18 @@ DEVICE void unpack(const Args& a, int side, const unsigned char* page, int head,
             u32 word = key_codes<S::BITS0>(page + S::OFFSET0, token, ch);
             if (S::BITS1) word = word << S::BITS1 | key_codes<S::BITS1 ? S::BITS1 : 8>(page + S::OFFSET1, token, ch);
             float x[4];
-            for (int k = 0; k < 4; ++k) x[k] = number<S>(word >> 8 * k & 255);
+            for (int k = 0; k < 4; ++k) x[k] = number<S, E>(word >> 8 * k & 255, reader.codebook);
             reader.finish(a.out[side], base + token * stride + ch, x, token, ch);
         }
     }
+    if (STAGED<E>) write_tile<S, E>(a, side, page, tile, base, stride, rows.y);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) dequantize_pages(const __grid_constant__ Args a) {
     const int head = blockIdx.y;
     const auto* page = reinterpret_cast<const unsigned char*>(a.page_address[blockIdx.x] + a.layer_offset + i64(head) * a.head_bytes);
     const int2 rows = a.rows[blockIdx.x];
-    unpack<Side<K_SIDE, false>>(a, 0, page, head, rows);
-    unpack<Side<V_SIDE, true>>(a, 1, page, head, rows);
+    extern __shared__ __align__(16) float tile[];
+    unpack<Side<K_SIDE, false>, Extras<K_EXTRAS>>(a, 0, page, head, rows, tile);
+    unpack<Side<V_SIDE, true>, Extras<V_EXTRAS>>(a, 1, page, head, rows, tile);
 }

@@ -1,0 +1,147 @@
+"""KVQuant's formats on a GPU: the kernel that reads them packed and the unpacked rows, against the float64 reference over the same bytes.
+
+Bounds: keys become float16 operands after scale, bias and turn, each rounded once (2**-11 of the largest part), where other formats multiply exact codes;
+5e-3 of attention's output covers it as long as scores are of ordinary size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from ops.cuda_cases import Case, build, relative_error
+from ops.test_cuda_attend import check
+
+from kvbits import schemes
+from kvbits.ops.attend_pages import chunk, cuda, cuda_format, levels_format, reference
+from kvbits.ops.close_pages.reference import close_pages
+from kvbits.ops.dequantize_pages.cuda import Unpacker
+from kvbits.ops.dequantize_pages.reference import dequantize_pages
+from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+NAMES = [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")]
+LENGTHS = (1000, 64, 0, 333, 2500)
+
+
+def of(name, **changes):
+    s = schemes.get(name)
+    return {"key": s.key, "value": s.value} | changes
+
+
+def direct():
+    for name in NAMES:
+        yield Case(**of(name), lengths=LENGTHS, tail=64, sinks=1)
+        yield Case(**of(name), lengths=LENGTHS, head_dim=64, tail=20, dtype=torch.float16)
+    for group in (1, 2, 8, 12, 16):
+        yield Case(**of("nuq4-1%"), lengths=(1000, 70), group=group, tail=20)
+        yield Case(**of("nuq2-1%"), lengths=(1000, 70), group=group, head_dim=64)
+    for options in ({"window": 300, "tail": 20}, {"crop": 13}, {"softcap": 20.0, "tail": 20}, {"num_queries": 5, "tail": 20, "group": 3}):
+        yield Case(**of("nuq3-1%"), lengths=(1000, 70), **options)
+    key, value = of("nuq4-1%").values()
+    for changed in ({"pre_rope": False}, {"symmetric": True}, {"outliers": 0.05}, {"outliers": 0.002}):
+        yield Case(key=dataclasses.replace(key, **changed), value=value, lengths=(1000, 70))
+    for changed in ({"symmetric": True}, {"outliers": 0.05}, {"outliers": 0.0}, {"format": "nuq2"}):
+        yield Case(key=key, value=dataclasses.replace(value, **changed), lengths=(1000, 70))
+    integers = QuantSpec(format="int4", granularity=PerChannel(), symmetric=False, static=True, pre_rope=True)
+    yield Case(key=integers, value=QuantSpec(format="int3", granularity=PerToken()), lengths=(1000, 70), tail=20)
+    yield Case(key=dataclasses.replace(integers, format="int2", symmetric=True), value=value, lengths=(1000, 70), tail=20)
+
+
+def unpacked():
+    """Layouts that no kernel reads packed."""
+    key, value = of("nuq4-1%").values()
+    local = dataclasses.replace(key, static=False)
+    yield Case(key=local, value=value, lengths=(1000, 70), tail=20)
+    yield Case(key=dataclasses.replace(local, format="int8", outliers=0.01), value=dataclasses.replace(value, granularity=PerGroup(32)), lengths=(1000, 70), sinks=1)
+    yield Case(key=key, value=value, lengths=(1000, 70), head_dim=80)
+    yield Case(key=key, value=value, lengths=(1000, 70), head_dim=256)
+    yield Case(key=key, value=value, lengths=(1000, 70), page_size=32, tail=10)
+    yield Case(key=dataclasses.replace(key, scale_dtype="float32"), value=dataclasses.replace(value, scale_dtype="bfloat16"), lengths=(1000, 70))
+
+
+def at_position(call, offset):
+    """The same call `offset` tokens later in longer sequences: starts are part of what pages of turned keys mean."""
+    parts = [dataclasses.replace(p, table=dataclasses.replace(p.table, starts=p.table.starts + offset)) for p in call.parts]
+    return dataclasses.replace(call, parts=tuple(parts))
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", list(direct()), ids=str)
+def test_packed_pages_agree_with_float64(case):
+    call, q, _ = build(case, "cuda")
+    assert all(cuda_format.refuses_layout(p.store.layout) is None for p in call.parts)
+    plan = cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries)
+    assert isinstance(plan, cuda.Plan)
+    first = check(call, q, plan)
+    assert torch.equal(first, plan.run(q)[0]), "two runs give the same bits"
+
+
+@needs_gpu
+@pytest.mark.parametrize("offset", [100_003, 1_000_000])
+def test_far_positions(offset):
+    call, q, _ = build(Case(**of("nuq4-1%"), lengths=(640, 130), tail=2), "cuda")
+    call = at_position(call, offset)
+    check(call, q, cuda.plan(call, q.shape[2], q.dtype, q.device))
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", list(unpacked()), ids=str)
+def test_layouts_without_a_kernel_of_their_own_are_unpacked(case):
+    call, q, _ = build(case, "cuda")
+    assert cuda_format.refuses_layout(call.parts[0].store.layout) and cuda.refuses(q, call) is None
+    plan = cuda.plan(call, q.shape[2], q.dtype, q.device)
+    assert isinstance(plan, chunk.ChunkPlan)
+    out, lse = plan.run(q)
+    want, want_lse = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
+    assert relative_error(out, want) < 1e-2  # keys and values rounded to bfloat16, as 16-bit attention has them
+    torch.testing.assert_close(lse.double().cpu(), want_lse.cpu(), rtol=5e-3, atol=5e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", [*list(direct())[:12], *unpacked()], ids=str)
+def test_unpacked_rows_are_the_reference_rounded_once(case):
+    call, _, _ = build(case, "cuda")
+    call = at_position(call, 100_003)
+    store, table = call.parts[0].store, call.parts[0].table
+    layout = store.layout
+    ends = np.cumsum(table.lengths)
+    rows = torch.from_numpy(np.stack([ends - table.lengths, table.lengths], 1).astype(np.int32)).cuda()
+    keys, values = (torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=torch.float16, device="cuda") for _ in "kv")
+    addresses, starts = torch.from_numpy(store.addresses()[table.page_ids]).cuda(), torch.from_numpy(table.starts.astype(np.int32)).cuda()
+    Unpacker(store, torch.float16, addresses, rows, 0, starts).run(keys, values, 0)
+    for got, want in zip((keys, values), dequantize_pages(store.gather(table.page_ids), layout, store.static, torch.float64, starts=table.starts), strict=True):
+        want = torch.cat([w[:, :n] for w, n in zip(want, table.lengths, strict=True)], 1).transpose(0, 1)
+        torch.testing.assert_close(got.double(), want, rtol=2.0**-10, atol=1e-4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["nuq4-1%", "nuq2-1%"])
+def test_the_reference_closes_the_same_pages_on_either_device(name):
+    layout = PageLayout(**of(name), page_size=64, num_kv_heads=2, head_dim=64)
+    call, _, _ = build(Case(**of(name), lengths=(64,), head_dim=64), "cpu")
+    static = call.parts[0].store.static
+    k, v = torch.randn(2, 5, 2, 64, 64)
+    starts = np.arange(5) * 64 + 1
+    want = close_pages(k, v, layout, static, starts)[0]
+    got = close_pages(k.cuda(), v.cuda(), layout, {n: x.cuda() for n, x in static.items()}, starts)[0]
+    a, b = dequantize_pages(want, layout, static, starts=starts), dequantize_pages(got.cpu(), layout, static, starts=starts)
+    for x, y, original in zip(a, b, (k, v), strict=True):
+        assert relative_error(x, y) < 1e-2 and relative_error(y, original) < 1.1 * relative_error(x, original), "sines differ in the last bit, ties go either way"
+
+
+def test_refusals_say_what_is_missing():
+    key, value = of("nuq4-1%").values()
+
+    def why(**changes):
+        return levels_format.refuses(PageLayout(**{"key": key, "value": value, "page_size": 64, "num_kv_heads": 2, "head_dim": 128} | changes))
+
+    assert why() is None
+    assert "head_dim=80" in why(head_dim=80)
+    assert "page_size=32" in why(page_size=32)
+    assert "calibrated scale" in why(key=dataclasses.replace(key, static=False))
+    assert "scale per token" in why(value=dataclasses.replace(value, granularity=PerGroup(32)))
+    assert "16 levels" in why(key=QuantSpec(format="int8", granularity=PerChannel(), static=True, pre_rope=True))
+    assert "float32" in why(value=dataclasses.replace(value, scale_dtype="float32"))
