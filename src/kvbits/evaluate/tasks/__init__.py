@@ -19,7 +19,11 @@ Record = dict[str, Any]
 TASKS: dict[str, str] = {
     "fidelity": "text:FidelityTask",
     "decode": "text:DecodeTask",
+    "greedy": "greedy:GreedyTask",
     "attention": "attention:AttentionTask",
+    "passkey": "retrieval:PasskeyTask",
+    "needle": "retrieval:NeedleTask",
+    "entities": "retrieval:EntitiesTask",
 }
 """Task name -> module:class."""
 

@@ -1,0 +1,152 @@
+"""Can the model still find a fact in a long prompt? Passkeys in filler by depth, needles in real books, and facts about many alike names.
+
+A prompt of exactly N tokens is prefilled in chunks, so that the fact is read from the cache as stored, and the answer is fed token by token. It
+counts as found if each of its tokens is the most likely one, which is when greedy decoding would have written it.
+
+    passkey    a five-digit key in repeated filler                (after arXiv:2305.16300)
+    needle     a fact in the text given with --text, a real book
+    entities   many people with a number each, some of them alike, told twice in shuffled order; one is asked for
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from ...errors import DataError
+from ..caches import CacheFactory
+from ..texts import bos_of
+from . import Context, Record, Task
+from .text import prefill
+
+FILLER = "The river runs past the old mill. Boats come in the morning and leave at night. The market opens, people talk, and the bells ring again. "
+NAMES = ("Anna", "Hanna", "Johanna", "Marta", "Martha", "Jon", "John", "Joan", "Peter", "Petra", "Carl", "Carla", "Louis", "Louise", "Paul", "Paula")
+
+
+class RetrievalTask(Task):
+    """Items are LENGTH:DEPTH:REPEAT. Subclasses say what is hidden where, and how it is asked for."""
+
+    ANSWER_ROOM: ClassVar[int] = 12
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        limit = getattr(context.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if limit is not None and (long := [n for n in context.options.contexts if n + self.ANSWER_ROOM > limit]):
+            raise DataError(f"a prompt of {long[0]} tokens and its answer pass the model's {limit} positions; lower --contexts")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"chunk": self.context.options.chunk, "seed": self.context.options.seed, "prompt": 1}
+
+    def item_keys(self) -> list[str]:
+        o = self.context.options
+        return [f"{n}:{d:g}:{r}" for n in o.contexts for d in o.depths for r in range(o.repeats)]
+
+    def size(self, key: str) -> int:
+        return int(key.split(":")[0])
+
+    def parts(self, length: int, depth: float, rng: random.Random) -> tuple[str, str, str, str, str]:
+        """(lead, filler, needle, question, answer); filler may be longer than needed."""
+        raise NotImplementedError
+
+    def prompt(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids of the prompt, exactly LENGTH; ids of the answer)."""
+        length, depth, _ = key.split(":")
+        tokenizer = self.context.tokenizer
+        lead, filler, needle, question, answer = self.parts(int(length), float(depth), random.Random(f"{self.context.options.seed}:{key}"))
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+        start, end = [*bos_of(tokenizer), *encode(lead)], encode("\n" + question)
+        whole = encode(question + answer)
+        hidden = encode("\n" + needle + "\n") if needle else []
+        room = int(length) - len(start) - len(end) - len(hidden)
+        body = encode(filler)
+        if room < 0 or len(body) < room:
+            raise DataError(f"a prompt of {length} tokens needs {room} tokens of filler, but there are {len(body)}; give a longer --text or other --contexts")
+        at = round(float(depth) * room)
+        ids = [*start, *body[:at], *hidden, *body[at:room], *end]
+        target = whole[len(encode(question)) :]
+        return torch.tensor(ids), torch.tensor(target)
+
+    @torch.no_grad()
+    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
+        ids, answer = self.prompt(key)
+        model, found = self.context.model, {}
+        for name, f in factories.items():
+            cache = f.make(1, len(ids) + len(answer))
+            logits = prefill(model, {"": cache}, ids, self.context.options.chunk)[""]
+            nll, right = 0.0, 0
+            for i, token in enumerate(answer.tolist()):
+                log_p = torch.log_softmax(logits.float(), -1)
+                nll -= float(log_p[token])
+                right += int(log_p.argmax()) == token
+                if i + 1 < len(answer):
+                    logits = model(torch.tensor([[token]], device=model.device), past_key_values=cache, use_cache=True).logits[0, -1]
+            found[name] = {"found": right == len(answer), "tokens": len(answer), "right": right, "nll": nll}
+            advance(len(ids))
+        return found
+
+    def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
+        places = dict.fromkeys(k.rsplit(":", 1)[0] for k in records)
+        maps = {p: _share([r["found"] for k, r in records.items() if k.rsplit(":", 1)[0] == p]) for p in places}
+        known = [k for k in records if k in base and base[k]["found"]]
+        return {
+            "prompts": len(records), "accuracy": _share([r["found"] for r in records.values()]),
+            "found_of_base": _share([records[k]["found"] for k in known]) if known else None, "base_found": len(known),
+            "nll": math.fsum(r["nll"] for r in records.values()) / len(records), "heat_map": maps,
+        }  # fmt: skip
+
+
+def _share(values: list[bool]) -> float:
+    return sum(values) / len(values)
+
+
+class PasskeyTask(RetrievalTask):
+    """A key in filler."""
+
+    name: ClassVar[str] = "passkey"
+
+    def parts(self, length: int, depth: float, rng: random.Random) -> tuple[str, str, str, str, str]:
+        key = str(rng.randrange(10_000, 100_000))
+        lead = "Somewhere in this long and dull text a pass key is given. Remember it; it is asked for at the end.\n"
+        needle = f"The pass key is {key}. Keep it in mind. {key} is the pass key."
+        return lead, FILLER * (length // 12 + 2), needle, "What is the pass key? The pass key is", f" {key}"
+
+
+class NeedleTask(RetrievalTask):
+    """A fact in a book."""
+
+    name: ClassVar[str] = "needle"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return super().settings | {"text": self.context.texts[0].name, "text_sha256": self.context.texts[0].sha256}
+
+    def parts(self, length: int, depth: float, rng: random.Random) -> tuple[str, str, str, str, str]:
+        number = str(rng.randrange(1_000, 10_000))
+        text = self.context.texts[0].content
+        start = rng.randrange(max(1, len(text) - 12 * length))
+        fact = "The lighthouse keeper's secret number is"
+        question = f"Question: What is the lighthouse keeper's secret number? Answer: {fact}"
+        return "", text[start : start + 12 * length], f"{fact} {number}.", question, f" {number}"
+
+
+class EntitiesTask(RetrievalTask):
+    """Alike names with a number each. DEPTH is where the person asked for stands in the first telling."""
+
+    name: ClassVar[str] = "entities"
+
+    def parts(self, length: int, depth: float, rng: random.Random) -> tuple[str, str, str, str, str]:
+        people = rng.sample(NAMES, len(NAMES))
+        numbers = rng.sample(range(100, 1000), len(people))
+        told = [f"{p} keeps the number {n}." for p, n in zip(people, numbers, strict=True)]
+        again = rng.sample(told, len(told))
+        asked = min(int(depth * len(people)), len(people) - 1)
+        lead = "A list of people and their numbers.\n" + " ".join([*told, *again]) + "\n"
+        return lead, FILLER * (length // 12 + 2), "", f"Which number does {people[asked]} keep? {people[asked]} keeps the number", f" {numbers[asked]}"

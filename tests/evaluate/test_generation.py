@@ -1,0 +1,95 @@
+"""Greedy divergence and retrieval: prompts have their exact length, answers are judged as greedy decoding would write them."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from kvbits.errors import DataError, SpecError
+from kvbits.evaluate.caches import base_factory, factory
+from kvbits.evaluate.tasks import Context, Options, load
+from kvbits.evaluate.tasks.greedy import generate
+from kvbits.evaluate.texts import Text, novel
+
+OPTIONS = {"windows": 2, "context": 150, "new_tokens": 12, "chunk": 32, "contexts": (1600, 1900), "depths": (0.0, 0.5, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model()
+
+
+def task(name, model, bos=False, **changes):
+    return load(name)(Context(model, tiny.tokenizer(bos), (Text("t", novel()[:30_000]),), Options(**(OPTIONS | changes))))
+
+
+def test_greedy_tokens_are_generates(model):
+    ids = torch.tensor(tiny.tokenizer()(novel()[:150])["input_ids"])
+    want = model.generate(ids[None], attention_mask=torch.ones(1, 150, dtype=torch.int64), do_sample=False, max_new_tokens=12, min_new_tokens=12, pad_token_id=2)
+    assert generate(model, base_factory(model).make(1, 162), ids, 12, 32) == want[0, 150:].tolist()
+    assert len(generate(model, base_factory(model).make(1, 162), ids, 12, 32, stop=lambda tokens: len(tokens) == 3)) == 3
+
+
+def test_first_divergence_is_where_texts_differ(model):
+    t = task("greedy", model)
+    factories = {"32-bit": base_factory(model), "raw": factory(model, "raw"), "kivi2": factory(model, "kivi2")}
+    records = {k: t.run(k, factories, lambda n: None) for k in t.item_keys()}
+    for r in records.values():
+        assert r["32-bit"]["first_divergence"] == r["raw"]["first_divergence"] == 12
+        a, b, d = r["32-bit"]["tokens"], r["kivi2"]["tokens"], r["kivi2"]["first_divergence"]
+        assert a[:d] == b[:d] and (d == 12 or a[d] != b[d])
+    found = t.summary({k: r["kivi2"] for k, r in records.items()}, {})
+    assert found["prompts"] == 2 and 0 <= found["first_divergence"] <= 12 and 0 <= found["agreement"] <= 1
+
+
+@pytest.mark.parametrize("name", ["passkey", "needle", "entities"])
+@pytest.mark.parametrize("bos", [False, True])
+def test_prompts_have_their_exact_length_and_hold_the_answer(model, name, bos):
+    t = task(name, model, bos)
+    assert len(t.item_keys()) == 6
+    for key in t.item_keys():
+        ids, answer = t.prompt(key)
+        assert len(ids) == int(key.split(":")[0]) and (ids[0] == 1) == bos
+        text = "".join(t.context.tokenizer.convert_ids_to_tokens(ids))
+        wanted = "".join(t.context.tokenizer.convert_ids_to_tokens(answer)).strip()
+        assert wanted.isdigit() and wanted in text and not text.endswith(wanted)
+        if name != "entities":
+            at = text.index(wanted) / len(text)
+            assert abs(at - float(key.split(":")[1])) < 0.35
+    again = task(name, model, bos)
+    assert torch.equal(again.prompt(again.item_keys()[1])[0], t.prompt(t.item_keys()[1])[0])
+    other = task(name, model, bos, seed=1)
+    assert not torch.equal(other.prompt(other.item_keys()[1])[1], t.prompt(t.item_keys()[1])[1])
+
+
+def test_found_means_that_greedy_decoding_writes_it(model, monkeypatch):
+    t = task("passkey", model)
+    key = t.item_keys()[0]
+    ids, _ = t.prompt(key)
+    written = torch.tensor(generate(model, base_factory(model).make(1, 1700), ids, 4, 32))
+    for answer, found in ((written, True), (torch.cat([written[:3], (written[3:] + 1) % 50]), False)):
+        monkeypatch.setattr(t, "prompt", lambda key, answer=answer: (ids, answer))
+        record = t.run(key, {"32-bit": base_factory(model), "raw": factory(model, "raw")}, lambda n: None)
+        assert record["32-bit"]["found"] is found and record["raw"]["found"] is found
+        assert record["raw"]["nll"] == pytest.approx(record["32-bit"]["nll"], rel=1e-4)
+        assert record["raw"]["right"] == (4 if found else 3)
+
+
+def test_the_heat_map_and_what_the_base_found():
+    t = load("passkey")
+    records = {"700:0:0": {"found": True, "nll": 1.0}, "700:0:1": {"found": False, "nll": 1.0}, "700:1:0": {"found": False, "nll": 1.0}}
+    base = {"700:0:0": {"found": True}, "700:0:1": {"found": False}, "700:1:0": {"found": True}}
+    found = t.summary(None, records, base)
+    assert found["heat_map"] == {"700:0": 0.5, "700:1": 0.0}
+    assert found["accuracy"] == pytest.approx(1 / 3) and found["found_of_base"] == 0.5 and found["base_found"] == 2
+
+
+def test_prompts_that_cannot_be_are_refused(model):
+    with pytest.raises(DataError, match="pass the model's 4096 positions"):
+        task("passkey", model, contexts=(4096,))
+    with pytest.raises(DataError, match="tokens of filler"):
+        t = task("needle", model, contexts=(50,))
+        t.prompt(t.item_keys()[0])
+    with pytest.raises(SpecError, match="depth 1.5"):
+        Options(depths=(1.5,))
