@@ -24,6 +24,7 @@ TASKS: dict[str, str] = {
     "passkey": "retrieval:PasskeyTask",
     "needle": "retrieval:NeedleTask",
     "entities": "retrieval:EntitiesTask",
+    "humaneval": "generation:HumanEvalTask",
 }
 """Task name -> module:class."""
 

@@ -1,0 +1,91 @@
+"""HumanEval pass@1: greedy completions through the cache, run against the benchmark's tests in a locked-down process.
+
+A record's `passed` is the verdict; `reason` says why not, `isolation` what held the program (see `evaluate.sandbox`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from ...errors import SpecError
+from ..caches import CacheFactory
+from ..sandbox import run_program
+from ..texts import bos_of
+from . import Context, Record, Task
+from .greedy import generate
+
+STOPS = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(", "\nassert ", "\n```")
+MAX_NEW_TOKENS = 256
+
+
+def data_file(context: Context, name: str, what: str) -> Path:
+    """The file given with --data NAME=FILE.
+
+    Raises:
+        SpecError: none given, or not there.
+    """
+    if name not in context.options.data:
+        raise SpecError(f"task {name!r} needs its problems: give --data {name}={what}")
+    path = Path(context.options.data[name]).expanduser()
+    if not path.exists():
+        raise SpecError(f"--data {name}={path}: no such file")
+    return path
+
+
+class HumanEvalTask(Task):
+    """HumanEval's JSON lines: task_id, prompt, entry_point, test."""
+
+    name: ClassVar[str] = "humaneval"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        path = data_file(context, "humaneval", "HumanEval.jsonl")
+        try:
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            self._problems = {str(r["task_id"]): (str(r["prompt"]), f"{r['test']}\ncheck({r['entry_point']})\n") for r in rows}
+        except (KeyError, TypeError, ValueError) as e:
+            raise SpecError(f"--data humaneval={path} is not HumanEval's JSON lines: {e!r}") from e
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"chunk": self.context.options.chunk, "max_new_tokens": MAX_NEW_TOKENS, "stops": list(STOPS), "sampling": "greedy"}
+
+    def item_keys(self) -> list[str]:
+        return list(self._problems)[: self.context.options.limit]
+
+    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
+        prompt, test = self._problems[key]
+        tokenizer = self.context.tokenizer
+        ids = torch.tensor([*bos_of(tokenizer), *tokenizer(prompt.rstrip(), add_special_tokens=False)["input_ids"]])
+        found: dict[str, Record] = {}
+        for name, f in factories.items():
+
+            def text(tokens: list[int]) -> str:
+                return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+            def stop(tokens: list[int]) -> bool:
+                return tokens[-1] == tokenizer.eos_token_id or any(s in text(tokens) for s in STOPS)
+
+            cache = f.make(1, len(ids) + MAX_NEW_TOKENS)
+            tokens = generate(self.context.model, cache, ids, MAX_NEW_TOKENS, self.context.options.chunk, stop)
+            completion = text(tokens)
+            completion = completion[: min((completion.index(s) for s in STOPS if s in completion), default=len(completion))]
+            outcome = run_program(prompt.rstrip() + completion + "\n\n" + test)
+            found[name] = {
+                "passed": outcome.passed, "reason": outcome.reason, "completion": completion, "tokens": len(tokens), "isolation": list(outcome.isolation),
+            }  # fmt: skip
+            advance(1)
+        return found
+
+    def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
+        passed = sum(r["passed"] for r in records.values())
+        same = [records[k]["completion"] == base[k]["completion"] for k in records if k in base]
+        return {
+            "problems": len(records), "accuracy": passed / len(records), "passed": passed,
+            "same_completion": sum(same) / len(same) if same else None,
+        }  # fmt: skip
