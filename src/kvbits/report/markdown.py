@@ -15,6 +15,9 @@ BEGIN, END = "<!-- scheme-table: written by `kvbits report` -->", "<!-- /scheme-
 CLASSES = (("8 bits", 7.0, 9.0), ("4 bits", 3.9, 5.6), ("3 bits and fewer", 0.0, 3.9))
 """Bits per element at long context that compete with each other for a recommendation."""
 
+USABLE_KL = 0.05
+"""Nats on its worst model above which the best of its bits is not recommended: a few percent of perplexity."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -61,14 +64,14 @@ def scheme_rows(results: Results) -> tuple[list[str], list[Row], list[str]]:
             first.setdefault(name, (held_bits(c, m.tasks["fidelity"]) or 99.0, c))
     columns = ["cache", "bits held", "bits"]
     for m in models.values():
-        columns += [m.title, "KL"]
+        columns.append(m.title)
     rows = []
     for name, (b, cell) in sorted(first.items(), key=lambda kv: (-round(kv[1][0], 2), kv[1][1].kind == "stock", kv[0])):
         stated = cell.info.get("bits_per_element")
         cells = [_named(name, cell), f"{b:.2f}", "" if stated is None else f"{stated:.2f}"]
         for m in models.values():
             s = _measured(m)[name].summary if name in _measured(m) else None
-            cells += ["", ""] if s is None else [_change(s), f"{s['kl_mean']:.4f}"]
+            cells.append("" if s is None else f"{_change(s)}, {s['kl_mean']:.4f}")
         rows.append(Row(name, cell.kind, cells))
     return columns, rows, [*recommendations(results), *_notes(models)]
 
@@ -87,14 +90,15 @@ def _notes(models: dict[str, Model]) -> list[str]:
     floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of bfloat16." if floor else ""
     return [
-        "Perplexity against the 16-bit cache on the same tokens, ± its standard error over windows; KL in nats. Bits held: bytes at the end of a window, "
-        "the raw newest tokens and all scales among them, per cached number; bits: what one more token costs at long context." + noise,
+        "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows, then KL in nats. Bits held: bytes "
+        "at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more token costs at long context." + noise,
         *found,
     ]
 
 
 def recommendations(results: Results) -> list[str]:
-    """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one."""
+    """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one;
+    none where even that passes `USABLE_KL`."""
     models = {k: m for k, m in results.sixteen_bit.items() if "fidelity" in m.tasks}
     found = []
     for title, low, high in CLASSES:
@@ -105,8 +109,9 @@ def recommendations(results: Results) -> list[str]:
             max(_measured(m)[best].summary[k] for m in models.values()) if k != "mass_matched" else min(_measured(m)[best].summary[k] for m in models.values())
             for k in ("kl_mean", "ppl_change", "mass_matched")
         )
+        name = f"`{best}`" if worst_kl <= USABLE_KL else f"none to recommend; the best is `{best}`"
         found.append(
-            f"**{title}: `{best}`**. On its worst model KL {worst_kl:.4f} nats, perplexity {worst_ppl:+.2%}, {mass:.1%} of the probability mass where the "
+            f"**{title}: {name}**. On its worst model KL {worst_kl:.4f} nats, perplexity {worst_ppl:+.2%}, {mass:.1%} of the probability mass where the "
             "16-bit cache puts it."
         )
     return found

@@ -25,6 +25,9 @@ TASKS: dict[str, str] = {
     "needle": "retrieval:NeedleTask",
     "entities": "retrieval:EntitiesTask",
     "humaneval": "generation:HumanEvalTask",
+    "gsm8k": "harness:Gsm8kTask",
+    "mmlu": "harness:MmluTask",
+    "arc": "harness:ArcTask",
 }
 """Task name -> module:class."""
 

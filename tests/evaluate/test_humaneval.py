@@ -1,0 +1,53 @@
+"""HumanEval: completions end where the function ends, and are judged by running them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+
+from kvbits.errors import SpecError
+from kvbits.evaluate.caches import base_factory, factory
+from kvbits.evaluate.tasks import Context, Options, generation, load
+from kvbits.evaluate.texts import Text
+
+PROBLEM = {"task_id": "T/0", "prompt": "def add(a, b):\n", "entry_point": "add", "test": "def check(f):\n    assert f(1, 2) == 3\n"}
+
+
+@pytest.fixture
+def task(tmp_path):
+    (tmp_path / "h.jsonl").write_text(json.dumps(PROBLEM) + "\n" + json.dumps(PROBLEM | {"task_id": "T/1"}) + "\n")
+    return load("humaneval")(Context(tiny.model(), tiny.tokenizer(), (Text("t", "x"),), Options(data={"humaneval": str(tmp_path / "h.jsonl")}, limit=1)))
+
+
+@pytest.mark.parametrize(
+    ("completion", "passed"), [("\n    return a + b\n\ndef other():\n    broken(", True), ("\n    return a - b\n", False), ("\n    import os\n    os._exit(0)\n", False)]
+)
+def test_a_completion_is_cut_at_its_stop_and_run(task, monkeypatch, completion, passed):
+    tokens = task.context.tokenizer(completion)["input_ids"]
+    monkeypatch.setattr(task.context.tokenizer.__class__, "decode", lambda self, ids, **k: "".join(self.convert_ids_to_tokens(ids)))
+    monkeypatch.setattr(generation, "generate", lambda *a: tokens)
+    assert task.item_keys() == ["T/0"]
+    record = task.run("T/0", {"32-bit": base_factory(task.context.model)}, lambda n: None)["32-bit"]
+    assert record["passed"] is passed and "other" not in record["completion"] and "limits" in record["isolation"]
+    assert task.summary({"T/0": record}, {"T/0": record}) == {"problems": 1, "accuracy": float(passed), "passed": int(passed), "same_completion": 1.0}
+
+
+def test_a_real_run_through_the_cache_ends(task, monkeypatch):
+    monkeypatch.setattr(generation, "MAX_NEW_TOKENS", 6)
+    records = task.run("T/0", {"32-bit": base_factory(task.context.model), "raw": factory(task.context.model, "raw")}, lambda n: None)
+    assert records["raw"]["completion"] == records["32-bit"]["completion"] and not records["raw"]["passed"]
+
+
+def test_missing_or_foreign_files_are_named(tmp_path):
+    def make(data):
+        return load("humaneval")(Context(None, None, (), Options(data=data)))
+
+    with pytest.raises(SpecError, match=r"--data humaneval=HumanEval\.jsonl"):
+        make({})
+    with pytest.raises(SpecError, match="no such file"):
+        make({"humaneval": str(tmp_path / "none")})
+    (tmp_path / "x").write_text('{"a": 1}')
+    with pytest.raises(SpecError, match="not HumanEval's JSON lines"):
+        make({"humaneval": str(tmp_path / "x")})
