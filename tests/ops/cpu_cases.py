@@ -9,14 +9,41 @@ import torch
 from kvbits.ops.close_pages.reference import close_nested
 from kvbits.ops.cpu import library
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 
 needs_library = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
 TIERS = library.runnable_tiers() if library.unavailable() is None else []
 RAW = QuantSpec.raw()
+CODEBOOKS = ("nuq4", "nuq3", "nuq2")
 FORMATS = ("int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2")
-NOISE = {"int8": 1e-4, "int4": 2e-2, "int3": 2e-2, "int2": 2e-2, "fp8_e4m3": 5e-6, "fp8_e5m2": 5e-6, "raw": 5e-6}
+NOISE = {"int8": 1e-4, "int4": 2e-2, "int3": 2e-2, "int2": 2e-2, "fp8_e4m3": 5e-6, "fp8_e5m2": 5e-6, "raw": 5e-6} | dict.fromkeys(CODEBOOKS, 2e-2)
 """Relative L2 error allowed on dequantized values: q and p are rounded to 16 bits for int8, to 8 bits below; the rest is fp32."""
+
+
+def kvquant(fmt: str, outliers: float = 0.01) -> tuple[QuantSpec, QuantSpec]:
+    """(key, value) of the presets nuq4-1%, nuq4 and so on."""
+    key = QuantSpec(format=fmt, granularity=PerChannel(), symmetric=False, static=True, outliers=outliers, pre_rope=True)
+    return key, QuantSpec(format=fmt, granularity=PerToken(), symmetric=False, outliers=outliers)
+
+
+def kvquant_specs(fmt: str, group: int = 32) -> list[QuantSpec]:
+    """What KVQuant's techniques (codebooks, outliers) make of a format, for keys and values alike."""
+    f16, f32 = dict(format=fmt, outliers=0.02), dict(format=fmt, scale_dtype="float32")
+    made = [QuantSpec(**f16, granularity=g, symmetric=s) for g in (PerToken(), PerGroup(group), PerChannel()) for s in (True, False)]
+    made += [QuantSpec(**f16, granularity=PerGroup(group), center="channel"), QuantSpec(**f16, granularity=PerToken(), symmetric=False, center="channel")]
+    made += [QuantSpec(format=fmt, granularity=PerChannel(), symmetric=False, outliers=0.1, scale_dtype="bfloat16")]
+    if fmt in CODEBOOKS:
+        made += [QuantSpec(format=fmt, granularity=g, symmetric=s) for g in (PerToken(), PerChannel()) for s in (True, False)]
+        made += [QuantSpec(**f32, granularity=g, static=True, symmetric=s) for g in (PerChannel(), PerGroup(group), PerTensor()) for s in (True, False)]
+        made += [QuantSpec(**f32, granularity=PerChannel(), static=True, symmetric=s, outliers=o) for s in (True, False) for o in (0.002, 0.05)]
+    return made
+
+
+def inverse_frequencies(head_dim: int, turned: float = 0.75) -> torch.Tensor:
+    """Radians per token of each pair, 0 for the pairs behind the first `turned`."""
+    half = head_dim // 2
+    freq = 10_000.0 ** (-torch.arange(half) / half)
+    return torch.where(torch.arange(half) < turned * half, freq, 0.0).float()
 
 
 def specs_of(fmt: str, group: int = 32) -> list[QuantSpec]:
@@ -37,7 +64,12 @@ def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int) -
             groups = spec.num_groups(head_dim)
             found[f"{kind}_scale"] = (3 + torch.rand(heads, groups)) / spec.q_max
             if spec.has_bias:
-                found[f"{kind}_bias"] = -3 - torch.rand(heads, groups) / 2
+                found[f"{kind}_bias"] = torch.randn(heads, groups) / 2 if spec.has_codebook else -3 - torch.rand(heads, groups) / 2
+        if spec.has_codebook:
+            steps = torch.rand(heads, 2**spec.bits).cumsum(-1)
+            found[f"{kind}_codebook"] = 2 * (steps - steps[:, :1]) / (steps[:, -1:] - steps[:, :1]) - 1
+        if spec.pre_rope:
+            found[f"{kind}_inv_freq"] = inverse_frequencies(head_dim)
     return found
 
 
@@ -53,12 +85,13 @@ def poisoned_pool(pages: torch.Tensor, page_ids: np.ndarray, num_pages: int) -> 
 
 def random_call(
     key: QuantSpec, value: QuantSpec, *, head_dim: int = 64, heads: int = 2, group: int = 3, batch: int = 2, tokens: int = 1, page_size: int = 64,
-    pages: int = 3, sinks: int = 3, window: int | None = None, softcap: float | None = None, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
-    low: tuple[int, int] | None = None,
+    pages: int = 3, sinks: int = 3, first: int = 0, window: int | None = None, softcap: float | None = None, dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0, low: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, AttendCall, torch.Tensor]:  # fmt: skip
     """(q, call, q_positions): ragged sequences of sinks, closed pages (the last one cropped to an odd length) and a raw tail.
 
     Args:
+        first: tokens between the sinks and the closed pages.
         low: bits of the keys' and values' low planes, which all closed pages but each sequence's first then have.
     """
     torch.manual_seed(seed)
@@ -75,7 +108,7 @@ def random_call(
         if lay.key.is_raw:
             k, v = k.to(dtype), v.to(dtype)
         static = static_params(lay.key, lay.value, heads, head_dim)
-        (stored, *planes), _ = close_nested(k, v, lay, static, fine)
+        (stored, *planes), _ = close_nested(k, v, lay, static, fine, starts)
         if lay.key.is_raw and lay.value.is_raw:
             for page, length in zip(stored, lengths, strict=True):  # rows not yet written
                 for name in ("k_raw", "v_raw"):
@@ -89,7 +122,7 @@ def random_call(
         return Part(PageStore(lay, poisoned_pool(stored, ids, 2 * n + 2), static), table, tuple(stores))
 
     counts = [max(1, pages - b) for b in range(batch)]
-    starts = np.concatenate([sinks + page_size * np.arange(c) for c in counts])
+    starts = np.concatenate([sinks + first + page_size * np.arange(c) for c in counts])
     lengths = np.full(sum(counts), page_size)
     last = np.cumsum(counts) - 1
     lengths[last] = [page_size - 3 - 5 * (b % 5) for b in range(batch)]

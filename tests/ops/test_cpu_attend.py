@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops import by_hand
-from ops.cpu_cases import FORMATS, NOISE, RAW, TIERS, needs_library, random_call, specs_of
+from ops.cpu_cases import CODEBOOKS, FORMATS, NOISE, RAW, TIERS, kvquant, kvquant_specs, needs_library, random_call, specs_of
 
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.attend_pages import cpu, reference
@@ -70,6 +71,61 @@ def test_long_raw_parts(tier, head_dim):
         for tokens in (1, 20):
             case = random_call(key, value, head_dim=head_dim, group=5, pages=7, tokens=tokens)
             assert_close(cpu.attend(*case), judge(*case), max(NOISE[key.format], NOISE[value.format]))
+
+
+@pytest.mark.parametrize("fmt", [*CODEBOOKS, "int8", "int4", "int3", "int2"])
+def test_codebooks_and_outliers(tier, fmt):
+    for spec in kvquant_specs(fmt):
+        case = random_call(spec, spec, head_dim=96, group=3)
+        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+
+
+@pytest.mark.parametrize("fmt", CODEBOOKS)
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 80, 96, 128, 256, 512])
+def test_kvquant_presets(tier, fmt, head_dim):
+    for outliers in (0.0, 0.01):
+        case = random_call(*kvquant(fmt, outliers), head_dim=head_dim, group=1 + head_dim // 8 % 8, tokens=2, first=131_000)
+        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+
+
+@pytest.mark.parametrize("fmt", [*CODEBOOKS, *FORMATS])
+def test_keys_before_the_rotary_embedding(tier, fmt):
+    """Whatever the keys are stored as; positions at which angles in fp32 would be off by 0.008 radians."""
+    specs = specs_of(fmt) if fmt in FORMATS else kvquant_specs(fmt)
+    for i, spec in enumerate(specs):
+        key = dataclasses.replace(spec, pre_rope=True)
+        case = random_call(key, RAW, head_dim=(64, 96, 128)[i % 3], group=5, tokens=1 + i % 3, first=(0, 131_000)[i % 2])
+        assert_close(cpu.attend(*case), judge(*case), 1e-5)
+
+
+@pytest.mark.parametrize("options", [
+    {"window": 70}, {"softcap": 20.0}, {"window": 130, "softcap": 30.0, "tokens": 9}, {"tokens": 83, "pages": 4}, {"page_size": 32}, {"page_size": 160},
+    {"page_size": 256, "head_dim": 512, "pages": 1}, {"heads": 1, "group": 16, "pages": 70, "batch": 1}, {"sinks": 0, "dtype": torch.float32},
+])  # fmt: skip
+def test_kvquant_options(tier, options):
+    for fmt in CODEBOOKS[:: 1 if "head_dim" not in options else 3]:
+        case = random_call(*kvquant(fmt), **options)
+        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+
+
+def test_outliers_are_not_trusted(tier):
+    """Indices of a damaged page: past its end, or not ascending. The result is another one, but no memory outside the page's own elements is touched."""
+    q, call, positions = random_call(*kvquant("nuq4"), sinks=0)
+    layout, slab = call.parts[0].store.layout, call.parts[0].store.slabs[1]
+    for name in ("k_outlier_index", "v_outlier_index"):
+        s = layout.sections[name]
+        for bad in (torch.full((s.nbytes,), 0xFF), torch.randint(0, 256, (s.nbytes,)), torch.zeros(s.nbytes)):
+            slab[..., s.offset : s.offset + s.nbytes] = bad.to(torch.uint8)
+            assert cpu.attend(q, call, positions)[0].shape == q.shape
+
+
+def test_missing_calibration_is_named():
+    q, call, positions = random_call(*kvquant("nuq4"))
+    part = call.parts[0]
+    for name, message in (("k_codebook", r"k_codebook must be \[num_kv_heads, entries\] = \[2, 16\], got nothing"), ("k_inv_freq", "k_inv_freq must be")):
+        static = {n: t for n, t in part.store.static.items() if n != name}
+        with pytest.raises(DataError, match=message):
+            cpu.attend(q, AttendCall((dataclasses.replace(part, store=dataclasses.replace(part.store, static=static)),), 1.0), positions)
 
 
 def test_key_and_value_formats_are_independent(tier):
@@ -332,7 +388,10 @@ def test_random_combinations(data):
     """Any key format with any value format, shape and option."""
     draw = data.draw
     head_dim = draw(st.sampled_from([16, 64, 80, 96, 128]))
-    key, value = (draw(st.sampled_from([RAW, *(s for f in FORMATS for s in specs_of(f, group=16))])) for _ in range(2))
+    known = [RAW, *(s for f in FORMATS for s in specs_of(f, group=16)), *(s for f in (*CODEBOOKS, "int8", "int4", "int3", "int2") for s in kvquant_specs(f, 16))]
+    key, value = (draw(st.sampled_from(known)) for _ in range(2))
+    if not key.is_raw and draw(st.booleans()):
+        key = dataclasses.replace(key, pre_rope=True)
     case = random_call(
         key, value, head_dim=head_dim, heads=draw(st.integers(1, 3)), group=draw(st.integers(1, 9)), batch=draw(st.integers(1, 3)),
         tokens=draw(st.sampled_from([1, 1, 2, 5, 17])), page_size=draw(st.sampled_from([32, 64, 96])), pages=draw(st.integers(1, 4)),

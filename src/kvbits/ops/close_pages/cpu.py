@@ -12,7 +12,7 @@ from ...errors import DataError
 from ...quant.qparams import require_finite
 from ..cpu.library import CloseStruct, check, library, unavailable
 from ..cpu.structs import TORCH_DTYPES, low_struct, refuses_layout, refuses_low, store_struct
-from ..types import LowStore, PageStore
+from ..types import LowStore, PageStore, kvquant_extras
 
 
 def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
@@ -25,6 +25,8 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
         return reason
     if k.dtype not in TORCH_DTYPES:
         return f"keys are {k.dtype}; the CPU kernels take float32, float16 and bfloat16"
+    if extras := kvquant_extras(store.layout):
+        return f"{extras} have no CPU kernel that closes pages"
     return refuses_layout(store.layout)
 
 

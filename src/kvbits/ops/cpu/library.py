@@ -20,12 +20,12 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
-FORMATS = {"raw": 0, "int8": 1, "int4": 2, "int3": 3, "int2": 4, "fp8_e4m3": 5, "fp8_e5m2": 6}
+FORMATS = {"raw": 0, "int8": 1, "int4": 2, "int3": 3, "int2": 4, "fp8_e4m3": 5, "fp8_e5m2": 6, "nuq4": 7, "nuq3": 8, "nuq2": 9}
 
 
 class TensorStruct(Structure):
@@ -34,8 +34,9 @@ class TensorStruct(Structure):
     _fields_ = [
         ("format", c_int32), ("raw_dtype", c_int32), ("scale_dtype", c_int32), ("symmetric", c_int32),
         ("per_channel", c_int32), ("group_size", c_int32), ("plane_offset", c_int32 * 2),
-        ("scale_offset", c_int32), ("bias_offset", c_int32), ("mean_offset", c_int32),
-        ("static_scale", c_void_p), ("static_bias", c_void_p),
+        ("scale_offset", c_int32), ("bias_offset", c_int32), ("mean_offset", c_int32), ("stretch_offset", c_int32),
+        ("num_outliers", c_int32), ("outlier_index_offset", c_int32), ("outlier_value_offset", c_int32),
+        ("static_scale", c_void_p), ("static_bias", c_void_p), ("codebook", c_void_p), ("inv_freq", c_void_p), ("turns", c_void_p),
     ]  # fmt: skip
 
 

@@ -6,14 +6,15 @@ layer. Contents that may change (page ids, lengths) are checked by the library i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from ...errors import DataError
-from ...spec import LowLayout, PageLayout, QuantSpec
-from ..types import LowStore, PageStore, PageTable, kvquant_extras
+from ...spec import KEY_TILE, LowLayout, PageLayout, QuantSpec
+from ..types import LowStore, PageStore, PageTable
 from .library import DTYPES, FORMATS, StoreStruct, TableStruct, TensorStruct
 
 MAX_HEAD_DIM = 512
@@ -25,8 +26,6 @@ TORCH_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 def refuses_layout(layout: PageLayout) -> str | None:
     """Why the kernels cannot read or write pages of this layout, or None."""
     d = layout.head_dim
-    if extras := kvquant_extras(layout):
-        return f"{extras} have no CPU kernel"
     if d % 8 or d > MAX_HEAD_DIM:
         return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     for spec in (layout.key, layout.value):
@@ -42,6 +41,24 @@ def refuses_layout(layout: PageLayout) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=64)
+def _turns(inv_freq: bytes, page_size: int) -> torch.Tensor:
+    """float32 [page_size / 16, head_dim / 2, 2, 16]: cosine and sine of j * inv_freq for the tokens j of a page, one table for all layers that turn alike."""
+    angles = torch.arange(page_size).double() * torch.frombuffer(bytearray(inv_freq), dtype=torch.float32).double()[:, None]
+    both = torch.stack([angles.cos(), angles.sin()], 1).float()
+    return both.unflatten(-1, (page_size // KEY_TILE, KEY_TILE)).permute(2, 0, 1, 3).contiguous()
+
+
+def _given(static: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], meaning: str, keep: list[torch.Tensor]) -> torch.Tensor:
+    """A calibrated tensor, fp32 on the host, kept alive."""
+    given = static.get(name)
+    if given is None or tuple(given.shape) != shape:
+        got = "nothing" if given is None else f"shape {tuple(given.shape)}"
+        raise DataError(f"{name} must be [{meaning}] = {list(shape)}, got {got}")
+    keep.append(given.detach().to("cpu", torch.float32).contiguous())
+    return keep[-1]
+
+
 def _tensor(layout: PageLayout, spec: QuantSpec, prefix: str, static: dict[str, torch.Tensor], keep: list[torch.Tensor]) -> TensorStruct:
     sections, d = layout.sections, layout.head_dim
     t = TensorStruct(format=FORMATS[spec.format], raw_dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], symmetric=not spec.has_bias)
@@ -50,18 +67,22 @@ def _tensor(layout: PageLayout, spec: QuantSpec, prefix: str, static: dict[str, 
         t.plane_offset[i] = sections[name].offset
     groups = 1 if spec.is_raw else spec.num_groups(d)
     t.per_channel, t.group_size = int(groups == d), d // groups
-    for name in ("scale", "bias", "mean"):
+    for name in ("scale", "bias", "mean", "stretch", "outlier_index", "outlier_value"):
         section = sections.get(f"{prefix}_{name}")
         setattr(t, f"{name}_offset", section.offset if section else -1)
+    t.num_outliers = spec.num_outliers(layout.page_size, d)
+    heads = layout.num_kv_heads
     if spec.static:
         for name in ("scale", "bias") if spec.has_bias else ("scale",):
-            given = static.get(f"{prefix}_{name}")
-            if given is None or tuple(given.shape) != (layout.num_kv_heads, groups):
-                got = "nothing" if given is None else f"shape {tuple(given.shape)}"
-                raise DataError(f"static {prefix}_{name} must be [num_kv_heads, groups] = {[layout.num_kv_heads, groups]}, got {got}")
-            wide = given.detach().to("cpu", torch.float32).repeat_interleave(d // groups, dim=1).contiguous()
-            keep.append(wide)
-            setattr(t, f"static_{name}", wide.data_ptr())
+            given = _given(static, f"{prefix}_{name}", (heads, groups), "num_kv_heads, groups", keep)
+            keep.append(given.repeat_interleave(d // groups, dim=1).contiguous())
+            setattr(t, f"static_{name}", keep[-1].data_ptr())
+    if spec.has_codebook:
+        t.codebook = _given(static, f"{prefix}_codebook", (heads, 2**spec.bits), "num_kv_heads, entries", keep).data_ptr()
+    if spec.pre_rope:
+        inv_freq = _given(static, f"{prefix}_inv_freq", (d // 2,), "head_dim / 2", keep)
+        keep.append(_turns(inv_freq.numpy().tobytes(), layout.page_size))
+        t.inv_freq, t.turns = inv_freq.data_ptr(), keep[-1].data_ptr()
     return t
 
 
@@ -94,6 +115,8 @@ def refuses_low(layout: PageLayout, low: Sequence[LowLayout], *, closing: bool) 
         for spec, bits in ((layout.key, fine.key_bits), (layout.value, fine.value_bits)):
             if bits and not closing and (spec.format, bits) != ("int4", 4):
                 return f"a low plane of {bits} bits under {spec.format} codes; the CPU kernels read 4 bits under int4"
+        if fine.key_bits and layout.key.pre_rope and not closing:
+            return "low planes of keys stored before the rotary embedding have no CPU kernel"
     return None
 
 

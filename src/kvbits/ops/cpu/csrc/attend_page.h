@@ -2,6 +2,7 @@
 
 struct Scratch {
   Block block;
+  Decoded decoded;
   Chunk chunks[ITEM_ROWS / ROWS];
 };
 
@@ -11,14 +12,19 @@ typedef void (*ValueKernel)(const ValueArgs&);
 #define PER_ROWS(f, x) {f<x, 1>, f<x, 2>, f<x, 3>, f<x, 4>, f<x, 5>, f<x, 6>, f<x, 7>, f<x, 8>}
 static const KeyKernel key_kernels[KVBITS_NUM_FORMATS + 1][ROWS] = {
     {}, PER_ROWS(key_int, KVBITS_INT8), PER_ROWS(key_int, KVBITS_INT4), PER_ROWS(key_int, KVBITS_INT3),
-    PER_ROWS(key_int, KVBITS_INT2), PER_ROWS(key_fp8, KVBITS_E4M3), PER_ROWS(key_fp8, KVBITS_E5M2), PER_ROWS(key_int, NESTED)};
+    PER_ROWS(key_int, KVBITS_INT2), PER_ROWS(key_fp8, KVBITS_E4M3), PER_ROWS(key_fp8, KVBITS_E5M2), {}, {}, {}, PER_ROWS(key_int, NESTED)};
 static const ValueKernel value_kernels[KVBITS_NUM_FORMATS + 1][ROWS] = {
     {}, PER_ROWS(value_int, KVBITS_INT8), PER_ROWS(value_int, KVBITS_INT4), PER_ROWS(value_int, KVBITS_INT3),
-    PER_ROWS(value_int, KVBITS_INT2), PER_ROWS(value_fp8, KVBITS_E4M3), PER_ROWS(value_fp8, KVBITS_E5M2), PER_ROWS(value_int, NESTED)};
+    PER_ROWS(value_int, KVBITS_INT2), PER_ROWS(value_fp8, KVBITS_E4M3), PER_ROWS(value_fp8, KVBITS_E5M2), {}, {}, {}, PER_ROWS(value_int, NESTED)};
 static const KeyKernel raw_key_kernels[4][ROWS] = {PER_ROWS(key_raw, KVBITS_FP32), PER_ROWS(key_raw, KVBITS_FP16), PER_ROWS(key_raw, KVBITS_BF16),
                                                    PER_ROWS(key_raw, BF16_SPLIT)};
 static const ValueKernel raw_value_kernels[4][ROWS] = {PER_ROWS(value_raw, KVBITS_FP32), PER_ROWS(value_raw, KVBITS_FP16),
                                                        PER_ROWS(value_raw, KVBITS_BF16), PER_ROWS(value_raw, BF16_SPLIT)};
+typedef void (*DecodedKeyKernel)(const Decoded&, const float* turns, int head_dim, const float* q, float* s);
+static const DecodedKeyKernel decoded_key_kernels[2][ROWS] = {PER_ROWS(key_decoded, false), PER_ROWS(key_decoded, true)};
+typedef void (*DecodedValueKernel)(const ValueArgs&, const Decoded&);
+static const DecodedValueKernel decoded_value_kernels[ROWS] = {value_decoded<1>, value_decoded<2>, value_decoded<3>, value_decoded<4>,
+                                                               value_decoded<5>, value_decoded<6>, value_decoded<7>, value_decoded<8>};
 #undef PER_ROWS
 
 // How the current part stores one tensor, for one kv head.
@@ -26,6 +32,7 @@ struct Tensor {
   const kvbits_tensor* t;
   int format;              // t->format, or NESTED with a low plane
   bool raw, split;  // split: raw bf16 read in split order (dots_float.h)
+  bool decoded;     // by codebooks.h
   bool integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
   bool token_scales, token_bias;
   int groups, group_channels, row_bytes[2];
@@ -47,7 +54,8 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   d.format = nested ? NESTED : t.format;
   d.unit = nested ? 1.0f / LOW_LEVELS : 1.0f;
   d.low_offset = nested ? low->plane_offset[0] : 0;
-  d.integer = is_int(t.format);
+  d.decoded = t.codebook || t.inv_freq;
+  d.integer = is_int(t.format) && !d.decoded;
   const bool is_static = t.static_scale != nullptr;
   d.channel_scales = !d.raw && (t.per_channel || is_static);
   d.page_channels = d.channel_scales && !is_static;
@@ -55,10 +63,10 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   d.token_bias = d.token_scales && t.bias_offset >= 0;
   d.group_channels = d.token_scales ? t.group_size : head_dim;
   d.groups = head_dim / d.group_channels;
-  d.zero = d.integer ? int_zero(t.format) * (nested ? LOW_LEVELS : 1.0f) : 0.0f;
+  d.zero = is_int(t.format) ? int_zero(t.format) * (nested ? LOW_LEVELS : 1.0f) : 0.0f;
   const float middle = nested ? 128.0f : d.zero;  // 15 * 8 + 8: the low plane brings its own
   d.dot_zero = is_wide(d.format) && DOTS_CENTER_INT8 ? 0.0f : middle;
-  for (int i = 0; i < 2; i++) d.row_bytes[i] = d.raw ? 0 : row_bytes_of(head_dim, d.integer ? plane_bits(t.format, i) : 8);
+  for (int i = 0; i < 2; i++) d.row_bytes[i] = d.raw ? 0 : row_bytes_of(head_dim, plane_bits(t.format, i));
   return d;
 }
 
@@ -119,6 +127,7 @@ static void token_params(const Tensor& d, const uint8_t* page, int page_size, in
 // The form in which the key kernel wants q: integers for integer codes, channel scales folded in where there are any.
 static void prepare_query(Chunk& c, const Tensor& key, const float* channel_scale, int head_dim) {
   const float* from = c.q[0];
+  if (key.decoded) return;
   if (key.channel_scales) {
     fold_channels(c, channel_scale, head_dim);
     from = c.folded[0];
@@ -147,7 +156,8 @@ static void weigh_chunk(Chunk& c, Block& b, const Tensor& value, bool value_bias
   else softmax_rows<3>(c, b);
   if (value_bias) sum_probabilities(c, b);
   if (!value.integer) {
-    scale_probabilities(c, b, value.groups, value.token_scales);
+    if (value.token_bias) add_token_biases(c, b, value.groups);
+    scale_probabilities(c, b, value.groups, value.token_scales || value.t->stretch_offset >= 0);
   } else if (is_wide(value.format)) {
     if (value.token_scales) quantize_probabilities<true, true>(c, b, value.groups, value.token_bias, value.dot_zero);
     else quantize_probabilities<true, false>(c, b, 1, false, value.dot_zero);
@@ -157,7 +167,34 @@ static void weigh_chunk(Chunk& c, Block& b, const Tensor& value, bool value_bias
   }
 }
 
-static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t* page, const uint8_t* low, int64_t low_ahead, int token, int n, int64_t position, int64_t ahead) {
+// Scores of keys that are decoded first.
+static void attend_decoded_keys(const PartView& part, Chunk& c, Block& b, Decoded& w, const uint8_t* page, int token, int n, int64_t ahead) {
+  const Tensor& key = part.key;
+  const int head_dim = part.call->head_dim;
+  KeyTiles k = {};
+  k.t = key.t;
+  k.page = page;
+  for (int i = 0; i < 2; i++) k.row_bytes[i] = key.row_bytes[i];
+  k.head_dim = head_dim;
+  k.page_size = part.store->page_size;
+  k.token = token;
+  k.group_channels = key.group_channels;
+  k.scale = key.token_scales ? b.k_scale[0] : nullptr;
+  k.bias = key.token_bias ? b.k_bias[0] : nullptr;
+  k.channel_scale = b.k_channel;
+  k.channel_bias = b.k_channel_bias;
+  k.stretch = key.t->stretch_offset >= 0;
+  k.ahead = ahead;
+  const bool turned = key.t->inv_freq;
+  for (int tile = 0; tile * TILE < n; tile++) {
+    decode_keys(k, w, tile);
+    const float* turns = turned ? key.t->turns + (int64_t)(token / TILE + tile) * head_dim * TILE : nullptr;
+    decoded_key_kernels[turned][c.rows - 1](w, turns, head_dim, turned ? c.folded[0] : c.q[0], b.s[0] + tile * TILE);
+  }
+}
+
+static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, const uint8_t* page, const uint8_t* low, int64_t low_ahead, int token, int n,
+                         int64_t position, int64_t ahead) {
   const int head_dim = part.call->head_dim;
   const int64_t window = part.call->sliding_window;
   int first[ROWS], end[ROWS];
@@ -189,7 +226,9 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t
   k.s = b.s[0];
   k.ahead = ahead;
   if (key.format == NESTED) k.low = low + key.low_offset - (page + key.t->plane_offset[0]), k.low_ahead = low_ahead;
-  (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.format])[c.rows - 1](k);
+  if (key.decoded) attend_decoded_keys(part, c, b, w, page, token, n, ahead);
+  else (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.format])[c.rows - 1](k);
+  if (key.t->num_outliers && !key.decoded) add_key_outliers(c, b, w, *key.t, page, part.store->page_size, head_dim, token);
 
   const Tensor& value = part.value;
   mask_scores(c, b, first, end, part.call->softcap, head_dim, value.token_scales ? value.groups : 0);
@@ -212,7 +251,13 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, const uint8_t
   v.chunk = &c;
   v.ahead = ahead;
   if (value.format == NESTED) v.low = low + value.low_offset - (page + value.t->plane_offset[0]), v.low_ahead = low_ahead;
-  (value.raw ? raw_value_kernels[value.split ? BF16_SPLIT : value.t->raw_dtype] : value_kernels[value.format])[c.rows - 1](v);
+  if (value.decoded) {
+    unpack_values(v, w, value.t->format);
+    decoded_value_kernels[c.rows - 1](v, w);
+  } else {
+    (value.raw ? raw_value_kernels[value.split ? BF16_SPLIT : value.t->raw_dtype] : value_kernels[value.format])[c.rows - 1](v);
+  }
+  if (value.t->num_outliers) add_value_outliers(c, b, w, *value.t, page, part.store->page_size, head_dim, token);
 
   if (value.channel_scales && value.integer)
     for (int h = 0; h < c.rows; h++)
@@ -235,8 +280,47 @@ static void fetch_range(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) fetch(p + i);
 }
 
+// Where the scales, biases, outliers of a head struct begin.
+static int64_t first_param(const kvbits_store& store) {
+  int64_t first = store.head_bytes;
+  for (int side = 0; side < 2; side++) {
+    const kvbits_tensor& t = side ? store.value : store.key;
+    const int32_t offsets[4] = {t.scale_offset, t.mean_offset, t.stretch_offset, t.num_outliers ? t.outlier_index_offset : -1};
+    for (int i = 0; i < 4; i++)
+      if (offsets[i] >= 0 && offsets[i] < first) first = offsets[i];
+  }
+  return first;
+}
+
 // Pages small enough to be over before the next one has come from memory are fetched several ahead.
 constexpr int64_t FETCH_AHEAD_BYTES = 8192;
+
+// What the whole part shares. Channel scales and biases are 1 and 0 where the format has none.
+static void begin_decoding(const PartView& part, Decoded& w, Block& b, int kv_head) {
+  const kvbits_tensor &key = *part.key.t, &value = *part.value.t;
+  if (part.key.decoded) {
+    if (code_bits(key.format) < 8) fill_levels(w.levels, key, kv_head);
+    for (int i = 0; i < part.call->head_dim; i += VL) {
+      store(b.k_channel + i, splat(1.0f));
+      store(b.k_channel_bias + i, vf{});
+    }
+    for (int i = 0; i < BLOCK; i += VL) store(w.ones + i, splat(1.0f));
+  }
+  if (part.value.decoded) fill_levels(w.value_levels, value, kv_head);
+}
+
+// Stretches of `n` tokens from `token` on, 0 behind them.
+static void token_factors(const kvbits_tensor& t, const uint8_t* page, int token, int n, float* to) {
+  widen_params(to, page + t.stretch_offset + (int64_t)token * dtype_bytes(t.scale_dtype), n, t.scale_dtype, 0);
+}
+
+static void load_stretch(Decoded& w, const kvbits_tensor& t, const uint8_t* page, int token, int n) {
+  token_factors(t, page, token, n, w.factor);
+  for (int i = 0; i < BLOCK / TILE; i++) {
+    w.stretched[i] = false;
+    for (int k = i * TILE; k < n && k < (i + 1) * TILE; k++) w.stretched[i] |= w.factor[k] != 1.0f;
+  }
+}
 
 static void attend_part(const PartView& part, const kvbits_part& pages, int64_t lo, int64_t hi, int kv_head, Scratch& w, int chunks,
                         const uint8_t* after) {
@@ -247,8 +331,12 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
   auto low_page = [&](int64_t e) { return page_address(pages.low, pages.low_ids[e]) + kv_head * pages.low->head_bytes; };
   const int64_t lookahead = store.head_bytes >= FETCH_AHEAD_BYTES ? 1 : (FETCH_AHEAD_BYTES + store.head_bytes - 1) / store.head_bytes;
   Block& b = w.block;
+  Decoded& decoded = w.decoded;
+  const kvbits_tensor& key = *part.key.t;
+  begin_decoding(part, decoded, b, kv_head);
   const bool static_key = part.key.channel_scales && !part.key.page_channels;
-  const bool static_bias = static_key && channel_params(part.key, nullptr, kv_head, head_dim, b.k_channel, b.k_channel_bias);
+  const bool static_bias = static_key && channel_params(part.key, nullptr, kv_head, head_dim, b.k_channel, b.k_channel_bias) && !part.key.decoded;
+  if (part.key.decoded && code_bits(key.format) < 8) fill_tables(decoded, b.k_channel, b.k_channel_bias, head_dim);
   for (int i = 0; i < chunks; i++) {
     Chunk& c = w.chunks[i];
     if (part.value.token_scales) __builtin_memset(c.corr, 0, sizeof(c.corr[0]) * part.value.groups);
@@ -257,7 +345,8 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     if (static_bias) add_query_bias(c, b.k_channel_bias, head_dim);
   }
   PartView view = part;
-  const int64_t params = store.value.scale_offset >= 0 ? (store.key.scale_offset >= 0 ? store.key.scale_offset : store.value.scale_offset) : store.head_bytes;
+  const int64_t params = first_param(store);
+  const bool fetch_params = part.key.page_channels || part.value.page_channels || key.mean_offset >= 0 || key.num_outliers || part.value.t->num_outliers;
   const int64_t window = part.call->sliding_window;
   int64_t newest = -1, oldest = INT64_MAX;
   for (int i = 0; i < chunks; i++)
@@ -275,9 +364,14 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     const uint8_t* coming = e + lookahead < hi ? page_address(&store, table.page_ids[e + lookahead]) + head_offset : after ? after : page;
     const uint8_t* low = pages.low ? low_page(e) : nullptr;
     const int64_t low_ahead = low && e + lookahead < hi ? low_page(e + lookahead) - low : 0;
-    if (part.key.page_channels || part.value.page_channels || part.key.t->mean_offset >= 0) fetch_range(coming + params, store.head_bytes - params);
-    if (part.key.page_channels || part.key.t->mean_offset >= 0) {
-      const bool any = channel_params(part.key, page, kv_head, head_dim, b.k_channel, b.k_channel_bias);
+    if (fetch_params) fetch_range(coming + params, store.head_bytes - params);
+    if (key.inv_freq) {
+      page_angles(decoded, key.inv_freq, start, head_dim / 2);
+      for (int i = 0; i < chunks; i++) turn_back(w.chunks[i], decoded, head_dim);
+    }
+    if (part.key.page_channels || key.mean_offset >= 0) {
+      const bool any = channel_params(part.key, page, kv_head, head_dim, b.k_channel, b.k_channel_bias) && !part.key.decoded;
+      if (part.key.decoded && code_bits(key.format) < 8) fill_tables(decoded, b.k_channel, b.k_channel_bias, head_dim);
       for (int i = 0; i < chunks; i++) {
         Chunk& c = w.chunks[i];
         if (part.key.page_channels) prepare_query(c, part.key, b.k_channel, head_dim);
@@ -290,11 +384,15 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
       const int n = length - token < BLOCK ? length - token : BLOCK;
       if (part.key.token_scales) token_params(part.key, page, store.page_size, token, n, coming - page, b.k_scale, b.k_bias);
       if (part.value.token_scales) token_params(part.value, page, store.page_size, token, n, coming - page, b.v_scale, b.v_bias);
+      if (key.stretch_offset >= 0) load_stretch(decoded, key, page, token, n);
+      if (part.value.t->stretch_offset >= 0) token_factors(*part.value.t, page, token, n, b.v_scale[0]);
+      find_runs(decoded, key, *part.value.t, page, store.page_size, head_dim, token, n);
       // Only the first chunk fetches ahead: the others read the same bytes again.
       for (int i = 0; i < chunks; i++) attend_block(view, w.chunks[i], b, page, low, i ? 0 : low_ahead, token, n, start + token, i ? 0 : coming - page);
+      for (int i = 0; i < chunks; i++) attend_block(view, w.chunks[i], b, decoded, page, token, n, start + token, i ? 0 : coming - page);
     }
   }
-  if (part.value.token_scales && part.value.integer)
+  if (part.value.token_scales && (part.value.integer || part.value.token_bias))
     for (int i = 0; i < chunks; i++) fold_corrections(w.chunks[i], part.value);
 }
 

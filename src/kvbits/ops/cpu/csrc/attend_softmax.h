@@ -171,6 +171,16 @@ static void quantize_probabilities(Chunk& c, Block& b, int groups, bool token_bi
   }
 }
 
+// The biases' share of the outputs of fp32 p, to `corr`.
+static void add_token_biases(Chunk& c, const Block& b, int groups) {
+  for (int g = 0; g < groups; g++)
+    for (int h = 0; h < c.rows; h++) {
+      vf add = load(c.corr[g][h]);
+      for (int t = 0; t < BLOCK; t += VL) add += load(b.s[h] + t) * load(b.v_bias[g] + t);
+      store(c.corr[g][h], add);
+    }
+}
+
 static void scale_probabilities(const Chunk& c, Block& b, int groups, bool token_scales) {
   for (int g = 0; g < groups; g++)
     for (int h = 0; h < c.rows; h++)

@@ -41,6 +41,8 @@ int32_t check_tensor(const kvbits_tensor& t, const kvbits_store& s, int head_dim
   if (t.format < 0 || t.format >= KVBITS_NUM_FORMATS) return KVBITS_BAD_FORMAT;
   if (t.format == KVBITS_RAW) return 0;
   if (s.page_size % 32) return KVBITS_BAD_PAGE_SIZE;
+  if ((t.format >= KVBITS_NUQ4) != (t.codebook != nullptr) || (t.inv_freq != nullptr) != (t.turns != nullptr)) return KVBITS_BAD_FORMAT;
+  if (t.num_outliers < 0 || t.num_outliers > static_cast<int64_t>(s.page_size) * head_dim) return KVBITS_BAD_OUTLIERS;
   if (!t.static_scale && t.scale_offset < 0) return KVBITS_BAD_FORMAT;
   if (t.per_channel || t.static_scale) return 0;
   if (t.group_size < 4 || t.group_size % 4 || head_dim % t.group_size || head_dim / t.group_size > MAX_GROUPS) return KVBITS_BAD_GROUP;
@@ -88,7 +90,8 @@ int32_t kvbits_uses_openmp(void) { return pool_uses_openmp(); }
 
 const char* kvbits_error(int32_t code) {
   switch (code) {
-    case KVBITS_BAD_FORMAT: return "a store names no known number format, or has neither stored nor static scales";
+    case KVBITS_BAD_FORMAT: return "a store names no known number format, or has neither stored nor static scales, or lacks its codebook or rotary frequencies";
+    case KVBITS_BAD_OUTLIERS: return "a page cannot list more outliers than it has elements";
     case KVBITS_BAD_PAGE_SIZE: return "page_size must be a multiple of 32 where anything is quantized";
     case KVBITS_BAD_GROUP: return "group_size must be a multiple of 4 that divides head_dim into at most 32 groups";
     case KVBITS_BAD_HEAD_DIM: return "head_dim must be a multiple of 8 and at most 512";

@@ -14,6 +14,7 @@ enum Error {
   KVBITS_BAD_LOW,
   KVBITS_NO_TIER,
   KVBITS_NO_MEMORY,
+  KVBITS_BAD_OUTLIERS,
 };
 
 const TierKernels* active_tier();

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 3 };
+enum { KVBITS_ABI_VERSION = 4 };
 
 enum kvbits_dtype { KVBITS_FP32 = 0, KVBITS_FP16 = 1, KVBITS_BF16 = 2 };
 enum kvbits_format {
@@ -24,7 +24,10 @@ enum kvbits_format {
   KVBITS_INT2 = 4,
   KVBITS_E4M3 = 5,
   KVBITS_E5M2 = 6,
-  KVBITS_NUM_FORMATS = 7
+  KVBITS_NUQ4 = 7,  // codes number the entries of a codebook
+  KVBITS_NUQ3 = 8,
+  KVBITS_NUQ2 = 9,
+  KVBITS_NUM_FORMATS = 10
 };
 
 // How one tensor (keys or values) of a page is stored.
@@ -39,8 +42,15 @@ typedef struct {
   int32_t scale_offset;  // -1: scales are static
   int32_t bias_offset;   // -1: none in the page
   int32_t mean_offset;   // -1: none
+  int32_t stretch_offset;        // -1: none; else a factor per token, on the scale
+  int32_t num_outliers;          // listed in every page, indices token * head_dim + channel ascending; 0: none
+  int32_t outlier_index_offset;  // uint16, or int32 where page_size * head_dim exceeds 65536
+  int32_t outlier_value_offset;  // scale_dtype: what the dense number lacks
   const float* static_scale;  // [num_kv_heads, head_dim], widened from groups to channels; null unless static
   const float* static_bias;   // same shape; null unless static and asymmetric
+  const float* codebook;      // [num_kv_heads, 2^bits] ascending; null unless the format has one
+  const float* inv_freq;      // [head_dim / 2] radians per token; null unless keys are stored before the rotary embedding
+  const float* turns;         // cos and sin of j * inv_freq for the page's tokens j: [page_size / 16][head_dim / 2][2][16]
 } kvbits_tensor;
 
 // Pages of one layer in one pool. Page ids count through the slabs in order.

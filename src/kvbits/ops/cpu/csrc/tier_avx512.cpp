@@ -10,6 +10,7 @@ namespace {
 #include "attend_state.h"
 #include "dots_avx512.h"
 #include "dots_float.h"
+#include "codebooks.h"
 #include "attend_softmax.h"
 #include "attend_page.h"
 }  // namespace

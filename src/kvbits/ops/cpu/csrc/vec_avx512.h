@@ -8,6 +8,8 @@
 #define HAVE_EXP2
 #define HAVE_ANY
 #define HAVE_MAX_EACH
+#define HAVE_LOOK_UP
+#define HAVE_LOAD_WORDS
 #include "vec.h"
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
@@ -75,3 +77,6 @@ INLINE void max_each(const vf* x, int n, float* to) {
   const __m512 z = _mm512_max_ps(_mm512_shuffle_f32x4(y[0], other, 0x44), _mm512_shuffle_f32x4(y[0], other, 0xee));
   _mm512_storeu_ps(to, _mm512_max_ps(_mm512_shuffle_f32x4(z, z, 0x88), _mm512_shuffle_f32x4(z, z, 0xdd)));
 }
+
+INLINE vf look_up(const float* table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(table)); }
+INLINE vi load_words(const void* p, int n) { return (vi)_mm512_maskz_loadu_epi32(n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1), p); }
