@@ -33,9 +33,11 @@ import torch.nn.functional as F
 
 from kvbits.cache.pool import allocate_slab
 from kvbits.ops.attend_pages import cpu, reference
-from kvbits.ops.close_pages import cpu as close_pages
+from kvbits.ops.close_pages import cpu as close_cpu
+from kvbits.ops.close_pages import reference as close_reference
 from kvbits.ops.cpu import library
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.schemes import PRESETS
 from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
 
 PAGE_SIZE = 64
@@ -50,6 +52,7 @@ FORMATS: dict[str, tuple[QuantSpec, QuantSpec]] = {
     "fp8": (QuantSpec(format="fp8_e4m3"),) * 2,
     "int8_channel": (QuantSpec(format="int8", granularity=PerChannel()), QuantSpec(format="int8")),
     "kivi2": (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerToken(), symmetric=False)),
+    **{name: (PRESETS[name].key, PRESETS[name].value) for name in ("nuq4-1%", "nuq4", "nuq3-1%", "nuq3", "nuq2-1%", "nuq2")},
 }
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,6 +75,20 @@ def huge(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return allocate_slab(nbytes, torch.device("cpu"))[:nbytes].view(dtype).view(shape)
 
 
+def made_up(key: QuantSpec, value: QuantSpec, h: int, d: int) -> dict[str, torch.Tensor]:
+    """What calibration would bring: codebooks of even quantiles, ranges of a normal distribution, rotary frequencies."""
+    static = {}
+    for kind, spec in (("k", key), ("v", value)):
+        if spec.static:
+            static |= {f"{kind}_scale": torch.full((h, d), 2.6) + torch.rand(h, d) / 5, f"{kind}_bias": torch.randn(h, d) / 100}
+        if spec.has_codebook:
+            levels = torch.erfinv(torch.linspace(-0.97, 0.97, 2**spec.bits))
+            static[f"{kind}_codebook"] = (levels / levels.max()).expand(h, -1).contiguous()
+        if spec.pre_rope:
+            static[f"{kind}_inv_freq"] = (10_000.0 ** (-torch.arange(d // 2) / (d // 2))).float()
+    return static
+
+
 def our_candidate(name: str, hq: int, h: int, d: int, tokens: int, batch: int) -> tuple[Callable[[int], object], int]:
     """(decode over layer i, bytes of one layer), checked on layer 0."""
     key, value = FORMATS[name]
@@ -81,17 +98,23 @@ def our_candidate(name: str, hq: int, h: int, d: int, tokens: int, batch: int) -
     layers = -(-ROTATE_BYTES // nbytes) + 1
     slab = huge(layers, pages, h, layout.head_bytes, dtype=torch.uint8)
     k, v = (torch.randn(256, h, PAGE_SIZE, d).bfloat16() for _ in range(2))
+    per = tokens // PAGE_SIZE
+    static = made_up(key, value, h, d)
+    close = close_reference.close if close_cpu.refuses(k, PageStore(layout, (slab[0],), static)) else close_cpu.close
     for i in range(layers):
-        store = PageStore(layout, (slab[i],))
+        if close is close_reference.close and i:  # too slow to do again
+            slab[i] = slab[0]
+            continue
+        store = PageStore(layout, (slab[i],), static)
         for first in range(0, pages, 256):
             n = min(256, pages - first)
-            close_pages.close(k[:n], v[:n], store, np.random.permutation(np.arange(first, first + n)))
-    per = tokens // PAGE_SIZE
+            ids = np.random.permutation(np.arange(first, first + n))
+            close(k[:n], v[:n], store, ids, starts=ids % per * PAGE_SIZE)
     table = PageTable(
         np.arange(batch + 1, dtype=np.int64) * per, np.arange(pages, dtype=np.int64),
         np.tile(np.arange(per, dtype=np.int64) * PAGE_SIZE, batch), np.full(pages, PAGE_SIZE, np.int32),
     )  # fmt: skip
-    calls = [AttendCall((Part(PageStore(layout, (slab[i],)), table),), d**-0.5) for i in range(layers)]
+    calls = [AttendCall((Part(PageStore(layout, (slab[i],), static), table),), d**-0.5) for i in range(layers)]
     q, positions = torch.randn(batch, 1, hq, d).bfloat16(), torch.full((batch, 1), tokens, dtype=torch.int64)
     out, _ = cpu.attend(q, calls[0], positions)
     want, _ = reference.attend(q, calls[0], positions, torch.float64)

@@ -43,10 +43,8 @@ static Store* read_store() {
   Store* store = new Store();
   store->s.key = *read_blob().as<kvbits_tensor>();
   store->s.value = *read_blob().as<kvbits_tensor>();
-  store->s.key.static_scale = read_blob().as<float>();
-  store->s.key.static_bias = read_blob().as<float>();
-  store->s.value.static_scale = read_blob().as<float>();
-  store->s.value.static_bias = read_blob().as<float>();
+  for (kvbits_tensor* t : {&store->s.key, &store->s.value})
+    for (const float** p : {&t->static_scale, &t->static_bias, &t->codebook, &t->inv_freq, &t->turns}) *p = read_blob().as<float>();
   store->s.page_size = read_one<int64_t>();
   store->s.head_bytes = read_one<int64_t>();
   store->s.page_stride = read_one<int64_t>();

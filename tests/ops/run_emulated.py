@@ -19,12 +19,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from ops.cpu_cases import FORMATS, NOISE, RAW, random_call, specs_of, static_params  # noqa: E402
+from ops.cpu_cases import CODEBOOKS, FORMATS, NOISE, RAW, kvquant, kvquant_specs, random_call, specs_of, static_params  # noqa: E402
 
 from kvbits.ops.attend_pages import reference as attend_reference  # noqa: E402
 from kvbits.ops.close_pages.reference import close_pages  # noqa: E402
 from kvbits.ops.cpu.library import DTYPES  # noqa: E402
-from kvbits.ops.cpu.structs import TORCH_DTYPES, store_struct  # noqa: E402
+from kvbits.ops.cpu.structs import TORCH_DTYPES, rotations, store_struct  # noqa: E402
 from kvbits.ops.types import PageStore  # noqa: E402
 from kvbits.spec import PageLayout, PerChannel, PerGroup, QuantSpec  # noqa: E402
 
@@ -50,6 +50,9 @@ def store_bytes(store: PageStore) -> bytes:
         for name in ("scale", "bias"):
             given = store.static.get(f"{kind}_{name}")
             wide.append(None if given is None else given.repeat_interleave(layout.head_dim // spec.num_groups(layout.head_dim), 1))
+        inv_freq = store.static.get(f"{kind}_inv_freq")
+        turns = None if inv_freq is None else rotations(inv_freq.numpy().tobytes(), layout.page_size)
+        wide += [store.static.get(f"{kind}_codebook"), inv_freq, turns]
     slab = torch.cat([s.contiguous() for s in store.slabs])
     return (
         blob(made.key) + blob(made.value) + b"".join(blob(w) for w in wide)
@@ -84,6 +87,12 @@ def cases() -> bytes:
         for i, spec in enumerate(specs_of(fmt, group=16)):
             data += attend_case(NOISE[fmt], spec, spec, head_dim=(64, 80, 128)[i % 3], group=1 + i % 8, page_size=(32, 64, 96)[i % 3], tokens=1 + 2 * (i % 2))
             data += close_case(spec, (64, 80, 128)[i % 3], (torch.float32, torch.bfloat16, torch.float16)[i % 3])
+    for fmt in CODEBOOKS:
+        for i, head_dim in enumerate((64, 80, 96, 128)):
+            data += attend_case(NOISE[fmt], *kvquant(fmt), head_dim=head_dim, group=1 + 2 * i, page_size=(32, 64, 96)[i % 3], first=131_000, tokens=1 + i)
+    for fmt in (*CODEBOOKS, "int8", "int4", "int3", "int2"):
+        for i, spec in enumerate(kvquant_specs(fmt, group=16)):
+            data += attend_case(NOISE[fmt], spec, spec, head_dim=(64, 80, 128)[i % 3], group=1 + i % 8)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         data += attend_case(NOISE["raw"], RAW, RAW, head_dim=72, dtype=dtype, window=70, softcap=20.0) + close_case(RAW, 40, dtype)
     data += attend_case(2e-2, QuantSpec(format="int3", granularity=PerChannel()), QuantSpec(format="int2", granularity=PerGroup(4)), head_dim=96, tokens=30)

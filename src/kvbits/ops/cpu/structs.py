@@ -42,7 +42,7 @@ def refuses_layout(layout: PageLayout) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _turns(inv_freq: bytes, page_size: int) -> torch.Tensor:
+def rotations(inv_freq: bytes, page_size: int) -> torch.Tensor:
     """float32 [page_size / 16, head_dim / 2, 2, 16]: cosine and sine of j * inv_freq for the tokens j of a page, one table for all layers that turn alike."""
     angles = torch.arange(page_size).double() * torch.frombuffer(bytearray(inv_freq), dtype=torch.float32).double()[:, None]
     both = torch.stack([angles.cos(), angles.sin()], 1).float()
@@ -81,7 +81,7 @@ def _tensor(layout: PageLayout, spec: QuantSpec, prefix: str, static: dict[str, 
         t.codebook = _given(static, f"{prefix}_codebook", (heads, 2**spec.bits), "num_kv_heads, entries", keep).data_ptr()
     if spec.pre_rope:
         inv_freq = _given(static, f"{prefix}_inv_freq", (d // 2,), "head_dim / 2", keep)
-        keep.append(_turns(inv_freq.numpy().tobytes(), layout.page_size))
+        keep.append(rotations(inv_freq.numpy().tobytes(), layout.page_size))
         t.inv_freq, t.turns = inv_freq.data_ptr(), keep[-1].data_ptr()
     return t
 

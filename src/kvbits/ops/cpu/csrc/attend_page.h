@@ -388,8 +388,8 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
       if (part.value.t->stretch_offset >= 0) token_factors(*part.value.t, page, token, n, b.v_scale[0]);
       find_runs(decoded, key, *part.value.t, page, store.page_size, head_dim, token, n);
       // Only the first chunk fetches ahead: the others read the same bytes again.
-      for (int i = 0; i < chunks; i++) attend_block(view, w.chunks[i], b, page, low, i ? 0 : low_ahead, token, n, start + token, i ? 0 : coming - page);
-      for (int i = 0; i < chunks; i++) attend_block(view, w.chunks[i], b, decoded, page, token, n, start + token, i ? 0 : coming - page);
+      for (int i = 0; i < chunks; i++)
+        attend_block(view, w.chunks[i], b, decoded, page, low, i ? 0 : low_ahead, token, n, start + token, i ? 0 : coming - page);
     }
   }
   if (part.value.token_scales && (part.value.integer || part.value.token_bias))
