@@ -1,8 +1,8 @@
 // Attention of a few query columns over pages of packed or 16-bit tokens: one persistent block per multiprocessor, balanced by bytes.
 //
 // A block walks its segments (runs of chunks of one sequence, kv head and part). Chunk t of the block belongs to consumer warp t % WARPS, which reads
-// it from a ring of STAGES slots of its own; one producer warp fills all rings with bulk copies, so memory stays busy across segment ends. Warps share
-// nothing until a segment ends, then merge through shared memory. Units split over several segments are summed by the block that arrives last.
+// it from slot t % SLOTS of a ring; one producer warp fills the ring with bulk copies, so memory stays busy across segment ends. Warps share
+// nothing else until a segment ends, then merge through shared memory. Units split over several segments are summed by the block that arrives last.
 #include "finish.cuh"
 #include "raw.cuh"
 #if HAS_LEVELS
@@ -12,18 +12,19 @@
 #endif
 
 #if HAS_PACKED
+static_assert(SLOTS >= WARPS, "a round of the producer fills a slot for each warp before it looks at any of them again");
+
 struct Ring {
-    u64 full[WARPS][STAGES], empty[WARPS][STAGES];
-    int2 tokens[WARPS][STAGES];  // position of the first, visible ones
+    u64 full[SLOTS], empty[SLOTS];
+    int2 tokens[SLOTS];          // position of the first, visible ones
 };
 
-/// First chunk of a segment that belongs to a warp, and how many chunks of earlier segments did.
+/// First chunk of a segment that belongs to a warp.
 DEVICE int first_chunk_of(const Segment& s, int warp) { return (warp + WARPS - s.chunks_before % WARPS) % WARPS; }
-DEVICE int chunks_so_far(const Segment& s, int warp) { return (s.chunks_before + WARPS - 1 - warp) / WARPS; }
 
 /// One lane's place in its warp's chunks: lane w of the producer serves consumer warp w.
 struct Cursor {
-    int segment, k, iteration;   // k: chunk inside the segment, -1 before it is entered
+    int segment, k, chunk;       // k: chunk inside the segment, -1 before it is entered; chunk: of the block
 
     /// Moves to the next packed chunk; false at the end.
     DEVICE bool settle(const Args& a, int warp) {
@@ -32,6 +33,9 @@ struct Cursor {
             if (s.unit >= 0 && !a.parts[s.part].raw) {
                 if (k < 0) {
                     prefetch_queries(a, unit_of(a, s.unit), warp);
+#if HAS_LEVELS
+                    prefetch_levels(a.parts[s.part], unit_of(a, s.unit).head, warp, WARPS);
+#endif
                     k = first_chunk_of(s, warp);
                 }
                 if (k < s.num_chunks) return true;
@@ -89,7 +93,7 @@ DEVICE void prefetch_first_chunks(const Args& a, int lane) {
 }
 
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
-    Cursor at = {int(blockIdx.x), -1, 0};
+    Cursor at = {int(blockIdx.x), -1, lane};
     bool more = lane < WARPS && at.settle(a, lane);
 #if __CUDA_ARCH__ >= 900
     u64 policy = read_once_policy();
@@ -97,17 +101,17 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
     Source from;
     if (more) from = Source(a, a.segments[at.segment], at.k);
     while (__any_sync(ALL_LANES, more)) {
-        Cursor next = {at.segment, at.k + WARPS, at.iteration + 1};
+        Cursor next = {at.segment, at.k + WARPS, at.chunk + WARPS};
         Source ahead;  // looked up now, needed after this round's waiting
         const bool another = more && next.settle(a, lane);
         if (another) ahead = Source(a, a.segments[next.segment], next.k);
-        int stage = at.iteration % STAGES;
-        u32 parity = (at.iteration / STAGES & 1) ^ 1;
+        int place = at.chunk % SLOTS;
+        u32 parity = (at.chunk / SLOTS & 1) ^ 1;
 #if __CUDA_ARCH__ >= 900
         if (more) {
-            u32 full = shared_address(&ring.full[lane][stage]), slot = shared_address(slots + (lane * STAGES + stage) * SLOT_BYTES);
-            barrier_wait(shared_address(&ring.empty[lane][stage]), parity);
-            ring.tokens[lane][stage] = from.tokens();
+            u32 full = shared_address(&ring.full[place]), slot = shared_address(slots + place * SLOT_BYTES);
+            barrier_wait(shared_address(&ring.empty[place]), parity);
+            ring.tokens[place] = from.tokens();
             barrier_arrive_expect(full, CHUNK_BYTES);
             for (int i = 0; i < a.num_pieces; ++i) {
                 Piece piece = a.pieces[i];
@@ -117,12 +121,12 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
 #else
         for (int w = 0; w < WARPS; ++w) {
             if (!__shfl_sync(ALL_LANES, more, w)) continue;
-            int st = __shfl_sync(ALL_LANES, stage, w), ch = __shfl_sync(ALL_LANES, from.chunk, w);
+            int at_w = __shfl_sync(ALL_LANES, place, w), ch = __shfl_sync(ALL_LANES, from.chunk, w);
             i64 page = __shfl_sync(ALL_LANES, from.page(), w);
-            barrier_wait(shared_address(&ring.empty[w][st]), __shfl_sync(ALL_LANES, parity, w));
-            u32 slot = shared_address(slots + (w * STAGES + st) * SLOT_BYTES), full = shared_address(&ring.full[w][st]);
+            barrier_wait(shared_address(&ring.empty[at_w]), __shfl_sync(ALL_LANES, parity, w));
+            u32 slot = shared_address(slots + at_w * SLOT_BYTES), full = shared_address(&ring.full[at_w]);
             if (lane == w) {
-                ring.tokens[w][st] = from.tokens();
+                ring.tokens[at_w] = from.tokens();
                 barrier_arrive(full);
             }
             for (int i = 0; i < a.num_pieces; ++i) {
@@ -169,18 +173,17 @@ DEVICE int walk_levels(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     softmax.clear();
     LevelsWalk walk(levels);
     walk.start(a, merge.staged, u, part, warp, lane);
-    int iteration = chunks_so_far(s, warp);
 #pragma unroll 1
-    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS, ++iteration) {
-        int stage = iteration % STAGES;
-        barrier_wait(shared_address(&ring.full[warp][stage]), iteration / STAGES & 1);
-        int2 tokens = ring.tokens[warp][stage];
-        unsigned char* slot = slots + (warp * STAGES + stage) * SLOT_BYTES;
+    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
+        const u32 chunk = s.chunks_before + k, place = chunk % SLOTS;
+        barrier_wait(shared_address(&ring.full[place]), chunk / SLOTS & 1);
+        int2 tokens = ring.tokens[place];
+        unsigned char* slot = slots + place * SLOT_BYTES;
         const bool all = tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to;
         if (tokens.y > 0) walk.chunk(!all, a, see, softmax, slot, tokens.x, tokens.y, merge.unit, warp, lane);
         shared_writes_before_copies();
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&ring.empty[warp][stage]));
+        if (lane == 0) barrier_arrive(shared_address(&ring.empty[place]));
     }
     walk.sum_biases();
     return finish_segment(a, walk, softmax, V_HAS_BIAS ? walk.bias_sum : nullptr, D, merge, warp, lane);
@@ -194,17 +197,16 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     softmax.clear();
     PackedWalk walk;
     walk.start(a, merge.staged, u, part, lane / 4, lane % 4);
-    int iteration = chunks_so_far(s, warp);
 #pragma unroll 1
-    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS, ++iteration) {
-        int stage = iteration % STAGES;
-        barrier_wait(shared_address(&ring.full[warp][stage]), iteration / STAGES & 1);
-        int2 tokens = ring.tokens[warp][stage];
-        const unsigned char* slot = slots + (warp * STAGES + stage) * SLOT_BYTES;
+    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
+        const u32 chunk = s.chunks_before + k, place = chunk % SLOTS;
+        barrier_wait(shared_address(&ring.full[place]), chunk / SLOTS & 1);
+        int2 tokens = ring.tokens[place];
+        const unsigned char* slot = slots + place * SLOT_BYTES;
         if (tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to) walk.chunk<false>(a, see, softmax, slot, tokens.x, tokens.y, lane);
         else if (tokens.y > 0) walk.chunk<true>(a, see, softmax, slot, tokens.x, tokens.y, lane);
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&ring.empty[warp][stage]));
+        if (lane == 0) barrier_arrive(shared_address(&ring.empty[place]));
     }
     constexpr bool has_bias_sum = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
     return finish_segment(a, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
@@ -222,14 +224,14 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
 #else
     constexpr int FIRST = 0;
 #endif
-    static_assert(FIRST + WARPS * STAGES * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16 + sizeof(Merge) <= SHARED_BYTES, "cuda.py counts too little shared memory");
+    static_assert(FIRST + SLOTS * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16 + sizeof(Merge) <= SHARED_BYTES, "cuda.py counts too little shared memory");
     unsigned char* slots = shared + FIRST;
-    Ring& ring = *reinterpret_cast<Ring*>(slots + WARPS * STAGES * SLOT_BYTES);
-    Merge& merge = *reinterpret_cast<Merge*>(slots + WARPS * STAGES * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16);
-    if (threadIdx.x < WARPS * STAGES) {
+    Ring& ring = *reinterpret_cast<Ring*>(slots + SLOTS * SLOT_BYTES);
+    Merge& merge = *reinterpret_cast<Merge*>(slots + SLOTS * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16);
+    if (threadIdx.x < SLOTS) {
         // A bulk copy arrives once, for its lane; asynchronous copies arrive once per lane, and the lane that wrote `tokens` once more.
-        barrier_init(shared_address(&ring.full[0][0] + threadIdx.x), __CUDA_ARCH__ >= 900 ? 1 : 33);
-        barrier_init(shared_address(&ring.empty[0][0] + threadIdx.x), 1);
+        barrier_init(shared_address(ring.full + threadIdx.x), __CUDA_ARCH__ >= 900 ? 1 : 33);
+        barrier_init(shared_address(ring.empty + threadIdx.x), 1);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.proxy.async;" ::: "memory");
 #endif

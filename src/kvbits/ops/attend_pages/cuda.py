@@ -201,7 +201,7 @@ class Plan:
         for launch in self._launches:
             what = "raw pages" if launch.layout is None else f"{launch.layout.key.format}/{launch.layout.value.format} pages (and raw ones)"
             s = launch.kernel.shape
-            lines.append(f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.stages} x {s.chunk} tokens in flight per warp")
+            lines.append(f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight")
         table_tokens = max((int((p.table.starts + p.table.lengths).max()) for p in self.call.parts if p.table.num_pages), default=0)
         layout = self.call.parts[0].store.layout
         if note := small_on_gpu(self.out.shape[0], table_tokens, layout.num_kv_heads, layout.head_dim):

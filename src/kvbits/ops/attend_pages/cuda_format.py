@@ -25,10 +25,10 @@ STATIC, GROUP, CHANNEL = 0, 1, 2
 
 @dataclass(frozen=True)
 class Shape:
-    """Launch shape: consumer warps of a block, ring slots of a warp, tokens of a chunk, units of 32 tokens per step."""
+    """Launch shape: consumer warps of a block, slots of its ring (at least as many), tokens of a chunk, units of 32 tokens per step."""
 
     warps: int
-    stages: int
+    slots: int
     chunk: int
     units: int
 
@@ -155,7 +155,7 @@ def kernel_for(
     """
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
     if layout is None:
-        shape = shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, stages=0, chunk=32, units=1)
+        shape = shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, slots=0, chunk=32, units=1)
         rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
         shared = merge_bytes(shape.warps, cols, head_dim, False, rounds)
         defines |= {"HAS_PACKED": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
@@ -166,10 +166,10 @@ def kernel_for(
     has_levels = kvquant_extras(layout) is not None
     if shape is None:
         shape = _choose_levels_shape(layout, slot, cols, shared_limit) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit)
-    ring = shape.warps * shape.stages * (slot + 24) + 16 + (levels_format.shared_bytes(layout, shape.warps) if has_levels else 0)
+    ring = shape.slots * (slot + 24) + 16 + (levels_format.shared_bytes(layout, shape.warps) if has_levels else 0)
     rounds = _rounds_at_once(shape.warps, cols, head_dim, with_bias, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, with_bias, rounds)
-    defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "STAGES": shape.stages}
+    defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "SLOTS": shape.slots}
     defines |= {"CHUNK": chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
     defines["PREFETCH_CHUNKS"] = PREFETCH_BYTES // slot
     pieces = _pieces(layout, chunk)
@@ -192,15 +192,15 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
         stages = (shared_limit - 16 - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))
         if warps <= most and stages >= 2:
-            return Shape(warps, max(2, min(stages, RING_BYTES // (warps * slot))), chunk, units)
+            return Shape(warps, warps * max(2, min(stages, RING_BYTES // (warps * slot))), chunk, units)
     return Shape(1, 1, chunk, units)
 
 
 def _choose_levels_shape(layout: PageLayout, slot: int, cols: int, shared_limit: int) -> Shape:
     for warps in (levels_format.MAX_WARPS, 7, 3, 2, 1):
         room = shared_limit - 16 - levels_format.shared_bytes(layout, warps) - merge_bytes(warps, cols, layout.head_dim, True)
-        if (stages := room // (warps * (slot + 24))) >= 1:
-            return Shape(warps, min(stages, 2), layout.page_size, 2)
+        if (slots := room // (slot + 24)) >= warps:
+            return Shape(warps, min(slots, RING_BYTES // slot), layout.page_size, 2)
     return Shape(1, 1, layout.page_size, 2)
 
 

@@ -9,21 +9,6 @@ constexpr int STEPS = D / 32;                                  // words of eight
 constexpr int TABLE_ROWS = (K_BITS > V_BITS ? K_BITS : V_BITS) == 4 ? 256 : K_BITS == 3 || V_BITS == 3 ? 0x78 : 0x34;
 static_assert(COLS == 8 && CHUNK == 64, "one column tile, pages of 64 tokens");
 
-/// One half of `a` times both of b (plus c): a broadcast half is an operand's modifier, where a byte permutation would be an instruction.
-DEVICE u32 low_mul(u32 a, u32 b) { u32 d; asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {l, l}; mul.rn.f16x2 %0, t, %2;}" : "=r"(d) : "r"(a), "r"(b)); return d; }
-DEVICE u32 low_fma(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {l, l}; fma.rn.f16x2 %0, t, %2, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-DEVICE u32 high_fma(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {h, h}; fma.rn.f16x2 %0, t, %2, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-DEVICE u32 low_twice(u32 a) { return permute_bytes(a, a, 0x1010); }
-DEVICE u32 high_twice(u32 a) { return permute_bytes(a, a, 0x3232); }
-
 /// Channel pair of code k of a lane's word i (lane % 4 = c): codes of four bits lie side by side; narrower rows hold each byte's codes a quarter row apart.
 DEVICE int pair_of(int i, int c, int k) { return K_BITS == 4 ? 16 * i + 4 * c + k : i % 2 * (D / 4) + 16 * (i / 2) + 4 * c + k; }
 
@@ -64,9 +49,21 @@ DEVICE u32 turn_back(u32 q, uint2 t) { return high_fma(q, t.y, low_mul(q, t.x));
 /// Exponent that brings this head's keys under 2**9: float16 then holds them stretched up to 90 times.
 DEVICE int key_exponent(const float* scale, const float* bias, float largest_level, int lane) {
     float m = 0.f;
+#pragma unroll 1
     for (int ch = lane; ch < D; ch += 32) m = fmaxf(m, fabsf(scale[ch]) * largest_level + (bias ? fabsf(bias[ch]) : 0.f));
     for (int mask = 1; mask < 32; mask *= 2) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, mask));
     return m > 1e-30f ? exponent_of(m) + 1 - 9 : 0;
+}
+
+/// Asks for what `share_levels` will read; lane `lane` of `lanes`.
+DEVICE void prefetch_levels(const Part& part, int head, int lane, int lanes) {
+    for (int ch = lane * 32; ch < D; ch += lanes * 32) {
+        prefetch_l1(part.k_scale + i64(head) * D + ch);
+        if (part.k_bias) prefetch_l1(part.k_bias + i64(head) * D + ch);
+        prefetch_l1(part.turns + ch / 2);
+    }
+    if (lane == 0) prefetch_l1(part.k_level + (head << K_BITS));
+    if (lane == lanes - 1) prefetch_l1(part.v_level + (head << V_BITS));
 }
 
 /// Fills what belongs to a head; returns the exponent that its keys are divided by. All consumer threads call it.
@@ -74,9 +71,11 @@ DEVICE int share_levels(Levels& shared, const Part& part, int head, int thread) 
     const float *scale = part.k_scale + i64(head) * D, *bias = part.k_bias ? part.k_bias + i64(head) * D : nullptr;
     const float *k_level = part.k_level + (head << K_BITS), *v_level = part.v_level + (head << V_BITS);
     float largest = 0.f;
+#pragma unroll 1
     for (int i = 0; i < 1 << K_BITS; ++i) largest = fmaxf(largest, fabsf(k_level[i]));
     const int exponent = key_exponent(scale, bias, largest, thread % 32);
     if (shared.head == head) return exponent;  // written before the last barrier of the segment before
+#pragma unroll 1
     for (int i = thread; i < TABLE_ROWS * 16; i += CONSUMERS) {
         int byte = i / 16, side = i / 8 % 2;
         int low = side ? code_of<V_BITS>(byte & 15) : code_of<K_BITS>(byte & 15), high = side ? code_of<V_BITS>(byte >> 4) : code_of<K_BITS>(byte >> 4);
@@ -85,6 +84,7 @@ DEVICE int share_levels(Levels& shared, const Part& part, int head, int thread) 
         *reinterpret_cast<uint4*>(&shared.table[byte][side][i % 8 * 4]) = {pair, pair, pair, pair};
     }
     const float m = power_of_two(-exponent);
+#pragma unroll 1
     for (int i = thread; i < 2 * STEPS * 4 * 32; i += CONSUMERS) {
         int lane = i % 32, k = i / 32 % 4, word = i / 128 % STEPS, late = i / (128 * STEPS), d = pair_of(word, lane % 4, k);
         float2 t = turn_of(4 * (lane / 4) + 32 * late, part.turns[d]);

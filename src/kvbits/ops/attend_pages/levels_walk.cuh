@@ -34,8 +34,10 @@ struct LevelsWalk {
         int shift = largest > 1e-30f ? 13 - exponent_of(largest) : 0;  // under 2**14; a turn makes it at most sqrt(2) times as much
         const float real_factor = a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E);
         factor = real_factor * power_of_two(-shift) * power_of_two(exponent);
+#pragma unroll 1
         for (int i = warp * 32 + lane; i < HALF * COLS; i += CONSUMERS)
             shared.q[i / COLS][i % COLS] = {staged.q[i % COLS][i / COLS] * real_factor, staged.q[i % COLS][i / COLS + HALF] * real_factor};
+#pragma unroll 1
         for (int i = warp; i < STEPS; i += WARPS) {
             u32 pairs[4];
             for (int k = 0; k < 4; ++k) {

@@ -33,6 +33,21 @@ DEVICE u32 mul_f16x2(u32 a, u32 b) { u32 d; asm("mul.rn.f16x2 %0, %1, %2;" : "=r
 DEVICE u32 max_f16x2(u32 a, u32 b) { u32 d; asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { u32 d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector)); return d; }
 
+/// One half of `a` times both of b (plus c): a broadcast half is an operand's modifier, where a byte permutation would be an instruction.
+DEVICE u32 low_mul(u32 a, u32 b) { u32 d; asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {l, l}; mul.rn.f16x2 %0, t, %2;}" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEVICE u32 low_fma(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {l, l}; fma.rn.f16x2 %0, t, %2, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+DEVICE u32 high_fma(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {h, h}; fma.rn.f16x2 %0, t, %2, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+DEVICE u32 low_twice(u32 a) { return permute_bytes(a, a, 0x1010); }
+DEVICE u32 high_twice(u32 a) { return permute_bytes(a, a, 0x3232); }
+
 /// d[16x8] = a[16x16] b[16x8] + c; lane (g = lane / 4, c = lane % 4) holds a rows g, g + 8, k 2c, 2c + 1 (+ 8); b k likewise, column g.
 DEVICE void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
