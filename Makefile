@@ -1,12 +1,13 @@
 # make demo   set up an environment and run the main job on an embedded real model, offline after the installation
 # make test   set up an environment and run every test
+# make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 MODEL = $(VENV)/.model
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-sanitized lint clean
 
 setup: $(STAMP) $(MODEL)
 
@@ -28,6 +29,9 @@ demo: setup
 test: setup
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/python -m pytest -q -n 2
+
+test-sanitized: setup
+	PYTHON=$(abspath $(BIN)/python) tests/ops/run_sanitized.sh
 
 clean:
 	rm -rf $(VENV) build dist

@@ -9,6 +9,8 @@ cache's pools do; torch's K and V in default memory, as the stock caches do, and
 
     matmul   query heads of a kv head packed as rows: matmul, softmax, matmul (the fastest that torch has; ratios are against this one)
     sdpa     scaled_dot_product_attention with the same packing
+    llama_*  llama.cpp's flash attention with its f16, q8_0 and q4_0 caches, in its layout and (`_contiguous`) with each head's tokens side by side, where
+             llama-cpp-python is installed or --ggml names a folder with its libraries
 
 With several threads every timed call follows a matrix product on all threads, as in a decoding step, and one thread takes its turn in the same rounds.
 What the machine itself allows is printed beside: as many processes with one thread each, over the same pages, against one such process.
@@ -26,7 +28,9 @@ import statistics
 import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import llama_attention
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -43,6 +47,7 @@ from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
 PAGE_SIZE = 64
 ROTATE_BYTES = 130_000_000
 NOISE = {"int8": 1e-4, "int8_channel": 1e-4, "raw": 1e-5, "fp8": 1e-5}  # fewer bits: 2e-2
+LLAMA_PEER = {"int8": "q8_0", "int4": "q4_0", "raw": "f16"}
 FORMATS: dict[str, tuple[QuantSpec, QuantSpec]] = {
     "int8": (QuantSpec(format="int8"),) * 2,
     "int4": (QuantSpec(format="int4"),) * 2,
@@ -61,6 +66,7 @@ parser.add_argument("--formats", default="int8,int4,int2,raw", help=f"of {', '.j
 parser.add_argument("--rounds", type=int, default=40)
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--tier", help="force an instruction set")
+parser.add_argument("--ggml", type=Path, help="folder with libggml-base.so and libggml-cpu.so; default: those of llama-cpp-python")
 args = parser.parse_args()
 torch.set_num_threads(args.threads)
 torch.manual_seed(0)
@@ -212,6 +218,9 @@ def measure(candidates: dict[str, tuple[Callable[[int], object], int]]) -> tuple
 
 
 results = {}
+ggml, no_ggml = llama_attention.find(args.ggml)
+if ggml is None:
+    print(f"llama.cpp is left out: {no_ggml}")
 for text in args.shapes.split(","):
     hq, h, d, tokens, *rest = (int(x) for x in text.split("/"))
     batch = rest[0] if rest else 1
@@ -219,12 +228,16 @@ for text in args.shapes.split(","):
     candidates = {name: our_candidate(name, hq, h, d, tokens, batch) for name in args.formats.split(",")}
     for kind in ("matmul", "sdpa", "matmul_huge"):
         candidates[kind] = torch_candidate(kind, hq, h, d, tokens, batch)
+    for kind in llama_attention.TYPES if ggml is not None and batch == 1 else ():
+        for contiguous in (False, True):
+            layers = -(-ROTATE_BYTES // (2 * h * tokens * d * {"f16": 16, "q8_0": 8, "q4_0": 4}[kind] // 8)) + 1
+            candidates[f"llama_{kind}" + "_contiguous" * contiguous] = llama_attention.candidate(ggml, kind, contiguous, hq, h, d, tokens, layers, args.threads)
     seconds, single, bandwidth = measure(candidates)
     print(f"  read probe {bandwidth / 1e9:.1f} GB/s")
     for name, (_, nbytes) in candidates.items():
         rate = nbytes / seconds[name]
         print(
-            f"  {name:13s} {seconds[name] * 1e3:8.3f} ms  {rate / 1e9:5.1f} GB/s  {rate / bandwidth:4.0%} of the read probe  {seconds['matmul'] / seconds[name]:5.1f}x torch"
+            f"  {name:21s} {seconds[name] * 1e3:8.3f} ms  {rate / 1e9:5.1f} GB/s  {rate / bandwidth:4.0%} of the read probe  {seconds['matmul'] / seconds[name]:5.1f}x torch"
         )
     ours = args.formats.split(",")
     ceilings = {}
@@ -237,6 +250,7 @@ for text in args.shapes.split(","):
         "ratio_vs_torch16": {n: round(seconds["matmul"] / seconds[n], 2) for n in ours},
         "ratio_vs_torch16_huge_pages": {n: round(seconds["matmul_huge"] / seconds[n], 2) for n in ours},
         "share_of_read_bandwidth": {n: round(candidates[n][1] / seconds[n] / bandwidth, 3) for n in ours},
+        "ratio_vs_llama": {n: {m: round(seconds[m] / seconds[n], 1) for m in candidates if m.startswith(f"llama_{peer}")} for n, peer in LLAMA_PEER.items() if n in ours},
         "threads_vs_one": {n: round(single[n] / seconds[n], 2) for n in single},
         "processes_vs_one": {n: round(x, 2) for n, x in ceilings.items()},
         "decode_s": {n: seconds[n] for n in candidates},
