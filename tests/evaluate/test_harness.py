@@ -10,11 +10,11 @@ import tiny
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install lm-eval)")
 pytest.importorskip("datasets", reason="datasets is not installed (pip install datasets)")
 
-from kvbits.errors import SpecError  # noqa: E402
-from kvbits.evaluate.caches import base_factory, factory  # noqa: E402
-from kvbits.evaluate.harness import KvbitsLM  # noqa: E402
-from kvbits.evaluate.tasks import Context, Options, load  # noqa: E402
-from kvbits.evaluate.texts import Text  # noqa: E402
+from kvbits.errors import SpecError
+from kvbits.evaluate.caches import base_factory, factory
+from kvbits.evaluate.harness import KvbitsLM
+from kvbits.evaluate.tasks import Context, Options, load
+from kvbits.evaluate.texts import Text
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARC = [
