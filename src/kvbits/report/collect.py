@@ -70,7 +70,8 @@ def collect(directory: Path) -> Results:
 
 
 def _order(cell: Cell, cells: dict[str, Cell]) -> tuple[Any, ...]:
-    return (cell.kind != "base", -(bits(cell, cells) or 99.0), cell.kind == "stock", cell.scheme)
+    b = bits(cell, cells)
+    return (cell.kind != "base", b is None, -(b or 0.0), cell.kind == "stock", cell.scheme)
 
 
 def bits(cell: Cell, cells: dict[str, Cell]) -> float | None:

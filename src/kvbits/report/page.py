@@ -46,7 +46,7 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
     ]  # fmt: skip
     if with_layers := [k for k, m in data["models"].items() if m["attention"]]:
         controls = _controls(_select("layers-model", "model", with_layers), _select("layers-measure", "measure", MEASURES))
-        text = "<p>Error of each layer's attention on the same inputs, so errors do not add up from layer to layer. Dark is bad.</p>"
+        text = "<p>Error of each layer's attention on the same inputs, so errors do not add up from layer to layer. More colour is worse.</p>"
         sections.append(_section("Which layers suffer", text + controls + _heat("layers"), "layers-section"))
     if with_passkey := [k for k, m in data["models"].items() if m["passkey"]]:
         text = "<p>Share of passkeys found, in percent, by prompt length in tokens and depth (0 is the start).</p>"

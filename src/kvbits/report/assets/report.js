@@ -93,13 +93,13 @@ if (typeof document !== "undefined") (() => {
       type: "scatter", plugins: [names],
       data: { datasets: [set("kvbits", "kvbits", "--ours", "circle"), set("stock", "Transformers' quantized caches", "--stock", "triangle")] },
       options: {
-        animation: false, maintainAspectRatio: false, layout: { padding: { right: 24, top: 8 } },
+        animation: false, maintainAspectRatio: false, layout: { padding: { right: 24, top: 18 } },
         scales: {
           x: axis("bits per cached number really held (scales and raw tokens included)"),
           y: axis(titles[measure], measure === "kl" ? { type: "logarithmic", ticks: { color: css("--soft"), callback: (v) => decade(v) ? v : null } } : {}),
         },
         plugins: {
-          legend: { labels: { color: css("--text"), usePointStyle: true } },
+          legend: { position: "bottom", labels: { color: css("--text"), usePointStyle: true } },
           tooltip: { callbacks: { label: (c) => { const r = c.raw.row; return [`${r.scheme}: ${r.held_bits.toFixed(2)} bits held`, `KL ${r.kl.toPrecision(3)} nats, perplexity ${percent(r.ppl_change)}`, `mass matched ${(100 * r.mass).toFixed(2)} %`]; } } },
         },
       },
@@ -150,7 +150,7 @@ if (typeof document !== "undefined") (() => {
       r.append(make("td", name, kind === "stock" ? { class: "stock" } : {}));
       values.forEach((v, i) => {
         const share = v === null ? 0 : Math.max(0, Math.min(1, v / top));
-        const cell = make("td", v === null ? "" : format(v), { style: `background: color-mix(in srgb, var(--heat) ${Math.round(85 * share)}%, var(--bg)); color: ${share > 0.55 ? "var(--bg)" : "var(--text)"}` });
+        const cell = make("td", v === null ? "" : format(v), { style: `background: color-mix(in srgb, var(--heat) ${Math.round(85 * share)}%, var(--bg)); color: ${share > 0.8 ? "var(--bg)" : "var(--text)"}` });
         if (titles) cell.title = titles[i];
         r.append(cell);
       });
