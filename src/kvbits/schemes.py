@@ -32,12 +32,12 @@ def _kivi(bits: int) -> Scheme:
 
 
 def _nuq(bits: int, outliers: float) -> Scheme:
-    key = QuantSpec(format=f"nuq{bits}", granularity=PerChannel(), symmetric=False, static=True, outliers=outliers, pre_rope=True)
     value = QuantSpec(format=f"nuq{bits}", granularity=PerToken(), symmetric=False, outliers=outliers)
     listed = f", {outliers:.0%} outliers in 16 bits" if outliers else ""
     return Scheme(
-        name=f"nuq{bits}" + (f"-{outliers:.0%}" if outliers else ""), key=key, value=value, num_sink_tokens=1, residual_length=64, source=_KVQUANT,
-        description=f"KVQuant: {bits}-bit calibrated codebooks, keys per channel before the rotary embedding, values per token{listed}",
+        name=f"nuq{bits}" + (f"-{outliers:.0%}" if outliers else ""), key=dataclasses.replace(value, granularity=PerChannel(), pre_rope=True),
+        value=value, num_sink_tokens=1, residual_length=128, source=_KVQUANT,
+        description=f"KVQuant: {bits}-bit calibrated codebooks, keys per channel of a page before the rotary embedding, values per token{listed}",
     )  # fmt: skip
 
 
