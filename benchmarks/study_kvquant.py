@@ -131,7 +131,7 @@ def presets() -> dict[str, Scheme]:
 
 def variants(study: str, bits: int, samples: dict[str, Samples]) -> Iterator[tuple[str, Scheme, str, dict[str, Any]]]:
     """(name, scheme, calibration text, how it is fitted) of a study at one width."""
-    top, first = schemes.get(f"nuq{bits}-1%"), next(iter(samples))
+    top, first = ladder(bits)["calibrated ranges: sinks"], next(iter(samples))  # where codebooks matter most
     if study == "ladder":
         yield from ((name, scheme, first, {}) for name, scheme in ladder(bits).items())
     elif study == "weights":
