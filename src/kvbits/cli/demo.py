@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from ..errors import UnsupportedError
 from .common import Json, Threads, app, names_of, print_json, set_threads, show
 
 
@@ -24,8 +23,7 @@ def demo(
 
     names = names_of(scheme)
     for name in names:
-        if schemes.get(name).needs_calibration:
-            raise UnsupportedError(f"scheme {name!r} needs calibrated scales, which the demo does not measure; name other schemes")
+        schemes.get(name)  # refuses unknown ones before the model loads
     from ..evaluate import demo as demonstration
 
     set_threads(threads)

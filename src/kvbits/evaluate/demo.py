@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import schemes as presets
+from ..calibrate import Calibration, calibrate
 from ..errors import DataError
 from ..integrations.huggingface import KVCache
 from ..integrations.models import load_model
@@ -21,6 +22,7 @@ from .fidelity import Fidelity, compare
 from .texts import novel
 
 BASELINE = "16-bit"
+CALIBRATION_PROMPTS, CALIBRATION_LENGTH = 4, 512
 
 
 def run(
@@ -55,16 +57,17 @@ def run(
     chosen = [presets.get(name) for name in (schemes or ["raw", "int8", "int4", "kivi2"])]
     lm, tokenizer = load_model(model)
     ids = _tokens(lm, tokenizer, context + new_tokens)
+    calibrations = {s.name: _calibration(lm, tokenizer, s.name, context + new_tokens, progress) for s in chosen if s.needs_calibration}
     with bar(f"{1 + len(chosen)} caches, {context} tokens of context", (1 + len(chosen)) * 2 * new_tokens, enabled=progress) as advance:
         greedy: dict[str, torch.Tensor] = {}
         rows = []
         caches = {}
         for scheme in [None, *chosen]:
             name = BASELINE if scheme is None else scheme.name
-            cache = _cache(lm, scheme, context + new_tokens - 1, backend)
+            cache = _cache(lm, scheme, context + new_tokens - 1, backend, calibrations)
             greedy[name] = _generate(lm, ids[:context], new_tokens, cache)
             advance(new_tokens)
-            caches[name] = _cache(lm, scheme, context + new_tokens - 1, backend)
+            caches[name] = _cache(lm, scheme, context + new_tokens - 1, backend, calibrations)
         fidelity = compare(lm, caches, ids, first=context, chunk=1, on_tokens=lambda n: advance(len(caches) if n == 1 else 0))
     for name, cache in caches.items():
         rows.append(_row(name, cache, fidelity, greedy, lm, context + new_tokens - 1))
@@ -90,12 +93,24 @@ def _tokens(model: Any, tokenizer: Any, count: int) -> torch.Tensor:
     return ids[:count]
 
 
-def _cache(model: Any, scheme: Scheme | None, num_tokens: int, backend: str) -> Any:
+def _calibration(model: Any, tokenizer: Any, scheme: str, used: int, progress: bool) -> Calibration:
+    """Scales and codebooks measured on the end of the novel, which the measured tokens do not reach."""
+    ids = tokenizer(novel(), return_tensors="pt").input_ids[0]
+    rest = ids[-CALIBRATION_PROMPTS * CALIBRATION_LENGTH :]
+    if len(ids) - len(rest) < used:
+        raise DataError(
+            f"context + new_tokens = {used} leaves less than {len(rest)} of the demo text's {len(ids)} tokens to calibrate {scheme!r} on; lower --context, "
+            "or use kvbits calibrate and kvbits eval"
+        )
+    return calibrate(model, list(rest.view(-1, CALIBRATION_LENGTH).split(1)), scheme, progress=progress)
+
+
+def _cache(model: Any, scheme: Scheme | None, num_tokens: int, backend: str, calibrations: dict[str, Calibration]) -> Any:
     if scheme is None:
         from transformers import DynamicCache
 
         return DynamicCache(config=model.config)
-    return KVCache.for_model(model, scheme.name, batch_size=1, max_tokens=num_tokens, backend=backend)
+    return KVCache.for_model(model, scheme.name, batch_size=1, max_tokens=num_tokens, backend=backend, calibration=calibrations.get(scheme.name))
 
 
 def _generate(model: Any, prompt: torch.Tensor, new_tokens: int, cache: Any) -> torch.Tensor:
