@@ -74,6 +74,7 @@ def test_changed_fields_are_validated():
         schemes.get("int4", page_size=20)
 
 
-def test_only_static_presets_need_calibration():
-    assert [n for n, s in PRESETS.items() if s.needs_calibration] == [n for n, s in PRESETS.items() if s.key.static or s.value.static]
-    assert PRESETS["int8_static"].needs_calibration
+def test_only_static_and_codebook_presets_need_calibration():
+    wanted = [n for n, s in PRESETS.items() if any(x.static or x.format.startswith("nuq") for x in (s.key, s.value))]
+    assert [n for n, s in PRESETS.items() if s.needs_calibration] == wanted
+    assert PRESETS["int8_static"].needs_calibration and PRESETS["nuq4-1%"].needs_calibration
