@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbits import ops
+from kvbits import ops, schemes
 from kvbits.ops.attend_pages import cuda_format
 from kvbits.ops.close_pages import cuda as close_cuda
 from kvbits.ops.cuda import compile as cuda_compile
@@ -83,6 +83,26 @@ def test_attention_kernels_compile_without_spills(key, value, options, capabilit
     assert -(-warps // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")])
+def test_look_up_kernels_compile_and_spill_nothing_in_the_loop_over_pages(name, head_dim, capability):
+    if not ALL and (name, head_dim, capability) not in (("nuq4-1%", 128, (9, 0)), ("nuq3", 64, (8, 0)), ("nuq2-1%", 128, (8, 9))):
+        pytest.skip("three by default")
+    scheme = schemes.get(name)
+    limit = driver.shared_limit(capability)
+    if why := cuda_format.refuses_layout(layout_of(scheme.key, scheme.value, head_dim), limit):
+        assert capability == (8, 9) and scheme.key.bits == 4 and "shared memory" in why
+        return
+    kernel = attend_kernel(scheme.key, scheme.value, capability, head_dim)
+    assert kernel.shared_bytes <= limit
+    binary = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability))
+    resources = binary.resources("attend")
+    # All 168 registers are taken; ptxas keeps up to six values of the kernel's set-up in local memory and reads them when a segment ends.
+    assert resources.spill_bytes <= 48, resources
+    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES[:: 1 if ALL else 2], ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_close_kernels_compile_without_spills(dtype, capability):
@@ -95,7 +115,13 @@ def test_close_kernels_compile_without_spills(dtype, capability):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "key, value", [(spec("int4"), spec("int3", symmetric=False)), (spec("fp8_e4m3", PerChannel()), spec("int2", center="channel"))], ids=["int", "fp8"]
+    "key, value",
+    [
+        (spec("int4"), spec("int3", symmetric=False)),
+        (spec("fp8_e4m3", PerChannel()), spec("int2", center="channel")),
+        (schemes.get("nuq3-1%").key, schemes.get("nuq4-1%").value),
+    ],
+    ids=["int", "fp8", "nuq"],
 )
 def test_dequantize_kernels_compile_without_spills(key, value, dtype):
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)

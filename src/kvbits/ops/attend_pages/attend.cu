@@ -12,7 +12,8 @@
 #endif
 
 #if HAS_PACKED
-static_assert(SLOTS >= WARPS, "a round of the producer fills a slot for each warp before it looks at any of them again");
+// A warp must be the only reader of its slots: to wait for a slot's next filling, it has to have seen the one before (a barrier knows only odd and even).
+static_assert(SLOTS % WARPS == 0, "a slot for each warp, or several");
 
 struct Ring {
     u64 full[SLOTS], empty[SLOTS];
@@ -105,6 +106,10 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
         Source ahead;  // looked up now, needed after this round's waiting
         const bool another = more && next.settle(a, lane);
         if (another) ahead = Source(a, a.segments[next.segment], next.k);
+#if HAS_LEVELS && __CUDA_ARCH__ >= 900
+        // Where a warp has one slot, it waits for all of its next page's way; so that comes as far as L2 before.
+        if (another && SLOTS == WARPS) prefetch_l2(ahead.page(), CHUNK_BYTES);
+#endif
         int place = at.chunk % SLOTS;
         u32 parity = (at.chunk / SLOTS & 1) ^ 1;
 #if __CUDA_ARCH__ >= 900
@@ -186,7 +191,8 @@ DEVICE int walk_levels(const Args& a, const Part& part, Unit u, Ring& ring, unsi
         if (lane == 0) barrier_arrive(shared_address(&ring.empty[place]));
     }
     walk.sum_biases();
-    return finish_segment(a, walk, softmax, V_HAS_BIAS ? walk.bias_sum : nullptr, D, merge, warp, lane);
+    const int thread = thread_again();
+    return finish_segment(a, walk, softmax, V_HAS_BIAS ? walk.bias_sum : nullptr, D, merge, thread / 32, thread % 32);
 }
 #elif HAS_PACKED
 DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int warp, int lane) {

@@ -43,7 +43,7 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return "the GPU is older than compute capability 8.0"
     if why := cuda_compile.missing():
         return why
-    why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)))
+    why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), driver.shared_limit(torch.cuda.get_device_capability(q.device)))
     if why and _is_kvquant(call) and q.dtype in DTYPES:
         return _refuses_unpacked(call, q.shape[2], q.dtype)
     return why
@@ -58,8 +58,8 @@ def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) 
     return chunk.refuses(call, num_q_heads, q_dtype, chunk.MIN_COLUMNS, True)
 
 
-def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str) -> str | None:
-    """The part of `refuses` that needs no GPU."""
+def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit: int | None = None) -> str | None:
+    """The part of `refuses` that needs no GPU, of the kernel that reads packed pages; `shared_limit`: bytes of shared memory of a block, if known."""
     if q_dtype not in DTYPES.values():
         return f"queries are {q_dtype}, not float16 or bfloat16"
     if len(call.parts) > MAX_PARTS:
@@ -69,7 +69,7 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str) -> str | None
     for part in call.parts:
         if part.low:
             return "low planes have no GPU kernel yet"
-        if why := refuses_layout(part.store.layout):
+        if why := refuses_layout(part.store.layout, shared_limit):
             return why
     if len({p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw}) > 1:
         return "raw parts differ in dtype"
@@ -279,8 +279,10 @@ def plan(
         history_only: every query that is no padding comes after all pages of the call.
     """
     unpacks = chunk.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
-    if not unpacks and _is_kvquant(call) and (num_queries == 1 or history_only) and refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype))):
-        unpacks = _refuses_unpacked(call, num_q_heads, q_dtype) is None
+    if not unpacks and _is_kvquant(call) and (num_queries == 1 or history_only):
+        limit = driver.shared_limit(torch.cuda.get_device_capability(device))
+        packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit) is None
+        unpacks = not packed and _refuses_unpacked(call, num_q_heads, q_dtype) is None
     if unpacks:
         return ChunkPlan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
     return Plan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from ...errors import UnsupportedError
 from ...spec import DTYPE_BYTES, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..types import kvquant_extras
 from . import levels_format
@@ -25,7 +26,7 @@ STATIC, GROUP, CHANNEL = 0, 1, 2
 
 @dataclass(frozen=True)
 class Shape:
-    """Launch shape: consumer warps of a block, slots of its ring (at least as many), tokens of a chunk, units of 32 tokens per step."""
+    """Launch shape: consumer warps of a block, slots of its ring (a multiple), tokens of a chunk, units of 32 tokens per step."""
 
     warps: int
     slots: int
@@ -33,13 +34,15 @@ class Shape:
     units: int
 
 
-def refuses_layout(layout: PageLayout) -> str | None:
-    """Why attend.cu cannot read pages of this layout, or None."""
+def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str | None:
+    """Why attend.cu cannot read pages of this layout, on a GPU whose blocks have `shared_limit` bytes of shared memory if given, or None."""
     d = layout.head_dim
     if d > 256:
         return f"head_dim={d} is above 256"
     if extras := kvquant_extras(layout):
         why = levels_format.refuses(layout)
+        if not why and shared_limit and _levels_shape(layout, 8, shared_limit) is None:
+            why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
         return why and f"{extras}: {why}"
     if layout.key.is_raw and layout.value.is_raw:
         return None if layout.raw_dtype != "float32" else "raw pages are float32; the kernel multiplies float16 and bfloat16"
@@ -165,7 +168,9 @@ def kernel_for(
     with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
     has_levels = kvquant_extras(layout) is not None
     if shape is None:
-        shape = _choose_levels_shape(layout, slot, cols, shared_limit) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit)
+        shape = _levels_shape(layout, cols, shared_limit) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit)
+        if shape is None:
+            raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
     ring = shape.slots * (slot + 24) + 16 + (levels_format.shared_bytes(layout, shape.warps) if has_levels else 0)
     rounds = _rounds_at_once(shape.warps, cols, head_dim, with_bias, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, with_bias, rounds)
@@ -196,12 +201,14 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
     return Shape(1, 1, chunk, units)
 
 
-def _choose_levels_shape(layout: PageLayout, slot: int, cols: int, shared_limit: int) -> Shape:
-    for warps in (levels_format.MAX_WARPS, 7, 3, 2, 1):
+def _levels_shape(layout: PageLayout, cols: int, shared_limit: int) -> Shape | None:
+    """As many warps as fit with a slot each, and two if they do."""
+    slot = -(-_used_bytes(layout) // 128) * 128
+    for warps in (levels_format.MAX_WARPS, 7, 3):
         room = shared_limit - 16 - levels_format.shared_bytes(layout, warps) - merge_bytes(warps, cols, layout.head_dim, True)
-        if (slots := room // (slot + 24)) >= warps:
-            return Shape(warps, min(slots, RING_BYTES // slot), layout.page_size, 2)
-    return Shape(1, 1, layout.page_size, 2)
+        if stages := max(room, 0) // (warps * (slot + 24)):
+            return Shape(warps, warps * min(stages, 2), layout.page_size, 2)
+    return None
 
 
 def _format_defines(prefix: str, spec: QuantSpec, chunk: PageLayout) -> dict[str, int]:

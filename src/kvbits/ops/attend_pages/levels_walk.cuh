@@ -271,7 +271,10 @@ struct LevelsWalk {
         }
     }
 
-    /// A list's entry for this lane; none past the end.
+    /// Entries of a list that a lane takes at once: neighbours, which often share a token, so that lanes seldom meet; their loads are under way together.
+    static constexpr int at_once(int count) { return count > 64 ? 3 : count > 32 ? 2 : 1; }
+
+    /// An entry of a list; none past the end.
     struct Entry {
         int token, channel;
         float value;
@@ -306,14 +309,23 @@ struct LevelsWalk {
             __syncwarp();
             sums[lane] = sums[lane + 32] = {0.f, 0.f, 0.f, 0.f};
             __syncwarp();
+            constexpr int MINE = at_once(K_OUTLIERS);
 #pragma unroll 1
-            for (int i = lane; i < (K_OUTLIERS + 31) / 32 * 32; i += 32) {
-                Entry entry(slot, K_OUTLIER_INDEX, K_OUTLIER_VALUE, i, K_OUTLIERS);
-                const int d = entry.channel % HALF;
-                float2 t = turn_of(position + entry.token, shared.turns[d]);
-                float x = entry.value * (entry.channel < HALF ? t.x : -t.y), y = entry.value * (entry.channel < HALF ? t.y : t.x);
-                float4 q01 = *reinterpret_cast<const float4*>(&shared.q[d][col]), q23 = *reinterpret_cast<const float4*>(&shared.q[d][col + 2]);
-                add_in_turn(sums, entry.valid ? entry.token : -1, {x * q01.x + y * q01.y, x * q01.z + y * q01.w, x * q23.x + y * q23.y, x * q23.z + y * q23.w}, lane);
+            for (int first = 0; first < K_OUTLIERS; first += 32 * MINE) {
+                float4 x[MINE];
+                int place[MINE];
+#pragma unroll
+                for (int i = 0; i < MINE; ++i) {
+                    const Entry entry(slot, K_OUTLIER_INDEX, K_OUTLIER_VALUE, first + lane * MINE + i, K_OUTLIERS);
+                    const int d = entry.channel % HALF;
+                    const float2 t = turn_of(position + entry.token, shared.turns[d]);
+                    const float lo = entry.value * (entry.channel < HALF ? t.x : -t.y), hi = entry.value * (entry.channel < HALF ? t.y : t.x);
+                    const float4 q01 = *reinterpret_cast<const float4*>(&shared.q[d][col]), q23 = *reinterpret_cast<const float4*>(&shared.q[d][col + 2]);
+                    place[i] = entry.valid ? entry.token : -1;
+                    x[i] = {lo * q01.x + hi * q01.y, lo * q01.z + hi * q01.w, lo * q23.x + hi * q23.y, lo * q23.z + hi * q23.w};
+                }
+#pragma unroll
+                for (int i = 0; i < MINE; ++i) add_in_turn(sums, place[i], x[i], lane);
             }
             if (c / 2 * 4 == col)
 #pragma unroll
@@ -338,11 +350,20 @@ struct LevelsWalk {
 #pragma unroll
                 for (int j = 0; j < TOKENS; ++j) reinterpret_cast<float2*>(weights + j / 4 * 32 + 4 * g + j % 4)[c % 2] = {p[j][0][0], p[j][0][1]};
             __syncwarp();
+            constexpr int MINE = at_once(V_OUTLIERS);
 #pragma unroll 1
-            for (int i = lane; i < (V_OUTLIERS + 31) / 32 * 32; i += 32) {
-                Entry entry(slot, V_OUTLIER_INDEX, V_OUTLIER_VALUE, i, V_OUTLIERS);
-                float4 w = weights[entry.valid ? entry.token : 0];
-                add_in_turn(sums, entry.valid ? entry.channel : -1, {w.x * entry.value, w.y * entry.value, w.z * entry.value, w.w * entry.value}, lane);
+            for (int first = 0; first < V_OUTLIERS; first += 32 * MINE) {
+                float4 x[MINE];
+                int place[MINE];
+#pragma unroll
+                for (int i = 0; i < MINE; ++i) {
+                    const Entry entry(slot, V_OUTLIER_INDEX, V_OUTLIER_VALUE, first + lane * MINE + i, V_OUTLIERS);
+                    const float4 w = weights[entry.valid ? entry.token : 0];
+                    place[i] = entry.valid ? entry.channel : -1;
+                    x[i] = {w.x * entry.value, w.y * entry.value, w.z * entry.value, w.w * entry.value};
+                }
+#pragma unroll
+                for (int i = 0; i < MINE; ++i) add_in_turn(sums, place[i], x[i], lane);
             }
             if (c / 2 * 4 == col)
 #pragma unroll

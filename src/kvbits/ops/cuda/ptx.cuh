@@ -93,6 +93,9 @@ DEVICE void copy_async_16(u32 to, i64 from) { asm volatile("cp.async.cg.shared.g
 DEVICE void copy_async_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 #endif
 
+/// threadIdx.x, read once more: keeping it in a register through a long loop for what follows cost spills.
+DEVICE int thread_again() { int thread; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); return thread; }
+
 /// For launches that may start before the kernel ahead of them has ended (driver.Kernel, early=True): nothing that kernel writes may be read, and
 /// nothing it reads written, before `wait_for_previous_kernel`.
 DEVICE void let_next_kernel_start() {
