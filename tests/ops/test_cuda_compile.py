@@ -92,7 +92,7 @@ def test_look_up_kernels_compile_and_spill_nothing_in_the_loop_over_pages(name, 
     scheme = schemes.get(name)
     limit = driver.shared_limit(capability)
     if why := cuda_format.refuses_layout(layout_of(scheme.key, scheme.value, head_dim), limit):
-        assert capability == (8, 9) and scheme.key.bits == 4 and "shared memory" in why
+        assert capability == (8, 9) and scheme.key.bits == 4 and "shared memory" in why, why
         return
     kernel = attend_kernel(scheme.key, scheme.value, capability, head_dim)
     assert kernel.shared_bytes <= limit

@@ -31,10 +31,20 @@ def of(name, **changes):
     return {"key": s.key, "value": s.value} | changes
 
 
+def static(name):
+    """With calibrated ranges, which stretch tokens that have more outliers than are listed."""
+    s = schemes.get(name)
+    return {"key": dataclasses.replace(s.key, static=True), "value": s.value}
+
+
 def direct():
     for name in NAMES:
         yield Case(**of(name), lengths=LENGTHS, tail=64, sinks=1)
         yield Case(**of(name), lengths=LENGTHS, head_dim=64, tail=20, dtype=torch.float16)
+        yield Case(**static(name), lengths=(1000, 70), tail=20)
+        yield Case(**static(name), lengths=(1000, 70), head_dim=64, tail=20)
+    for magnitude in (1e-3, 50.0):
+        yield Case(**of("nuq3-1%"), lengths=(1000, 70), magnitude=magnitude)
     for group in (1, 2, 8, 12, 16):
         yield Case(**of("nuq4-1%"), lengths=(1000, 70), group=group, tail=20)
         yield Case(**of("nuq2-1%"), lengths=(1000, 70), group=group, head_dim=64)
@@ -53,9 +63,8 @@ def direct():
 def unpacked():
     """Layouts that no kernel reads packed."""
     key, value = of("nuq4-1%").values()
-    local = dataclasses.replace(key, static=False)
-    yield Case(key=local, value=value, lengths=(1000, 70), tail=20)
-    yield Case(key=dataclasses.replace(local, format="int8", outliers=0.01), value=dataclasses.replace(value, granularity=PerGroup(32)), lengths=(1000, 70), sinks=1)
+    yield Case(key=key, value=dataclasses.replace(value, granularity=PerGroup(64)), lengths=(1000, 70), tail=20)
+    yield Case(key=dataclasses.replace(key, format="int8", outliers=0.01), value=dataclasses.replace(value, granularity=PerGroup(32)), lengths=(1000, 70), sinks=1)
     yield Case(key=key, value=value, lengths=(1000, 70), head_dim=80)
     yield Case(key=key, value=value, lengths=(1000, 70), head_dim=256)
     yield Case(key=key, value=value, lengths=(1000, 70), page_size=32, tail=10)
@@ -141,7 +150,7 @@ def test_refusals_say_what_is_missing():
     assert why() is None
     assert "head_dim=80" in why(head_dim=80)
     assert "page_size=32" in why(page_size=32)
-    assert "calibrated scale" in why(key=dataclasses.replace(key, static=False))
+    assert "scale per channel" in why(key=dataclasses.replace(key, granularity=PerGroup(32)))
     assert "scale per token" in why(value=dataclasses.replace(value, granularity=PerGroup(32)))
     assert "16 levels" in why(key=QuantSpec(format="int8", granularity=PerChannel(), static=True, pre_rope=True))
     assert "float32" in why(value=dataclasses.replace(value, scale_dtype="float32"))

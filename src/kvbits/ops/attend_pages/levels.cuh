@@ -15,7 +15,8 @@ DEVICE int pair_of(int i, int c, int k) { return K_BITS == 4 ? 16 * i + 4 * c + 
 /// Shared by all warps of a block; one head's.
 struct Levels {
     u32 table[TABLE_ROWS][2][32];   // [byte of two codes][keys, values][lane]: their levels as float16 pairs. A lane reads its own bank: no conflicts.
-    uint4 turned[2][STEPS][4][32];  // [token >= 32][word][code][lane]: scale of d times (cos, sin), of its partner times (-sin, cos), the bias turned, at token 4g
+    uint4 turn[2][STEPS][2][32];    // [token >= 32][word][two codes][lane]: (cos, sin), (-sin, cos) of each pair's angle at token 4g (+ 32)
+    uint2 scale[K_SCALE == SCALE_CHANNEL ? WARPS : 1][HALF];  // scales and biases of pairs in the order of a lane's words: of the warp's page, or of the head
     uint2 step[HALF];               // in the order of a lane's words: (cos, -sin), (sin, cos) of one token's angle
     uint2 page[WARPS][HALF];        // the same of the page's first position
     float2 turns[HALF];             // of channel d
@@ -46,19 +47,41 @@ DEVICE u32 level_pair(const Levels& shared, u32 codes, int byte, u32 lane_byte, 
 DEVICE uint2 turning_back(float2 t) { return {pack_f16(t.x, -t.y), pack_f16(t.y, t.x)}; }
 DEVICE u32 turn_back(u32 q, uint2 t) { return high_fma(q, t.y, low_mul(q, t.x)); }
 
-/// Exponent that brings this head's keys under 2**9: float16 then holds them stretched up to 90 times.
-DEVICE int key_exponent(const float* scale, const float* bias, float largest_level, int lane) {
+/// Exponent of the power of two that keys up to `largest` are divided by: they come under 2**9, so float16 holds them stretched up to 90 times.
+DEVICE int key_exponent(float largest) { return largest > 1e-30f ? exponent_of(largest) + 1 - 9 : 0; }
+
+/// One channel's calibrated scale and bias.
+struct CalibratedScales {
+    const float *scale, *bias;
+    DEVICE float scale_of(int ch) const { return scale[ch]; }
+    DEVICE float bias_of(int ch) const { return bias ? bias[ch] : 0.f; }
+};
+/// Those of a page.
+struct PageScales {
+    const unsigned char* page;
+    DEVICE float scale_of(int ch) const { return f16_to_float(reinterpret_cast<const u16*>(page + K_SCALE_OFFSET)[ch]); }
+    DEVICE float bias_of(int ch) const { return K_HAS_BIAS ? f16_to_float(reinterpret_cast<const u16*>(page + K_BIAS_OFFSET)[ch]) : 0.f; }
+};
+/// Writes pairs of scales and biases divided by a power of two; returns its exponent. One warp.
+template <class Scales>
+DEVICE int pair_scales(uint2* to, const Scales& from, float largest_level, int lane) {
     float m = 0.f;
-#pragma unroll 1
-    for (int ch = lane; ch < D; ch += 32) m = fmaxf(m, fabsf(scale[ch]) * largest_level + (bias ? fabsf(bias[ch]) : 0.f));
-    for (int mask = 1; mask < 32; mask *= 2) m = fmaxf(m, __shfl_xor_sync(ALL_LANES, m, mask));
-    return m > 1e-30f ? exponent_of(m) + 1 - 9 : 0;
+#pragma unroll
+    for (int ch = lane; ch < D; ch += 32) m = fmaxf(m, fabsf(from.scale_of(ch)) * largest_level + fabsf(from.bias_of(ch)));
+    const int exponent = key_exponent(__uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(m))));
+    m = power_of_two(-exponent);
+#pragma unroll
+    for (int i = lane; i < HALF; i += 32) {
+        const int d = pair_of(i / 16, i / 4 % 4, i % 4);
+        to[i] = {pack_f16(from.scale_of(d) * m, from.scale_of(d + HALF) * m), pack_f16(from.bias_of(d) * m, from.bias_of(d + HALF) * m)};
+    }
+    return exponent;
 }
 
 /// Asks for what `share_levels` will read; lane `lane` of `lanes`.
 DEVICE void prefetch_levels(const Part& part, int head, int lane, int lanes) {
     for (int ch = lane * 32; ch < D; ch += lanes * 32) {
-        prefetch_l1(part.k_scale + i64(head) * D + ch);
+        if (part.k_scale) prefetch_l1(part.k_scale + i64(head) * D + ch);
         if (part.k_bias) prefetch_l1(part.k_bias + i64(head) * D + ch);
         prefetch_l1(part.turns + ch / 2);
     }
@@ -66,15 +89,10 @@ DEVICE void prefetch_levels(const Part& part, int head, int lane, int lanes) {
     if (lane == lanes - 1) prefetch_l1(part.v_level + (head << V_BITS));
 }
 
-/// Fills what belongs to a head; returns the exponent that its keys are divided by. All consumer threads call it.
-DEVICE int share_levels(Levels& shared, const Part& part, int head, int thread) {
-    const float *scale = part.k_scale + i64(head) * D, *bias = part.k_bias ? part.k_bias + i64(head) * D : nullptr;
+/// Fills what belongs to a head. All consumer threads call it.
+DEVICE void share_levels(Levels& shared, const Part& part, int head, int thread) {
+    if (shared.head == head) return;  // written before the last barrier of the segment before
     const float *k_level = part.k_level + (head << K_BITS), *v_level = part.v_level + (head << V_BITS);
-    float largest = 0.f;
-#pragma unroll 1
-    for (int i = 0; i < 1 << K_BITS; ++i) largest = fmaxf(largest, fabsf(k_level[i]));
-    const int exponent = key_exponent(scale, bias, largest, thread % 32);
-    if (shared.head == head) return exponent;  // written before the last barrier of the segment before
 #pragma unroll 1
     for (int i = thread; i < TABLE_ROWS * 16; i += CONSUMERS) {
         int byte = i / 16, side = i / 8 % 2;
@@ -83,17 +101,15 @@ DEVICE int share_levels(Levels& shared, const Part& part, int head, int thread) 
         u32 pair = pack_f16(level[low], level[high]);
         *reinterpret_cast<uint4*>(&shared.table[byte][side][i % 8 * 4]) = {pair, pair, pair, pair};
     }
-    const float m = power_of_two(-exponent);
 #pragma unroll 1
     for (int i = thread; i < 2 * STEPS * 4 * 32; i += CONSUMERS) {
-        int lane = i % 32, k = i / 32 % 4, word = i / 128 % STEPS, late = i / (128 * STEPS), d = pair_of(word, lane % 4, k);
-        float2 t = turn_of(4 * (lane / 4) + 32 * late, part.turns[d]);
-        float s = scale[d] * m, s2 = scale[d + HALF] * m, b = bias ? bias[d] * m : 0.f, b2 = bias ? bias[d + HALF] * m : 0.f;
-        shared.turned[late][word][k][lane] = {pack_f16(s * t.x, s * t.y), pack_f16(-s2 * t.y, s2 * t.x), pack_f16(b * t.x - b2 * t.y, b2 * t.x + b * t.y), 0};
+        int lane = i % 32, k = i / 32 % 4, word = i / 128 % STEPS, late = i / (128 * STEPS);
+        float2 t = turn_of(4 * (lane / 4) + 32 * late, part.turns[pair_of(word, lane % 4, k)]);
+        reinterpret_cast<uint2*>(&shared.turn[late][word][k / 2][lane])[k % 2] = {pack_f16(t.x, t.y), pack_f16(-t.y, t.x)};
     }
+#pragma unroll 1
     for (int i = thread; i < HALF; i += CONSUMERS) {
         shared.turns[i] = part.turns[i];
         shared.step[i] = turning_back(turn_of(1, part.turns[pair_of(i / 16, i / 4 % 4, i % 4)]));
     }
-    return exponent;
 }

@@ -23,8 +23,8 @@ def refuses(layout: PageLayout) -> str | None:
             return f"{spec.format} {kind}s are no numbers of at most 16 levels"
         if spec.center or spec.scale_dtype != "float16":
             return f"{kind}s have a mean or scales in {spec.scale_dtype}"
-    if not (isinstance(key.granularity, PerChannel) and key.static):
-        return "keys have no calibrated scale per channel"
+    if not isinstance(key.granularity, PerChannel):
+        return "keys have no scale per channel"
     if not isinstance(value.granularity, PerToken):
         return "values have no scale per token"
     if layout.head_dim not in HEAD_DIMS or layout.page_size != PAGE:
@@ -36,7 +36,8 @@ def shared_bytes(layout: PageLayout, warps: int) -> int:
     """Struct Levels of levels.cuh, rounded up to where the ring begins."""
     d = layout.head_dim
     rows = max(TABLE_ROWS[s.bits] for s in (layout.key, layout.value))
-    size = rows * 256 + 2 * (d // 32) * 4 * 32 * 16 + d // 2 * 8 * (2 + warps + 8) + d // 32 * 512 + 16
+    scales = 1 if layout.key.static else warps
+    size = rows * 256 + 2 * (d // 32) * 2 * 32 * 16 + d // 2 * 8 * (2 + warps + scales + 8) + d // 32 * 512 + 16
     return -(-size // 128) * 128
 
 

@@ -1,10 +1,10 @@
-// One warp's walk over pages whose codes number levels of a table (KVQuant): keys per channel with calibrated scales, values per token.
+// One warp's walk over pages whose codes number levels of a table (KVQuant): keys with a scale per channel, values per token.
 //
 // Score:  stretch_t * sum_d level * scale * q  +  bias . q  +  listed elements, everything turned to the token's position P + t.
 //   - A byte holds the codes of channels d and d + D/2 (docs/formats.md), a rotary pair. One look-up gives both levels as a float16 pair; every lane has
 //     its own copy of the table in its own bank, so look-ups never meet. One PRMT makes the address.
 //   - Position P + t = P + m + (4g + 32u), m < 4. A lane's rows are tokens 4g + m and 4g + m + 32: what is left of the turn after the query has been turned
-//     back by P + m is the same for all pages and all m, so scale, bias and turn of a pair are three constants: two fused multiply-adds make an operand.
+//     back by P + m is the same for all pages and all m: two constants. Three fused multiply-adds of pairs (scale and bias, turn, turn) make an operand.
 // Output: level pairs (d, d + D/2) of a token are two of the inner indices of a matrix instruction, one of which meets the weight and the other zero.
 // Listed elements are added through shared memory: to the scores before softmax, to the outputs at a page's end, where the page's codes were. Lanes that
 // hit the same place take turns in a fixed order: no atomics, the same bits every run.
@@ -20,20 +20,24 @@ struct LevelsWalk {
     static constexpr int ROUNDS = 2 * OUT_PAIRS, FIRST_PLANE_ROUNDS = ROUNDS;
     Levels& shared;
     float o[2][OUT_PAIRS][2][4];     // [lower, upper half][run][rows g and g + 8 of channels 4g + 0, 1 and 4g + 2, 3][mma]
-    float factor;                    // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh)
+    float factor;                    // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh), but for the keys' exponent
+    float largest_level;
+    int exponent;                    // of the calibrated scales
     float bias_sum[NT][4];           // weights times the values' biases
     u32 lane_byte;
 
     DEVICE LevelsWalk(Levels& shared) : shared(shared) {}
 
     DEVICE void start(const Args& a, const Staged& staged, Unit u, const Part& part, int warp, int lane) {
-        const int g = lane / 4, c = lane % 4, exponent = share_levels(shared, part, u.head, warp * 32 + lane);
+        const int g = lane / 4, c = lane % 4;
+        share_levels(shared, part, u.head, warp * 32 + lane);
+        scales_of_head(part, u.head, lane);
         u32 bits = 0;
         for (int w = 0; w < WARPS; ++w) bits = max(bits, staged.largest[w]);
         float largest = __uint_as_float(bits);
         int shift = largest > 1e-30f ? 13 - exponent_of(largest) : 0;  // under 2**14; a turn makes it at most sqrt(2) times as much
         const float real_factor = a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E);
-        factor = real_factor * power_of_two(-shift) * power_of_two(exponent);
+        factor = real_factor * power_of_two(-shift);
 #pragma unroll 1
         for (int i = warp * 32 + lane; i < HALF * COLS; i += CONSUMERS)
             shared.q[i / COLS][i % COLS] = {staged.q[i % COLS][i / COLS] * real_factor, staged.q[i % COLS][i / COLS + HALF] * real_factor};
@@ -51,6 +55,14 @@ struct LevelsWalk {
         lane_byte = lane * 4;
         sync_threads(CONSUMERS);
         if (warp + lane == 0) shared.head = u.head;
+    }
+    DEVICE void scales_of_head(const Part& part, int head, int lane) {
+        largest_level = 0.f;
+#pragma unroll 1
+        for (int i = 0; i < 1 << K_BITS; ++i) largest_level = fmaxf(largest_level, fabsf(part.k_level[(head << K_BITS) + i]));
+        if (K_SCALE == SCALE_CHANNEL) return;
+        const CalibratedScales scales = {part.k_scale + i64(head) * D, part.k_bias ? part.k_bias + i64(head) * D : nullptr};
+        exponent = pair_scales(shared.scale[0], scales, largest_level, lane);  // all warps write the same
     }
     template <class F>
     DEVICE void each(F f) {
@@ -72,12 +84,12 @@ struct LevelsWalk {
             float acc[4][4];
             bool stretched = false;
             if (K_STRETCH) stretched = __any_sync(ALL_LANES, reinterpret_cast<const u32*>(slot + K_STRETCH_OFFSET)[lane] != 0x3c003c00u);
-            turn_page(position, warp, lane);
+            const float page_factor = factor * power_of_two(prepare_page(slot, position, warp, lane));
             if (stretched) scores<true>(acc, slot, warp, g, c);
             else scores<false>(acc, slot, warp, g, c);
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                for (int e = 0; e < 2; ++e) s[j][0][e] = acc[j][e] * factor, s[4 + j][0][e] = acc[j][2 + e] * factor;
+                for (int e = 0; e < 2; ++e) s[j][0][e] = acc[j][e] * page_factor, s[4 + j][0][e] = acc[j][2 + e] * page_factor;
         }
         if (K_OUTLIERS) add_key_outliers(s, columns_of(a, unit), slot, position, lane);
         finish_scores(masked, s, a, see, softmax, position, visible, g, c);
@@ -109,11 +121,14 @@ struct LevelsWalk {
         values(packed, pairs, slot, g, c);
         if (V_OUTLIERS) add_value_outliers(p, columns_of(a, unit), slot, lane);
     }
-    DEVICE void turn_page(int position, int warp, int lane) {
+    /// What belongs to a page as a whole; returns the exponent that its keys are divided by.
+    DEVICE int prepare_page(const unsigned char* slot, int position, int warp, int lane) {
         __syncwarp();
 #pragma unroll
         for (int i = lane; i < HALF; i += 32) shared.page[warp][i] = turning_back(turn_of(position, shared.turns[pair_of(i / 16, i / 4 % 4, i % 4)]));
+        if (K_SCALE == SCALE_CHANNEL) exponent = pair_scales(shared.scale[warp], PageScales{slot}, largest_level, lane);
         __syncwarp();
+        return exponent;
     }
 
     template <bool STRETCHED>
@@ -148,16 +163,16 @@ struct LevelsWalk {
     }
     template <bool STRETCHED>
     DEVICE void word_scores(float (&acc)[4][4], const uint4 (&word)[2], const uint4 (&low)[2], int h, int i, const u32 (&stretch)[2][4], int warp, int lane) const {
-        uint4 turned[2][4];
-        uint2 step[4];
+        uint2 turn[2][4], step[4], scale[4];
         u32 b[4];
         const uint4 q = shared.queries[i][lane];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            turned[0][k] = shared.turned[0][i][k][lane];
-            turned[1][k] = shared.turned[1][i][k][lane];
-            step[k] = shared.step[(4 * i + lane % 4) * 4 + k];
-            b[k] = turn_back(element(q, k), shared.page[warp][(4 * i + lane % 4) * 4 + k]);
+            const int at = (4 * i + lane % 4) * 4 + k;
+            for (int u = 0; u < 2; ++u) turn[u][k] = reinterpret_cast<const uint2*>(&shared.turn[u][i][k / 2][lane])[k % 2];
+            step[k] = shared.step[at];
+            scale[k] = shared.scale[K_SCALE == SCALE_CHANNEL ? warp : 0][at];
+            b[k] = turn_back(element(q, k), shared.page[warp][at]);
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -169,7 +184,8 @@ struct LevelsWalk {
                 for (int k = 0; k < 4; ++k) {
                     u32 level = level_pair(shared, codes, k, lane_byte, 0);
                     if (STRETCHED) level = mul_f16x2(level, stretch[u][j]);
-                    a[u][k] = high_fma(level, turned[u][k].y, low_fma(level, turned[u][k].x, turned[u][k].z));
+                    level = fma_f16x2(level, scale[k].x, scale[k].y);
+                    a[u][k] = high_fma(level, turn[u][k].y, low_mul(level, turn[u][k].x));
                 }
             }
             mma_f16(acc[j], a[0][0], a[1][0], a[0][1], a[1][1], b[0], b[1]);

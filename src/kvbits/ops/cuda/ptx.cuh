@@ -45,6 +45,7 @@ DEVICE u32 high_fma(u32 a, u32 b, u32 c) {
     asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {h, h}; fma.rn.f16x2 %0, t, %2, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
+DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 DEVICE u32 low_twice(u32 a) { return permute_bytes(a, a, 0x1010); }
 DEVICE u32 high_twice(u32 a) { return permute_bytes(a, a, 0x3232); }
 

@@ -1,0 +1,42 @@
+// attend.cu on a CPU, one block after the other: see ptx.cuh beside this. defines.h holds the instantiation's macros.
+#include "defines.h"
+#include "ptx.cuh"
+
+Block block;
+alignas(1024) unsigned char shared[SHARED_BYTES];
+#include "attend.h"
+
+static const Args* arguments;
+
+static void thread() {
+  attend(*arguments);
+  block.fibers[block.current].done = true;
+  yield();
+}
+
+extern "C" void launch(const Args* args, int blocks) {
+  arguments = args;
+  const int threads = (WARPS + 1) * 32;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    memset(shared, 0xff, sizeof shared);
+    block.warps.assign(WARPS + 1, {});
+    block.transactions.assign(SHARED_BYTES / 8, {});
+    block.barriers[0] = block.barriers[1] = {};
+    block.fibers = std::vector<Fiber>(threads);
+    for (Fiber& f : block.fibers) {
+      f.stack.resize(256 << 10);
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = f.stack.data();
+      f.context.uc_stack.ss_size = f.stack.size();
+      makecontext(&f.context, thread, 0);
+    }
+    for (int left = threads; left;) {
+      left = 0;
+      for (block.current = 0; block.current < threads; ++block.current) {
+        Fiber& f = block.fibers[block.current];
+        if (!f.done) swapcontext(&block.scheduler, &f.context);
+        left += !f.done;
+      }
+    }
+  }
+}

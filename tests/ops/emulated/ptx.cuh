@@ -1,0 +1,252 @@
+// ptx.cuh of src/kvbits/ops/cuda on a CPU: every thread of a block is a fiber, and what a warp or a block does together waits for all its fibers.
+// It checks what a kernel computes (layouts, indices, order of barriers), not memory ordering: a fiber runs until it waits.
+#pragma once
+#include <immintrin.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define __CUDA_ARCH__ 900
+#define __global__
+#define __align__(n) alignas(n)
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define DEVICE inline
+
+struct uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+using std::max;
+using std::min;
+inline u32 min(u32 a, int b) { return std::min(a, u32(b)); }
+
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+[[noreturn]] inline void fail(const char* what, long n) {
+  fprintf(stderr, "%s (%ld)\n", what, n);
+  abort();
+}
+
+// ---- threads
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done;
+};
+struct Warp {
+  u32 in[32][6], out[32][4];
+  int arrived, operation;
+  u64 generation;
+};
+struct Barrier {
+  int arrived;
+  u64 generation;
+};
+struct TransactionBarrier { int count, pending, bytes; u32 phase; };
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::vector<TransactionBarrier> transactions;
+  Barrier barriers[2];
+  ucontext_t scheduler;
+  int current;
+};
+extern Block block;
+extern unsigned char shared[];
+struct { struct { operator unsigned() const { return block.current; } } x; } threadIdx;
+struct { int x; } blockIdx;
+
+inline void yield() { swapcontext(&block.fibers[block.current].context, &block.scheduler); }
+inline Warp& my_warp() { return block.warps[block.current / 32]; }
+inline int my_lane() { return block.current % 32; }
+
+/// All lanes call it with the same operation, their inputs in `in`; the last to arrive combines.
+template <class F>
+inline void together(int operation, F combine) {
+  Warp& w = my_warp();
+  if (w.arrived && w.operation != operation) fail("lanes of a warp do different things together", operation);
+  w.operation = operation;
+  const u64 mine = w.generation;
+  if (++w.arrived == 32) {
+    combine(w);
+    w.arrived = 0;
+    ++w.generation;
+  }
+  while (w.generation == mine) yield();
+}
+inline void wait_at(Barrier& b, unsigned threads) {
+  const u64 mine = b.generation;
+  if (++b.arrived == int(threads)) b.arrived = 0, ++b.generation;
+  while (b.generation == mine) yield();
+}
+inline void sync_threads(u32 threads) { wait_at(block.barriers[1], threads); }
+inline void __syncthreads() { wait_at(block.barriers[0], block.fibers.size()); }
+inline void __syncwarp() { together(0, [](Warp&) {}); }
+inline void __threadfence() {}
+inline int thread_again() { return block.current; }
+inline int atomicAdd(int* p, int v) { return std::exchange(*p, *p + v); }
+
+// ---- numbers
+
+template <class To, class From>
+inline To bits_as(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline float negative_infinity() { return -INFINITY; }
+inline float exp2_approx(float x) { return exp2f(x); }
+inline float log2_approx(float x) { return log2f(x); }
+inline float cos_approx(float x) { return cosf(x); }
+inline float sin_approx(float x) { return sinf(x); }
+inline float tanh_approx(float x) { return tanhf(x); }
+inline float power_of_two(int e) {
+  if (e < -126 || e > 127) fail("power_of_two", e);
+  return __uint_as_float(u32(e + 127) << 23);
+}
+inline int exponent_of(float x) { return int(__float_as_uint(x) >> 23 & 255) - 127; }
+inline float f16_to_float(u16 x) { return _cvtsh_ss(x); }
+inline float bf16_to_float(u16 x) { return __uint_as_float(u32(x) << 16); }
+inline u16 float_to_bf16(float x) { return (__float_as_uint(x) + 0x7fff + (__float_as_uint(x) >> 16 & 1)) >> 16; }
+inline float low_f16(u32 w) { return f16_to_float(u16(w)); }
+inline float high_f16(u32 w) { return f16_to_float(u16(w >> 16)); }
+inline u32 pack_f16(float low, float high) { return u32(u16(_cvtss_sh(low, 0))) | u32(u16(_cvtss_sh(high, 0))) << 16; }
+inline u32 pack_bf16(float low, float high) { return float_to_bf16(low) | u32(float_to_bf16(high)) << 16; }
+inline u32 mul_f16x2(u32 a, u32 b) { return pack_f16(low_f16(a) * low_f16(b), high_f16(a) * high_f16(b)); }
+inline u32 max_f16x2(u32 a, u32 b) { return pack_f16(fmaxf(low_f16(a), low_f16(b)), fmaxf(high_f16(a), high_f16(b))); }
+inline u32 fma_f16x2(u32 a, u32 b, u32 c) { return pack_f16(fmaf(low_f16(a), low_f16(b), low_f16(c)), fmaf(high_f16(a), high_f16(b), high_f16(c))); }
+inline u32 low_twice(u32 a) { return (a & 0xffff) * 0x10001u; }
+inline u32 high_twice(u32 a) { return (a >> 16) * 0x10001u; }
+inline u32 low_mul(u32 a, u32 b) { return mul_f16x2(low_twice(a), b); }
+inline u32 low_fma(u32 a, u32 b, u32 c) { return fma_f16x2(low_twice(a), b, c); }
+inline u32 high_fma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b, c); }
+inline u32 permute_bytes(u32 a, u32 b, u32 selector) {
+  u32 r = 0;
+  for (int i = 0; i < 4; ++i) r |= u32((a | u64(b) << 32) >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return r;
+}
+
+// ---- a warp together
+
+template <class T>
+inline T __shfl_sync(u32, T v, int from) {
+  my_warp().in[my_lane()][0] = bits_as<u32>(v);
+  my_warp().in[my_lane()][1] = from & 31;
+  together(1, [](Warp& w) { for (int i = 0; i < 32; ++i) w.out[i][0] = w.in[w.in[i][1]][0]; });
+  return bits_as<T>(my_warp().out[my_lane()][0]);
+}
+template <class T>
+inline T __shfl_xor_sync(u32 lanes, T v, int mask) { return __shfl_sync(lanes, v, my_lane() ^ mask); }
+
+/// The same result for all lanes: `fold` over their values in order.
+template <class T, class F>
+inline T folded(int operation, T v, F fold) {
+  my_warp().in[my_lane()][0] = bits_as<u32>(v);
+  together(operation, [&](Warp& w) {
+    T all = bits_as<T>(w.in[0][0]);
+    for (int i = 1; i < 32; ++i) all = fold(all, bits_as<T>(w.in[i][0]));
+    for (int i = 0; i < 32; ++i) w.out[i][0] = bits_as<u32>(all);
+  });
+  return bits_as<T>(my_warp().out[my_lane()][0]);
+}
+template <class T>
+inline T __reduce_max_sync(u32, T v) { return folded(2, v, [](T a, T b) { return max(a, b); }); }
+template <class T>
+inline T __reduce_min_sync(u32, T v) { return folded(3, v, [](T a, T b) { return min(a, b); }); }
+inline bool __any_sync(u32, bool p) { return folded(4, int(p), [](int a, int b) { return a | b; }); }
+inline bool __all_sync(u32, bool p) { return folded(5, int(p), [](int a, int b) { return a & b; }); }
+inline u32 __match_any_sync(u32, int v) {
+  my_warp().in[my_lane()][0] = v;
+  together(6, [](Warp& w) {
+    for (int i = 0; i < 32; ++i) {
+      w.out[i][0] = 0;
+      for (int j = 0; j < 32; ++j) w.out[i][0] |= u32(w.in[i][0] == w.in[j][0]) << j;
+    }
+  });
+  return my_warp().out[my_lane()][0];
+}
+inline u32 transpose_8x8(u32 a) {
+  my_warp().in[my_lane()][0] = a;
+  together(7, [](Warp& w) {
+    auto at = [&](int row, int column) { return w.in[row * 4 + column / 2][0] >> 16 * (column % 2) & 0xffff; };
+    for (int l = 0; l < 32; ++l) w.out[l][0] = at(l % 4 * 2, l / 4) | at(l % 4 * 2 + 1, l / 4) << 16;
+  });
+  return my_warp().out[my_lane()][0];
+}
+template <bool BF16>
+inline void mma(float (&d)[4], const u32 (&operands)[6], const float (&c)[4]) {
+  memcpy(my_warp().in[my_lane()], operands, sizeof operands);
+  together(8 + BF16, [](Warp& w) {
+    float a[16][16], b[16][8];
+    for (int l = 0; l < 32; ++l)
+      for (int e = 0; e < 2; ++e) {
+        auto value = [&](int r) { u16 x = w.in[l][r] >> 16 * e; return BF16 ? bf16_to_float(x) : f16_to_float(x); };
+        const int g = l / 4, k = l % 4 * 2 + e;
+        a[g][k] = value(0), a[g + 8][k] = value(1), a[g][k + 8] = value(2), a[g + 8][k + 8] = value(3), b[k][g] = value(4), b[k + 8][g] = value(5);
+      }
+    for (int l = 0; l < 32; ++l)
+      for (int r = 0; r < 4; ++r) {
+        double sum = 0;
+        for (int k = 0; k < 16; ++k) sum += double(a[l / 4 + r / 2 * 8][k]) * b[k][l % 4 * 2 + r % 2];
+        w.out[l][r] = __float_as_uint(float(sum));
+      }
+  });
+  for (int r = 0; r < 4; ++r) d[r] = c[r] + __uint_as_float(my_warp().out[my_lane()][r]);
+}
+inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
+  mma<false>(d, {a0, a1, a2, a3, b0, b1}, {c0, c1, c2, c3});
+}
+inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<false>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
+inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<true>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
+
+// ---- copies and their barriers
+
+inline u32 shared_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - shared); }
+inline TransactionBarrier& transaction(u32 at) { return block.transactions.at(at / 8); }
+inline void complete(TransactionBarrier& b) {
+  if (b.pending < 0) fail("more arrivals than a barrier expects", b.pending);
+  if (!b.pending && !b.bytes) b.phase ^= 1, b.pending = b.count;
+}
+inline void barrier_init(u32 at, u32 count) { transaction(at) = {int(count), int(count), 0, 0}; }
+inline void barrier_arrive_expect(u32 at, u32 bytes) {
+  transaction(at).bytes += bytes;
+  --transaction(at).pending;
+  complete(transaction(at));
+}
+inline void barrier_arrive(u32 at) { barrier_arrive_expect(at, 0); }
+inline void barrier_wait(u32 at, u32 parity) { while (transaction(at).phase == parity) yield(); }
+inline void copy_bulk(u32 to, i64 from, u32 bytes, u32 at, u64) {
+  if (to % 16 || from % 16 || bytes % 16) fail("a bulk copy is not of whole 16-byte pieces", bytes);
+  memcpy(shared + to, reinterpret_cast<const void*>(from), bytes);
+  transaction(at).bytes -= bytes;
+  complete(transaction(at));
+}
+inline uint4 load_global_once(i64 from, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(from) : uint4{}; }
+template <class T>
+inline T load_global_l2(const T* p) { return *p; }
+inline void prefetch_l1(const void*) {}
+inline void prefetch_l2(i64, u32) {}
+inline u64 read_once_policy() { return 0; }
+inline void shared_writes_before_copies() {}
+inline void let_next_kernel_start() {}
+inline void wait_for_previous_kernel() {}
