@@ -253,7 +253,7 @@ def stub_demo(monkeypatch):
 
 def test_demo_passes_its_options_on(stub_demo):
     assert run("demo").stdout == "table of m\n"
-    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8", "int4", "kivi2"], "context": 1024, "new_tokens": 64, "progress": True}
+    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4", "kivi2"], "context": 1024, "new_tokens": 64, "progress": True}
     data = run_json("demo", "--model", "x", "--scheme", "fp8", "--context", 99, "--new-tokens", 5, "--threads", 1)
     assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5, "progress": True}
     assert data["rows"] == [{"scheme": "int8", "ppl": None}]  # JSON has no NaN

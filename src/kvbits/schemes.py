@@ -45,7 +45,9 @@ PRESETS: dict[str, Scheme] = {
     s.name: s
     for s in (
         Scheme(name="raw", key=QuantSpec.raw(), value=QuantSpec.raw(), description="the model's own 16-bit values on pages: lossless"),
-        Scheme(name="int8", key=_INT8, value=_INT8, source="", description="per head and group of 64, symmetric, float16 scales: the safe default"),
+        Scheme(
+            name="int8", key=_INT8, value=_INT8, source="", description="per head and group of 64, symmetric, float16 scales: for models without a key bias"
+        ),
         Scheme(
             name="int8_per_channel", key=QuantSpec(format="int8", granularity=PerChannel(), scale_dtype="float32"),
             value=QuantSpec(format="int8", granularity=PerChannel(), scale_dtype="float32"), source=_PAPER,
@@ -61,7 +63,7 @@ PRESETS: dict[str, Scheme] = {
         ),
         Scheme(
             name="int8_centered", key=dataclasses.replace(_INT8, center="channel"), value=_INT8, source=_SMOOTH_K,
-            description="int8 with each page's channel means of the keys kept apart: for models with a key bias",
+            description="int8 with each page's channel means of the keys kept apart: the safe choice, key bias or not",
         ),
         Scheme(
             name="int8_static", key=dataclasses.replace(_INT8, static=True), value=dataclasses.replace(_INT8, static=True),

@@ -30,16 +30,16 @@ def test_the_demo_prints_one_json_object_whose_planned_bytes_are_the_held_bytes(
     command = [sys.executable, "-m", "kvbits", "demo", "--context", "320", "--new-tokens", "16", "--threads", "1", "--json"]
     result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     rows = {r["scheme"]: r for r in result["rows"]}
-    assert list(rows) == ["16-bit", "raw", "int8", "int4", "kivi2"]
+    assert list(rows) == ["16-bit", "raw", "int8_centered", "kivi4", "kivi2"]
     for row in rows.values():
         assert set(row) >= KEYS
         assert row["bytes_measured"] == row["bytes_predicted"] > 0
         assert row["tokens_per_s"] > 0
     assert rows["16-bit"]["kl_mean"] == 0
-    assert rows["int8"]["kl_mean"] < 0.01 and abs(rows["int8"]["ppl_change"]) < 0.05
-    assert 1 < rows["int8"]["memory_reduction"] < rows["int4"]["memory_reduction"]
-    assert rows["int8"]["kl_mean"] < rows["kivi2"]["kl_mean"] < 2
-    assert rows["int8"]["top1_agreement"] > 0.9
+    assert rows["int8_centered"]["kl_mean"] < 0.01 and abs(rows["int8_centered"]["ppl_change"]) < 0.05
+    assert 1 < rows["int8_centered"]["memory_reduction"] < rows["kivi2"]["memory_reduction"]
+    assert rows["int8_centered"]["kl_mean"] < rows["kivi2"]["kl_mean"] < 2
+    assert rows["int8_centered"]["top1_agreement"] > 0.9
 
 
 @embedded

@@ -54,7 +54,7 @@ def run(
         raise DataError(f"context={context} and new_tokens={new_tokens}: at least 1 and 2 are needed")
     if threads:
         torch.set_num_threads(threads)
-    chosen = [presets.get(name) for name in (schemes or ["raw", "int8", "int4", "kivi2"])]
+    chosen = [presets.get(name) for name in (schemes or ["raw", "int8_centered", "kivi4", "kivi2"])]
     lm, tokenizer = load_model(model)
     ids = _tokens(lm, tokenizer, context + new_tokens)
     calibrations = {s.name: _calibration(lm, tokenizer, s.name, context + new_tokens, progress) for s in chosen if s.needs_calibration}
