@@ -23,6 +23,7 @@ BITS = {  # head_dim 128, counted by hand from docs/formats.md: codes + scales +
     "kivi4": 4 + 32 / 32,
     "kivi2": 2 + 32 / 32,
     "tiered": 4 + (32 / 64 + 32 / 128) / 2,  # the oldest zone
+    "tiered_8k": 4 + (32 / 64 + 32 / 128) / 2,
 }
 
 

@@ -41,6 +41,14 @@ def _nuq(bits: int, outliers: float) -> Scheme:
     )  # fmt: skip
 
 
+def _tiered(name: str, hot: int, warm: int, purpose: str) -> Scheme:
+    return Scheme(
+        name=name, key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
+        value=QuantSpec(format="int4", granularity=PerToken(), symmetric=False), num_sink_tokens=4, residual_length=hot, tiers=(Tier(num_tokens=warm),),
+        description=f"{purpose}: 4 sinks and the newest {hot:,} tokens raw, the next {warm:,} with 8 bits, the rest with 4; planes are dropped as tokens age",
+    )  # fmt: skip
+
+
 PRESETS: dict[str, Scheme] = {
     s.name: s
     for s in (
@@ -93,11 +101,8 @@ PRESETS: dict[str, Scheme] = {
         _kivi(4),
         _kivi(2),
         *(_nuq(bits, outliers) for bits in (4, 3, 2) for outliers in (0.01, 0.0)),
-        Scheme(
-            name="tiered", key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
-            value=QuantSpec(format="int4", granularity=PerToken(), symmetric=False), num_sink_tokens=4, residual_length=2048, tiers=(Tier(num_tokens=14336),),
-            description="4 sinks and the newest 2,048 tokens raw, the next 14,336 with 8 bits, the rest with 4: planes are dropped as tokens age",
-        ),
+        _tiered("tiered", 2048, 14336, "the zones of the 32k example"),
+        _tiered("tiered_8k", 512, 2048, "zones for contexts of 8k, small models and edge devices"),
     )
 }  # fmt: skip
 

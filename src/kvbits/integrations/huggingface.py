@@ -12,6 +12,8 @@ model switched to it keeps working. Any other attention implementation that meet
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -425,6 +427,33 @@ class KVCache(Cache):
     def activate_past_recording(self) -> None:
         self._recording = True
         self.store.keep_past()
+
+
+@contextmanager
+def default_cache(model: Any, scheme: str | Scheme = "int4", **options: Any) -> Iterator[None]:
+    """Inside, `model.generate` without `past_key_values` uses `KVCache.for_model(model, scheme, **options)`.
+
+    For drafts of assisted generation, whose caches Transformers makes itself:
+
+        with default_cache(draft, "int4"):
+            model.generate(**inputs, past_key_values=KVCache.for_model(model, "tiered"), assistant_model=draft)
+
+    It replaces one method of this model object and puts it back at the end.
+    """
+    inherited = model._prepare_cache_for_generation
+
+    def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if model_kwargs.get("past_key_values") is None:
+            cache = model_kwargs["past_key_values"] = KVCache.for_model(model, scheme, **options)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+        return inherited(generation_config, model_kwargs, *args, **kwargs)
+
+    model._prepare_cache_for_generation = prepare
+    try:
+        yield
+    finally:
+        del model._prepare_cache_for_generation
 
 
 def use_kvbits_attention(model: Any) -> None:
