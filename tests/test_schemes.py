@@ -24,6 +24,7 @@ BITS = {  # head_dim 128, counted by hand from docs/formats.md: codes + scales +
     "kivi2": 2 + 32 / 32,
     "tiered": 4 + (32 / 64 + 32 / 128) / 2,  # the oldest zone
     "tiered_8k": 4 + (32 / 64 + 32 / 128) / 2,
+    "tiered_8k_adaptive": 4 + (32 / 64 + 32 / 128) / 2,
 }
 
 

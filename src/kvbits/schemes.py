@@ -41,10 +41,11 @@ def _nuq(bits: int, outliers: float) -> Scheme:
     )  # fmt: skip
 
 
-def _tiered(name: str, hot: int, warm: int, purpose: str) -> Scheme:
+def _tiered(name: str, hot: int, warm: int, purpose: str, demote: str = "age") -> Scheme:
     return Scheme(
         name=name, key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
         value=QuantSpec(format="int4", granularity=PerToken(), symmetric=False), num_sink_tokens=4, residual_length=hot, tiers=(Tier(num_tokens=warm),),
+        demote=demote,
         description=f"{purpose}: 4 sinks and the newest {hot:,} tokens raw, the next {warm:,} with 8 bits, the rest with 4; planes are dropped as tokens age",
     )  # fmt: skip
 
@@ -103,6 +104,7 @@ PRESETS: dict[str, Scheme] = {
         *(_nuq(bits, outliers) for bits in (4, 3, 2) for outliers in (0.01, 0.0)),
         _tiered("tiered", 2048, 14336, "the zones of the 32k example"),
         _tiered("tiered_8k", 512, 2048, "zones for contexts of 8k, small models and edge devices"),
+        _tiered("tiered_8k_adaptive", 512, 2048, "tiered_8k whose pages leave the 8-bit zone by how little attention uses them", demote="attention"),
     )
 }  # fmt: skip
 
@@ -114,7 +116,7 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
         name: a key of `PRESETS`.
         head_dim: fit the preset to a model: groups that do not divide head_dim shrink to the largest power of two that does
             (64 becomes 32 for Phi-3's 96).
-        changes: fields of `Scheme`, for example `num_sink_tokens=4`.
+        changes: fields of `Scheme`, for example `num_sink_tokens=4`. `tiers="adaptive"` keeps the sizes and lets attention decide which pages leave a tier.
 
     Raises:
         SpecError: unknown preset or field.
@@ -122,6 +124,8 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
     if name not in PRESETS:
         raise SpecError(f"unknown scheme {name!r}; known: {', '.join(PRESETS)}")
     fields = {f.name for f in dataclasses.fields(Scheme)}
+    if changes.get("tiers") == "adaptive":
+        changes = {name: x for name, x in changes.items() if name != "tiers"} | {"demote": "attention"}
     if unknown := set(changes) - fields:
         raise SpecError(f"a scheme has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(fields))}")
     scheme = dataclasses.replace(PRESETS[name], **changes)

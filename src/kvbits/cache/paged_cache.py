@@ -34,6 +34,12 @@ from . import parameters, serialize, swap
 from .pool import Pool
 from .state import Close, GroupState, Step
 
+OBSERVE_EVERY = 8
+"""Tokens between two looks at which pages attention uses (schemes with demote="attention")."""
+
+OBSERVED_QUERIES = 8
+"""Newest queries of a chunk that are looked at."""
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -57,6 +63,7 @@ class _Forward:
     history_first: bool
     pending: set[int]  # layers that have not been here yet
     plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
+    shares: dict[int, list[np.ndarray]] = field(default_factory=dict)  # per observed group, of each place that was here
 
 
 class PagedCache:
@@ -279,15 +286,44 @@ class PagedCache:
         """(out, lse) of one place, and its pages written."""
         call = self._call(place, scaling, softcap, f)
         q, k = self._stored_order(place, q), self._stored_order(place, k)
+        observed = self._observes(place, f) and bool(call.parts)
         if not f.history_first:
             self._write(place, k, v, f)
-            return self._attend(place, q, call, f)
+            if observed:
+                call = self._with_page_lse(call, 1, q.shape[2])
+            out, lse = self._attend(place, q, call, f)
+            if observed:
+                self._note_shares(place, call, lse, f)
+            return out, lse
         out, lse = attend_fresh(q, k, v, f.positions, scaling, call.sliding_window, softcap)
         if call.parts:
             past = self._attend(place, q, call, f)
             out, lse = merge_partials([past[0], out], [past[1], lse])
+        if observed:  # the newest queries again, in parts; what they see of the chunk itself is in lse
+            n = min(OBSERVED_QUERIES, q.shape[1])
+            call = self._with_page_lse(call, n, q.shape[2])
+            self._attend(place, q[:, -n:], call, f)
+            self._note_shares(place, call, lse[:, -n:], f)
         self._write(place, k, v, f)
         return out, lse
+
+    def _observes(self, place: _Place, f: _Forward) -> bool:
+        """Whether this pass notes which pages attention uses: every chunk, and one in `OBSERVE_EVERY` tokens."""
+        group = self.groups[place.group].group
+        return bool(group.tiers) and group.demote == "attention" and (f.history_first or max(self.seq_lens) % OBSERVE_EVERY == 0)
+
+    def _with_page_lse(self, call: AttendCall, num_queries: int, num_heads: int) -> AttendCall:
+        pages = sum(p.table.num_pages for p in call.parts)
+        return dataclasses.replace(call, page_lse=np.full((pages, num_queries, num_heads), -np.inf, np.float32))
+
+    def _note_shares(self, place: _Place, call: AttendCall, lse: torch.Tensor, f: _Forward) -> None:
+        """Share of the attention of each page of the call, mean over queries and heads."""
+        assert call.page_lse is not None
+        row = np.concatenate([np.repeat(np.arange(self.batch_size), np.diff(p.table.indptr)) for p in call.parts])
+        whole = lse.float().cpu().numpy()[row]
+        with np.errstate(invalid="ignore"):
+            shares = np.where(np.isfinite(whole), np.exp(call.page_lse - whole), 0.0)
+        f.shares.setdefault(place.group, []).append(shares.mean((1, 2)))
 
     def _step_by_heads(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: _Forward
@@ -336,6 +372,8 @@ class PagedCache:
         f.pending.discard(layer)
         if not f.pending:
             self._forward = None
+            for g, shares in f.shares.items():
+                self.groups[g].observe(f.steps[g].history, np.mean(shares, axis=0))
 
     def _check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if layer not in self._where:
@@ -386,12 +424,12 @@ class PagedCache:
     def _attend(self, place: _Place, q: torch.Tensor, call: AttendCall, f: _Forward) -> tuple[torch.Tensor, torch.Tensor]:
         if not call.parts:  # every token so far was padding
             return torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], tuple(p.layouts for p in call.parts))
+        key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], call.page_lse is not None, tuple(p.layouts for p in call.parts))
         if key not in self._choices:
             self._choices[key] = dispatch.choose("attend_pages", q, call, backend=self.backend)
         choice = self._choices[key]
         if choice.plan is None:
-            return choice.run(q, call, f.positions)
+            return choice.run(q, call, f.positions[:, -q.shape[1] :])
         return self._run_planned(choice.plan, place, q, call, f)
 
     def _run_planned(
@@ -530,6 +568,14 @@ class PagedCache:
         for g in self.groups:
             sized = dataclasses.replace(g.group, tiers=wanted.tiers if g.group.tiers else ())
             g.set_zones(row, list(sized.boundaries), g.sequences[row].residual_length if residual_length is None else residual_length)
+
+    def mass(self, row: int) -> list[dict[int, float]]:
+        """Per layer group, the share of the attention that the pages of a sequence get lately, by the position of their first token.
+
+        Kept for schemes with demote="attention" only: a running mean over queries, heads and layers, taken every `OBSERVE_EVERY` tokens.
+        """
+        (row,) = self._rows([row])
+        return [dict(g.sequences[row].mass) for g in self.groups]
 
     def select(self, rows: Rows[int]) -> None:
         """Sequence i becomes the old sequence rows[i]. Repeats share pages until one of them writes (fork, beam reorder, repeat);

@@ -202,7 +202,8 @@ def _fill(cache: PagedCache, about: dict[str, Any], file: Any) -> None:
         group.keep_past = bool(saved["keep_past"])
         group.resize(len(saved["sequences"]))
         for row, s in enumerate(saved["sequences"]):
-            group.replace(row, Sequence(**s))
+            mass = {int(at): float(x) for at, x in s.pop("mass", {}).items()}  # JSON names are text
+            group.replace(row, Sequence(**s, mass=mass))
         for name, pool in group.pools.items():
             pages = file.get_slice(f"g{g}.{name}")
             num_pages = pages.get_shape()[0]

@@ -40,6 +40,7 @@ class Sequence:
         dropped: closed pages that left in front (sliding windows).
         speculated: tokens that came since `keep_past`.
         closed_since: pages closed since `keep_past`.
+        mass: attention that pages get, by the position of their first token (see `GroupState.observe`).
         lost: per tier, 1 + the number (counted from the first page that ever closed) of the newest page demoted since `keep_past`; 0 for none.
     """
 
@@ -57,6 +58,7 @@ class Sequence:
     speculated: int = 0
     closed_since: int = 0
     lost: list[int] = field(default_factory=list)
+    mass: dict[int, float] = field(default_factory=dict)
 
     @property
     def tail_tokens(self) -> int:
@@ -79,7 +81,7 @@ class Sequence:
 
     def clone(self) -> Sequence:
         copies: dict[str, Any] = {f.name: x[:] for f in fields(self) if isinstance(x := getattr(self, f.name), list)}
-        return replace(self, **copies | {"low": [planes[:] for planes in self.low]})
+        return replace(self, **copies | {"low": [planes[:] for planes in self.low], "mass": dict(self.mass)})
 
 
 Zone = tuple[str, int]
@@ -136,6 +138,10 @@ class Uses(NamedTuple):
 
 MAX_SPECULATED_PAGES = 16
 """A growing cache keeps the planes of so many pages more while tokens are speculative; a long prompt under `keep_past` demotes past them."""
+
+
+MASS_DECAY = 0.9
+"""What an observation leaves of the ones before it: with one in 8 tokens, the last 80 tokens count most."""
 
 
 class GroupState:
@@ -242,7 +248,32 @@ class GroupState:
         return [n + slack if n else 0 for n in s.boundaries]
 
     def _plan_demotions(self, s: Sequence, closings: int) -> Demotions:
-        return plan(s.low, self._allowed(s, closings), closings)
+        return plan(s.low, self._allowed(s, closings), closings, self._mass(s))
+
+    def _mass(self, s: Sequence) -> list[float] | None:
+        """Attention of each closed page, the mean of the others where it is not known yet; None where age decides."""
+        if self.group.demote != "attention":
+            return None
+        start = s.released + (min(s.length, self.group.num_sink_tokens) if s.sink else 0)
+        mean = sum(s.mass.values()) / max(1, len(s.mass))
+        return [s.mass.get(at, mean) for at in itertools.accumulate(s.closed_lengths[:-1], initial=start)] if s.closed else []
+
+    def observe(self, tables: dict[Zone, PageTable], shares: np.ndarray) -> None:
+        """Note what share of the attention each page got.
+
+        Args:
+            tables: the history that queries read in a pass now over.
+            shares: of every page of these tables in order, a mean over queries, heads and layers.
+        """
+        seen: list[dict[int, float]] = [{} for _ in self.sequences]
+        first = 0
+        for (pool, _), table in tables.items():
+            for row in range(len(self.sequences) if pool != "sink" else 0):
+                mine = slice(table.indptr[row], table.indptr[row + 1])
+                seen[row].update(zip(table.starts[mine].tolist(), shares[first:][mine].tolist(), strict=True))
+            first += table.num_pages
+        for s, new in zip(self.sequences, seen, strict=True):
+            s.mass = {at: share + MASS_DECAY * (s.mass.get(at, share) - share) for at, share in new.items() if at < s.length}
 
     def _demote(self, s: Sequence, closings: int) -> list[int]:
         """Give back planes so that `closings` pages can close. Returns how many of these, the newest, get a plane of each tier."""
@@ -377,7 +408,8 @@ class GroupState:
         while gone < len(s.closed) and end + s.closed_lengths[gone] <= need:  # what `_release_invisible` takes
             end += s.closed_lengths[gone]
             gone += 1
-        found = plan([planes[gone:] for planes in s.low], self._allowed(s, closings), closings)
+        mass = self._mass(s)
+        found = plan([planes[gone:] for planes in s.low], self._allowed(s, closings), closings, None if mass is None else mass[gone:])
         for i, planes in enumerate(s.low):
             given_back = [*range(gone), *(gone + j for j in found.given_back[i])]
             freed = sum(planes[j] is not None and self.pools[f"low{i}"].allocator.count(planes[j]) == 1 for j in given_back)  # type: ignore[arg-type]
@@ -476,6 +508,7 @@ class GroupState:
                         for i, planes in enumerate(s.low):
                             self._give_back(i, planes.pop())
         s.length = length
+        s.mass = {at: x for at, x in s.mass.items() if at < length}
         if not length:
             self.free(row)
         elif self.group.geometry.sliding_window is not None:

@@ -112,12 +112,15 @@ class AttendCall:
         scaling: factor on the scores before softmax.
         sliding_window: a query at position p sees keys at positions > p - sliding_window; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None for no cap.
+        page_lse: None, or an output: float32 [pages of all parts in order, T, Hq] on the host, filled with -inf, where the log-sum-exp of each page's own
+            scores goes, -inf where a query sees nothing of it. exp(page_lse - lse) is the share of the attention that the page gets.
     """
 
     parts: tuple[Part, ...]
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
+    page_lse: np.ndarray | None = None
 
 
 def last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray:

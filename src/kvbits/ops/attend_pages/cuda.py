@@ -66,6 +66,8 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
         return f"{len(call.parts)} parts are more than {MAX_PARTS}"
     if num_q_heads % call.parts[0].store.layout.num_kv_heads:
         return f"{num_q_heads} query heads are no multiple of {call.parts[0].store.layout.num_kv_heads} kv heads"
+    if call.page_lse is not None:
+        return "log-sum-exps by page have no GPU kernel yet"
     for part in call.parts:
         if part.low:
             return "low planes have no GPU kernel yet"

@@ -50,8 +50,9 @@ def _attend_sequence(
     best = rows.new_full((h, rows.shape[1], 1), -torch.inf)
     total = torch.zeros_like(best)
     out = torch.zeros_like(rows)
+    first_page = 0
     for part in call.parts:
-        for k, v, key_positions in _steps(part, b, dtype):
+        for k, v, key_positions, page_of in _steps(part, b, dtype):
             scores = rows @ k.transpose(-1, -2) * call.scaling
             if call.softcap is not None:
                 scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -59,6 +60,10 @@ def _attend_sequence(
             if call.sliding_window is not None:
                 hidden |= key_positions <= row_positions[:, None] - call.sliding_window
             scores = scores.masked_fill(hidden, -torch.inf)
+            if call.page_lse is not None:
+                for page in np.unique(page_of):
+                    own = torch.logsumexp(scores[..., torch.from_numpy(page_of == page).to(scores.device)], -1)
+                    call.page_lse[first_page + page] = own.view(h, t, hq // h).transpose(0, 1).reshape(t, hq).float().cpu()
             new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
             safe = torch.where(torch.isinf(new_best), 0.0, new_best)
             p = torch.exp(scores - safe)
@@ -66,6 +71,7 @@ def _attend_sequence(
             total = total * alpha + p.sum(-1, keepdim=True)
             out = out * alpha + p @ v
             best = new_best
+        first_page += part.table.num_pages
     seen = total > 0
     out = torch.where(seen, out / torch.where(seen, total, 1.0), 0.0)
     lse = torch.where(seen, best + torch.log(total), -torch.inf)
@@ -75,8 +81,8 @@ def _attend_sequence(
     )
 
 
-def _steps(part: Part, b: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Dequantized [H, n, D] keys and values of a few pages at a time, with their positions (-1 past a page's visible length)."""
+def _steps(part: Part, b: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]]:
+    """Dequantized [H, n, D] keys and values of a few pages at a time, with their positions and their entries in the page table, [n] each."""
     layout, table = part.store.layout, part.table
     for first in range(table.indptr[b], table.indptr[b + 1], PAGES_PER_STEP):
         entries = slice(first, min(first + PAGES_PER_STEP, table.indptr[b + 1]))
@@ -87,7 +93,8 @@ def _steps(part: Part, b: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tenso
         keep = torch.from_numpy(positions >= 0).to(k.device)
         # Rows past the visible length may hold anything, NaN included, and 0 * NaN would spread it.
         k, v = (x.transpose(0, 1).flatten(1, 2)[:, keep] for x in (k, v))
-        yield k, v, torch.from_numpy(positions).to(k.device)[keep]
+        page_of = np.repeat(np.arange(entries.start, entries.stop), layout.page_size)[positions >= 0]
+        yield k, v, torch.from_numpy(positions).to(k.device)[keep], page_of
 
 
 def attend_fresh(

@@ -47,6 +47,8 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return "Triton is not installed; pip install triton"
     if q.device.type != "cuda" and not INTERPRETED:
         return f"the tensors are on {q.device.type}"
+    if call.page_lse is not None:
+        return "log-sum-exps by page have no Triton kernel"
     for part in call.parts:
         layout = part.store.layout
         if part.low:

@@ -193,8 +193,17 @@ static void attend_decoded_keys(const PartView& part, Chunk& c, Block& b, Decode
   }
 }
 
-static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, const uint8_t* page, const uint8_t* low, int64_t low_ahead, int token, int n,
-                         int64_t position, int64_t ahead) {
+static void add_page_lse(const Chunk& c, const Block& b, float* to, const int* first, const int* end);
+
+// Where a block of a page lies.
+struct PageView {
+  const uint8_t *page, *low;    // the head structs; low is null without low planes
+  int64_t ahead, low_ahead;     // to the structs that are fetched into L2 meanwhile
+  float* page_lse;              // of this page, or null
+};
+
+static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, const PageView& at, int token, int n, int64_t position) {
+  const uint8_t* page = at.page;
   const int head_dim = part.call->head_dim;
   const int64_t window = part.call->sliding_window;
   int first[ROWS], end[ROWS];
@@ -224,15 +233,16 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   k.q = key.channel_scales || key.split ? c.folded[0] : c.q[0];
   k.chunk = &c;
   k.s = b.s[0];
-  k.ahead = ahead;
-  if (key.format == NESTED) k.low = low + key.low_offset - (page + key.t->plane_offset[0]), k.low_ahead = low_ahead;
-  if (key.decoded) attend_decoded_keys(part, c, b, w, page, token, n, ahead);
+  k.ahead = at.ahead;
+  if (key.format == NESTED) k.low = at.low + key.low_offset - (page + key.t->plane_offset[0]), k.low_ahead = at.low_ahead;
+  if (key.decoded) attend_decoded_keys(part, c, b, w, page, token, n, at.ahead);
   else (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.format])[c.rows - 1](k);
   if (key.t->num_outliers && !key.decoded) add_key_outliers(c, b, w, *key.t, page, part.store->page_size, head_dim, token);
 
   const Tensor& value = part.value;
   mask_scores(c, b, first, end, part.call->softcap, head_dim, value.token_scales ? value.groups : 0);
   weigh_chunk(c, b, value, part.value_bias);
+  if (at.page_lse) add_page_lse(c, b, at.page_lse, first, end);
 
   ValueArgs v = {};
   const int raw_value_row = head_dim * dtype_bytes(value.t->raw_dtype);
@@ -249,8 +259,8 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   v.channel_scale = value.channel_scales ? b.v_channel : nullptr;
   v.block = &b;
   v.chunk = &c;
-  v.ahead = ahead;
-  if (value.format == NESTED) v.low = low + value.low_offset - (page + value.t->plane_offset[0]), v.low_ahead = low_ahead;
+  v.ahead = at.ahead;
+  if (value.format == NESTED) v.low = at.low + value.low_offset - (page + value.t->plane_offset[0]), v.low_ahead = at.low_ahead;
   if (value.decoded) {
     unpack_values(v, w, value.t->format);
     decoded_value_kernels[c.rows - 1](v, w);
@@ -265,6 +275,17 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   if (part.value_bias)
     for (int h = 0; h < c.rows; h++)
       for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel_bias + i) * b.p_sum[h]);
+}
+
+// Log-sum-exp of one page alone, for the rows that see any of it; a page may come in several blocks.
+static void add_page_lse(const Chunk& c, const Block& b, float* to, const int* first, const int* end) {
+  for (int h = 0; h < c.rows; h++) {
+    if (first[h] >= end[h]) continue;
+    vf total = vf{};
+    for (int t = 0; t < BLOCK; t += VL) total += load(b.s[h] + t);
+    const float x = (c.m[h] + __builtin_log2f(sum(total))) * 0.69314718056f, y = to[c.out_row[h]], top = x > y ? x : y;
+    to[c.out_row[h]] = y > -__builtin_inff() ? top + __builtin_logf(__builtin_expf(x - top) + __builtin_expf(y - top)) : x;
+  }
 }
 
 // Settles what the groups' channels share, at the end of a part.
@@ -323,7 +344,7 @@ static void load_stretch(Decoded& w, const kvbits_tensor& t, const uint8_t* page
 }
 
 static void attend_part(const PartView& part, const kvbits_part& pages, int64_t lo, int64_t hi, int kv_head, Scratch& w, int chunks,
-                        const uint8_t* after) {
+                        const uint8_t* after, float* page_lse) {
   const kvbits_store& store = *part.store;
   const kvbits_table& table = *pages.table;
   const int head_dim = part.call->head_dim;
@@ -344,6 +365,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
     if (static_bias) add_query_bias(c, b.k_channel_bias, head_dim);
   }
+  const int64_t rows = (int64_t)part.call->num_tokens * part.call->num_heads;
   PartView view = part;
   const int64_t params = first_param(store);
   const bool fetch_params = part.key.page_channels || part.value.page_channels || key.mean_offset >= 0 || key.num_outliers || part.value.t->num_outliers;
@@ -388,8 +410,10 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
       if (part.value.t->stretch_offset >= 0) token_factors(*part.value.t, page, token, n, b.v_scale[0]);
       find_runs(decoded, key, *part.value.t, page, store.page_size, head_dim, token, n);
       // Only the first chunk fetches ahead: the others read the same bytes again.
-      for (int i = 0; i < chunks; i++)
-        attend_block(view, w.chunks[i], b, decoded, page, low, i ? 0 : low_ahead, token, n, start + token, i ? 0 : coming - page);
+      for (int i = 0; i < chunks; i++) {
+        const PageView at = {page, low, i ? 0 : coming - page, i ? 0 : low_ahead, page_lse ? page_lse + e * rows : nullptr};
+        attend_block(view, w.chunks[i], b, decoded, at, token, n, start + token);
+      }
     }
   }
   if (part.value.token_scales && (part.value.integer || part.value.token_bias))
@@ -414,6 +438,7 @@ static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem
     }
     store(c.l[h], vf{});
     c.position[h] = call.q_positions[b * call.num_tokens + token];
+    c.out_row[h] = (int64_t)token * call.num_heads + head;
   }
 }
 
@@ -479,7 +504,10 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     part.key = describe(part.store->key, low ? &low->key : nullptr, call.head_dim, hi - lo);
     part.value = describe(part.store->value, low ? &low->value : nullptr, call.head_dim, hi - lo);
     if (part.value.split) reorder_outputs(w, chunks, call.head_dim, false);
-    attend_part(part, call.parts[p], begin + lo, begin + hi, item->kv_head, w, chunks, after);
+    int64_t before = 0;  // entries of earlier parts
+    for (int i = 0; i < p; i++) before += call.parts[i].table->num_entries;
+    float* page_lse = call.page_lse ? call.page_lse + before * call.num_tokens * call.num_heads : nullptr;
+    attend_part(part, call.parts[p], begin + lo, begin + hi, item->kv_head, w, chunks, after, page_lse);
     if (part.value.split) reorder_outputs(w, chunks, call.head_dim, true);
   }
   for (int i = 0; i < chunks; i++) store_rows(w.chunks[i], *plan, *item, i * per_chunk);

@@ -28,6 +28,7 @@ struct Chunk {
   float q_bias[ROWS];                          // q . (per-channel bias or mean) of the current page
   alignas(64) float m[ROW_LANES];              // the largest score so far (log2), LOWEST before there is one
   int64_t position[ROWS];
+  int64_t out_row[ROWS];                       // token * num_heads + head
   int rows;
 };
 

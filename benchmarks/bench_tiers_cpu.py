@@ -1,0 +1,106 @@
+"""Mixed zones on the CPU: is one decoding step as fast as each zone's bytes at that zone's own measured rate?
+
+    python benchmarks/bench_tiers_cpu.py --context 8192 --threads 1
+
+Four caches hold the same tokens: all raw, all 8-bit (pages with low planes), all 4-bit, and the zones of `tiered_8k`. Checks that the step is right against the
+float64 judge first. A step walks over all layers, which are more than the caches hold. Bytes are those that it must read: visible pages, scales and padding
+included. Times are medians over interleaved rounds: CPU time of the thread with one thread, wall time with more. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import time
+from types import SimpleNamespace
+
+import torch
+
+from kvbits import schemes
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.ops import dispatch
+from kvbits.ops.attend_pages import reference
+from kvbits.spec import CacheSpec, LayerGeometry, Scheme, Tier
+
+SCALING = 0.1
+
+
+def zones(context: int) -> dict[str, Scheme]:
+    tiered = schemes.get("tiered_8k")
+    everything = -(-context // tiered.page_size) * tiered.page_size
+    return {
+        "hot": dataclasses.replace(tiered, residual_length=context, tiers=()),
+        "warm": dataclasses.replace(tiered, residual_length=0, tiers=(Tier(num_tokens=everything),)),
+        "cold": dataclasses.replace(tiered, residual_length=0, tiers=()),
+        "tiered": tiered,
+    }
+
+
+def filled(scheme: Scheme, context: int, layers: int, heads: int, head_dim: int) -> PagedCache:
+    cache = PagedCache(CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=heads, head_dim=head_dim),) * layers))
+    torch.manual_seed(0)
+    for first in range(0, context, 1024):
+        n = min(1024, context - first)
+        for layer in range(layers):
+            cache.append(layer, torch.randn(1, n, heads, head_dim).bfloat16(), torch.randn(1, n, heads, head_dim).bfloat16())
+    return cache
+
+
+def bytes_read(cache: PagedCache) -> dict[str, int]:
+    """Bytes of each zone that one step reads."""
+    g = cache.groups[0]
+    found = {"hot": 0, "warm": 0, "cold": 0}
+    for (pool, planes), table in g.tables().items():
+        name = ("cold", "warm")[planes] if pool == "closed" else "hot"
+        nbytes = g.pools[pool].layout.page_size_bytes + (g.pools["low0"].layout.page_size_bytes if planes else 0)
+        found[name] += int(sum(nbytes * n / g.pools[pool].layout.page_size for n in table.lengths)) * len(g.group.layers)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--group", type=int, default=4, help="query heads per kv head")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    caches = {name: filled(s, args.context, args.layers, args.heads, args.head_dim) for name, s in zones(args.context).items()}
+    q = torch.randn(1, 1, args.heads * args.group, args.head_dim).bfloat16()
+    positions = torch.tensor([[args.context - 1]])
+    calls, served = {}, {}
+    for name, cache in caches.items():
+        state = SimpleNamespace(steps=[SimpleNamespace(history=cache.groups[0].tables())])
+        calls[name] = [cache._call(cache._where[layer][0], SCALING, None, state) for layer in range(args.layers)]
+        choice = dispatch.choose("attend_pages", q, calls[name][0])
+        served[name] = (choice.backend, choice.run)
+        want, _ = reference.attend(q, calls[name][0], positions, torch.float64)
+        got, _ = choice.run(q, calls[name][0], positions)
+        assert (got.double() - want).norm() <= 2e-2 * want.norm(), f"{name} is wrong; a speed would mean nothing"
+    times: dict[str, list[float]] = {name: [] for name in caches}
+    for _ in range(args.rounds):
+        for name, (_, run) in served.items():
+            began = clock()
+            for call in calls[name]:
+                run(q, call, positions)
+            times[name].append(clock() - began)
+    best = {name: statistics.median(t) for name, t in times.items()}
+    held = {name: bytes_read(c) for name, c in caches.items()}
+    rate = {zone: sum(held[zone].values()) / best[zone] for zone in ("hot", "warm", "cold")}
+    explained = sum(n / rate[zone] for zone, n in held["tiered"].items())
+    print(json.dumps({
+        "machine": platform.processor() or platform.machine(), "context": args.context, "threads": args.threads, "backend": {n: b for n, (b, _) in served.items()},
+        "step_s": best, "bytes": held, "bytes_per_s": rate, "explained_s": explained, "measured_over_explained": best["tiered"] / explained,
+        "tiered_over_cold": best["tiered"] / best["cold"], "bytes_tiered_over_cold": sum(held["tiered"].values()) / sum(held["cold"].values()),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
