@@ -20,11 +20,20 @@ static const KeyKernel raw_key_kernels[4][ROWS] = {PER_ROWS(key_raw, KVBITS_FP32
                                                    PER_ROWS(key_raw, BF16_SPLIT)};
 static const ValueKernel raw_value_kernels[4][ROWS] = {PER_ROWS(value_raw, KVBITS_FP32), PER_ROWS(value_raw, KVBITS_FP16),
                                                        PER_ROWS(value_raw, KVBITS_BF16), PER_ROWS(value_raw, BF16_SPLIT)};
-typedef void (*DecodedKeyKernel)(const Decoded&, const float* turns, int head_dim, const float* q, float* s);
-static const DecodedKeyKernel decoded_key_kernels[2][ROWS] = {PER_ROWS(key_decoded, false), PER_ROWS(key_decoded, true)};
-typedef void (*DecodedValueKernel)(const ValueArgs&, const Decoded&);
-static const DecodedValueKernel decoded_value_kernels[ROWS] = {value_decoded<1>, value_decoded<2>, value_decoded<3>, value_decoded<4>,
-                                                               value_decoded<5>, value_decoded<6>, value_decoded<7>, value_decoded<8>};
+typedef void (*TileKernel)(const Decoded&, const Nibbles&, const float* turns, int head_dim, const float* q, float* s);
+#define PER_ROWS_2(f, x, y) {f<x, y, 1>, f<x, y, 2>, f<x, y, 3>, f<x, y, 4>, f<x, y, 5>, f<x, y, 6>, f<x, y, 7>, f<x, y, 8>}
+static const TileKernel tile_kernels[3][2][ROWS] = {{PER_ROWS_2(key_tile, DECODED, false), PER_ROWS_2(key_tile, DECODED, true)},
+                                                    {PER_ROWS_2(key_tile, UNPACKED, false), PER_ROWS_2(key_tile, UNPACKED, true)},
+                                                    {PER_ROWS_2(key_tile, NIBBLES, false), PER_ROWS_2(key_tile, NIBBLES, true)}};
+#define FOR_ROWS(f) {f<1>, f<2>, f<3>, f<4>, f<5>, f<6>, f<7>, f<8>}
+typedef void (*KeyOutlierKernel)(Chunk&, Block&, Decoded&, const Outliers&, const float* turns, int head_dim, int token);
+typedef void (*ValueOutlierKernel)(Chunk&, const Block&, Decoded&, const Outliers&, int head_dim, int token);
+static const KeyOutlierKernel key_outlier_kernels[ROWS] = FOR_ROWS(add_key_outliers);
+static const ValueOutlierKernel value_outlier_kernels[ROWS] = FOR_ROWS(add_value_outliers);
+typedef void (*DecodedValueKernel)(const ValueArgs&, Decoded&, int format);
+static const DecodedValueKernel decoded_value_kernels[ROWS] = FOR_ROWS(value_decoded);
+#undef PER_ROWS_2
+#undef FOR_ROWS
 #undef PER_ROWS
 
 // How the current part stores one tensor, for one kv head.
@@ -38,7 +47,7 @@ struct Tensor {
   int groups, group_channels, row_bytes[2];
   float zero;      // middle of the code range
   float dot_zero;  // what of it the dot products leave to be settled
-  float unit;      // of the code in scales: 1, and a 15th for NESTED
+  float unit;      // of the code in scales: 1, a 15th for NESTED, that of the level bytes for codebooks
   int64_t low_offset;  // NESTED: of the plane in the low page's struct
 };
 
@@ -78,7 +87,7 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
   if (d.channel_scales) {
     if (d.page_channels) widen(scale, page + t.scale_offset, head_dim, t.scale_dtype);
     else widen_as<KVBITS_FP32>(scale, t.static_scale + (int64_t)kv_head * head_dim, head_dim);
-    if (d.format == NESTED)
+    if (d.unit != 1.0f)
       for (int i = 0; i < head_dim; i += VL) store(scale + i, load(scale + i) * d.unit);
     const bool page_bias = t.bias_offset >= 0;
     if (page_bias || t.static_bias) {
@@ -116,7 +125,7 @@ static void token_params(const Tensor& d, const uint8_t* page, int page_size, in
   for (int g = 0; g < d.groups; g++) {
     const int64_t at = ((int64_t)g * page_size + token) * size;
     widen_params(scale[g], page + t.scale_offset + at, n, t.scale_dtype, ahead);
-    if (d.format == NESTED)
+    if (d.unit != 1.0f)
       for (int i = 0; i < BLOCK; i += VL) store(scale[g] + i, load(scale[g] + i) * d.unit);
     if (!d.token_bias) continue;
     widen_params(bias[g], page + t.bias_offset + at, n, t.scale_dtype, ahead);
@@ -147,6 +156,7 @@ struct PartView {
   const kvbits_store* store;
   Tensor key, value;
   bool value_bias;  // of the current page, per channel
+  int64_t params;   // where the scales, biases and outliers of a head struct begin
 };
 
 // From scores to what the value kernel multiplies with.
@@ -162,9 +172,13 @@ static void weigh_chunk(Chunk& c, Block& b, const Tensor& value, bool value_bias
     if (value.token_scales) quantize_probabilities<true, true>(c, b, value.groups, value.token_bias, value.dot_zero);
     else quantize_probabilities<true, false>(c, b, 1, false, value.dot_zero);
   } else {
-    if (value.token_scales) quantize_probabilities<false, true>(c, b, value.groups, value.token_bias, value.dot_zero);
+    if (value.token_scales || value.t->stretch_offset >= 0) quantize_probabilities<false, true>(c, b, value.groups, value.token_bias, value.dot_zero);
     else quantize_probabilities<false, false>(c, b, 1, false, value.dot_zero);
   }
+}
+
+static void fetch_range(const uint8_t* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) fetch(p + i);
 }
 
 // Scores of keys that are decoded first.
@@ -186,10 +200,20 @@ static void attend_decoded_keys(const PartView& part, Chunk& c, Block& b, Decode
   k.stretch = key.t->stretch_offset >= 0;
   k.ahead = ahead;
   const bool turned = key.t->inv_freq;
+  const int bits = code_bits(key.t->format);
+  const bool in_nibbles = has_nibbles(bits, key.row_bytes, head_dim);
   for (int tile = 0; tile * TILE < n; tile++) {
-    decode_keys(k, w, tile);
+    if (ahead) {  // what lies behind the coming page's codes, a part with every tile: a burst of fetches would wait for itself
+      const int64_t tiles = part.store->page_size / TILE, at = token / TILE + tile, bytes = part.store->head_bytes - part.params;
+      for (int64_t i = at * 64; i < bytes; i += tiles * 64) fetch(page + ahead + part.params + i);
+    }
+    const KeySource from = !looked_up(k, w, tile) ? DECODED : in_nibbles ? NIBBLES : UNPACKED;
+    if (from != NIBBLES) unpack_keys(k, w, tile);
+    if (from == DECODED) decode_keys(k, w, tile);
     const float* turns = turned ? key.t->turns + (int64_t)(token / TILE + tile) * head_dim * TILE : nullptr;
-    decoded_key_kernels[turned][c.rows - 1](w, turns, head_dim, turned ? c.folded[0] : c.q[0], b.s[0] + tile * TILE);
+    Nibbles codes = {{}, {key.row_bytes[0], key.row_bytes[1]}, bits, ahead};
+    for (int i = 0; i < 2; i++) codes.src[i] = page + key.t->plane_offset[i] + (int64_t)(token + tile * TILE) * key.row_bytes[i];
+    tile_kernels[from][turned][c.rows - 1](w, codes, turns, head_dim, turned ? c.folded[0] : c.q[0], b.s[0] + tile * TILE);
   }
 }
 
@@ -237,7 +261,10 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   if (key.format == NESTED) k.low = at.low + key.low_offset - (page + key.t->plane_offset[0]), k.low_ahead = at.low_ahead;
   if (key.decoded) attend_decoded_keys(part, c, b, w, page, token, n, at.ahead);
   else (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.format])[c.rows - 1](k);
-  if (key.t->num_outliers && !key.decoded) add_key_outliers(c, b, w, *key.t, page, part.store->page_size, head_dim, token);
+  if (key.t->num_outliers) {
+    const float* turns = key.t->turns ? key.t->turns + (int64_t)(token / TILE) * head_dim * TILE : nullptr;
+    key_outlier_kernels[c.rows - 1](c, b, w, outliers_of(*key.t, page, part.store->page_size, head_dim), turns, head_dim, token);
+  }
 
   const Tensor& value = part.value;
   mask_scores(c, b, first, end, part.call->softcap, head_dim, value.token_scales ? value.groups : 0);
@@ -262,14 +289,14 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   v.ahead = at.ahead;
   if (value.format == NESTED) v.low = at.low + value.low_offset - (page + value.t->plane_offset[0]), v.low_ahead = at.low_ahead;
   if (value.decoded) {
-    unpack_values(v, w, value.t->format);
-    decoded_value_kernels[c.rows - 1](v, w);
+    decoded_value_kernels[c.rows - 1](v, w, value.format);
   } else {
     (value.raw ? raw_value_kernels[value.split ? BF16_SPLIT : value.t->raw_dtype] : value_kernels[value.format])[c.rows - 1](v);
   }
-  if (value.t->num_outliers) add_value_outliers(c, b, w, *value.t, page, part.store->page_size, head_dim, token);
+  if (value.t->num_outliers)
+    value_outlier_kernels[c.rows - 1](c, b, w, outliers_of(*value.t, page, part.store->page_size, head_dim), head_dim, token);
 
-  if (value.channel_scales && value.integer)
+  if (value.channel_scales && value.integer && !value.decoded)
     for (int h = 0; h < c.rows; h++)
       for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel + i) * b.p_zero[h]);
   if (part.value_bias)
@@ -295,10 +322,6 @@ static void fold_corrections(Chunk& c, const Tensor& value) {
       const float add = sum(load(c.corr[g][h]));
       for (int i = 0; i < value.group_channels; i++) c.acc[h][g * value.group_channels + i] += add;
     }
-}
-
-static void fetch_range(const uint8_t* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) fetch(p + i);
 }
 
 // Where the scales, biases, outliers of a head struct begin.
@@ -327,7 +350,7 @@ static void begin_decoding(const PartView& part, Decoded& w, Block& b, int kv_he
     }
     for (int i = 0; i < BLOCK; i += VL) store(w.ones + i, splat(1.0f));
   }
-  if (part.value.decoded) fill_levels(w.value_levels, value, kv_head);
+  if (part.value.decoded && !part.value.integer) fill_levels(w.value_levels, value, kv_head);
 }
 
 // Stretches of `n` tokens from `token` on, 0 behind them.
@@ -338,8 +361,9 @@ static void token_factors(const kvbits_tensor& t, const uint8_t* page, int token
 static void load_stretch(Decoded& w, const kvbits_tensor& t, const uint8_t* page, int token, int n) {
   token_factors(t, page, token, n, w.factor);
   for (int i = 0; i < BLOCK / TILE; i++) {
-    w.stretched[i] = false;
-    for (int k = i * TILE; k < n && k < (i + 1) * TILE; k++) w.stretched[i] |= w.factor[k] != 1.0f;
+    vi other = vi{};
+    for (int k = i * TILE; k < (i + 1) * TILE; k += VL) other |= load(w.factor + k) != splat(1.0f);
+    w.stretched[i] = any(other);
   }
 }
 
@@ -367,7 +391,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
   }
   const int64_t rows = (int64_t)part.call->num_tokens * part.call->num_heads;
   PartView view = part;
-  const int64_t params = first_param(store);
+  const int64_t params = view.params = first_param(store);
   const bool fetch_params = part.key.page_channels || part.value.page_channels || key.mean_offset >= 0 || key.num_outliers || part.value.t->num_outliers;
   const int64_t window = part.call->sliding_window;
   int64_t newest = -1, oldest = INT64_MAX;
@@ -386,7 +410,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     const uint8_t* coming = e + lookahead < hi ? page_address(&store, table.page_ids[e + lookahead]) + head_offset : after ? after : page;
     const uint8_t* low = pages.low ? low_page(e) : nullptr;
     const int64_t low_ahead = low && e + lookahead < hi ? low_page(e + lookahead) - low : 0;
-    if (fetch_params) fetch_range(coming + params, store.head_bytes - params);
+    if (fetch_params && !part.key.decoded) fetch_range(coming + params, store.head_bytes - params);
     if (key.inv_freq) {
       page_angles(decoded, key.inv_freq, start, head_dim / 2);
       for (int i = 0; i < chunks; i++) turn_back(w.chunks[i], decoded, head_dim);
@@ -408,7 +432,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
       if (part.value.token_scales) token_params(part.value, page, store.page_size, token, n, coming - page, b.v_scale, b.v_bias);
       if (key.stretch_offset >= 0) load_stretch(decoded, key, page, token, n);
       if (part.value.t->stretch_offset >= 0) token_factors(*part.value.t, page, token, n, b.v_scale[0]);
-      find_runs(decoded, key, *part.value.t, page, store.page_size, head_dim, token, n);
+      find_runs(decoded, key, *part.value.t, page, store.page_size, head_dim, token);
       // Only the first chunk fetches ahead: the others read the same bytes again.
       for (int i = 0; i < chunks; i++) {
         const PageView at = {page, low, i ? 0 : coming - page, i ? 0 : low_ahead, page_lse ? page_lse + e * rows : nullptr};
@@ -503,6 +527,12 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     const kvbits_store* low = call.parts[p].low;
     part.key = describe(part.store->key, low ? &low->key : nullptr, call.head_dim, hi - lo);
     part.value = describe(part.store->value, low ? &low->value : nullptr, call.head_dim, hi - lo);
+    if (part.value.decoded && LEVEL_LIMIT > 0) {
+      part.value.integer = true;
+      float zero;
+      level_bytes(part.store->value, item->kv_head, LEVEL_LIMIT, w.decoded.level_bytes, part.value.unit, zero);
+      if (part.value.token_scales) part.value.dot_zero = zero;
+    }
     if (part.value.split) reorder_outputs(w, chunks, call.head_dim, false);
     int64_t before = 0;  // entries of earlier parts
     for (int i = 0; i < p; i++) before += call.parts[i].table->num_entries;

@@ -1,13 +1,21 @@
 // What KVQuant's formats add to attention (arXiv:2401.18079): codes that number the entries of a codebook, keys stored before the
 // rotary embedding, a stretch per token, listed outliers. Included inside a tier's anonymous namespace, after attend_state.h.
 //
-// Keys are decoded tile by tile (16 tokens) to fp32 in L1, [channel][token], turned there and multiplied with all rows; values are unpacked
+// Keys are decoded tile by tile (16 tokens) to fp32, turned and multiplied with all rows; values are unpacked
 // to a byte per code, then looked up. A score needs q turned back once per page: q . R(start + j) k = (R(-start) q) . R(j) k.
+// Formats whose scale and bias belong to channels need no arithmetic to decode: a table per channel holds the 16 numbers.
 //
-// Outliers are listed by ascending token, so each tile and block owns a run of the list. What a page holds is not trusted: an index outside its
-// run is passed over.
+// Outliers are listed by ascending token, so each block owns a run of the list, which is added to its scores and outputs. What a page
+// holds is not trusted: an index outside its run counts nothing.
 
 constexpr int LEVELS = 16;  // entries of a table, repeated where a format has fewer
+
+// Some entries of a list, taken apart.
+struct OutlierBatch {
+  static constexpr int SIZE = 128;
+  alignas(64) int32_t token[SIZE], channel[SIZE], turn[SIZE];
+  alignas(64) float value[SIZE], low[SIZE], high[SIZE];
+};
 
 // Scratch of one item.
 struct Decoded {
@@ -16,12 +24,14 @@ struct Decoded {
   alignas(64) float table[MAX_HEAD_DIM][LEVELS];    // of each key channel: level * scale + bias
   alignas(64) uint32_t codes[MAX_HEAD_DIM / 4][TILE];  // of a key tile: four neighbouring channels in a word
   alignas(64) float key[MAX_HEAD_DIM][TILE];
-  alignas(64) uint32_t value_codes[BLOCK / 4][MAX_HEAD_DIM + 32];  // four tokens (a quad) in a word
+  alignas(64) uint32_t value_codes[BLOCK / 4 * (MAX_HEAD_DIM + 32)];  // [quad][channels]: four tokens (a quad) in a word
+  alignas(64) int8_t level_bytes[LEVELS];           // of the values' codes, in units that the scales hold
   alignas(64) float factor[BLOCK];                  // what the scale of a token is multiplied with
-  alignas(64) float ones[BLOCK], zeros[BLOCK];
+  alignas(64) float ones[BLOCK];
   alignas(64) double cos[MAX_HEAD_DIM / 2 + VL], sin[MAX_HEAD_DIM / 2 + VL];  // of start * inv_freq
+  OutlierBatch batch;
   bool stretched[BLOCK / TILE];                     // whether any factor of the tile is not 1
-  int key_run[BLOCK / TILE + 1], value_run[2];      // of the block's tiles, and of the block, in the lists of outliers
+  int key_run[2], value_run[2];                     // the block's part of the lists of outliers
 };
 
 #ifndef HAVE_LOOK_UP
@@ -122,44 +132,53 @@ static void fill_tables(Decoded& w, const float* scale, const float* bias, int h
     for (int i = 0; i < LEVELS; i += VL) store(w.table[c] + i, load(w.levels + i) * scale[c] + bias[c]);
 }
 
+// Levels as bytes: level ~ unit * (byte - zero). Outputs are means over many tokens, in which the mean error of the levels does not average out:
+// of some units the one is taken that makes it smallest beside the error itself, codes being as frequent as normal numbers make them, and what
+// mean is left becomes `zero`.
+static void level_bytes(const kvbits_tensor& t, int kv_head, float limit, int8_t* bytes, float& unit, float& zero) {
+  float levels[LEVELS], weight[LEVELS], most = 1e-30f, total = 0, best = __builtin_inff();
+  fill_levels(levels, t, kv_head);
+  const int entries = 1 << code_bits(t.format);
+  for (int i = 0; i < entries; i++) {
+    const float below = levels[i ? i - 1 : 0], above = levels[i + 1 < entries ? i + 1 : i], x = __builtin_fabsf(levels[i]);
+    most = x > most ? x : most;
+    total += weight[i] = (above - below) * __builtin_expf(-3.5f * x * x);
+  }
+  unit = most / limit;
+  zero = 0;
+  for (int step = 0; step < 24; step++) {
+    const float candidate = most / (limit - step);
+    float mean = 0, square = 0;
+    for (int i = 0; i < entries; i++) {
+      const float error = levels[i] - candidate * __builtin_rintf(levels[i] / candidate);
+      mean += weight[i] * error;
+      square += weight[i] * error * error;
+    }
+    const float cost = 100.0f * mean * mean + square * total;
+    if (!(total > 0) || cost >= best) continue;
+    best = cost;
+    unit = candidate;
+    zero = -mean / total / candidate;
+  }
+  for (int i = 0; i < LEVELS; i++) bytes[i] = (int8_t)__builtin_rintf(levels[i] / unit);
+}
+
 // ---- outliers ----
 
-// Element numbers to (token, channel): multiplication by the reciprocal, exact for numbers below 2^20 and head_dim up to 512.
 struct Outliers {
   const uint8_t *index, *value;
   bool wide;
   int dtype, count;
-  uint64_t reciprocal;  // 2^40 / head_dim, rounded up
 };
 
 INLINE Outliers outliers_of(const kvbits_tensor& t, const uint8_t* page, int page_size, int head_dim) {
   const bool wide = (int64_t)page_size * head_dim > 65536;
-  return {page + t.outlier_index_offset, page + t.outlier_value_offset, wide, t.scale_dtype, t.num_outliers, ((1ull << 40) + head_dim - 1) / head_dim};
+  return {page + t.outlier_index_offset, page + t.outlier_value_offset, wide, t.scale_dtype, t.num_outliers};
 }
 
 INLINE uint32_t outlier_index(const Outliers& o, int i) {
   if (!o.wide) return ((const uint16_t*)o.index)[i];
   return ((const uint32_t*)o.index)[i];
-}
-
-INLINE float half_to_float(uint16_t half) {
-  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, mag = half & 0x7fff;
-  if (mag < 0x400) return (sign ? -0x1p-24f : 0x1p-24f) * (float)mag;
-  const uint32_t bits = sign | ((mag << 13) + (mag < 0x7c00 ? 112u << 23 : 224u << 23));
-  float x;
-  __builtin_memcpy(&x, &bits, 4);
-  return x;
-}
-
-INLINE float outlier_value(const Outliers& o, int i) {
-  if (o.dtype == KVBITS_FP32) return ((const float*)o.value)[i];
-  if (o.dtype == KVBITS_BF16) {
-    const uint32_t bits = (uint32_t)((const uint16_t*)o.value)[i] << 16;
-    float x;
-    __builtin_memcpy(&x, &bits, 4);
-    return x;
-  }
-  return half_to_float(((const uint16_t*)o.value)[i]);
 }
 
 // First entry from `from` on that lies at or past element `limit`.
@@ -168,45 +187,98 @@ INLINE int outlier_end(const Outliers& o, int from, uint32_t limit) {
   return from;
 }
 
-// Calls f(token, channel, value) for the entries [begin, end) of the list, tokens counted from `first` and below `tokens`.
-template <class F>
-INLINE void each_outlier(const Outliers& o, int begin, int end, int first, int tokens, int head_dim, F f) {
-  for (int i = begin; i < end; i++) {
-    const uint32_t at = outlier_index(o, i) - (uint32_t)(first * head_dim);
-    if (at >= (uint32_t)(tokens * head_dim)) continue;
-    const int token = (int)(at * o.reciprocal >> 40);
-    f(token, (int)at - token * head_dim, outlier_value(o, i));
+// Takes up to SIZE entries from `begin` apart, tokens counted from `first`. Entries that do not lie in `tokens` tokens from there come out as
+// zeros on the first element.
+static int split_outliers(const Outliers& o, OutlierBatch& b, int begin, int end, int first, int tokens, int head_dim) {
+  const int n = end - begin < OutlierBatch::SIZE ? end - begin : OutlierBatch::SIZE;
+  widen(b.value, o.value + (int64_t)begin * dtype_bytes(o.dtype), n, o.dtype);
+  const int base = first * head_dim;
+  int done = 0;
+  if (!o.wide)
+    for (; done + VL <= n; done += VL) *(vi_mem*)(b.token + done) = __builtin_convertvector(*(const vh_mem*)((const uint16_t*)o.index + begin + done), vi) - base;
+  for (; done < n; done++) b.token[done] = (int32_t)(outlier_index(o, begin + done) - (uint32_t)base);
+  const vf inverse = splat(1.0f / (float)head_dim);
+  for (int i = 0; i < n; i += VL) {
+    const vi at = load_int(b.token + i);
+    const vi inside = (at >= splat_int(0)) & (at < splat_int(tokens * head_dim));
+    // Numbers up to 64 * 512: half an element is far more than the rounding of the quotient.
+    const vi token = __builtin_convertvector((to_float(at & inside) + 0.5f) * inverse, vi);
+    *(vi_mem*)(b.token + i) = token;
+    *(vi_mem*)(b.channel + i) = (at & inside) - token * head_dim;
+    store(b.value + i, select(inside, load(b.value + i), vf{}));
   }
+  return n;
 }
 
 // Runs of the block that begins at `token`.
-static void find_runs(Decoded& w, const kvbits_tensor& key, const kvbits_tensor& value, const uint8_t* page, int page_size, int head_dim, int token, int n) {
+static void find_runs(Decoded& w, const kvbits_tensor& key, const kvbits_tensor& value, const uint8_t* page, int page_size, int head_dim, int token) {
   if (key.num_outliers) {
     const Outliers o = outliers_of(key, page, page_size, head_dim);
-    int at = token ? w.key_run[BLOCK / TILE] : 0;
-    w.key_run[0] = at;
-    for (int i = 0; i < BLOCK / TILE; i++) w.key_run[i + 1] = at = i * TILE < n ? outlier_end(o, at, (uint32_t)((token + (i + 1) * TILE) * head_dim)) : at;
+    w.key_run[0] = token ? w.key_run[1] : 0;
+    w.key_run[1] = token + BLOCK < page_size ? outlier_end(o, w.key_run[0], (uint32_t)((token + BLOCK) * head_dim)) : o.count;
   }
   if (value.num_outliers) {
     const Outliers o = outliers_of(value, page, page_size, head_dim);
     w.value_run[0] = token ? w.value_run[1] : 0;
-    w.value_run[1] = outlier_end(o, w.value_run[0], (uint32_t)((token + BLOCK) * head_dim));
+    w.value_run[1] = token + BLOCK < page_size ? outlier_end(o, w.value_run[0], (uint32_t)((token + BLOCK) * head_dim)) : o.count;
   }
 }
 
-// Scores and outputs of formats whose own kernels know nothing of outliers.
-static void add_key_outliers(Chunk& c, Block& b, const Decoded& w, const kvbits_tensor& t, const uint8_t* page, int page_size, int head_dim, int token) {
-  const Outliers o = outliers_of(t, page, page_size, head_dim);
-  each_outlier(o, w.key_run[0], w.key_run[BLOCK / TILE], token, BLOCK, head_dim, [&](int at, int channel, float x) {
-    for (int h = 0; h < c.rows; h++) b.s[h][at] += x * c.q[h][channel];
-  });
+// What an outlier of a turned key pair adds: x (cos q[pair] + sin q[pair + half]) in the lower half, x (cos q[pair + half] - sin q[pair]) in the
+// upper one. `channel` becomes the pair. No branches: which half it is cannot be foreseen.
+static void turn_outliers(OutlierBatch& b, int n, const float* turns, int half) {
+  for (int i = 0; i < n; i += VL) {
+    const vi channel = load_int(b.channel + i), token = load_int(b.token + i);
+    const vi pair = channel - (splat_int(half) & (channel >= splat_int(half)));
+    *(vi_mem*)(b.turn + i) = ((token >> 4) * half + pair) * (2 * TILE) + (token & 15);
+  }
+  for (int i = 0; i < n; i++) {
+    b.low[i] = turns[b.turn[i]];
+    b.high[i] = turns[b.turn[i] + TILE];
+  }
+  for (int i = 0; i < n; i += VL) {
+    const vi channel = load_int(b.channel + i), upper = channel >= splat_int(half);
+    const vf x = load(b.value + i), cos = load(b.low + i), sin = load(b.high + i);
+    store(b.low + i, x * select(upper, -sin, cos));
+    store(b.high + i, x * select(upper, cos, sin));
+    *(vi_mem*)(b.channel + i) = channel - (splat_int(half) & upper);
+  }
 }
 
-static void add_value_outliers(Chunk& c, const Block& b, const Decoded& w, const kvbits_tensor& t, const uint8_t* page, int page_size, int head_dim, int token) {
-  const Outliers o = outliers_of(t, page, page_size, head_dim);
-  each_outlier(o, w.value_run[0], w.value_run[1], token, BLOCK, head_dim, [&](int at, int channel, float x) {
-    for (int h = 0; h < c.rows; h++) c.acc[h][channel] += x * b.s[h][at];
-  });
+// Scores of the block's key outliers. `turns`: of the block's first tile; null: keys are as the model made them.
+template <int NH>
+static void add_key_outliers(Chunk& c, Block& block, Decoded& w, const Outliers& o, const float* turns, int head_dim, int token) {
+  const int half = head_dim / 2;
+  OutlierBatch& b = w.batch;
+  for (int begin = w.key_run[0]; begin < w.key_run[1]; begin += OutlierBatch::SIZE) {
+    const int n = split_outliers(o, b, begin, w.key_run[1], token, BLOCK, head_dim);
+    if (turns) turn_outliers(b, n, turns, half);
+    for (int i = 0; i < n; i++) {
+      float* s = block.s[0] + b.token[i];
+      if (turns) {
+        const float* q = c.folded[0] + b.channel[i];
+#pragma GCC unroll 8
+        for (int h = 0; h < NH; h++) s[h * BLOCK] += b.low[i] * q[h * ROW_STRIDE] + b.high[i] * q[h * ROW_STRIDE + half];
+      } else {
+        const float* q = c.q[0] + b.channel[i];
+#pragma GCC unroll 8
+        for (int h = 0; h < NH; h++) s[h * BLOCK] += b.value[i] * q[h * ROW_STRIDE];
+      }
+    }
+  }
+}
+
+template <int NH>
+static void add_value_outliers(Chunk& c, const Block& b, Decoded& w, const Outliers& o, int head_dim, int token) {
+  for (int begin = w.value_run[0]; begin < w.value_run[1]; begin += OutlierBatch::SIZE) {
+    const int n = split_outliers(o, w.batch, begin, w.value_run[1], token, BLOCK, head_dim);
+    for (int i = 0; i < n; i++) {
+      const float x = w.batch.value[i], *p = b.s[0] + w.batch.token[i];
+      float* to = c.acc[0] + w.batch.channel[i];
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) to[h * ROW_STRIDE] += x * p[h * BLOCK];
+    }
+  }
 }
 
 // ---- keys ----
@@ -251,56 +323,91 @@ INLINE vf level_of(const Decoded& w, int format, vi word, int k) {
   return look_up(w.levels, word >> (8 * k));
 }
 
-// A tile's keys in fp32, before they are turned, outliers in.
+// Whether a look-up gives the tile's numbers whole: no factor and offset per token.
+INLINE bool looked_up(const KeyTiles& k, const Decoded& w, int tile) { return code_bits(k.t->format) < 8 && !k.scale && !(k.stretch && w.stretched[tile]); }
+
+// A tile's keys in fp32, before they are turned, without outliers.
 static void decode_keys(const KeyTiles& k, Decoded& w, int tile) {
-  unpack_keys(k, w, tile);
   const int format = k.t->format;
-  if (code_bits(format) < 8 && !k.scale && !(k.stretch && w.stretched[tile])) {
-    for (int c = 0; c < k.head_dim; c += 4)
-      for (int lane = 0; lane < TILE; lane += VL) {
-        const vi word = load_int(w.codes[c / 4] + lane);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) store(w.key[c + i] + lane, look_up(w.table[c + i], word >> (8 * i)));
-      }
-  } else {
-    for (int c = 0; c < k.head_dim; c += 4) {
-      const int g = c / k.group_channels;
-      for (int lane = 0; lane < TILE; lane += VL) {
-        const int token = tile * TILE + lane;
-        const vi word = load_int(w.codes[c / 4] + lane);
-        const vf scale = k.scale ? load(k.scale + g * BLOCK + token) : load((k.stretch ? w.factor : w.ones) + token);
-        const vf bias = k.bias ? load(k.bias + g * BLOCK + token) : vf{};
-        for (int i = 0; i < 4; i++)
-          store(w.key[c + i] + lane, level_of(w, format, word, i) * (scale * k.channel_scale[c + i]) + (bias + k.channel_bias[c + i]));
-      }
+  for (int c = 0; c < k.head_dim; c += 4) {
+    const int g = c / k.group_channels;
+    for (int lane = 0; lane < TILE; lane += VL) {
+      const int token = tile * TILE + lane;
+      const vi word = load_int(w.codes[c / 4] + lane);
+      const vf scale = k.scale ? load(k.scale + g * BLOCK + token) : load((k.stretch ? w.factor : w.ones) + token);
+      const vf bias = k.bias ? load(k.bias + g * BLOCK + token) : vf{};
+      for (int i = 0; i < 4; i++)
+        store(w.key[c + i] + lane, level_of(w, format, word, i) * (scale * k.channel_scale[c + i]) + (bias + k.channel_bias[c + i]));
     }
   }
-  if (!k.t->num_outliers) return;
-  const Outliers o = outliers_of(*k.t, k.page, k.page_size, k.head_dim);
-  each_outlier(o, w.key_run[tile], w.key_run[tile + 1], k.token + tile * TILE, TILE, k.head_dim,
-               [&](int token, int channel, float x) { w.key[channel][token] += x; });
 }
 
-// Scores of a tile's decoded keys against NH rows; `turns` is the tile's part of kvbits_tensor.turns.
-template <bool TURN, int NH>
-static void key_decoded(const Decoded& w, const float* turns, int head_dim, const float* q, float* s) {
+// How key_tile comes by a tile's numbers: decoded before, looked up by unpacked codes, or by codes as they lie in the page.
+enum KeySource { DECODED, UNPACKED, NIBBLES };
+
+// Codes as they lie in a page, where the fields of a byte are those of channels d and d + head_dim / 2 four bits apart: in nibbles (4 bits), in
+// fields 2 apart (2 bits), or in both planes (3 bits). One word then gives both in its nibbles, with other channels' bits above those of 2 bits,
+// which the repeated table does not mind.
+struct Nibbles {
+  const uint8_t* src[2];
+  int row_bytes[2];
+  int bits;
+  int64_t ahead;
+};
+
+INLINE bool has_nibbles(int bits, const int* row_bytes, int head_dim) { return bits == 4 || (bits == 2 && row_bytes[0] * 4 == head_dim) || (bits == 3 && row_bytes[1] * 8 == head_dim); }
+
+// Of 2-bit fields and 1-bit fields: codes of 3 bits.
+INLINE vi join_nibbles(vi two, vi one) { return (two & 0x33333333) << 1 | (one & 0x11111111); }
+
+// Scores of a tile against NH rows; `turns` is the tile's part of kvbits_tensor.turns.
+template <KeySource FROM, bool TURN, int NH>
+static void key_tile(const Decoded& w, const Nibbles& n, const float* turns, int head_dim, const float* q, float* s) {
   const int half = head_dim / 2;
   for (int lane = 0; lane < TILE; lane += VL) {
     vf low[NH], high[NH];
     for (int h = 0; h < NH; h++) low[h] = high[h] = vf{};
-    for (int d = 0; d < half; d++) {
-      vf a = load(w.key[d] + lane), b = load(w.key[d + half] + lane);
-      if (TURN) {
-        const vf cos = load(turns + d * 2 * TILE + lane), sin = load(turns + d * 2 * TILE + TILE + lane);
-        const vf x = a * cos - b * sin;
-        b = b * cos + a * sin;
-        a = x;
+    int r = 0, r1 = 0, shift = 0, shift1 = 0;
+    for (int d = 0; d < half; d += 4) {
+      vi words[2];
+      if (FROM == NIBBLES) {
+        const uint8_t* src = n.src[0] + r * TILE + lane * 4;
+        if (!shift) fetch(src + n.ahead);
+        words[0] = load_int(src) >> shift;
+        if (n.bits == 3) {
+          const uint8_t* src1 = n.src[1] + r1 * TILE + lane * 4;
+          if (!shift1) fetch(src1 + n.ahead);
+          words[0] = join_nibbles(words[0], load_int(src1) >> shift1);
+          if ((r1 += 4) == n.row_bytes[1]) r1 = 0, shift1++;
+        }
+        if ((r += 4) == n.row_bytes[0]) r = 0, shift += 2;
+        words[1] = words[0] >> 4;
+      } else if (FROM == UNPACKED) {
+        words[0] = load_int(w.codes[d / 4] + lane);
+        words[1] = load_int(w.codes[(half + d) / 4] + lane);
       }
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) {
+        vf a, b;
+        if (FROM == DECODED) {
+          a = load(w.key[d + k] + lane);
+          b = load(w.key[half + d + k] + lane);
+        } else {
+          a = look_up(w.table[d + k], words[0] >> (8 * k));
+          b = look_up(w.table[half + d + k], words[1] >> (8 * k));
+        }
+        if (TURN) {
+          const vf cos = load(turns + (d + k) * 2 * TILE + lane), sin = load(turns + (d + k) * 2 * TILE + TILE + lane);
+          const vf x = a * cos - b * sin;
+          b = b * cos + a * sin;
+          a = x;
+        }
 #pragma GCC unroll 8
-      for (int h = 0; h < NH; h++) {
-        low[h] += a * q[h * ROW_STRIDE + d];
-        if (VL == 16) high[h] += b * q[h * ROW_STRIDE + half + d];
-        else low[h] += b * q[h * ROW_STRIDE + half + d];
+        for (int h = 0; h < NH; h++) {
+          low[h] += a * q[h * ROW_STRIDE + d + k];
+          if (VL == 16) high[h] += b * q[h * ROW_STRIDE + half + d + k];
+          else low[h] += b * q[h * ROW_STRIDE + half + d + k];
+        }
       }
     }
     for (int h = 0; h < NH; h++) store(s + h * BLOCK + lane, low[h] + high[h]);
@@ -309,10 +416,13 @@ static void key_decoded(const Decoded& w, const float* turns, int head_dim, cons
 
 // ---- values ----
 
+// Words of a quad's row, not a multiple of 64 bytes times a power of two: rows fall into different L1 sets.
+INLINE int code_stride(int head_dim) { return round_up(head_dim, 16) + 16; }
+
 // A block's codes, a byte each, [quad][channel].
 static void unpack_values(const ValueArgs& a, Decoded& w, int format) {
   int up = code_bits(format);
-  const int quads = round_up(a.tokens, 8) / 4;
+  const int quads = round_up(a.tokens, 8) / 4, stride = code_stride(a.head_dim);
   for (int plane = 0; plane < num_planes(format); plane++) {
     const int bits = plane_bits(format, plane), rb = a.row_bytes[plane];
     up -= bits;
@@ -325,7 +435,7 @@ static void unpack_values(const ValueArgs& a, Decoded& w, int format) {
         for (int quad = 0; quad < quads; quad++, src += 4 * width) {
           if (!field) fetch(src + a.ahead);
           for (int i = 0; i < width; i += VL) {
-            uint32_t* to = w.value_codes[quad] + channel + i;
+            uint32_t* to = w.value_codes + quad * stride + channel + i;
             const vi x = (load_words(src + i * 4, width - i) >> (field * bits) & mask) << up;
             *(vi_mem*)to = plane ? *(vi_mem*)to | x : x;
           }
@@ -334,17 +444,90 @@ static void unpack_values(const ValueArgs& a, Decoded& w, int format) {
   }
 }
 
+#ifdef HAVE_LEVEL_DOTS
+// acc[rows][channels] += p . levels, both integers of 8 bits, for VL channels from `channel` on that share scales with others of group g.
+template <int NH>
+INLINE void add_level_sums(const ValueArgs& a, const vi (&acc)[NH], int channel, int g) {
+  const vi at = iota() + splat_int(channel);
+  const vi inside = (at >= splat_int(g * a.group_channels)) & (at < splat_int((g + 1) * a.group_channels));
+#pragma GCC unroll 8
+  for (int h = 0; h < NH; h++) {
+    vf x = to_float(acc[h]) * a.block->p_scale[g][h];
+    if (a.channel_scale) x *= load(a.channel_scale + channel);
+    float* to = a.chunk->acc[h] + channel;
+    store(to, load(to) + select(inside, x, vf{}));
+  }
+}
+
+// Codes in nibbles (see there) that lie in whole blocks of 16 channels.
+template <int NH>
+static void value_nibbles(const ValueArgs& a, const Decoded& w, int bits) {
+  const int quads = round_up(a.tokens, 8) / 4, half = a.head_dim / 2;
+  for (int c = 0; c < half; c += 16) {
+    const int r = c % a.row_bytes[0], shift = c / a.row_bytes[0] * 2;
+    const uint8_t* src = a.plane[0] + (int64_t)r * a.page_size + a.first_token * 16;
+    const int r1 = bits == 3 ? c % a.row_bytes[1] : 0, shift1 = bits == 3 ? c / a.row_bytes[1] : 0;
+    const uint8_t* src1 = bits == 3 ? a.plane[1] + (int64_t)r1 * a.page_size + a.first_token * 16 : src;
+    const int g = c / a.group_channels, g2 = (c + half) / a.group_channels;
+    const uint8_t *p = a.block->pw[g][0], *p2 = a.block->pw[g2][0];
+    const int64_t ahead = shift ? 0 : a.ahead, ahead1 = shift1 ? 0 : a.ahead;
+    vi low[NH], high[NH];
+    for (int h = 0; h < NH; h++) low[h] = high[h] = vi{};
+    for (int quad = 0; quad < quads; quad++, src += 64, src1 += 64, p += 4, p2 += 4) {
+      fetch(src + ahead);
+      vi words = load_int(src) >> shift;
+      if (bits == 3) {
+        fetch(src1 + ahead1);
+        words = join_nibbles(words, load_int(src1) >> shift1);
+      }
+      const vi x = look_up_bytes(w.level_bytes, words & 0x0f0f0f0f), y = look_up_bytes(w.level_bytes, (words >> 4) & 0x0f0f0f0f);
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) {
+        add_level_dots(low[h], (vi)broadcast_word(p + h * 2 * BLOCK), x);
+        add_level_dots(high[h], (vi)broadcast_word(p2 + h * 2 * BLOCK), y);
+      }
+    }
+    add_level_sums<NH>(a, low, c, g);
+    add_level_sums<NH>(a, high, c + half, g2);
+  }
+}
+
+template <int NH>
+static void value_decoded(const ValueArgs& a, Decoded& w, int format) {
+  const int bits = code_bits(format);
+  const bool blocks = a.head_dim % 32 == 0 && a.group_channels % 16 == 0 && a.row_bytes[0] % 16 == 0 && (bits != 3 || a.row_bytes[1] % 16 == 0);
+  if (blocks && has_nibbles(bits, a.row_bytes, a.head_dim)) return value_nibbles<NH>(a, w, bits);
+  unpack_values(a, w, format);
+  const int quads = round_up(a.tokens, 8) / 4, stride = code_stride(a.head_dim);
+  for (int c = 0; c < a.head_dim; c += VL)
+    for (int g = c / a.group_channels; g < a.groups && g * a.group_channels < c + VL; g++) {
+      vi acc[NH];
+      for (int h = 0; h < NH; h++) acc[h] = vi{};
+      const uint8_t* p = a.block->pw[g][0];
+      const uint32_t* codes = w.value_codes + c;
+      for (int quad = 0; quad < quads; quad++, codes += stride, p += 4) {
+        const vi levels = look_up_bytes(w.level_bytes, load_int(codes));
+#pragma GCC unroll 8
+        for (int h = 0; h < NH; h++) add_level_dots(acc[h], (vi)broadcast_word(p + h * 2 * BLOCK), levels);
+      }
+      add_level_sums<NH>(a, acc, c, g);
+    }
+}
+#else
+constexpr float LEVEL_LIMIT = 0.0f;  // levels stay fp32
+
 // acc[rows][channels] += p . levels, p in fp32.
 template <int NH>
-static void value_decoded(const ValueArgs& a, const Decoded& w) {
-  const int tokens = round_up(a.tokens, 8);
+static void value_decoded(const ValueArgs& a, Decoded& w, int format) {
+  unpack_values(a, w, format);
+  const int tokens = round_up(a.tokens, 8), stride = code_stride(a.head_dim);
   for (int c = 0; c < a.head_dim; c += VL)
     for (int g = c / a.group_channels; g < a.groups && g * a.group_channels < c + VL; g++) {
       vf acc[NH];
       for (int h = 0; h < NH; h++) acc[h] = vf{};
       const float* p = a.block->pf[g][0];
       for (int t = 0; t < tokens; t += 4) {
-        const vi word = load_int(w.value_codes[t / 4] + c);
+        const vi word = load_int(w.value_codes + t / 4 * stride + c);
 #pragma GCC unroll 4
         for (int u = 0; u < 4; u++) {
           // Slots 0 1 4 5 of eight tokens in the first quad, 2 3 6 7 in the second.
@@ -363,3 +546,4 @@ static void value_decoded(const ValueArgs& a, const Decoded& w) {
       }
     }
 }
+#endif

@@ -25,6 +25,18 @@ INLINE __m512i broadcast_word(const void* p) {
   return _mm512_set1_epi32(w);
 }
 
+// Levels of a codebook as signed bytes, against p.
+#define HAVE_LEVEL_DOTS
+constexpr float LEVEL_LIMIT = 127.0f;
+INLINE vi look_up_bytes(const int8_t* table, vi codes) {
+  return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), (__m512i)codes);
+}
+INLINE void add_level_dots(vi& acc, vi p, vi levels) {
+  __m512i x = (__m512i)acc;
+  add_dot(x, (__m512i)p, (__m512i)levels);
+  acc = (vi)x;
+}
+
 // Integer q, 16 channels from `channel` on: [piece][channel] bytes.
 template <bool WIDE>
 INLINE void store_q(uint8_t* row, int channel, vi q) {
