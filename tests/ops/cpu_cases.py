@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -20,10 +22,10 @@ NOISE = {"int8": 1e-4, "int4": 2e-2, "int3": 2e-2, "int2": 2e-2, "fp8_e4m3": 5e-
 """Relative L2 error allowed on dequantized values: q and p are rounded to 16 bits for int8, to 8 bits below; the rest is fp32."""
 
 
-def kvquant(fmt: str, outliers: float = 0.01) -> tuple[QuantSpec, QuantSpec]:
-    """(key, value) of the presets nuq4-1%, nuq4 and so on."""
-    key = QuantSpec(format=fmt, granularity=PerChannel(), symmetric=False, static=True, outliers=outliers, pre_rope=True)
-    return key, QuantSpec(format=fmt, granularity=PerToken(), symmetric=False, outliers=outliers)
+def kvquant(fmt: str, outliers: float = 0.01, static: bool = False) -> tuple[QuantSpec, QuantSpec]:
+    """(key, value) of the presets nuq4-1%, nuq4 and so on, or with the paper's calibrated ranges of keys, which stretch."""
+    value = QuantSpec(format=fmt, granularity=PerToken(), symmetric=False, outliers=outliers)
+    return dataclasses.replace(value, granularity=PerChannel(), static=static, pre_rope=True), value
 
 
 def kvquant_specs(fmt: str, group: int = 32) -> list[QuantSpec]:

@@ -83,8 +83,8 @@ def test_codebooks_and_outliers(tier, fmt):
 @pytest.mark.parametrize("fmt", CODEBOOKS)
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 80, 96, 128, 256, 512])
 def test_kvquant_presets(tier, fmt, head_dim):
-    for outliers in (0.0, 0.01):
-        case = random_call(*kvquant(fmt, outliers), head_dim=head_dim, group=1 + head_dim // 8 % 8, tokens=2, first=131_000)
+    for outliers, static in ((0.0, False), (0.01, False), (0.01, True)):
+        case = random_call(*kvquant(fmt, outliers, static), head_dim=head_dim, group=1 + head_dim // 8 % 8, tokens=2, first=131_000)
         assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
 
 
@@ -104,7 +104,7 @@ def test_keys_before_the_rotary_embedding(tier, fmt):
 ])  # fmt: skip
 def test_kvquant_options(tier, options):
     for fmt in CODEBOOKS[:: 1 if "head_dim" not in options else 3]:
-        case = random_call(*kvquant(fmt), **options)
+        case = random_call(*kvquant(fmt, static="window" in options), **options)
         assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
 
 
