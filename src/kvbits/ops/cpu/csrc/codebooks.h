@@ -195,7 +195,8 @@ static int split_outliers(const Outliers& o, OutlierBatch& b, int begin, int end
   const int base = first * head_dim;
   int done = 0;
   if (!o.wide)
-    for (; done + VL <= n; done += VL) *(vi_mem*)(b.token + done) = __builtin_convertvector(*(const vh_mem*)((const uint16_t*)o.index + begin + done), vi) - base;
+    for (; done + VL <= n; done += VL)
+      *(vi_mem*)(b.token + done) = __builtin_convertvector(*(const vh_mem*)((const uint16_t*)o.index + begin + done), vi) - base;
   for (; done < n; done++) b.token[done] = (int32_t)(outlier_index(o, begin + done) - (uint32_t)base);
   const vf inverse = splat(1.0f / (float)head_dim);
   for (int i = 0; i < n; i += VL) {
@@ -355,7 +356,9 @@ struct Nibbles {
   int64_t ahead;
 };
 
-INLINE bool has_nibbles(int bits, const int* row_bytes, int head_dim) { return bits == 4 || (bits == 2 && row_bytes[0] * 4 == head_dim) || (bits == 3 && row_bytes[1] * 8 == head_dim); }
+INLINE bool has_nibbles(int bits, const int* row_bytes, int head_dim) {
+  return bits == 4 || (bits == 2 && row_bytes[0] * 4 == head_dim) || (bits == 3 && row_bytes[1] * 8 == head_dim);
+}
 
 // Of 2-bit fields and 1-bit fields: codes of 3 bits.
 INLINE vi join_nibbles(vi two, vi one) { return (two & 0x33333333) << 1 | (one & 0x11111111); }
