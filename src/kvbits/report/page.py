@@ -51,6 +51,9 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
     if with_passkey := [k for k, m in data["models"].items() if m["passkey"]]:
         text = "<p>Share of passkeys found, in percent, by prompt length in tokens and depth (0 is the start).</p>"
         sections.append(_section("Passkey by depth", text + _controls(_select("passkey-model", "model", with_passkey)) + _heat("passkey"), "passkey-section"))
+    for model in results.models.values():
+        if "decode" in model.tasks:
+            sections.append(_section(f"Decoding token by token: {model.title}", _decode(model.tasks["decode"]), f"decode-{model.name}"))
     if data["kernels"]:
         groups = {str(i): g["title"] for i, g in enumerate(data["kernels"])}
         chart = _canvas("kernels", "Bars: speed of attention kernels")
@@ -151,6 +154,20 @@ def _canvas(name: str, description: str) -> str:
 
 def _heat(name: str) -> str:
     return f'<div class="wide"><table class="heat" id="{name}"></table></div>'
+
+
+def _decode(cells: dict[str, Cell]) -> str:
+    """Speeds of single tokens after a context, the caches taking turns."""
+    setting = next(iter(cells.values())).settings
+    rows = [(c, c.summary) for c in cells.values() if c.summary]
+    body = "".join(
+        f"<tr><td{' class=stock' if c.kind == 'stock' else ''}>{html.escape(c.scheme)}</td><td>{s['tokens_per_s']:.2f}</td><td>{s['speed_ratio']:.2f}x</td>"
+        f"<td>{s['bytes_held']:,}</td><td>{s['kl_mean']:.4f}</td></tr>"
+        for c, s in rows
+    )
+    lead = f"{setting['context']:,} tokens of context, then {setting['new_tokens']} single tokens; the caches take turns on the same machine."
+    columns = "".join(f'<th scope="col">{c}</th>' for c in ("cache", "tokens/s", "against the 16-bit cache", "bytes held", "KL"))
+    return f'<p>{lead}</p><div class="wide"><table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def markdown_table(results: Results) -> str:
