@@ -183,7 +183,7 @@ def advance(rng, state, models, fixed, most, n, *, speculating):
             state.free(row)
             models[row] = Model(state.group.boundaries, state.group.residual_length, state.group.num_sink_tokens)
         return False
-    undo = state.snapshot()
+    undo = state.snapshot() if fixed else None
     try:
         wanted, free = state.pages_wanted(counts, n > 1), {name: p.allocator.num_free for name, p in state.pools.items()}
         state.advance(counts, n > 1)

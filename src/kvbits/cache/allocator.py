@@ -55,5 +55,10 @@ class Allocator:
         if not self._counts[page_id]:
             heapq.heappush(self._free, page_id)
 
+    def clone(self) -> Allocator:
+        new = Allocator()
+        new._counts, new._free = self._counts[:], self._free[:]
+        return new
+
     def count(self, page_id: int) -> int:
         return self._counts[page_id]

@@ -13,7 +13,6 @@ closes, copies, writes, so a page freed by a step can be handed out again within
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -556,7 +555,7 @@ class GroupState:
     # -- undo -------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> tuple[list[Sequence], dict[str, Allocator]]:
-        return [s.clone() for s in self.sequences], {name: copy.deepcopy(p.allocator) for name, p in self.pools.items()}
+        return [s.clone() for s in self.sequences], {name: p.allocator.clone() for name, p in self.pools.items()}
 
     def restore(self, sequences: list[Sequence], allocators: dict[str, Allocator]) -> None:
         self.sequences = sequences
