@@ -125,7 +125,9 @@ class Calibration:
         if found:
             more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             what = "; ".join(found[:_SHOWN]) + more
-            raise CalibrationError(f"this calibration was made for something else: {what}; run `kvbits calibrate` for this model and scheme")
+            theirs = self.info.get("scheme", scheme.name)
+            made = f"scheme is {scheme.name!r} here and {theirs!r} in the calibration; " if theirs != scheme.name else ""
+            raise CalibrationError(f"this calibration was made for something else: {made}{what}; run `kvbits calibrate` for this model and scheme")
 
     def to(self, device: torch.device | str) -> Calibration:
         """The same scales on another device."""
