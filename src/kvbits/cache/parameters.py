@@ -38,6 +38,8 @@ def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None
                     raise SpecError(f"calibration of layer {layer} has no {name}, which scheme {spec.scheme.name!r} needs; calibrate for this scheme")
                 if tuple(found[name].shape) != want:
                     raise SpecError(f"{name} of layer {layer} has shape {tuple(found[name].shape)}, expected {want}; calibrate this model for this scheme")
+                if name.endswith("_codebook") and not bool((found[name].diff() >= 0).all() and (found[name].abs() <= 1).all()):
+                    raise SpecError(f"{name} of layer {layer} must hold ascending numbers in [-1, 1], as `kvbits calibrate` writes them")
 
 
 def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device) -> list[dict[str, torch.Tensor]]:

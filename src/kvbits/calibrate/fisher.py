@@ -78,6 +78,7 @@ def _checkpointing(model: Any, what: str) -> Callable[..., None]:
     return getattr(model, f"activation_checkpointing_{what}", None) or getattr(model, f"gradient_checkpointing_{what}")
 
 
+@torch.enable_grad()
 def backward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> float:
     """One backward pass of the next-token loss of `ids` [B, T]; the loss, in nats per token."""
     labels = ids if mask is None else ids.masked_fill(mask == 0, -100)

@@ -98,7 +98,7 @@ def factory(model: Any, name: str | Scheme, *, calibration: Callable[[Scheme], C
     found = None
     if scheme.needs_calibration:
         if calibration is None:
-            raise UnsupportedError(f"scheme {scheme.name!r} needs a calibration; give --calibration-text FILE, never a text you evaluate on, or name other schemes")
+            raise UnsupportedError(f"scheme {scheme.name!r} needs a calibration; give --calibration-text FILE (not one you evaluate on) or others")
         found = calibration(scheme)
 
     def make(batch: int, tokens: int) -> KVCache:

@@ -110,6 +110,12 @@ class Scheme:
                 raise SpecError(f"{name}={n} is negative; use 0 for none")
         if any(value.pre_rope for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
+        mixed = [o for o in self.overrides if o.heads is not None and not (o.key.is_raw and o.value.is_raw)]
+        if mixed and self.needs_calibration:
+            raise SpecError(
+                f"scheme {self.name!r} needs a calibration, which is by layer, but kv heads {mixed[0].heads} of layers {mixed[0].layers} have other codes; "
+                "override whole layers, or keep those heads raw"
+            )
         choice("demote", self.demote, ("age", "attention"))
         for tier in self.tiers:
             self._check_tier(tier)
