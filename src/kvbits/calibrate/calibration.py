@@ -135,8 +135,6 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; an existing one is replaced only once the new one is whole."""
-        from safetensors.torch import save_file
-
         tensors = {f"layers.{i}.{name}": t.cpu().contiguous() for i, layer in enumerate(self.static) for name, t in layer.items()}
         metadata = {
             "format": FORMAT,
@@ -144,13 +142,7 @@ class Calibration:
             "fingerprint": json.dumps(self.fingerprint, sort_keys=True),
             "info": json.dumps(self.info, sort_keys=True),
         }
-        partial = f"{os.fspath(path)}.{os.getpid()}.tmp"
-        try:
-            save_file(tensors, partial, metadata=metadata)
-            os.replace(partial, path)
-        finally:
-            if os.path.exists(partial):
-                os.unlink(partial)
+        write_file(path, tensors, metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
@@ -179,6 +171,19 @@ class Calibration:
                 raise FileFormatError(f"{path}: {name} holds values no scale can have (zero, negative, infinite or NaN); calibrate again")
             found.static[int(layer)][kind] = t
         return found
+
+
+def write_file(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file; an existing one is replaced only once the new one is whole."""
+    from safetensors.torch import save_file
+
+    partial = f"{os.fspath(path)}.{os.getpid()}.tmp"
+    try:
+        save_file(tensors, partial, metadata=metadata)
+        os.replace(partial, path)
+    finally:
+        if os.path.exists(partial):
+            os.unlink(partial)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

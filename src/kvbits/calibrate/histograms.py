@@ -13,6 +13,7 @@ from ..progress import bar
 from ..quant.rotary import turn
 from ..spec import LayerGeometry, QuantSpec, Scheme, to_dict
 from . import fisher
+from .calibration import read_file, write_file
 from .codebooks import Levels
 
 Batch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
@@ -47,20 +48,20 @@ def collect(
     """
     identity = _identity(batches, scheme, weighted)
     done = _load(resume, levels, identity)
-    seen_tokens: list[torch.Tensor] = []
+    tokens: torch.Tensor  # of the prompt whose backward pass is under way
 
     def seen(layer: int, side: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
         if (layer, side) not in levels:
             return
         spec = scheme.for_layer(layer, len(layers))["kv".index(side)]
         x, gradient = (as_stored(t, layers[layer], spec) for t in (x, gradient))
-        for row, tokens in enumerate(seen_tokens[-1].to(x.device)):
-            levels[layer, side].add(x[row, tokens], gradient[row, tokens].float().square() if weighted else None)
+        for row, looked_at in enumerate(tokens.to(x.device)):
+            levels[layer, side].add(x[row, looked_at], gradient[row, looked_at].float().square() if weighted else None)
 
     with fisher.watched(model, seen, checkpointing=checkpointing), bar("codebooks", len(batches), enabled=progress) as advance:
         advance(done)
-        for i, (ids, mask, tokens) in enumerate(batches[done:], done):
-            seen_tokens.append(tokens)
+        for i, batch in enumerate(batches[done:], done):
+            ids, mask, tokens = batch
             fisher.backward(model, ids.to(model.device), None if mask is None else mask.to(model.device))
             _save(resume, levels, identity, i + 1)
             advance(1)
@@ -79,8 +80,6 @@ def _load(path: str | os.PathLike[str] | None, levels: dict[tuple[int, str], Lev
     """Prompts already seen."""
     if path is None or not os.path.exists(path):
         return 0
-    from .calibration import read_file
-
     metadata, tensors = read_file(path)
     if metadata.get("identity") != identity:
         raise CalibrationError(f"{os.fspath(path)} holds another calibration's state (other prompts, scheme or weights); delete it or name another file")
@@ -92,9 +91,5 @@ def _load(path: str | os.PathLike[str] | None, levels: dict[tuple[int, str], Lev
 def _save(path: str | os.PathLike[str] | None, levels: dict[tuple[int, str], Levels], identity: str, done: int) -> None:
     if path is None:
         return
-    from safetensors.torch import save_file
-
     tensors = {f"{layer}.{side}.{name}": getattr(fit, name) for (layer, side), fit in levels.items() for name in ("mass", "moment")}
-    partial = f"{os.fspath(path)}.{os.getpid()}.tmp"
-    save_file(tensors, partial, metadata={"identity": identity, "done": str(done)})
-    os.replace(partial, path)
+    write_file(path, tensors, {"identity": identity, "done": str(done)})

@@ -242,6 +242,14 @@ INLINE vi code_of(vf scaled, const CodeRange& r, vi& saturated) {
   return (((tiny & small) | (normal & ~small)) & 0x7f) | sign;
 }
 
+// One token's reciprocal scales and biases of [groups][page_size], channel by channel.
+INLINE void spread_over_channels(const PageBuffers& b, int t, int page_size, int head_dim, int size, bool has_bias, float* inverse, float* bias) {
+  for (int c = 0; c < head_dim; c++) {
+    inverse[c] = b.inverse[c / size * page_size + t];
+    if (has_bias) bias[c] = b.bias[c / size * page_size + t];
+  }
+}
+
 // Codes of the whole page. `by_token`: inverse and bias are [groups][page_size], else [width].
 template <int FMT>
 static int64_t make_codes(PageBuffers& b, int page_size, int head_dim, int groups, bool by_token, bool has_bias, const CodeRange& range) {
@@ -259,11 +267,7 @@ static int64_t make_codes(PageBuffers& b, int page_size, int head_dim, int group
         for (int c = g * size; c < (g + 1) * size; c += VL) store_bytes(to + c, code_of<FMT>((load(x + c) - low) * k, range, saturated));
       }
     } else {
-      if (by_token)
-        for (int c = 0; c < head_dim; c++) {
-          inverse[c] = b.inverse[c / size * page_size + t];
-          if (has_bias) bias[c] = b.bias[c / size * page_size + t];
-        }
+      if (by_token) spread_over_channels(b, t, page_size, head_dim, size, has_bias, inverse, bias);
       const float* k = by_token ? inverse : b.inverse;
       const float* low = by_token ? bias : b.bias;
       for (int c = 0; c < head_dim; c += VL) {
@@ -289,11 +293,7 @@ static void make_low_codes(PageBuffers& b, int page_size, int head_dim, int grou
   for (int t = 0; t < page_size; t++) {
     const float* x = b.x + (int64_t)t * width;
     uint8_t* to = b.codes + (int64_t)t * width;
-    if (by_token)
-      for (int c = 0; c < head_dim; c++) {
-        inverse[c] = b.inverse[c / size * page_size + t];
-        if (has_bias) bias[c] = b.bias[c / size * page_size + t];
-      }
+    if (by_token) spread_over_channels(b, t, page_size, head_dim, size, has_bias, inverse, bias);
     const float* k = by_token ? inverse : b.inverse;
     const float* low = by_token ? bias : b.bias;
     for (int c = 0; c < head_dim; c += VL) {
