@@ -12,9 +12,7 @@ so a chunk always sees its own tokens exactly and its history as stored.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +22,16 @@ import torch
 from ..errors import CacheStateError, DataError, PoolFullError, SpecError
 from ..ops import dispatch
 from ..ops.attend_pages.break_even import small_on_gpu
-from ..ops.attend_pages.reference import attend_fresh
-from ..ops.dequantize_pages.reference import dequantize_pages, section
-from ..ops.merge_partials.reference import add_sink_logit, merge_partials
-from ..ops.types import AttendCall, LowStore, PageStore, Part
+from ..ops.merge_partials.reference import add_sink_logit
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec
 from . import parameters, serialize, swap
+from .layer_steps import Forward, LayerSteps, Place
 from .pool import Pool
-from .state import Close, GroupState, Step
-
-OBSERVE_EVERY = 8
-"""Tokens between two looks at which pages attention uses (schemes with demote="attention")."""
-
-OBSERVED_QUERIES = 8
-"""Newest queries of a chunk that are looked at."""
+from .state import GroupState
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a layer (or some of its kv heads) is stored."""
-
-    layer: int
-    group: int
-    index: int  # of the layer inside the group
-    heads: tuple[int, ...] | None  # kv heads; None for all
-
-
-@dataclass
-class _Forward:
-    """One forward pass under way; dropped when the last layer has been here."""
-
-    num_tokens: int
-    counts: list[int]
-    valid: torch.Tensor | None  # bool [B, T] on the host, None for all
-    positions: torch.Tensor  # int64 [B, T], -1 for padding
-    steps: list[Step]
-    history_first: bool
-    pending: set[int]  # layers that have not been here yet
-    plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
-    shares: dict[int, list[np.ndarray]] = field(default_factory=dict)  # per observed group, of each place that was here
-
-
-class PagedCache:
+class PagedCache(LayerSteps):
     """Keys and values of a batch of sequences, stored as a `CacheSpec` says.
 
     Args:
@@ -108,7 +73,7 @@ class PagedCache:
         self._shared = parameters.shared(spec, self.static, self.device)
         self._orders = parameters.orders(spec, self.device)
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
-        self._where: dict[int, tuple[_Place, ...]] = {}
+        self._where: dict[int, tuple[Place, ...]] = {}
         self.groups: list[GroupState] = []
         for g, group in enumerate(spec.groups):
             wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
@@ -116,8 +81,8 @@ class PagedCache:
             self.groups.append(GroupState(group, pools))
             for i, (layer, heads) in enumerate(zip(group.layers, group.heads, strict=True)):
                 whole = len(heads) == spec.layers[layer].num_kv_heads
-                self._where[layer] = (*self._where.get(layer, ()), _Place(layer, g, i, None if whole else heads))
-        self._forward: _Forward | None = None
+                self._where[layer] = (*self._where.get(layer, ()), Place(layer, g, i, None if whole else heads))
+        self._forward: Forward | None = None
         self._capacity = (batch_size, max_tokens)
         self._choices: dict[Any, dispatch.Choice] = {}
 
@@ -238,7 +203,7 @@ class PagedCache:
                 for g in self.groups:
                     g.sequences = []
             raise
-        self._forward = _Forward(num_tokens, counts, valid, positions, steps, history_first, set(self._where))
+        self._forward = Forward(num_tokens, counts, valid, positions, steps, history_first, set(self._where))
 
     def _capacity_text(self, empty: bool) -> str:
         built = "a cache of fixed capacity" if self._capacity[0] is None else f"a cache built for {self._capacity[0]} sequences of {self._capacity[1]} tokens"
@@ -280,65 +245,6 @@ class PagedCache:
             out = add_sink_logit(out, lse, sink_logits)
         return out.to(q.dtype)
 
-    def _step(
-        self, place: _Place, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: _Forward
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of one place, and its pages written."""
-        call = self._call(place, scaling, softcap, f)
-        q, k = self._stored_order(place, q), self._stored_order(place, k)
-        observed = self._observes(place, f) and bool(call.parts)
-        if not f.history_first:
-            self._write(place, k, v, f)
-            if observed:
-                call = self._with_page_lse(call, 1, q.shape[2])
-            out, lse = self._attend(place, q, call, f)
-            if observed:
-                self._note_shares(place, call, lse, f)
-            return out, lse
-        out, lse = attend_fresh(q, k, v, f.positions, scaling, call.sliding_window, softcap)
-        if call.parts:
-            past = self._attend(place, q, call, f)
-            out, lse = merge_partials([past[0], out], [past[1], lse])
-        if observed:  # the newest queries again, in parts; what they see of the chunk itself is in lse
-            n = min(OBSERVED_QUERIES, q.shape[1])
-            call = self._with_page_lse(call, n, q.shape[2])
-            self._attend(place, q[:, -n:], call, f)
-            self._note_shares(place, call, lse[:, -n:], f)
-        self._write(place, k, v, f)
-        return out, lse
-
-    def _observes(self, place: _Place, f: _Forward) -> bool:
-        """Whether this pass notes which pages attention uses: every chunk, and one in `OBSERVE_EVERY` tokens."""
-        group = self.groups[place.group].group
-        return bool(group.tiers) and group.demote == "attention" and (f.history_first or max(self.seq_lens) % OBSERVE_EVERY == 0)
-
-    def _with_page_lse(self, call: AttendCall, num_queries: int, num_heads: int) -> AttendCall:
-        pages = sum(p.table.num_pages for p in call.parts)
-        return dataclasses.replace(call, page_lse=np.full((pages, num_queries, num_heads), -np.inf, np.float32))
-
-    def _note_shares(self, place: _Place, call: AttendCall, lse: torch.Tensor, f: _Forward) -> None:
-        """Share of the attention of each page of the call, mean over queries and heads."""
-        assert call.page_lse is not None
-        row = np.concatenate([np.repeat(np.arange(self.batch_size), np.diff(p.table.indptr)) for p in call.parts])
-        whole = lse.float().cpu().numpy()[row]
-        with np.errstate(invalid="ignore"):
-            shares = np.where(np.isfinite(whole), np.exp(call.page_lse - whole), 0.0)
-        f.shares.setdefault(place.group, []).append(shares.mean((1, 2)))
-
-    def _step_by_heads(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: _Forward
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer whose kv heads are stored in different ways."""
-        out = torch.zeros_like(q, dtype=torch.float32)
-        lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
-        group = q.shape[2] // k.shape[2]
-        for place in self._where[layer]:
-            heads = torch.tensor(place.heads, device=q.device)
-            q_heads = (heads[:, None] * group + torch.arange(group, device=q.device)).flatten()
-            o, m = self._step(place, q[:, :, q_heads], k[:, :, heads], v[:, :, heads], scaling, softcap, f)
-            out[:, :, q_heads], lse[:, :, q_heads] = o.float(), m
-        return out, lse
-
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, valid: torch.Tensor | None = None) -> None:
         """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`."""
         self._check(layer, k, k, v)
@@ -348,7 +254,7 @@ class PagedCache:
             self._write(place, self._stored_order(place, k[:, :, heads]), v[:, :, heads], f)
         self._leave(layer, f)
 
-    def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, _Forward]:
+    def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""
         if valid is not None and valid.shape == k.shape[:2]:  # padding may hold anything, NaN included; begin() refuses other shapes
             real = valid.to(k.device)[..., None, None]
@@ -368,7 +274,7 @@ class PagedCache:
             raise DataError(f"layer {layer} was given {tuple(k.shape[:2])} (sequences, tokens), but this forward pass has {tuple(f.positions.shape)}")
         return k, v, f
 
-    def _leave(self, layer: int, f: _Forward) -> None:
+    def _leave(self, layer: int, f: Forward) -> None:
         f.pending.discard(layer)
         if not f.pending:
             self._forward = None
@@ -395,106 +301,6 @@ class PagedCache:
                 )
             if x.device.type != self.device.type:
                 raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {self.device}; build it with device={str(x.device)!r}")
-
-    def _store(self, place: _Place, pool: str) -> PageStore:
-        return self.groups[place.group].pools[pool].store(place.index, self._static(place) if pool == "closed" else {})
-
-    def _low_store(self, place: _Place, pool: str) -> LowStore:
-        return self.groups[place.group].pools[pool].store(place.index, {})
-
-    def _low_stores(self, place: _Place, planes: int) -> tuple[LowStore, ...]:
-        """Stores of the planes that a page of zone `planes` has: those of the oldest tiers, the oldest first."""
-        names = self.groups[place.group].group.low_pools
-        return tuple(self._low_store(place, name) for name in names[len(names) - planes :][::-1])
-
-    def _static(self, place: _Place) -> dict[str, torch.Tensor]:
-        whole = self._shared[place.layer]
-        return whole if place.heads is None else {name: x[list(place.heads)] if x.ndim > 1 else x for name, x in whole.items()}
-
-    def _stored_order(self, place: _Place, x: torch.Tensor) -> torch.Tensor:
-        """Queries or keys [..., D] with their channels as the place stores them."""
-        order = self._orders.get(place.layer) if self.groups[place.group].group.key.pre_rope else None
-        return x if order is None else x[..., order]
-
-    def _call(self, place: _Place, scaling: float, softcap: float | None, f: _Forward) -> AttendCall:
-        history = f.steps[place.group].history
-        parts = tuple(Part(self._store(place, pool), table, self._low_stores(place, planes)) for (pool, planes), table in history.items())
-        return AttendCall(parts, scaling, self.spec.layers[place.layer].sliding_window, softcap)
-
-    def _attend(self, place: _Place, q: torch.Tensor, call: AttendCall, f: _Forward) -> tuple[torch.Tensor, torch.Tensor]:
-        if not call.parts:  # every token so far was padding
-            return torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], call.page_lse is not None, tuple(p.layouts for p in call.parts))
-        if key not in self._choices:
-            self._choices[key] = dispatch.choose("attend_pages", q, call, backend=self.backend)
-        choice = self._choices[key]
-        if choice.plan is None:
-            return choice.run(q, call, f.positions[:, -q.shape[1] :])
-        return self._run_planned(choice.plan, place, q, call, f)
-
-    def _run_planned(
-        self, make: Callable[..., Any], place: _Place, q: torch.Tensor, call: AttendCall, f: _Forward
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with the plan that the first layer of the group made for this forward pass (static scales: one plan per layer)."""
-        alone = any(p.store.static for p in call.parts)
-        key = (place.group, place.layer if alone else None, call.scaling, call.softcap, q.shape[2])
-        if key not in f.plans:
-            first = self._where[self.groups[place.group].group.layers[0]]
-            base = call if alone else self._call(next(p for p in first if p.group == place.group), call.scaling, call.softcap, f)
-            strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
-            f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides, history_only=f.history_first)
-            f.plans[key].q_positions.copy_(f.positions)
-        out, lse = f.plans[key].run(q.contiguous(), layer=0 if alone else place.index)
-        return out.clone(), lse.clone()  # the plan's next run overwrites its own
-
-    def _write(self, place: _Place, k: torch.Tensor, v: torch.Tensor, f: _Forward) -> None:
-        step = f.steps[place.group]
-        if f.valid is not None and (step.closes or step.writes):
-            rows = [x.nonzero().squeeze(1) for x in f.valid.to(k.device)]
-            fresh = [(k[b, i], v[b, i]) for b, i in enumerate(rows)]
-        else:
-            fresh = [(k[b], v[b]) for b in range(k.shape[0])]
-        if step.closes:
-            self._close(place, fresh, step.closes)
-        for pool, source, target in step.copies:
-            store = self._store(place, pool)
-            store.page(target).copy_(store.page(source))
-        for w in step.writes:
-            store = self._store(place, w.pool)
-            page = store.page(w.page_id)
-            for name, x in zip(("k_raw", "v_raw"), fresh[w.row], strict=True):
-                section(page, store.layout, name)[:, w.slot : w.slot + w.count] = x[w.fresh : w.fresh + w.count].transpose(0, 1)
-
-    def _close(self, place: _Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close]) -> None:
-        """Quantize the pages a step closes, runs of pages that lie wholly in the fresh tokens at once."""
-        size = self.spec.scheme.page_size
-        tail = self._store(place, "tail")
-        store = self._store(place, "closed")
-        runs: list[list[Close]] = []
-        for c in closes:
-            last = runs[-1][-1] if runs else None
-            joins = last is not None and not c.count and not last.count and c.row == last.row and c.fresh == last.fresh + size and len(c.low) == len(last.low)
-            runs[-1].append(c) if joins else runs.append([c])
-        for run in runs:
-            c = run[0]
-            sides = []
-            for name, x in zip(("k_raw", "v_raw"), fresh[c.row], strict=True):
-                rows = x[c.fresh : c.fresh + len(run) * size - c.count].transpose(0, 1)  # [H, tokens, D]
-                if c.count:
-                    rows = torch.cat([section(tail.page(c.tail[0]), tail.layout, name)[:, : c.count], rows], dim=1)
-                sides.append(rows.unflatten(1, (len(run), size)).transpose(0, 1))
-            if self.nonfinite == "refuse":
-                for name, x in zip(("keys", "values"), sides, strict=True):
-                    require_finite(x, f"{name} of layer {place.layer}, page of tokens {c.start}.. of sequence {c.row}")
-            low = [(self._low_store(place, name), np.array([x.low[i][1] for x in run], np.int64)) for i, (name, _) in enumerate(c.low)]
-            key = ("close_pages", store.layout, tuple(s.layout for s, _ in low), sides[0].dtype)
-            if key not in self._choices:
-                backend = self.backend if self.backend == "reference" else "auto"
-                self._choices[key] = dispatch.choose("close_pages", sides[0], store, [s for s, _ in low], backend=backend)
-            ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
-            saturated = self._choices[key].run(sides[0], sides[1], store, ids, low, starts)
-            for kind, n in saturated.items():
-                self.saturated[place.layer][kind] += n
 
     def __getstate__(self) -> dict[str, Any]:
         self._finished("copying or pickling a cache")
@@ -572,7 +378,7 @@ class PagedCache:
     def mass(self, row: int) -> list[dict[int, float]]:
         """Per layer group, the share of the attention that the pages of a sequence get lately, by the position of their first token.
 
-        Kept for schemes with demote="attention" only: a running mean over queries, heads and layers, taken every `OBSERVE_EVERY` tokens.
+        Kept for schemes with demote="attention" only: a running mean over queries, heads and layers, taken every `layer_steps.OBSERVE_EVERY` tokens.
         """
         (row,) = self._rows([row])
         return [dict(g.sequences[row].mass) for g in self.groups]
@@ -651,24 +457,6 @@ class PagedCache:
                 out[i][:, list(place.heads)] = x
         return out[0], out[1]
 
-    def _dequantize(self, place: _Place, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        g = self.groups[place.group].group.geometry
-        empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
-        keys, values = [empty], [empty]
-        found = []
-        for (pool, planes), table in self.groups[place.group].tables().items():
-            store, low = self._store(place, pool), self._low_stores(place, planes)
-            for e in range(table.indptr[row], table.indptr[row + 1]):
-                fine = [(x.page(int(ids[e]))[None], x.layout) for x, ids in zip(low, table.low, strict=True)]
-                page = store.page(int(table.page_ids[e]))[None]
-                k, v = dequantize_pages(page, store.layout, store.static, dtype, fine, table.starts[e : e + 1])
-                n = table.lengths[e]
-                found.append((int(table.starts[e]), k[0, :, :n].transpose(0, 1), v[0, :, :n].transpose(0, 1)))
-        found.sort(key=lambda x: x[0])
-        keys += [k for _, k, _ in found]
-        values += [v for _, _, v in found]
-        k, order = torch.cat(keys), self._stored_order(place, torch.arange(g.head_dim, device=self.device))
-        return torch.empty_like(k).index_copy_(-1, order, k), torch.cat(values)
 
 
 def _clamp(x: torch.Tensor) -> torch.Tensor:
