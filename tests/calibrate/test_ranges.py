@@ -128,6 +128,17 @@ def test_constant_data_has_usable_scales(value, symmetric):
     assert torch.allclose(dequantize(quantize(x.transpose(0, 1), spec, params)[0], spec, params), x.transpose(0, 1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_range_without_spread_takes_the_largest_scale(symmetric):
+    """Text to come may leave it, and a smallest scale would clamp that."""
+    x = torch.randn(20, H, D)
+    x[:, 1, 3] = 0.5 * (not symmetric)
+    r = Ranges(static(PerChannel(), symmetric=symmetric), H, D, 20, 100)
+    r.add(x)
+    scale = r.qparams()["scale"]
+    assert scale[1, 3] == scale.max() and scale.min() < scale.max()
+
+
 def test_bfloat16_tokens_are_measured_as_they_are():
     x = torch.randn(20, H, D).bfloat16()
     r = Ranges(static(PerChannel()), H, D, 20, 100)

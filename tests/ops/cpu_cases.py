@@ -88,13 +88,14 @@ def poisoned_pool(pages: torch.Tensor, page_ids: np.ndarray, num_pages: int) -> 
 def random_call(
     key: QuantSpec, value: QuantSpec, *, head_dim: int = 64, heads: int = 2, group: int = 3, batch: int = 2, tokens: int = 1, page_size: int = 64,
     pages: int = 3, sinks: int = 3, first: int = 0, window: int | None = None, softcap: float | None = None, dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0, low: tuple[int, int] | None = None,
+    seed: int = 0, low: tuple[int, int] | None = None, flat: float | None = None,
 ) -> tuple[torch.Tensor, AttendCall, torch.Tensor]:  # fmt: skip
     """(q, call, q_positions): ragged sequences of sinks, closed pages (the last one cropped to an odd length) and a raw tail.
 
     Args:
         first: tokens between the sinks and the closed pages.
         low: bits of the keys' and values' low planes, which all closed pages but each sequence's first then have.
+        flat: what an eighth of the value tokens and a channel of the keys consist of, all other values being small.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -107,6 +108,9 @@ def random_call(
         n = sum(counts)
         offset = torch.randn(heads, 1, head_dim)
         k, v = torch.randn(n, heads, lay.page_size, head_dim) + offset, torch.randn(n, heads, lay.page_size, head_dim)
+        if flat is not None:
+            v *= 0.05
+            v[:, :, 1::8], k[..., 3] = flat, flat
         if lay.key.is_raw:
             k, v = k.to(dtype), v.to(dtype)
         static = static_params(lay.key, lay.value, heads, head_dim)

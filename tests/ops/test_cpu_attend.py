@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ops import by_hand
 from ops.cpu_cases import CODEBOOKS, FORMATS, NOISE, RAW, TIERS, kvquant, kvquant_specs, needs_library, random_call, specs_of
 
+from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.attend_pages import cpu, reference
 from kvbits.ops.cpu import library
@@ -205,6 +206,17 @@ def test_large_values_in_one_page_only(tier):
     q, call, positions = random_call(spec, spec, head_dim=64, batch=1, pages=6, dtype=torch.float32)
     case = (q * 30, call, positions)
     assert_close(cpu.attend(*case), judge(*case), 2e-3)
+
+
+@pytest.mark.parametrize("flat", [0.0, 2.0**-6])
+@pytest.mark.parametrize("preset", ["int8", "int8_asym", "int8_centered", "int8_per_channel", "int4", "int4_centered", "kivi4", "kivi2", "nuq4"])
+def test_groups_without_spread_cost_the_others_nothing(tier, preset, flat):
+    """Weights are rounded against the largest weight times scale of a page, queries against the largest query times scale."""
+    scheme = schemes.get(preset)
+    for asymmetric in (False, True):
+        key, value = (dataclasses.replace(s, symmetric=s.symmetric and not asymmetric, scale_dtype=t) for s, t in ((scheme.key, "bfloat16"), (scheme.value, "float16")))
+        case = random_call(key, value, head_dim=128, pages=4, flat=flat)
+        assert_close(cpu.attend(*case), judge(*case), NOISE[key.format])
 
 
 def test_same_bits_every_time_for_a_thread_count(tier):

@@ -149,9 +149,9 @@ def test_halves_round_to_even():
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-def test_zero_groups_store_scale_one_and_decode_to_zero(spec):
+def test_zero_groups_store_the_smallest_scale_and_decode_to_zero(spec):
     qparams, codes, saturated, decoded = roundtrip(torch.zeros(DIMENSIONS), spec)
-    assert (qparams.scale == 1).all()
+    assert (qparams.scale == (2.0**-24 if spec.scale_dtype == "float16" else 2.0**-126)).all()
     assert not decoded.any()
     assert saturated == 0
     assert (codes == spec.zero).all()
@@ -161,7 +161,7 @@ def test_zero_groups_store_scale_one_and_decode_to_zero(spec):
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.has_bias or s.center], ids=spec_id)
 def test_constant_groups_decode_exactly(spec, value):
     qparams, _, saturated, decoded = roundtrip(torch.full(DIMENSIONS, value), spec)
-    assert (qparams.scale == 1).all()
+    assert (qparams.scale == (2.0**-24 if spec.scale_dtype == "float16" else 2.0**-126)).all()
     assert (decoded == value).all()
     assert saturated == 0
 

@@ -12,12 +12,13 @@ approximate where it matters, at the outliers.
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 
 import torch
 
 from ..errors import DataError, SpecError
-from ..quant.qparams import choose_qparams, require_finite
+from ..quant.qparams import SMALLEST_SCALE, choose_qparams, require_finite
 from ..spec import PerChannel, PerTensor, QuantSpec
 
 MIN_PERCENTILE = 90.0
@@ -105,8 +106,16 @@ class Ranges:
         return [-ends[1], ends[0]] if self.spec.has_bias else ends
 
     def qparams(self) -> dict[str, torch.Tensor]:
-        """{"scale"} or {"scale", "bias"}: float32 [H, groups or channels], rounded to the spec's scale_dtype."""
+        """{"scale"} or {"scale", "bias"}: float32 [H, groups or channels], rounded to the spec's scale_dtype.
+
+        Where nothing but one number was seen, the scale is the largest of the others, or 1.
+        """
         # A page of one or two tokens that holds just the ends, with a scale per column, has exactly these parameters.
         per_column = QuantSpec(format=self.spec.format, granularity=PerChannel(), symmetric=self.spec.symmetric, scale_dtype=self.spec.scale_dtype)
         found = choose_qparams(torch.stack(self.ranges(), -2), per_column)
+        # Text to come may leave a range that had no spread here; a smallest scale would clamp all of it.
+        flat = found.scale <= SMALLEST_SCALE[self.spec.scale_dtype]
+        if bool(flat.any()):
+            widest = torch.where(flat.all(), 1.0, found.scale.max())
+            found = dataclasses.replace(found, scale=torch.where(flat, widest, found.scale))
         return {"scale": found.scale} if found.bias is None else {"scale": found.scale, "bias": found.bias}

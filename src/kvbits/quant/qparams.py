@@ -9,7 +9,8 @@ With outliers the ranges leave out the elements that widen them most (`quant.out
 
 Scale, bias and mean are rounded to their storage dtype FIRST and codes are taken against the rounded values: bias is rounded
 down, so nothing falls below code 0, and a subnormal float16 scale is rounded up, so nothing falls past the last code.
-Codes round half to even from x * (1 / scale) in float32. A group without spread stores scale 1 and decodes to its bias.
+Codes round half to even from x * (1 / scale) in float32. A group without spread stores the smallest scale and decodes to its bias: readers
+that round weights times scales against the largest of a page (the CPU kernels) lose nothing to it.
 
 Error of one element (u = 2**-11 for float16, 2**-8 for bfloat16, 2**-24 for float32):
 
@@ -33,6 +34,8 @@ from .outliers import trimmed_ends
 TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "uint8", "uint16", "int32")}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+SMALLEST_SCALE = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126}
+"""Of each storage dtype: subnormal float16 numbers have float32 reciprocals, those of the others would be infinite."""
 
 
 @dataclass(frozen=True)
@@ -220,13 +223,11 @@ def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Scales as a storage dtype holds them, in float32: subnormal ones rounded up, 0 replaced by 1."""
+    """Scales as a storage dtype holds them, in float32: subnormal float16 ones rounded up, none below `SMALLEST_SCALE`, 0 included."""
     y = rounded(scale, dtype)
     if dtype == "float16":
         y = torch.where(scale < 2.0**-14, torch.ceil(scale * 2.0**24) * 2.0**-24, y)
-    else:  # the reciprocal of a subnormal float32 is infinite
-        y = torch.where((scale > 0) & (scale < 2.0**-126), torch.full_like(y, 2.0**-126), y)
-    return torch.where(y == 0, torch.ones_like(y), y)
+    return y.clamp(min=SMALLEST_SCALE[dtype])
 
 
 def _rounded_down(x: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -96,13 +96,13 @@ DEVICE void store(unsigned char* section, int i, float x) {
 }
 DEVICE bool finite(float x) { return fabsf(x) <= 3.4028234e38f; }
 
-/// A scale as it will be stored: rounded, up where it is subnormal, 1 for a group without spread.
+/// A scale as it will be stored: rounded, up where it is a subnormal float16; none is smaller than the smallest with a reciprocal, 0 included.
 template <int TYPE>
 DEVICE float stored_scale(float scale) {
+    constexpr float SMALLEST = TYPE == FLOAT16 ? 5.9604644775390625e-08f : 1.17549435e-38f;
     float r = rounded<TYPE>(scale);
     if (TYPE == FLOAT16 && scale < 6.103515625e-05f) r = ceilf(scale * 16777216.f) * 5.9604644775390625e-08f;
-    if (TYPE != FLOAT16 && scale > 0.f && scale < 1.17549435e-38f) r = 1.17549435e-38f;
-    return r == 0.f ? 1.f : r;
+    return r < SMALLEST ? SMALLEST : r;  // not fmaxf, which would hide a NaN
 }
 /// Largest value of the storage type that is not above x.
 template <int TYPE>

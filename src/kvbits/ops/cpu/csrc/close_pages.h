@@ -78,20 +78,15 @@ INLINE bool all_finite(vf x) {
   return !any;
 }
 
-// A subnormal fp16 scale is rounded up: rounding down could push the group's largest element past the last code.
-// A subnormal fp32 or bf16 scale becomes the smallest normal number: its reciprocal would be infinite.
+// A subnormal fp16 scale is rounded up: rounding down could push the group's largest element past the last code. None is 0 (a group
+// without spread), and none of fp32 or bf16 subnormal: its reciprocal would be infinite.
 template <int DTYPE>
 INLINE vi scale_bits(vf scale) {
-  if (DTYPE != KVBITS_FP16) scale = select((scale > vf{}) & (scale < splat(0x1p-126f)), splat(0x1p-126f), scale);
-  vi bits = to_bits<DTYPE>(scale);
-  if (DTYPE == KVBITS_FP16) {
-    const vf units = scale * 0x1p24f;
-    vf up = (units + 8388608.0f) - 8388608.0f;
-    up = select(up < units, up + 1.0f, up);
-    bits = (vi)select(scale < splat(0x1p-14f), (vf)__builtin_convertvector(up, vi), (vf)bits);
-  }
-  const vi none = bits == vi{};
-  return (bits & ~none) | (to_bits<DTYPE>(splat(1.0f)) & none);
+  if (DTYPE != KVBITS_FP16) return to_bits<DTYPE>(vmax(scale, splat(0x1p-126f)));
+  const vf units = scale * 0x1p24f;
+  vf up = (units + 8388608.0f) - 8388608.0f;
+  up = vmax(select(up < units, up + 1.0f, up), splat(1.0f));
+  return (vi)select(scale < splat(0x1p-14f), (vf)__builtin_convertvector(up, vi), (vf)to_bits<DTYPE>(scale));
 }
 
 template <int DTYPE>
