@@ -8,8 +8,8 @@ import torch
 
 from kvbits.errors import DataError, SpecError
 from kvbits.evaluate.caches import base_factory, factory
+from kvbits.evaluate.rows import Rows, generate, score
 from kvbits.evaluate.tasks import Context, Options, load
-from kvbits.evaluate.tasks.greedy import generate
 from kvbits.evaluate.texts import Text, novel
 
 OPTIONS = {"windows": 2, "context": 150, "new_tokens": 12, "chunk": 32, "contexts": (1600, 1900), "depths": (0.0, 0.5, 1.0)}
@@ -27,8 +27,59 @@ def task(name, model, bos=False, **changes):
 def test_greedy_tokens_are_generates(model):
     ids = torch.tensor(tiny.tokenizer()(novel()[:150])["input_ids"])
     want = model.generate(ids[None], attention_mask=torch.ones(1, 150, dtype=torch.int64), do_sample=False, max_new_tokens=12, min_new_tokens=12, pad_token_id=2)
-    assert generate(model, base_factory(model).make(1, 162), ids, 12, 32) == want[0, 150:].tolist()
-    assert len(generate(model, base_factory(model).make(1, 162), ids, 12, 32, stop=lambda tokens: len(tokens) == 3)) == 3
+    assert generate(model, base_factory(model), [ids], 12, 32) == [want[0, 150:].tolist()]
+    assert len(generate(model, base_factory(model), [ids], 12, 32, stop=lambda tokens: len(tokens) == 3)[0]) == 3
+
+
+LENGTHS = (150, 17, 64, 299, 1)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    ids = torch.tensor(tiny.tokenizer()(novel()[:3000])["input_ids"])
+    return [ids[100 * i : 100 * i + n] for i, n in enumerate(LENGTHS)]
+
+
+def calibrated(model, name):
+    from kvbits.calibrate import calibrate, prompts_from_text
+
+    return factory(model, name, calibration=lambda s: calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[40_000:44_000], length=300, num_prompts=4), s))
+
+
+@pytest.mark.parametrize("name", ["base", "raw", "int4", "kivi2", "nuq3-1%", "quanto4"])
+def test_a_prompt_does_not_depend_on_those_beside_it(model, prompts, name):
+    """Prompts of many lengths together: same logits, tokens and likelihoods as each alone, whatever pages they close."""
+    if name == "quanto4":
+        pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    f = base_factory(model) if name == "base" else calibrated(model, name)
+    if name != "quanto4":
+        rows = Rows(model, f.make(len(prompts), 400), prompts, 32)
+        for row, p in enumerate(prompts):
+            alone = Rows(model, f.make(1, 400), [p], 32).logits[0]
+            assert torch.allclose(rows.logits[row], alone, atol=2e-4), f"prompt of {len(p)} tokens"
+    assert generate(model, f, prompts, 9, 32) == [generate(model, f, [p], 9, 32)[0] for p in prompts]
+    short = generate(model, f, prompts, 40, 32, stop=lambda tokens: len(tokens) % 5 == 0 or tokens[-1] < 20)
+    assert short == [generate(model, f, [p], 40, 32, stop=lambda tokens: len(tokens) % 5 == 0 or tokens[-1] < 20)[0] for p in prompts]
+    continuations = [[torch.arange(3, 3 + n) + i for n in (1, 4, 40)[: 1 + i % 3]] for i in range(len(prompts))]
+    together = score(model, f, prompts, continuations, 32)
+    for p, some, got in zip(prompts, continuations, together, strict=True):
+        assert len(got) == len(some)
+        for (nats, greedy), want in zip(got, score(model, f, [p], [some], 32)[0], strict=True):
+            assert nats == pytest.approx(want[0], abs=2e-3) and greedy == want[1]
+
+
+def test_likelihoods_are_those_of_one_plain_pass(model, prompts):
+    continuations = [[torch.tensor([5, 6, 7]), torch.tensor([9])]] * len(prompts)
+    for p, some, got in zip(prompts, continuations, score(model, base_factory(model), prompts, continuations, 32), strict=True):
+        for c, (nats, _) in zip(some, got, strict=True):
+            with torch.no_grad():
+                log_p = torch.log_softmax(model(torch.cat([p, c])[None]).logits[0], -1)
+            assert nats == pytest.approx(log_p[len(p) - 1 : -1].gather(1, c[:, None]).sum().item(), abs=1e-4)
+
+
+def test_an_empty_prompt_is_refused(model):
+    with pytest.raises(DataError, match="each needs at least one"):
+        Rows(model, base_factory(model).make(1, 5), [torch.zeros(0, dtype=torch.int64)], 8)
 
 
 def test_first_divergence_is_where_texts_differ(model):
@@ -67,13 +118,28 @@ def test_found_means_that_greedy_decoding_writes_it(model, monkeypatch):
     t = task("passkey", model)
     key = t.item_keys()[0]
     ids, _ = t.prompt(key)
-    written = torch.tensor(generate(model, base_factory(model).make(1, 1700), ids, 4, 32))
+    written = torch.tensor(generate(model, base_factory(model), [ids], 4, 32)[0])
     for answer, found in ((written, True), (torch.cat([written[:3], (written[3:] + 1) % 50]), False)):
         monkeypatch.setattr(t, "prompt", lambda key, answer=answer: (ids, answer))
         record = t.run(key, {"32-bit": base_factory(model), "raw": factory(model, "raw")}, lambda n: None)
         assert record["32-bit"]["found"] is found and record["raw"]["found"] is found
         assert record["raw"]["nll"] == pytest.approx(record["32-bit"]["nll"], rel=1e-4)
         assert record["raw"]["right"] == (4 if found else 3)
+
+
+@pytest.mark.parametrize("name", ["passkey", "greedy"])
+def test_records_do_not_depend_on_the_batch(model, name, monkeypatch):
+    t = task(name, model, contexts=(1600,), repeats=2)
+    factories = {"32-bit": base_factory(model), "int4": factory(model, "int4")}
+    if name == "passkey":  # answers of different lengths
+        real = t.prompt
+        monkeypatch.setattr(t, "prompt", lambda key: (real(key)[0], real(key)[1][: 2 + int(key[-1])]))
+    together = t.run_batch(t.item_keys(), factories, lambda n: None)
+    for key in t.item_keys():
+        alone = t.run(key, factories, lambda n: None)
+        for f in factories:
+            nll = alone[f].pop("nll", 0.0)
+            assert together[key][f].pop("nll", 0.0) == pytest.approx(nll, rel=1e-3) and together[key][f] == alone[f]
 
 
 def test_the_heat_map_and_what_the_base_found():

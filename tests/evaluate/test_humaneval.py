@@ -27,11 +27,11 @@ def task(tmp_path):
 def test_a_completion_is_cut_at_its_stop_and_run(task, monkeypatch, completion, passed):
     tokens = task.context.tokenizer(completion)["input_ids"]
     monkeypatch.setattr(task.context.tokenizer.__class__, "decode", lambda self, ids, **k: "".join(self.convert_ids_to_tokens(ids)))
-    monkeypatch.setattr(generation, "generate", lambda *a: tokens)
-    assert task.item_keys() == ["T/0"]
-    record = task.run("T/0", {"32-bit": base_factory(task.context.model)}, lambda n: None)["32-bit"]
+    monkeypatch.setattr(generation, "generate", lambda *a: [tokens])
+    (key,) = task.item_keys()
+    record = task.run(key, {"32-bit": base_factory(task.context.model)}, lambda n: None)["32-bit"]
     assert record["passed"] is passed and "other" not in record["completion"] and "limits" in record["isolation"]
-    assert task.summary({"T/0": record}, {"T/0": record}) == {"problems": 1, "accuracy": float(passed), "passed": int(passed), "same_completion": 1.0}
+    assert task.summary({key: record}, {key: record}) == {"problems": 1, "accuracy": float(passed), "passed": int(passed), "same_completion": 1.0}
 
 
 def test_a_real_run_through_the_cache_ends(task, monkeypatch):

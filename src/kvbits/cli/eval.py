@@ -29,8 +29,9 @@ def evaluate(
     contexts: Annotated[str, typer.Option(help="passkey, needle, entities: prompt lengths in tokens.")] = "1024,2048",
     depths: Annotated[str, typer.Option(help="passkey, needle: where the needle sits, 0 to 1.")] = "0,0.25,0.5,0.75,1",
     repeats: Annotated[int, typer.Option(help="Prompts per length and depth.")] = 1,
-    limit: Annotated[int | None, typer.Option(help="Problems of a benchmark; all if not given.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="Problems of a benchmark, drawn by the seed; all if not given.", show_default=False)] = None,
     shots: Annotated[int | None, typer.Option(help="Worked examples before a question; the benchmark's usual number if not given.", show_default=False)] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts that go through a cache together (greedy, retrieval, benchmarks).")] = 8,
     data: Annotated[list[str] | None, typer.Option(help="Benchmark file, like humaneval=HumanEval.jsonl. May be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the model; float32 takes the rounding noise of bfloat16 out of KL.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)] = None,
@@ -52,7 +53,8 @@ def evaluate(
     names = expand_names(names_of(schemes))
     options = known.Options(
         windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, contexts=_integers("--contexts", contexts),
-        depths=_floats("--depths", depths), repeats=repeats, limit=limit, shots=shots, data=_pairs(data or []), seed=seed,
+        depths=_floats("--depths", depths), repeats=repeats, limit=limit, shots=shots, batch_size=batch_size,
+        data=_pairs(data or []), seed=seed,
     )  # fmt: skip
     texts = tuple(read_text(t) for t in text or ["novel"])
     calibration = None if calibration_text is None else read_text(calibration_text)

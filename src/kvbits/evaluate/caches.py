@@ -43,13 +43,13 @@ class CacheFactory:
     Attributes:
         name: what results call it.
         kind: "base", "kvbits" or "stock".
-        make: (batch_size, max_tokens) -> a fresh Transformers cache.
+        make: (batch_size, max_tokens) -> a fresh Transformers cache; None for both: one that grows.
         info: JSON data about it: bits per element, source, calibration.
     """
 
     name: str
     kind: str
-    make: Callable[[int, int], Any]
+    make: Callable[[int | None, int | None], Any]
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,7 +101,7 @@ def factory(model: Any, name: str | Scheme, *, calibration: Callable[[Scheme], C
             raise UnsupportedError(f"scheme {scheme.name!r} needs a calibration; give --calibration-text FILE (not one you evaluate on) or others")
         found = calibration(scheme)
 
-    def make(batch: int, tokens: int) -> KVCache:
+    def make(batch: int | None, tokens: int | None) -> KVCache:
         return KVCache.for_model(model, scheme, batch_size=batch, max_tokens=tokens, calibration=found, backend=backend)
 
     spec = make(1, 1).store.spec
@@ -114,7 +114,7 @@ def _stock(model: Any, name: str) -> CacheFactory:
 
     options = STOCK[name]
 
-    def make(batch: int, tokens: int) -> Any:
+    def make(batch: int | None, tokens: int | None) -> Any:
         return QuantizedCache(config=model.config, **options)
 
     try:

@@ -132,13 +132,27 @@ def _run(
         todo = {key: [base, *(f for f in fs if f is not base)] if fs else [] for key, fs in todo.items()}
     total = sum(task.size(key) * len(fs) for key, fs in todo.items())
     with bar(f"{facts['name']}: {task.name}, {len(factories)} caches", total, enabled=progress and total > 0) as advance:
-        for key, fs in todo.items():
-            if not fs:
-                continue
+        for batch, fs in _batches(task, todo):
             began = time.perf_counter()
-            records = task.run(key, {f.name: f for f in fs}, advance)
+            records = task.run_batch(batch, {f.name: f for f in fs}, advance)
             seconds = (time.perf_counter() - began) / len(fs)
             for f in fs:
-                files[f.name].add(key, records[f.name])
+                for key in batch:
+                    files[f.name].add(key, records[key][f.name])
                 files[f.name].write(environment(model.device, seconds), task.summary(files[f.name].items, files[base.name].items))
     return {name: task.summary(file.items, files[base.name].items) if file.items else {} for name, file in files.items()}
+
+
+def _batches(task: Task, todo: dict[str, list[CacheFactory]]) -> list[tuple[list[str], list[CacheFactory]]]:
+    """Items that run together: neighbours of one size that the same caches have yet to run."""
+    found: list[tuple[list[str], list[CacheFactory]]] = []
+    most = task.context.options.batch_size if task.batched else 1
+    for key, fs in todo.items():
+        if not fs:
+            continue
+        last = found[-1] if found else None
+        if last is not None and len(last[0]) < most and last[1] == fs and task.size(last[0][-1]) == task.size(key):
+            last[0].append(key)
+        else:
+            found.append(([key], fs))
+    return found

@@ -25,9 +25,9 @@ TASKS: dict[str, str] = {
     "needle": "retrieval:NeedleTask",
     "entities": "retrieval:EntitiesTask",
     "humaneval": "generation:HumanEvalTask",
-    "gsm8k": "harness:Gsm8kTask",
-    "mmlu": "harness:MmluTask",
-    "arc": "harness:ArcTask",
+    "gsm8k": "questions:Gsm8kTask",
+    "mmlu": "questions:MmluTask",
+    "arc": "questions:ArcTask",
 }
 """Task name -> module:class."""
 
@@ -44,8 +44,9 @@ class Options:
         context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy).
         contexts, depths: prompt lengths in tokens, and where in them the needle sits (0 first, 1 last).
         repeats: prompts per length and depth.
-        limit: problems of a benchmark (humaneval, gsm8k, mmlu, arc); None for all.
+        limit: problems of a benchmark (humaneval, gsm8k, mmlu, arc), drawn by `seed`; a larger limit adds to a smaller one's. None for all.
         shots: worked examples before each question; None for the benchmark's usual number.
+        batch_size: prompts that go through a cache together (greedy, retrieval, benchmarks); no figure depends on it but by rounding.
         data: benchmark name -> its local file.
         seed: draws passkeys, filler and samples.
     """
@@ -60,13 +61,16 @@ class Options:
     repeats: int = 1
     limit: int | None = None
     shots: int | None = None
+    batch_size: int = 8
     data: dict[str, str] = field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("windows", "length", "chunk", "context", "new_tokens", "repeats"):
+        for name in ("windows", "length", "chunk", "context", "new_tokens", "repeats", "batch_size"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.limit is not None and self.limit < 1:
+            raise SpecError(f"limit={self.limit} must be at least 1; leave it out for all problems")
         if bad := [d for d in self.depths if not 0 <= d <= 1]:
             raise SpecError(f"depth {bad[0]} is outside 0 (start) to 1 (end)")
 
@@ -87,10 +91,14 @@ class Task:
     Attributes:
         name: the folder results go to.
         relative: every record compares with the base cache on the same item, so the base runs along.
+        batched: items of equal size run together, up to `batch_size` of them.
+
+    A subclass defines `run` or, if it is batched, `run_batch`.
     """
 
     name: ClassVar[str]
     relative: ClassVar[bool] = False
+    batched: ClassVar[bool] = False
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -110,7 +118,11 @@ class Task:
 
     def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
         """Each cache's record of an item. With `relative` the first factory is the base."""
-        raise NotImplementedError
+        return self.run_batch([key], factories, advance)[key]
+
+    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+        """`run` of several items."""
+        return {key: self.run(key, factories, advance) for key in keys}
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         """Figures of one cache over its items; `base` holds the base cache's records of the same items (empty if it did not run)."""

@@ -6,7 +6,10 @@ A record's `passed` is the verdict; `reason` says why not, `isolation` what held
 from __future__ import annotations
 
 import json
+import os
+import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,13 +17,15 @@ import torch
 
 from ...errors import SpecError
 from ..caches import CacheFactory
+from ..rows import generate
 from ..sandbox import run_program
 from ..texts import bos_of
 from . import Context, Record, Task
-from .greedy import generate
 
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(", "\nassert ", "\n```")
 MAX_NEW_TOKENS = 256
+STOP_TOKENS = 16
+"""Newest tokens looked at for a stop: more than any of them is long."""
 
 
 def data_file(context: Context, name: str, what: str) -> Path:
@@ -37,10 +42,16 @@ def data_file(context: Context, name: str, what: str) -> Path:
     return path
 
 
+def drawn(items: list[Any], seed: int) -> list[Any]:
+    """All items in an order drawn by `seed`: the first few are a sample, and more of them hold it."""
+    return random.Random(seed).sample(items, len(items))
+
+
 class HumanEvalTask(Task):
     """HumanEval's JSON lines: task_id, prompt, entry_point, test."""
 
     name: ClassVar[str] = "humaneval"
+    batched: ClassVar[bool] = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -56,31 +67,33 @@ class HumanEvalTask(Task):
         return {"chunk": self.context.options.chunk, "max_new_tokens": MAX_NEW_TOKENS, "stops": list(STOPS), "sampling": "greedy"}
 
     def item_keys(self) -> list[str]:
-        return list(self._problems)[: self.context.options.limit]
+        return drawn(list(self._problems), self.context.options.seed)[: self.context.options.limit]
 
-    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
-        prompt, test = self._problems[key]
+    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
         tokenizer = self.context.tokenizer
-        ids = torch.tensor([*bos_of(tokenizer), *tokenizer(prompt.rstrip(), add_special_tokens=False)["input_ids"]])
-        found: dict[str, Record] = {}
+        starts = [self._problems[key][0].rstrip() for key in keys]
+        prompts = [torch.tensor([*bos_of(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]) for text in starts]
+
+        def text(tokens: list[int]) -> str:
+            return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+        def stop(tokens: list[int]) -> bool:
+            return tokens[-1] == tokenizer.eos_token_id or any(s in text(tokens[-STOP_TOKENS:]) for s in STOPS)
+
+        found: dict[str, dict[str, Record]] = {key: {} for key in keys}
         for name, f in factories.items():
-
-            def text(tokens: list[int]) -> str:
-                return str(tokenizer.decode(tokens, skip_special_tokens=True))
-
-            def stop(tokens: list[int]) -> bool:
-                return tokens[-1] == tokenizer.eos_token_id or any(s in text(tokens) for s in STOPS)
-
-            cache = f.make(1, len(ids) + MAX_NEW_TOKENS)
-            tokens = generate(self.context.model, cache, ids, MAX_NEW_TOKENS, self.context.options.chunk, stop)
-            completion = text(tokens)
-            completion = completion[: min((completion.index(s) for s in STOPS if s in completion), default=len(completion))]
-            outcome = run_program(prompt.rstrip() + completion + "\n\n" + test)
-            found[name] = {
-                "passed": outcome.passed, "reason": outcome.reason, "completion": completion, "tokens": len(tokens), "isolation": list(outcome.isolation),
-            }  # fmt: skip
-            advance(1)
+            written = generate(self.context.model, f, prompts, MAX_NEW_TOKENS, self.context.options.chunk, stop)
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                records = pool.map(self._judge, keys, starts, map(text, written))
+                for key, tokens, record in zip(keys, written, records, strict=True):
+                    found[key][name] = record | {"tokens": len(tokens)}
+            advance(len(keys))
         return found
+
+    def _judge(self, key: str, start: str, completion: str) -> Record:
+        completion = completion[: min((completion.index(s) for s in STOPS if s in completion), default=len(completion))]
+        outcome = run_program(start + completion + "\n\n" + self._problems[key][1])
+        return {"passed": outcome.passed, "reason": outcome.reason, "completion": completion, "isolation": list(outcome.isolation)}
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         passed = sum(r["passed"] for r in records.values())

@@ -19,9 +19,9 @@ import torch
 
 from ...errors import DataError
 from ..caches import CacheFactory
+from ..rows import Rows, together
 from ..texts import bos_of
 from . import Context, Record, Task
-from .text import prefill
 
 FILLER = "The river runs past the old mill. Boats come in the morning and leave at night. The market opens, people talk, and the bells ring again. "
 NAMES = ("Anna", "Hanna", "Johanna", "Marta", "Martha", "Jon", "John", "Joan", "Peter", "Petra", "Carl", "Carla", "Louis", "Louise", "Paul", "Paula")
@@ -30,6 +30,7 @@ NAMES = ("Anna", "Hanna", "Johanna", "Marta", "Martha", "Jon", "John", "Joan", "
 class RetrievalTask(Task):
     """Items are LENGTH:DEPTH:REPEAT. Subclasses say what is hidden where, and how it is asked for."""
 
+    batched: ClassVar[bool] = True
     ANSWER_ROOM: ClassVar[int] = 12
 
     def __init__(self, context: Context) -> None:
@@ -74,23 +75,36 @@ class RetrievalTask(Task):
         target = whole[len(encode(question)) :]
         return torch.tensor(ids), torch.tensor(target)
 
-    @torch.no_grad()
-    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
-        ids, answer = self.prompt(key)
-        model, found = self.context.model, {}
+    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+        prompts = [self.prompt(key) for key in keys]
+        found: dict[str, dict[str, Record]] = {key: {} for key in keys}
         for name, f in factories.items():
-            cache = f.make(1, len(ids) + len(answer))
-            logits = prefill(model, {"": cache}, ids, self.context.options.chunk)[""]
-            nll, right = 0.0, 0
-            for i, token in enumerate(answer.tolist()):
-                log_p = torch.log_softmax(logits.float(), -1)
-                nll -= float(log_p[token])
-                right += int(log_p.argmax()) == token
-                if i + 1 < len(answer):
-                    logits = model(torch.tensor([[token]], device=model.device), past_key_values=cache, use_cache=True).logits[0, -1]
-            found[name] = {"found": right == len(answer), "tokens": len(answer), "right": right, "nll": nll}
-            advance(len(ids))
+            for some in together(f, len(keys)):
+                for key, record in zip(keys[some], self._answer(f, prompts[some]), strict=True):
+                    found[key][name] = record
+                advance(sum(len(ids) for ids, _ in prompts[some]))
         return found
+
+    def _answer(self, f: CacheFactory, prompts: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Record]:
+        """Each answer fed token by token after its prompt, all through one cache."""
+        cache = f.make(len(prompts), max(len(ids) + len(answer) for ids, answer in prompts))
+        rows = Rows(self.context.model, cache, [ids for ids, _ in prompts], self.context.options.chunk)
+        nll, right, logits = [0.0] * len(prompts), [0] * len(prompts), rows.logits
+        live = list(range(len(prompts)))
+        for i in range(max(len(answer) for _, answer in prompts)):
+            tokens = torch.tensor([int(prompts[row][1][i]) for row in live])
+            log_p = torch.log_softmax(logits.float(), -1).cpu()
+            for row, p, token in zip(live, log_p, tokens.tolist(), strict=True):
+                nll[row] -= float(p[token])
+                right[row] += int(p.argmax()) == token
+            going = [r for r, row in enumerate(live) if i + 1 < len(prompts[row][1])]
+            live = [live[r] for r in going]
+            if live:
+                rows.select(going)
+                logits = rows.feed(tokens[going][:, None])[:, -1]
+        return [
+            {"found": right[row] == len(answer), "tokens": len(answer), "right": right[row], "nll": nll[row]} for row, (_, answer) in enumerate(prompts)
+        ]
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         places = dict.fromkeys(k.rsplit(":", 1)[0] for k in records)

@@ -1,0 +1,141 @@
+"""Several prompts at a time through one cache, no prompt depending on the others beside it.
+
+Prompts are padded on the left and end together. Passes are cut from that end, `chunk` tokens each, so the first pass of a prompt holds what is left over:
+which tokens a pass reads as stored depends on the prompt's own length alone. A KVCache neither stores nor sees the padding. Transformers' own quantized
+caches store it like tokens; they get one prompt at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DataError
+from .caches import CacheFactory
+
+
+class Rows:
+    """Sequences of different lengths in one Transformers cache.
+
+    Args:
+        cache: a fresh cache.
+        prompts: int64 [num_tokens] each.
+        chunk: tokens per forward pass.
+
+    Attributes:
+        logits: [B, vocabulary] after each prompt's last token.
+
+    Raises:
+        DataError: no prompt, or an empty one.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Any, cache: Any, prompts: Sequence[torch.Tensor], chunk: int) -> None:
+        if not prompts or not all(len(p) for p in prompts):
+            raise DataError(f"{len(prompts)} prompts of {[len(p) for p in prompts]} tokens; each needs at least one")
+        self.model, self.cache = model, cache
+        self.mask = torch.zeros(len(prompts), 0, dtype=torch.bool)  # on the host: what is padding is known without waiting for a GPU
+        length = max(map(len, prompts))
+        ids = torch.stack([torch.cat([p.new_zeros(length - len(p)), p.cpu()]) for p in prompts])
+        real = torch.arange(length) >= length - torch.tensor([len(p) for p in prompts])[:, None]
+        start = 0
+        for end in range((length - 1) % chunk + 1, length + 1, chunk):
+            self.logits = self.feed(ids[:, start:end], real[:, start:end])[:, -1]
+            start = end
+
+    @torch.no_grad()
+    def feed(self, ids: torch.Tensor, real: torch.Tensor | None = None, *, keep: int = 1) -> torch.Tensor:
+        """Logits [B, keep, vocabulary] of the last `keep` of the next tokens `ids` [B, T]; `real` [B, T] is False for padding."""
+        self.mask = torch.cat([self.mask, torch.ones_like(ids, dtype=torch.bool) if real is None else real], 1)
+        how: dict[str, Any] = {}
+        if not bool(self.mask.all()):
+            positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            how = {"attention_mask": self.mask.to(self.model.device, torch.int64), "position_ids": positions.to(self.model.device)}
+        logits: torch.Tensor = self.model(ids.to(self.model.device), past_key_values=self.cache, use_cache=True, logits_to_keep=keep, **how).logits
+        return logits
+
+    def select(self, rows: list[int]) -> None:
+        """Row i becomes the old row rows[i]; a row may come several times."""
+        if rows != list(range(len(self.mask))):
+            self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
+            self.mask = self.mask[rows]
+
+
+def together(f: CacheFactory, count: int) -> list[slice]:
+    """How `count` prompts may share caches of this kind: all in one, or each alone where a cache stores padding."""
+    return [slice(i, i + 1) for i in range(count)] if f.kind == "stock" else [slice(0, count)]
+
+
+def generate(
+    model: Any,
+    f: CacheFactory,
+    prompts: Sequence[torch.Tensor],
+    new_tokens: int,
+    chunk: int,
+    stop: Callable[[list[int]], bool] = lambda tokens: False,
+) -> list[list[int]]:
+    """Greedy tokens after each prompt, until `stop` says so of what came so far or `new_tokens` came. Rows that ended leave the batch."""
+    found: list[list[int]] = [[] for _ in prompts]
+    for some in together(f, len(prompts)):
+        live = list(range(len(prompts)))[some]
+        cache = f.make(len(live), max(len(prompts[i]) for i in live) + new_tokens)
+        rows = Rows(model, cache, [prompts[i] for i in live], chunk)
+        logits = rows.logits
+        while live:
+            tokens = logits.argmax(-1).tolist()
+            for i, token in zip(live, tokens, strict=True):
+                found[i].append(token)
+            going = [r for r, i in enumerate(live) if len(found[i]) < new_tokens and not stop(found[i])]
+            live = [live[r] for r in going]
+            if live:
+                rows.select(going)
+                logits = rows.feed(torch.tensor([tokens[r] for r in going])[:, None])[:, -1]
+    return found
+
+
+def score(
+    model: Any, f: CacheFactory, prompts: Sequence[torch.Tensor], continuations: Sequence[Sequence[torch.Tensor]], chunk: int
+) -> list[list[tuple[float, bool]]]:
+    """Log-likelihood, in nats, of each continuation of each prompt, and whether greedy decoding would have written it.
+
+    A prompt is fed once, and its sequence forked for continuations of more than one token.
+
+    Args:
+        continuations: int64 [num_tokens] each, for each prompt.
+    """
+    if f.kind == "stock":  # which cannot be forked
+        return [[_score(model, f.make(1, len(p) + len(c)), [p], [[c]], chunk)[0][0] for c in some] for p, some in zip(prompts, continuations, strict=True)]
+    return _score(model, f.make(None, None), prompts, continuations, chunk)
+
+
+def _score(
+    model: Any, cache: Any, prompts: Sequence[torch.Tensor], continuations: Sequence[Sequence[torch.Tensor]], chunk: int
+) -> list[list[tuple[float, bool]]]:
+    rows = Rows(model, cache, prompts, chunk)
+    first = torch.log_softmax(rows.logits.float(), -1)
+    found = [[_of(first[b, None], c[:1]) for c in some] for b, some in enumerate(continuations)]
+    longer = [(b, i) for b, some in enumerate(continuations) for i, c in enumerate(some) if len(c) > 1]
+    if not longer:
+        return found
+    rows.select([b for b, _ in longer])
+    rest = [continuations[b][i].cpu() for b, i in longer]
+    length = max(map(len, rest)) - 1
+    ids = torch.stack([torch.cat([c[:-1], c.new_zeros(length - len(c) + 1)]) for c in rest])
+    real = torch.arange(length) < torch.tensor([len(c) - 1 for c in rest])[:, None]
+    for start in range(0, length, chunk):
+        piece = slice(start, start + chunk)
+        logits = rows.feed(ids[:, piece], real[:, piece], keep=min(chunk, length - start))
+        for (b, i), row, c in zip(longer, logits, rest, strict=True):
+            targets = c[1:][piece]
+            if len(targets):
+                here = _of(torch.log_softmax(row[: len(targets)].float(), -1), targets)
+                found[b][i] = (found[b][i][0] + here[0], found[b][i][1] and here[1])
+    return found
+
+
+def _of(log_p: torch.Tensor, targets: torch.Tensor) -> tuple[float, bool]:
+    """(sum of log-probabilities, all the most likely) of targets [n] under log_p [n, vocabulary]."""
+    targets = targets.to(log_p.device)
+    return float(log_p.gather(1, targets[:, None]).double().sum()), bool((log_p.argmax(-1) == targets).all())
