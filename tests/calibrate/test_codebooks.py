@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from kvbits import schemes
-from kvbits.calibrate import Calibration, calibrate
+from kvbits.calibrate import Calibration, calibrate, calibrate_all
 from kvbits.calibrate.codebooks import BINS, Levels, _exact
 from kvbits.calibrate.fisher import backward, watched
 from kvbits.errors import CalibrationError, DataError, SpecError
@@ -122,6 +122,22 @@ def test_a_calibration_resumes_where_it_stopped(tmp_path, monkeypatch):
     got = calibrate(model, texts, "nuq3-1%", resume=state)
     assert len(calls) == 4 and not state.exists()
     assert got.id == want.id
+
+
+def test_schemes_calibrated_together_get_what_each_gets_alone(monkeypatch):
+    from kvbits.calibrate import fisher
+
+    model, texts = tiny(), prompts()
+    static = schemes.get("nuq3")
+    own = [dataclasses.replace(static, name="s", key=dataclasses.replace(static.key, static=True)), dataclasses.replace(static, name="sinks", num_sink_tokens=5)]
+    wanted = ["nuq4-1%", "nuq3-1%", "nuq2", "nuq4", "int8_static", *own]
+    alone = [calibrate(model, texts, s) for s in wanted]
+    calls, real = [], fisher.backward
+    monkeypatch.setattr(fisher, "backward", lambda *a: calls.append(1) or real(*a))
+    together = calibrate_all(model, texts, wanted)
+    assert len(calls) == len(texts)
+    assert [c.id for c in together] == [c.id for c in alone]
+    assert [c.info for c in together] == [c.info for c in alone] and len({c.id for c in together}) == len(wanted)
 
 
 def test_calibration_files_hold_the_codebooks(tmp_path):

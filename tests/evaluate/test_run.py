@@ -126,6 +126,21 @@ def test_schemes_that_need_it_are_calibrated_on_other_text_and_the_file_is_kept(
     assert path.stat().st_mtime_ns != before
 
 
+def test_all_schemes_are_calibrated_in_one_pass(model, tmp_path, monkeypatch):
+    from kvbits.calibrate import fisher
+
+    calls, real = [], fisher.backward
+    monkeypatch.setattr(fisher, "backward", lambda *a: calls.append(1) or real(*a))
+    other = Text("other", novel()[50_000:58_000])
+    run(model, tmp_path, schemes=["nuq3-1%", "int8", "nuq2", "nuq4"], calibration_text=other, windows=1)
+    folder = tmp_path / "tiny-float32" / "calibration"
+    assert len(calls) == 8000 // 512 and sorted(p.name for p in folder.iterdir()) == ["nuq2.safetensors", "nuq3-1%.safetensors", "nuq4.safetensors"]
+    run(model, tmp_path, schemes=["nuq3-1%", "nuq2"], calibration_text=other)
+    assert len(calls) == 8000 // 512
+    run(model, tmp_path, schemes=["nuq3-1%", "nuq2-1%"], calibration_text=other)
+    assert len(calls) == 2 * (8000 // 512)
+
+
 def factory_scheme(model):
     from kvbits import schemes
     from kvbits.geometry import layer_geometries

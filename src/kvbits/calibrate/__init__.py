@@ -2,7 +2,7 @@
 
 calibration.py   Calibration: scales per layer, fingerprint, safetensors file
 ranges.py        Ranges: exact percentiles of a stream in bounded memory
-collect.py       calibrate(): run a model and see every key and value where the cache is written
+collect.py       calibrate(), calibrate_all(): run a model and see every key and value where the cache is written
 
 Only collect.py needs transformers; its names load when first used, so that a saved calibration can be read without it.
 """
@@ -15,9 +15,9 @@ from .calibration import Calibration, fingerprint
 from .ranges import Ranges
 
 if TYPE_CHECKING:
-    from .collect import ObservingCache, calibrate, prompts_from_text
+    from .collect import ObservingCache, calibrate, calibrate_all, prompts_from_text
 
-__all__ = ["Calibration", "ObservingCache", "Ranges", "calibrate", "fingerprint", "prompts_from_text"]
+__all__ = ["Calibration", "ObservingCache", "Ranges", "calibrate", "calibrate_all", "fingerprint", "prompts_from_text"]
 
 
 def __getattr__(name: str) -> Any:

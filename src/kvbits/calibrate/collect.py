@@ -27,7 +27,7 @@ from ..spec import LayerGeometry, QuantSpec, Scheme
 from . import histograms
 from .calibration import Calibration, fingerprint
 from .codebooks import Levels
-from .histograms import Batch, as_stored
+from .histograms import Target, as_stored
 from .ranges import Ranges
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -110,48 +110,85 @@ def calibrate(
         DataError: no tokens, or NaN or infinity in keys or values.
         UnsupportedError: a model without a plain KV cache.
     """
+    how = {"percentile": percentile, "skip_tokens": skip_tokens, "weights": weights, "per_head": per_head, "checkpointing": checkpointing}
+    return calibrate_all(model, prompts, [scheme], **how, resume=resume, progress=progress)[0]  # type: ignore[arg-type]
+
+
+def calibrate_all(
+    model: Any,
+    prompts: Sequence[Prompt],
+    schemes: Sequence[str | Scheme],
+    *,
+    percentile: float | None = None,
+    skip_tokens: int | None = None,
+    weights: str = "fisher",
+    per_head: bool = False,
+    checkpointing: bool = False,
+    resume: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> list[Calibration]:
+    """What `calibrate` returns for each scheme, with one pass over the prompts for all static scales and one for all codebooks."""
+    if weights not in ("fisher", "none"):
+        raise SpecError(f"weights={weights!r} is not 'fisher' or 'none'")
+    given = [_batch(p) for p in prompts]
+    targets = [_target(model, scheme, given, skip_tokens) for scheme in schemes]
+    batches = [(ids, mask) for ids, mask, _ in given]
+    found: list[list[dict[str, torch.Tensor]]] = []
+    ranges = [ranges_of(t.scheme, t.layers, _count(t), percentile) for t in targets]
+    if any(ranges):
+        _run(model, batches, targets, ranges, progress)
+    for target, measured in zip(targets, ranges, strict=True):
+        found.append([{} for _ in target.layers])
+        for (layer, side), r in measured.items():
+            found[-1][layer] |= {f"{side}_{name}": t for name, t in r.qparams().items()}
+        target.levels.update(levels_of(target.scheme, target.layers, found[-1]))
+    if any(t.levels for t in targets):
+        histograms.collect(model, batches, [t for t in targets if t.levels], weights == "fisher", checkpointing, resume, progress)
+    for target, static in zip(targets, found, strict=True):
+        for (layer, side), fit in target.levels.items():
+            static[layer][f"{side}_codebook"] = fit.fit(per_head)
+    return [
+        Calibration(
+            static,
+            fingerprint(model.config, t.scheme),
+            {
+                "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
+                "scheme": t.scheme.name,
+                "percentile": _share(t.scheme.key if t.scheme.key.static else t.scheme.value, percentile),
+                "weights": weights if t.levels else None,
+                "per_head": per_head if t.levels else None,
+                "prompts": sum(len(ids) for ids, _ in batches),
+                "tokens": _count(t),
+                "skip_tokens": t.skip,
+            },
+        )
+        for t, static in zip(targets, found, strict=True)
+    ]
+
+
+def _target(model: Any, scheme: str | Scheme, given: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]], skip_tokens: int | None) -> Target:
     layers = layer_geometries(model.config)
     chosen = presets.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
     if not chosen.needs_calibration:
         static = [s.name for s in presets.PRESETS.values() if s.needs_calibration]
         raise CalibrationError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
-    if weights not in ("fisher", "none"):
-        raise SpecError(f"weights={weights!r} is not 'fisher' or 'none'")
     if chosen.pre_rope:
         layers = with_rotary(layers, model)
     skip = chosen.num_sink_tokens if skip_tokens is None else skip_tokens
     if skip < 0:
         raise SpecError(f"skip_tokens={skip} is negative; use 0 for none")
-    batches = [_batch(p, skip) for p in prompts]
-    num_tokens = sum(int(seen.sum()) for _, _, seen in batches)
-    if not num_tokens:
-        raise DataError(f"{len(batches)} prompts leave no tokens after skip_tokens={skip}; give more or longer prompts")
-    ranges = ranges_of(chosen, layers, num_tokens, percentile)
-    if ranges:
-        _run(model, batches, layers, chosen, ranges, progress)
-    found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
-    for (layer, side), r in ranges.items():
-        found[layer] |= {f"{side}_{name}": t for name, t in r.qparams().items()}
-    levels = levels_of(chosen, layers, found)
-    if levels:
-        histograms.collect(model, batches, layers, chosen, levels, weights == "fisher", checkpointing, resume, progress)
-    for (layer, side), fit in levels.items():
-        found[layer][f"{side}_codebook"] = fit.fit(per_head)
-    info = {
-        "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
-        "scheme": chosen.name,
-        "percentile": _share(chosen.key if chosen.key.static else chosen.value, percentile),
-        "weights": weights if levels else None,
-        "per_head": per_head if levels else None,
-        "prompts": sum(len(ids) for ids, _, _ in batches),
-        "tokens": num_tokens,
-        "skip_tokens": skip,
-    }
-    return Calibration(found, fingerprint(model.config, chosen), info)
+    target = Target(chosen, layers, skip, [valid & (valid.cumsum(-1) > skip) for _, _, valid in given])
+    if not _count(target):
+        raise DataError(f"{len(given)} prompts leave no tokens after skip_tokens={skip}; give more or longer prompts")
+    return target
 
 
-def _batch(prompt: Prompt, skip: int) -> Batch:
-    """(ids [B, T], attention mask [B, T] or None, bool [B, T]: tokens to look at)."""
+def _count(target: Target) -> int:
+    return sum(int(seen.sum()) for seen in target.tokens)
+
+
+def _batch(prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(ids [B, T], attention mask [B, T] or None, bool [B, T]: no padding)."""
     ids, mask = (prompt["input_ids"], prompt.get("attention_mask")) if isinstance(prompt, Mapping) else (prompt, None)
     ids = torch.as_tensor(ids)
     ids = ids[None] if ids.ndim == 1 else ids
@@ -161,7 +198,7 @@ def _batch(prompt: Prompt, skip: int) -> Batch:
     if mask is not None and mask.shape != ids.shape:
         raise DataError(f"attention_mask has shape {tuple(mask.shape)} but input_ids has {tuple(ids.shape)}")
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    return ids.long(), mask, valid & (valid.cumsum(-1) > skip)
+    return ids.long(), mask, valid
 
 
 def _share(spec: QuantSpec, percentile: float | None) -> float:
@@ -191,27 +228,26 @@ def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[di
 
 
 @torch.no_grad()
-def _run(model: Any, batches: list[Batch], layers: tuple[LayerGeometry, ...], scheme: Scheme, ranges: dict[tuple[int, str], Ranges], progress: bool) -> None:
+def _run(model: Any, prompts: list[histograms.Prompt], targets: list[Target], ranges: list[dict[histograms.Place, Ranges]], progress: bool) -> None:
     backbone = getattr(model, "base_model", model)  # without the language head: its logits would be the largest tensor of all
     config = text_config(model.config)
     was_training = model.training
     model.eval()
     try:
-        with bar("calibrating", sum(len(ids) for ids, _, _ in batches), enabled=progress) as advance:
-            for ids, mask, seen in batches:
-                seen = seen.to(model.device)
+        with bar("calibrating", sum(len(ids) for ids, _ in prompts), enabled=progress) as advance:
+            for i, (ids, mask) in enumerate(prompts):
                 visited: set[int] = set()
 
-                def observe(layer: int, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor = seen, visited: set[int] = visited) -> None:
+                def observe(layer: int, k: torch.Tensor, v: torch.Tensor, i: int = i, visited: set[int] = visited) -> None:
                     visited.add(layer)
-                    for side, x in (("k", k), ("v", v)):
-                        if (layer, side) in ranges:
-                            x = as_stored(x, layers[layer], scheme.for_layer(layer, len(layers))["kv".index(side)])
-                            ranges[layer, side].add(x[seen.to(x.device)])
+                    for target, wanted in zip(targets, ranges, strict=True):
+                        for place, x in (((layer, "k"), k), ((layer, "v"), v)):
+                            if place in wanted:
+                                wanted[place].add(as_stored(x, target.layers[layer], target.spec(place))[target.tokens[i].to(x.device)])
 
                 cache = ObservingCache(config, observe)
                 backbone(input_ids=ids.to(model.device), attention_mask=None if mask is None else mask.to(model.device), past_key_values=cache, use_cache=True)
-                if missing := {layer for layer, _ in ranges} - visited:
+                if missing := {layer for wanted in ranges for layer, _ in wanted} - visited:
                     raise CalibrationError(
                         f"layers {sorted(missing)[:4]} of {type(model).__name__} wrote nothing to the cache; kvbits cannot calibrate this model"
                     )

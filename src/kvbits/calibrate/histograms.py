@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +18,30 @@ from . import fisher
 from .calibration import read_file, write_file
 from .codebooks import Levels
 
-Batch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
-"""Ids [B, T], attention mask [B, T] or None, bool [B, T]: tokens to look at."""
+Prompt = tuple[torch.Tensor, torch.Tensor | None]
+"""Ids [B, T], attention mask [B, T] or None."""
+Place = tuple[int, str]
+"""Layer, and side: "k" or "v"."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A scheme to calibrate.
+
+    Attributes:
+        layers: the model's geometry, with rotary embeddings where the scheme needs them.
+        tokens: for each prompt, bool [B, T]: tokens to look at.
+        levels: what is collected.
+    """
+
+    scheme: Scheme
+    layers: tuple[LayerGeometry, ...]
+    skip: int
+    tokens: list[torch.Tensor]
+    levels: dict[Place, Levels] = field(default_factory=dict)
+
+    def spec(self, place: Place) -> QuantSpec:
+        return self.scheme.for_layer(place[0], len(self.layers))["kv".index(place[1])]
 
 
 def as_stored(x: torch.Tensor, geometry: LayerGeometry, spec: QuantSpec) -> torch.Tensor:
@@ -32,64 +56,86 @@ def as_stored(x: torch.Tensor, geometry: LayerGeometry, spec: QuantSpec) -> torc
 
 def collect(
     model: Any,
-    batches: list[Batch],
-    layers: tuple[LayerGeometry, ...],
-    scheme: Scheme,
-    levels: dict[tuple[int, str], Levels],
+    prompts: list[Prompt],
+    targets: list[Target],
     weighted: bool,
     checkpointing: bool,
     resume: str | os.PathLike[str] | None,
     progress: bool,
 ) -> None:
-    """Fill `levels` from the prompts.
+    """Fill the targets' levels from the prompts, one backward pass each for all of them.
 
     Raises:
         CalibrationError: a loss that is not finite, or a `resume` file of another calibration.
     """
-    identity = _identity(batches, scheme, weighted)
-    done = _load(resume, levels, identity)
-    tokens: torch.Tensor  # of the prompt whose backward pass is under way
+    shared = _shared(targets)
+    identity = _identity(prompts, targets, weighted)
+    done = _load(resume, shared, identity)
+    current = 0  # the prompt whose backward pass is under way
 
     def seen(layer: int, side: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        if (layer, side) not in levels:
-            return
-        spec = scheme.for_layer(layer, len(layers))["kv".index(side)]
-        x, gradient = (as_stored(t, layers[layer], spec) for t in (x, gradient))
-        for row, looked_at in enumerate(tokens.to(x.device)):
-            levels[layer, side].add(x[row, looked_at], gradient[row, looked_at].float().square() if weighted else None)
+        turned: dict[bool, tuple[torch.Tensor, ...]] = {}
+        for target, alike in shared.get((layer, side), ()):
+            spec = target.spec((layer, side))
+            if spec.pre_rope not in turned:
+                turned[spec.pre_rope] = tuple(as_stored(t, target.layers[layer], spec) for t in (x, gradient))
+            stored, slope = turned[spec.pre_rope]
+            for row, looked_at in enumerate(target.tokens[current].to(x.device)):
+                alike[0].add(stored[row, looked_at], slope[row, looked_at].float().square() if weighted else None)
 
-    with fisher.watched(model, seen, checkpointing=checkpointing), bar("codebooks", len(batches), enabled=progress) as advance:
+    with fisher.watched(model, seen, checkpointing=checkpointing), bar("codebooks", len(prompts), enabled=progress) as advance:
         advance(done)
-        for i, batch in enumerate(batches[done:], done):
-            ids, mask, tokens = batch
+        for current, (ids, mask) in list(enumerate(prompts))[done:]:
             fisher.backward(model, ids.to(model.device), None if mask is None else mask.to(model.device))
-            _save(resume, levels, identity, i + 1)
+            _save(resume, shared, identity, current + 1)
             advance(1)
+    for places in shared.values():
+        for _, alike in places:
+            for other in alike[1:]:
+                other.mass, other.moment = alike[0].mass, alike[0].moment
     if resume is not None and os.path.exists(resume):
         os.unlink(resume)
 
 
-def _identity(batches: list[Batch], scheme: Scheme, weighted: bool) -> str:
-    digest = hashlib.sha256(f"{to_dict(scheme)} {weighted}".encode())
-    for ids, _, tokens in batches:
-        digest.update(ids.numpy().tobytes() + tokens.numpy().tobytes())
+Shared = dict[Place, list[tuple[Target, list[Levels]]]]
+
+
+def _shared(targets: list[Target]) -> Shared:
+    """Levels by place, those that normalise values alike together: how many entries a codebook will have does not matter yet."""
+    found: dict[Place, dict[Any, tuple[Target, list[Levels]]]] = {}
+    for target in targets:
+        for place, levels in target.levels.items():
+            alike: Any = (dataclasses.replace(levels.spec, format="nuq4"), levels.page_size, target.skip) if levels.static is None else id(levels)
+            found.setdefault(place, {}).setdefault(alike, (target, []))[1].append(levels)
+    return {place: list(groups.values()) for place, groups in found.items()}
+
+
+def _identity(prompts: list[Prompt], targets: list[Target], weighted: bool) -> str:
+    digest = hashlib.sha256(f"{[(to_dict(t.scheme), t.skip) for t in targets]} {weighted}".encode())
+    for i, (ids, _) in enumerate(prompts):
+        digest.update(ids.numpy().tobytes() + targets[0].tokens[i].numpy().tobytes())
     return digest.hexdigest()
 
 
-def _load(path: str | os.PathLike[str] | None, levels: dict[tuple[int, str], Levels], identity: str) -> int:
+def _load(path: str | os.PathLike[str] | None, shared: Shared, identity: str) -> int:
     """Prompts already seen."""
     if path is None or not os.path.exists(path):
         return 0
     metadata, tensors = read_file(path)
     if metadata.get("identity") != identity:
-        raise CalibrationError(f"{os.fspath(path)} holds another calibration's state (other prompts, scheme or weights); delete it or name another file")
-    for (layer, side), fit in levels.items():
-        fit.mass, fit.moment = tensors[f"{layer}.{side}.mass"], tensors[f"{layer}.{side}.moment"]
+        raise CalibrationError(f"{os.fspath(path)} holds another calibration's state (other prompts, schemes or weights); delete it or name another file")
+    for name, levels in _named(shared).items():
+        levels.mass, levels.moment = tensors[f"{name}.mass"], tensors[f"{name}.moment"]
     return int(metadata["done"])
 
 
-def _save(path: str | os.PathLike[str] | None, levels: dict[tuple[int, str], Levels], identity: str, done: int) -> None:
+def _save(path: str | os.PathLike[str] | None, shared: Shared, identity: str, done: int) -> None:
     if path is None:
         return
-    tensors = {f"{layer}.{side}.{name}": getattr(fit, name) for (layer, side), fit in levels.items() for name in ("mass", "moment")}
+    tensors = {f"{name}.{kind}": getattr(levels, kind) for name, levels in _named(shared).items() for kind in ("mass", "moment")}
     write_file(path, tensors, {"identity": identity, "done": str(done)})
+
+
+def _named(shared: Shared) -> dict[str, Levels]:
+    """What is added to, by name."""
+    return {f"{layer}.{side}.{i}": alike[0] for (layer, side), places in shared.items() for i, (_, alike) in enumerate(places)}

@@ -6,6 +6,7 @@ A run that stops goes on: what a file already holds is not computed again.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections.abc import Callable
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import schemes as presets
-from ..calibrate import Calibration, prompts_from_text
-from ..calibrate import calibrate as measure
+from ..calibrate import Calibration, calibrate_all, prompts_from_text
 from ..errors import SpecError, UnsupportedError
+from ..geometry import layer_geometries
 from ..progress import bar
 from .caches import CacheFactory, base_factory, expand_names, factory
 from .results import ResultFile, environment, model_facts
@@ -45,21 +46,44 @@ class Calibrator:
             raise SpecError(f"--calibration-text is {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another text")
         self.model, self.tokenizer, self.directory, self.text, self.prompts, self.length = model, tokenizer, directory, text, prompts, length
 
-    def __call__(self, scheme: Scheme) -> Calibration:
+    def prepare(self, schemes: list[Scheme]) -> None:
+        """Calibrate those of `schemes` that need it and have no file yet, all in one pass over the text."""
+        missing = [s for s in schemes if s.needs_calibration and self._kept(s) is None]
+        if not missing:
+            return
         if self.text is None:
-            raise UnsupportedError(f"scheme {scheme.name!r} needs calibration; give --calibration-text FILE, never a text you evaluate on")
-        wanted = {"text": self.text.name, "text_sha256": self.text.sha256, "windows": self.prompts, "length": self.length}
-        path = self.directory / f"{scheme.name}.safetensors"
-        if path.exists():
-            found = Calibration.load(path)
-            if {k: found.info.get(k) for k in wanted} == wanted:
-                found.check(self.model.config, scheme)
-                return found
-        windows = prompts_from_text(self.tokenizer, self.text.content, num_prompts=self.prompts, length=self.length)
-        found = measure(self.model, windows, scheme, progress=True)
-        found.info.update(wanted)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found.save(path)
+            raise UnsupportedError(f"scheme {missing[0].name!r} needs calibration; give --calibration-text FILE, never a text you evaluate on")
+        codebooks = any(spec.has_codebook for s in missing for spec in (s.key, s.value))
+        windows = prompts_from_text(
+            self.tokenizer, self.text.content, num_prompts=self.prompts, length=self.length, batch_size=1 if codebooks else 4
+        )  # fmt: skip
+        self.directory.mkdir(parents=True, exist_ok=True)
+        partial = self.directory / f"{hashlib.sha256(repr(missing).encode()).hexdigest()[:8]}.partial"
+        for scheme, found in zip(missing, calibrate_all(self.model, windows, missing, resume=partial, progress=True), strict=True):
+            found.info.update(self._about())
+            found.save(self._path(scheme))
+
+    def __call__(self, scheme: Scheme) -> Calibration:
+        self.prepare([scheme])
+        found = self._kept(scheme)
+        assert found is not None
+        return found
+
+    def _path(self, scheme: Scheme) -> Path:
+        return self.directory / f"{scheme.name}.safetensors"
+
+    def _about(self) -> dict[str, Any]:
+        assert self.text is not None
+        return {"text": self.text.name, "text_sha256": self.text.sha256, "windows": self.prompts, "length": self.length}
+
+    def _kept(self, scheme: Scheme) -> Calibration | None:
+        """The file of an earlier run, if it was made of this text for this model and scheme."""
+        if self.text is None or not self._path(scheme).exists():
+            return None
+        found, wanted = Calibration.load(self._path(scheme)), self._about()
+        if {k: found.info.get(k) for k in wanted} != wanted:
+            return None
+        found.check(self.model.config, scheme)
         return found
 
 
@@ -105,6 +129,8 @@ def evaluate(
     home = out / (name if kind == "bfloat16" else f"{name}-{kind}")
     facts = model_facts(model, name)
     calibrator = Calibrator(model, tokenizer, home / "calibration", calibration_text, texts)
+    layers = layer_geometries(model.config)
+    calibrator.prepare([presets.for_layers(n, layers) for n in expand_names(schemes) if n in presets.PRESETS])
     factories = [base_factory(model)]
     for wanted in expand_names(schemes):
         try:
