@@ -36,6 +36,7 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="Dtype of the model; float32 takes the rounding noise of bfloat16 out of KL.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="Draws passkeys, filler and samples.")] = 0,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Also each preset as a dense cache simulates it, to compare; never in reports.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results of other settings instead of refusing.")] = False,
     name: Annotated[str | None, typer.Option(help="What results call the model; the last part of MODEL if not given.", show_default=False)] = None,
     threads: Threads = None,
@@ -65,7 +66,8 @@ def evaluate(
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     found = run(
         lm, tokenizer, name=name or Path(model.rstrip("/")).name.removesuffix(".gguf"), schemes=names, tasks=wanted, texts=texts, out=out, options=options,
-        calibration_text=calibration, overwrite=overwrite, on_skip=lambda message: typer.echo(f"left out: {message}", err=True),
+        calibration_text=calibration, simulate=simulate, overwrite=overwrite,
+        on_skip=lambda message: typer.echo(f"left out: {message}", err=True),
     )  # fmt: skip
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})

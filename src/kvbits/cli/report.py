@@ -28,6 +28,8 @@ def report(
     from ..report.page import page
 
     found = collect(results)
+    if found.simulated:
+        typer.echo(f"left out {len(found.simulated)} simulated results ({', '.join(found.simulated[:3])}, ..): reports show measured ones", err=True)
     if html is None and markdown is None and png is None and readme is None:
         html = results / "report.html"
     for path in (html, markdown, readme):

@@ -3,6 +3,7 @@
     base      the stock Transformers cache in the model's own dtype ("16-bit", or "32-bit" for a float32 model)
     presets   `KVCache` with a named scheme, through the real packed pages
     stock     the quantized caches that Transformers ships (quanto, HQQ, fp8)
+    simulated presets quantized and dequantized into a dense cache, to compare with the packed one
 
 A factory makes fresh caches; `held_bytes` counts what any of them really holds.
 """
@@ -21,6 +22,7 @@ from ..errors import SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
 from ..spec import Scheme
+from .simulated import SimulatedCache
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -42,7 +44,7 @@ class CacheFactory:
 
     Attributes:
         name: what results call it.
-        kind: "base", "kvbits" or "stock".
+        kind: "base", "kvbits", "stock" or "simulated".
         make: (batch_size, max_tokens) -> a fresh Transformers cache; None for both: one that grows.
         info: JSON data about it: bits per element, source, calibration.
     """
@@ -51,6 +53,11 @@ class CacheFactory:
     kind: str
     make: Callable[[int | None, int | None], Any]
     info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stores_padding(self) -> bool:
+        """Whether padding would be quantized like tokens: such caches get one prompt at a time."""
+        return self.kind in ("stock", "simulated")
 
 
 def base_name(model: Any) -> str:
@@ -80,12 +87,15 @@ def expand_names(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def factory(model: Any, name: str | Scheme, *, calibration: Callable[[Scheme], Calibration] | None = None, backend: str = "auto") -> CacheFactory:
+def factory(
+    model: Any, name: str | Scheme, *, calibration: Callable[[Scheme], Calibration] | None = None, backend: str = "auto", simulate: bool = False
+) -> CacheFactory:
     """The factory of a preset, a scheme of your own, or a stock quantized cache.
 
     Args:
         calibration: gives the calibration of a scheme that needs one.
         backend: for presets, see `KVCache.for_model`.
+        simulate: quantize and dequantize into a dense cache instead (see `evaluate.simulated`), named NAME-simulated.
 
     Raises:
         SpecError: an unknown name, or a scheme that does not fit the model.
@@ -104,9 +114,15 @@ def factory(model: Any, name: str | Scheme, *, calibration: Callable[[Scheme], C
     def make(batch: int | None, tokens: int | None) -> KVCache:
         return KVCache.for_model(model, scheme, batch_size=batch, max_tokens=tokens, calibration=found, backend=backend)
 
-    spec = make(1, 1).store.spec
+    store = make(1, 1).store
+    spec = store.spec
     info = {"bits_per_element": spec.bits_per_element, "source": scheme.source, "description": scheme.description, "spec": spec.to_json()}
-    return CacheFactory(scheme.name, "kvbits", make, info | ({"calibration": found.info | {"id": found.id}} if found else {}))
+    info |= {"calibration": found.info | {"id": found.id}} if found else {}
+    if not simulate:
+        return CacheFactory(scheme.name, "kvbits", make, info)
+    static = store.static
+    SimulatedCache(spec, static, store.device)  # refuses what cannot be simulated
+    return CacheFactory(f"{scheme.name}-simulated", "simulated", lambda batch, tokens: SimulatedCache(spec, static, store.device), info)
 
 
 def _stock(model: Any, name: str) -> CacheFactory:

@@ -2,7 +2,7 @@
 
 Prompts are padded on the left and end together. Passes are cut from that end, `chunk` tokens each, so the first pass of a prompt holds what is left over:
 which tokens a pass reads as stored depends on the prompt's own length alone. A KVCache neither stores nor sees the padding. Transformers' own quantized
-caches store it like tokens; they get one prompt at a time.
+caches and simulated ones store it like tokens; they get one prompt at a time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Rows:
 
 def together(f: CacheFactory, count: int) -> list[slice]:
     """How `count` prompts may share caches of this kind: all in one, or each alone where a cache stores padding."""
-    return [slice(i, i + 1) for i in range(count)] if f.kind == "stock" else [slice(0, count)]
+    return [slice(i, i + 1) for i in range(count)] if f.stores_padding else [slice(0, count)]
 
 
 def generate(
@@ -105,7 +105,7 @@ def score(
     Args:
         continuations: int64 [num_tokens] each, for each prompt.
     """
-    if f.kind == "stock":  # which cannot be forked
+    if f.stores_padding:  # nor can it be forked
         return [[_score(model, f.make(1, len(p) + len(c)), [p], [[c]], chunk)[0][0] for c in some] for p, some in zip(prompts, continuations, strict=True)]
     return _score(model, f.make(None, None), prompts, continuations, chunk)
 

@@ -98,6 +98,7 @@ def evaluate(
     out: Path,
     options: Options | None = None,
     calibration_text: Text | None = None,
+    simulate: bool = False,
     overwrite: bool = False,
     progress: bool = True,
     on_skip: Callable[[str], None] = lambda message: None,
@@ -112,7 +113,8 @@ def evaluate(
         texts: texts of the text tasks.
         out: results go to OUT/NAME/TASK/SCHEME.json.
         calibration_text: for schemes that need one.
-        on_skip: told about stock caches that this model cannot have; a preset that cannot serve is an error.
+        simulate: measure presets also as a dense cache simulates them (see `evaluate.simulated`); `kvbits report` leaves such results out.
+        on_skip: told about stock caches that this model cannot have, and schemes that cannot be simulated; a preset that cannot serve is an error.
 
     Returns:
         task -> cache name -> summary, the base first.
@@ -133,12 +135,14 @@ def evaluate(
     calibrator.prepare([presets.for_layers(n, layers) for n in expand_names(schemes) if n in presets.PRESETS])
     factories = [base_factory(model)]
     for wanted in expand_names(schemes):
-        try:
-            factories.append(factory(model, wanted, calibration=calibrator))
-        except UnsupportedError as error:
-            if wanted in presets.PRESETS:
-                raise
-            on_skip(str(error))
+        ours = wanted in presets.PRESETS
+        for simulated in (False, True) if simulate and ours else (False,):
+            try:
+                factories.append(factory(model, wanted, calibration=calibrator, simulate=simulated))
+            except UnsupportedError as error:
+                if ours and not simulated:
+                    raise
+                on_skip(str(error))
     context = Context(model, tokenizer, texts, options)
     return {task: _run(load(task)(context), factories, home, facts, overwrite, progress) for task in tasks}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import SpecError
 from ..evaluate.results import read_all
 
 
@@ -37,9 +38,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything below a results folder."""
+    """Everything measured below a results folder.
+
+    Attributes:
+        simulated: files left out, because no packed cache was measured for them (`kvbits eval --simulate`).
+    """
 
     models: dict[str, Model]
+    simulated: tuple[str, ...] = ()
 
     @property
     def sixteen_bit(self) -> dict[str, Model]:
@@ -48,25 +54,31 @@ class Results:
 
 
 def collect(directory: Path) -> Results:
-    """Read a folder that `kvbits eval` wrote.
+    """Read a folder that `kvbits eval` wrote. Simulated results are left out.
 
     Raises:
-        SpecError: no results there.
+        SpecError: no results there, or only simulated ones.
         FileFormatError: a damaged file.
     """
     found: dict[str, dict[str, dict[str, Cell]]] = {}
     facts: dict[str, dict[str, Any]] = {}
+    simulated = []
     for data in read_all(directory):
+        if data["kind"] == "simulated":
+            simulated.append(f"{data['model']['name']}/{data['task']}/{data['scheme']}")
+            continue
         dtype = data["model"]["dtype"]
         name = data["model"]["name"] + ("" if dtype == "bfloat16" else f"-{dtype}")
         facts[name] = data["model"]
         cell = Cell(data["scheme"], data["kind"], data["info"], data["settings"], data["summary"], data["items"], data["environment"])
         found.setdefault(name, {}).setdefault(data["task"], {})[data["scheme"]] = cell
+    if not found:
+        raise SpecError(f"{directory} holds simulated results only; reports show what packed caches measured: run `kvbits eval` without --simulate")
     models = {}
     for name in sorted(found, key=lambda n: (facts[n]["dtype"] == "float32", facts[n]["parameters"], n)):
         tasks = {t: dict(sorted(cells.items(), key=lambda kv: _order(kv[1], cells))) for t, cells in sorted(found[name].items())}
         models[name] = Model(facts[name]["name"], facts[name], tasks)
-    return Results(models)
+    return Results(models, tuple(simulated))
 
 
 def _order(cell: Cell, cells: dict[str, Cell]) -> tuple[Any, ...]:

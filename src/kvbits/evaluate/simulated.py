@@ -1,0 +1,92 @@
+"""A scheme simulated in a stock dense cache: pages are quantized and dequantized where they would close, and every token stays in the model's dtype.
+
+What papers measure with: no packed bytes, no kernel, no memory saved, and the model's own attention. It is here to be compared with the packed cache, which
+it must agree with: page boundaries, sinks, the raw window and the quantizer are the same, so what is left is rounding.
+
+    float32   perplexity within 1e-3 relative, and KL between the two below 1e-5 nats; the op rounds in another order than SDPA
+    bfloat16  dequantized keys and values are rounded once more, to the dense cache's bfloat16 (2**-9 relative): KL between the two near the raw scheme's own
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from ..cache import parameters
+from ..errors import UnsupportedError
+from ..ops.close_pages.reference import close_pages
+from ..ops.dequantize_pages.reference import dequantize_pages
+from ..spec import CacheSpec, LayerGroup
+
+
+class SimulatedLayer(DynamicLayer):
+    """One layer: a stock layer whose older tokens are replaced by what their pages would give back.
+
+    Args:
+        parts: the layer's groups, with the kv heads each holds and what their pages share.
+        order: stored order of key channels, where it is not the model's.
+    """
+
+    def __init__(self, parts: list[tuple[LayerGroup, tuple[int, ...], dict[str, torch.Tensor]]], order: torch.Tensor | None) -> None:
+        super().__init__()
+        self.parts = [p for p in parts if not p[0].is_raw]
+        self.order = order
+        self.pages = 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as attention sees them: one token after its page closed, a chunk before, with its own tokens exact."""
+        keys, values = super().update(key_states, value_states)
+        due = self.parts[0][0].closed_after(keys.shape[2]) if self.parts else 0
+        if due > self.pages:
+            if key_states.shape[2] > 1:
+                self.keys, self.values = keys.clone(), values.clone()
+            self._close(due)
+        return (self.keys, self.values) if key_states.shape[2] == 1 else (keys, values)
+
+    def _close(self, due: int) -> None:
+        for group, heads, static in self.parts:
+            first = group.num_sink_tokens + self.pages * group.page_size
+            where = slice(first, group.num_sink_tokens + due * group.page_size)
+            starts = np.arange(first, where.stop, group.page_size)
+            order = self.order if group.key.pre_rope else None
+            for row in range(len(self.keys)):
+                k, v = (x[row, list(heads), where].unflatten(1, (len(starts), -1)).transpose(0, 1) for x in (self.keys, self.values))
+                pages, _ = close_pages(k if order is None else k[..., order], v, group.layouts["closed"], static, starts)
+                stored, values = dequantize_pages(pages, group.layouts["closed"], static, torch.float32, starts=starts)
+                keys = stored if order is None else torch.empty_like(stored).index_copy_(-1, order, stored)
+                for to, x in ((self.keys, keys), (self.values, values)):
+                    to[row, list(heads), where] = x.transpose(0, 1).flatten(1, 2).to(to.dtype)
+        self.pages = due
+
+    def reset(self) -> None:
+        super().reset()
+        self.pages = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise UnsupportedError("a simulated cache cannot take tokens back; use the packed one")
+
+
+class SimulatedCache(Cache):
+    """A Transformers cache that simulates `spec`. One prompt or prompts of one length: padding would be quantized like tokens.
+
+    Raises:
+        UnsupportedError: a scheme with tiers, whose pages change as they age.
+    """
+
+    def __init__(self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None, device: torch.device) -> None:
+        if spec.scheme.tiers:
+            raise UnsupportedError(f"scheme {spec.scheme.name!r} has tiers, whose pages lose bits as they age; only the packed cache does that")
+        parameters.check(spec, static)
+        shared = parameters.shared(spec, static or [{} for _ in spec.layers], device)
+        orders = parameters.orders(spec, device)
+        parts: list[list[tuple[LayerGroup, tuple[int, ...], dict[str, torch.Tensor]]]] = [[] for _ in spec.layers]
+        for group in spec.groups:
+            for layer, heads in zip(group.layers, group.heads, strict=True):
+                whole = len(heads) == spec.layers[layer].num_kv_heads
+                tensors = {name: x if whole or x.ndim < 2 else x[list(heads)] for name, x in shared[layer].items()}
+                parts[layer].append((group, heads, tensors))
+        super().__init__(layers=[SimulatedLayer(p, orders.get(i)) for i, p in enumerate(parts)])

@@ -1,0 +1,98 @@
+"""The simulated cache against the packed one: same tokens exact, same pages quantized, what is left is rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tiny
+import torch
+
+from kvbits import schemes
+from kvbits.calibrate import calibrate, prompts_from_text
+from kvbits.errors import SpecError, UnsupportedError
+from kvbits.evaluate.caches import factory
+from kvbits.evaluate.fidelity import compare
+from kvbits.evaluate.rows import Rows, generate
+from kvbits.evaluate.run import evaluate
+from kvbits.evaluate.tasks import Options
+from kvbits.evaluate.texts import Text, novel
+from kvbits.report.collect import collect
+from kvbits.spec import Override, QuantSpec
+
+IDS = torch.tensor(tiny.tokenizer()(novel()[:700])["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model(key_bias=4.0)
+
+
+def both(model, scheme, **how):
+    def fit(s):
+        return calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[40_000:42_000], length=300, num_prompts=4), s)
+
+    return [factory(model, scheme, calibration=fit, simulate=s, **how) for s in (False, True)]
+
+
+WANTED = [
+    "raw", "int8", "int4", "int4_centered", "fp8", "kivi2", "int8_static", "nuq3-1%", "nuq2",
+    dataclasses.replace(schemes.get("int4"), name="sinks", num_sink_tokens=5, residual_length=20),
+    dataclasses.replace(schemes.get("kivi2"), name="heads", overrides=(Override(layers=(1,), heads=(0,), key=QuantSpec.raw(), value=QuantSpec.raw()),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", WANTED, ids=lambda s: s if isinstance(s, str) else s.name)
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_it_agrees_with_the_packed_cache(model, scheme, chunk):
+    packed, simulated = both(model, scheme, backend="reference")
+    assert simulated.kind == "simulated" and simulated.name == f"{packed.name}-simulated"
+    length = 700 if chunk > 1 else 230
+    first = 0 if chunk > 1 else 180
+    found = compare(model, {"packed": packed.make(1, 700), "simulated": simulated.make(1, 700)}, IDS[:length], first=first, chunk=chunk)
+    assert found["simulated"].perplexity == pytest.approx(found["packed"].perplexity, rel=1e-3)
+    assert found["simulated"].kl_mean < 1e-5
+
+
+def test_it_holds_what_pages_give_back_token_by_token(model):
+    packed, simulated = both(model, "kivi2")
+    a, b = packed.make(1, 700), simulated.make(1, 700)
+    for cache in (a, b):
+        Rows(model, cache, [IDS[:600]], 100)
+    k, v = a.store.dequantize(0, 0)  # in later layers a rounding of the layer before may flip a code
+    assert torch.allclose(k, b.layers[0].keys[0].transpose(0, 1), atol=1e-5) and torch.allclose(v, b.layers[0].values[0].transpose(0, 1), atol=1e-5)
+    assert [b.layers[0].pages, b.layers[1].pages] == [(600 - 128 - 1) // 32] * 2
+
+
+def test_it_is_no_packed_cache_and_differs_from_the_model_s_own(model):
+    from kvbits.evaluate.caches import base_factory
+
+    _, simulated = both(model, "kivi2")
+    found = compare(model, {"base": base_factory(model).make(1, 700), "simulated": simulated.make(1, 700)}, IDS, first=0, chunk=50)
+    assert found["simulated"].kl_mean > 1e-4
+
+
+def test_prompts_of_many_lengths_go_through_it_one_by_one(model):
+    _, simulated = both(model, "int4")
+    prompts = [IDS[:300], IDS[50:90]]
+    assert generate(model, simulated, prompts, 6, 32) == [generate(model, simulated, [p], 6, 32)[0] for p in prompts]
+
+
+def test_tiers_are_refused(model):
+    with pytest.raises(UnsupportedError, match="lose bits as they age"):
+        both(model, "tiered")
+
+
+def test_reports_leave_simulated_results_out(model, tmp_path):
+    text, options = (Text("one", novel()[:4000]),), Options(windows=2, length=200, chunk=32)
+    found = evaluate(
+        model, tiny.tokenizer(), name="tiny", schemes=["int4"], tasks=["fidelity"], texts=text, out=tmp_path, options=options, simulate=True, progress=False
+    )["fidelity"]  # fmt: skip
+    assert found["int4-simulated"]["kl_mean"] == pytest.approx(found["int4"]["kl_mean"], rel=0.05)
+    results = collect(tmp_path)
+    assert list(results.models["tiny-float32"].tasks["fidelity"]) == ["32-bit", "int4"]
+    assert results.simulated == ("tiny/fidelity/int4-simulated",)
+    for name in ("32-bit", "int4"):
+        (tmp_path / "tiny-float32" / "fidelity" / f"{name}.json").unlink()
+    with pytest.raises(SpecError, match="simulated results only"):
+        collect(tmp_path)
