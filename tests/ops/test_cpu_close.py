@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from ops import by_hand
-from ops.cpu_cases import FORMATS, RAW, needs_library, specs_of, static_params
+from ops.cpu_cases import CODEBOOKS, FORMATS, RAW, kvquant, kvquant_specs, needs_library, specs_of, static_params
 
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.close_pages import cpu, reference
+from kvbits.ops.dequantize_pages.reference import section
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = needs_library
-
 
 
 def ugly(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -36,12 +38,13 @@ def close_both(k, v, key: QuantSpec, value: QuantSpec, page_size: int, head_dim:
     raw_dtype = str(k.dtype).removeprefix("torch.")
     layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=heads, head_dim=head_dim, raw_dtype=raw_dtype)
     static = static_params(key, value, heads, head_dim)
+    starts = np.array([5, 131_008, 70_001])
     ids = np.array([4, 0, 3])
     found, counts = [], []
     for close in (cpu.close, reference.close):
         buffer = torch.full((5, heads + 1, layout.head_bytes), 0xFF, dtype=torch.uint8)
         store = PageStore(layout, (buffer[:2, :heads], buffer[2:, :heads]), static)
-        counts.append(close(k, v, store, ids))
+        counts.append(close(k, v, store, ids, starts=starts))
         assert bool((buffer[:, heads] == 0xFF).all()), "bytes between pages stay as they are"
         assert bool((buffer[1:3] == 0xFF).all()), "pages not named stay as they are"
         found.append(buffer)
@@ -68,6 +71,60 @@ def test_dtypes(tier, dtype, scale_dtype):
             k, v = ugly((3, 2, 32, 72), dtype), ugly((3, 2, 32, 72), dtype)
             (got, want), counts = close_both(k, v, spec, spec, 32, 72)
             assert torch.equal(got, want) and counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("fmt", [*CODEBOOKS, "int8", "int4", "int3", "int2"])
+def test_kvquant_same_bytes_as_reference(tier, fmt):
+    """Codebooks and outliers, every way to share scales, keys before the rotary embedding: half the channels in whole vectors and not."""
+    for i, spec in enumerate(kvquant_specs(fmt, group=16)):
+        head_dim, page_size = [(64, 64), (80, 32), (128, 96), (72, 64)][i % 4] if spec.num_groups(128) in (1, 128) else [(64, 64), (80, 32), (128, 96)][i % 3]
+        key = dataclasses.replace(spec, pre_rope=True) if i % 2 else spec
+        for dtype in (torch.float32, torch.bfloat16):
+            k, v = ugly((3, 2, page_size, head_dim), dtype), ugly((3, 2, page_size, head_dim), dtype).flip(2)
+            (got, want), counts = close_both(k, v, key, spec, page_size, head_dim)
+            assert torch.equal(got, want), f"{spec} head_dim={head_dim} {dtype}"
+            assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("fmt", CODEBOOKS)
+def test_kvquant_presets_same_bytes_as_reference(tier, fmt, static):
+    """As the presets store them, and with calibrated ranges so narrow that tokens stretch."""
+    for outliers in (0.01, 0.125):
+        key, value = kvquant(fmt, outliers, static)
+        k, v = torch.randn(3, 2, 64, 128).exp() * 4, ugly((3, 2, 64, 128), torch.float32)
+        (got, want), counts = close_both(k, v, key, value, 64, 128)
+        assert torch.equal(got, want) and counts[0] == counts[1] == {"k": 0, "v": 0}
+        if static:
+            layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=128, raw_dtype="float32")
+            assert section(got[[4, 0, 3], :2], layout, "k_stretch").float().max() > 1
+
+
+def test_ties_and_wide_indices(tier):
+    """Pages of few different numbers, where which element is listed is a matter of order, and indices past 65,535."""
+    for fmt, granularity in (("nuq4", PerToken()), ("nuq2", PerChannel()), ("int3", PerGroup(32))):
+        for symmetric in (True, False):
+            spec = QuantSpec(format=fmt, granularity=granularity, symmetric=symmetric, outliers=0.03)
+            for page_size, head_dim in ((64, 64), (160, 512)):
+                k, v = (torch.randint(-3, 4, (3, 2, page_size, head_dim)).float() for _ in "kv")
+                v[1] = 0
+                v[2] = torch.where(torch.arange(page_size)[:, None] % 7 == 0, v[2], -0.0)
+                (got, want), counts = close_both(k, v, spec, spec, page_size, head_dim)
+                assert torch.equal(got, want) and counts[0] == counts[1]
+
+
+def test_kvquant_bad_input_is_refused():
+    key, value = kvquant("nuq4")
+    layout = PageLayout(key=key, value=value, page_size=32, num_kv_heads=2, head_dim=64)
+    store = PageStore(layout, (torch.zeros(4, 2, layout.head_bytes, dtype=torch.uint8),), static_params(key, value, 2, 64))
+    k, ids = torch.randn(2, 2, 32, 64), np.array([0, 1])
+    assert cpu.refuses(k, store) is None
+    for close in (cpu.close, reference.close):
+        for starts in (None, np.array([0])):
+            with pytest.raises(DataError, match="2 pages of keys stored before the rotary embedding were given"):
+                close(k, k, store, ids, starts=starts)
+        with pytest.raises(DataError, match="overflows"):
+            close(k, k * 1e8, store, ids, starts=np.array([0, 32]))
 
 
 def test_raw_tensors_and_mixed_formats(tier):

@@ -26,7 +26,7 @@ def trimmed_ends(groups: torch.Tensor, num_outliers: int, high_only: bool = Fals
         high_only: only the high end moves (magnitudes).
 
     Returns:
-        low, high: [..., groups].
+        low, high: [..., groups]; a zero is +0.
     """
     s = groups.sort(-1).values
     n = s.shape[-1]
@@ -53,7 +53,7 @@ def trimmed_ends(groups: torch.Tensor, num_outliers: int, high_only: bool = Fals
     taken = torch.zeros(*s.shape[:-2], s.shape[-2] * steps, dtype=torch.int64, device=s.device).scatter_(-1, order, 1)
     count = taken.unflatten(-1, (-1, steps)).sum(-1, keepdim=True)
     found = [at(torch.stack(ends, -1).gather(-1, count).squeeze(-1)) for ends in (lows, highs)]
-    return found[0], found[1]
+    return found[0] + 0.0, found[1] + 0.0
 
 
 def worst(error: torch.Tensor, outside: torch.Tensor, num_outliers: int) -> torch.Tensor:

@@ -1,21 +1,65 @@
-"""Turning keys by their positions, and back (arXiv:2104.09864): channel pair (d, d + head_dim / 2) by position * inv_freq[d] radians."""
+"""Turning keys by their positions, and back (arXiv:2104.09864): channel pair (d, d + head_dim / 2) by position * inv_freq[d] radians.
+
+Angles are taken in float64, because position * inv_freq in float32 is off by up to 0.008 radians at 131,072. Pages are turned back by definition as follows, so
+that every kernel stores the same bytes: cosine and sine of the first token's angle and of token j's distance from it, j * inv_freq, are multiplied out in
+float64 (cos a cos b - sin a sin b, sin a cos b + cos a sin b), then rounded to float32.
+"""
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
+
+_PAD = 16
+"""Angles of a row are padded to a multiple of this, so that kernels can read whole vectors."""
 
 
 def turn(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, *, back: bool = False) -> torch.Tensor:
     """`x` [..., tokens, head_dim] turned to `positions` [..., tokens] (broadcast over the other dimensions), or back from them.
-
-    Angles are taken in float64, because position * inv_freq in float32 is off by up to 0.008 radians at 131,072.
 
     Args:
         inv_freq: [head_dim / 2] radians per token.
     """
     angles = positions.to(x.device).double().unsqueeze(-1) * inv_freq.to(x.device).double()
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    if back:
-        sin = -sin
+    return _turned(x, cos, -sin if back else sin)
+
+
+def turn_pages_back(x: torch.Tensor, starts: np.ndarray, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Keys `x` [n, H, tokens, head_dim], float32, of pages that start at `starts` int64 [n], turned back from their positions."""
+    first, step = (torch.from_numpy(t).to(x.device) for t in (page_turns(starts, inv_freq)[:, None], step_turns(x.shape[-2], inv_freq)))
+    half = x.shape[-1] // 2
+    (c0, s0), (c1, s1) = ((t[..., 0, :half], t[..., 1, :half]) for t in (first, step))
+    cos, sin = (c0 * c1 - s0 * s1).to(x.dtype), (s0 * c1 + c0 * s1).to(x.dtype)
+    return _turned(x, cos.unsqueeze(1), -sin.unsqueeze(1))
+
+
+def page_turns(starts: np.ndarray, inv_freq: torch.Tensor) -> np.ndarray:
+    """Cosines and sines of starts * inv_freq: float64 [n, 2, head_dim / 2, padded to a multiple of 16]."""
+    return _turns(np.ascontiguousarray(starts, np.int64).tobytes(), _key(inv_freq))
+
+
+def step_turns(page_size: int, inv_freq: torch.Tensor) -> np.ndarray:
+    """The same of the distances 0 .. page_size - 1 from a page's first token."""
+    return _turns(np.arange(page_size, dtype=np.int64).tobytes(), _key(inv_freq))
+
+
+def _key(inv_freq: torch.Tensor) -> bytes:
+    return inv_freq.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+
+
+@functools.lru_cache(maxsize=8)  # the layers of a group close the same pages
+def _turns(positions: bytes, inv_freq: bytes) -> np.ndarray:
+    angles = np.frombuffer(positions, np.int64).astype(np.float64)[:, None] * np.frombuffer(inv_freq, np.float32).astype(np.float64)
+    half = angles.shape[1]
+    found = np.zeros((len(angles), 2, -(-half // _PAD) * _PAD))
+    np.cos(angles, out=found[:, 0, :half])
+    np.sin(angles, out=found[:, 1, :half])
+    return found
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

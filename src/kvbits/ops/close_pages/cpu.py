@@ -10,9 +10,11 @@ import torch
 
 from ...errors import DataError
 from ...quant.qparams import require_finite
+from ...quant.rotary import page_turns, step_turns
 from ..cpu.library import CloseStruct, check, library, unavailable
 from ..cpu.structs import TORCH_DTYPES, low_struct, refuses_layout, refuses_low, store_struct
-from ..types import LowStore, PageStore, kvquant_extras
+from ..dequantize_pages.reference import require_starts
+from ..types import LowStore, PageStore
 
 
 def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
@@ -25,8 +27,6 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
         return reason
     if k.dtype not in TORCH_DTYPES:
         return f"keys are {k.dtype}; the CPU kernels take float32, float16 and bfloat16"
-    if extras := kvquant_extras(store.layout):
-        return f"{extras} have no CPU kernel that closes pages"
     return refuses_layout(store.layout)
 
 
@@ -39,12 +39,14 @@ def close(
         k, v: [n, H, page_size, head_dim] fp32, fp16 or bf16 with the last dim dense.
         page_ids: [n] pages of the store to write.
         low: stores of low planes and their pages [n], one at most.
+        starts: [n] position of each page's first token, for pre-RoPE keys.
 
     Returns:
         How many elements of keys and of values were clamped to their code range (quantized tensors only).
 
     Raises:
-        DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are then half written.
+        DataError: shapes that do not fit, NaN or infinity, no starts for pre-RoPE keys, or a scale that overflows its storage dtype. The pages are then half
+            written.
     """
     layout = store.layout
     ids = np.ascontiguousarray(page_ids, np.int64)
@@ -62,6 +64,10 @@ def close(
         if len(fine_ids) != len(ids):
             raise DataError(f"{len(fine_ids)} low planes for {len(ids)} pages")
         struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data
+    if layout.key.pre_rope:
+        inv_freq = store.static["k_inv_freq"]
+        turns = page_turns(require_starts(starts, len(ids)), inv_freq), step_turns(layout.page_size, inv_freq)
+        struct.turn_starts, struct.turn_steps = (x.ctypes.data for x in turns)
     check(library().kvbits_close(struct))
     for i, (name, x) in enumerate((("keys", k), ("values", v))):
         if struct.nonfinite[i] >= 0:

@@ -13,9 +13,9 @@ from ...quant.nested import PLANES, low_codes
 from ...quant.outliers import worst
 from ...quant.packing import pack
 from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normalize, quantize, rounded, rounded_scale
-from ...quant.rotary import turn
+from ...quant.rotary import turn_pages_back
 from ...spec import LowLayout, NumberFormat, PageLayout, QuantSpec
-from ..dequantize_pages.reference import section, token_positions
+from ..dequantize_pages.reference import require_starts, section
 from ..types import LowStore, PageStore
 
 PAGES_PER_STEP = 64
@@ -94,7 +94,7 @@ def close_nested(
             continue
         x = x.float()
         if spec.pre_rope:
-            x = turn(x, token_positions(starts, layout.page_size)[:, None], static["k_inv_freq"], back=True)
+            x = turn_pages_back(x, require_starts(starts, len(x)), static["k_inv_freq"])
         known = QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias")) if spec.static and f"{kind}_scale" in static else None
         found = encode(x, spec, known, static.get(f"{kind}_codebook"))
         saturated[kind] = found.saturated

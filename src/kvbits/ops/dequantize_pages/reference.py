@@ -37,11 +37,12 @@ def stored_qparams(pages: torch.Tensor, layout: PageLayout, kind: str, static: d
     return QParams(scale, read("bias"), read("mean"), read("stretch"), static.get(f"{kind}_codebook"))
 
 
-def token_positions(starts: np.ndarray | None, page_size: int) -> torch.Tensor:
-    """int64 [n, page_size]: positions of the tokens of pages that start at `starts` [n]."""
-    if starts is None:
-        raise DataError("pages of keys stored before the rotary embedding were given no starts; pass each page's first position")
-    return torch.as_tensor(np.asarray(starts, np.int64))[:, None] + torch.arange(page_size)
+def require_starts(starts: np.ndarray | None, num_pages: int) -> np.ndarray:
+    """int64 [num_pages]: `starts`, checked. Raises DataError where there are none or too few."""
+    if starts is None or len(starts) != num_pages:
+        got = "no" if starts is None else len(starts)
+        raise DataError(f"{num_pages} pages of keys stored before the rotary embedding were given {got} starts; pass each page's first position")
+    return np.ascontiguousarray(starts, np.int64)
 
 
 def dequantize_pages(
@@ -74,7 +75,8 @@ def dequantize_pages(
             index, error = (section(pages, layout, f"{kind}_outlier_{name}") for name in ("index", "value"))
             x = x.flatten(-2).scatter_add(-1, index.long(), error.to(dtype)).view_as(x)
         if spec.pre_rope:
-            x = turn(x, token_positions(starts, layout.page_size)[:, None], static["k_inv_freq"])
+            first = torch.from_numpy(require_starts(starts, len(x)))
+            x = turn(x, (first[:, None] + torch.arange(layout.page_size))[:, None], static["k_inv_freq"])
         found.append(x)
     return found[0], found[1]
 

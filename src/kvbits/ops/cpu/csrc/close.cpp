@@ -35,7 +35,7 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
     low = const_cast<uint8_t*>(page_address(call.low, call.low_ids[page])) + head * call.low->head_bytes;
     __builtin_memset(low, 0, static_cast<size_t>(call.low->head_bytes));
   }
-  const int64_t size = call.dtype == KVBITS_FP32 ? 4 : 2;
+  const int64_t size = call.dtype == KVBITS_FP32 ? 4 : 2, turn_row = (call.head_dim / 2 + 15) / 16 * 32;
   for (int side = 0; side < 2; side++) {
     const int64_t* stride = call.stride[side];
     ClosePart part = {};
@@ -47,6 +47,10 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
     part.dtype = call.dtype;
     part.source = static_cast<const char*>(call.source[side]) + (page * stride[0] + head * stride[1]) * size;
     part.token_stride = stride[2];
+    if (part.tensor->inv_freq) {
+      part.turn_start = call.turn_starts + page * turn_row;
+      part.turn_steps = call.turn_steps;
+    }
     part.head = to;
     part.low_head = low;
     if (low) {
@@ -66,6 +70,7 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
 extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   const kvbits_store& store = *call->store;
   if (const int32_t bad = check_store(store, call->head_dim)) return bad;
+  if ((store.key.inv_freq || store.value.inv_freq) && !(call->turn_starts && call->turn_steps)) return KVBITS_BAD_FORMAT;
   const int64_t pages = num_pages(store);
   for (int64_t i = 0; i < call->num_pages; i++)
     if (call->page_ids[i] < 0 || call->page_ids[i] >= pages) return KVBITS_BAD_PAGE_ID;

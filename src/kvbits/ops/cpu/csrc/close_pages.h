@@ -7,35 +7,55 @@ struct PageBuffers {
   float* x;        // [page_size][width]
   uint8_t* codes;  // [page_size + 16][width]; the rest stays room for vector stores
   uint8_t* rows;   // [page_size][row_bytes + 16]
-  float *low, *high, *inverse, *bias;  // [groups][page_size] or [width]
+  float *low, *high, *inverse, *scale, *bias;  // [groups][page_size] or [width]
   float* mean;     // [width]
+  // For outliers only.
+  float* raw;      // x before its mean was taken: [page_size][width]
+  int32_t *keys, *most;              // ranks: [page_size][width], and the largest of some tokens
+  int32_t *candidates, *ranks, *listed;  // elements, up to [page_size][width]
+  int32_t* wins;                     // [4][groups]
+  float *lows, *highs;               // [5][groups]
+  float* stretch;                    // [page_size]
+  uint8_t* outside;                  // [page_size]: whether a token has elements past the ends of its ranges
 };
 
 INLINE int padded_width(int head_dim) { return round_up(head_dim, 16); }
 
-static size_t close_scratch_bytes(int page_size, int head_dim) {
-  const size_t w = padded_width(head_dim), params = (size_t)page_size * MAX_GROUPS + w + 64;
-  return (size_t)(page_size + 16) * w * 4 + 2 * (size_t)(page_size + 16) * (w + 16) + (4 * params + w + 64) * 4 + 1024;
-}
-
-static PageBuffers carve(void* scratch, int page_size, int head_dim) {
-  const size_t w = padded_width(head_dim), params = (size_t)page_size * MAX_GROUPS + w + 64;
-  char* at = (char*)scratch;
-  PageBuffers b;
-  auto take = [&at](size_t bytes) {
-    char* p = at;
-    at += (bytes + 63) / 64 * 64;
+// Lays the buffers out from `scratch` on; returns the bytes they take.
+static size_t carve(PageBuffers& b, char* scratch, int page_size, int head_dim) {
+  const size_t w = padded_width(head_dim), params = (size_t)page_size * MAX_GROUPS + w + 64, page = (size_t)(page_size + 16) * w;
+  size_t end = 0;
+  auto take = [&](size_t bytes) {
+    char* p = scratch ? scratch + end : nullptr;
+    end += (bytes + 63) / 64 * 64;
     return p;
   };
-  b.x = (float*)take((size_t)(page_size + 16) * w * 4);
-  b.codes = (uint8_t*)take((size_t)(page_size + 16) * w);
+  b.x = (float*)take(page * 4);
+  b.codes = (uint8_t*)take(page);
   b.rows = (uint8_t*)take((size_t)page_size * (w + 16));
   b.low = (float*)take(params * 4);
   b.high = (float*)take(params * 4);
   b.inverse = (float*)take(params * 4);
+  b.scale = (float*)take(params * 4);
   b.bias = (float*)take(params * 4);
   b.mean = (float*)take(w * 4);
-  return b;
+  b.raw = (float*)take(page * 4);
+  b.keys = (int32_t*)take(page * 4);
+  b.most = (int32_t*)take(page / 8 * 4);
+  b.candidates = (int32_t*)take(page * 4);
+  b.ranks = (int32_t*)take(page * 4);
+  b.listed = (int32_t*)take(page * 4);
+  b.wins = (int32_t*)take(4 * params * 4);
+  b.lows = (float*)take(5 * params * 4);
+  b.highs = (float*)take(5 * params * 4);
+  b.stretch = (float*)take((size_t)page_size * 4);
+  b.outside = (uint8_t*)take((size_t)page_size);
+  return end;
+}
+
+static size_t close_scratch_bytes(int page_size, int head_dim) {
+  PageBuffers b;
+  return carve(b, nullptr, page_size, head_dim);
 }
 
 // ---- storage dtypes ----
@@ -139,6 +159,7 @@ static bool subtract_mean(PageBuffers& b, uint8_t* stored, int page_size, int he
     ok &= all_finite(mean);
     const int n = head_dim - c < VL ? head_dim - c : VL;
     store_bits<DTYPE>(stored, c, bits, n);
+    store(b.mean + c, mean);
     for (int t = 0; t < page_size; t++) {
       float* x = b.x + (int64_t)t * width + c;
       store(x, load(x) - mean);
@@ -187,26 +208,28 @@ static void range_by_channel(PageBuffers& b, int page_size, int head_dim) {
   }
 }
 
-// n scales (and biases) from the ranges, stored, and kept as 1 / scale and bias. False on overflow.
+// n scales (and biases) from the ranges, stored, and kept as scale, 1 / scale and bias. `middle`: the bias lies in the middle of the range, not below
+// it. False on overflow.
 template <int DTYPE>
-static bool choose_params(PageBuffers& b, int n, float q_max, uint8_t* scale_to, uint8_t* bias_to) {
+static bool choose_params(PageBuffers& b, int n, float q_max, bool middle, uint8_t* scale_to, uint8_t* bias_to) {
   bool ok = true;
   for (int i = 0; i < n; i += VL) {
     const int m = n - i < VL ? n - i : VL;
     const vf low = load(b.low + i), high = load(b.high + i);
     vf spread = vmax(-low, high);
     if (bias_to) {
-      const vi bits = bits_below<DTYPE>(low);
+      const vi bits = middle ? to_bits<DTYPE>(low + (high - low) * 0.5f) : bits_below<DTYPE>(low);
       const vf bias = from_bits<DTYPE>(bits);
       store_bits<DTYPE>(bias_to, i, bits, m);
       store(b.bias + i, bias);
-      spread = high - bias;
+      spread = middle ? vmax(high - bias, bias - low) : high - bias;
     }
     spread = (vf)((vi)spread & 0x7fffffff);  // a channel of -0.0 has spread -0.0
     const vi bits = scale_bits<DTYPE>(spread / q_max);
     const vf scale = from_bits<DTYPE>(bits);
     store_bits<DTYPE>(scale_to, i, bits, m);
     store(b.inverse + i, 1.0f / scale);
+    store(b.scale + i, scale);
     for (int k = 0; k < m; k++) ok &= __builtin_isfinite(scale[k]) && (!bias_to || __builtin_isfinite(b.bias[i + k]));
   }
   return ok;
@@ -364,6 +387,11 @@ static CodeRange code_range(bool symmetric) {
   return {symmetric ? 1.0f : 0.0f, top, symmetric ? int_zero(FMT) : 0.0f};
 }
 
+static CodeRange range_of(const kvbits_tensor& t) {
+  const float top = (float)((1 << code_bits(t.format)) - 1);
+  return {t.symmetric ? 1.0f : 0.0f, top, t.symmetric ? int_zero(t.format) : 0.0f};
+}
+
 static int64_t codes_of_format(PageBuffers& b, const kvbits_tensor& t, int page_size, int head_dim, int groups, bool by_token, bool has_bias) {
   const bool s = t.symmetric;
 #define CASE(F) \
@@ -392,7 +420,10 @@ static void low_codes_of_format(PageBuffers& b, const kvbits_tensor& t, int page
 #undef CASE
 }
 
+#include "close_kvquant.h"
+
 static float q_max_of(const kvbits_tensor& t) {
+  if (is_codebook(t.format)) return 1.0f;
   if (t.format == KVBITS_E4M3) return 448.0f;
   if (t.format == KVBITS_E5M2) return 57344.0f;
   return (float)(t.symmetric ? (1 << (code_bits(t.format) - 1)) - 1 : (1 << code_bits(t.format)) - 1);
@@ -401,11 +432,15 @@ static float q_max_of(const kvbits_tensor& t) {
 template <int DTYPE>
 static bool make_params(PageBuffers& b, const kvbits_tensor& t, uint8_t* head, int page_size, int head_dim, int groups, bool by_token) {
   bool ok = true;
-  if (t.mean_offset >= 0) ok = subtract_mean<DTYPE>(b, head + t.mean_offset, page_size, head_dim);
-  if (by_token) range_by_token(b, page_size, head_dim, groups);
-  else range_by_channel(b, page_size, head_dim);
   uint8_t* bias = t.bias_offset >= 0 ? head + t.bias_offset : nullptr;
-  return choose_params<DTYPE>(b, by_token ? groups * page_size : head_dim, q_max_of(t), head + t.scale_offset, bias) && ok;
+  if (t.mean_offset >= 0) {
+    if (t.num_outliers) __builtin_memcpy(b.raw, b.x, (size_t)page_size * padded_width(head_dim) * 4);
+    ok = subtract_mean<DTYPE>(b, head + t.mean_offset, page_size, head_dim);
+  }
+  if (t.num_outliers) (bias ? trimmed_ranges<true> : trimmed_ranges<false>)(b, page_size, head_dim, head_dim / groups, by_token, t.num_outliers);
+  else if (by_token) range_by_token(b, page_size, head_dim, groups);
+  else range_by_channel(b, page_size, head_dim);
+  return choose_params<DTYPE>(b, by_token ? groups * page_size : head_dim, q_max_of(t), is_codebook(t.format), head + t.scale_offset, bias) && ok;
 }
 
 static void store_plane(PageBuffers& b, const ClosePart& part, uint8_t* to, int bits, int shift) {
@@ -419,7 +454,8 @@ static void store_plane(PageBuffers& b, const ClosePart& part, uint8_t* to, int 
 static void close_item(const ClosePart& part, void* scratch, CloseResult& result) {
   const kvbits_tensor& t = *part.tensor;
   const int page_size = part.page_size, head_dim = part.head_dim;
-  PageBuffers b = carve(scratch, page_size, head_dim);
+  PageBuffers b;
+  carve(b, (char*)scratch, page_size, head_dim);
   bool finite;
   if (part.dtype == KVBITS_FP32) finite = load_page<KVBITS_FP32>(b, part.source, part.token_stride, page_size, head_dim);
   else if (part.dtype == KVBITS_FP16) finite = load_page<KVBITS_FP16>(b, part.source, part.token_stride, page_size, head_dim);
@@ -436,13 +472,15 @@ static void close_item(const ClosePart& part, void* scratch, CloseResult& result
     else store_raw<KVBITS_BF16>(b, to, page_size, head_dim);
     return;
   }
+  if (part.turn_start) turn_rows_back(b, part.turn_start, part.turn_steps, page_size, head_dim);
+  if (t.mean_offset < 0) b.raw = b.x;
   const bool by_token = !t.per_channel && !t.static_scale;
   const int groups = by_token ? head_dim / t.group_size : 1;
   const bool has_bias = t.bias_offset >= 0 || t.static_bias;
   if (t.static_scale) {
     const int64_t at = (int64_t)part.kv_head * head_dim;
-    widen_as<KVBITS_FP32>(b.inverse, t.static_scale + at, head_dim);
-    for (int c = 0; c < head_dim; c += VL) store(b.inverse + c, 1.0f / load(b.inverse + c));
+    widen_as<KVBITS_FP32>(b.scale, t.static_scale + at, head_dim);
+    for (int c = 0; c < head_dim; c += VL) store(b.inverse + c, 1.0f / load(b.scale + c));
     if (has_bias) widen_as<KVBITS_FP32>(b.bias, t.static_bias + at, head_dim);
   } else {
     bool ok;
@@ -454,11 +492,19 @@ static void close_item(const ClosePart& part, void* scratch, CloseResult& result
       return;
     }
   }
-  result.saturated = codes_of_format(b, t, page_size, head_dim, by_token ? groups : 1, by_token, has_bias);
-  int shift = is_int(t.format) ? code_bits(t.format) : 8;
+  if (t.codebook || t.num_outliers) {
+    const PageCoding coding = {page_size, head_dim, head_dim / groups, by_token, has_bias, t.mean_offset >= 0, t.num_outliers};
+    if (!code_kvquant(b, t, coding, part.kv_head, range_of(t), head, result.saturated)) {
+      result.overflow = true;
+      return;
+    }
+  } else {
+    result.saturated = codes_of_format(b, t, page_size, head_dim, by_token ? groups : 1, by_token, has_bias);
+  }
+  int shift = code_bits(t.format);
   const int planes = num_planes(t.format);
   for (int plane = 0; plane < planes; plane++) {
-    const int bits = is_int(t.format) ? plane_bits(t.format, plane) : 8;
+    const int bits = plane_bits(t.format, plane);
     shift -= bits;
     store_plane(b, part, head + t.plane_offset[plane], bits, shift);
   }

@@ -11,6 +11,7 @@ struct ClosePart {
   int kv_head, page_size, head_dim, dtype;
   const void* source;    // [page_size, head_dim], rows token_stride elements apart
   int64_t token_stride;
+  const double *turn_start, *turn_steps;  // how keys are turned back (kvbits_close_call), or null
   uint8_t* head;         // the head struct
   const kvbits_tensor* low;  // the low plane, or null
   uint8_t* low_head;     // its head struct

@@ -34,15 +34,6 @@ struct Decoded {
   int key_run[2], value_run[2];                     // the block's part of the lists of outliers
 };
 
-#ifndef HAVE_LOOK_UP
-// Entries of a table of 16, numbered by the low 4 bits of every lane.
-INLINE vf look_up(const float* table, vi index) {
-  vf x;
-  for (int i = 0; i < VL; i++) x[i] = table[index[i] & (LEVELS - 1)];
-  return x;
-}
-#endif
-
 #ifndef HAVE_LOAD_WORDS
 // The first n words, zeros behind them.
 INLINE vi load_words(const void* p, int n) {

@@ -11,7 +11,6 @@ INLINE vf fp8_lane(vi w, int k) {
   return (vf)((vi)mag | ((x & 0x80) << 24));
 }
 
-INLINE vi load_int(const void* p) { return *(const vi_mem*)p; }
 
 template <int FMT, int NH>
 static void key_fp8(const KeyArgs& a) {

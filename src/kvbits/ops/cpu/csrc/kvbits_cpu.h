@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 5 };
+enum { KVBITS_ABI_VERSION = 6 };
 
 enum kvbits_dtype { KVBITS_FP32 = 0, KVBITS_FP16 = 1, KVBITS_BF16 = 2 };
 enum kvbits_format {
@@ -106,6 +106,9 @@ typedef struct {
   int32_t num_kv_heads, head_dim, dtype, num_threads;
   const void* source[2];
   int64_t stride[2][3];     // elements: page, head, token
+  // For keys stored before the rotary embedding: cosines, then sines of head_dim / 2 angles, each padded to a multiple of 16.
+  const double* turn_starts;  // [num_pages] of each page's first token
+  const double* turn_steps;   // [page_size] of token j's distance from it
   int64_t saturated[2];     // out: elements clamped to the code range
   int64_t nonfinite[2];     // out: first page * num_kv_heads + head that holds NaN or infinity, -1 for none
   int32_t overflow[2];      // out: a scale, bias or mean overflowed its storage dtype

@@ -16,6 +16,7 @@ INLINE vf splat(float x) { return x - vf{}; }
 INLINE vi splat_int(int32_t x) { return x - vi{}; }
 INLINE vf load(const float* p) { return *(const vf_mem*)p; }
 INLINE void store(float* p, vf x) { *(vf_mem*)p = x; }
+INLINE vi load_int(const void* p) { return *(const vi_mem*)p; }
 INLINE vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 // A tier with instructions for these says so (HAVE_...) and defines them itself.
 INLINE vf vmax(vf a, vf b);
@@ -70,6 +71,15 @@ INLINE bool any(vi mask) {
 }
 #endif
 
+#ifndef HAVE_COUNT
+INLINE int count(vi mask) {
+  int32_t t[VL], total = 0;
+  *(vi_mem*)t = mask;
+  for (int i = 0; i < VL; i++) total -= t[i];
+  return total;
+}
+#endif
+
 #ifndef HAVE_MAX_EACH
 // The maxima of n <= 8 vectors. May write a whole vector or 8 numbers, those past n finite if all 8 vectors are.
 INLINE void max_each(const vf* x, int n, float* to) {
@@ -119,6 +129,24 @@ INLINE vi load_bytes(const uint8_t* p) {
 }
 INLINE void store_bytes(uint8_t* p, vi x) {
   for (int i = 0; i < VL; i++) p[i] = (uint8_t)x[i];
+}
+#endif
+
+#ifndef HAVE_LOOK_UP
+// Entries of a table of 16 (aligned to 64 bytes), numbered by the low 4 bits of every lane.
+INLINE vf look_up(const float* table, vi index) {
+  vf x;
+  for (int i = 0; i < VL; i++) x[i] = table[index[i] & 15];
+  return x;
+}
+#endif
+
+#ifndef HAVE_TRANSPOSE
+// Column by column: `to` is [columns][rows], rows a multiple of 16. Columns are read and written up to a multiple of 16.
+INLINE void transpose(const float* from, int64_t stride, int rows, int columns, float* to) {
+  for (int r = 0; r < rows; r += 4)
+    for (int c = 0; c < columns; c++)
+      for (int i = 0; i < 4; i++) to[(int64_t)c * rows + r + i] = from[(r + i) * stride + c];
 }
 #endif
 

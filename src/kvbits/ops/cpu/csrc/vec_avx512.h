@@ -10,6 +10,8 @@
 #define HAVE_MAX_EACH
 #define HAVE_LOOK_UP
 #define HAVE_LOAD_WORDS
+#define HAVE_TRANSPOSE
+#define HAVE_COUNT
 #include "vec.h"
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
@@ -76,6 +78,41 @@ INLINE void max_each(const vf* x, int n, float* to) {
   const __m512 other = pairs == 4 ? y[1] : y[0];
   const __m512 z = _mm512_max_ps(_mm512_shuffle_f32x4(y[0], other, 0x44), _mm512_shuffle_f32x4(y[0], other, 0xee));
   _mm512_storeu_ps(to, _mm512_max_ps(_mm512_shuffle_f32x4(z, z, 0x88), _mm512_shuffle_f32x4(z, z, 0xdd)));
+}
+
+INLINE int count(vi mask) { return __builtin_popcount(_mm512_movepi32_mask((__m512i)mask)); }
+
+// 16 x 16 at a time: pairs of rows, then of pairs, then quarters.
+INLINE void transpose(const float* from, int64_t stride, int rows, int columns, float* to) {
+  for (int r = 0; r < rows; r += 16)
+    for (int c = 0; c < columns; c += 16) {
+      __m512 x[16], y[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_ps(from + (r + i) * stride + c);
+#pragma GCC unroll 8
+      for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; k++) {
+          x[i + 2 * k] = (__m512)_mm512_unpacklo_pd((__m512d)y[i + k], (__m512d)y[i + k + 2]);
+          x[i + 2 * k + 1] = (__m512)_mm512_unpackhi_pd((__m512d)y[i + k], (__m512d)y[i + k + 2]);
+        }
+      // x[4 i + k] holds column 4 j + k of rows 4 i .. 4 i + 3 in its quarter j.
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) {
+        const __m512 a = _mm512_shuffle_f32x4(x[k], x[4 + k], 0x88), b = _mm512_shuffle_f32x4(x[8 + k], x[12 + k], 0x88);
+        const __m512 d = _mm512_shuffle_f32x4(x[k], x[4 + k], 0xdd), e = _mm512_shuffle_f32x4(x[8 + k], x[12 + k], 0xdd);
+        float* at = to + (int64_t)(c + k) * rows + r;
+        _mm512_storeu_ps(at, _mm512_shuffle_f32x4(a, b, 0x88));
+        _mm512_storeu_ps(at + 4 * rows, _mm512_shuffle_f32x4(d, e, 0x88));
+        _mm512_storeu_ps(at + 8 * rows, _mm512_shuffle_f32x4(a, b, 0xdd));
+        _mm512_storeu_ps(at + 12 * rows, _mm512_shuffle_f32x4(d, e, 0xdd));
+      }
+    }
 }
 
 INLINE vf look_up(const float* table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(table)); }
