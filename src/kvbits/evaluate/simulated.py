@@ -41,24 +41,24 @@ class SimulatedLayer(DynamicLayer):
         """Keys and values as attention sees them: one token after its page closed, a chunk before, with its own tokens exact."""
         keys, values = super().update(key_states, value_states)
         due = self.parts[0][0].closed_after(keys.shape[2]) if self.parts else 0
-        if due > self.pages:
-            if key_states.shape[2] > 1:
-                self.keys, self.values = keys.clone(), values.clone()
-            self._close(due)
+        if due == self.pages:
+            return keys, values
+        self.keys, self.values = keys.clone(), values.clone()
+        self._close(self.keys, self.values, due)
         return (self.keys, self.values) if key_states.shape[2] == 1 else (keys, values)
 
-    def _close(self, due: int) -> None:
+    def _close(self, all_keys: torch.Tensor, all_values: torch.Tensor, due: int) -> None:
         for group, heads, static in self.parts:
             first = group.num_sink_tokens + self.pages * group.page_size
             where = slice(first, group.num_sink_tokens + due * group.page_size)
             starts = np.arange(first, where.stop, group.page_size)
             order = self.order if group.key.pre_rope else None
-            for row in range(len(self.keys)):
-                k, v = (x[row, list(heads), where].unflatten(1, (len(starts), -1)).transpose(0, 1) for x in (self.keys, self.values))
+            for row in range(len(all_keys)):
+                k, v = (x[row, list(heads), where].unflatten(1, (len(starts), -1)).transpose(0, 1) for x in (all_keys, all_values))
                 pages, _ = close_pages(k if order is None else k[..., order], v, group.layouts["closed"], static, starts)
                 stored, values = dequantize_pages(pages, group.layouts["closed"], static, torch.float32, starts=starts)
                 keys = stored if order is None else torch.empty_like(stored).index_copy_(-1, order, stored)
-                for to, x in ((self.keys, keys), (self.values, values)):
+                for to, x in ((all_keys, keys), (all_values, values)):
                     to[row, list(heads), where] = x.transpose(0, 1).flatten(1, 2).to(to.dtype)
         self.pages = due
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -106,6 +106,7 @@ class Mask(_NotATensor):
     attention_mask: torch.Tensor | None  # bool [B, tokens seen + q_length]
     unusual: str | None  # why this is not a causal mask with padding and window
     arguments: dict[str, Any]
+    made: list[torch.Tensor | None] = field(default_factory=list)  # the dense mask, once a layer wanted it
 
     def valid(self, columns: _Columns) -> torch.Tensor | None:
         """Bool [B, T]: which of the new tokens are real; None for all.
@@ -131,7 +132,9 @@ class Mask(_NotATensor):
         return mask[:, seen : seen + self.q_length]
 
     def dense(self) -> torch.Tensor | None:
-        return sdpa_mask(**self.arguments)
+        if not self.made:  # one for all layers of a pass
+            self.made.append(sdpa_mask(**self.arguments))
+        return self.made[0]
 
 
 def mask(**arguments: Any) -> Mask:
