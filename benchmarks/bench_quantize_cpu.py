@@ -5,8 +5,9 @@
 
 Candidates: scales and int8 codes per column by the production kernel ("per_channel"), by the paper's scalar listings in memory order ("row_order") and as
 printed ("column_outer", timed once: it walks column by column), by torch; one scale per row and 64 columns in 8 and 4 bits ("group64_int8", "group64_int4");
-and closing pages of bf16 keys and values ("close_int8", "close_nuq4-1%" and so on, two of them against the reference). Codes are checked against the references first. Rates count
-input bytes once; `limit` is what a plain read of the same matrix takes, and per_channel must read it twice. The last line is one JSON object.
+and closing pages of bf16 keys and values ("close_int8", "close_nuq4-1%" and so on, two of them against the reference). "append": one token's keys and values of
+3 heads of 64 into a raw page, after 7 MB of weights have gone through the caches, as between two layers of SmolLM2-135M in a decoding step. Codes are checked
+against the references first. Rates count input bytes once; `limit` is what a plain read of the same matrix takes, and per_channel must read it twice. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import torch
 
 from kvbits import schemes
 from kvbits.cache.pool import allocate_slab
+from kvbits.ops.append import cpu as append_cpu
+from kvbits.ops.append import reference as append_reference
 from kvbits.ops.close_pages import cpu as close_cpu
 from kvbits.ops.close_pages import reference as close_reference
 from kvbits.ops.cpu import library
 from kvbits.ops.matrix import cpu, reference
-from kvbits.ops.types import PageStore
+from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,12 +133,32 @@ if not args.skip_column_outer:
     seconds["column_outer"] = timed(lambda: per_channel("column_outer"))
     candidates["column_outer"] = (None, x.nbytes)
 
+# ---- a token's write, with cold caches ----
+raw = PageLayout(key=QuantSpec.raw(), value=QuantSpec.raw(), page_size=64, num_kv_heads=3, head_dim=64)
+tails = [PageStore(raw, (torch.zeros(4, 3, raw.head_bytes, dtype=torch.uint8),)) for _ in "ab"]
+token_k, token_v = (torch.randn(1, 3, 1, 64).bfloat16().transpose(1, 2) for _ in "kv")
+slots = SlotMapping(np.array([[0, 0, 2, 5, 1]]))
+appends = {"cpu": lambda: append_cpu.append(token_k, token_v, tails[0], slots), "reference": lambda: append_reference.append(token_k, token_v, tails[1], slots)}
+waits: dict[str, list[float]] = {name: [] for name in appends}
+weights = x.view(torch.int64).flatten()[: 7_000_000 // 8]
+for i in range(200):
+    for name, run in appends.items():
+        weights.sum()
+        began = time.perf_counter()
+        run()
+        if i >= 20:
+            waits[name].append(time.perf_counter() - began)
+assert torch.equal(tails[0].slabs[0], tails[1].slabs[0])
+append_us = {name: round(statistics.median(t) * 1e6, 1) for name, t in waits.items()}
+
 print(f"{rows} x {columns} fp32, {library.tier()}, {args.threads} thread(s)")
 rates = {name: candidates[name][1] / s for name, s in seconds.items()}
 for name, s in seconds.items():
     beside = f"   {rates[name] / rates['row_order']:6.1f}x row order" if not name.startswith(("close", "dequantize", "limit")) else ""
     print(f"  {name:23s} {s * 1e3:9.2f} ms  {rates[name] / 1e9:6.2f} GB/s of input{beside}")
+print("  append of one token: " + ", ".join(f"{name} {t} us" for name, t in append_us.items()))
 print(json.dumps({
+    "append_us": append_us,
     "input_bytes_per_s": {n: round(r) for n, r in rates.items()},
     "ratio_vs_row_order": {n: round(rates[n] / rates["row_order"], 1) for n in ("per_channel", "group64_int8", "group64_int4", "torch")},
     "ratio_vs_column_outer": None if args.skip_column_outer else round(rates["per_channel"] / rates["column_outer"], 1),

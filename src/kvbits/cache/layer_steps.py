@@ -7,6 +7,7 @@ are stored alike.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from ..ops import dispatch
 from ..ops.attend_pages.reference import attend_fresh
 from ..ops.dequantize_pages.reference import dequantize_pages, section
 from ..ops.merge_partials.reference import merge_partials
-from ..ops.types import AttendCall, LowStore, PageStore, Part
+from ..ops.types import AttendCall, LowStore, PageStore, Part, SlotMapping
 from ..quant.qparams import require_finite
 from ..spec import CacheSpec
 from .state import Close, GroupState, Step
@@ -53,6 +54,19 @@ class Forward:
     pending: set[int]  # layers that have not been here yet
     plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
     shares: dict[int, list[np.ndarray]] = field(default_factory=dict)  # per observed group, of each place that was here
+    slots: dict[int, dict[str, SlotMapping]] = field(default_factory=dict)  # per group and pool, for all its layers
+
+    def slots_of(self, group: int) -> dict[str, SlotMapping]:
+        """Where the group's raw tokens go, by pool."""
+        if group not in self.slots:
+            real = None if self.valid is None else [x.nonzero().flatten().tolist() for x in self.valid]
+            runs: dict[str, list[tuple[int, ...]]] = {}
+            for w in self.steps[group].writes:
+                tokens = range(w.fresh, w.fresh + w.count) if real is None else real[w.row][w.fresh : w.fresh + w.count]
+                cuts = [0, *(i for i in range(1, w.count) if tokens[i] != tokens[i - 1] + 1), w.count] if real is not None else [0, w.count]
+                runs.setdefault(w.pool, []).extend((w.row, tokens[a], w.page_id, w.slot + a, b - a) for a, b in itertools.pairwise(cuts))
+            self.slots[group] = {pool: SlotMapping(np.array(found, np.int64)) for pool, found in runs.items()}
+        return self.slots[group]
 
 
 class LayerSteps:
@@ -161,21 +175,23 @@ class LayerSteps:
 
     def _write(self, place: Place, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
         step = f.steps[place.group]
-        if f.valid is not None and (step.closes or step.writes):
-            rows = [x.nonzero().squeeze(1) for x in f.valid.to(k.device)]
-            fresh = [(k[b, i], v[b, i]) for b, i in enumerate(rows)]
-        else:
-            fresh = [(k[b], v[b]) for b in range(k.shape[0])]
         if step.closes:
-            self._close(place, fresh, step.closes)
+            rows = range(k.shape[0]) if f.valid is None else [x.nonzero().squeeze(1) for x in f.valid.to(k.device)]
+            self._close(place, [(k[b], v[b]) if f.valid is None else (k[b, i], v[b, i]) for b, i in enumerate(rows)], step.closes)
         for pool, source, target in step.copies:
             store = self._store(place, pool)
             store.page(target).copy_(store.page(source))
-        for w in step.writes:
-            store = self._store(place, w.pool)
-            page = store.page(w.page_id)
-            for name, x in zip(("k_raw", "v_raw"), fresh[w.row], strict=True):
-                section(page, store.layout, name)[:, w.slot : w.slot + w.count] = x[w.fresh : w.fresh + w.count].transpose(0, 1)
+        for pool, slots in f.slots_of(place.group).items():
+            store = self._store(place, pool)
+            key = ("append", place.group, pool, k.dtype)
+            if key not in self._choices:
+                self._choices[key] = dispatch.choose("append", k, store, backend=self._writer)
+            self._choices[key].run(k, v, store, slots)
+
+    @property
+    def _writer(self) -> str:
+        """Backend of the ops that write pages; a backend named for attention may have none."""
+        return self.backend if self.backend == "reference" else "auto"
 
     def _close(self, place: Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close]) -> None:
         """Quantize the pages a step closes, runs of pages that lie wholly in the fresh tokens at once."""
@@ -193,7 +209,8 @@ class LayerSteps:
             for name, x in zip(("k_raw", "v_raw"), fresh[c.row], strict=True):
                 rows = x[c.fresh : c.fresh + len(run) * size - c.count].transpose(0, 1)  # [H, tokens, D]
                 if c.count:
-                    rows = torch.cat([section(tail.page(c.tail[0]), tail.layout, name)[:, : c.count], rows], dim=1)
+                    waited = section(tail.page(c.tail[0]), tail.layout, name)
+                    rows = waited if c.count == size else torch.cat([waited[:, : c.count], rows], dim=1)
                 sides.append(rows.unflatten(1, (len(run), size)).transpose(0, 1))
             if self.nonfinite == "refuse":
                 for name, x in zip(("keys", "values"), sides, strict=True):
@@ -201,8 +218,7 @@ class LayerSteps:
             low = [(self._low_store(place, name), np.array([x.low[i][1] for x in run], np.int64)) for i, (name, _) in enumerate(c.low)]
             key = ("close_pages", store.layout, tuple(s.layout for s, _ in low), sides[0].dtype)
             if key not in self._choices:
-                backend = self.backend if self.backend == "reference" else "auto"
-                self._choices[key] = dispatch.choose("close_pages", sides[0], store, [s for s, _ in low], backend=backend)
+                self._choices[key] = dispatch.choose("close_pages", sides[0], store, [s for s, _ in low], backend=self._writer)
             ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
             saturated = self._choices[key].run(sides[0], sides[1], store, ids, low, starts)
             for kind, n in saturated.items():

@@ -1,6 +1,6 @@
 """Which backend serves an op, decided once per kind of call, with every refusal kept as text.
 
-A backend is a module with `refuses` and the op itself (`attend` or `close`), and `plan` if it plans once per step. The list order is the order of
+A backend is a module with `refuses` and the op itself (`FUNCTIONS`), and `plan` if it plans once per step. The list order is the order of
 preference; the reference is last and takes everything.
 A backend is skipped only for a reason it states, never because it raised.
 """
@@ -18,7 +18,9 @@ from ..errors import SpecError
 BACKENDS = {
     "attend_pages": {"cpu": "attend_pages.cpu", "cuda": "attend_pages.cuda", "triton": "attend_pages.triton", "reference": "attend_pages.reference"},
     "close_pages": {"cpu": "close_pages.cpu", "cuda": "close_pages.cuda", "reference": "close_pages.reference"},
+    "append": {"cpu": "append.cpu", "reference": "append.reference"},
 }
+FUNCTIONS = {"attend_pages": "attend", "close_pages": "close", "append": "append"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,6 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
         module = importlib.import_module(f"kvbits.ops.{path}")
         why = module.refuses(*args)
         if why is None:
-            run = module.attend if op == "attend_pages" else module.close
-            return Choice(op, name, run, refusals, getattr(module, "plan", None) if op == "attend_pages" else None)
+            return Choice(op, name, getattr(module, FUNCTIONS[op]), refusals, getattr(module, "plan", None) if op == "attend_pages" else None)
         refusals[name] = why
     raise SpecError(f"{op}: backend {backend!r} refuses this call: {refusals.get(backend, refusals)}; use backend='auto'")

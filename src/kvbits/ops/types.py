@@ -5,11 +5,13 @@ Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv hea
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from ..errors import DataError
 from ..spec import LowLayout, PageLayout
 
 
@@ -21,6 +23,10 @@ class _Slabs:
     @property
     def device(self) -> torch.device:
         return self.slabs[0].device
+
+    @property
+    def num_pages(self) -> int:
+        return sum(s.shape[0] for s in self.slabs)
 
     def addresses(self) -> np.ndarray:
         """int64 [num_pages]: byte address of each page's first struct."""
@@ -87,6 +93,57 @@ class PageTable:
     @property
     def num_pages(self) -> int:
         return len(self.page_ids)
+
+
+@dataclass(frozen=True)
+class SlotMapping:
+    """Where fresh tokens go in raw pages of one store.
+
+    Attributes:
+        runs: int64 [N, 5], dense, on the host. Each row is (sequence of the batch, first token of it, page id, first slot of the page, number of tokens).
+    """
+
+    runs: np.ndarray
+
+    def __post_init__(self) -> None:
+        runs = self.runs
+        if not isinstance(runs, np.ndarray) or runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 5 or not runs.flags["C_CONTIGUOUS"]:
+            raise DataError(f"runs must be a dense int64 array [N, 5], got {getattr(runs, 'dtype', type(runs).__name__)} {list(np.shape(runs))}")
+        if len(runs) and (runs.min() < 0 or runs[:, 4].min() < 1):
+            raise DataError(f"runs must count at least 1 token each and name nothing below 0, got {runs[(runs < 0).any(1) | (runs[:, 4] < 1)][0].tolist()}")
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Of the runs, for kernels."""
+        return self.runs.ctypes.data
+
+    @functools.cached_property
+    def _reach(self) -> tuple[int, int, int, int]:
+        """Sequences, tokens of each, pages and slots of each that the runs reach to."""
+        if not len(self.runs):
+            return (0, 0, 0, 0)
+        row, token, page, slot, count = self.runs.T
+        return int(row.max()) + 1, int((token + count).max()), int(page.max()) + 1, int((slot + count).max())
+
+    def check(self, k: torch.Tensor, v: torch.Tensor, store: PageStore) -> None:
+        """Refuse tensors or pages that the runs lead out of.
+
+        Raises:
+            DataError: what is too small or of another kind.
+        """
+        layout = store.layout
+        given = (layout, k.shape, v.shape, k.dtype, v.dtype, k.device, v.device, store.num_pages)
+        if given == self.__dict__.get("_accepted"):  # layers stored alike come one after the other
+            return
+        for name, x in (("k", k), ("v", v)):
+            if x.dim() != 4 or x.shape != k.shape or x.shape[2] != layout.num_kv_heads or x.shape[3] != layout.head_dim or x.device != store.device:
+                raise DataError(f"{name} must be [B, T, {layout.num_kv_heads}, {layout.head_dim}] on {store.device}, got {list(x.shape)} on {x.device}")
+            if not (layout.key.is_raw and layout.value.is_raw) or str(x.dtype) != f"torch.{layout.raw_dtype}":
+                raise DataError(f"{name} is {x.dtype}; append writes raw pages of the same dtype, not {layout.key}, {layout.value} in {layout.raw_dtype}")
+        has = (k.shape[0], k.shape[1], store.num_pages, layout.page_size)
+        if any(n > h for n, h in zip(self._reach, has, strict=True)):
+            raise DataError(f"runs reach (sequences, tokens, pages, slots) = {self._reach}, but there are only {has}")
+        self.__dict__["_accepted"] = given
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
@@ -84,6 +84,16 @@ class CloseStruct(Structure):
     ]  # fmt: skip
 
 
+class AppendStruct(Structure):
+    """`kvbits_append_call`; its two small arrays spelt out, which is a third faster to fill for every layer and token."""
+
+    _fields_ = [
+        ("store", c_void_p), ("runs", c_void_p), ("num_runs", c_int64), ("batch", c_int32), ("num_tokens", c_int32), ("num_kv_heads", c_int32),
+        ("head_dim", c_int32), ("dtype", c_int32), ("num_threads", c_int32), ("k", c_void_p), ("v", c_void_p),
+        ("k_row", c_int64), ("k_token", c_int64), ("k_head", c_int64), ("v_row", c_int64), ("v_token", c_int64), ("v_head", c_int64),
+    ]  # fmt: skip
+
+
 def _candidates() -> list[Path]:
     if named := os.environ.get("KVBITS_CPU_LIBRARY"):
         return [Path(named)]
@@ -113,6 +123,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_uses_openmp.restype = c_int32
     lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
     lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
+    lib.kvbits_append.argtypes = [POINTER(AppendStruct)]
     lib.kvbits_matrix_scales.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32]
     lib.kvbits_matrix_quantize.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32]
     lib.kvbits_matrix_dequantize.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32]

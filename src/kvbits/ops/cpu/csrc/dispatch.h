@@ -15,6 +15,7 @@ enum Error {
   KVBITS_NO_TIER,
   KVBITS_NO_MEMORY,
   KVBITS_BAD_OUTLIERS,
+  KVBITS_BAD_RUN,
 };
 
 const TierKernels* active_tier();

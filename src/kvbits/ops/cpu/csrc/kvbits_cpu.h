@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 6 };
+enum { KVBITS_ABI_VERSION = 7 };
 
 enum kvbits_dtype { KVBITS_FP32 = 0, KVBITS_FP16 = 1, KVBITS_BF16 = 2 };
 enum kvbits_format {
@@ -114,6 +114,16 @@ typedef struct {
   int32_t overflow[2];      // out: a scale, bias or mean overflowed its storage dtype
 } kvbits_close_call;
 
+// Writes raw tokens to their slots: source[0] keys, source[1] values, [batch, num_tokens, num_kv_heads, head_dim], last dim dense.
+typedef struct {
+  const kvbits_store* store;  // raw pages of `dtype`
+  const int64_t* runs;        // [num_runs][5]: sequence, first token, page id, first slot, tokens
+  int64_t num_runs;
+  int32_t batch, num_tokens, num_kv_heads, head_dim, dtype, num_threads;
+  const void* source[2];
+  int64_t stride[2][3];       // elements: sequence, token, head
+} kvbits_append_call;
+
 KVBITS_EXPORT int32_t kvbits_abi_version(void);
 
 // Name of the instruction set in use ("avx512", "avx2", "neon", "generic"), and of the best one here.
@@ -129,6 +139,7 @@ KVBITS_EXPORT int32_t kvbits_uses_openmp(void);
 KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
 // Closes pages. Pages named in `nonfinite` or affected by `overflow` are left half written.
 KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
+KVBITS_EXPORT int32_t kvbits_append(const kvbits_append_call* call);
 
 // The INT8 paper's matrices: row-major fp32 [rows, columns], one scale per column. A column of zeros has scale 1.
 enum kvbits_matrix_kernel {
