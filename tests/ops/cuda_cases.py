@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 import torch
 
-from kvbits.ops.close_pages.reference import close_pages
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
-from kvbits.spec import PageLayout, PerChannel, QuantSpec
+from kvbits.ops.close_pages.reference import close_nested
+from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.spec import LowLayout, PageLayout, PerChannel, QuantSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention call over `lengths[b]` tokens of each sequence."""
+    """One attention call over `lengths[b]` tokens of each sequence. `low`: bits of the low planes of each sequence's newer closed pages."""
 
     key: QuantSpec
     value: QuantSpec
@@ -32,6 +32,7 @@ class Case:
     num_queries: int = 1
     layers: int = 1
     magnitude: float = 1.0
+    low: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         changed = [
@@ -67,14 +68,18 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
         return PageLayout(key=key, value=value, page_size=size, num_kv_heads=case.heads, head_dim=case.head_dim, raw_dtype=case.raw_dtype)
 
     parts, strides = [], []
-    spans = {"closed": [], "sink": [], "tail": []}
+    spans = {"closed": [], "young": [], "sink": [], "tail": []}
     for n in case.lengths:
         sink = min(case.sinks, n)
         closed = n - sink if case.key.is_raw else (n - sink - case.tail) // case.page_size * case.page_size if n - sink > case.tail else 0
         spans["sink"].append((0, sink))
-        spans["closed"].append((sink, sink + closed))
+        old = closed if case.low is None else (closed // 3 + (17 * len(spans["sink"])) % 128) // case.page_size * case.page_size
+        old = min(old, closed)
+        spans["closed"].append((sink, sink + old))
+        spans["young"].append((sink + old, sink + closed))
         spans["tail"].append((sink + closed, n))
-    layouts = {"closed": layout(case.key, case.value, case.page_size), "sink": layout(raw, raw, max(case.sinks, 1)), "tail": layout(raw, raw, case.page_size)}
+    closed_layout = layout(case.key, case.value, case.page_size)
+    layouts = {"closed": closed_layout, "young": closed_layout, "sink": layout(raw, raw, max(case.sinks, 1)), "tail": layout(raw, raw, case.page_size)}
     for name, per_sequence in spans.items():
         if any(end > start for start, end in per_sequence):
             part, stride = _part(layouts[name], per_sequence, case, name, gen, rng, device)
@@ -95,23 +100,30 @@ def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: st
         counts.append(len(pages))
         starts += pages
         lengths += [min(size, end - p) for p in pages]
-        if case.crop and name == "closed" and pages:
+        if case.crop and name == ("closed" if case.low is None else "young") and pages:
             lengths[-1] -= case.crop
     n = len(starts)
     ids = rng.permutation(n + 3)[:n]
     slab = torch.full((n + 3, case.layers, layout.num_kv_heads, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
     static = _static(layout, case, gen, device)
+    low = [LowLayout(key_bits=case.low[0], value_bits=case.low[1], page_size=size, num_kv_heads=case.heads, head_dim=case.head_dim)] if name == "young" else []
+    low_ids = [rng.permutation(n + 2)[:n].astype(np.int64) for _ in low]
+    low_slabs = [torch.full((n + 2, case.layers, case.heads, x.head_bytes), 0xFF, dtype=torch.uint8, device=device) for x in low]
     for at in range(0, n, 256):
         some = ids[at : at + 256]
         k, v = (torch.randn(len(some), layout.num_kv_heads, size, layout.head_dim, generator=gen, device=device) * case.magnitude for _ in "kv")
         k += torch.randn(layout.head_dim, generator=gen, device=device) * case.magnitude  # keys of real models have a mean
-        pages, _ = close_pages(k, v, layout, static, np.array(starts[at : at + 256]))
+        (pages, *planes), _ = close_nested(k, v, layout, static, low, np.array(starts[at : at + 256]))
         if layout.key.is_raw:  # nothing may depend on rows past the visible length
             _poison(pages, layout, lengths[at : at + 256])
         slab[torch.from_numpy(some).to(device)] = pages[:, None]
+        for to, plane, which in zip(low_slabs, planes, low_ids, strict=True):
+            to[torch.from_numpy(which[at : at + 256]).to(device)] = plane[:, None]
     store = PageStore(layout, (slab[:, 0],), static)
-    table = PageTable(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))
-    return Part(store, table), layout.page_size_bytes
+    indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    table = PageTable(indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32), tuple(low_ids))
+    stores = tuple(LowStore(x, (s[:, 0],)) for x, s in zip(low, low_slabs, strict=True))
+    return Part(store, table, stores), layout.page_size_bytes
 
 
 def _poison(pages: torch.Tensor, layout: PageLayout, lengths: list[int]) -> None:

@@ -6,6 +6,7 @@ results of attention over random keys, whose weights do not cancel.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -32,6 +33,9 @@ def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008 - frozen
 
 def both(fmt, granularity=PerGroup(64), **options):  # noqa: B008 - frozen
     return {"key": spec(fmt, granularity, **options), "value": spec(fmt, granularity, **options)}
+
+
+TIERED = {"key": spec("int4", PerChannel(), symmetric=False), "value": spec("int4", PerToken(), symmetric=False)}
 
 
 def cases():
@@ -66,6 +70,26 @@ def cases():
             yield Case(**both(f), lengths=(1000, 70), **options)
         yield Case(**both(f), lengths=(1000, 70), num_queries=5, tail=20, group=3, window=500)
         yield Case(**both(f), lengths=(700, 130), num_queries=64, tail=20, group=4)
+    zones = {"lengths": LENGTHS, "tail": 20, "sinks": 4, "low": (4, 4)}
+    for d in (64, 80, 128, 256):
+        yield Case(**TIERED, **zones, head_dim=d)
+    for options in (
+        {"window": 300},
+        {"crop": 13},
+        {"softcap": 20.0},
+        {"page_size": 128},
+        {"page_size": 32},
+        {"group": 16},
+        {"num_queries": 5, "group": 3},
+        {"dtype": torch.float16, "group": 1},
+    ):
+        yield Case(**TIERED, **zones, **options)
+    yield Case(**both("int4"), **zones)
+    yield Case(**both("int4", PerGroup(32), symmetric=False), **zones, group=8)
+    yield Case(**both("int4", center="channel"), **zones)
+    yield Case(key=spec("int4", PerChannel(), static=True, symmetric=False), value=spec("int4", PerChannel()), **zones)
+    yield Case(key=spec("int4"), value=spec("int8"), **zones | {"low": (4, 0)})
+    yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **zones | {"low": (0, 4)})
     yield Case(key=spec("int8"), value=spec("int4"), lengths=LENGTHS)
     yield Case(key=spec("int4", PerChannel(), symmetric=False), value=spec("int2", PerGroup(32), symmetric=False), lengths=LENGTHS)
 
@@ -91,6 +115,48 @@ def test_agrees_with_float64(case):
     plan = cuda.Plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries)
     first = check(call, q, plan)
     assert torch.equal(first, plan.run(q)[0]), "two runs give the same bits"
+
+
+def asked(call, q):
+    """The call with room for log-sum-exps by page."""
+    pages = sum(p.table.num_pages for p in call.parts)
+    return dataclasses.replace(call, page_lse=np.full((pages, *q.shape[1:3]), np.nan, np.float32))
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4)),
+        Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4), num_queries=8, head_dim=64, page_size=128, window=400),
+        Case(**both("int8", PerGroup(32)), lengths=LENGTHS, tail=20, softcap=15.0, group=3),
+        Case(key=RAW, value=RAW, lengths=(333, 70), num_queries=3),
+    ],
+    ids=str,
+)
+def test_every_page_gives_its_own_log_sum_exp(case):
+    call, q, strides = build(dataclasses.replace(case, layers=2), "cuda")
+    ours, theirs = asked(call, q), asked(call, q)
+    plan = cuda.Plan(ours, q.shape[2], q.dtype, q.device, num_queries=case.num_queries, layer_strides=tuple(strides))
+    plain = cuda.Plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries)
+    out, _ = plan.run(q, layer=1, page_lse=ours.page_lse)
+    assert relative_error(out, plain.run(q)[0]) < 2**-8, "the same attention"
+    reference.attend(q, theirs, plan.q_positions.long().cpu(), torch.float64)
+    seen = np.isfinite(theirs.page_lse)
+    assert np.array_equal(np.isfinite(ours.page_lse), seen)
+    np.testing.assert_allclose(ours.page_lse[seen], theirs.page_lse[seen], rtol=1e-3, atol=1e-2)
+    with pytest.raises(DataError, match="page_lse must be"):
+        plan.run(q, page_lse=ours.page_lse[1:])
+
+
+@needs_gpu
+def test_one_launch_serves_all_zones():
+    call, q, strides = build(Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4), layers=3), "cuda")
+    assert len(call.parts) == 4
+    plan = cuda.Plan(call, q.shape[2], q.dtype, q.device, layer_strides=tuple(strides))
+    assert plan.explain().count("blocks of") == 1 and "int4/int4 pages with and without low planes (and raw ones)" in plan.explain()
+    want = check(call, q, plan)
+    assert torch.equal(plan.run(q, layer=2)[0], want), "all layers of these pools hold the same bytes"
 
 
 @needs_gpu
@@ -159,6 +225,26 @@ def test_wrong_queries_are_refused():
         plan.run(wide)
     with pytest.raises(UnsupportedError, match="float32"):
         cuda.Plan(call, q.shape[2], torch.float32, q.device)
+
+
+@pytest.mark.parametrize(
+    "key, value, low, why",
+    [
+        ("int8", "int8", (4, 4), "the CUDA kernels read 4 bits under int4"),
+        ("int4", "int4", (2, 4), "a low plane of 2 bits under int4 codes"),
+    ],
+)
+def test_low_planes_that_no_kernel_reads_are_refused(key, value, low, why):
+    call, _, _ = build(Case(key=spec(key), value=spec(value), lengths=(400,), low=low), "cpu")
+    assert why in cuda.refuses_call(call, 8, "bfloat16")
+
+
+def test_chains_of_low_planes_are_refused():
+    call, _, _ = build(Case(**both("int4"), lengths=(400,), low=(4, 4)), "cpu")
+    assert cuda.refuses_call(call, 8, "bfloat16") is None
+    young = call.parts[1]
+    twice = Part(young.store, dataclasses.replace(young.table, low=young.table.low * 2), young.low * 2)
+    assert "2 low planes each" in cuda.refuses_call(dataclasses.replace(call, parts=(twice,)), 8, "bfloat16")
 
 
 @pytest.mark.parametrize("heads, dtype", list(itertools.product((3, 8), ("bfloat16", "float32"))))

@@ -32,6 +32,9 @@ def cases():
         yield Case(**both(f, center="channel", scale_dtype="float32"), **small)
         yield Case(key=spec(f, PerChannel(), static=True, symmetric=False), value=spec(f, static=True), **small)
         yield Case(**both(f, PerToken()), **small, head_dim=256)
+    tiered = {"key": spec("int4", PerChannel(), symmetric=False), "value": spec("int4", PerToken(), symmetric=False)}
+    yield Case(**tiered, **small | {"lengths": (400, 0, 230)}, low=(4, 4), layers=2)
+    yield Case(key=spec("int4"), value=spec("int3"), **small | {"lengths": (400, 0, 230)}, low=(4, 2), head_dim=80)
     yield Case(key=spec("int8"), value=spec("int3", scale_dtype="bfloat16"), **small | {"crop": 13}, page_size=32)
 
 
@@ -46,9 +49,12 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
         ends = np.cumsum(table.lengths)
         rows = torch.from_numpy(np.stack([ends - table.lengths, table.lengths], 1).astype(np.int32)).cuda()
         keys, values = (torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=case.dtype, device="cuda") for _ in "kv")
-        Unpacker(store, case.dtype, addresses, rows, 0).run(keys, values, 0)
+        low = (part.low[0], torch.from_numpy(part.low[0].addresses()[table.low[0]]).cuda()) if part.low else None
+        layer = case.layers - 1
+        Unpacker(store, case.dtype, addresses, rows, layer * layout.page_size_bytes, low=low).run(keys, values, layer)
         static = {name: x.cuda() for name, x in store.static.items()}
-        for got, want in zip((keys, values), dequantize_pages(store.gather(table.page_ids), layout, static), strict=True):
+        fine = [(s.gather(ids), s.layout) for s, ids in zip(part.low, table.low, strict=True)]
+        for got, want in zip((keys, values), dequantize_pages(store.gather(table.page_ids), layout, static, low=fine), strict=True):
             want = torch.cat([w[:, :n] for w, n in zip(want, table.lengths, strict=True)], 1).transpose(0, 1)
             torch.testing.assert_close(got.float(), want.to(case.dtype).float(), rtol=2.0**-7 if case.dtype == torch.bfloat16 else 2.0**-10, atol=1e-6)
             assert (got == want.to(case.dtype)).float().mean() > 0.999, "a fused multiply-add may round a few elsewhere"
@@ -56,7 +62,7 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
 
 @needs_gpu
 @pytest.mark.parametrize("max_rows", [1 << 16, 128])
-@pytest.mark.parametrize("case", list(cases())[:6], ids=str)
+@pytest.mark.parametrize("case", [*list(cases())[:6], *(c for c in cases() if c.low == (4, 4))], ids=str)
 def test_a_chunk_agrees_with_float64(case, max_rows, monkeypatch):
     monkeypatch.setattr(chunk, "MAX_ROWS", max_rows)
     call, q, _ = build(case, "cuda")

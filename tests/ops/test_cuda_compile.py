@@ -19,7 +19,7 @@ from kvbits.ops.cuda import compile as cuda_compile
 from kvbits.ops.cuda import driver
 from kvbits.ops.dequantize_pages import cuda as dequantize_cuda
 from kvbits.ops.matrix import cuda as matrix_cuda
-from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 FOLDER = Path(ops.__file__).parent
@@ -83,6 +83,26 @@ def test_attention_kernels_compile_without_spills(key, value, options, capabilit
     assert -(-warps // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
 
 
+def nested(bits, **layout):
+    return LowLayout(key_bits=bits[0], value_bits=bits[1], page_size=64, num_kv_heads=8, **{"head_dim": 128} | layout)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("head_dim, columns, page_lse", [(128, 8, False), (128, 8, True), (64, 8, False), (64, 16, True), (80, 8, False), (96, 8, False)])
+def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, page_lse, capability):
+    if not ALL and (head_dim, columns, page_lse) != (128, 8, False) and (capability != (9, 0) or head_dim % 64):
+        pytest.skip("the preset's kernel by default, with its variants for one architecture")
+    scheme = schemes.get("tiered")
+    layout, low, limit = layout_of(scheme.key, scheme.value, head_dim), nested((4, 4), head_dim=head_dim), driver.shared_limit(capability)
+    assert cuda_format.refuses_low(layout, (low,)) is None
+    cols = cuda_format.columns(head_dim, columns, [layout])
+    kernel = cuda_format.kernel_for(layout, head_dim, cols, "bfloat16", "bfloat16", False, limit, low=low, page_lse=page_lse)
+    assert kernel.shared_bytes <= limit
+    resources = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability)).resources("attend")
+    assert resources.spill_bytes == 0, resources
+    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")])
@@ -111,6 +131,10 @@ def test_close_kernels_compile_without_spills(dtype, capability):
         binary = cuda_compile.compile_source(FOLDER / "close_pages", "close.cu", close_cuda.defines(layout, dtype), driver.arch_of(capability))
         for name in ("close_pages", "append_tokens"):
             assert binary.resources(name).spill_bytes == 0
+    tiered = schemes.get("tiered")
+    for key, value, bits in ((tiered.key, tiered.value, (4, 4)), (spec("int3"), spec("int2", center="channel"), (2, 4))):
+        defines = close_cuda.defines(layout_of(key, value), dtype, nested(bits))
+        assert cuda_compile.compile_source(FOLDER / "close_pages", "close.cu", defines, driver.arch_of(capability)).resources("close_pages").spill_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -125,8 +149,9 @@ def test_close_kernels_compile_without_spills(dtype, capability):
 )
 def test_dequantize_kernels_compile_without_spills(key, value, dtype):
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
-    binary = cuda_compile.compile_source(FOLDER / "dequantize_pages", "dequantize.cu", dequantize_cuda.defines(layout, dtype), "sm_80")
-    assert binary.resources("dequantize_pages").spill_bytes == 0
+    for low in (None, nested((4, 2))) if key.number_format.kind == "int" else (None,):
+        binary = cuda_compile.compile_source(FOLDER / "dequantize_pages", "dequantize.cu", dequantize_cuda.defines(layout, dtype, low), "sm_80")
+        assert binary.resources("dequantize_pages").spill_bytes == 0
 
 
 @pytest.mark.parametrize("columns", [128, 127])

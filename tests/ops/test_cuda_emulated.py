@@ -14,21 +14,23 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from ops.cuda_cases import Case, build, relative_error
-from ops.test_cuda_attend import LIMIT, both
+from ops.test_cuda_attend import LIMIT, TIERED, asked, both, spec
 from ops.test_cuda_kvquant import direct, of, static
 
 from kvbits import ops
 from kvbits.ops.attend_pages import cuda, reference
+from kvbits.spec import PerChannel, PerGroup
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
 FOLDER = Path(ops.__file__).parent
 BLOCKS = 3
 
 
-def compiled(kernel, folder: Path) -> ctypes.CDLL:
+def compiled(kernel, folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
     here = Path(__file__).parent / "emulated"
     sources = [*(FOLDER / "attend_pages").glob("*.cuh"), FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "attend.cpp"]
     for path in sources:
@@ -39,19 +41,22 @@ def compiled(kernel, folder: Path) -> ctypes.CDLL:
         text = text.replace(gpu_only, "")
     (folder / "attend.h").write_text(text)
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in kernel.defines))
-    command = ["g++", "-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-shared", "-fPIC", f"-I{folder}", str(folder / "attend.cpp"), "-o", str(folder / "attend.so")]
-    subprocess.run(command, check=True)
+    options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-shared", "-fPIC", f"-I{folder}", f"-D__CUDA_ARCH__={10 * (10 * capability[0] + capability[1])}"]
+    subprocess.run(["g++", *options, str(folder / "attend.cpp"), "-o", str(folder / "attend.so")], check=True)
     return ctypes.CDLL(str(folder / "attend.so"))
 
 
 @pytest.fixture
-def emulated(monkeypatch, tmp_path):
+def emulated(request, monkeypatch, tmp_path):
+    """A GPU of three multiprocessors and the compute capability that the test names, Hopper's if none."""
+    capability = getattr(request, "param", (9, 0))
+
     def load(kernel, device_index):
-        library = compiled(kernel, tmp_path)
+        library = compiled(kernel, tmp_path, capability)
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid))
 
     monkeypatch.setattr(cuda, "_load", load)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=BLOCKS))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
 
@@ -60,6 +65,13 @@ def cases():
     yield Case(**both("int4"), lengths=(333, 0, 70), tail=20, sinks=1)
     yield Case(**of("nuq4-1%"), lengths=(333, 0, 70), tail=20, sinks=1)
     yield Case(**static("nuq3-1%"), lengths=(333, 70), head_dim=64, group=8)
+    ragged = {"lengths": (700, 0, 333, 70), "tail": 20, "sinks": 3}
+    yield Case(**TIERED, **ragged, low=(4, 4))
+    yield Case(**TIERED, **ragged, low=(4, 4), head_dim=64, group=3, num_queries=5, page_size=32)
+    yield Case(**both("int4"), **ragged, low=(4, 4), softcap=20.0, page_size=128, crop=13)
+    yield Case(key=spec("int4", PerChannel(), static=True, symmetric=False), value=spec("int4", PerChannel()), **ragged, low=(4, 4), window=300)
+    yield Case(key=spec("int4", PerGroup(32), symmetric=False), value=spec("int8"), **ragged, low=(4, 0))
+    yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **ragged, low=(0, 4))
     if os.environ.get("KVBITS_TEST_ALL_KERNELS"):
         yield from (dataclasses.replace(c, lengths=(500 if c.window else 333, 70)) for c in direct())
 
@@ -67,12 +79,24 @@ def cases():
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_the_kernel_computes_what_the_reference_does(case, emulated):
     call, q, _ = build(case, "cpu")
-    plan = cuda.Plan(call, q.shape[2], q.dtype, torch.device("cpu", 0), num_queries=case.num_queries)
+    shares = case.low is not None and asked(call, q)
+    plan = cuda.Plan(shares or call, q.shape[2], q.dtype, torch.device("cpu", 0), num_queries=case.num_queries)
     plan.device = q.device
     plan.out.fill_(float("nan"))
-    out, lse = plan.run(q)
-    want, want_lse = reference.attend(q, call, plan.q_positions.long(), torch.float64)
+    out, lse = plan.run(q, page_lse=shares.page_lse) if shares else plan.run(q)
+    judge = asked(call, q) if shares else call
+    want, want_lse = reference.attend(q, judge, plan.q_positions.long(), torch.float64)
+    if shares:
+        seen = np.isfinite(judge.page_lse)
+        assert np.array_equal(np.isfinite(shares.page_lse), seen)
+        np.testing.assert_allclose(shares.page_lse[seen], judge.page_lse[seen], rtol=1e-3, atol=1e-2)
     assert relative_error(out, want) < LIMIT
     finite = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse), finite)
     torch.testing.assert_close(lse[finite].double(), want_lse[finite], rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])
+def test_rings_without_the_copy_engine(emulated):
+    """Lanes copy and arrive one by one, in rings of two slots a warp: a chunk and its low plane take both."""
+    test_the_kernel_computes_what_the_reference_does(Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=3, low=(4, 4), group=2), None)

@@ -17,7 +17,9 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+#ifndef __CUDA_ARCH__
 #define __CUDA_ARCH__ 900
+#endif
 #define __global__
 #define __align__(n) alignas(n)
 #define __grid_constant__
@@ -155,6 +157,11 @@ inline T __shfl_sync(u32, T v, int from) {
   together(1, [](Warp& w) { for (int i = 0; i < 32; ++i) w.out[i][0] = w.in[w.in[i][1]][0]; });
   return bits_as<T>(my_warp().out[my_lane()][0]);
 }
+inline bool __shfl_sync(u32 lanes, bool v, int from) { return __shfl_sync(lanes, int(v), from); }
+inline i64 __shfl_sync(u32 lanes, i64 v, int from) {
+  const u64 low = __shfl_sync(lanes, u32(v), from), high = __shfl_sync(lanes, u32(u64(v) >> 32), from);
+  return i64(high << 32 | low);
+}
 template <class T>
 inline T __shfl_xor_sync(u32 lanes, T v, int mask) { return __shfl_sync(lanes, v, my_lane() ^ mask); }
 
@@ -241,6 +248,12 @@ inline void copy_bulk(u32 to, i64 from, u32 bytes, u32 at, u64) {
   transaction(at).bytes -= bytes;
   complete(transaction(at));
 }
+/// Copies land at once, so all that a lane's arrival says is that it is there.
+inline void copy_async_16(u32 to, i64 from) {
+  if (to % 16 || from % 16) fail("an asynchronous copy is not of 16-byte pieces", to);
+  memcpy(shared + to, reinterpret_cast<const void*>(from), 16);
+}
+inline void copy_async_arrive(u32 at) { barrier_arrive(at); }
 inline uint4 load_global_once(i64 from, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(from) : uint4{}; }
 template <class T>
 inline T load_global_l2(const T* p) { return *p; }

@@ -14,10 +14,14 @@
 #if HAS_PACKED
 // A warp must be the only reader of its slots: to wait for a slot's next filling, it has to have seen the one before (a barrier knows only odd and even).
 static_assert(SLOTS % WARPS == 0, "a slot for each warp, or several");
+static_assert(!HAS_LOW || SLOTS >= 2 * WARPS, "a chunk and its low plane are in the ring together");
 
 struct Ring {
     u64 full[SLOTS], empty[SLOTS];
     int2 tokens[SLOTS];          // position of the first, visible ones
+#if HAS_LOW
+    u32 next[WARPS];             // each warp's next chunk of the block, each low plane counting as one more
+#endif
 };
 
 /// First chunk of a segment that belongs to a warp.
@@ -25,7 +29,13 @@ DEVICE int first_chunk_of(const Segment& s, int warp) { return (warp + WARPS - s
 
 /// One lane's place in its warp's chunks: lane w of the producer serves consumer warp w.
 struct Cursor {
-    int segment, k, chunk;       // k: chunk inside the segment, -1 before it is entered; chunk: of the block
+    int segment, k, chunk;       // k: chunk inside the segment, -1 before it is entered; chunk: of the block, each low plane counting as one more
+    bool low;                    // the chunk's low plane comes next
+
+    DEVICE Cursor next(const Args& a) const {
+        if (HAS_LOW && !low && a.parts[a.segments[segment].part].low_head_bytes) return {segment, k, chunk + WARPS, true};
+        return {segment, k + WARPS, chunk + WARPS, false};
+    }
 
     /// Moves to the next packed chunk; false at the end.
     DEVICE bool settle(const Args& a, int warp) {
@@ -63,21 +73,28 @@ struct Source {
     i64 address = 0, offset = 0;
     int2 all = {0, 0};           // the page's first position and visible tokens
     int chunk = 0;
+    bool low = false;            // of low planes
 
     DEVICE Source() {}
-    DEVICE Source(const Args& a, const Segment& s, int k) {
+    DEVICE Source(const Args& a, const Segment& s, int k, bool low) : low(HAS_LOW && low) {
         int at = s.first_chunk + k, entry = s.first_entry + at / CHUNKS_PER_PAGE;
         chunk = at % CHUNKS_PER_PAGE;
-        offset = a.layer * a.parts[s.part].layer_stride + i64(s.unit / a.column_blocks % a.num_kv_heads) * a.parts[s.part].head_bytes;
-        address = a.page_address[entry];
+        const Part& part = a.parts[s.part];
+        const i64* addresses = this->low ? a.low_address : a.page_address;
+        const i64 head = s.unit / a.column_blocks % a.num_kv_heads;
+        offset = this->low ? a.layer * part.low_layer_stride + head * part.low_head_bytes : a.layer * part.layer_stride + head * part.head_bytes;
+        address = addresses[entry];
         all = a.page_tokens[entry];
         // Under load a miss waits behind all the ring's bytes, microseconds: the tables are fetched rounds ahead.
         int later = min(entry + 8 * WARPS / CHUNKS_PER_PAGE, s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE);
-        prefetch_l1(a.page_address + later);
+        prefetch_l1(addresses + later);
         prefetch_l1(a.page_tokens + later);
     }
     DEVICE i64 page() const { return address + offset; }
     DEVICE int2 tokens() const { return {all.x + chunk * CHUNK, min(all.y - chunk * CHUNK, CHUNK)}; }
+    DEVICE int bytes() const { return HAS_LOW && low ? LOW_BYTES : CHUNK_BYTES; }
+    DEVICE int first_piece(const Args& a) const { return HAS_LOW && low ? a.num_pieces : 0; }
+    DEVICE int last_piece(const Args& a) const { return HAS_LOW && low ? a.num_pieces + a.num_low_pieces : a.num_pieces; }
 };
 
 /// While the kernel ahead ends: page tables, which no kernel writes, and the first pages as far as L2, where a late write would still be seen.
@@ -87,25 +104,28 @@ DEVICE void prefetch_first_chunks(const Args& a, int lane) {
     const Segment& s = a.segments[blockIdx.x];
     if (s.unit < 0 || a.parts[s.part].raw) return;
     for (int k = lane; k < min(s.num_chunks, PREFETCH_CHUNKS); k += 32) {
-        Source from(a, s, k);
-        for (int p = 0; p < a.num_pieces; ++p) prefetch_l2(from.page() + a.pieces[p].from + from.chunk * a.pieces[p].step, a.pieces[p].bytes);
+        for (int low = 0; low <= (HAS_LOW && a.parts[s.part].low_head_bytes != 0); ++low) {
+            Source from(a, s, k, low);
+            for (int p = from.first_piece(a); p < from.last_piece(a); ++p)
+                prefetch_l2(from.page() + a.pieces[p].from + from.chunk * a.pieces[p].step, a.pieces[p].bytes);
+        }
     }
 #endif
 }
 
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
-    Cursor at = {int(blockIdx.x), -1, lane};
+    Cursor at = {int(blockIdx.x), -1, lane, false};
     bool more = lane < WARPS && at.settle(a, lane);
 #if __CUDA_ARCH__ >= 900
     u64 policy = read_once_policy();
 #endif
     Source from;
-    if (more) from = Source(a, a.segments[at.segment], at.k);
+    if (more) from = Source(a, a.segments[at.segment], at.k, false);
     while (__any_sync(ALL_LANES, more)) {
-        Cursor next = {at.segment, at.k + WARPS, at.chunk + WARPS};
+        Cursor next = HAS_LOW && !more ? at : at.next(a);
         Source ahead;  // looked up now, needed after this round's waiting
         const bool another = more && next.settle(a, lane);
-        if (another) ahead = Source(a, a.segments[next.segment], next.k);
+        if (another) ahead = Source(a, a.segments[next.segment], next.k, next.low);
 #if HAS_LEVELS && __CUDA_ARCH__ >= 900
         // Where a warp has one slot, it waits for all of its next page's way; so that comes as far as L2 before.
         if (another && SLOTS == WARPS) prefetch_l2(ahead.page(), CHUNK_BYTES);
@@ -117,8 +137,8 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             u32 full = shared_address(&ring.full[place]), slot = shared_address(slots + place * SLOT_BYTES);
             barrier_wait(shared_address(&ring.empty[place]), parity);
             ring.tokens[place] = from.tokens();
-            barrier_arrive_expect(full, CHUNK_BYTES);
-            for (int i = 0; i < a.num_pieces; ++i) {
+            barrier_arrive_expect(full, from.bytes());
+            for (int i = from.first_piece(a); i < from.last_piece(a); ++i) {
                 Piece piece = a.pieces[i];
                 copy_bulk(slot + piece.to, from.page() + piece.from + from.chunk * piece.step, piece.bytes, full, policy);
             }
@@ -128,13 +148,14 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             if (!__shfl_sync(ALL_LANES, more, w)) continue;
             int at_w = __shfl_sync(ALL_LANES, place, w), ch = __shfl_sync(ALL_LANES, from.chunk, w);
             i64 page = __shfl_sync(ALL_LANES, from.page(), w);
+            const int first = __shfl_sync(ALL_LANES, from.first_piece(a), w), last = __shfl_sync(ALL_LANES, from.last_piece(a), w);
             barrier_wait(shared_address(&ring.empty[at_w]), __shfl_sync(ALL_LANES, parity, w));
             u32 slot = shared_address(slots + at_w * SLOT_BYTES), full = shared_address(&ring.full[at_w]);
             if (lane == w) {
                 ring.tokens[at_w] = from.tokens();
                 barrier_arrive(full);
             }
-            for (int i = 0; i < a.num_pieces; ++i) {
+            for (int i = first; i < last; ++i) {
                 Piece piece = a.pieces[i];
                 for (int at16 = lane * 16; at16 < piece.bytes; at16 += 512) copy_async_16(slot + piece.to + at16, page + piece.from + ch * piece.step + at16);
             }
@@ -164,7 +185,7 @@ DEVICE int walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int w
         int2 tokens = a.page_tokens[entry];
         if (tokens.y <= token) continue;
         i64 offset = i64(token) * D * 2;
-        walk.step(a, see, softmax, page + part.k_raw + offset, page + part.v_raw + offset, tokens.x + token, tokens.y - token, g, c);
+        walk.step(a, see, softmax, page + part.k_raw + offset, page + part.v_raw + offset, tokens.x + token, tokens.y - token, LseRow::of(a, u, entry, token / 32), g, c);
     }
     return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
 }
@@ -195,6 +216,30 @@ DEVICE int walk_levels(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     return finish_segment(a, walk, softmax, V_HAS_BIAS ? walk.bias_sum : nullptr, D, merge, thread / 32, thread % 32);
 }
 #elif HAS_PACKED
+/// One chunk of a warp's from the ring, and its low plane from the slot after that.
+struct Place {
+    u32 slot, turn;              // of the ring; which filling of that slot
+
+    DEVICE explicit Place(u32 chunk) : slot(chunk % SLOTS), turn(chunk / SLOTS & 1) {}
+    DEVICE void wait(Ring& ring) const { barrier_wait(shared_address(&ring.full[slot]), turn); }
+    DEVICE void give_back(Ring& ring) const { barrier_arrive(shared_address(&ring.empty[slot])); }
+};
+
+template <bool LOW>
+DEVICE void walk_chunk(const Args& a, Unit u, PackedWalk& walk, const Visible& see, Softmax& softmax, Ring& ring, const unsigned char* slots, int k, u32 chunk, int lane) {
+    const Place place(chunk), fine(chunk + WARPS);
+    place.wait(ring);
+    if (LOW) fine.wait(ring);
+    const int2 tokens = ring.tokens[place.slot];
+    const unsigned char *slot = slots + place.slot * SLOT_BYTES, *low = slots + fine.slot * SLOT_BYTES;
+    const LseRow lse = PAGE_LSE ? LseRow::of(a, u, k / CHUNKS_PER_PAGE, k % CHUNKS_PER_PAGE * (CHUNK / (32 * UNITS))) : LseRow();
+    if (tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to) walk.chunk<false, LOW>(a, see, softmax, slot, low, tokens.x, tokens.y, lse, lane);
+    else if (tokens.y > 0) walk.chunk<true, LOW>(a, see, softmax, slot, low, tokens.x, tokens.y, lse, lane);
+    __syncwarp();
+    if (lane == 0) place.give_back(ring);
+    if (LOW && lane == 0) fine.give_back(ring);
+}
+
 DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int warp, int lane) {
     const Segment& s = merge.segment;
     stage_queries(merge.staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
@@ -205,14 +250,17 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     walk.start(a, merge.staged, u, part, lane / 4, lane % 4);
 #pragma unroll 1
     for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
-        const u32 chunk = s.chunks_before + k, place = chunk % SLOTS;
-        barrier_wait(shared_address(&ring.full[place]), chunk / SLOTS & 1);
-        int2 tokens = ring.tokens[place];
-        const unsigned char* slot = slots + place * SLOT_BYTES;
-        if (tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to) walk.chunk<false>(a, see, softmax, slot, tokens.x, tokens.y, lane);
-        else if (tokens.y > 0) walk.chunk<true>(a, see, softmax, slot, tokens.x, tokens.y, lane);
+        const int of_page = s.first_entry * CHUNKS_PER_PAGE + s.first_chunk + k;
+#if HAS_LOW
+        const u32 chunk = ring.next[warp];
+        const bool low = part.low_head_bytes != 0;
+        if (low) walk_chunk<true>(a, u, walk, see, softmax, ring, slots, of_page, chunk, lane);
+        else walk_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, chunk, lane);
+        if (lane == 0) ring.next[warp] = chunk + (low ? 2 * WARPS : WARPS);
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&ring.empty[place]));
+#else
+        walk_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, s.chunks_before + k, lane);
+#endif
     }
     constexpr bool has_bias_sum = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
     return finish_segment(a, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
@@ -234,6 +282,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
     unsigned char* slots = shared + FIRST;
     Ring& ring = *reinterpret_cast<Ring*>(slots + SLOTS * SLOT_BYTES);
     Merge& merge = *reinterpret_cast<Merge*>(slots + SLOTS * SLOT_BYTES + (sizeof(Ring) + 15) / 16 * 16);
+#if HAS_LOW
+    if (threadIdx.x < WARPS) ring.next[threadIdx.x] = threadIdx.x;
+#endif
     if (threadIdx.x < SLOTS) {
         // A bulk copy arrives once, for its lane; asynchronous copies arrive once per lane, and the lane that wrote `tokens` once more.
         barrier_init(shared_address(ring.full + threadIdx.x), __CUDA_ARCH__ >= 900 ? 1 : 33);

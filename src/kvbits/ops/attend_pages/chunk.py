@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ...errors import DataError
+from ..cuda.side import refuses_low
 from ..dequantize_pages.cuda import Unpacker, refuses_layout
 from ..merge_partials.reference import merge_partials
 from ..types import AttendCall, last_positions
@@ -34,9 +35,9 @@ def refuses(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_querie
         return "it has a sliding window or a softcap"
     if layout.head_dim % 8 or layout.head_dim > 256:
         return f"head_dim={layout.head_dim} is not a multiple of 8 up to 256"
-    if any(p.low for p in call.parts):
-        return "low planes have no GPU kernel yet"
-    return next((why for p in call.parts if (why := refuses_layout(p.store.layout, q_dtype))), None)
+    if call.page_lse is not None:
+        return "it asks for log-sum-exps by page"
+    return next((why for p in call.parts if (why := refuses_layout(p.store.layout, q_dtype) or refuses_low(len(p.low)))), None)
 
 
 def flash_attention(
@@ -135,7 +136,8 @@ class ChunkPlan:
             p = self.call.parts[part]
             addresses = torch.from_numpy(p.store.addresses()[p.table.page_ids[ids]]).to(self.device)
             starts_of = torch.from_numpy(p.table.starts[ids].astype(np.int32)).to(self.device)
-            unpackers.append(Unpacker(p.store, self.dtype, addresses, torch.from_numpy(rows).to(self.device), strides[part], starts_of))
+            low = (p.low[0], torch.from_numpy(p.low[0].addresses()[p.table.low[0][ids]]).to(self.device)) if p.low else None
+            unpackers.append(Unpacker(p.store, self.dtype, addresses, torch.from_numpy(rows).to(self.device), strides[part], starts_of, low))
         return _Pass(first, last, starts.tolist(), unpackers)
 
 

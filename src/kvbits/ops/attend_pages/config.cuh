@@ -18,6 +18,8 @@ struct Part {
     i64 layer_stride;            // bytes from a page of one layer to the same page of the next
     int head_bytes, chunks_per_page, raw;
     int k_raw, v_raw;            // offsets inside a raw struct
+    int low_head_bytes;          // of the struct of low planes; 0 if the part's pages have none
+    i64 low_layer_stride;        // as `layer_stride`
     const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D]; null if none
     const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; kernels with HAS_LEVELS
     const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; kernels with HAS_LEVELS
@@ -32,7 +34,7 @@ struct Segment {
     int padding[2];
 };
 
-/// One run of bytes of a chunk: from `page + from + chunk * step` to `slot + to`.
+/// One run of bytes of a chunk, or of its low planes: from `page + from + chunk * step` to `slot + to`.
 struct Piece { int from, step, to, bytes; };
 constexpr int MAX_PIECES = 40;
 
@@ -44,13 +46,15 @@ struct Args {
     const Segment* segments;
     const i64* page_address;     // [entries], layer 0, kv head 0
     const int2* page_tokens;     // [entries]: position of the first token, visible tokens
+    const i64* low_address;      // [entries]: of the low planes' structs, as `page_address`; kernels with HAS_LOW
+    float* page_lse;             // [entries][lse_rows][T][Hq]: log-sum-exp of each step over a page's tokens; kernels with PAGE_LSE
     float* partial;              // [slots][COLS][D]
     float2* partial_ml;          // [slots][COLS]: reference exponent (log2), sum
     int* arrived;                // [units], zero between launches
     i64 q_stride_b, q_stride_t, q_stride_h;
     int num_queries, group, num_kv_heads, column_blocks, layer, window;  // window: 2**30 if none
     float scaling, softcap;
-    int num_pieces;
+    int num_pieces, num_low_pieces, lse_rows;  // pieces of low planes follow those of pages
     Piece pieces[MAX_PIECES];
     Part parts[4];
 };

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...errors import DataError, UnsupportedError
-from ...spec import PageLayout
+from ...spec import LowLayout, PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
 from ..cuda.side import turns_of
@@ -24,7 +24,7 @@ from ..types import AttendCall, Part, kvquant_extras, last_positions
 from . import chunk, levels_format
 from .break_even import small_on_gpu
 from .chunk import ChunkPlan
-from .cuda_format import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout
+from .cuda_format import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout, refuses_low
 from .schedule import PartWork, chunks_per_sequence, schedule
 
 MAX_PARTS = 4
@@ -66,13 +66,15 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
         return f"{len(call.parts)} parts are more than {MAX_PARTS}"
     if num_q_heads % call.parts[0].store.layout.num_kv_heads:
         return f"{num_q_heads} query heads are no multiple of {call.parts[0].store.layout.num_kv_heads} kv heads"
-    if call.page_lse is not None:
-        return "log-sum-exps by page have no GPU kernel yet"
+    if call.page_lse is not None and _is_kvquant(call):
+        return "log-sum-exps by page of KVQuant's formats have no CUDA kernel"
+    low: dict[PageLayout, LowLayout] = {}
     for part in call.parts:
-        if part.low:
-            return "low planes have no GPU kernel yet"
-        if why := refuses_layout(part.store.layout, shared_limit):
+        layout, fine = part.store.layout, tuple(s.layout for s in part.low)
+        if why := refuses_layout(layout, shared_limit) or refuses_low(layout, fine):
             return why
+        if fine and low.setdefault(layout, fine[0]) != fine[0]:
+            return "pages of one layout have low planes of different widths"
     if len({p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw}) > 1:
         return "raw parts differ in dtype"
     return None
@@ -81,7 +83,7 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
 class _Part(ctypes.Structure):
     _fields_ = [
         ("layer_stride", ctypes.c_int64), ("head_bytes", ctypes.c_int), ("chunks_per_page", ctypes.c_int), ("raw", ctypes.c_int),
-        ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int),
+        ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int), ("low_head_bytes", ctypes.c_int), ("low_layer_stride", ctypes.c_int64),
         ("k_scale", ctypes.c_void_p), ("k_bias", ctypes.c_void_p), ("v_scale", ctypes.c_void_p), ("v_bias", ctypes.c_void_p),
         ("k_level", ctypes.c_void_p), ("v_level", ctypes.c_void_p), ("turns", ctypes.c_void_p),
     ]  # fmt: skip
@@ -92,10 +94,11 @@ class _Args(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "partial", "partial_ml", "arrived")),
+            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "page_lse", "partial", "partial_ml", "arrived")),
         *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
         *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
-        ("scaling", ctypes.c_float), ("softcap", ctypes.c_float), ("num_pieces", ctypes.c_int),
+        ("scaling", ctypes.c_float), ("softcap", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows")),
         ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", _Part * MAX_PARTS),
     ]  # fmt: skip
 
@@ -125,7 +128,8 @@ class Plan:
         num_q_heads: query heads.
         q_dtype: dtype of the queries and of the output.
         num_queries: query tokens per sequence.
-        layer_strides: bytes from a page of one layer to the same page of the next, one per part; 0 where `run` is only called for layer 0.
+        layer_strides: bytes from a page of one layer to the same page of the next, one per part; 0 where `run` is only called for layer 0. Low planes
+            of layers lie side by side wherever the pages do.
         shape: launch shape to use instead of the measured choice (for tuning).
 
     Attributes:
@@ -156,7 +160,9 @@ class Plan:
         raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), DTYPES[q_dtype])
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
         layouts: list[PageLayout | None] = [*packed] or [None]
-        kernels = [kernel_for(k, d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape) for k in layouts]
+        low: dict[PageLayout | None, LowLayout] = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
+        common = (d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
+        kernels = [kernel_for(k, *common, low=low.get(k), page_lse=call.page_lse is not None) for k in layouts]
         work = self._work(call.parts, packed, kernels)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         chunks = [sum(int(w.num_chunks.sum()) for w in work if w.launch == i) * heads * column_blocks for i in range(len(kernels))]
@@ -167,16 +173,20 @@ class Plan:
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
             num_kv_heads=heads, column_blocks=column_blocks, layer=0, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
             softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
+            **(self._page_lse_rows(work, kernels, num_q_heads) if call.page_lse is not None else {}),
         )  # fmt: skip
         for i, part in enumerate(call.parts):
             args.parts[i] = self._part(part, kernels, packed, layer_strides[i] if layer_strides else 0)
         self._launches = [self._launch(k, args, lists[i], blocks[i], layouts[i]) for i, k in enumerate(kernels)]
 
-    def run(self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, page_lse: np.ndarray | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of q [B, num_queries, Hq, D] over the planned pages of `layer`.
 
         Args:
             q_positions: int32 or int64 [B, num_queries] on the device, kept for later runs; negative marks padding, which sees nothing.
+            page_lse: for plans of a call that asks for it, where it goes (see `AttendCall`); this waits for the GPU.
 
         Returns:
             The plan's own `out` and `lse`, overwritten by its next run.
@@ -195,6 +205,11 @@ class Plan:
             args.q, args.layer = q.data_ptr(), layer
             args.q_stride_b, args.q_stride_t, args.q_stride_h = q.stride()[:3]
             launch.loaded.launch(launch.blocks, launch.kernel.threads, args, stream)
+        if page_lse is not None:
+            found = torch.logsumexp(self._steps_lse, 1).cpu().numpy()
+            if page_lse.shape != found.shape or page_lse.dtype != found.dtype:
+                raise DataError(f"page_lse must be a float32 array {list(found.shape)}, got {page_lse.dtype} {list(page_lse.shape)}")
+            page_lse[...] = found
         return self.out, self.lse
 
     def explain(self) -> str:
@@ -202,6 +217,8 @@ class Plan:
         lines = []
         for launch in self._launches:
             what = "raw pages" if launch.layout is None else f"{launch.layout.key.format}/{launch.layout.value.format} pages (and raw ones)"
+            if launch.kernel.low_pieces:
+                what = what.replace(" (", " with and without low planes (")
             s = launch.kernel.shape
             lines.append(f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight")
         table_tokens = max((int((p.table.starts + p.table.lengths).max()) for p in self.call.parts if p.table.num_pages), default=0)
@@ -222,7 +239,7 @@ class Plan:
             launch = packed.index(layout) if layout in packed else 0
             tokens = RAW_CHUNK if layout.key.is_raw else kernels[launch].shape.chunk
             count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
-            cost = layout.head_bytes * tokens // layout.page_size
+            cost = (layout.head_bytes + sum(s.layout.head_bytes for s in part.low)) * tokens // layout.page_size
             work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, cost, launch, not layout.key.is_raw))
             first += table.num_pages
         return work
@@ -230,7 +247,20 @@ class Plan:
     def _tables(self, parts: tuple[Part, ...]) -> dict[str, int]:
         addresses = np.concatenate([p.store.addresses()[p.table.page_ids] for p in parts])
         tokens = np.concatenate([np.stack([p.table.starts, p.table.lengths], 1).astype(np.int32) for p in parts])
-        return {"page_address": self._upload(addresses).data_ptr(), "page_tokens": self._upload(tokens).data_ptr()}
+        tables = {"page_address": self._upload(addresses).data_ptr(), "page_tokens": self._upload(tokens).data_ptr()}
+        if any(p.low for p in parts):
+            fine = [p.low[0].addresses()[p.table.low[0]] if p.low else np.zeros(p.table.num_pages, np.int64) for p in parts]
+            tables["low_address"] = self._upload(np.concatenate(fine)).data_ptr()
+        return tables
+
+    def _page_lse_rows(self, work: list[PartWork], kernels: list[Kernel], num_q_heads: int) -> dict[str, int]:
+        """Where each step over a page's tokens puts its log-sum-exps: -inf where no query sees any of them, since such steps are left out."""
+        steps = [
+            -(-p.store.layout.page_size // (32 * kernels[w.launch].shape.units if w.packed else RAW_CHUNK)) for p, w in zip(self.call.parts, work, strict=True)
+        ]
+        pages = sum(p.table.num_pages for p in self.call.parts)
+        self._steps_lse = torch.full((pages, max(steps), self.num_queries, num_q_heads), -torch.inf, device=self.device)
+        return {"page_lse": self._steps_lse.data_ptr(), "lse_rows": max(steps)}
 
     def _scratch(self, num_slots: int, cols: int, d: int, units: int) -> dict[str, int]:
         partial = torch.empty(max(num_slots, 1), cols, d, device=self.device)
@@ -247,7 +277,10 @@ class Plan:
         static = {name: self._static(x, layout) for name, x in part.store.static.items() if name.endswith(("_scale", "_bias"))}
         if kvquant_extras(layout):
             static |= self._levels(part)
-        return _Part(layer_stride=layer_stride, head_bytes=layout.head_bytes, chunks_per_page=-(-layout.page_size // tokens), raw=raw, **offsets, **static)
+        fine = part.low[0].layout if part.low else None
+        low = {"low_head_bytes": fine.head_bytes, "low_layer_stride": fine.page_size_bytes if layer_stride else 0} if fine else {}
+        pages = {"layer_stride": layer_stride, "head_bytes": layout.head_bytes, "chunks_per_page": -(-layout.page_size // tokens), "raw": raw}
+        return _Part(**pages, **low, **offsets, **static)
 
     def _levels(self, part: Part) -> dict[str, int]:
         """What the codes of a part's pages stand for, and how its keys are turned."""
@@ -267,7 +300,8 @@ class Plan:
         mine = _Args.from_buffer_copy(args)
         mine.segments = self._upload(segments).data_ptr()
         mine.num_pieces = len(kernel.pieces)
-        for i, piece in enumerate(kernel.pieces):
+        mine.num_low_pieces = len(kernel.low_pieces)
+        for i, piece in enumerate((*kernel.pieces, *kernel.low_pieces)):
             mine.pieces[i] = (ctypes.c_int * 4)(*piece)
         return _Launch(kernel, _load(kernel, self.device.index), mine, blocks, layout)
 
@@ -292,4 +326,7 @@ def plan(
 
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run once: out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32 (see the reference for the contract)."""
-    return plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1]).run(q.contiguous(), q_positions)
+    made = plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1])
+    if isinstance(made, Plan):
+        return made.run(q.contiguous(), q_positions, page_lse=call.page_lse)
+    return made.run(q.contiguous(), q_positions)

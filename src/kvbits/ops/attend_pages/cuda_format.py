@@ -5,11 +5,14 @@ The numbers of warps and stages are the measured best on Hopper (docs/log-gpu.md
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import overload
 
 from ...errors import UnsupportedError
-from ...spec import DTYPE_BYTES, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ...spec import DTYPE_BYTES, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ..cuda import side
 from ..types import kvquant_extras
 from . import levels_format
 
@@ -22,6 +25,8 @@ RING_BYTES = 144 << 10
 PREFETCH_BYTES = 160 << 10
 """Of a block's first pages, asked for as far as L2 while the kernel ahead ends: what its last 5 us would otherwise leave unread."""
 STATIC, GROUP, CHANNEL = 0, 1, 2
+LOW_BITS = 4
+"""Width of the low planes that attend.cu reads, and of the codes they refine."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +73,40 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
     return None
 
 
+def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:
+    """Why attend.cu cannot read pages of this layout with these low planes, or None."""
+    if why := side.refuses_low(len(low)):
+        return why
+    for fine in low:
+        if extras := kvquant_extras(layout):
+            return f"{extras}: low planes have no CUDA kernel"
+        for spec, bits in ((layout.key, fine.key_bits), (layout.value, fine.value_bits)):
+            if bits and (spec.format, bits) != (f"int{LOW_BITS}", LOW_BITS):
+                return f"a low plane of {bits} bits under {spec.format} codes; the CUDA kernels read {LOW_BITS} bits under int{LOW_BITS}"
+        tokens = _chunk_tokens(layout)
+        if len(_pieces(layout, tokens)) + len(_pieces(fine, tokens)) > MAX_PIECES:
+            return f"a chunk of this layout and its low planes is cut from more than {MAX_PIECES} places of their pages"
+    return None
+
+
 def _scale_kind(spec: QuantSpec) -> int:
     if spec.static:
         return STATIC
     return CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
 
 
-def chunk_layout(layout: PageLayout, tokens: int) -> PageLayout:
+@overload
+def chunk_layout(layout: PageLayout, tokens: int) -> PageLayout: ...
+@overload
+def chunk_layout(layout: LowLayout, tokens: int) -> LowLayout: ...
+def chunk_layout(layout: PageLayout | LowLayout, tokens: int) -> PageLayout | LowLayout:
     """A chunk in shared memory is laid out like a page of that many tokens."""
+    if isinstance(layout, LowLayout):
+        return dataclasses.replace(layout, page_size=tokens, num_kv_heads=1)
     return PageLayout(key=layout.key, value=layout.value, page_size=tokens, num_kv_heads=1, head_dim=layout.head_dim, raw_dtype=layout.raw_dtype)
 
 
-def _used_bytes(layout: PageLayout) -> int:
+def _used_bytes(layout: PageLayout | LowLayout) -> int:
     last = list(layout.sections.values())[-1]
     return -(-(last.offset + last.nbytes) // 16) * 16
 
@@ -91,7 +118,7 @@ def _chunk_tokens(layout: PageLayout) -> int:
     return 32
 
 
-def _pieces(layout: PageLayout, tokens: int) -> list[tuple[int, int, int, int]]:
+def _pieces(layout: PageLayout | LowLayout, tokens: int) -> list[tuple[int, int, int, int]]:
     """(offset in the page, step per chunk, offset in the slot, bytes) of every contiguous run of a chunk."""
     if tokens == layout.page_size:
         return [(0, 0, 0, _used_bytes(layout))]
@@ -135,6 +162,7 @@ class Kernel:
     shape: Shape
     pieces: tuple[tuple[int, int, int, int], ...]
     shared_bytes: int
+    low_pieces: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
     def threads(self) -> int:
@@ -149,14 +177,27 @@ def columns(head_dim: int, num_columns: int, layouts: list[PageLayout]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def kernel_for(
-    layout: PageLayout | None, head_dim: int, cols: int, q_dtype: str, raw_dtype: str, softcap: bool, shared_limit: int, shape: Shape | None = None
+    layout: PageLayout | None,
+    head_dim: int,
+    cols: int,
+    q_dtype: str,
+    raw_dtype: str,
+    softcap: bool,
+    shared_limit: int,
+    shape: Shape | None = None,
+    *,
+    low: LowLayout | None = None,
+    page_lse: bool = False,
 ) -> Kernel:
     """The instantiation for a packed layout (None: only raw pages).
 
     Args:
         shape: launch shape to use instead of the measured choice (for tuning).
+        low: of the low planes that some of the pages have.
+        page_lse: it gives the log-sum-exp of every page too.
     """
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
+    defines["PAGE_LSE"] = int(page_lse)
     if layout is None:
         shape = shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, slots=0, chunk=32, units=1)
         rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
@@ -168,10 +209,10 @@ def kernel_for(
     with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
     has_levels = kvquant_extras(layout) is not None
     if shape is None:
-        shape = _levels_shape(layout, cols, shared_limit) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit)
+        shape = _levels_shape(layout, cols, shared_limit) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None)
         if shape is None:
             raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
-    ring = shape.slots * (slot + 24) + 16 + (levels_format.shared_bytes(layout, shape.warps) if has_levels else 0)
+    ring = shape.slots * (slot + 24) + 16 + (shape.warps * 4 + 16 if low else 0) + (levels_format.shared_bytes(layout, shape.warps) if has_levels else 0)
     rounds = _rounds_at_once(shape.warps, cols, head_dim, with_bias, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, with_bias, rounds)
     defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "SLOTS": shape.slots}
@@ -179,26 +220,34 @@ def kernel_for(
     defines["PREFETCH_CHUNKS"] = PREFETCH_BYTES // slot
     pieces = _pieces(layout, chunk)
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
+    low_pieces = _pieces(low, chunk) if low else []
+    defines["HAS_LOW"] = int(low is not None)
+    defines["LOW_BYTES"] = sum(p[3] for p in low_pieces)
     for prefix, spec in (("K", layout.key), ("V", layout.value)):
         defines |= _format_defines(prefix, spec, chunk_layout(layout, chunk))
+        if low:
+            plane = chunk_layout(low, chunk).sections.get(f"{prefix.lower()}_plane0")
+            defines |= {f"{prefix}_LOW_BITS": LOW_BITS if plane else 0, f"{prefix}_LOW_OFFSET": plane.offset if plane else 0}
     if has_levels:
         defines |= levels_format.defines(layout)
-    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared)
+    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces))
 
 
-def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int) -> Shape:
+def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool) -> Shape:
     two_planes = any(len(s.number_format.planes) > 1 for s in (layout.key, layout.value))
     specs = (layout.key, layout.value)
     extras = any(s.center or (two_planes and (s.has_bias or _scale_kind(s) == CHANNEL or s.num_groups(layout.head_dim) > 2)) for s in specs)
     large = layout.head_dim * cols > 128 * 8 or extras  # what more registers are needed for
     units = 1 if large or chunk % 64 else 2
     spills_at_168 = two_planes or chunk < 64 or layout.head_dim % 64 or (layout.value.has_bias and _scale_kind(layout.value) == CHANNEL)
+    spills_at_168 |= low and cols > 8
     most = 7 if large or slot > 5 << 10 or spills_at_168 else 11
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
-        stages = (shared_limit - 16 - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))
-        if warps <= most and stages >= 2:
-            return Shape(warps, warps * max(2, min(stages, RING_BYTES // (warps * slot))), chunk, units)
-    return Shape(1, 1, chunk, units)
+        ring = 32 + 4 * warps if low else 16
+        stages = (shared_limit - ring - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))
+        if warps <= most and stages >= 2:  # a chunk with a low plane takes two slots: the third holds the start of the next
+            return Shape(warps, warps * min(stages, max(3 if low else 2, RING_BYTES // (warps * slot))), chunk, units)
+    return Shape(1, 2 if low else 1, chunk, units)
 
 
 def _levels_shape(layout: PageLayout, cols: int, shared_limit: int) -> Shape | None:

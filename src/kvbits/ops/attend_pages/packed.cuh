@@ -117,8 +117,8 @@ struct Keys {
     const unsigned char* base;
     int c;
 
-    DEVICE Keys(const unsigned char* slot, int tile, int g, int c)
-        : base(slot + KeyPlane::OFFSET + (2 * tile * UNITS + g / 4) * KeyPlane::WORDS * 64 + g % 4 * 16), c(c) {
+    DEVICE Keys(const unsigned char* plane, int tile, int g, int c)
+        : base(plane + (2 * tile * UNITS + g / 4) * KeyPlane::WORDS * 64 + g % 4 * 16), c(c) {
 #pragma unroll
         for (int u = 0; u < UNITS && HELD; ++u)
 #pragma unroll
@@ -187,8 +187,7 @@ struct Values {
 
     /// Adds codes times weights: weights[group][column tile][unit][first quad, second quad][2 registers].
     template <class Weights>
-    DEVICE void accumulate(const unsigned char* slot, int tile, const Weights& weights, int g, int c) {
-        const unsigned char* base = slot + ValuePlane::OFFSET;
+    DEVICE void accumulate(const unsigned char* plane, int tile, const Weights& weights, int g, int c) {
 #pragma unroll
         for (int pair = 0; pair < ValuePlane::PAIRS; ++pair) {
             int block = 2 * pair + g / 4, quarter = g % 4, width = 16;
@@ -197,7 +196,7 @@ struct Values {
                 width = min(16, ValuePlane::ROW - 16 * block);
                 quarter = min(quarter, width / 4 - 1);
             }
-            const unsigned char* p = base + block * 16 * CHUNK + quarter * 16;
+            const unsigned char* p = plane + block * 16 * CHUNK + quarter * 16;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 int quad = (tile * UNITS + u) * 8 + 2 * c;

@@ -46,7 +46,7 @@ struct RawWalk {
     }
 
     /// Tokens 0 .. 31 at `keys` / `values`, of which `visible` are, the first at `position`.
-    DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, i64 keys, i64 values, int position, int visible, int g, int c) {
+    DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, i64 keys, i64 values, int position, int visible, const LseRow& lse, int g, int c) {
         float s[4][NT][2];
         const i64 my_keys = keys + (4 * g * D + 8 * c) * 2, my_values = values + (8 * c * D + 8 * g) * 2;
 #pragma unroll
@@ -102,6 +102,7 @@ struct RawWalk {
                         for (int r = 0; r < 4; ++r) o[n][h][k][r] *= scale[n][r % 2];
             }
         }
+        float own[NT][2] = {};
         u32 p[NT][4];  // tokens (8c, 8c + 4), (8c + 1, 8c + 5), (8c + 2, 8c + 6), (8c + 3, 8c + 7) of column g
 #pragma unroll
         for (int n = 0; n < NT; ++n)
@@ -109,8 +110,10 @@ struct RawWalk {
                 float p0 = exp2_approx(s[j][n][0]), p1 = exp2_approx(s[j][n][1]);
                 softmax.sum[n][0] += p0;
                 softmax.sum[n][1] += p1;
+                if (PAGE_LSE) own[n][0] += p0, own[n][1] += p1;
                 p[n][j] = transpose_8x8(pack_raw(p0, p1));
             }
+        if (PAGE_LSE) lse.write(a, own, softmax.reference, g, c);
 #pragma unroll
         for (int h = 0; h < RAW_HALVES; ++h) {
 #pragma unroll

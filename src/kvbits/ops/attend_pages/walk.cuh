@@ -12,6 +12,17 @@ using Value1 = Plane<V_BITS1, V_OFFSET1, 0>;
 #endif
 constexpr bool V_PER_CHUNK = V_SCALE == SCALE_CHANNEL;            // outputs are scaled once per chunk
 constexpr bool V_WEIGHT_SUMS = V_HAS_MEAN || (V_PER_CHUNK && V_HAS_BIAS);  // a chunk's sum of weights multiplies a channel vector
+#if HAS_LOW
+// A low plane counts in fifteenths of the code's step (docs/formats.md): its products meet the same queries, and are divided where they are few.
+static_assert(K_LOW_BITS == 0 || (K_LOW_BITS == 4 && K_BITS0 == 4 && K_BITS1 == 0 && K_FLOAT == INTEGER), "low planes of keys refine 4-bit codes by 4 bits");
+static_assert(V_LOW_BITS == 0 || (V_LOW_BITS == 4 && V_BITS0 == 4 && V_BITS1 == 0 && V_FLOAT == INTEGER), "low planes of values refine 4-bit codes by 4 bits");
+constexpr bool K_LOW = K_LOW_BITS > 0, V_LOW = V_LOW_BITS > 0;
+#else
+constexpr bool K_LOW = false, V_LOW = false;
+constexpr int K_LOW_OFFSET = 0, V_LOW_OFFSET = 0;
+#endif
+constexpr u32 LOW_ZERO = 8;
+constexpr float LOW_STEP = 1.f / 15.f;
 constexpr int TOKENS = 4 * UNITS;                                  // of a lane in a step
 
 /// sum over channels of q times `vector`, for the lane's columns 2c, 2c + 1 (+ 8).
@@ -45,6 +56,7 @@ struct PackedWalk {
     float constant[NT][2];             // added to every score: q times a static bias
     float start_sum[K_GROUPS][NT][4];  // what scores start from: minus the zero point times the sum of q
     float one_sum[K_GROUPS][NT][4];    // sum of q, for biases
+    float low_start[K_GROUPS][NT][4];  // as start_sum, of a low plane
     float bias_sum[NT][4];             // row g: weights times the bias of value group g
     float weight_sum[NT][2];           // this chunk's
 
@@ -67,8 +79,7 @@ struct PackedWalk {
             for (int n = 0; n < NT; ++n)
                 for (int e = 0; e < 2; ++e) constant[n][e] *= real_factor * power_of_two(shift);
         }
-        times_constant(start_sum, K_ZERO && K_SCALE != SCALE_CHANNEL ? K_ZERO : 0);
-        negate_start();
+        start_sums(K_SCALE != SCALE_CHANNEL);
         times_constant(one_sum, K_HAS_BIAS && K_SCALE == SCALE_GROUP ? 1 : 0);
         values0.clear();
         if (V_PER_CHUNK) total.clear();
@@ -79,10 +90,17 @@ struct PackedWalk {
         for (int n = 0; n < NT; ++n)
             for (int r = 0; r < 4; ++r) bias_sum[n][r] = 0.f;
     }
-    DEVICE void negate_start() {
+    DEVICE void start_sums(bool known) {
+        times_constant(start_sum, known ? K_ZERO : 0);
+        negate(start_sum);
+        if (!K_LOW || K_ZERO == LOW_ZERO) return;
+        times_constant(low_start, known ? LOW_ZERO : 0);
+        negate(low_start);
+    }
+    static DEVICE void negate(float (&sum)[K_GROUPS][NT][4]) {
         for (int gr = 0; gr < K_GROUPS; ++gr)
             for (int n = 0; n < NT; ++n)
-                for (int r = 0; r < 4; ++r) start_sum[gr][n][r] = -start_sum[gr][n][r];
+                for (int r = 0; r < 4; ++r) sum[gr][n][r] = -sum[gr][n][r];
     }
     DEVICE void times_constant(float (&sum)[K_GROUPS][NT][4], u32 code) const {
         for (int gr = 0; gr < K_GROUPS; ++gr)
@@ -153,8 +171,10 @@ struct PackedWalk {
     }
 
     /// One chunk: CHUNK tokens in `slot`, of which `visible` are, the first at `position`. MASKED: some may be hidden from some column.
-    template <bool MASKED>
-    DEVICE void chunk(const Args& a, const Visible& see, Softmax& softmax, const unsigned char* slot, int position, int visible, int lane) {
+    /// LOW: `low` holds their low planes.
+    template <bool MASKED, bool LOW>
+    DEVICE void chunk(const Args& a, const Visible& see, Softmax& softmax, const unsigned char* slot, const unsigned char* low, int position, int visible,
+                      const LseRow& lse, int lane) {
         int g = lane / 4, c = lane % 4;
         float page_constant[NT][2];
         for (int n = 0; n < NT; ++n)
@@ -168,13 +188,14 @@ struct PackedWalk {
 #if K_BITS1
             scale_query(scaled.query1, query1, slot + K_SCALE_OFFSET, power_of_two(-e), c);
 #endif
-            scaled.times_constant(scaled.start_sum, K_ZERO);
-            scaled.negate_start();
+            scaled.start_sums(true);
 #pragma unroll 1
-            for (int t = 0; t < CHUNK / (32 * UNITS); ++t) tile<MASKED>(a, see, softmax, slot, t, scaled, factor * power_of_two(e), page_constant, position, visible, g, c);
+            for (int t = 0; t < CHUNK / (32 * UNITS); ++t)
+                tile<MASKED, LOW>(a, see, softmax, slot, low, t, scaled, factor * power_of_two(e), page_constant, position, visible, lse, g, c);
         } else {
 #pragma unroll 1
-            for (int t = 0; t < CHUNK / (32 * UNITS); ++t) tile<MASKED>(a, see, softmax, slot, t, *this, factor, page_constant, position, visible, g, c);
+            for (int t = 0; t < CHUNK / (32 * UNITS); ++t)
+                tile<MASKED, LOW>(a, see, softmax, slot, low, t, *this, factor, page_constant, position, visible, lse, g, c);
         }
         if (V_PER_CHUNK || V_WEIGHT_SUMS) finish_chunk(values0, total, true, slot, g);
 #if V_BITS1
@@ -182,11 +203,11 @@ struct PackedWalk {
 #endif
     }
 
-    template <bool MASKED>
-    DEVICE void tile(const Args& a, const Visible& see, Softmax& softmax, const unsigned char* slot, int t, const PackedWalk& keys, float score_factor,
-                     const float (&page_constant)[NT][2], int position, int visible, int g, int c) {
+    template <bool MASKED, bool LOW>
+    DEVICE void tile(const Args& a, const Visible& see, Softmax& softmax, const unsigned char* slot, const unsigned char* low, int t, const PackedWalk& keys,
+                     float score_factor, const float (&page_constant)[NT][2], int position, int visible, const LseRow& lse, int g, int c) {
         float s[TOKENS][NT][2];  // token 4u + j is the lane's j-th of unit u
-        scores(s, softmax, slot, t, keys, score_factor, page_constant, g, c);
+        scores<LOW>(s, softmax, slot, low, t, keys, score_factor, page_constant, g, c);
         if (SOFTCAP)
             for (int u = 0; u < UNITS; ++u)
                 for (int j = 0; j < 4; ++j)
@@ -218,26 +239,57 @@ struct PackedWalk {
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e)
                 for (int i = 0; i < TOKENS; ++i) softmax.sum[n][e] += p[i][n][e];
+        if (PAGE_LSE) {
+            float own[NT][2] = {};
+            for (int i = 0; i < TOKENS; ++i)
+                for (int n = 0; n < NT; ++n)
+                    for (int e = 0; e < 2; ++e) own[n][e] += p[i][n][e];
+            lse.later(a, t).write(a, own, softmax.reference, g, c);
+        }
         u32 weights[V_GROUPS][NT][UNITS][2][2];
         value_weights<MASKED>(weights, packed, slot, t, pairs, visible, g, c);
-        if (V_ZERO) subtract_zero(weights);
-        values0.accumulate(slot, t, weights, g, c);
+        if (V_ZERO) subtract_zero<V_ZERO>(weights);
+        values0.accumulate(slot + Value0::OFFSET, t, weights, g, c);
 #if V_BITS1
-        values1.accumulate(slot, t, weights, g, c);
+        values1.accumulate(slot + Value1::OFFSET, t, weights, g, c);
 #endif
+        if (LOW && V_LOW) {
+            const u32 step = pack_f16(LOW_STEP, LOW_STEP);
+#pragma unroll
+            for (int gr = 0; gr < V_GROUPS; ++gr)
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int u = 0; u < UNITS; ++u)
+                        for (int k = 0; k < 4; ++k) weights[gr][n][u][k / 2][k % 2] = mul_f16x2(weights[gr][n][u][k / 2][k % 2], step);
+            subtract_zero<LOW_ZERO>(weights);
+            values0.accumulate(low + V_LOW_OFFSET, t, weights, g, c);
+        }
     }
 
     /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
-    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const PackedWalk& keys, float score_factor,
-                       const float (&page_constant)[NT][2], int g, int c) const {
-        const Keys<Key0> words0(slot, t, g, c);
+    template <bool LOW>
+    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, const unsigned char* low, int t, const PackedWalk& keys,
+                       float score_factor, const float (&page_constant)[NT][2], int g, int c) const {
+        const Keys<Key0> words0(slot + Key0::OFFSET, t, g, c);
 #if K_BITS1
-        const Keys<Key1> words1(slot, t, g, c);
+        const Keys<Key1> words1(slot + Key1::OFFSET, t, g, c);
 #endif
 #pragma unroll
         for (int gr = 0; gr < K_GROUPS; ++gr) {
             float acc[UNITS][2][NT][4];
-            words0.template multiply<true>(acc, keys.start_sum[gr], keys.query0, gr);
+            if (LOW && K_LOW) {
+                const Keys<Key0> words(low + K_LOW_OFFSET, t, g, c);
+                words.template multiply<true>(acc, K_ZERO == LOW_ZERO ? keys.start_sum[gr] : keys.low_start[gr], keys.query0, gr);
+#pragma unroll
+                for (int u = 0; u < UNITS; ++u)
+                    for (int tile = 0; tile < 2; ++tile)
+                        for (int n = 0; n < NT; ++n)
+                            for (int r = 0; r < 4; ++r) acc[u][tile][n][r] = acc[u][tile][n][r] * LOW_STEP + keys.start_sum[gr][n][r];
+                words0.template multiply<false>(acc, keys.start_sum[gr], keys.query0, gr);
+            } else {
+                words0.template multiply<true>(acc, keys.start_sum[gr], keys.query0, gr);
+            }
 #if K_BITS1
             words1.template multiply<false>(acc, keys.start_sum[gr], keys.query1, gr);
 #endif
@@ -327,6 +379,7 @@ struct PackedWalk {
         }
     }
 
+    template <u32 ZERO>
     DEVICE void subtract_zero(const u32 (&weights)[V_GROUPS][NT][UNITS][2][2]) {
         float sums[V_GROUPS][NT][2];
 #pragma unroll
@@ -342,7 +395,7 @@ struct PackedWalk {
                 sums[gr][n][0] = acc[0];
                 sums[gr][n][1] = acc[1];
             }
-        constexpr int zero = V_ZERO >> Value0::LOW_BITS;  // a power of two: later planes hold none of it
+        constexpr int zero = ZERO >> Value0::LOW_BITS;  // a power of two: later planes hold none of it
         values0.each([&](float& x, int n, int e, int field, int pair, int) {
             x -= sums[Values<Value0>::group_of(field, pair)][n][e] * (zero * power_of_two(Value0::BITS * field - 24));
         });

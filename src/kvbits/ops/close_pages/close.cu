@@ -17,8 +17,13 @@ struct Args {
     const float* scale[2];        // calibrated [H][groups or channels], null if none
     const float* bias[2];
     Status* status;
-    int num_heads, head_bytes;
+    const i64* low_address;       // [n], as page_address: of the pages' low planes; only if a side has one
+    int num_heads, head_bytes, low_head_bytes;
 };
+
+/// The low plane of one of keys and values; BITS 0: none.
+template <int BITS_, int OFFSET_>
+struct Low { static constexpr int BITS = BITS_, OFFSET = OFFSET_, LEVELS = (1 << BITS_) - 1; };
 
 struct Shared {
     union {
@@ -238,7 +243,45 @@ DEVICE u32 code_of(float y, int& saturated) {
     return u32(inside);
 }
 
-template <class S>
+/// The low plane's code of a value whose code is `code`: what that misses, in steps of 1 / LEVELS (kvbits/quant/nested.py).
+template <class S, class L>
+DEVICE u32 low_code_of(float y, u32 code) {
+    constexpr float LIMIT = float(L::LEVELS / 2), MAGIC = 12582912.f;
+    const float missed = __fmul_rn(y - float(int(code & 255) - S::ZERO), float(L::LEVELS));
+    return __float_as_uint(fminf(fmaxf(missed, -LIMIT), LIMIT) + (MAGIC + LIMIT + 1.f));
+}
+
+/// Codes of this thread's values to shared memory, one a byte: of the page, or of its low plane.
+template <class S, class L, bool LOW>
+DEVICE void write_codes(const Octet (&x)[ROWS], const float (&mean)[8], int team, int octet, bool works, Shared& shared, int& saturated) {
+    constexpr bool BY_TOKEN = S::SCALE == SCALE_GROUP;  // then a thread's eight values of a token share a scale
+    float inverse[8] = {}, bias[8] = {};
+    for (int k = 0; k < 8 && !BY_TOKEN; ++k) inverse[k] = shared.inverse[octet * 8 + k], bias[k] = shared.bias[octet * 8 + k];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        int token = team + i * TEAMS;
+        if (!works || token >= PAGE) continue;
+        int at = octet * 8 / S::GROUP * PAGE + token;
+        if (BY_TOKEN) inverse[0] = shared.inverse[at], bias[0] = shared.bias[at];
+        u32 codes[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            float y = x[i][k];
+            if (S::HAS_MEAN) y -= mean[k];
+            if (S::HAS_BIAS) y -= bias[BY_TOKEN ? 0 : k];
+            // Never one fused multiply-add with what follows: the reference rounds the product first.
+            y = __fmul_rn(y, inverse[BY_TOKEN ? 0 : k]);
+            codes[k] = code_of<S>(y, saturated);
+            if (LOW) codes[k] = low_code_of<S, L>(y, codes[k]);
+        }
+        for (int w = 0; w < 2; ++w) {
+            u32 low = permute_bytes(codes[4 * w], codes[4 * w + 1], 0x0040), high = permute_bytes(codes[4 * w + 2], codes[4 * w + 3], 0x0040);
+            *reinterpret_cast<u32*>(&shared.codes[token][octet * 8 + w * 4]) = permute_bytes(low, high, 0x5410);
+        }
+    }
+}
+
+template <class S, class L>
 DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shared) {
     const int thread = threadIdx.x, octet = thread % OCTETS, team = thread / OCTETS;
     const bool works = team < TEAMS;
@@ -293,30 +336,8 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     }
     if (overflow) a.status->overflow[side] = 1;
     __syncthreads();
-    constexpr bool BY_TOKEN = S::SCALE == SCALE_GROUP;  // then a thread's eight values of a token share a scale
-    float inverse[8] = {}, bias[8] = {};
-    for (int k = 0; k < 8 && !BY_TOKEN; ++k) inverse[k] = shared.inverse[octet * 8 + k], bias[k] = shared.bias[octet * 8 + k];
     int saturated = 0;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        int token = team + i * TEAMS;
-        if (!works || token >= PAGE) continue;
-        int at = octet * 8 / S::GROUP * PAGE + token;
-        if (BY_TOKEN) inverse[0] = shared.inverse[at], bias[0] = shared.bias[at];
-        u32 codes[8];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            float y = x[i][k];
-            if (S::HAS_MEAN) y -= mean[k];
-            if (S::HAS_BIAS) y -= bias[BY_TOKEN ? 0 : k];
-            // Never one fused multiply-add with what follows: the reference rounds the product first.
-            codes[k] = code_of<S>(__fmul_rn(y, inverse[BY_TOKEN ? 0 : k]), saturated);
-        }
-        for (int w = 0; w < 2; ++w) {
-            u32 low = permute_bytes(codes[4 * w], codes[4 * w + 1], 0x0040), high = permute_bytes(codes[4 * w + 2], codes[4 * w + 3], 0x0040);
-            *reinterpret_cast<u32*>(&shared.codes[token][octet * 8 + w * 4]) = permute_bytes(low, high, 0x5410);
-        }
-    }
+    write_codes<S, L, false>(x, mean, team, octet, works, shared, saturated);
     if (!S::NEVER_SATURATES) {
         saturated = __reduce_add_sync(ALL_LANES, saturated);
         if (saturated && thread % 32 == 0) atomicAdd(&a.status->saturated[side], saturated);
@@ -324,6 +345,16 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     __syncthreads();
     write_plane<S, S::BITS0, S::BITS1>(out + S::OFFSET0, shared);
     if (S::BITS1) write_plane<S, S::BITS1 ? S::BITS1 : 1, 0>(out + S::OFFSET1, shared);
+    if (L::BITS) {
+        unsigned char* low = reinterpret_cast<unsigned char*>(a.low_address[page]) + i64(head) * a.low_head_bytes;
+        __syncthreads();  // the page's codes have been read
+        write_codes<S, L, true>(x, mean, team, octet, works, shared, saturated);
+        __syncthreads();
+        write_plane<S, L::BITS ? L::BITS : 8, 0>(low + L::OFFSET, shared);
+        constexpr int END = L::OFFSET + PAGE * ((D * L::BITS + 31) / 32 * 4);
+        if (S::VALUES || !Low<V_LOW>::BITS)
+            for (int i = END / 4 + thread; i < a.low_head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(low)[i] = 0;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_constant__ Args a) {
@@ -334,8 +365,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
     int side = item % 2, head = item / 2 % a.num_heads, page = item / 2 / a.num_heads;
     if (side == 0)  // nothing of the pool's earlier content stays in a page
         for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.page_address[page] + i64(head) * a.head_bytes)[i] = 0;
-    if (side == 0) close_side<Side<K_SIDE, false>>(a, 0, page, head, shared);
-    else close_side<Side<V_SIDE, true>>(a, 1, page, head, shared);
+    if (side == 0) close_side<Side<K_SIDE, false>, Low<K_LOW>>(a, 0, page, head, shared);
+    else close_side<Side<V_SIDE, true>, Low<V_LOW>>(a, 1, page, head, shared);
 }
 
 /// Raw tokens to their slots: one block per (token, kv head), keys and values. slots[t] = page * PAGE + row, negative to skip.

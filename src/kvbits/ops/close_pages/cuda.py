@@ -16,10 +16,10 @@ import torch
 
 from ...errors import DataError
 from ...quant.qparams import require_finite
-from ...spec import PageLayout, PerChannel
+from ...spec import LowLayout, PageLayout, PerChannel
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..cuda.side import TYPE_NAMES, TYPES, side_arguments
+from ..cuda.side import TYPE_NAMES, TYPES, low_arguments, refuses_low, side_arguments
 from ..types import LowStore, PageStore, kvquant_extras
 
 ROWS_PER_THREAD = 8
@@ -28,8 +28,8 @@ STATUS_FIELDS = 6
 
 def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
-    if low:
-        return "low planes have no GPU kernel yet"
+    if why := refuses_low(len(low)):
+        return why
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
     if torch.version.hip:
@@ -60,7 +60,8 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
 class _Args(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("page_address", ctypes.c_void_p), ("scale", ctypes.c_void_p * 2),
-        ("bias", ctypes.c_void_p * 2), ("status", ctypes.c_void_p), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+        ("bias", ctypes.c_void_p * 2), ("status", ctypes.c_void_p), ("low_address", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("low_head_bytes", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -71,7 +72,7 @@ class _AppendArgs(ctypes.Structure):
     ]  # fmt: skip
 
 
-def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
+def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> dict[str, int | str]:
     """Macros of one instantiation of close.cu."""
     d, page = layout.head_dim, layout.page_size
     octets = d // 8
@@ -84,13 +85,14 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
         "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TYPES[dtype], "RAW_TYPE": TYPE_NAMES[layout.raw_dtype],
         "GROUP_SCALES": scales,
         "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "K_SIDE": side_arguments(layout, "k", layout.key),
-        "V_SIDE": side_arguments(layout, "v", layout.value), "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16,
+        "V_SIDE": side_arguments(layout, "v", layout.value), "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
+        "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16,
     }  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
-def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[driver.Kernel, driver.Kernel, int]:
-    macros = defines(layout, dtype)
+def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None) -> tuple[driver.Kernel, driver.Kernel, int]:
+    macros = defines(layout, dtype, low)
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
         binary = cuda_compile.compile_source(Path(__file__).parent, "close.cu", macros, arch)
@@ -104,17 +106,22 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 and all(s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
-def launch_close(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor) -> None:
+def launch_close(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, low: tuple[LowLayout, torch.Tensor] | None = None
+) -> None:
     """Close pages without waiting.
 
     Args:
         k, v: [n, H, page_size, head_dim], 16-byte aligned rows.
         page_address: int64 [n] on the device: byte addresses of the pages' first structs.
         status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite inputs.
+        low: layout of the pages' low planes, and int64 [n] on the device: byte addresses of their first structs.
     """
     layout = store.layout
-    close_kernel, _, threads = _load(layout, k.dtype, k.device.index)
+    close_kernel, _, threads = _load(layout, k.dtype, k.device.index, low[0] if low else None)
     args = _Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
+    if low:
+        args.low_address, args.low_head_bytes = low[1].data_ptr(), low[0].head_bytes
     for i, (kind, x) in enumerate((("k", k), ("v", v))):
         args.x[i] = x.data_ptr()
         args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])
@@ -133,6 +140,7 @@ def close(
     Args:
         k, v: [n, H, page_size, head_dim] float32, float16 or bfloat16.
         page_ids: [n] pages of the store to write.
+        low: stores of low planes and their pages [n], one at most.
 
     Returns:
         How many elements of keys and of values were clamped to their code range (quantized tensors only).
@@ -153,7 +161,8 @@ def close(
     k, v = _dense(k), _dense(v)
     addresses = torch.from_numpy(store.addresses()[page_ids]).to(k.device)
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
-    launch_close(k, v, store, addresses, status)
+    fine = next(((s.layout, torch.from_numpy(s.addresses()[ids]).to(k.device)) for s, ids in low), None)
+    launch_close(k, v, store, addresses, status, fine)
     found = status.tolist()
     for i, (name, x) in enumerate((("keys", k), ("values", v))):
         if found[4 + i]:

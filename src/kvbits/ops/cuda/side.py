@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ...spec import PageLayout, PerChannel, QuantSpec
+from ...spec import LowLayout, PageLayout, PerChannel, QuantSpec
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 TYPE_NAMES = {"float16": 0, "bfloat16": 1, "float32": 2}
@@ -46,6 +46,17 @@ def extra_arguments(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:
         int(spec.pre_rope),
     ]  # fmt: skip
     return ", ".join(map(str, values))
+
+
+def low_arguments(low: LowLayout | None, prefix: str) -> str:
+    """Bits and offset of the low plane of keys ("k") or values ("v"); "0, 0" if there is none."""
+    plane = low and low.sections.get(f"{prefix}_plane0")
+    return f"{low.key_bits if prefix == 'k' else low.value_bits}, {plane.offset}" if low and plane else "0, 0"
+
+
+def refuses_low(count: int) -> str | None:
+    """Why the CUDA kernels do not take pages with `count` low planes each, or None."""
+    return f"pages with {count} low planes each; the CUDA kernels take one" if count > 1 else None
 
 
 def turns_of(inv_freq: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from ...errors import DataError
-from ...spec import PageLayout
+from ...spec import LowLayout, PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..cuda.side import TYPES, extra_arguments, side_arguments, turns_of
-from ..types import PageStore
+from ..cuda.side import TYPES, extra_arguments, low_arguments, side_arguments, turns_of
+from ..types import LowStore, PageStore
 
 THREADS = 256
 MAX_HEADS = 65_535
@@ -48,24 +48,26 @@ class _Args(ctypes.Structure):
     _fields_ = [
         ("page_address", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p * 2), ("scale", ctypes.c_void_p * 2),
         ("bias", ctypes.c_void_p * 2), ("codebook", ctypes.c_void_p * 2), ("starts", ctypes.c_void_p), ("turns", ctypes.c_void_p),
-        ("layer_offset", ctypes.c_int64), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+        ("layer_offset", ctypes.c_int64), ("low_address", ctypes.c_void_p), ("low_layer_offset", ctypes.c_int64),
+        ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("low_head_bytes", ctypes.c_int),
     ]  # fmt: skip
 
 
-def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
+def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> dict[str, int | str]:
     """Macros of one instantiation of dequantize.cu."""
     return {
         "HEAD_DIM": layout.head_dim, "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TYPES[dtype],
         "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
         "K_EXTRAS": extra_arguments(layout, "k", layout.key), "V_EXTRAS": extra_arguments(layout, "v", layout.value),
+        "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
     }  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
-def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> driver.Kernel:
+def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None) -> driver.Kernel:
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
-        binary = cuda_compile.compile_source(Path(__file__).parent, "dequantize.cu", defines(layout, dtype), arch)
+        binary = cuda_compile.compile_source(Path(__file__).parent, "dequantize.cu", defines(layout, dtype, low), arch)
         return driver.Kernel(binary, "dequantize_pages", tile_bytes(layout))
 
 
@@ -77,16 +79,22 @@ class Unpacker:
         rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
         layer_stride: bytes from a page of one layer to the same page of the next.
         starts: int32 [n] on the device: position of each page's first token, for keys from before the rotary embedding.
+        low: the store of the pages' low planes, and int64 [n] on the device: bytes of their first structs, layer 0.
     """
 
     def __init__(
-        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor | None = None
-    ) -> None:
+        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor | None = None,
+        low: tuple[LowStore, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         layout = store.layout
         self.count, self.num_heads, self.layer_stride = len(page_address), layout.num_kv_heads, layer_stride
-        self._kernel = _load(layout, dtype, page_address.device.index)
+        self._kernel = _load(layout, dtype, page_address.device.index, low[0].layout if low else None)
         self._keep = [page_address, rows]
         self._args = _Args(page_address=page_address.data_ptr(), rows=rows.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
+        self._low_stride = 0
+        if low:
+            self._args.low_address, self._args.low_head_bytes = self._kept(low[1]), low[0].layout.head_bytes
+            self._low_stride = low[0].layout.page_size_bytes if layer_stride else 0
         for i, kind in enumerate("kv"):
             for name, field in (("scale", self._args.scale), ("bias", self._args.bias)):
                 if (static := store.static.get(f"{kind}_{name}")) is not None:
@@ -107,4 +115,5 @@ class Unpacker:
     def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         """Write the rows of keys and values, [rows, H, D] dense."""
         self._args.out[0], self._args.out[1], self._args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self.layer_stride
+        self._args.low_layer_offset = layer * self._low_stride
         self._kernel.launch((self.count, self.num_heads), THREADS, self._args, torch.cuda.current_stream(keys.device).cuda_stream)
