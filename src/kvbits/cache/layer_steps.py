@@ -76,6 +76,7 @@ class LayerSteps:
     device: torch.device
     nonfinite: str
     backend: str
+    watching: bool
     groups: list[GroupState]
     saturated: list[dict[str, int]]
     _where: dict[int, tuple[Place, ...]]
@@ -127,7 +128,7 @@ class LayerSteps:
     def _observes(self, place: Place, f: Forward) -> bool:
         """Whether this pass notes which pages attention uses: every chunk, and one in `OBSERVE_EVERY` tokens."""
         state = self.groups[place.group]
-        if not state.group.tiers or state.group.demote != "attention":
+        if not self.watching and not (state.group.tiers and state.group.demote == "attention"):
             return False
         return f.history_first or max(s.length for s in state.sequences) % OBSERVE_EVERY == 0
 

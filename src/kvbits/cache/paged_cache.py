@@ -43,6 +43,10 @@ class PagedCache(LayerSteps):
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes), or
             "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
+
+    Attributes:
+        watching: note which pages attention uses (`mass`), also for schemes that do not need it. Costs a look at the newest queries of every chunk, and
+            at one in `layer_steps.OBSERVE_EVERY` tokens.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class PagedCache(LayerSteps):
         self.device = torch.device(device)
         self.nonfinite = nonfinite
         self.backend = backend
+        self.watching = False
         self.static = static or [{} for _ in spec.layers]
         self._shared = parameters.shared(spec, self.static, self.device)
         self._orders = parameters.orders(spec, self.device)
@@ -378,10 +383,42 @@ class PagedCache(LayerSteps):
     def mass(self, row: int) -> list[dict[int, float]]:
         """Per layer group, the share of the attention that the pages of a sequence get lately, by the position of their first token.
 
-        Kept for schemes with demote="attention" only: a running mean over queries, heads and layers, taken every `layer_steps.OBSERVE_EVERY` tokens.
+        Kept for schemes with demote="attention", and while `watching`: a running mean over queries, heads and layers, taken every
+        `layer_steps.OBSERVE_EVERY` tokens.
         """
         (row,) = self._rows([row])
         return [dict(g.sequences[row].mass) for g in self.groups]
+
+    def closed_pages(self, row: int) -> list[list[int]]:
+        """Per layer group, the positions of the first tokens of the closed pages that a sequence holds."""
+        (row,) = self._rows([row])
+        found = [(g.closed_starts(g.sequences[row]), g.sequences[row].closed) for g in self.groups]
+        return [[at for at, page in zip(starts, pages, strict=True) if page is not None] for starts, pages in found]
+
+    def drop_pages(self, row: int, starts: Rows[Rows[int]]) -> None:
+        """Evict closed pages of a sequence: they go back to their pool, no later query sees their tokens, and all other tokens keep their positions.
+
+        Sinks and raw tokens stay. `seq_lens` still counts the tokens; forks of the sequence keep their own.
+
+        Args:
+            starts: per layer group, some of `closed_pages(row)`; `mass(row)` says what attention they got.
+
+        Raises:
+            DataError: not a list per group, or positions where no closed page begins. Nothing changed.
+            CacheStateError: a pass is unfinished, or tokens are speculative.
+        """
+        self._finished("drop_pages")
+        (row,) = self._rows([row])
+        held = self.closed_pages(row)
+        if len(starts) != len(held):
+            raise DataError(f"{len(starts)} lists of pages for {len(held)} layer groups; pass one for each, as closed_pages() gives them")
+        for g, (wanted, known) in enumerate(zip(starts, held, strict=True)):
+            if bad := sorted(set(wanted) - set(known)):
+                raise DataError(f"no closed page of sequence {row} begins at token {bad[0]} in layer group {g}; closed_pages({row}) lists them")
+        if any(g.keep_past for g in self.groups):
+            raise CacheStateError("drop_pages() while tokens are speculative; crop() to the present length first")
+        for state, wanted in zip(self.groups, starts, strict=True):
+            state.drop(row, wanted)
 
     def select(self, rows: Rows[int]) -> None:
         """Sequence i becomes the old sequence rows[i]. Repeats share pages until one of them writes (fork, beam reorder, repeat);
@@ -442,7 +479,10 @@ class PagedCache(LayerSteps):
         return serialize.load(path, device=device, backend=backend, spec=spec)
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention never calls this)."""
+        """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention never calls this).
+
+        Tokens of dropped pages, and those that left a sliding window, are missing.
+        """
         (row,) = self._rows([row])
         if layer not in self._where:
             raise DataError(f"layer {layer} does not exist; the cache has {len(self.spec.layers)} layers")

@@ -231,10 +231,10 @@ def _check(group: GroupState, num_pages: dict[str, int]) -> None:
     """Page lists that a cache could have made: kernels read memory by these numbers."""
     g = group.group
     for row, s in enumerate(group.sequences):
-        runs = {"closed": (s.closed, s.closed_lengths), "tail": (s.tail, s.tail_lengths)}
+        runs: dict[str, tuple[Any, list[int]]] = {"closed": (s.closed, s.closed_lengths), "tail": (s.tail, s.tail_lengths)}
         sinks = min(s.length, g.num_sink_tokens) if s.sink else 0
         numbers = [s.length, s.released, s.dropped, s.speculated, s.closed_since, s.residual_length, *s.sink]
-        numbers += [*(n for run in runs.values() for x in run for n in x)]
+        numbers += [*s.tail, *s.tail_lengths, *s.closed_lengths, *(n for n in s.closed if n is not None)]
         numbers += [*s.boundaries, *s.lost, *(n for planes in s.low for n in planes if n is not None)]
         if not all(type(n) is int and n >= 0 for n in numbers) or len(s.sink) > 1:
             raise ValueError(f"page lists of sequence {row} hold something else than counts")
@@ -242,6 +242,8 @@ def _check(group: GroupState, num_pages: dict[str, int]) -> None:
             raise ValueError(f"low planes of sequence {row} do not fit its {len(s.closed)} closed pages and the scheme's {len(g.tiers)} tiers")
         if any(young is not None and old is None for a, b in itertools.pairwise(s.low) for young, old in zip(a, b, strict=True)):
             raise ValueError(f"a page of sequence {row} has a plane without the one that it refines")
+        if any(page is None and plane is not None for planes in s.low for page, plane in zip(s.closed, planes, strict=True)):
+            raise ValueError(f"a page of sequence {row} that was dropped has a plane")
         if any(i >= num_pages[name] for name, ids in s.pages().items() for i in ids):
             raise ValueError(f"sequence {row} names a page that is not in the file")
         if any(len(ids) != len(lengths) or any(not 0 < n <= g.page_size for n in lengths) for ids, lengths in runs.values()):

@@ -33,6 +33,7 @@ class Sequence:
     """Pages of one sequence in one group. `*_lengths` count visible tokens; `released` tokens left through a sliding window.
 
     Attributes:
+        closed: pages in token order; None where a page was dropped: its tokens still count, and later ones keep their positions.
         low: per tier, parallel to `closed`: the page of the tier's low plane, or None.
         boundaries: low planes that each tier may hold, in pages (see `zones`).
         residual_length: newest tokens that stay raw.
@@ -46,7 +47,7 @@ class Sequence:
     length: int = 0
     released: int = 0
     sink: list[int] = field(default_factory=list)  # at most one page
-    closed: list[int] = field(default_factory=list)
+    closed: Planes = field(default_factory=list)
     closed_lengths: list[int] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
     tail_lengths: list[int] = field(default_factory=list)
@@ -65,18 +66,14 @@ class Sequence:
 
     def pages(self) -> dict[str, list[int]]:
         """Ids held of each pool, in token order."""
-        low = {f"low{i}": [page for page in planes if page is not None] for i, planes in enumerate(self.low)}
-        return {"sink": self.sink, "closed": self.closed, "tail": self.tail} | low
+        runs = {"closed": self.closed} | {f"low{i}": planes for i, planes in enumerate(self.low)}
+        return {"sink": self.sink, "tail": self.tail} | {name: [page for page in run if page is not None] for name, run in runs.items()}
 
     def renumber(self, pool: str, ids: Iterable[int]) -> None:
         """Put other ids in the place of those of `pages()[pool]`."""
         new = iter(ids)
-        if pool.startswith("low"):
-            planes = self.low[int(pool[3:])]
-            planes[:] = [None if page is None else next(new) for page in planes]
-        else:
-            held = {"sink": self.sink, "closed": self.closed, "tail": self.tail}[pool]
-            held[:] = [next(new) for _ in held]
+        held: Any = self.low[int(pool[3:])] if pool.startswith("low") else {"sink": self.sink, "closed": self.closed, "tail": self.tail}[pool]
+        held[:] = [None if page is None else next(new) for page in held]
 
     def clone(self) -> Sequence:
         copies: dict[str, Any] = {f.name: x[:] for f in fields(self) if isinstance(x := getattr(self, f.name), list)}
@@ -218,24 +215,24 @@ class GroupState:
         if s.sink and self.group.num_sink_tokens <= need:
             self.pools["sink"].allocator.release(s.sink.pop())
             s.released = self.group.num_sink_tokens
-        runs = [("closed", s.closed, s.closed_lengths)]
+        runs: list[tuple[str, Any, list[int]]] = [("closed", s.closed, s.closed_lengths)]
         if self.group.is_raw:
             runs.append(("tail", s.tail, s.tail_lengths))
         for pool, ids, lengths in runs:
             while ids and not s.sink and s.released + lengths[0] <= need:
-                self.pools[pool].allocator.release(ids.pop(0))
+                self._give_back(pool, ids.pop(0))
                 s.released += lengths.pop(0)
                 if pool == "closed":
                     s.dropped += 1
                     self._closed_tables = None
                     for i, planes in enumerate(s.low):
-                        self._give_back(i, planes.pop(0))
+                        self._give_back(f"low{i}", planes.pop(0))
 
     # -- zones ------------------------------------------------------------------------------------------------------
 
-    def _give_back(self, tier: int, page_id: int | None) -> None:
+    def _give_back(self, pool: str, page_id: int | None) -> None:
         if page_id is not None:
-            self.pools[f"low{tier}"].allocator.release(page_id)
+            self.pools[pool].allocator.release(page_id)
 
     def _allowed(self, s: Sequence, closings: int) -> list[int]:
         """Planes each tier may hold after `closings` more pages. While tokens are speculative, as many more as pages closed since, so that they
@@ -253,9 +250,13 @@ class GroupState:
         """Attention of each closed page, the mean of the others where it is not known yet; None where age decides."""
         if self.group.demote != "attention":
             return None
-        start = s.released + (min(s.length, self.group.num_sink_tokens) if s.sink else 0)
         mean = sum(s.mass.values()) / max(1, len(s.mass))
-        return [s.mass.get(at, mean) for at in itertools.accumulate(s.closed_lengths[:-1], initial=start)] if s.closed else []
+        return [s.mass.get(at, mean) for at in self.closed_starts(s)]
+
+    def closed_starts(self, s: Sequence) -> list[int]:
+        """Position of the first token of each closed page; also while a step moves the length."""
+        start = s.released + (min(s.length, self.group.num_sink_tokens) if s.sink else 0)
+        return list(itertools.accumulate(s.closed_lengths, initial=start))[:-1]
 
     def observe(self, tables: dict[Zone, PageTable], shares: np.ndarray) -> None:
         """Note what share of the attention each page got.
@@ -280,7 +281,7 @@ class GroupState:
         for i, pages in enumerate(found.given_back):
             for j in pages:
                 self._closed_tables = None
-                self._give_back(i, s.low[i][j])
+                self._give_back(f"low{i}", s.low[i][j])
                 s.low[i][j] = None
                 if self.keep_past:
                     s.lost[i] = max(s.lost[i], s.dropped + j + 1)
@@ -414,14 +415,14 @@ class GroupState:
             freed = sum(planes[j] is not None and self.pools[f"low{i}"].allocator.count(planes[j]) == 1 for j in given_back)  # type: ignore[arg-type]
             wanted[f"low{i}"] += min(found.fresh[i], stored) - freed
 
-    def _freed(self, pool: str, ids: list[int], lengths: list[int], start: int, need: int) -> int:
+    def _freed(self, pool: str, ids: Iterable[int | None], lengths: list[int], start: int, need: int) -> int:
         """How many of these pages `_release_invisible` gives back to the pool."""
         freed = 0
         for page_id, n in zip(ids, lengths, strict=True):
             start += n
             if start > need:
                 break
-            freed += self.pools[pool].allocator.count(page_id) == 1
+            freed += page_id is not None and self.pools[pool].allocator.count(page_id) == 1
         return freed
 
     def may_run_out(self, counts: list[int], history_first: bool) -> bool:
@@ -453,6 +454,19 @@ class GroupState:
         for s in self.sequences:
             self._release(s)
         self.sequences = chosen
+        self._closed_tables = None
+
+    def drop(self, row: int, starts: Iterable[int]) -> None:
+        """Give back the closed pages whose first tokens are at `starts`."""
+        s, wanted = self.sequences[row], set(starts)
+        for j, start in enumerate(self.closed_starts(s)):
+            if start in wanted:
+                self._give_back("closed", s.closed[j])
+                s.closed[j] = None
+                for i, planes in enumerate(s.low):
+                    self._give_back(f"low{i}", planes[j])
+                    planes[j] = None
+                s.mass.pop(start, None)
         self._closed_tables = None
 
     def free(self, row: int) -> None:
@@ -494,7 +508,8 @@ class GroupState:
         """Keep the first `length` tokens. A closed page that is cut keeps its bytes and shows fewer tokens."""
         s = self.sequences[row]
         surplus = s.length - length
-        for pool, ids, lengths in (("tail", s.tail, s.tail_lengths), ("closed", s.closed, s.closed_lengths)):
+        runs: list[tuple[str, Any, list[int]]] = [("tail", s.tail, s.tail_lengths), ("closed", s.closed, s.closed_lengths)]
+        for pool, ids, lengths in runs:
             while surplus and ids:
                 cut = min(surplus, lengths[-1])
                 lengths[-1] -= cut
@@ -502,10 +517,10 @@ class GroupState:
                 self._closed_tables = None
                 if not lengths[-1]:
                     lengths.pop()
-                    self.pools[pool].allocator.release(ids.pop())
+                    self._give_back(pool, ids.pop())
                     if pool == "closed":
                         for i, planes in enumerate(s.low):
-                            self._give_back(i, planes.pop())
+                            self._give_back(f"low{i}", planes.pop())
         s.length = length
         s.mass = {at: x for at, x in s.mass.items() if at < length}
         if not length:
@@ -532,13 +547,9 @@ class GroupState:
 
     def _tables_of_closed(self) -> dict[Zone, PageTable]:
         rows = [(s.closed, s.closed_lengths, s.length - s.tail_tokens - sum(s.closed_lengths)) for s in self.sequences]
-        if not any(s.closed for s in self.sequences):
-            return {}
         whole = _table(rows)
-        if not self.group.tiers:
-            return {("closed", 0): whole}
         planes = [np.array([-1 if x is None else x for s in self.sequences for x in s.low[i]], np.int64) for i in reversed(range(len(self.group.tiers)))]
-        zone = np.sum([x >= 0 for x in planes], axis=0)
+        zone = np.where(whole.page_ids >= 0, sum((x >= 0 for x in planes), np.zeros(whole.num_pages, np.int64)), -1)
         found = {}
         for k in range(len(planes) + 1):
             keep = zone == k
@@ -564,15 +575,15 @@ class GroupState:
             self.pools[name].allocator = allocator
 
 
-def _table(rows: list[tuple[list[int], list[int], int]]) -> PageTable:
-    """Of (page ids, visible tokens of each, position of the first) per sequence."""
+def _table(rows: list[tuple[Any, list[int], int]]) -> PageTable:
+    """Of (page ids, visible tokens of each, position of the first) per sequence; ids of dropped pages are -1."""
     ids: list[int] = []
     lengths: list[int] = []
     starts: list[int] = []
     indptr = [0]
     for held, run, position in rows:
         if held:
-            ids += held
+            ids += [-1 if page is None else page for page in held]
             lengths += run
             starts += itertools.accumulate(run[:-1], initial=position)
         indptr.append(len(ids))
