@@ -5,8 +5,10 @@
              weights   Fisher against unweighted codebooks, one per head against one per layer
              prior     how much of a uniform density the codebooks are fitted to
              size      calibration sets of 4, 16 and 64 prompts
-             domain    calibration on each --calibration text (name=path ...) against each --text
+             domain    calibration on each --calibration text (name=path ...) against each --text; with --data FOLDER (WikiText-2, CPython's library, GSM8K)
+                       on prose, code and math: `--study domain --data FOLDER` is the whole command
              presets   nuq presets beside KIVI and per-token integers of about the same bits
+             eviction  pages dropped at --context tokens, those that attention used least or the oldest, against fewer bits for all of them
 
 One backward pass per calibration prompt; its keys, values and gradients stay in memory, so every variant is fitted on the same samples. All
 caches read the same windows. The last line is one JSON object; --out also writes it to a file.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import platform
 import time
@@ -30,12 +33,14 @@ from transformers import DynamicCache
 
 import kvbits
 from kvbits import schemes
+from kvbits.cache.paged_cache import PagedCache
 from kvbits.calibrate import Calibration, fingerprint, prompts_from_text
 from kvbits.calibrate.codebooks import PRIOR
 from kvbits.calibrate.collect import levels_of, ranges_of
 from kvbits.calibrate.fisher import backward, watched
 from kvbits.calibrate.histograms import as_stored
 from kvbits.evaluate.fidelity import Fidelity, compare
+from kvbits.evaluate.tasks.text import prefill
 from kvbits.evaluate.texts import Text, read_text
 from kvbits.evaluate.texts import windows as text_windows
 from kvbits.geometry import layer_geometries
@@ -43,8 +48,42 @@ from kvbits.integrations.rotary import with_rotary
 from kvbits.progress import bar
 from kvbits.spec import PerChannel, PerToken, QuantSpec, Scheme
 
-Wanted = dict[str, tuple[Scheme, Calibration | None]]
-STUDIES = ("ladder", "weights", "prior", "size", "domain", "presets")
+STUDIES = ("ladder", "weights", "prior", "size", "domain", "presets", "eviction")
+DOMAINS = {
+    "prose": (("wikitext-2/wiki.valid.tokens",), ("wikitext-2/wiki.test.raw",)),
+    "code": (("code/cpython311_inspect.py", "code/cpython311_typing.py"), ("code/cpython311__pydecimal.py",)),
+    "math": (("gsm8k/train.jsonl",), ("gsm8k/test.jsonl",)),
+}
+"""Calibration and evaluation files of each domain, in the folder given with --data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Eviction:
+    """Share of the closed pages that stays, and which leave first: "attention" (least used) or "age" (oldest)."""
+
+    keep: float
+    by: str = "attention"
+
+    def apply(self, store: PagedCache) -> None:
+        """Drop pages of the only sequence, in each layer group apart."""
+        chosen = []
+        for held, mass in zip(store.closed_pages(0), store.mass(0), strict=True):
+            used = [mass.get(at, math.inf) if self.by == "attention" else 0.0 for at in held]  # a page that just closed was not looked at yet
+            order = [at for _, at in sorted(zip(used, held, strict=True))]
+            chosen.append(order[: len(held) - math.ceil(self.keep * len(held))])
+        store.drop_pages(0, chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A cache to measure."""
+
+    scheme: Scheme
+    calibration: Calibration | None
+    eviction: Eviction | None = None
+
+
+Wanted = dict[str, Variant]
 
 
 class Samples:
@@ -129,9 +168,20 @@ def presets() -> dict[str, Scheme]:
     return {n: schemes.get(n) for n in names} | {f"int{b} per token": token(b) for b in (4, 3, 2)}
 
 
+def evictions(bits: int) -> dict[str, tuple[Scheme, Eviction]]:
+    """Shares kept at one width; 8 bits stand for pages as good as unquantized. Sinks stay, as in arXiv:2309.17453: without them the oldest cannot go."""
+    scheme = schemes.get("int8_per_channel" if bits == 8 else f"nuq{bits}-1%", num_sink_tokens=4)
+    kept = {f"{keep:.0%} of pages": (scheme, Eviction(keep)) for keep in (1.0, 0.75, 0.5, 0.25)}
+    return kept | {"50% of pages, the newest": (scheme, Eviction(0.5, "age"))}
+
+
 def variants(study: str, bits: int, samples: dict[str, Samples]) -> Iterator[tuple[str, Scheme, str, dict[str, Any]]]:
     """(name, scheme, calibration text, how it is fitted) of a study at one width."""
-    top, first = ladder(bits)["calibrated ranges: sinks"], next(iter(samples))  # where codebooks matter most
+    first = next(iter(samples))
+    if study == "eviction":
+        yield from ((name, scheme, first, {"eviction": eviction}) for name, (scheme, eviction) in evictions(bits).items())
+        return
+    top = ladder(bits)["calibrated ranges: sinks"]  # where codebooks matter most
     if study == "ladder":
         yield from ((name, scheme, first, {}) for name, scheme in ladder(bits).items())
     elif study == "weights":
@@ -143,21 +193,36 @@ def variants(study: str, bits: int, samples: dict[str, Samples]) -> Iterator[tup
     elif study == "size":
         yield from ((f"{n} prompts", top, first, {"prompts": n}) for n in (4, 16, 64))
     elif study == "domain":
-        yield from ((f"calibrated on {name}", top, name, {}) for name in samples)
+        yield from ((f"calibrated ranges, on {name}", top, name, {}) for name in samples)
+        yield from ((f"nuq{bits}-1%, on {name}", schemes.get(f"nuq{bits}-1%"), name, {}) for name in samples)
     else:
         yield from ((name, scheme, first, {}) for name, scheme in presets().items() if str(bits) in name)
 
 
-def measure(model: Any, wanted: Wanted, ids: torch.Tensor, chunk: int, workers: int, label: str) -> list[dict[str, Any]]:
-    """Rows of every cache over the windows. Workers are processes that share the model's memory and take some caches of one window each."""
+def measure(model: Any, wanted: Wanted, ids: torch.Tensor, chunk: int, context: int, workers: int, label: str) -> list[dict[str, Any]]:
+    """Rows of every cache over the windows. Workers are processes that share the model's memory and take some caches of one window each.
+
+    With evictions, `context` tokens of a window are read first, then pages leave, and the tokens after it are scored.
+    """
     names = list(wanted)
     each = max(1, -(-len(names) * len(ids) // max(workers, 1)))
     tasks = [(w, names[i : i + each]) for w in range(len(ids)) for i in range(0, len(names), each)]
 
     def run(task: tuple[int, list[str]]) -> dict[str, Fidelity]:
         w, some = task
-        ours = {n: kvbits.KVCache.for_model(model, wanted[n][0], calibration=wanted[n][1]) for n in some}
-        return compare(model, {"16-bit": DynamicCache(config=model.config)} | ours, ids[w], first=0, chunk=chunk)
+        caches: dict[str, Any] = {"16-bit": DynamicCache(config=model.config)}
+        for n in some:
+            v = wanted[n]
+            caches[n] = kvbits.KVCache.for_model(model, v.scheme, calibration=v.calibration)
+            caches[n].store.watching = v.eviction is not None and v.eviction.by == "attention"
+        if not any(wanted[n].eviction for n in some):
+            return compare(model, caches, ids[w], first=0, chunk=chunk)
+        prefill(model, caches, ids[w][:context], chunk)
+        for n in some:
+            if eviction := wanted[n].eviction:
+                caches[n].store.watching = False
+                eviction.apply(caches[n].store)
+        return compare(model, caches, ids[w][context:], first=0, chunk=chunk)
 
     results: dict[str, Fidelity] = {}
     with bar(label, len(tasks)) as advance:
@@ -197,52 +262,73 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--study", choices=STUDIES, required=True, action="append")
-    parser.add_argument("--text", action="append", required=True, help="evaluation text, PATH or NAME=PATH; several for the domain study")
-    parser.add_argument("--calibration", action="append", required=True, help="calibration text, PATH or NAME=PATH")
+    parser.add_argument("--text", action="append", help="evaluation text, PATH or NAME=PATH; several for the domain study")
+    parser.add_argument("--calibration", action="append", help="calibration text, PATH or NAME=PATH")
+    parser.add_argument("--data", type=Path, help="folder of texts: prose, code and math for the domain study, prose for the others")
     parser.add_argument("--bits", type=int, action="append")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-length", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--context", type=int, help="tokens before pages are dropped; three quarters of --length")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1, help="processes that evaluate, on the CPU")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not args.data and not (args.text and args.calibration):
+        parser.error("give --text and --calibration, or --data FOLDER")
+    if "eviction" in args.study and len(args.study) > 1:
+        parser.error("--study eviction scores only what comes after --context tokens: run it by itself")
     torch.set_num_threads(args.threads)
     model, tokenizer = kvbits.load_model(args.model, dtype=args.dtype, device=args.device)
     began = time.time()
 
-    def texts(given: list[str]) -> dict[str, Text]:
-        return {name or (t := read_text(path)).name: t if not name else read_text(path) for name, _, path in (g.rpartition("=") for g in given)}
+    def texts(given: list[str] | None, side: int) -> dict[str, Text]:
+        if given:
+            return {name or (t := read_text(path)).name: t if not name else read_text(path) for name, _, path in (g.rpartition("=") for g in given)}
+        names = DOMAINS if "domain" in args.study else ("prose",)
+        return {n: Text(n, "\n\n".join(read_text(str(args.data / path)).content for path in DOMAINS[n][side])) for n in names}
 
     prompts = 64 if "size" in args.study else args.prompts
-    samples = {name: Samples(model, tokenizer, text.content, prompts, args.prompt_length) for name, text in texts(args.calibration).items()}
+    samples = {name: Samples(model, tokenizer, text.content, prompts, args.prompt_length) for name, text in texts(args.calibration, 0).items()}
     wanted: Wanted = {}
     for study in args.study:
-        for b in args.bits or ([4, 3, 2] if study == "presets" else [3]):
+        for b in args.bits or {"presets": [4, 3, 2], "eviction": [8, 4, 3, 2]}.get(study, [3]):
+            fitted: dict[str, Calibration] = {}
             for name, scheme, source, how in variants(study, b, samples):
+                eviction = how.pop("eviction", None)
                 how.setdefault("prompts", args.prompts)
-                wanted[f"{study}: {b} bit, {name}"] = (scheme, samples[source].calibrate(scheme, **how) if scheme.needs_calibration else None)
+                key = f"{scheme} {source} {how}"
+                if scheme.needs_calibration and key not in fitted:
+                    fitted[key] = samples[source].calibrate(scheme, **how)
+                wanted[f"{study}: {b} bit, {name}"] = Variant(scheme, fitted.get(key), eviction)
+    calibrations = list(samples)
+    samples.clear()  # keys, values and gradients are not needed any more
     if args.workers > 1:
         model = model.to("cpu")
     head_dim = layer_geometries(model.config)[0].head_dim
     tables = []
-    for name, text in texts(args.text).items():
+    context = args.context or args.length * 3 // 4
+    for name, text in texts(args.text, 1).items():
         ids = text_windows(tokenizer, text, count=args.windows, length=args.length)
-        rows = measure(model, wanted, ids, args.chunk, args.workers, f"windows of {name}")
+        rows = measure(model, wanted, ids, args.chunk, context, args.workers, f"windows of {name}")
         for row in rows:
-            row["bits"] = wanted[row["name"]][0].bits_per_element(head_dim) if row["name"] in wanted else 16.0
+            v = wanted.get(row["name"])
+            row["bits"] = v.scheme.bits_per_element(head_dim) if v else 16.0
+            if v and v.eviction:
+                row |= {"keep": v.eviction.keep, "evicted_by": v.eviction.by, "bits_kept": row["bits"] * v.eviction.keep}
             print(
                 f"{name:18.18} {row['name']:38} {row['bits']:6.3f} bits  ppl {row['ppl']:9.4f} {row['ppl_change']:+8.2%}  KL {row['kl']:.5f}  "
                 f"p99 {row['kl_p99']:.4f}  TVD {row['tvd']:.4f}"
             )
         tables.append({"text": name, "rows": rows})
     report = {
-        "study": args.study, "model": Path(args.model).name, "calibration": list(samples), "prompts": prompts, "prompt_length": args.prompt_length,
-        "windows": args.windows, "length": args.length, "chunk": args.chunk, "workers": args.workers, "dtype": args.dtype,
+        "study": args.study, "model": Path(args.model).name, "calibration": calibrations, "prompts": prompts, "prompt_length": args.prompt_length,
+        "windows": args.windows, "length": args.length, "chunk": args.chunk, "context": context if "eviction" in args.study else None,
+        "workers": args.workers, "dtype": args.dtype,
         "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__, "transformers": transformers.__version__, "kvbits": kvbits.__version__, "seconds": time.time() - began, "tables": tables,
     }  # fmt: skip

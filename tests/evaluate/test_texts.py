@@ -20,6 +20,8 @@ def test_wikitext_is_joined_the_usual_way(tmp_path):
 def test_json_lines_and_books(tmp_path):
     (tmp_path / "c4.jsonl").write_text(json.dumps({"prefix": "a b", "gold_completion": " c"}) + "\n" + json.dumps({"text": "d"}) + "\n")
     assert read_text(str(tmp_path / "c4.jsonl")).content == "a b c\n\nd"
+    (tmp_path / "gsm.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2"}))
+    assert read_text(str(tmp_path / "gsm.jsonl")).content == "1 + 1?\n2"
     (tmp_path / "book.txt").write_text("licence\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n\nIt was.\n*** END OF THIS PROJECT\nlicence")
     assert read_text(str(tmp_path / "book.txt")).content == "It was.\n"
     (tmp_path / "code.py").write_text("x = 1\n")
@@ -31,7 +33,7 @@ def test_what_cannot_be_read_says_why(tmp_path):
     for name, content, message in (
         ("missing.txt", None, "No such file.*hub:ID"),
         ("bad.txt", b"\xff\xfe", "not UTF-8"),
-        ("bad.jsonl", b'{"other": 1}', "line 1 holds neither"),
+        ("bad.jsonl", b'{"other": 1}', "line 1 holds no `text`"),
         ("empty.txt", b"  \n", "holds no text"),
     ):
         if content is not None:

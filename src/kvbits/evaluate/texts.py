@@ -3,7 +3,7 @@
     novel                        the first chapters of Pride and Prejudice, shipped
     FILE.txt, FILE.py, ...       UTF-8 text; the header and footer of a Project Gutenberg file are taken off
     wiki*.raw, wiki*.tokens      WikiText, joined as everyone does: one blank line between paragraphs
-    FILE.jsonl                   one document a line: the field `text`, or `prefix` + `gold_completion` (C4 excerpts)
+    FILE.jsonl                   one document a line: `text`, or `prefix` + `gold_completion` (C4 excerpts), or `question` and `answer` (GSM8K)
     hub:ID[:CONFIG[:SPLIT]]      a data set of the Hugging Face hub with a field `text` (needs `datasets` and network)
 """
 
@@ -73,9 +73,11 @@ def read_text(source: str) -> Text:
 def _document(source: str, number: int, line: str) -> str:
     try:
         data = json.loads(line)
+        if "question" in data and "answer" in data:
+            return f"{data['question']}\n{data['answer']}"
         return str(data["text"]) if "text" in data else str(data["prefix"]) + str(data["gold_completion"])
     except (json.JSONDecodeError, KeyError, TypeError) as e:
-        raise SpecError(f"--text {source}: line {number + 1} holds neither `text` nor `prefix` and `gold_completion` ({e!r})") from e
+        raise SpecError(f"--text {source}: line {number + 1} holds no `text`, `prefix` and `gold_completion`, or `question` and `answer` ({e!r})") from e
 
 
 def _without_gutenberg(raw: str) -> str:
