@@ -200,7 +200,7 @@ def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     data = run_json("calibrate", "tiny", *options)
     assert (data["prompts"], data["tokens"], data["layers"], data["percentile"], data["model"]) == (5, 160, 2, 99.9, "tiny")
     found = Calibration.load(out)
-    assert found.id == data["id"] and found.info["text"] == "text.txt"
+    assert found.id == data["id"] and found.info["text"] == "text" and len(found.info["text_sha256"]) == 64
     config = loader("tiny")[0].config
     found.check(config, schemes.for_layers("int8_static", layer_geometries(config)))
     said = run("calibrate", "tiny", *options, "--percentile", 100).stdout
@@ -208,12 +208,27 @@ def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     assert Calibration.load(out).id != found.id
 
 
+def test_calibrate_replaces_only_its_own_file(loader, tmp_path):
+    options = ("--out", tmp_path / "c", "--prompts", 2, "--length", 32, "--threads", 1)
+    first = run_json("calibrate", "tiny", *options)
+    assert first["text"] == "novel"
+    assert run_json("calibrate", "tiny", *options)["id"] == first["id"]
+    before = (tmp_path / "c").read_bytes()
+    assert "calibration of scheme 'int8_static', not 'nuq4'; give another --out, or --force" in error("calibrate", "tiny", *options, "--scheme", "nuq4")
+    assert "calibration of model 'tiny', not 'other'" in error("calibrate", "other", *options)
+    assert (tmp_path / "c").read_bytes() == before
+    assert run_json("calibrate", "other", *options, "--force")["model"] == "other"
+    (tmp_path / "c").write_text("my notes")
+    assert "is no calibration that could be replaced" in error("calibrate", "tiny", *options)
+    assert (tmp_path / "c").read_text() == "my notes"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"--text": "missing.txt"}, "missing.txt: No such file"),
         ({"--text": "binary.txt"}, "binary.txt is not UTF-8"),
-        ({"--text": "empty.txt"}, "calibration text is empty"),
+        ({"--text": "empty.txt"}, "empty.txt holds no text"),
         ({"--out": "nowhere/x.safetensors"}, "nowhere does not exist"),
         ({"--scheme": "int8"}, "schemes that need calibration: int8_static"),
         ({"--scheme": "int9"}, "unknown scheme 'int9'"),

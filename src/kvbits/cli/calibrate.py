@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from ..errors import SpecError
-from .common import Json, Threads, app, print_json, read_text, set_threads, show
+from .common import Json, Threads, app, print_json, set_threads, show
 
 
 @app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
-    text: Annotated[Path, typer.Option(help="UTF-8 text like what the model will read; never the text you evaluate on.")],
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
+    text: Annotated[str, typer.Option(help="Text like what the model will read, never what you evaluate on: a file, hub:ID, or novel (shipped).")] = "novel",
     scheme: Annotated[str, typer.Option(help="A scheme with static scales or codebooks.")] = "int8_static",
     prompts: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks.", show_default=False)] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a window: 256, or 2,048 for codebooks.", show_default=False)] = None,
@@ -28,6 +28,7 @@ def calibrate(
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in the backward pass: less memory.")] = False,
     skip_tokens: Annotated[int | None, typer.Option(help="First tokens of each window left out; the scheme's sinks if not given.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT even if it is of another scheme or model, or no calibration.")] = False,
     device: Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)] = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -38,7 +39,9 @@ def calibrate(
 
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
-    content = read_text(text)
+    from ..evaluate.texts import read_text
+
+    source = read_text(text)
     if not out.parent.is_dir():
         raise SpecError(f"--out {out}: the directory {out.parent} does not exist; create it first")
     from .. import schemes
@@ -46,6 +49,8 @@ def calibrate(
     if not schemes.get(scheme).needs_calibration:
         static = [s.name for s in schemes.PRESETS.values() if s.needs_calibration]
         raise SpecError(f"scheme {scheme!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
+    if out.exists() and not force:
+        _may_replace(out, model, scheme)
     from ..calibrate import calibrate as measure
     from ..calibrate import prompts_from_text
     from ..integrations.models import load_model
@@ -55,7 +60,7 @@ def calibrate(
     chosen = schemes.get(scheme)
     codebooks = any(spec.has_codebook for spec in (chosen.key, chosen.value))
     windows = prompts_from_text(
-        tokenizer, content, num_prompts=(16 if codebooks else 128) if prompts is None else prompts,
+        tokenizer, source.content, num_prompts=(16 if codebooks else 128) if prompts is None else prompts,
         length=(2048 if codebooks else 256) if length is None else length, seed=seed,
         batch_size=1 if codebooks else 4,
     )  # fmt: skip
@@ -66,7 +71,7 @@ def calibrate(
     )  # fmt: skip
     seconds = time.perf_counter() - start
     found.info["model"] = model
-    found.info["text"] = text.name
+    found.info.update({"text": source.name, "text_sha256": source.sha256})
     found.save(out)
     if as_json:
         print_json({"out": str(out), "id": found.id, "file_bytes": out.stat().st_size, "seconds": seconds, "layers": len(found.static)} | found.info)
@@ -77,3 +82,18 @@ def calibrate(
         f"{'maximum' if info['percentile'] == 100 else 'percentile {:g}'.format(info['percentile'])}, {seconds:.1f} s",
         f"wrote {out} (id {found.id})",
     )
+
+
+def _may_replace(out: Path, model: str, scheme: str) -> None:
+    """Refuse to overwrite anything but an earlier calibration of this scheme on this model."""
+    from ..calibrate import Calibration
+    from ..errors import FileFormatError
+
+    way_out = "give another --out, or --force"
+    try:
+        info = Calibration.load(out).info
+    except FileFormatError as e:
+        raise SpecError(f"--out {out} exists and is no calibration that could be replaced; {way_out}") from e
+    for what, old, new in (("scheme", info.get("scheme"), scheme), ("model", info.get("model"), model)):
+        if old != new:
+            raise SpecError(f"--out {out} holds a calibration of {what} {old!r}, not {new!r}; {way_out}")

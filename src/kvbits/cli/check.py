@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +19,7 @@ def check(
     model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
     scheme: Annotated[str, typer.Option(help="The scheme to screen.")] = "int4",
     text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
-    calibration_text: Annotated[str | None, typer.Option(help="Text for a scheme that needs calibration.", show_default=False)] = None,
+    calibration_text: Annotated[str | None, typer.Option(help="For schemes that need it.", show_default="end of the novel")] = None,
     windows: Annotated[int, typer.Option(help="Windows that confirm; the first is looked into layer by layer.")] = 2,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     max_kl: Annotated[float, typer.Option(help="Largest KL divergence that passes, nats.")] = 0.05,
@@ -33,25 +35,20 @@ def check(
     """
     from ..evaluate.check import Limits
     from ..evaluate.check import check as screen
-    from ..evaluate.texts import read_text
+    from ..evaluate.texts import novel_end, read_text
     from ..evaluate.texts import windows as cut
 
     source = read_text(text)
-    calibration = None if calibration_text is None else read_text(calibration_text)
+    calibration = novel_end() if calibration_text is None else read_text(calibration_text)
     set_threads(threads)
+    from ..evaluate.run import Calibrator
     from ..integrations.models import load_model
 
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     ids = cut(tokenizer, source, count=windows, length=length)
-    make = None
-    if calibration is not None:
-        import tempfile
-        from pathlib import Path
-
-        from ..evaluate.run import Calibrator
-
-        make = Calibrator(lm, tokenizer, Path(tempfile.mkdtemp(prefix="kvbits-")), calibration, (source,))
-    found = screen(lm, ids, scheme, limits=Limits(kl=max_kl, ppl_change=max_ppl_change), calibration=make)
+    with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
+        calibrator = Calibrator(lm, tokenizer, Path(folder), calibration, (source,))
+        found = screen(lm, ids, scheme, limits=Limits(kl=max_kl, ppl_change=max_ppl_change), calibration=calibrator)
     if as_json:
         print_json({"model": model, "text": source.name} | found.to_dict())
     else:

@@ -14,14 +14,14 @@ from .common import Json, app, print_json, show
 @app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="Folder that `kvbits eval` wrote.")],
-    html: Annotated[Path | None, typer.Option(help="The page; RESULTS/report.html if no output is named.", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option(help="The page; kvbits-report.html here if no output is named.", show_default=False)] = None,
     markdown: Annotated[Path | None, typer.Option(help="All tables as Markdown.", show_default=False)] = None,
     png: Annotated[Path | None, typer.Option(help="Folder for PNG figures (matplotlib).", show_default=False)] = None,
     readme: Annotated[Path | None, typer.Option(help="File whose table of schemes is rewritten between its markers.", show_default=False)] = None,
     benchmarks: Annotated[Path | None, typer.Option(help="Folder benchmarks/results, for kernel speeds on the page.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """One self-contained HTML page (no network needed), Markdown tables and PNG figures from results."""
+    """One self-contained HTML page (no network needed), Markdown tables and PNG figures from results. Nothing is written into RESULTS."""
     from ..report import markdown as tables
     from ..report.collect import collect
     from ..report.figures import figures
@@ -31,7 +31,7 @@ def report(
     if found.simulated:
         typer.echo(f"left out {len(found.simulated)} simulated results ({', '.join(found.simulated[:3])}, ..): reports show measured ones", err=True)
     if html is None and markdown is None and png is None and readme is None:
-        html = results / "report.html"
+        html = Path("kvbits-report.html")
     for path in (html, markdown, readme):
         if path is not None and not path.parent.is_dir():
             raise SpecError(f"{path}: the directory {path.parent} does not exist; create it first")

@@ -58,9 +58,15 @@ def environment(device: Any, seconds: float | None = None) -> dict[str, Any]:
 
 def command_line() -> str:
     """The command that runs, with directories of the machine left out of paths."""
-    words = [os.path.basename(w.rstrip("/")) if os.path.isabs(w) else w for w in sys.argv]
+    words = [_without_directory(w) for w in sys.argv]
     words[0] = "kvbits" if words[0] in ("__main__.py", "kvbits", "-c", "-m") else words[0]
     return " ".join(words)
+
+
+def _without_directory(word: str) -> str:
+    """The last part of an absolute path, also of NAME=PATH."""
+    name, equals, path = word.rpartition("=")
+    return f"{name}{equals}{os.path.basename(path.rstrip('/'))}" if os.path.isabs(path) else word
 
 
 def _device_name(device: Any) -> str:

@@ -52,7 +52,7 @@ class Calibrator:
         if not missing:
             return
         if self.text is None:
-            raise UnsupportedError(f"scheme {missing[0].name!r} needs calibration; give --calibration-text FILE, never a text you evaluate on")
+            raise UnsupportedError(f"scheme {missing[0].name!r} needs calibration; give --calibration-text FILE or novel, never a text you evaluate on")
         codebooks = any(spec.has_codebook for s in missing for spec in (s.key, s.value))
         windows = prompts_from_text(
             self.tokenizer, self.text.content, num_prompts=self.prompts, length=self.length, batch_size=1 if codebooks else 4

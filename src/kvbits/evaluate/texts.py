@@ -42,6 +42,12 @@ def novel() -> str:
     return importlib.resources.files("kvbits.evaluate").joinpath("data/pride_and_prejudice.txt").read_text(encoding="utf-8")
 
 
+def novel_end() -> Text:
+    """The second half of the novel: what a command calibrates on that looks at its first pages."""
+    content = novel()
+    return Text("novel-end", content[len(content) // 2 :])
+
+
 def read_text(source: str) -> Text:
     """The text a source names (see the module).
 
