@@ -21,14 +21,14 @@ ARC = [
     {"id": str(i), "question": {"stem": f"What is {i} and {i}?", "choices": [{"text": f"{i + j}", "label": "ABCD"[j]} for j in range(4)]}, "answerKey": "ABCD"[i % 4]}
     for i in range(12)
 ]
-MMLU = [{"subject": s, "question": f"{s} {i}?", "choices": ["w", "x", "y", "z"], "answer": i % 4} for s in ("one_thing", "other") for i in range(6)]
+MMLU = [{"subject": s, "question": f"{s} {i}\u2028?", "choices": ["w", "x", "y", "z"], "answer": i % 4} for s in ("one_thing", "other") for i in range(6)]
 GSM = [{"question": f"Add {i} and 1.", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in range(6)]
 
 
 def task(name, tmp_path, **changes):
     files = {"arc": ARC, "arc_dev": ARC, "mmlu": MMLU, "mmlu_dev": MMLU, "gsm8k": GSM, "gsm8k_train": GSM}
     for n, rows in files.items():
-        (tmp_path / f"{n}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        (tmp_path / f"{n}.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
     data = {n: str(tmp_path / f"{n}.jsonl") for n in files}
     return load(name)(Context(tiny.model(), tiny.tokenizer(), (Text("t", "x"),), Options(data=data, chunk=24, **changes)))
 

@@ -20,6 +20,8 @@ def test_wikitext_is_joined_the_usual_way(tmp_path):
 def test_json_lines_and_books(tmp_path):
     (tmp_path / "c4.jsonl").write_text(json.dumps({"prefix": "a b", "gold_completion": " c"}) + "\n" + json.dumps({"text": "d"}) + "\n")
     assert read_text(str(tmp_path / "c4.jsonl")).content == "a b c\n\nd"
+    (tmp_path / "odd.jsonl").write_text('{"text": "one\u2028line\u0085still"}\n')  # as JSON allows, and MMLU has
+    assert read_text(str(tmp_path / "odd.jsonl")).content == "one\u2028line\u0085still"
     (tmp_path / "gsm.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2"}))
     assert read_text(str(tmp_path / "gsm.jsonl")).content == "1 + 1?\n2"
     (tmp_path / "book.txt").write_text("licence\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n\nIt was.\n*** END OF THIS PROJECT\nlicence")

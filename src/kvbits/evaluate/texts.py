@@ -66,7 +66,7 @@ def read_text(source: str) -> Text:
     except OSError as e:
         raise SpecError(f"--text {source}: {e.strerror or e}; give a file, `novel`, or hub:ID[:CONFIG[:SPLIT]]") from e
     if path.suffix == ".jsonl":
-        raw = "\n\n".join(_document(source, i, line) for i, line in enumerate(raw.splitlines()) if line.strip())
+        raw = "\n\n".join(_document(source, i, line) for i, line in enumerate(raw.split("\n")) if line.strip())
     elif path.name.startswith("wiki"):
         raw = "\n\n".join((line + "\n") if line.strip() else "" for line in raw.split("\n")[:-1])
     else:

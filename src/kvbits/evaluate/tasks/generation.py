@@ -57,7 +57,7 @@ class HumanEvalTask(Task):
         super().__init__(context)
         path = data_file(context, "humaneval", "HumanEval.jsonl")
         try:
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
             self._problems = {str(r["task_id"]): (str(r["prompt"]), f"{r['test']}\ncheck({r['entry_point']})\n") for r in rows}
         except (KeyError, TypeError, ValueError) as e:
             raise SpecError(f"--data humaneval={path} is not HumanEval's JSON lines: {e!r}") from e

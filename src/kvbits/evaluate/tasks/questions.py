@@ -39,7 +39,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         SpecError: something else.
     """
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except ValueError as e:
         raise SpecError(f"{path} is not JSON lines: {e}") from e
     if not rows or not all(isinstance(r, dict) for r in rows):
