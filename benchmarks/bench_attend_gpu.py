@@ -2,6 +2,7 @@
 
     python benchmarks/bench_attend_gpu.py [--flashinfer] [--out benchmarks/results/<gpu>/attend_decode.json]
     python benchmarks/bench_attend_gpu.py --small [--out .../attend_small.json]        where 16-bit attention is faster: small batches and contexts
+    python benchmarks/bench_attend_gpu.py --tiers [--out .../attend_tiers.json]        preset tiered, against what each zone's bytes cost at its own bandwidth
     python benchmarks/bench_attend_gpu.py --prefill [--out .../attend_prefill.json]    chunks of many query tokens over packed history
 
 A row is timed only after its output has been compared with the float64 reference over the same pages. Times are medians of CUDA-graph replays of several
@@ -22,9 +23,10 @@ import torch
 
 from kvbits import schemes
 from kvbits.ops.attend_pages import cuda, reference, triton
-from kvbits.ops.close_pages.reference import close_pages
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
-from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.ops.attend_pages.cuda_format import Shape
+from kvbits.ops.close_pages.reference import close_nested, close_pages
+from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec, Scheme
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
@@ -225,6 +227,75 @@ def bench_decode(args: argparse.Namespace, copy: float) -> dict[str, Any]:
     return {"peers": peers, "rows": rows}
 
 
+def zones_call(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int) -> tuple[AttendCall, tuple[int, ...], int, int]:
+    """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `zones` by name ("cold", "warm", or "raw") and the tokens they span."""
+    raw = QuantSpec.raw()
+    layouts = {name: PageLayout(key=k, value=v, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM) for name, (k, v) in {
+        "cold": (scheme.key, scheme.value), "warm": (scheme.key, scheme.value), "raw": (raw, raw)}.items()}  # fmt: skip
+    low = LowLayout(key_bits=4, value_bits=4, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    fine = {name: [low] if name == "warm" else [] for name in layouts}
+    counts = {name: batch * (end - start) // PAGE for name, (start, end) in zones.items()}
+    nbytes = sum(n * sum(x.page_size_bytes for x in (layouts[name], *fine[name])) for name, n in counts.items())
+    layers = max(2, -(-ROTATE_BYTES // nbytes))
+    parts, strides = [], []
+    for name, (start, end) in zones.items():
+        n, layout = counts[name], layouts[name]
+        k, v = (torch.randn(256, KV_HEADS, PAGE, HEAD_DIM, device="cuda") for _ in "kv")
+        made, _ = close_nested(k, v, layout, low=fine[name])
+        slabs = [torch.empty(n, layers, KV_HEADS, x.head_bytes, dtype=torch.uint8, device="cuda") for x in (layout, *fine[name])]
+        for first in range(0, n, 256):  # closing takes time: some pages, many times
+            for slab, pages in zip(slabs, made, strict=True):
+                slab[first : first + 256] = pages[: n - first, None]
+        order = np.random.permutation(-(-n // 256))  # pages in random places, each with its plane
+        ids = [np.concatenate([256 * i + np.random.default_rng(int(i)).permutation(min(256, n - 256 * i)) for i in order]).astype(np.int64) for _ in slabs]
+        per_sequence = (end - start) // PAGE
+        table = PageTable(
+            np.arange(batch + 1, dtype=np.int64) * per_sequence, ids[0], np.tile(np.arange(start, end, PAGE, dtype=np.int64), batch),
+            np.full(n, PAGE, np.int32), tuple(ids[1:]),
+        )  # fmt: skip
+        stores = tuple(LowStore(x, (s[:, 0],)) for x, s in zip(fine[name], slabs[1:], strict=True))
+        parts.append(Part(PageStore(layout, (slabs[0][:, 0],)), table, stores))
+        strides.append(layout.page_size_bytes)
+    return AttendCall(tuple(parts), HEAD_DIM**-0.5), tuple(strides), layers, nbytes
+
+
+def time_zones(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int, q_heads: int, shape: Shape | None = None) -> dict[str, float]:
+    """Checked and timed decoding over some zones."""
+    call, strides, layers, nbytes = zones_call(scheme, zones, batch)
+    q = torch.randn(batch, 1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    plan = cuda.Plan(call, q_heads, q.dtype, q.device, layer_strides=strides, shape=shape)
+    out, _ = plan.run(q)
+    want, _ = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
+    error = float((out.double() - want).norm() / want.norm())
+    if not error < ERROR_LIMIT:
+        raise SystemExit(f"{zones}: error {error} against float64; a wrong kernel has no speed")
+    launches = [lambda layer=layer: plan.run(q, layer=layer) for layer in range(layers)]
+    return {"time_us": time_us(launches * max(1, 12 // layers)), "bytes": nbytes, "error": error}
+
+
+def bench_tiers(args: argparse.Namespace, copy: float) -> dict[str, Any]:
+    """One step over the zones of preset `tiered`, and the sum of what the bytes of each zone take at the bandwidth of a whole cache of that zone's format."""
+    scheme, rows = schemes.get("tiered"), []
+    hot, warm = scheme.residual_length, scheme.tiers[0].num_tokens
+    for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes):
+        bounds = {"cold": (0, tokens - hot - warm), "warm": (max(tokens - hot - warm, 0), tokens - hot), "raw": (tokens - hot, tokens)}
+        zones = {name: span for name, span in bounds.items() if span[1] > span[0]}
+        shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
+        alone = {name: time_zones(scheme, {name: (0, tokens)}, batch, q_heads) for name in zones}
+        torch.cuda.empty_cache()
+        mixed = time_zones(scheme, zones, batch, q_heads)
+        share = {name: (end - start) / tokens for name, (start, end) in zones.items()}
+        expected = sum(share[name] * alone[name]["time_us"] for name in zones)
+        row = {"scheme": "tiered", "shape": shape, **mixed, "expected_us": expected, "over": mixed["time_us"] / expected - 1, "zones": {
+            name: {"tokens": zones[name][1] - zones[name][0], "whole_cache_us": r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy, "error": r["error"]}
+            for name, r in alone.items()}}  # fmt: skip
+        rows.append(row | {"share_of_copy": mixed["bytes"] / (mixed["time_us"] * 1e-6) / copy})
+        print(f"{shape}: {mixed['time_us']:.1f} us, {100 * row['over']:+.1f} % of the {expected:.1f} us of its zones; whole caches: " + ", ".join(
+            f"{n} {z['whole_cache_us']:.1f} us ({z['share_of_copy']:.2f} of copy)" for n, z in row["zones"].items()), flush=True)  # fmt: skip
+        torch.cuda.empty_cache()
+    return {"rows": rows}
+
+
 def bench_small(args: argparse.Namespace, copy: float) -> dict[str, Any]:
     """Speed against the fastest 16-bit kernel from 256 tokens up, and where it passes 1: 16-bit bytes of the whole call's keys and values."""
     rows = []
@@ -268,6 +339,7 @@ def main() -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--small", action="store_true")
     kind.add_argument("--prefill", action="store_true")
+    kind.add_argument("--tiers", action="store_true")
     parser.add_argument("--schemes", nargs="*")
     parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="which of the shapes, by number")
     parser.add_argument("--out", type=Path)
@@ -277,7 +349,7 @@ def main() -> None:
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
-    found = (bench_small if args.small else bench_prefill if args.prefill else bench_decode)(args, copy)
+    found = (bench_small if args.small else bench_prefill if args.prefill else bench_tiers if args.tiers else bench_decode)(args, copy)
     result = {
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "copy_bytes_per_s": copy, **found,

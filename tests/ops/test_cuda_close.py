@@ -78,8 +78,7 @@ def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype
 
 
 @needs_gpu
-@pytest.mark.parametrize("bits", [(4, 4), (2, 4), (4, 0), (0, 2)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype, bits", [(torch.bfloat16, (4, 4)), (torch.float16, (2, 0)), (torch.float32, (4, 2))])
 @pytest.mark.parametrize("key, value, head_dim, page_size", [p for p in pairs() if p[0].format.startswith("int") and p[1].format.startswith("int")], ids=str)
 def test_low_planes_are_what_the_reference_stores(key, value, head_dim, page_size, dtype, bits):
     layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16")

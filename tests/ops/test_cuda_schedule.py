@@ -27,7 +27,7 @@ def work(draw):
     counts = draw(st.lists(st.lists(st.integers(0, 30), min_size=batch, max_size=batch), min_size=launches, max_size=4))
     costs = draw(st.lists(st.sampled_from([512, 4608, 16896, 300_000]), min_size=len(counts), max_size=len(counts)))
     parts = [
-        PartWork(np.arange(batch) * 100 + 1000 * i, np.array(c), cost, i % launches, packed=i != 1)
+        PartWork(np.arange(batch) * 100 + 1000 * i, np.array(c), cost, i % launches, packed=i != 1, walk=draw(st.sampled_from([None, 0, 1])))
         for i, (c, cost) in enumerate(zip(counts, costs, strict=True))
     ]
     return parts, draw(st.integers(1, 6)), [draw(st.integers(1, 40)) for _ in range(launches)]
@@ -37,7 +37,7 @@ def work(draw):
 def test_every_chunk_is_read_once_and_every_slot_filled_once(given_work):
     parts, repeats, blocks = given_work
     lists, num_slots = schedule(parts, repeats, blocks)
-    seen, slots, units = set(), [], {}
+    seen, slots, units, joined = set(), [], {}, None
     for launch, segments in enumerate(lists):
         before = {}
         for block, s in walk(segments, blocks[launch]):
@@ -49,7 +49,13 @@ def test_every_chunk_is_read_once_and_every_slot_filled_once(given_work):
             chunks = {(s["unit"], s["part"], k) for k in range(s["first_chunk"], s["first_chunk"] + s["num_chunks"])}
             assert not chunks & seen
             seen |= chunks
-            units.setdefault(s["unit"], []).append(s)
+            if joined:
+                assert (block, s["unit"], s["slot"], part.walk) == joined, "the rest of one result"
+            assert not s["joins"] or part.walk is not None
+            joined = (block, s["unit"], s["slot"], part.walk) if s["joins"] else None
+            if not s["joins"]:
+                units.setdefault(s["unit"], []).append(s)
+        assert not joined
     for group in units.values():
         first = group[0]["unit_slots"]
         assert all(s["num_slots"] == len(group) and s["unit_slots"] == first for s in group)
@@ -71,6 +77,17 @@ def test_no_block_has_much_more_than_its_share(batch, pages, heads, cost):
         load[block] += s["num_chunks"] * cost + SEGMENT_COST
     total = batch * pages * heads * cost
     assert load.max() <= total / blocks + 3 * SEGMENT_COST
+
+
+def test_zones_of_one_sequence_are_two_results():
+    """Sinks and newest tokens are one walk, pages with and without low planes another: a block that reads all of a unit ends twice."""
+    one = np.ones(3, np.int64)
+    parts = [PartWork(0 * one, 5 * one, 4000, 0, walk=1), PartWork(5 * one, 9 * one, 8000, 0, walk=1), PartWork(14 * one, one, 100, 0, packed=False, walk=0)]
+    parts.append(PartWork(15 * one, 4 * one, 9000, 0, packed=False, walk=0))
+    (segments,), num_slots = schedule(parts, 2, [1])
+    order = [(s["unit"], s["part"], s["joins"], s["slot"]) for _, s in walk(segments, 1)]
+    assert order == [(u, part, int(part in (0, 2)), 2 * u + (part < 2)) for u in range(6) for part in (2, 3, 0, 1)]
+    assert num_slots == 12
 
 
 def test_invisible_chunks_at_the_end_are_not_scheduled():

@@ -169,8 +169,21 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
 }
 #endif
 
-/// Both walks return the block's next segment.
-DEVICE int walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int warp, int lane) {
+#if HAS_PACKED && HAS_LOW
+constexpr bool JOINS = true;
+#else
+constexpr bool JOINS = false;  // the registers of other kernels are full: the 2-bit and the raw one spilled
+#endif
+
+/// After a segment that joins the next: that one, once no warp looks at this one any more.
+DEVICE void join_next(const Args& a, Merge& merge) {
+    sync_threads(CONSUMERS);
+    if (thread_again() == 0) merge.segment = a.segments[merge.segment.next];
+    sync_threads(CONSUMERS);
+}
+
+/// Both walks read the parts of a unit that follow one another and return the block's next segment.
+DEVICE int walk_raw(const Args& a, Unit u, Merge& merge, int warp, int lane) {
     const Segment& s = merge.segment;
     int g = lane / 4, c = lane % 4;
     stage_queries(merge.staged, a, u, nullptr, warp * 32 + lane);
@@ -179,13 +192,18 @@ DEVICE int walk_raw(const Args& a, const Part& part, Unit u, Merge& merge, int w
     softmax.clear();
     RawWalk walk;
     walk.start(a, merge.staged, g, c);
-    for (int k = warp; k < s.num_chunks; k += WARPS) {
-        int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
-        i64 page = a.page_address[entry] + a.layer * part.layer_stride + i64(u.head) * part.head_bytes;
-        int2 tokens = a.page_tokens[entry];
-        if (tokens.y <= token) continue;
-        i64 offset = i64(token) * D * 2;
-        walk.step(a, see, softmax, page + part.k_raw + offset, page + part.v_raw + offset, tokens.x + token, tokens.y - token, LseRow::of(a, u, entry, token / 32), g, c);
+    for (;; join_next(a, merge)) {
+        const Part& part = a.parts[s.part];
+        for (int k = warp; k < s.num_chunks; k += WARPS) {
+            int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
+            i64 page = a.page_address[entry] + a.layer * part.layer_stride + i64(u.head) * part.head_bytes;
+            int2 tokens = a.page_tokens[entry];
+            if (tokens.y <= token) continue;
+            i64 offset = i64(token) * D * 2;
+            const LseRow lse = LseRow::of(a, u, entry, token / 32);
+            walk.step(a, see, softmax, page + part.k_raw + offset, page + part.v_raw + offset, tokens.x + token, tokens.y - token, lse, g, c);
+        }
+        if (!JOINS || !s.joins) break;
     }
     return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
 }
@@ -248,19 +266,22 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     softmax.clear();
     PackedWalk walk;
     walk.start(a, merge.staged, u, part, lane / 4, lane % 4);
+    for (;; join_next(a, merge)) {
 #pragma unroll 1
-    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
-        const int of_page = s.first_entry * CHUNKS_PER_PAGE + s.first_chunk + k;
+        for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
+            const int of_page = s.first_entry * CHUNKS_PER_PAGE + s.first_chunk + k;
 #if HAS_LOW
-        const u32 chunk = ring.next[warp];
-        const bool low = part.low_head_bytes != 0;
-        if (low) walk_chunk<true>(a, u, walk, see, softmax, ring, slots, of_page, chunk, lane);
-        else walk_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, chunk, lane);
-        if (lane == 0) ring.next[warp] = chunk + (low ? 2 * WARPS : WARPS);
-        __syncwarp();
+            const u32 chunk = ring.next[warp];
+            const bool low = a.parts[s.part].low_head_bytes != 0;
+            if (low) walk_chunk<true>(a, u, walk, see, softmax, ring, slots, of_page, chunk, lane);
+            else walk_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, chunk, lane);
+            if (lane == 0) ring.next[warp] = chunk + (low ? 2 * WARPS : WARPS);
+            __syncwarp();
 #else
-        walk_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, s.chunks_before + k, lane);
+            walk_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, s.chunks_before + k, lane);
 #endif
+        }
+        if (!JOINS || !s.joins) break;
     }
     constexpr bool has_bias_sum = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
     return finish_segment(a, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
@@ -315,11 +336,11 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
         Unit u = unit_of(a, s.unit);
         if (threadIdx.x == 0) merge.segment = s, merge.unit = u;  // staging the queries makes it visible
 #if HAS_LEVELS
-        i = part.raw ? walk_raw(a, part, u, merge, warp, lane) : walk_levels(a, part, u, ring, slots, merge, levels, warp, lane);
+        i = part.raw ? walk_raw(a, u, merge, warp, lane) : walk_levels(a, part, u, ring, slots, merge, levels, warp, lane);
 #elif HAS_PACKED
-        i = part.raw ? walk_raw(a, part, u, merge, warp, lane) : walk_packed(a, part, u, ring, slots, merge, warp, lane);
+        i = part.raw ? walk_raw(a, u, merge, warp, lane) : walk_packed(a, part, u, ring, slots, merge, warp, lane);
 #else
-        i = walk_raw(a, part, u, merge, warp, lane);
+        i = walk_raw(a, u, merge, warp, lane);
 #endif
     }
 }

@@ -31,7 +31,8 @@ struct Segment {
     int unit_slots, num_slots;   // the unit's first slot and how many it has
     int next;                    // the block's next segment, -1 if none; its first is segment blockIdx.x (unit -1 if it has none)
     int chunks_before;           // packed chunks of the block's earlier segments: chunk t of a block belongs to warp t % WARPS
-    int padding[2];
+    int joins;                   // the next segment is of the same unit and walk: one result for both
+    int padding;
 };
 
 /// One run of bytes of a chunk, or of its low planes: from `page + from + chunk * step` to `slot + to`.

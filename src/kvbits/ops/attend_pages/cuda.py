@@ -240,7 +240,10 @@ class Plan:
             tokens = RAW_CHUNK if layout.key.is_raw else kernels[launch].shape.chunk
             count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
             cost = (layout.head_bytes + sum(s.layout.head_bytes for s in part.low)) * tokens // layout.page_size
-            work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, cost, launch, not layout.key.is_raw))
+            # What a walk starts with, calibrated scales, is alike in all its parts. Other kernels have no registers for joining.
+            joins = bool(kernels[launch].low_pieces) and not part.store.static
+            walk = int(not layout.key.is_raw) if joins else None
+            work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, cost, launch, not layout.key.is_raw, walk))
             first += table.num_pages
         return work
 

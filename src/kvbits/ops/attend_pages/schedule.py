@@ -1,8 +1,9 @@
 """Balanced work lists: every block of a launch gets an equal share of the bytes, as runs of chunks. Integers only, so it tests without a GPU.
 
 A unit is one (sequence, kv head, block of query columns). Its chunks, part after part, are laid end to end with those of all other units and the line is
-cut into as many equal pieces as there are blocks. A piece of one unit and part is a segment; a unit with several segments gets one slot for each, which
-the kernel sums. Starting a segment costs time, so pieces are equal in bytes plus SEGMENT_COST for each segment: whole units where that is cheaper.
+cut into as many equal pieces as there are blocks. A piece of one unit and part is a segment. Segments of a unit that follow one another in a block and are
+read by one walk (sinks and newest tokens; pages with low planes and without) join: one result for all. A unit with several results gets a slot for each, which
+the kernel sums. Starting and ending a walk costs time, so pieces are equal in bytes plus SEGMENT_COST for each: whole units where that is cheaper.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 SEGMENT_COST = 256 << 10
-"""Bytes that a multiprocessor could have read while it starts and ends a segment and its result is merged (8 us). Without it blocks with two segments
+"""Bytes that a multiprocessor could have read while it starts and ends a walk and its result is merged (8 us). Without it blocks with two segments
 were 6 us late; 64, 160 and 256 KiB took 44.8, 42.2 and 41.3 us (int4, one sequence of 131,072 tokens)."""
 SEARCH_STEPS = 24
-SEGMENT_FIELDS = ("unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots", "next", "chunks_before", "", "")
+SEGMENT_FIELDS = ("unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots", "next", "chunks_before", "joins", "")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class PartWork:
         chunk_cost: bytes of a chunk.
         launch: which kernel reads it.
         packed: read through the ring of shared memory.
+        walk: segments of parts of one launch and walk join; None joins nothing.
     """
 
     first_entry: np.ndarray
@@ -34,6 +36,7 @@ class PartWork:
     chunk_cost: int
     launch: int
     packed: bool = True
+    walk: int | None = None
 
 
 def chunks_per_sequence(indptr: np.ndarray, lengths: np.ndarray, chunk_tokens: int, chunks_per_page: int) -> np.ndarray:
@@ -57,31 +60,36 @@ def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tupl
     batch = len(parts[0].num_chunks)
     starts, segments = [], []
     for launch, blocks in enumerate(num_blocks):
-        mine = np.array([i for i, p in enumerate(parts) if p.launch == launch])
+        mine = np.array(sorted((i for i, p in enumerate(parts) if p.launch == launch), key=lambda i: (parts[i].walk is None, parts[i].walk)))
         chunks = np.repeat(np.stack([parts[i].num_chunks for i in mine], 1), repeats, axis=0).ravel()  # [unit, part]
-        start, cut = _cut(chunks, np.array([parts[i].chunk_cost for i in mine]), mine, blocks)
+        walks = [i if parts[i].walk is None else -1 - (parts[i].walk or 0) for i in mine]
+        start, cut = _cut(chunks, np.array([parts[i].chunk_cost for i in mine]), mine, walks, blocks)
         if launch == 0:  # a unit that reads nothing still needs its empty result written
             empty = np.flatnonzero(np.repeat(sum(p.num_chunks for p in parts) == 0, repeats))
-            cut = np.concatenate([cut, np.stack([empty, np.full_like(empty, mine[0]), 0 * empty, 0 * empty], 1)])
+            cut = np.concatenate([cut, np.stack([empty, np.full_like(empty, mine[0]), *[0 * empty] * 3], 1)])
             start[-1] += len(empty)
         starts.append(start)
         segments.append(cut)
-    counts = np.bincount(np.concatenate([s[:, 0] for s in segments]), minlength=batch * repeats)
+    counts = np.bincount(np.concatenate([s[s[:, 4] == 0, 0] for s in segments]), minlength=batch * repeats)
     first_slot = np.concatenate([[0], np.cumsum(np.where(counts > 1, counts, 0))])
     used = np.zeros(batch * repeats, np.int64)
     result = []
     for start, s in zip(starts, segments, strict=True):
         unit, part = s[:, 0], s[:, 1]
-        slot = np.where(counts[unit] > 1, first_slot[unit] + used[unit] + _rank(unit), -1)
-        np.add.at(used, unit, 1)
+        ends = s[:, 4] == 0
+        result_of = np.cumsum(ends) - ends  # which result a segment is of
+        slot = np.where(counts[unit] > 1, first_slot[unit] + used[unit] + _rank(unit[ends])[result_of], -1)
+        np.add.at(used, unit[ends], 1)
         entry = np.stack([p.first_entry for p in parts], 1)[unit // repeats, part]
         rows = np.stack([unit, part, entry, s[:, 2], s[:, 3], slot, first_slot[unit], counts[unit]], 1)
-        result.append(_linked(rows, start, np.array([p.packed for p in parts])[part]))
+        linked, place = _linked(rows, start, np.array([p.packed for p in parts])[part])
+        linked[place, 10] = s[:, 4]
+        result.append(linked)
     return result, int(first_slot[-1])
 
 
-def _linked(rows: np.ndarray, start: np.ndarray, packed: np.ndarray) -> np.ndarray:
-    """Rows in block order as linked lists: first rows first, then the others."""
+def _linked(rows: np.ndarray, start: np.ndarray, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows in block order as linked lists, first rows first, then the others; and where each row went."""
     blocks = len(start) - 1
     has = np.diff(start) > 0
     place = np.arange(len(rows)) - np.searchsorted(start[:-1][has], np.arange(len(rows)), "right") + blocks  # after all first rows
@@ -94,7 +102,7 @@ def _linked(rows: np.ndarray, start: np.ndarray, packed: np.ndarray) -> np.ndarr
     before = np.concatenate([[0], np.cumsum(rows[:, 4] * packed)])
     result[place, 9] = before[:-1] - np.repeat(before[start[:-1]], np.diff(start))
     result[place[:-1], 8] = np.where(follows[:-1], place[1:], -1) if len(rows) else []
-    return result
+    return result, place
 
 
 def _rank(unit: np.ndarray) -> np.ndarray:
@@ -105,14 +113,14 @@ def _rank(unit: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def _cut(chunks: np.ndarray, costs: np.ndarray, parts: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(segment_start [blocks + 1], [n, 4] of unit, part, first chunk, number of chunks) for runs of chunks in [unit, part] order."""
+def _cut(chunks: np.ndarray, costs: np.ndarray, parts: np.ndarray, walks: list[int], blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """(segment_start [blocks + 1], [n, 5] of unit, part, first chunk, number of chunks, joins the next) for runs of chunks in [unit, part] order."""
     cost = np.tile(costs, len(chunks) // len(costs)).tolist()
     counts = chunks.tolist()
     low, high = float(np.dot(chunks, cost)) / blocks, None
     share = low + SEGMENT_COST
     for _ in range(SEARCH_STEPS):  # the smallest share with which the blocks suffice
-        starts, segments = _fill(counts, cost, share, blocks)
+        starts, segments = _fill(counts, cost, walks, share, blocks)
         if starts is not None:
             high, best = share, (starts, segments)
         else:
@@ -122,23 +130,29 @@ def _cut(chunks: np.ndarray, costs: np.ndarray, parts: np.ndarray, blocks: int) 
             break
     starts, segments = best
     rows = np.array(segments, np.int64).reshape(-1, 3)
-    run = rows[:, 0]
-    return np.array(starts, np.int64), np.stack([run // len(costs), parts[run % len(costs)], rows[:, 1], rows[:, 2]], 1)
+    unit, part = np.divmod(rows[:, 0], len(costs))
+    walk = np.array(walks)[part]
+    joins = np.zeros(len(rows), np.int64)
+    joins[:-1] = (unit[1:] == unit[:-1]) & (walk[1:] == walk[:-1])
+    joins[np.array(starts[1:], np.int64)[np.diff(starts) > 0] - 1] = 0  # last of a block
+    return np.array(starts, np.int64), np.stack([unit, parts[part], rows[:, 1], rows[:, 2], joins], 1)
 
 
-def _fill(counts: list[int], cost: list[int], share: float, blocks: int) -> tuple[list[int] | None, list[tuple[int, int, int]]]:
+def _fill(counts: list[int], cost: list[int], walks: list[int], share: float, blocks: int) -> tuple[list[int] | None, list[tuple[int, int, int]]]:
     """Give every block segments (run, first chunk, number of chunks) worth `share`, in order; (None, ..) if chunks are left over."""
     starts, segments = [0], []
     run, first, runs = 0, 0, len(counts)
     for _ in range(blocks):
-        left = share
+        left, last = share, None
         while run < runs:
-            n = counts[run] - first
-            fits = int((left - SEGMENT_COST) / cost[run])
+            n, walk = counts[run] - first, (run // len(walks), walks[run % len(walks)])
+            start = 0 if walk == last else SEGMENT_COST
+            fits = int((left - start) / cost[run])
             if n <= fits:
                 if n:
                     segments.append((run, first, n))
-                    left -= SEGMENT_COST + n * cost[run]
+                    left -= start + n * cost[run]
+                    last = walk
                 run, first = run + 1, 0
                 continue
             if fits > 0:
