@@ -34,7 +34,7 @@ def cases():
         yield Case(**both(f, PerToken()), **small, head_dim=256)
     tiered = {"key": spec("int4", PerChannel(), symmetric=False), "value": spec("int4", PerToken(), symmetric=False)}
     yield Case(**tiered, **small | {"lengths": (400, 0, 230)}, low=(4, 4), layers=2)
-    yield Case(key=spec("int4"), value=spec("int3"), **small | {"lengths": (400, 0, 230)}, low=(4, 2), head_dim=80)
+    yield Case(key=spec("int4", PerToken()), value=spec("int3", PerToken()), **small | {"lengths": (400, 0, 230)}, low=(4, 2), head_dim=80)
     yield Case(key=spec("int8"), value=spec("int3", scale_dtype="bfloat16"), **small | {"crop": 13}, page_size=32)
 
 
@@ -57,7 +57,8 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
         for got, want in zip((keys, values), dequantize_pages(store.gather(table.page_ids), layout, static, low=fine), strict=True):
             want = torch.cat([w[:, :n] for w, n in zip(want, table.lengths, strict=True)], 1).transpose(0, 1)
             torch.testing.assert_close(got.float(), want.to(case.dtype).float(), rtol=2.0**-7 if case.dtype == torch.bfloat16 else 2.0**-10, atol=1e-6)
-            assert (got == want.to(case.dtype)).float().mean() > 0.999, "a fused multiply-add may round a few elsewhere"
+            same = 0.99 if part.low else 0.999  # a pair counts in fifteenths, which float32 does not hold
+            assert (got == want.to(case.dtype)).float().mean() > same, "a fused multiply-add may round a few elsewhere"
 
 
 @needs_gpu
