@@ -3,6 +3,7 @@
 struct Scratch {
   Block block;
   Decoded decoded;
+  KeyPairs pairs;
   Chunk chunks[ITEM_ROWS / ROWS];
 };
 
@@ -26,10 +27,6 @@ static const TileKernel tile_kernels[3][2][ROWS] = {{PER_ROWS_2(key_tile, DECODE
                                                     {PER_ROWS_2(key_tile, UNPACKED, false), PER_ROWS_2(key_tile, UNPACKED, true)},
                                                     {PER_ROWS_2(key_tile, NIBBLES, false), PER_ROWS_2(key_tile, NIBBLES, true)}};
 #define FOR_ROWS(f) {f<1>, f<2>, f<3>, f<4>, f<5>, f<6>, f<7>, f<8>}
-typedef void (*KeyOutlierKernel)(Chunk&, Block&, Decoded&, const Outliers&, const float* turns, int head_dim, int token);
-typedef void (*ValueOutlierKernel)(Chunk&, const Block&, Decoded&, const Outliers&, int head_dim, int token);
-static const KeyOutlierKernel key_outlier_kernels[ROWS] = FOR_ROWS(add_key_outliers);
-static const ValueOutlierKernel value_outlier_kernels[ROWS] = FOR_ROWS(add_value_outliers);
 typedef void (*DecodedValueKernel)(const ValueArgs&, Decoded&, int format);
 static const DecodedValueKernel decoded_value_kernels[ROWS] = FOR_ROWS(value_decoded);
 #undef PER_ROWS_2
@@ -156,6 +153,7 @@ struct PartView {
   const kvbits_store* store;
   Tensor key, value;
   bool value_bias;  // of the current page, per channel
+  const KeyPairs* pairs;  // of keys that are read so, or null
   int64_t params;   // where the scales, biases and outliers of a head struct begin
 };
 
@@ -202,17 +200,23 @@ static void attend_decoded_keys(const PartView& part, Chunk& c, Block& b, Decode
   const bool turned = key.t->inv_freq;
   const int bits = code_bits(key.t->format);
   const bool in_nibbles = has_nibbles(bits, key.row_bytes, head_dim);
-  for (int tile = 0; tile * TILE < n; tile++) {
+  for (int tile = 0, tiles = 1; tile * TILE < n; tile += tiles) {
+    const bool looks = looked_up(k, w, tile);
+    tiles = part.pairs && looks && (tile + 1) * TILE < n && looked_up(k, w, tile + 1) ? 2 : 1;
     if (ahead) {  // what lies behind the coming page's codes, a part with every tile: a burst of fetches would wait for itself
-      const int64_t tiles = part.store->page_size / TILE, at = token / TILE + tile, bytes = part.store->head_bytes - part.params;
-      for (int64_t i = at * 64; i < bytes; i += tiles * 64) fetch(page + ahead + part.params + i);
+      const int64_t lines = (part.store->head_bytes - part.params + 63) / 64, all = part.store->page_size / TILE, at = token / TILE + tile;
+      for (int64_t i = lines * at / all; i < lines * (at + tiles) / all; i++) fetch(page + ahead + part.params + i * 64);
     }
-    const KeySource from = !looked_up(k, w, tile) ? DECODED : in_nibbles ? NIBBLES : UNPACKED;
+    Nibbles codes = {{}, {key.row_bytes[0], key.row_bytes[1]}, bits, ahead};
+    for (int i = 0; i < 2; i++) codes.src[i] = page + key.t->plane_offset[i] + (int64_t)(token + tile * TILE) * key.row_bytes[i];
+    if (part.pairs && looks) {
+      attend_pairs(c, *part.pairs, codes, token / TILE + tile, tiles, head_dim, b.s[0] + tile * TILE);
+      continue;
+    }
+    const KeySource from = !looks ? DECODED : in_nibbles ? NIBBLES : UNPACKED;
     if (from != NIBBLES) unpack_keys(k, w, tile);
     if (from == DECODED) decode_keys(k, w, tile);
     const float* turns = turned ? key.t->turns + (int64_t)(token / TILE + tile) * head_dim * TILE : nullptr;
-    Nibbles codes = {{}, {key.row_bytes[0], key.row_bytes[1]}, bits, ahead};
-    for (int i = 0; i < 2; i++) codes.src[i] = page + key.t->plane_offset[i] + (int64_t)(token + tile * TILE) * key.row_bytes[i];
     tile_kernels[from][turned][c.rows - 1](w, codes, turns, head_dim, turned ? c.folded[0] : c.q[0], b.s[0] + tile * TILE);
   }
 }
@@ -262,8 +266,9 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   if (key.decoded) attend_decoded_keys(part, c, b, w, page, token, n, at.ahead);
   else (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.format])[c.rows - 1](k);
   if (key.t->num_outliers) {
-    const float* turns = key.t->turns ? key.t->turns + (int64_t)(token / TILE) * head_dim * TILE : nullptr;
-    key_outlier_kernels[c.rows - 1](c, b, w, outliers_of(*key.t, page, part.store->page_size, head_dim), turns, head_dim, token);
+    const OutlierTurns turns = {key.t->turns ? key.t->turns + (int64_t)(token / TILE) * head_dim * TILE : nullptr,
+                                part.pairs ? part.pairs->turns[token / TILE][0] : nullptr};
+    add_key_outliers(c, b, w, outliers_of(*key.t, page, part.store->page_size, head_dim), turns, head_dim, token);
   }
 
   const Tensor& value = part.value;
@@ -293,8 +298,7 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   } else {
     (value.raw ? raw_value_kernels[value.split ? BF16_SPLIT : value.t->raw_dtype] : value_kernels[value.format])[c.rows - 1](v);
   }
-  if (value.t->num_outliers)
-    value_outlier_kernels[c.rows - 1](c, b, w, outliers_of(*value.t, page, part.store->page_size, head_dim), head_dim, token);
+  if (value.t->num_outliers) add_value_outliers(c, b, w, outliers_of(*value.t, page, part.store->page_size, head_dim), head_dim, token);
 
   if (value.channel_scales && value.integer && !value.decoded)
     for (int h = 0; h < c.rows; h++)
@@ -381,16 +385,28 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
   begin_decoding(part, decoded, b, kv_head);
   const bool static_key = part.key.channel_scales && !part.key.page_channels;
   const bool static_bias = static_key && channel_params(part.key, nullptr, kv_head, head_dim, b.k_channel, b.k_channel_bias) && !part.key.decoded;
-  if (part.key.decoded && code_bits(key.format) < 8) fill_tables(decoded, b.k_channel, b.k_channel_bias, head_dim);
+  KeyPairs* pairs = pairs_usable(key, part.key.row_bytes, store.page_size, head_dim) ? &w.pairs : nullptr;
+  auto fill = [&] {
+    if (pairs) fill_pairs(*pairs, decoded.levels, b.k_channel, b.k_channel_bias, head_dim);
+    else if (part.key.decoded && code_bits(key.format) < 8) fill_tables(decoded, b.k_channel, b.k_channel_bias, head_dim);
+  };
+  if (pairs) fill_turns(*pairs, key.turns, store.page_size, head_dim / 2);
+  fill();
   for (int i = 0; i < chunks; i++) {
     Chunk& c = w.chunks[i];
     if (part.value.token_scales) __builtin_memset(c.corr, 0, sizeof(c.corr[0]) * part.value.groups);
     if (!part.key.page_channels) prepare_query(c, part.key, b.k_channel, head_dim);
     for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
     if (static_bias) add_query_bias(c, b.k_channel_bias, head_dim);
+    if (key.num_outliers && !key.inv_freq) query_fours(c, false, head_dim);
+    c.value_outliers = part.value.t->num_outliers;
+    if (c.value_outliers)
+      for (int h = 0; h < c.rows; h += 4) __builtin_memset(c.acc_fours[h / 4], 0, sizeof(Fours) * round_up(head_dim, 16));
   }
+  decoded.angles_of = -1;
   const int64_t rows = (int64_t)part.call->num_tokens * part.call->num_heads;
   PartView view = part;
+  view.pairs = pairs;
   const int64_t params = view.params = first_param(store);
   const bool fetch_params = part.key.page_channels || part.value.page_channels || key.mean_offset >= 0 || key.num_outliers || part.value.t->num_outliers;
   const int64_t window = part.call->sliding_window;
@@ -412,12 +428,15 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     const int64_t low_ahead = low && e + lookahead < hi ? low_page(e + lookahead) - low : 0;
     if (fetch_params && !part.key.decoded) fetch_range(coming + params, store.head_bytes - params);
     if (key.inv_freq) {
-      page_angles(decoded, key.inv_freq, start, head_dim / 2);
-      for (int i = 0; i < chunks; i++) turn_back(w.chunks[i], decoded, head_dim);
+      page_angles(decoded, key.inv_freq, start, store.page_size, head_dim / 2);
+      for (int i = 0; i < chunks; i++) {
+        turn_back(w.chunks[i], decoded, head_dim);
+        if (key.num_outliers) query_fours(w.chunks[i], true, head_dim);
+      }
     }
     if (part.key.page_channels || key.mean_offset >= 0) {
       const bool any = channel_params(part.key, page, kv_head, head_dim, b.k_channel, b.k_channel_bias) && !part.key.decoded;
-      if (part.key.decoded && code_bits(key.format) < 8) fill_tables(decoded, b.k_channel, b.k_channel_bias, head_dim);
+      fill();
       for (int i = 0; i < chunks; i++) {
         Chunk& c = w.chunks[i];
         if (part.key.page_channels) prepare_query(c, part.key, b.k_channel, head_dim);
@@ -425,6 +444,8 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
         if (any) add_query_bias(c, b.k_channel_bias, head_dim);
       }
     }
+    if (pairs)
+      for (int i = 0; i < chunks; i++) quantize_pairs(w.chunks[i], *pairs, head_dim);
     view.value_bias = channel_params(part.value, page, kv_head, head_dim, b.v_channel, b.v_channel_bias);
     for (int token = 0; token < length; token += BLOCK) {
       const int n = length - token < BLOCK ? length - token : BLOCK;
@@ -442,6 +463,11 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
   }
   if (part.value.token_scales && (part.value.integer || part.value.token_bias))
     for (int i = 0; i < chunks; i++) fold_corrections(w.chunks[i], part.value);
+  if (part.value.t->num_outliers)
+    for (int i = 0; i < chunks; i++) {
+      fold_value_outliers(w.chunks[i], head_dim);
+      w.chunks[i].value_outliers = false;
+    }
 }
 
 static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem& item, int first, int rows) {

@@ -69,6 +69,11 @@ static void raise_maxima(Chunk& c, const vf* tops, int head_dim, int groups) {
     for (int g = 0; g < groups; g++) store(c.corr[g][h], load(c.corr[g][h]) * factor);
     store(c.l[h], load(c.l[h]) * factor);
   }
+  if (!c.value_outliers) return;
+  for (int h = 0; h < c.rows; h += 4) {
+    const Fours factor = *(const Fours*)(shrink + h);
+    for (int i = 0; i < round_up(head_dim, 16); i++) c.acc_fours[h / 4][i] *= factor;
+  }
 }
 
 // The steps below walk over all rows before the next step begins, and over whole blocks. Probabilities are relative to the

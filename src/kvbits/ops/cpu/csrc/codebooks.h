@@ -5,15 +5,15 @@
 // to a byte per code, then looked up. A score needs q turned back once per page: q . R(start + j) k = (R(-start) q) . R(j) k.
 // Formats whose scale and bias belong to channels need no arithmetic to decode: a table per channel holds the 16 numbers.
 //
-// Outliers are listed by ascending token, so each block owns a run of the list, which is added to its scores and outputs. What a page
-// holds is not trusted: an index outside its run counts nothing.
+// Listed outliers: outliers.h.
 
 constexpr int LEVELS = 16;  // entries of a table, repeated where a format has fewer
 
 // Some entries of a list, taken apart.
 struct OutlierBatch {
   static constexpr int SIZE = 128;
-  alignas(64) int32_t token[SIZE], channel[SIZE], turn[SIZE];
+  alignas(64) int32_t token[SIZE], channel[SIZE], turn[SIZE];  // token and channel become places among fours
+  alignas(64) int32_t upper[SIZE];                             // the place of the upper channel of a pair
   alignas(64) float value[SIZE], low[SIZE], high[SIZE];
 };
 
@@ -29,7 +29,10 @@ struct Decoded {
   alignas(64) float factor[BLOCK];                  // what the scale of a token is multiplied with
   alignas(64) float ones[BLOCK];
   alignas(64) double cos[MAX_HEAD_DIM / 2 + VL], sin[MAX_HEAD_DIM / 2 + VL];  // of start * inv_freq
+  alignas(64) double step_cos[MAX_HEAD_DIM / 2 + VL], step_sin[MAX_HEAD_DIM / 2 + VL];  // of page_size * inv_freq
+  int64_t angles_of;                                // the start
   OutlierBatch batch;
+  alignas(64) Fours block_fours[BLOCK];             // scores that outliers add, or probabilities
   bool stretched[BLOCK / TILE];                     // whether any factor of the tile is not 1
   int key_run[2], value_run[2];                     // the block's part of the lists of outliers
 };
@@ -78,14 +81,30 @@ INLINE void cos_sin(vd x, vd& cos, vd& sin) {
   cos = (vd)((vl)choose(odd, s, c) ^ flip_cos);
 }
 
-static void page_angles(Decoded& w, const float* inv_freq, int64_t start, int half) {
+static void angles_at(double* cos, double* sin, const float* inv_freq, int64_t position, int half) {
   for (int i = 0; i < half; i += VL) {
     const vf f = half - i >= VL ? load(inv_freq + i) : load_first<KVBITS_FP32>(inv_freq, i, half - i);
-    vd cos, sin;
-    cos_sin(__builtin_convertvector(f, vd) * (double)start, cos, sin);
-    *(vd_mem*)(w.cos + i) = cos;
-    *(vd_mem*)(w.sin + i) = sin;
+    vd c, s;
+    cos_sin(__builtin_convertvector(f, vd) * (double)position, c, s);
+    *(vd_mem*)(cos + i) = c;
+    *(vd_mem*)(sin + i) = s;
   }
+}
+
+// Angles of the page at `start`, from those of the page before it where it follows one: a product loses 2^-53, over a million tokens 2^-38.
+static void page_angles(Decoded& w, const float* inv_freq, int64_t start, int page_size, int half) {
+  if (w.angles_of < 0 || start != w.angles_of + page_size) {
+    if (w.angles_of < 0) angles_at(w.step_cos, w.step_sin, inv_freq, page_size, half);
+    angles_at(w.cos, w.sin, inv_freq, start, half);
+  } else {
+    for (int i = 0; i < half; i += VL) {
+      const vd c0 = *(const vd_mem*)(w.cos + i), s0 = *(const vd_mem*)(w.sin + i);
+      const vd c1 = *(const vd_mem*)(w.step_cos + i), s1 = *(const vd_mem*)(w.step_sin + i);
+      *(vd_mem*)(w.cos + i) = c0 * c1 - s0 * s1;
+      *(vd_mem*)(w.sin + i) = s0 * c1 + c0 * s1;
+    }
+  }
+  w.angles_of = start;
 }
 
 // The chunk's queries turned back by the page's start, into `folded`.
@@ -152,125 +171,6 @@ static void level_bytes(const kvbits_tensor& t, int kv_head, float limit, int8_t
     zero = -mean / total / candidate;
   }
   for (int i = 0; i < LEVELS; i++) bytes[i] = (int8_t)__builtin_rintf(levels[i] / unit);
-}
-
-// ---- outliers ----
-
-struct Outliers {
-  const uint8_t *index, *value;
-  bool wide;
-  int dtype, count;
-};
-
-INLINE Outliers outliers_of(const kvbits_tensor& t, const uint8_t* page, int page_size, int head_dim) {
-  const bool wide = (int64_t)page_size * head_dim > 65536;
-  return {page + t.outlier_index_offset, page + t.outlier_value_offset, wide, t.scale_dtype, t.num_outliers};
-}
-
-INLINE uint32_t outlier_index(const Outliers& o, int i) {
-  if (!o.wide) return ((const uint16_t*)o.index)[i];
-  return ((const uint32_t*)o.index)[i];
-}
-
-// First entry from `from` on that lies at or past element `limit`.
-INLINE int outlier_end(const Outliers& o, int from, uint32_t limit) {
-  while (from < o.count && outlier_index(o, from) < limit) from++;
-  return from;
-}
-
-// Takes up to SIZE entries from `begin` apart, tokens counted from `first`. Entries that do not lie in `tokens` tokens from there come out as
-// zeros on the first element.
-static int split_outliers(const Outliers& o, OutlierBatch& b, int begin, int end, int first, int tokens, int head_dim) {
-  const int n = end - begin < OutlierBatch::SIZE ? end - begin : OutlierBatch::SIZE;
-  widen(b.value, o.value + (int64_t)begin * dtype_bytes(o.dtype), n, o.dtype);
-  const int base = first * head_dim;
-  int done = 0;
-  if (!o.wide)
-    for (; done + VL <= n; done += VL)
-      *(vi_mem*)(b.token + done) = __builtin_convertvector(*(const vh_mem*)((const uint16_t*)o.index + begin + done), vi) - base;
-  for (; done < n; done++) b.token[done] = (int32_t)(outlier_index(o, begin + done) - (uint32_t)base);
-  const vf inverse = splat(1.0f / (float)head_dim);
-  for (int i = 0; i < n; i += VL) {
-    const vi at = load_int(b.token + i);
-    const vi inside = (at >= splat_int(0)) & (at < splat_int(tokens * head_dim));
-    // Numbers up to 64 * 512: half an element is far more than the rounding of the quotient.
-    const vi token = __builtin_convertvector((to_float(at & inside) + 0.5f) * inverse, vi);
-    *(vi_mem*)(b.token + i) = token;
-    *(vi_mem*)(b.channel + i) = (at & inside) - token * head_dim;
-    store(b.value + i, select(inside, load(b.value + i), vf{}));
-  }
-  return n;
-}
-
-// Runs of the block that begins at `token`.
-static void find_runs(Decoded& w, const kvbits_tensor& key, const kvbits_tensor& value, const uint8_t* page, int page_size, int head_dim, int token) {
-  if (key.num_outliers) {
-    const Outliers o = outliers_of(key, page, page_size, head_dim);
-    w.key_run[0] = token ? w.key_run[1] : 0;
-    w.key_run[1] = token + BLOCK < page_size ? outlier_end(o, w.key_run[0], (uint32_t)((token + BLOCK) * head_dim)) : o.count;
-  }
-  if (value.num_outliers) {
-    const Outliers o = outliers_of(value, page, page_size, head_dim);
-    w.value_run[0] = token ? w.value_run[1] : 0;
-    w.value_run[1] = token + BLOCK < page_size ? outlier_end(o, w.value_run[0], (uint32_t)((token + BLOCK) * head_dim)) : o.count;
-  }
-}
-
-// What an outlier of a turned key pair adds: x (cos q[pair] + sin q[pair + half]) in the lower half, x (cos q[pair + half] - sin q[pair]) in the
-// upper one. `channel` becomes the pair. No branches: which half it is cannot be foreseen.
-static void turn_outliers(OutlierBatch& b, int n, const float* turns, int half) {
-  for (int i = 0; i < n; i += VL) {
-    const vi channel = load_int(b.channel + i), token = load_int(b.token + i);
-    const vi pair = channel - (splat_int(half) & (channel >= splat_int(half)));
-    *(vi_mem*)(b.turn + i) = ((token >> 4) * half + pair) * (2 * TILE) + (token & 15);
-  }
-  for (int i = 0; i < n; i++) {
-    b.low[i] = turns[b.turn[i]];
-    b.high[i] = turns[b.turn[i] + TILE];
-  }
-  for (int i = 0; i < n; i += VL) {
-    const vi channel = load_int(b.channel + i), upper = channel >= splat_int(half);
-    const vf x = load(b.value + i), cos = load(b.low + i), sin = load(b.high + i);
-    store(b.low + i, x * select(upper, -sin, cos));
-    store(b.high + i, x * select(upper, cos, sin));
-    *(vi_mem*)(b.channel + i) = channel - (splat_int(half) & upper);
-  }
-}
-
-// Scores of the block's key outliers. `turns`: of the block's first tile; null: keys are as the model made them.
-template <int NH>
-static void add_key_outliers(Chunk& c, Block& block, Decoded& w, const Outliers& o, const float* turns, int head_dim, int token) {
-  const int half = head_dim / 2;
-  OutlierBatch& b = w.batch;
-  for (int begin = w.key_run[0]; begin < w.key_run[1]; begin += OutlierBatch::SIZE) {
-    const int n = split_outliers(o, b, begin, w.key_run[1], token, BLOCK, head_dim);
-    if (turns) turn_outliers(b, n, turns, half);
-    for (int i = 0; i < n; i++) {
-      float* s = block.s[0] + b.token[i];
-      if (turns) {
-        const float* q = c.folded[0] + b.channel[i];
-#pragma GCC unroll 8
-        for (int h = 0; h < NH; h++) s[h * BLOCK] += b.low[i] * q[h * ROW_STRIDE] + b.high[i] * q[h * ROW_STRIDE + half];
-      } else {
-        const float* q = c.q[0] + b.channel[i];
-#pragma GCC unroll 8
-        for (int h = 0; h < NH; h++) s[h * BLOCK] += b.value[i] * q[h * ROW_STRIDE];
-      }
-    }
-  }
-}
-
-template <int NH>
-static void add_value_outliers(Chunk& c, const Block& b, Decoded& w, const Outliers& o, int head_dim, int token) {
-  for (int begin = w.value_run[0]; begin < w.value_run[1]; begin += OutlierBatch::SIZE) {
-    const int n = split_outliers(o, w.batch, begin, w.value_run[1], token, BLOCK, head_dim);
-    for (int i = 0; i < n; i++) {
-      const float x = w.batch.value[i], *p = b.s[0] + w.batch.token[i];
-      float* to = c.acc[0] + w.batch.channel[i];
-#pragma GCC unroll 8
-      for (int h = 0; h < NH; h++) to[h * ROW_STRIDE] += x * p[h * BLOCK];
-    }
-  }
 }
 
 // ---- keys ----

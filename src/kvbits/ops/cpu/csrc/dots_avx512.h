@@ -37,6 +37,44 @@ INLINE void add_level_dots(vi& acc, vi p, vi levels) {
   acc = (vi)x;
 }
 
+// Pairs of 16-bit integers (key_pairs.h).
+#define HAVE_PAIR_DOTS
+INLINE void add_pair_dot(__m512i& acc, __m512i a, __m512i b) { asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b)); }
+INLINE void store_shorts(int16_t* to, vf x, vf y) {
+  const __m512i both = _mm512_packs_epi32(_mm512_cvtps_epi32((__m512)x), _mm512_cvtps_epi32((__m512)y));
+  _mm512_store_si512(to, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both));
+}
+
+// Four rows by fours (outliers.h): a 4 x 4 transpose in every quarter of the registers, which is its own inverse.
+#define HAVE_FOURS
+INLINE void transpose_quarters(__m512* x) {
+  const __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]), b = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
+  const __m512d c = (__m512d)_mm512_unpacklo_ps(x[2], x[3]), d = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
+  x[0] = (__m512)_mm512_unpacklo_pd(a, c);
+  x[1] = (__m512)_mm512_unpackhi_pd(a, c);
+  x[2] = (__m512)_mm512_unpacklo_pd(b, d);
+  x[3] = (__m512)_mm512_unpackhi_pd(b, d);
+}
+INLINE void gather_fours(const float* rows, int64_t stride, int first, Fours* to) {
+  __m512 x[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_ps(rows + i * stride + first);
+  transpose_quarters(x);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) _mm512_store_ps(to + first + i * 4, x[i]);
+}
+INLINE void add_fours(float* rows, int64_t stride, int first, const Fours* from) {
+  __m512 x[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) x[i] = _mm512_load_ps(from + first + i * 4);
+  transpose_quarters(x);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    float* to = rows + i * stride + first;
+    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), x[i]));
+  }
+}
+
 // Integer q, 16 channels from `channel` on: [piece][channel] bytes.
 template <bool WIDE>
 INLINE void store_q(uint8_t* row, int channel, vi q) {

@@ -10,6 +10,8 @@ namespace {
 #include "dots_generic.h"
 #include "dots_float.h"
 #include "codebooks.h"
+#include "key_pairs.h"
+#include "outliers.h"
 #include "attend_softmax.h"
 #include "attend_page.h"
 }  // namespace
