@@ -42,11 +42,11 @@ def layout_of(key, value, head_dim=128, page_size=64, **_):
     return PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=8, head_dim=head_dim)
 
 
-def attend_kernel(key, value, capability, head_dim=128, columns=8, page_size=64, softcap=False):
+def attend_kernel(key, value, capability, head_dim=128, columns=8, page_size=64, softcap=False, fold=False):
     layout = layout_of(key, value, head_dim, page_size)
     packed = [] if key.is_raw else [layout]
     cols = cuda_format.columns(head_dim, columns, packed)
-    return cuda_format.kernel_for(packed[0] if packed else None, head_dim, cols, "bfloat16", "bfloat16", softcap, driver.shared_limit(capability))
+    return cuda_format.kernel_for(packed[0] if packed else None, head_dim, cols, "bfloat16", "bfloat16", softcap, driver.shared_limit(capability), fold=fold)
 
 
 def variants():
@@ -106,20 +106,22 @@ def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, page_
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")])
-def test_look_up_kernels_compile_and_spill_nothing_in_the_loop_over_pages(name, head_dim, capability):
-    if not ALL and (name, head_dim, capability) not in (("nuq4-1%", 128, (9, 0)), ("nuq3", 64, (8, 0)), ("nuq2-1%", 128, (8, 9))):
-        pytest.skip("three by default")
+@pytest.mark.parametrize("fold", [True, False], ids=["four columns", "eight columns"])
+def test_look_up_kernels_compile_and_spill_nothing_in_the_loop_over_pages(fold, name, head_dim, capability):
+    few = (("nuq4-1%", 128, (9, 0), True), ("nuq4", 128, (9, 0), False), ("nuq3", 64, (8, 0), False), ("nuq2-1%", 128, (8, 9), True))
+    if not ALL and (name, head_dim, capability, fold) not in few:
+        pytest.skip("four by default")
     scheme = schemes.get(name)
     limit = driver.shared_limit(capability)
     if why := cuda_format.refuses_layout(layout_of(scheme.key, scheme.value, head_dim), limit):
         assert capability == (8, 9) and scheme.key.bits == 4 and "shared memory" in why, why
         return
-    kernel = attend_kernel(scheme.key, scheme.value, capability, head_dim)
+    kernel = attend_kernel(scheme.key, scheme.value, capability, head_dim, fold=fold)
     assert kernel.shared_bytes <= limit
     binary = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability))
     resources = binary.resources("attend")
-    # All 168 registers are taken; ptxas keeps up to six values of the kernel's set-up in local memory and reads them when a segment ends.
-    assert resources.spill_bytes <= 48, resources
+    # All 168 registers are taken; ptxas keeps a few values of the kernel's set-up in local memory (18 in the worst, nuq2-1%).
+    assert resources.spill_bytes <= 80, resources
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
 
 

@@ -65,6 +65,7 @@ def cases():
     yield Case(**both("int4"), lengths=(333, 0, 70), tail=20, sinks=1)
     yield Case(**of("nuq4-1%"), lengths=(333, 0, 70), tail=20, sinks=1)
     yield Case(**static("nuq3-1%"), lengths=(333, 70), head_dim=64, group=8)
+    yield Case(**of("nuq2-1%"), lengths=(333, 70), group=3)
     ragged = {"lengths": (700, 0, 333, 70), "tail": 20, "sinks": 3}
     yield Case(**TIERED, **ragged, low=(4, 4))
     yield Case(**TIERED, **ragged, low=(4, 4), head_dim=64, group=3, num_queries=5, page_size=32)
@@ -100,3 +101,10 @@ def test_the_kernel_computes_what_the_reference_does(case, emulated):
 def test_rings_without_the_copy_engine(emulated):
     """Lanes copy and arrive one by one, in rings of two slots a warp: a chunk and its low plane take both."""
     test_the_kernel_computes_what_the_reference_does(Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=3, low=(4, 4), group=2), None)
+
+
+@pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])
+@pytest.mark.parametrize("name", ["nuq3-1%", "nuq2-1%"])
+def test_rings_of_levels_without_the_copy_engine(name, emulated):
+    """Tables of 8.9 have rows for a code's bytes only."""
+    test_the_kernel_computes_what_the_reference_does(Case(**of(name), lengths=(333, 0, 70), tail=20, sinks=1, group=2), None)

@@ -45,7 +45,7 @@ def direct():
         yield Case(**static(name), lengths=(1000, 70), head_dim=64, tail=20)
     for magnitude in (1e-3, 50.0):
         yield Case(**of("nuq3-1%"), lengths=(1000, 70), magnitude=magnitude)
-    for group in (1, 2, 8, 12, 16):
+    for group in (1, 2, 3, 5, 8, 12, 16):
         yield Case(**of("nuq4-1%"), lengths=(1000, 70), group=group, tail=20)
         yield Case(**of("nuq2-1%"), lengths=(1000, 70), group=group, head_dim=64)
     for options in ({"window": 300, "tail": 20}, {"crop": 13}, {"softcap": 20.0, "tail": 20}, {"num_queries": 5, "tail": 20, "group": 3}):

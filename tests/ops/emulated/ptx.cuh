@@ -140,6 +140,8 @@ inline u32 fma_f16x2(u32 a, u32 b, u32 c) { return pack_f16(fmaf(low_f16(a), low
 inline u32 low_twice(u32 a) { return (a & 0xffff) * 0x10001u; }
 inline u32 high_twice(u32 a) { return (a >> 16) * 0x10001u; }
 inline u32 low_mul(u32 a, u32 b) { return mul_f16x2(low_twice(a), b); }
+inline u32 high_mul(u32 a, u32 b) { return mul_f16x2(high_twice(a), b); }
+inline u32 high_fnma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b ^ 0x80008000u, c); }
 inline u32 low_fma(u32 a, u32 b, u32 c) { return fma_f16x2(low_twice(a), b, c); }
 inline u32 high_fma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b, c); }
 inline u32 permute_bytes(u32 a, u32 b, u32 selector) {
@@ -228,8 +230,19 @@ inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 
 // ---- copies and their barriers
 
-inline u32 shared_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - shared); }
-inline TransactionBarrier& transaction(u32 at) { return block.transactions.at(at / 8); }
+constexpr u32 SHARED_START = 1024;
+inline u32 shared_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - shared) + SHARED_START; }
+template <class T = unsigned char>
+inline T& shared_at(u32 address) { return reinterpret_cast<T&>(shared[address - SHARED_START]); }
+template <int OFFSET>
+inline u32 load_shared_at(u32 address) { return shared_at<u32>(address + OFFSET); }
+template <int OFFSET>
+inline uint2 load_shared2_at(u32 address) { return {shared_at<u32>(address + OFFSET), shared_at<u32>(address + OFFSET + 4)}; }
+inline void add_to_shared(u32 address, int x) { shared_at<int>(address) += x; }
+inline int round_to_int(float x) { return x >= 2147483648.f ? 0x7fffffff : x < -2147483648.f ? -0x7fffffff - 1 : int(rintf(x)); }
+inline void pause() { yield(); }
+inline void __trap() { fail("trap", 0); }
+inline TransactionBarrier& transaction(u32 at) { return block.transactions.at((at - SHARED_START) / 8); }
 inline void complete(TransactionBarrier& b) {
   if (b.pending < 0) fail("more arrivals than a barrier expects", b.pending);
   if (!b.pending && !b.bytes) b.phase ^= 1, b.pending = b.count;
@@ -242,16 +255,17 @@ inline void barrier_arrive_expect(u32 at, u32 bytes) {
 }
 inline void barrier_arrive(u32 at) { barrier_arrive_expect(at, 0); }
 inline void barrier_wait(u32 at, u32 parity) { while (transaction(at).phase == parity) yield(); }
+inline bool barrier_test(u32 at, u32 parity) { return transaction(at).phase != parity; }
 inline void copy_bulk(u32 to, i64 from, u32 bytes, u32 at, u64) {
   if (to % 16 || from % 16 || bytes % 16) fail("a bulk copy is not of whole 16-byte pieces", bytes);
-  memcpy(shared + to, reinterpret_cast<const void*>(from), bytes);
+  memcpy(&shared_at(to), reinterpret_cast<const void*>(from), bytes);
   transaction(at).bytes -= bytes;
   complete(transaction(at));
 }
 /// Copies land at once, so all that a lane's arrival says is that it is there.
 inline void copy_async_16(u32 to, i64 from) {
   if (to % 16 || from % 16) fail("an asynchronous copy is not of 16-byte pieces", to);
-  memcpy(shared + to, reinterpret_cast<const void*>(from), 16);
+  memcpy(&shared_at(to), reinterpret_cast<const void*>(from), 16);
 }
 inline void copy_async_arrive(u32 at) { barrier_arrive(at); }
 inline uint4 load_global_once(i64 from, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(from) : uint4{}; }

@@ -16,6 +16,7 @@
 static_assert(SLOTS % WARPS == 0, "a slot for each warp, or several");
 static_assert(!HAS_LOW || SLOTS >= 2 * WARPS, "a chunk and its low plane are in the ring together");
 
+#if !HAS_LEVELS
 struct Ring {
     u64 full[SLOTS], empty[SLOTS];
     int2 tokens[SLOTS];          // position of the first, visible ones
@@ -23,6 +24,7 @@ struct Ring {
     u32 next[WARPS];             // each warp's next chunk of the block, each low plane counting as one more
 #endif
 };
+#endif
 
 /// First chunk of a segment that belongs to a warp.
 DEVICE int first_chunk_of(const Segment& s, int warp) { return (warp + WARPS - s.chunks_before % WARPS) % WARPS; }
@@ -113,6 +115,9 @@ DEVICE void prefetch_first_chunks(const Args& a, int lane) {
 #endif
 }
 
+#if HAS_LEVELS
+#include "levels_ring.cuh"
+#else
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
     Cursor at = {int(blockIdx.x), -1, lane, false};
     bool more = lane < WARPS && at.settle(a, lane);
@@ -126,10 +131,6 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
         Source ahead;  // looked up now, needed after this round's waiting
         const bool another = more && next.settle(a, lane);
         if (another) ahead = Source(a, a.segments[next.segment], next.k, next.low);
-#if HAS_LEVELS && __CUDA_ARCH__ >= 900
-        // Where a warp has one slot, it waits for all of its next page's way; so that comes as far as L2 before.
-        if (another && SLOTS == WARPS) prefetch_l2(ahead.page(), CHUNK_BYTES);
-#endif
         int place = at.chunk % SLOTS;
         u32 parity = (at.chunk / SLOTS & 1) ^ 1;
 #if __CUDA_ARCH__ >= 900
@@ -167,6 +168,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
         from = ahead;
     }
 }
+#endif
 #endif
 
 #if HAS_PACKED && HAS_LOW
@@ -215,23 +217,30 @@ DEVICE int walk_levels(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     const Visible see(merge.staged, a.window, lane);
     Softmax softmax;
     softmax.clear();
-    LevelsWalk walk(levels);
+    LevelsWalk walk(levels, reinterpret_cast<unsigned char*>(merge.rounds[warp]));
+    static_assert(sizeof(merge.rounds[0]) >= COLS * WEIGHT_ROW * 2 && sizeof(merge.rounds[0]) >= SUMS_ROW * 16, "a warp's scratch");
     walk.start(a, merge.staged, u, part, warp, lane);
+    const int num_columns = columns_of(a, u);
 #pragma unroll 1
     for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
-        const u32 chunk = s.chunks_before + k, place = chunk % SLOTS;
-        barrier_wait(shared_address(&ring.full[place]), chunk / SLOTS & 1);
-        int2 tokens = ring.tokens[place];
+        const u32 chunk = s.chunks_before + k, place = chunk % SLOTS, parity = chunk / SLOTS & 1;
         unsigned char* slot = slots + place * SLOT_BYTES;
-        const bool all = tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to;
-        if (tokens.y > 0) walk.chunk(!all, a, see, softmax, slot, tokens.x, tokens.y, merge.unit, warp, lane);
-        shared_writes_before_copies();
+        barrier_wait(shared_address(&ring.full[place][0]), parity);
+        const int2 tokens = ring.tokens[place];
+        float scores[TOKENS][NT][2];
+        walk.keys(scores, num_columns, slot, tokens.x, warp, lane);
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&ring.empty[place]));
+        if (lane == 0) barrier_arrive(shared_address(&ring.empty[place][0]));
+        const bool all = tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to;
+        barrier_wait(shared_address(&ring.full[place][1]), parity);
+        walk.values(scores, !all, num_columns, a, see, softmax, slot, tokens.x, tokens.y, lane);
+        if (V_OUTLIERS) shared_writes_before_copies();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&ring.empty[place][1]));
     }
     walk.sum_biases();
     const int thread = thread_again();
-    return finish_segment(a, walk, softmax, V_HAS_BIAS ? walk.bias_sum : nullptr, D, merge, thread / 32, thread % 32);
+    return finish_segment<FOLD>(a, walk, softmax, V_HAS_BIAS ? walk.bias_sum : nullptr, D, merge, thread / 32, thread % 32);
 }
 #elif HAS_PACKED
 /// One chunk of a warp's from the ring, and its low plane from the slot after that.
@@ -296,6 +305,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
     constexpr int FIRST = (sizeof(Levels) + 127) / 128 * 128;  // at the start of shared memory: look-ups need no address added
     Levels& levels = *reinterpret_cast<Levels*>(shared);
     if (threadIdx.x == 0) levels.head = -1;
+    if (shared_address(shared) != SHARED_START) __trap();
 #else
     constexpr int FIRST = 0;
 #endif
@@ -306,10 +316,10 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
 #if HAS_LOW
     if (threadIdx.x < WARPS) ring.next[threadIdx.x] = threadIdx.x;
 #endif
-    if (threadIdx.x < SLOTS) {
+    if (threadIdx.x < sizeof(ring.full) / sizeof(u64)) {
         // A bulk copy arrives once, for its lane; asynchronous copies arrive once per lane, and the lane that wrote `tokens` once more.
-        barrier_init(shared_address(ring.full + threadIdx.x), __CUDA_ARCH__ >= 900 ? 1 : 33);
-        barrier_init(shared_address(ring.empty + threadIdx.x), 1);
+        barrier_init(shared_address(ring.full) + 8 * threadIdx.x, __CUDA_ARCH__ >= 900 ? 1 : 33);
+        barrier_init(shared_address(ring.empty) + 8 * threadIdx.x, 1);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.proxy.async;" ::: "memory");
 #endif

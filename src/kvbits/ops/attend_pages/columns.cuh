@@ -112,6 +112,8 @@ struct Softmax {
         return !all_seen || largest_weight > u32(top + 15) << 10 || largest_scale > limit;
     }
     /// Moves the references so that the columns' best weights are 2**(top - DROP); `down` is what to subtract from scores, `factor` what to multiply sums by.
+    /// Lanes whose numbers agree below FIRST share their columns.
+    template <int FIRST = 4>
     DEVICE void move(const float (&best)[NT][2], u32 largest_scale, float (&down)[NT][2], float (&factor)[NT][2]) {
         largest_scale = __reduce_max_sync(ALL_LANES, largest_scale);
         if (largest_scale > limit) {
@@ -123,7 +125,7 @@ struct Softmax {
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e) {
                 float b = best[n][e];
-                for (int mask = 4; mask < 32; mask *= 2) b = fmaxf(b, __shfl_xor_sync(ALL_LANES, b, mask));
+                for (int mask = FIRST; mask < 32; mask *= 2) b = fmaxf(b, __shfl_xor_sync(ALL_LANES, b, mask));
                 bool moves = b != negative_infinity() && (b > top - DROP || !seen[n][e]);
                 down[n][e] = moves ? b - (top - DROP) : 0.f;
                 factor[n][e] = exp2_approx(fminf(-down[n][e], 126.f));  // a first reference may lie far below 0; the sums are 0 then

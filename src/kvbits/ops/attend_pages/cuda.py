@@ -162,7 +162,8 @@ class Plan:
         layouts: list[PageLayout | None] = [*packed] or [None]
         low: dict[PageLayout | None, LowLayout] = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
         common = (d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
-        kernels = [kernel_for(k, *common, low=low.get(k), page_lse=call.page_lse is not None) for k in layouts]
+        fold = num_queries * group <= 4 and _is_kvquant(call)
+        kernels = [kernel_for(k, *common, fold=fold, low=low.get(k), page_lse=call.page_lse is not None) for k in layouts]
         work = self._work(call.parts, packed, kernels)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         chunks = [sum(int(w.num_chunks.sum()) for w in work if w.launch == i) * heads * column_blocks for i in range(len(kernels))]

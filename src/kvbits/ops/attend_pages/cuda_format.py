@@ -46,7 +46,7 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
         return f"head_dim={d} is above 256"
     if extras := kvquant_extras(layout):
         why = levels_format.refuses(layout)
-        if not why and shared_limit and _levels_shape(layout, 8, shared_limit) is None:
+        if not why and shared_limit and _levels_shape(layout, 8, shared_limit, False) is None:
             why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
         return why and f"{extras}: {why}"
     if layout.key.is_raw and layout.value.is_raw:
@@ -186,6 +186,7 @@ def kernel_for(
     shared_limit: int,
     shape: Shape | None = None,
     *,
+    fold: bool = False,
     low: LowLayout | None = None,
     page_lse: bool = False,
 ) -> Kernel:
@@ -193,6 +194,7 @@ def kernel_for(
 
     Args:
         shape: launch shape to use instead of the measured choice (for tuning).
+        fold: there are at most four query columns (formats of KVQuant).
         low: of the low planes that some of the pages have.
         page_lse: it gives the log-sum-exp of every page too.
     """
@@ -208,17 +210,19 @@ def kernel_for(
     slot = -(-_used_bytes(chunk_layout(layout, chunk)) // 128) * 128
     with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
     has_levels = kvquant_extras(layout) is not None
+    bias_groups, wide = with_bias and not has_levels, shared_limit >= levels_format.WIDE_FROM
     if shape is None:
-        shape = _levels_shape(layout, cols, shared_limit) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None)
+        shape = _levels_shape(layout, cols, shared_limit, fold) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None)
         if shape is None:
             raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
-    ring = shape.slots * (slot + 24) + 16 + (shape.warps * 4 + 16 if low else 0) + (levels_format.shared_bytes(layout, shape.warps) if has_levels else 0)
-    rounds = _rounds_at_once(shape.warps, cols, head_dim, with_bias, shared_limit - ring)
-    shared = ring + merge_bytes(shape.warps, cols, head_dim, with_bias, rounds)
+    tables = levels_format.shared_bytes(layout, shape.warps, fold, wide) if has_levels else 0
+    ring = shape.slots * (slot + (40 if has_levels else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + tables
+    rounds = _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
+    shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds)
     defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "SLOTS": shape.slots}
     defines |= {"CHUNK": chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
     defines["PREFETCH_CHUNKS"] = PREFETCH_BYTES // slot
-    pieces = _pieces(layout, chunk)
+    pieces = [*levels_format.pieces(layout, "k"), *levels_format.pieces(layout, "v")] if has_levels else _pieces(layout, chunk)
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
     low_pieces = _pieces(low, chunk) if low else []
     defines["HAS_LOW"] = int(low is not None)
@@ -229,7 +233,7 @@ def kernel_for(
             plane = chunk_layout(low, chunk).sections.get(f"{prefix.lower()}_plane0")
             defines |= {f"{prefix}_LOW_BITS": LOW_BITS if plane else 0, f"{prefix}_LOW_OFFSET": plane.offset if plane else 0}
     if has_levels:
-        defines |= levels_format.defines(layout)
+        defines |= levels_format.defines(layout, fold, wide)
     return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces))
 
 
@@ -250,12 +254,12 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
     return Shape(1, 2 if low else 1, chunk, units)
 
 
-def _levels_shape(layout: PageLayout, cols: int, shared_limit: int) -> Shape | None:
+def _levels_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) -> Shape | None:
     """As many warps as fit with a slot each, and two if they do."""
-    slot = -(-_used_bytes(layout) // 128) * 128
+    slot, wide = -(-_used_bytes(layout) // 128) * 128, shared_limit >= levels_format.WIDE_FROM
     for warps in (levels_format.MAX_WARPS, 7, 3):
-        room = shared_limit - 16 - levels_format.shared_bytes(layout, warps) - merge_bytes(warps, cols, layout.head_dim, True)
-        if stages := max(room, 0) // (warps * (slot + 24)):
+        room = shared_limit - 16 - levels_format.shared_bytes(layout, warps, fold, wide) - merge_bytes(warps, cols, layout.head_dim, False)
+        if stages := max(room, 0) // (warps * (slot + 40)):
             return Shape(warps, warps * min(stages, 2), layout.page_size, 2)
     return None
 

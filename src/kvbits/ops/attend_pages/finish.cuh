@@ -3,11 +3,16 @@
 #include "columns.cuh"
 
 // Plain stores and sums: float atomics in shared memory are compare-and-swap loops and cost 40 us a launch in an early trial.
+#if HAS_LEVELS
+constexpr int BIAS_GROUPS = 1;
+#else
+constexpr int BIAS_GROUPS = MERGE_BIAS ? 16 : 1;
+#endif
 constexpr int ROUND_STRIDE = 36;  // 32 channels, padded so that eight lanes' 16-byte stores meet no bank twice
 struct Merge {
     float2 warp_ml[WARPS][COLS];
     float2 ml[COLS];
-    float bias[WARPS][MERGE_BIAS ? 16 : 1][COLS];
+    float bias[WARPS][BIAS_GROUPS][COLS];
     float rounds[WARPS][ROUNDS_AT_ONCE][COLS][ROUND_STRIDE];
     float out[COLS][D];
     Staged staged;
@@ -115,30 +120,32 @@ DEVICE void write_result(const Args& a, int col, int ch, bool biased, int bias_g
     if (ch == 0) a.partial_ml[i64(s.slot) * COLS + col] = ml;
 }
 
-/// Called by all consumer warps at the end of a segment; returns the block's next one.
-template <class Walk>
+/// Called by all consumer warps at the end of a segment; returns the block's next one. FOLD: columns 4 .. 7 of the walk's results are columns 0 .. 3 of
+/// channels D / 2 further on.
+template <bool FOLD = false, class Walk>
 DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
                            int bias_group, Merge& shared, int warp, int lane) {
     const Segment& s = shared.segment;
     const Unit& u = shared.unit;
     int g = lane / 4, c = lane % 4, thread = warp * 32 + lane;
+    const int first_column = FOLD ? 2 * (c % 2) : 2 * c;
     for (int n = 0; n < NT; ++n)
         for (int e = 0; e < 2; ++e) {
             float sum = softmax.sum[n][e];
-            for (int mask = 4; mask < 32; mask *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, mask);
-            if (g == 0) shared.warp_ml[warp][n * 8 + 2 * c + e] = {softmax.seen[n][e] ? softmax.reference[n][e] : NOT_SEEN, sum};
+            for (int mask = FOLD ? 2 : 4; mask < 32; mask *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, mask);
+            if (g == 0) shared.warp_ml[warp][n * 8 + first_column + e] = {softmax.seen[n][e] ? softmax.reference[n][e] : NOT_SEEN, sum};
         }
     sync_threads(CONSUMERS);
     float factor[NT][2];
     for (int n = 0; n < NT; ++n)
         for (int e = 0; e < 2; ++e) {
-            int col = n * 8 + 2 * c + e;
+            int col = n * 8 + first_column + e;
             float best = NOT_SEEN, total = 0.f;
             for (int w = 0; w < WARPS; ++w) best = fmaxf(best, shared.warp_ml[w][col].x);
             for (int w = 0; w < WARPS; ++w) total += shared.warp_ml[w][col].y * exp2_approx(shared.warp_ml[w][col].x - best);
             factor[n][e] = softmax.seen[n][e] ? exp2_approx(softmax.reference[n][e] - best) : 0.f;
             if (warp == 0 && g == 0) shared.ml[col] = {best, best == NOT_SEEN ? 0.f : total};
-            if (MERGE_BIAS && bias_sum) shared.bias[warp][g][col] = bias_sum[n][e] * factor[n][e];
+            if (MERGE_BIAS && bias_sum && (BIAS_GROUPS > 1 || g == 0)) shared.bias[warp][BIAS_GROUPS > 1 ? g : 0][col] = bias_sum[n][e] * factor[n][e];
         }
 #pragma unroll
     for (int first = 0; first < Walk::ROUNDS; first += ROUNDS_AT_ONCE) {
@@ -157,13 +164,15 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
         for (int i = thread; i < ROUNDS_AT_ONCE * COLS * 8; i += CONSUMERS) {
             int x = i % 8 * 4, col = i / 8 % COLS, k = i / (8 * COLS);
             int ch = first + k < Walk::ROUNDS ? walk.channel(first + k, x) : -1;
-            if (ch < 0 || ch >= D || col >= columns_of(a, u)) continue;
+            const int real = FOLD ? col % 4 : col;
+            if (ch >= 0 && FOLD) ch += col / 4 * (D / 2);
+            if (ch < 0 || ch >= D || real >= columns_of(a, u)) continue;
             float4 sum = {0.f, 0.f, 0.f, 0.f};
             for (int w = 0; w < WARPS; ++w) {
                 float4 y = *reinterpret_cast<const float4*>(&shared.rounds[w][k][col][x]);
                 sum = {sum.x + y.x, sum.y + y.y, sum.z + y.z, sum.w + y.w};
             }
-            float4& out = *reinterpret_cast<float4*>(&shared.out[col][ch]);
+            float4& out = *reinterpret_cast<float4*>(&shared.out[real][ch]);
             if (first + k >= Walk::FIRST_PLANE_ROUNDS) sum = {sum.x + out.x, sum.y + out.y, sum.z + out.z, sum.w + out.w};
             out = sum;
         }

@@ -12,6 +12,8 @@ from ...spec import PageLayout, PerChannel, PerToken, QuantSpec
 PAGE = 64
 HEAD_DIMS = (64, 128)
 MAX_WARPS = 11
+WIDE_FROM = 160 << 10
+"""Bytes of shared memory from which tables have a row for every byte."""
 TABLE_ROWS = {4: 256, 3: 0x78, 2: 0x34}
 
 
@@ -32,18 +34,32 @@ def refuses(layout: PageLayout) -> str | None:
     return None
 
 
-def shared_bytes(layout: PageLayout, warps: int) -> int:
+def shared_bytes(layout: PageLayout, warps: int, fold: bool, wide: bool) -> int:
     """Struct Levels of levels.cuh, rounded up to where the ring begins."""
     d = layout.head_dim
-    rows = max(TABLE_ROWS[s.bits] for s in (layout.key, layout.value))
+    rows = 256 if wide else max(TABLE_ROWS[s.bits] for s in (layout.key, layout.value))
     scales = 1 if layout.key.static else warps
-    size = rows * 256 + 2 * (d // 32) * 2 * 32 * 16 + d // 2 * 8 * (2 + warps + scales + 8) + d // 32 * 512 + 16
+    turns, queries, columns = (1 if fold else 2) * (d // 32) * 1024, 4 * (d // 32) * 512, (2 if fold else 4) if layout.key.outliers else 0
+    size = rows * 256 + turns + queries + d // 2 * (8 * (2 + scales + columns) + 4 * warps) + 64 + 16
     return -(-size // 128) * 128
 
 
-def defines(layout: PageLayout) -> dict[str, int]:
-    """Macros beside those of every packed format."""
-    found = {"HAS_LEVELS": 1, "K_STRETCH": int(layout.key.has_stretch)}
+def pieces(layout: PageLayout, prefix: str) -> list[tuple[int, int, int, int]]:
+    """Runs of bytes, as cuda_format._pieces has them, that belong to keys ("k") or values ("v"): their planes, then the rest."""
+    found = []
+    names = [n for n in layout.sections if n.startswith(prefix)]
+    for some in ([n for n in names if "plane" in n], [n for n in names if "plane" not in n]):
+        if some:
+            first, last = layout.sections[some[0]], layout.sections[some[-1]]
+            found.append((first.offset, 0, first.offset, -(-(last.offset + last.nbytes - first.offset) // 16) * 16))
+    return found
+
+
+def defines(layout: PageLayout, fold: bool, wide: bool) -> dict[str, int]:
+    """Macros beside those of every packed format. fold: at most four query columns."""
+    mine = pieces(layout, "k")
+    found = {"HAS_LEVELS": 1, "FOLDED": int(fold), "WIDE_TABLE": int(wide), "PREFETCH_NEXT": 0, "K_STRETCH": int(layout.key.has_stretch)}
+    found |= {"K_PIECES": len(mine), "K_BYTES": sum(p[3] for p in mine)}
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         found[f"{kind.upper()}_OUTLIERS"] = spec.num_outliers(layout.page_size, layout.head_dim)
         for name in ("stretch", "outlier_index", "outlier_value"):

@@ -35,6 +35,7 @@ DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { u32 d; asm("prmt.b32 %0, 
 
 /// One half of `a` times both of b (plus c): a broadcast half is an operand's modifier, where a byte permutation would be an instruction.
 DEVICE u32 low_mul(u32 a, u32 b) { u32 d; asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {l, l}; mul.rn.f16x2 %0, t, %2;}" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEVICE u32 high_mul(u32 a, u32 b) { u32 d; asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {h, h}; mul.rn.f16x2 %0, t, %2;}" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEVICE u32 low_fma(u32 a, u32 b, u32 c) {
     u32 d;
     asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {l, l}; fma.rn.f16x2 %0, t, %2, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(c));
@@ -43,6 +44,11 @@ DEVICE u32 low_fma(u32 a, u32 b, u32 c) {
 DEVICE u32 high_fma(u32 a, u32 b, u32 c) {
     u32 d;
     asm("{.reg .f16 l, h; .reg .b32 t; mov.b32 {l, h}, %1; mov.b32 t, {h, h}; fma.rn.f16x2 %0, t, %2, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+DEVICE u32 high_fnma(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("{.reg .f16 l, h; .reg .b32 t, n; mov.b32 {l, h}, %1; mov.b32 t, {h, h}; neg.f16x2 n, %2; fma.rn.f16x2 %0, t, n, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
 DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
@@ -63,6 +69,19 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 /// Transposes an 8x8 tile of 16-bit values: lane (g, c) gives row g, columns 2c, 2c + 1 and receives column g, rows 2c, 2c + 1.
 DEVICE u32 transpose_8x8(u32 a) { u32 d; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a)); return d; }
 
+/// Where dynamic shared memory starts: behind what the system takes of a block, if it does.
+#if __CUDA_ARCH__ >= 900
+constexpr u32 SHARED_START = 1024;
+#else
+constexpr u32 SHARED_START = 0;
+#endif
+/// A word at `address` + OFFSET of shared memory that no one writes while it is read.
+template <int OFFSET>
+DEVICE u32 load_shared_at(u32 address) { u32 w; asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(w) : "r"(address), "n"(OFFSET)); return w; }
+template <int OFFSET>
+DEVICE uint2 load_shared2_at(u32 address) { uint2 w; asm("ld.shared.v2.u32 {%0, %1}, [%2 + %3];" : "=r"(w.x), "=r"(w.y) : "r"(address), "n"(OFFSET)); return w; }
+DEVICE void add_to_shared(u32 address, int x) { asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+DEVICE int round_to_int(float x) { int y; asm("cvt.rni.s32.f32 %0, %1;" : "=r"(y) : "f"(x)); return y; }
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 DEVICE void barrier_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
 DEVICE void barrier_arrive(u32 bar) { asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(bar) : "memory"); }
@@ -73,6 +92,14 @@ DEVICE void barrier_wait(u32 bar, u32 parity) {
     asm volatile("{.reg .pred p; W: mbarrier.test_wait.parity.shared.b64 p, [%0], %1; @!p bra W;}" ::"r"(bar), "r"(parity) : "memory");
 #endif
 }
+/// Whether the phase that `barrier_wait` would wait for is over.
+DEVICE bool barrier_test(u32 bar, u32 parity) {
+    u32 over;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(over) : "r"(bar), "r"(parity) : "memory");
+    return over;
+}
+/// Leaves the issue slots to other warps for a moment.
+DEVICE void pause() { asm volatile("nanosleep.u32 100;"); }
 #if __CUDA_ARCH__ >= 900
 DEVICE void barrier_arrive_expect(u32 bar, u32 bytes) {
     asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}" ::"r"(bar), "r"(bytes) : "memory");
