@@ -155,6 +155,7 @@ struct PartView {
   bool value_bias;  // of the current page, per channel
   const KeyPairs* pairs;  // of keys that are read so, or null
   int64_t params;   // where the scales, biases and outliers of a head struct begin
+  int params_per_tile;  // their bytes, in whole lines, that a tile fetches of the page to come
 };
 
 // From scores to what the value kernel multiplies with.
@@ -204,8 +205,9 @@ static void attend_decoded_keys(const PartView& part, Chunk& c, Block& b, Decode
     const bool looks = looked_up(k, w, tile);
     tiles = part.pairs && looks && (tile + 1) * TILE < n && looked_up(k, w, tile + 1) ? 2 : 1;
     if (ahead) {  // what lies behind the coming page's codes, a part with every tile: a burst of fetches would wait for itself
-      const int64_t lines = (part.store->head_bytes - part.params + 63) / 64, all = part.store->page_size / TILE, at = token / TILE + tile;
-      for (int64_t i = lines * at / all; i < lines * (at + tiles) / all; i++) fetch(page + ahead + part.params + i * 64);
+      const uint8_t* from = page + ahead + part.params + (token / TILE + tile) * part.params_per_tile;
+      const uint8_t* end = page + ahead + part.store->head_bytes;
+      for (int i = 0; i < tiles * part.params_per_tile && from + i < end; i += 64) fetch(from + i);
     }
     Nibbles codes = {{}, {key.row_bytes[0], key.row_bytes[1]}, bits, ahead};
     for (int i = 0; i < 2; i++) codes.src[i] = page + key.t->plane_offset[i] + (int64_t)(token + tile * TILE) * key.row_bytes[i];
@@ -408,6 +410,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
   PartView view = part;
   view.pairs = pairs;
   const int64_t params = view.params = first_param(store);
+  view.params_per_tile = store.page_size >= TILE ? round_up((int)((store.head_bytes - params) / (store.page_size / TILE)), 64) : 64;
   const bool fetch_params = part.key.page_channels || part.value.page_channels || key.mean_offset >= 0 || key.num_outliers || part.value.t->num_outliers;
   const int64_t window = part.call->sliding_window;
   int64_t newest = -1, oldest = INT64_MAX;

@@ -251,8 +251,8 @@ INLINE bool has_nibbles(int bits, const int* row_bytes, int head_dim) {
   return bits == 4 || (bits == 2 && row_bytes[0] * 4 == head_dim) || (bits == 3 && row_bytes[1] * 8 == head_dim);
 }
 
-// Of 2-bit fields and 1-bit fields: codes of 3 bits.
-INLINE vi join_nibbles(vi two, vi one) { return (two & 0x33333333) << 1 | (one & 0x11111111); }
+// Of 2-bit fields at bit `shift` of their nibbles, 0 or 2, and 1-bit fields at bit 0: codes of 3 bits. Bit 3 is anything.
+INLINE vi join_nibbles(vi two, int shift, vi one) { return ((shift ? two >> 1 : two << 1) & 0x66666666) | (one & ~0x66666666); }
 
 // Scores of a tile against NH rows; `turns` is the tile's part of kvbits_tensor.turns.
 template <KeySource FROM, bool TURN, int NH>
@@ -267,11 +267,12 @@ static void key_tile(const Decoded& w, const Nibbles& n, const float* turns, int
       if (FROM == NIBBLES) {
         const uint8_t* src = n.src[0] + r * TILE + lane * 4;
         if (!shift) fetch(src + n.ahead);
-        words[0] = load_int(src) >> shift;
-        if (n.bits == 3) {
+        words[0] = load_int(src);
+        if (n.bits != 3) words[0] >>= shift;
+        else {
           const uint8_t* src1 = n.src[1] + r1 * TILE + lane * 4;
           if (!shift1) fetch(src1 + n.ahead);
-          words[0] = join_nibbles(words[0], load_int(src1) >> shift1);
+          words[0] = join_nibbles(words[0], shift, load_int(src1) >> shift1);
           if ((r1 += 4) == n.row_bytes[1]) r1 = 0, shift1++;
         }
         if ((r += 4) == n.row_bytes[0]) r = 0, shift += 2;
@@ -366,13 +367,16 @@ static void value_nibbles(const ValueArgs& a, const Decoded& w, int bits) {
     const uint8_t *p = a.block->pw[g][0], *p2 = a.block->pw[g2][0];
     const int64_t ahead = shift ? 0 : a.ahead, ahead1 = shift1 ? 0 : a.ahead;
     vi low[NH], high[NH];
+#pragma GCC unroll 8
     for (int h = 0; h < NH; h++) low[h] = high[h] = vi{};
     for (int quad = 0; quad < quads; quad++, src += 64, src1 += 64, p += 4, p2 += 4) {
       fetch(src + ahead);
-      vi words = load_int(src) >> shift;
+      vi words = load_int(src);
       if (bits == 3) {
         fetch(src1 + ahead1);
-        words = join_nibbles(words, load_int(src1) >> shift1);
+        words = join_nibbles(words, shift, load_int(src1) >> shift1);
+      } else {
+        words >>= shift;
       }
       const vi x = look_up_bytes(w.level_bytes, words & 0x0f0f0f0f), y = look_up_bytes(w.level_bytes, (words >> 4) & 0x0f0f0f0f);
 #pragma GCC unroll 8

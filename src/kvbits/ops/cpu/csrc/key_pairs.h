@@ -106,10 +106,12 @@ static void pair_tiles(const Chunk& c, const KeyPairs& p, const Nibbles& n, int 
 #pragma GCC unroll 2
     for (int i = 0; i < T; i++) {
       if (!shift) fetch(src + i * next + n.ahead);
-      vi words = load_int(src + i * next) >> shift;
+      vi words = load_int(src + i * next);
       if (THREE_BITS) {
         if (!shift1) fetch(src1 + i * next1 + n.ahead);
-        words = join_nibbles(words, load_int(src1 + i * next1) >> shift1);
+        words = join_nibbles(words, shift, load_int(src1 + i * next1) >> shift1);
+      } else {
+        words >>= shift;
       }
       pair_codes(words, codes[i]);
     }

@@ -57,23 +57,35 @@ static void query_fours(Chunk& c, bool turned, int head_dim) {
 // Takes up to SIZE entries from `begin` apart, tokens counted from `first`. Entries that do not lie in `tokens` tokens from there come out as
 // zeros on the first element.
 static void split_outliers(const Outliers& o, OutlierBatch& b, int begin, int end, int first, int tokens, int head_dim) {
-  const int n = end - begin < OutlierBatch::SIZE ? end - begin : OutlierBatch::SIZE;
-  widen(b.value, o.value + (int64_t)begin * dtype_bytes(o.dtype), n, o.dtype);
+  const int n = end - begin < OutlierBatch::SIZE ? end - begin : OutlierBatch::SIZE, size = dtype_bytes(o.dtype);
   const int base = first * head_dim;
-  int done = 0;
-  if (!o.wide)
-    for (; done + VL <= n; done += VL)
-      *(vi_mem*)(b.token + done) = __builtin_convertvector(*(const vh_mem*)((const uint16_t*)o.index + begin + done), vi) - base;
-  for (; done < n; done++) b.token[done] = (int32_t)(outlier_index(o, begin + done) - (uint32_t)base);
   const vf inverse = splat(1.0f / (float)head_dim);
   for (int i = 0; i < n; i += VL) {
-    const vi at = load_int(b.token + i);
+    // The last vector overlaps the one before it: behind the list lies what must not be read.
+    const int from = n - i >= VL || n < VL ? i : n - VL;
+    vf value;
+    vi at;
+    if (n - from >= VL) {
+      value = o.dtype == KVBITS_FP16 ? load_as<KVBITS_FP16>(o.value, begin + from)
+              : o.dtype == KVBITS_BF16 ? load_as<KVBITS_BF16>(o.value, begin + from) : load_as<KVBITS_FP32>(o.value, begin + from);
+      if (o.wide) at = load_int(o.index + (int64_t)(begin + from) * 4);
+      else at = __builtin_convertvector(*(const vh_mem*)((const uint16_t*)o.index + begin + from), vi);
+    } else {
+      alignas(64) int32_t some[VL] = {};
+      for (int k = 0; k < n; k++) some[k] = (int32_t)outlier_index(o, begin + k);
+      alignas(64) float values[VL];
+      widen(values, o.value + (int64_t)begin * size, n, o.dtype);
+      at = load_int(some);
+      value = load(values);
+    }
+    at -= base;
     const vi inside = (at >= splat_int(0)) & (at < splat_int(tokens * head_dim));
+    at &= inside;
     // Numbers up to 64 * 512: half an element is far more than the rounding of the quotient.
-    const vi token = __builtin_convertvector((to_float(at & inside) + 0.5f) * inverse, vi);
-    *(vi_mem*)(b.token + i) = token;
-    *(vi_mem*)(b.channel + i) = (at & inside) - token * head_dim;
-    store(b.value + i, select(inside, load(b.value + i), vf{}));
+    const vi token = __builtin_convertvector((to_float(at) + 0.5f) * inverse, vi);
+    *(vi_mem*)(b.token + from) = token;
+    *(vi_mem*)(b.channel + from) = at - token * head_dim;
+    store(b.value + from, select(inside, value, vf{}));
   }
 }
 
@@ -141,7 +153,7 @@ static void add_key_outliers(Chunk& c, Block& block, Decoded& w, const Outliers&
   for (int h = 0; h < c.rows; h += 4) {
     Fours* s = w.block_fours;
     const Fours* q = c.q_fours[h / 4];
-    __builtin_memset(s, 0, sizeof w.block_fours);
+    for (int i = 0; i < 4 * BLOCK; i += VL) store((float*)s + i, vf{});
     for (int begin = w.key_run[0]; begin < w.key_run[1]; begin += OutlierBatch::SIZE) {
       const int left = w.key_run[1] - begin, n = left < OutlierBatch::SIZE ? left : OutlierBatch::SIZE;
       if (!whole || !h) {
