@@ -146,24 +146,18 @@ def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tok
         error = float((out[:, -16:].double() - want).norm() / want.norm())
         if not error < (ERROR_LIMIT if queries == 1 else CHUNK_ERROR_LIMIT):
             raise SystemExit(f"{name}{key.format}/{value.format} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
-        launches = _launches(backend, plan, call, slab, q, layers, layout, queries)
+        launches = _launches(plan, call, q, layers)
         rounds = launches[:2] if name else launches * max(1, (12 if queries == 1 else 2) // layers)
         found |= {f"{name}time_us": time_us(rounds, 5 if name else 30), f"{name}error": error}
         torch.cuda.empty_cache()
     return found | {"bytes": slab[:, 0].numel()}
 
 
-def _launches(backend: Any, plan: Any, call: AttendCall, slab: torch.Tensor, q: torch.Tensor, layers: int, layout: PageLayout, queries: int) -> list[Any]:
-    """One launch for each layer; calibrated parameters are a layer's own, so such layers have a plan each."""
-    if not call.parts[0].store.static:
-        return [lambda layer=layer, plan=plan: plan.run(q, layer=layer) for layer in range(layers)]
-    found = []
-    for layer in range(layers):
-        part = call.parts[0]
-        mine = AttendCall((Part(PageStore(layout, (slab[:, layer],), part.store.static), part.table),), call.scaling)
-        own = backend.plan(mine, q.shape[2], q.dtype, q.device, num_queries=queries, history_only=True)
-        found.append(lambda own=own: own.run(q))
-    return found
+def _launches(plan: Any, call: AttendCall, q: torch.Tensor, layers: int) -> list[Any]:
+    """One launch for each layer."""
+    static = call.parts[0].store.static
+    options = {"static": [static]} if static else {}
+    return [lambda layer=layer: plan.run(q, layer=layer, **options) for layer in range(layers)]
 
 
 def bench_16_bit(batch: int, q_heads: int, tokens: int, flashinfer: bool, queries: int = 1) -> dict[str, float]:

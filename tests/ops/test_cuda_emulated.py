@@ -22,6 +22,7 @@ from ops.test_cuda_attend import LIMIT, TIERED, asked, both, spec
 from ops.test_cuda_kvquant import direct, of, static
 
 from kvbits import ops
+from kvbits.errors import DataError
 from kvbits.ops.attend_pages import cuda, reference
 from kvbits.spec import PerChannel, PerGroup
 
@@ -95,6 +96,20 @@ def test_the_kernel_computes_what_the_reference_does(case, emulated):
     finite = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse), finite)
     torch.testing.assert_close(lse[finite].double(), want_lse[finite], rtol=1e-3, atol=1e-2)
+
+
+def test_one_plan_serves_layers_with_parameters_of_their_own(emulated):
+    call, q, strides = build(Case(**static("nuq4-1%"), lengths=(333, 70), tail=20, layers=2), "cpu")
+    plan = cuda.Plan(call, q.shape[2], q.dtype, torch.device("cpu", 0), layer_strides=tuple(strides))
+    plan.device = q.device
+    first = plan.run(q)[0].clone()
+    parts = tuple(dataclasses.replace(p, store=dataclasses.replace(p.store, static={n: x * 1.25 for n, x in p.store.static.items()})) for p in call.parts)
+    want, _ = reference.attend(q, dataclasses.replace(call, parts=parts), plan.q_positions.long(), torch.float64)
+    with pytest.raises(DataError, match="layer 1 of a scheme with calibrated parameters was given none"):
+        plan.run(q, layer=1)
+    out, _ = plan.run(q, layer=1, static=[p.store.static for p in parts])
+    assert relative_error(out, want) < LIMIT
+    assert torch.equal(plan.run(q)[0], first) and relative_error(first, want) > 10 * LIMIT
 
 
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])

@@ -162,19 +162,20 @@ class LayerSteps:
         return self._run_planned(choice.plan, place, q, call, f)
 
     def _run_planned(self, make: Callable[..., Any], place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with the plan that the first layer of the group made for this forward pass (static scales: one plan per layer)."""
-        alone = any(p.store.static for p in call.parts)
+        """Attend with the plan that the first layer of the group made for this forward pass."""
         asks = call.page_lse is not None
-        key = (place.group, place.layer if alone else None, call.scaling, call.softcap, q.shape[1:3], asks)
+        key = (place.group, call.scaling, call.softcap, q.shape[1:3], asks)
         if key not in f.plans:
             first = self._where[self.groups[place.group].group.layers[0]]
-            base = call if alone else self._call(next(p for p in first if p.group == place.group), call.scaling, call.softcap, f)
+            base = self._call(next(p for p in first if p.group == place.group), call.scaling, call.softcap, f)
             base = dataclasses.replace(base, page_lse=call.page_lse)
             strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
             f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides, history_only=f.history_first)
             f.plans[key].q_positions.copy_(f.positions[:, -q.shape[1] :])
-        options = {"page_lse": call.page_lse} if asks else {}
-        out, lse = f.plans[key].run(q.contiguous(), layer=0 if alone else place.index, **options)
+        options: dict[str, Any] = {"page_lse": call.page_lse} if asks else {}
+        if any(p.store.static for p in call.parts):
+            options["static"] = [p.store.static for p in call.parts]
+        out, lse = f.plans[key].run(q.contiguous(), layer=place.index, **options)
         return out.clone(), lse.clone()  # the plan's next run overwrites its own
 
     def _write(self, place: Place, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:

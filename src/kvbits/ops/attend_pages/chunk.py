@@ -7,6 +7,7 @@ share a launch, and a history longer than `MAX_ROWS` is attended in slices that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +68,7 @@ class _Pass:
     first: int
     last: int
     starts: list[int]
-    unpackers: list[Unpacker]
+    unpackers: list[tuple[int, Unpacker]]
 
 
 class ChunkPlan:
@@ -92,18 +93,20 @@ class ChunkPlan:
         rows = max((p.starts[-1] for p in self._passes), default=0)
         self._keys, self._values = (torch.empty(rows, layout.num_kv_heads, layout.head_dim, dtype=q_dtype, device=device) for _ in "kv")
 
-    def run(self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, T, Hq, D] in q's dtype, lse float32 [B, T, Hq])."""
+    def run(
+        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, static: Sequence[Mapping[str, torch.Tensor]] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [B, T, Hq, D] in q's dtype, lse float32 [B, T, Hq]); arguments as of `cuda.Plan.run`."""
         if tuple(q.shape) != self.shape or q.dtype != self.dtype or q.device != self.device:
             raise DataError(f"q is {tuple(q.shape)} {q.dtype} on {q.device}; the plan is for {self.shape} {self.dtype} on {self.device}")
-        if layer and any(p.store.static for p in self.call.parts):
-            raise DataError("a plan holds the calibrated scales of one layer; make a plan for each layer of a static scheme")
+        if layer and static is None and any(p.store.static for p in self.call.parts):
+            raise DataError(f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each part")
         if q_positions is not None:
             self.q_positions.copy_(q_positions)
         found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for p in self._passes:
-            for unpacker in p.unpackers:
-                unpacker.run(self._keys, self._values, layer)
+            for part, unpacker in p.unpackers:
+                unpacker.run(self._keys, self._values, layer, static[part] if static else None)
             lengths = np.diff(p.starts)
             step = len(lengths) if (lengths == lengths[0]).all() else 1  # one call for sequences of one length
             for b in range(0, len(lengths), step):
@@ -137,7 +140,7 @@ class ChunkPlan:
             addresses = torch.from_numpy(p.store.addresses()[p.table.page_ids[ids]]).to(self.device)
             starts_of = torch.from_numpy(p.table.starts[ids].astype(np.int32)).to(self.device)
             low = (p.low[0], torch.from_numpy(p.low[0].addresses()[p.table.low[0][ids]]).to(self.device)) if p.low else None
-            unpackers.append(Unpacker(p.store, self.dtype, addresses, torch.from_numpy(rows).to(self.device), strides[part], starts_of, low))
+            unpackers.append((part, Unpacker(p.store, self.dtype, addresses, torch.from_numpy(rows).to(self.device), strides[part], starts_of, low)))
         return _Pass(first, last, starts.tolist(), unpackers)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ...errors import DataError, UnsupportedError
 from ...spec import LowLayout, PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..cuda.side import turns_of
+from ..cuda.side import prepared, turns_of, widened
 from ..types import AttendCall, Part, kvquant_extras, last_positions
 from . import chunk, levels_format
 from .break_even import small_on_gpu
@@ -30,6 +31,7 @@ from .schedule import PartWork, chunks_per_sequence, schedule
 MAX_PARTS = 4
 RAW_CHUNK = 32
 NO_WINDOW = 2**30
+LayerStatic = Sequence[Mapping[str, torch.Tensor]]
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -181,13 +183,14 @@ class Plan:
         self._launches = [self._launch(k, args, lists[i], blocks[i], layouts[i]) for i, k in enumerate(kernels)]
 
     def run(
-        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, page_lse: np.ndarray | None = None
+        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, page_lse: np.ndarray | None = None, static: LayerStatic | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of q [B, num_queries, Hq, D] over the planned pages of `layer`.
 
         Args:
             q_positions: int32 or int64 [B, num_queries] on the device, kept for later runs; negative marks padding, which sees nothing.
             page_lse: for plans of a call that asks for it, where it goes (see `AttendCall`); this waits for the GPU.
+            static: what each part's pages share in `layer` (`PageStore.static`); those of the call if None.
 
         Returns:
             The plan's own `out` and `lse`, overwritten by its next run.
@@ -196,8 +199,9 @@ class Plan:
             raise DataError(f"q is {tuple(q.shape)} {q.dtype} on {q.device}; the plan is for {tuple(self.out.shape)} {self.out.dtype} on {self.device}")
         if q.stride(-1) != 1 or any(s % 4 for s in q.stride()[:-1]) or q.data_ptr() % 8:
             raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
-        if layer and any(p.store.static for p in self.call.parts):
-            raise DataError("a plan holds the calibrated scales of one layer; make a plan for each layer of a static scheme")
+        if layer and static is None and any(p.store.static for p in self.call.parts):
+            raise DataError(f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each part")
+        pointers = [self._static(p.store.layout, own) for p, own in zip(self.call.parts, static or [p.store.static for p in self.call.parts], strict=True)]
         if q_positions is not None:
             self.q_positions.copy_(q_positions)
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -205,6 +209,9 @@ class Plan:
             args = launch.args
             args.q, args.layer = q.data_ptr(), layer
             args.q_stride_b, args.q_stride_t, args.q_stride_h = q.stride()[:3]
+            for part, own in zip(args.parts, pointers, strict=False):
+                for name, pointer in own.items():
+                    setattr(part, name, pointer)
             launch.loaded.launch(launch.blocks, launch.kernel.threads, args, stream)
         if page_lse is not None:
             found = torch.logsumexp(self._steps_lse, 1).cpu().numpy()
@@ -278,27 +285,29 @@ class Plan:
         raw = layout.key.is_raw
         tokens = RAW_CHUNK if raw else kernels[packed.index(layout)].shape.chunk
         offsets = {"k_raw": layout.sections["k_raw"].offset, "v_raw": layout.sections["v_raw"].offset} if raw else {}
-        static = {name: self._static(x, layout) for name, x in part.store.static.items() if name.endswith(("_scale", "_bias"))}
-        if kvquant_extras(layout):
-            static |= self._levels(part)
+        static = self._constant(layout) if kvquant_extras(layout) else {}
         fine = part.low[0].layout if part.low else None
         low = {"low_head_bytes": fine.head_bytes, "low_layer_stride": fine.page_size_bytes if layer_stride else 0} if fine else {}
         pages = {"layer_stride": layer_stride, "head_bytes": layout.head_bytes, "chunks_per_page": -(-layout.page_size // tokens), "raw": raw}
         return _Part(**pages, **low, **offsets, **static)
 
-    def _levels(self, part: Part) -> dict[str, int]:
-        """What the codes of a part's pages stand for, and how its keys are turned."""
-        layout, static = part.store.layout, part.store.static
-        found = {f"{k}_level": levels_format.levels(s, static.get(f"{k}_codebook"), layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value))}
-        found["turns"] = turns_of(static["k_inv_freq"]) if layout.key.pre_rope else torch.zeros(layout.head_dim // 2, 2)
+    def _constant(self, layout: PageLayout) -> dict[str, int]:
+        """What the codes of formats without codebooks stand for, and angles of keys that are not turned."""
+        found = {f"{k}_level": levels_format.integer_levels(s, layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value)) if not s.has_codebook}
+        if not layout.key.pre_rope:
+            found["turns"] = torch.zeros(layout.head_dim // 2, 2)
         self._keep += (kept := {name: x.to(self.device) for name, x in found.items()}).values()
         return {name: x.data_ptr() for name, x in kept.items()}
 
-    def _static(self, x: torch.Tensor, layout: PageLayout) -> int:
-        """Calibrated [H, groups or channels] spread to [H, head_dim]."""
-        wide = x.to(self.device, torch.float32).repeat_interleave(layout.head_dim // x.shape[-1], -1).contiguous()
-        self._keep.append(wide)
-        return wide.data_ptr()
+    def _static(self, layout: PageLayout, static: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Where the kernel finds a layer's calibrated parameters, by field of `_Part`."""
+        found = {name: widened(x, layout.head_dim, self.device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
+        for kind, spec in (("k", layout.key), ("v", layout.value)):
+            if spec.has_codebook:
+                found[f"{kind}_level"] = prepared(static[f"{kind}_codebook"], self.device, lambda x: x.to(self.device, torch.float32).contiguous()).data_ptr()
+        if layout.key.pre_rope:
+            found["turns"] = prepared(static["k_inv_freq"], ("turns", self.device), lambda x: turns_of(x).to(self.device)).data_ptr()
+        return found
 
     def _launch(self, kernel: Kernel, args: _Args, segments: np.ndarray, blocks: int, layout: PageLayout | None) -> _Launch:
         mine = _Args.from_buffer_copy(args)

@@ -68,8 +68,6 @@ def defines(layout: PageLayout, fold: bool, wide: bool) -> dict[str, int]:
     return found
 
 
-def levels(spec: QuantSpec, codebook: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-    """float32 [num_heads, 2**bits]: what every code stands for."""
-    if codebook is not None:
-        return codebook.float().contiguous()
+def integer_levels(spec: QuantSpec, num_heads: int) -> torch.Tensor:
+    """float32 [num_heads, 2**bits]: what every code of an integer format stands for."""
     return (torch.arange(2**spec.bits, dtype=torch.float32) - spec.zero).repeat(num_heads, 1)

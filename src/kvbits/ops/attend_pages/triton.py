@@ -10,8 +10,10 @@ the interpreter on a CPU can do; attend.cu is the fast path where it runs.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 
 from ...errors import DataError
 from ...spec import VALUE_TOKEN_ORDER, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ..cuda.side import widened
 from ..types import AttendCall, Part, kvquant_extras, last_positions
 
 BLOCK_TOKENS = (64, 32, 16)
@@ -244,14 +247,18 @@ class Plan:
         self.q_positions = torch.from_numpy(last_positions(call, self.shape[0], num_queries).astype(np.int64)).to(device)
         self._launches = [_launch(call, part, self.shape, device) for part in call.parts]
 
-    def run(self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, T, Hq, D] in q's dtype, lse float32 [B, T, Hq]) over the planned pages of `layer`."""
+    def run(
+        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, static: Sequence[Mapping[str, torch.Tensor]] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [B, T, Hq, D] in q's dtype, lse float32 [B, T, Hq]) over the planned pages of `layer`; static: as of `cuda.Plan.run`."""
         if tuple(q.shape) != self.shape:
             raise DataError(f"q is {tuple(q.shape)}; the plan is for {self.shape}")
         if q_positions is not None:
             self.q_positions.copy_(q_positions)
         q = q.contiguous()
-        for (programs, arguments), stride in zip(self._launches, self.strides, strict=True):
+        shared = [p.store.static for p in self.call.parts] if static is None else static
+        for part, (programs, arguments), stride, own in zip(self.call.parts, self._launches, self.strides, shared, strict=True):
+            arguments |= {name: _static(part, own, name, self.device) for name in ("k_scale", "k_bias", "v_scale", "v_bias")}
             _attend[(programs,)](q=q, positions=self.q_positions, layer_offset=layer * stride, **arguments)
         sums, ml = (torch.cat([a[name] for _, a in self._launches], dim=3) for name in ("out", "ml"))  # [B, H, column blocks, runs, columns, ..]
         best = ml[..., 0].amax(3, keepdim=True)
@@ -295,7 +302,6 @@ def _launch(call: AttendCall, part: Part, shape: tuple[int, ...], device: torch.
     tables = {name: torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(device) for name, x in host.items()}
     sums = torch.empty(b, h, blocks, runs, BLOCK_COLUMNS, d, device=device)
     ml = torch.empty(b, h, blocks, runs, BLOCK_COLUMNS, 2, device=device)
-    static = {name: _static(part, name, device) for name in ("k_scale", "k_bias", "v_scale", "v_bias")}
     sides = {name: _Side(layout, name[0].lower(), spec).constants() for name, spec in (("KEY", layout.key), ("VALUE", layout.value))}
     options: dict[str, Any] = {
         "scaling": call.scaling, "softcap": call.softcap or 1.0, "window": call.sliding_window or 2**40, "num_queries": t, "group": hq // h,
@@ -303,12 +309,15 @@ def _launch(call: AttendCall, part: Part, shape: tuple[int, ...], device: torch.
         "COLUMN_BLOCKS": blocks, "TOKENS": next((n for n in BLOCK_TOKENS if layout.page_size % n == 0), BLOCK_TOKENS[-1]),
         "COLUMNS": BLOCK_COLUMNS, "SOFTCAP": call.softcap is not None, "PRECISION": PRECISION,
     }  # fmt: skip
-    return b * h * blocks * runs, {"out": sums, "ml": ml, "pool": base, **tables, **static, **options, **sides}
+    return b * h * blocks * runs, {"out": sums, "ml": ml, "pool": base, **tables, **options, **sides}
 
 
-def _static(part: Part, name: str, device: torch.device) -> torch.Tensor:
+def _static(part: Part, static: Mapping[str, torch.Tensor], name: str, device: torch.device) -> torch.Tensor:
     """Calibrated [H, groups or channels] spread to [H, head_dim]; a placeholder where the spec has none."""
-    x = part.store.static.get(name)
-    if x is None:
-        return torch.zeros(1, device=device)
-    return x.to(device, torch.float32).repeat_interleave(part.store.layout.head_dim // x.shape[-1], -1).contiguous()
+    x = static.get(name)
+    return _nothing(device) if x is None else widened(x, part.store.layout.head_dim, device)
+
+
+@functools.cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, device=device)

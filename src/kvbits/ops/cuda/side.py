@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...spec import LowLayout, PageLayout, PerChannel, QuantSpec
 
@@ -12,6 +14,22 @@ TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 TYPE_NAMES = {"float16": 0, "bfloat16": 1, "float32": 2}
 STATIC, GROUP, CHANNEL = 0, 1, 2
 FLOATS = {"fp8_e4m3": 1, "fp8_e5m2": 2, "raw": 3}
+
+
+_prepared = WeakIdKeyDictionary()
+
+
+def prepared(x: torch.Tensor, how: Hashable, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`make(x)`, made once for a tensor and `how` and kept as long as `x` lives: what kernels read of a layer's calibrated parameters."""
+    found = _prepared.setdefault(x, {})
+    if how not in found:
+        found[how] = make(x).detach()  # another object than x, which would keep itself alive
+    return found[how]
+
+
+def widened(x: torch.Tensor, head_dim: int, device: torch.device) -> torch.Tensor:
+    """Calibrated [H, groups or channels] as float32 [H, head_dim] on `device`; made once."""
+    return prepared(x, ("widened", head_dim, device), lambda x: x.to(device, torch.float32).repeat_interleave(head_dim // x.shape[-1], -1).contiguous())
 
 
 def side_arguments(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from ...errors import DataError
 from ...spec import LowLayout, PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..cuda.side import TYPES, extra_arguments, low_arguments, side_arguments, turns_of
+from ..cuda.side import TYPES, extra_arguments, low_arguments, prepared, side_arguments, turns_of, widened
 from ..types import LowStore, PageStore
 
 THREADS = 256
@@ -95,25 +96,31 @@ class Unpacker:
         if low:
             self._args.low_address, self._args.low_head_bytes = self._kept(low[1]), low[0].layout.head_bytes
             self._low_stride = low[0].layout.page_size_bytes if layer_stride else 0
-        for i, kind in enumerate("kv"):
-            for name, field in (("scale", self._args.scale), ("bias", self._args.bias)):
-                if (static := store.static.get(f"{kind}_{name}")) is not None:
-                    wide = static.to(page_address.device, torch.float32).repeat_interleave(layout.head_dim // static.shape[-1], -1).contiguous()
-                    field[i] = self._kept(wide)
-            if (codebook := store.static.get(f"{kind}_codebook")) is not None:
-                self._args.codebook[i] = self._kept(codebook.to(page_address.device, torch.float32).contiguous())
+        self._store, self._device = store, page_address.device
         if layout.key.pre_rope:
             if starts is None:
                 raise DataError("pages of keys stored before the rotary embedding were given no starts; pass each page's first position")
             self._args.starts = self._kept(starts)
-            self._args.turns = self._kept(turns_of(store.static["k_inv_freq"]).to(page_address.device))
 
     def _kept(self, x: torch.Tensor) -> int:
         self._keep.append(x)
         return x.data_ptr()
 
-    def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
-        """Write the rows of keys and values, [rows, H, D] dense."""
+    def _set_static(self, static: Mapping[str, torch.Tensor]) -> None:
+        """Points the kernel's arguments to a layer's calibrated parameters."""
+        args, layout, device = self._args, self._store.layout, self._device
+        for i, kind in enumerate("kv"):
+            for name, field in (("scale", args.scale), ("bias", args.bias)):
+                if (x := static.get(f"{kind}_{name}")) is not None:
+                    field[i] = widened(x, layout.head_dim, device).data_ptr()
+            if (codebook := static.get(f"{kind}_codebook")) is not None:
+                args.codebook[i] = prepared(codebook, device, lambda x: x.to(device, torch.float32).contiguous()).data_ptr()
+        if layout.key.pre_rope:
+            args.turns = prepared(static["k_inv_freq"], ("turns", device), lambda x: turns_of(x).to(device)).data_ptr()
+
+    def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says."""
+        self._set_static(self._store.static if static is None else static)
         self._args.out[0], self._args.out[1], self._args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self.layer_stride
         self._args.low_layer_offset = layer * self._low_stride
         self._kernel.launch((self.count, self.num_heads), THREADS, self._args, torch.cuda.current_stream(keys.device).cuda_stream)
