@@ -64,9 +64,10 @@ static size_t close_scratch_bytes(int page_size, int head_dim) {
 template <int DTYPE>
 INLINE vi to_bits(vf x) {
   const vi bits = (vi)x, sign = (bits >> 31) & 1, mag = bits & 0x7fffffff;
+  const vu wraps = (vu)mag;  // lanes behind the last number may hold anything, NaNs that overflow when rounded too
   if (DTYPE == KVBITS_FP32) return bits;
-  if (DTYPE == KVBITS_BF16) return ((mag + 0x7fff + ((mag >> 16) & 1)) >> 16) | (sign << 15);
-  const vi normal = (mag + (int)0xc8000fff + ((mag >> 13) & 1)) >> 13;  // rebias by -112, round
+  if (DTYPE == KVBITS_BF16) return (vi)((wraps + 0x7fff + ((wraps >> 16) & 1)) >> 16) | (sign << 15);
+  const vi normal = (vi)((wraps + 0xc8000fff + ((wraps >> 13) & 1)) >> 13);  // rebias by -112, round
   const vi tiny = (vi)((vf)mag + 0.5f) - 0x3f000000;                    // units of 2^-24
   const vi small = mag < splat_int(0x38800000), large = mag >= splat_int(0x477ff000);
   const vi half = (tiny & small) | (normal & ~small & ~large) | (0x7c00 & large);

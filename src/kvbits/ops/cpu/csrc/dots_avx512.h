@@ -19,6 +19,12 @@ INLINE __m512i nested_code(__m512i high, __m512i low) { return _mm512_add_epi8(_
 // As inline assembly, because GCC 12 copies accumulators between registers around the intrinsic (20 % of the key loop).
 INLINE void add_dot(__m512i& acc, __m512i u8, __m512i s8) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8)); }
 
+// The same with one 32-bit word for all lanes: an instruction less where a broadcast would serve one product only (2 % of int8 with 7 query heads).
+INLINE void add_dot_word(__m512i& acc, __m512i u8, const uint8_t* s8) {
+  typedef int32_t __attribute__((may_alias, aligned(1))) word;
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(u8), "m"(*(const word*)s8));
+}
+
 INLINE __m512i broadcast_word(const void* p) {
   int32_t w;
   __builtin_memcpy(&w, p, 4);
@@ -144,7 +150,12 @@ INLINE void key_words(const KeyArgs& a, __m512i (&acc)[T][NH][P], const uint8_t*
     for (int h = 0; h < NH; h++)
 #pragma GCC unroll 2
       for (int p = 0; p < P; p++) {
-        const __m512i w = broadcast_word(q + h * Q_STRIDE + p * MAX_HEAD_DIM);
+        const uint8_t* word = q + h * Q_STRIDE + p * MAX_HEAD_DIM;
+        if (T == 1) {
+          add_dot_word(acc[0][h][p], v[0], word);
+          continue;
+        }
+        const __m512i w = broadcast_word(word);
         for (int i = 0; i < T; i++) add_dot(acc[i][h][p], v[i], w);
       }
   }
@@ -247,9 +258,13 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
     for (int h = 0; h < NH; h++)
 #pragma GCC unroll 2
       for (int k = 0; k < P; k++) {
-        const __m512i w = broadcast_word(p + h * 2 * BLOCK + k * BLOCK);
-        for (int i = 0; i < NB; i++)
-          add_dot(acc[i][h][k], P == 2 ? v[i] : w, P == 2 ? w : v[i]);
+        const uint8_t* word = p + h * 2 * BLOCK + k * BLOCK;
+        if (P == 2 && NB == 1) {
+          add_dot_word(acc[0][h][k], v[0], word);
+          continue;
+        }
+        const __m512i w = broadcast_word(word);
+        for (int i = 0; i < NB; i++) add_dot(acc[i][h][k], P == 2 ? v[i] : w, P == 2 ? w : v[i]);
       }
   }
 #pragma GCC unroll 2

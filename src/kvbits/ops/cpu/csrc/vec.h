@@ -6,6 +6,7 @@
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef float vf_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef int32_t vi_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint16_t vh_mem __attribute__((vector_size(VL * 2), aligned(2), may_alias));
