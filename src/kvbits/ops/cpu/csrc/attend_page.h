@@ -556,6 +556,7 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     const kvbits_store* low = call.parts[p].low;
     part.key = describe(part.store->key, low ? &low->key : nullptr, call.head_dim, hi - lo);
     part.value = describe(part.store->value, low ? &low->value : nullptr, call.head_dim, hi - lo);
+    if (DOTS_CENTER_INT4_VALUES && part.value.integer && part.value.format == KVBITS_INT4) part.value.dot_zero = 0.0f;
     if (part.value.decoded && LEVEL_LIMIT > 0) {
       part.value.integer = true;
       float zero;

@@ -164,7 +164,9 @@ static void quantize_probabilities(Chunk& c, Block& b, int groups, bool token_bi
         x[t / VL] = (vi)(y * k + ROUND_MAGIC) - (vi)splat(ROUND_MAGIC);
       }
       const vf total = store_p<WIDE>(b.pw[g][h], x);
-      if (TOKEN_SCALES) {
+      if (zero == 0.0f && !token_bias) {
+        b.p_zero[h] = 0.0f;
+      } else if (TOKEN_SCALES) {
         vf add = total * (-zero * b.p_scale[g][h]);
         if (token_bias)
           for (int t = 0; t < BLOCK; t += VL) add += load(p + t) * load(b.v_bias[g] + t);

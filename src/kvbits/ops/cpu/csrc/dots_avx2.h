@@ -4,6 +4,7 @@
 // Fewer bits: vpmaddubsw gives 16-bit sums that stay below 2^15 for RUN steps, then widen.
 
 constexpr bool DOTS_CENTER_INT8 = false;  // codes enter the dot products as they are stored
+constexpr bool DOTS_CENTER_INT4_VALUES = false;
 
 // Integer q, 8 channels from `channel` on. Wide: int16 in order 0 2 1 3 of every four; narrow: bytes.
 template <bool WIDE>

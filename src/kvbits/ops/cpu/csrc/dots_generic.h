@@ -1,6 +1,7 @@
 // Integer dot products in plain C. Integer q and p are int16, q by channel, p by slot (tokens 0 1 4 5 2 3 6 7 of eight).
 
 constexpr bool DOTS_CENTER_INT8 = false;  // codes enter the dot products as they are stored
+constexpr bool DOTS_CENTER_INT4_VALUES = false;
 
 template <bool WIDE>
 INLINE void store_q(uint8_t* row, int channel, vi q) {

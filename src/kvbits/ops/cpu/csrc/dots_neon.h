@@ -5,6 +5,7 @@
 // codes and p (whose 8 unsigned bits do not fit a signed byte) are two signed pieces, x = 256 * high + low.
 
 constexpr bool DOTS_CENTER_INT8 = true;
+constexpr bool DOTS_CENTER_INT4_VALUES = false;
 constexpr int P_PIECES = 2;
 
 INLINE int8x16_t broadcast_word(const uint8_t* p) {
