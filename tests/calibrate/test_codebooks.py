@@ -124,6 +124,28 @@ def test_a_calibration_resumes_where_it_stopped(tmp_path, monkeypatch):
     assert got.id == want.id
 
 
+def test_without_weights_there_is_no_backward_pass(tmp_path, monkeypatch):
+    """And what the forward pass shows is what the backward pass watches, its gradients left out: keys as a cache stores them."""
+    from kvbits.calibrate import fisher
+
+    model, texts = tiny(), prompts()
+    slopes = []
+    with monkeypatch.context() as patch:
+        add = Levels.add
+        patch.setattr(Levels, "add", lambda self, x, weight=None: slopes.append(weight) or add(self, x, None))
+        want = calibrate(model, texts, "nuq3-1%")
+    assert slopes and all(s is not None for s in slopes)
+    parameters = [p.requires_grad for p in model.parameters()]
+    monkeypatch.setattr(fisher, "backward", lambda *a: pytest.fail("a backward pass"))
+    got = calibrate(model, texts, "nuq3-1%", weights="none", resume=tmp_path / "state")
+    assert [p.requires_grad for p in model.parameters()] == parameters and not (tmp_path / "state").exists()
+    assert got.info["weights"] == "none"
+    for a, b in zip(got.static, want.static, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert torch.allclose(a[name], b[name], atol=1e-4), name
+
+
 def test_schemes_calibrated_together_get_what_each_gets_alone(monkeypatch):
     from kvbits.calibrate import fisher
 

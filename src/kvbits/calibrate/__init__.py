@@ -2,9 +2,11 @@
 
 calibration.py   Calibration: scales per layer, fingerprint, safetensors file
 ranges.py        Ranges: exact percentiles of a stream in bounded memory
-collect.py       calibrate(), calibrate_all(): run a model and see every key and value where the cache is written
+collect.py       calibrate(), calibrate_all(): run a model over prompts, keep what the schemes need
+observe.py       ObservingCache: every key and value where the cache is written
+histograms.py    codebook histograms, weighted by gradients or not
 
-Only collect.py needs transformers; its names load when first used, so that a saved calibration can be read without it.
+Only collect.py and observe.py need transformers; their names load when first used, so that a saved calibration can be read without it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from .calibration import Calibration, fingerprint
 from .ranges import Ranges
 
 if TYPE_CHECKING:
-    from .collect import ObservingCache, calibrate, calibrate_all, prompts_from_text
+    from .collect import calibrate, calibrate_all, prompts_from_text
+    from .observe import ObservingCache
 
 __all__ = ["Calibration", "ObservingCache", "Ranges", "calibrate", "calibrate_all", "fingerprint", "prompts_from_text"]
 
@@ -23,6 +26,6 @@ __all__ = ["Calibration", "ObservingCache", "Ranges", "calibrate", "calibrate_al
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    from . import collect
+    from . import collect, observe
 
-    return getattr(collect, name)
+    return getattr(observe if hasattr(observe, name) else collect, name)

@@ -11,15 +11,14 @@ and hands them back: keys are exactly those a cache stores (after rotation and n
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from .. import schemes as presets
 from ..errors import CalibrationError, DataError, SpecError
-from ..geometry import layer_geometries, text_config
+from ..geometry import layer_geometries
 from ..integrations.rotary import with_rotary
 from ..progress import bar
 from ..quant.qparams import QParams
@@ -28,22 +27,10 @@ from . import histograms
 from .calibration import Calibration, fingerprint
 from .codebooks import Levels
 from .histograms import Target, as_stored
+from .observe import evaluating, forward
 from .ranges import Ranges
 
-Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
 Prompt = torch.Tensor | Sequence[int] | Mapping[str, torch.Tensor]
-
-
-class ObservingCache(DynamicCache):
-    """Shows each layer's keys and values to `observe(layer, k, v)`, [B, T, H, D] each, and stores nothing: for one forward pass."""
-
-    def __init__(self, config: Any, observe: Observer) -> None:
-        super().__init__(config=config)
-        self.observe = observe
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.observe(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
-        return key_states, value_states
 
 
 def prompts_from_text(tokenizer: Any, text: str, *, num_prompts: int = 128, length: int = 256, seed: int = 0, batch_size: int = 4) -> list[torch.Tensor]:
@@ -99,10 +86,10 @@ def calibrate(
         scheme: preset name (groups fitted to the model's head_dim) or a `Scheme` (taken as it is) with static or codebook specs.
         percentile: share of elements inside the range, in percent; 100 takes the maximum. None: all but the outliers of a spec that has them, else 99.9.
         skip_tokens: first tokens of each prompt left out; None for the scheme's sinks, which are never quantized.
-        weights: of codebooks, "fisher" (squared gradients, one backward pass per prompt) or "none" (KVQuant's ablation).
+        weights: of codebooks, "fisher" (squared gradients, one backward pass per prompt) or "none" (KVQuant's ablation; forward passes only).
         per_head: a codebook for each kv head instead of one for the layer.
         checkpointing: recompute activations layer by layer in the backward pass: less memory, a third more time.
-        resume: file that keeps what was seen after each prompt's backward pass and is read if it is there; deleted at the end.
+        resume: file that keeps what codebooks have seen after each prompt and is read if it is there; deleted at the end.
         progress: show a bar on standard error.
 
     Raises:
@@ -227,30 +214,16 @@ def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[di
     return found
 
 
-@torch.no_grad()
 def _run(model: Any, prompts: list[histograms.Prompt], targets: list[Target], ranges: list[dict[histograms.Place, Ranges]], progress: bool) -> None:
-    backbone = getattr(model, "base_model", model)  # without the language head: its logits would be the largest tensor of all
-    config = text_config(model.config)
-    was_training = model.training
-    model.eval()
-    try:
-        with bar("calibrating", sum(len(ids) for ids, _ in prompts), enabled=progress) as advance:
-            for i, (ids, mask) in enumerate(prompts):
-                visited: set[int] = set()
+    layers = {layer for wanted in ranges for layer, _ in wanted}
+    with evaluating(model), bar("calibrating", sum(len(ids) for ids, _ in prompts), enabled=progress) as advance:
+        for i, (ids, mask) in enumerate(prompts):
 
-                def observe(layer: int, k: torch.Tensor, v: torch.Tensor, i: int = i, visited: set[int] = visited) -> None:
-                    visited.add(layer)
-                    for target, wanted in zip(targets, ranges, strict=True):
-                        for place, x in (((layer, "k"), k), ((layer, "v"), v)):
-                            if place in wanted:
-                                wanted[place].add(as_stored(x, target.layers[layer], target.spec(place))[target.tokens[i].to(x.device)])
+            def observe(layer: int, k: torch.Tensor, v: torch.Tensor, i: int = i) -> None:
+                for target, wanted in zip(targets, ranges, strict=True):
+                    for place, x in (((layer, "k"), k), ((layer, "v"), v)):
+                        if place in wanted:
+                            wanted[place].add(as_stored(x, target.layers[layer], target.spec(place))[target.tokens[i].to(x.device)])
 
-                cache = ObservingCache(config, observe)
-                backbone(input_ids=ids.to(model.device), attention_mask=None if mask is None else mask.to(model.device), past_key_values=cache, use_cache=True)
-                if missing := {layer for wanted in ranges for layer, _ in wanted} - visited:
-                    raise CalibrationError(
-                        f"layers {sorted(missing)[:4]} of {type(model).__name__} wrote nothing to the cache; kvbits cannot calibrate this model"
-                    )
-                advance(len(ids))
-    finally:
-        model.train(was_training)
+            forward(model, ids, mask, observe, layers)
+            advance(len(ids))

@@ -1,4 +1,4 @@
-"""The pass over the prompts that fills codebook histograms: forward and, for Fisher weights, backward, resumable after every prompt."""
+"""The pass over the prompts that fills codebook histograms: forward and, for Fisher weights only, backward; resumable after every prompt."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..spec import LayerGeometry, QuantSpec, Scheme, to_dict
 from . import fisher
 from .calibration import read_file, write_file
 from .codebooks import Levels
+from .observe import evaluating, forward
 
 Prompt = tuple[torch.Tensor, torch.Tensor | None]
 """Ids [B, T], attention mask [B, T] or None."""
@@ -63,7 +64,7 @@ def collect(
     resume: str | os.PathLike[str] | None,
     progress: bool,
 ) -> None:
-    """Fill the targets' levels from the prompts, one backward pass each for all of them.
+    """Fill the targets' levels from the prompts, one backward pass each for all of them, or a forward pass only where nothing is `weighted`.
 
     Raises:
         CalibrationError: a loss that is not finite, or a `resume` file of another calibration.
@@ -71,22 +72,30 @@ def collect(
     shared = _shared(targets)
     identity = _identity(prompts, targets, weighted)
     done = _load(resume, shared, identity)
-    current = 0  # the prompt whose backward pass is under way
+    current = 0  # the prompt whose pass is under way
 
-    def seen(layer: int, side: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    def seen(layer: int, side: str, x: torch.Tensor, gradient: torch.Tensor | None) -> None:
         turned: dict[bool, tuple[torch.Tensor, ...]] = {}
         for target, alike in shared.get((layer, side), ()):
             spec = target.spec((layer, side))
             if spec.pre_rope not in turned:
-                turned[spec.pre_rope] = tuple(as_stored(t, target.layers[layer], spec) for t in (x, gradient))
-            stored, slope = turned[spec.pre_rope]
+                turned[spec.pre_rope] = tuple(as_stored(t, target.layers[layer], spec) for t in (x, gradient) if t is not None)
+            stored, *slope = turned[spec.pre_rope]
             for row, looked_at in enumerate(target.tokens[current].to(x.device)):
-                alike[0].add(stored[row, looked_at], slope[row, looked_at].float().square() if weighted else None)
+                alike[0].add(stored[row, looked_at], slope[0][row, looked_at].float().square() if slope else None)
 
-    with fisher.watched(model, seen, checkpointing=checkpointing), bar("codebooks", len(prompts), enabled=progress) as advance:
+    def both(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        seen(layer, "k", k, None)
+        seen(layer, "v", v, None)
+
+    watching = fisher.watched(model, seen, checkpointing=checkpointing) if weighted else evaluating(model)
+    with watching, bar("codebooks", len(prompts), enabled=progress) as advance:
         advance(done)
         for current, (ids, mask) in list(enumerate(prompts))[done:]:
-            fisher.backward(model, ids.to(model.device), None if mask is None else mask.to(model.device))
+            if weighted:
+                fisher.backward(model, ids.to(model.device), None if mask is None else mask.to(model.device))
+            else:
+                forward(model, ids, mask, both, {layer for layer, _ in shared})
             _save(resume, shared, identity, current + 1)
             advance(1)
     for places in shared.values():
