@@ -77,14 +77,17 @@ static void quantize_pairs(Chunk& c, const KeyPairs& p, int head_dim) {
   }
 }
 
+// For a byte shuffle: either half of a lane from the other one.
+INLINE __m512i other_half() { return _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); }
+
 // Codes of four pairs of neighbouring channels as indices into their tables: those of the lower channel in the low halves, 16 more than those of the upper in the
 // high ones.
 INLINE void pair_codes(vi words, __m512i* codes) {
   const __m512i nibble = _mm512_set1_epi8(15), second = _mm512_set1_epi8(16);
   const __m512i low = _mm512_and_si512((__m512i)words, nibble);
   const __m512i high = _mm512_ternarylogic_epi32(_mm512_srli_epi32((__m512i)words, 4), nibble, second, 0xea);
-  codes[0] = _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16));
-  codes[2] = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high);
+  codes[0] = _mm512_mask_shuffle_epi8(low, 0xcccccccccccccccc, high, other_half());
+  codes[2] = _mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, other_half());
   codes[1] = _mm512_srli_epi16(codes[0], 8);  // an index is the lowest 5 bits of 16
   codes[3] = _mm512_srli_epi16(codes[2], 8);
 }
@@ -125,7 +128,7 @@ static void pair_tiles(const Chunk& c, const KeyPairs& p, const Nibbles& n, int 
       for (int i = 0; i < T; i++) {
         const __m512i keys = _mm512_permutexvar_epi16(codes[i][k], table), turn = _mm512_load_si512(p.turns[tile + i][d + k]);
         const __m512i x = _mm512_madd_epi16(keys, _mm512_xor_si512(turn, upper)), y = _mm512_madd_epi16(keys, _mm512_rol_epi32(turn, 16));
-        turned[i] = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y);
+        turned[i] = _mm512_mask_shuffle_epi8(y, 0x3333333333333333, x, other_half());
       }
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++) {
