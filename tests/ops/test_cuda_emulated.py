@@ -33,17 +33,17 @@ BLOCKS = 3
 
 def compiled(kernel, folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
     here = Path(__file__).parent / "emulated"
-    sources = [*(FOLDER / "attend_pages").glob("*.cuh"), FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "attend.cpp"]
+    sources = [*(FOLDER / "attend_pages").glob("*.cuh"), FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "block.cpp"]
     for path in sources:
         (folder / path.name).write_text(path.read_text())
     text = (FOLDER / "attend_pages" / "attend.cu").read_text()
     for gpu_only in ("extern __shared__ __align__(128) unsigned char shared[];", 'extern "C" __global__', 'asm volatile("fence.proxy.async;" ::: "memory");'):
         assert gpu_only in text
         text = text.replace(gpu_only, "")
-    (folder / "attend.h").write_text(text)
-    (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in kernel.defines))
+    (folder / "kernel.h").write_text(text)
+    (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (*kernel.defines, ("KERNEL", "attend"), ("NUM_THREADS", "((WARPS + 1) * 32)"))))
     options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-shared", "-fPIC", f"-I{folder}", f"-D__CUDA_ARCH__={10 * (10 * capability[0] + capability[1])}"]
-    subprocess.run(["g++", *options, str(folder / "attend.cpp"), "-o", str(folder / "attend.so")], check=True)
+    subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "attend.so")], check=True)
     return ctypes.CDLL(str(folder / "attend.so"))
 
 

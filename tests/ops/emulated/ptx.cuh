@@ -102,6 +102,7 @@ inline void __syncthreads() { wait_at(block.barriers[0], block.fibers.size()); }
 inline void __syncwarp() { together(0, [](Warp&) {}); }
 inline void __threadfence() {}
 inline int thread_again() { return block.current; }
+inline u32 atomicMax(u32* p, u32 v) { return std::exchange(*p, std::max(*p, v)); }
 inline int atomicAdd(int* p, int v) { return std::exchange(*p, *p + v); }
 
 // ---- numbers
@@ -116,6 +117,13 @@ inline To bits_as(From x) {
 inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
 inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline float __fmul_rn(float a, float b) { return a * b; }  // -std=c++17: nothing is contracted
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
 inline float negative_infinity() { return -INFINITY; }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }

@@ -21,6 +21,7 @@ from ..cuda import compile as cuda_compile
 from ..cuda import driver
 from ..cuda.side import TYPE_NAMES, TYPES, low_arguments, refuses_low, side_arguments
 from ..types import LowStore, PageStore, kvquant_extras
+from . import cuda_levels
 
 ROWS_PER_THREAD = 8
 STATUS_FIELDS = 6
@@ -30,6 +31,8 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
     if why := refuses_low(len(low)):
         return why
+    if low and (extras := kvquant_extras(store.layout)):
+        return f"{extras} with low planes have no GPU kernel"
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
     if torch.version.hip:
@@ -44,8 +47,8 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     """The part of `refuses` that needs no GPU."""
-    if extras := kvquant_extras(layout):
-        return f"{extras} have no GPU kernel"
+    if kvquant_extras(layout):
+        return cuda_levels.refuses_layout(layout, dtype)
     if dtype not in TYPES:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     if layout.page_size * layout.head_dim > 512 * 8 * ROWS_PER_THREAD:
@@ -141,6 +144,7 @@ def close(
         k, v: [n, H, page_size, head_dim] float32, float16 or bfloat16.
         page_ids: [n] pages of the store to write.
         low: stores of low planes and their pages [n], one at most.
+        starts: [n] position of each page's first token, for keys stored before the rotary embedding.
 
     Returns:
         How many elements of keys and of values were clamped to their code range (quantized tensors only).
@@ -162,7 +166,10 @@ def close(
     addresses = torch.from_numpy(store.addresses()[page_ids]).to(k.device)
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
     fine = next(((s.layout, torch.from_numpy(s.addresses()[ids]).to(k.device)) for s, ids in low), None)
-    launch_close(k, v, store, addresses, status, fine)
+    if kvquant_extras(layout):
+        cuda_levels.launch(k, v, store, addresses, status, starts)
+    else:
+        launch_close(k, v, store, addresses, status, fine)
     found = status.tolist()
     for i, (name, x) in enumerate((("keys", k), ("values", v))):
         if found[4 + i]:

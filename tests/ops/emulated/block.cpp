@@ -1,25 +1,25 @@
-// attend.cu on a CPU, one block after the other: see ptx.cuh beside this. defines.h holds the instantiation's macros.
+// A kernel (kernel.h) on a CPU, one block after the other: see ptx.cuh beside this. defines.h holds the instantiation's macros, KERNEL and NUM_THREADS.
 #include "defines.h"
 #include "ptx.cuh"
 
 Block block;
 alignas(1024) unsigned char shared[SHARED_BYTES];
-#include "attend.h"
+#include "kernel.h"
 
 static const Args* arguments;
 
 static void thread() {
-  attend(*arguments);
+  KERNEL(*arguments);
   block.fibers[block.current].done = true;
   yield();
 }
 
 extern "C" void launch(const Args* args, int blocks) {
   arguments = args;
-  const int threads = (WARPS + 1) * 32;
+  const int threads = NUM_THREADS;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
     memset(shared, 0xff, sizeof shared);
-    block.warps.assign(WARPS + 1, {});
+    block.warps.assign(NUM_THREADS / 32, {});
     block.transactions.assign(SHARED_BYTES / 8, {});
     block.barriers[0] = block.barriers[1] = {};
     block.fibers = std::vector<Fiber>(threads);

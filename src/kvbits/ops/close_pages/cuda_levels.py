@@ -1,0 +1,102 @@
+"""close_pages of KVQuant's formats on NVIDIA GPUs (close_levels.cu): codebooks, outliers, keys turned back; bit for bit what the reference stores."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...errors import DataError
+from ...quant.rotary import page_turns, step_turns
+from ...spec import PageLayout, PerChannel
+from ..cuda import compile as cuda_compile
+from ..cuda import driver
+from ..cuda.side import TYPES, extra_arguments, prepared, side_arguments
+from ..types import PageStore
+
+ELEMENTS_PER_THREAD = 32
+MOST_SHARED = 96 << 10
+"""Bytes of a block, which every GPU since compute capability 8.0 gives."""
+
+
+def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+    """Why pages of this layout cannot be closed from `dtype`, or None."""
+    if dtype not in TYPES:
+        return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
+    count = layout.page_size * layout.head_dim
+    if layout.head_dim % 16 or layout.page_size % 16 or count % 1024 or count > 512 * ELEMENTS_PER_THREAD:
+        return f"a page of {layout.page_size} x {layout.head_dim} numbers is no multiple of 1024 or more than {512 * ELEMENTS_PER_THREAD}"
+    for kind, spec in (("key", layout.key), ("value", layout.value)):
+        if spec.is_raw or spec.number_format.kind == "float" or spec.center:
+            return f"{spec.format} {kind}s are no integers or codebook entries without a mean"
+        if not spec.static and _ranges(layout, kind) > count // ELEMENTS_PER_THREAD:
+            return f"{_ranges(layout, kind)} ranges of {kind}s are more than {count // ELEMENTS_PER_THREAD}"
+        if not spec.static and count // _ranges(layout, kind) < 8:
+            return f"{kind} ranges of {count // _ranges(layout, kind)} numbers are shorter than 8"
+    if int(defines(layout, dtype)["SHARED_BYTES"]) > MOST_SHARED:
+        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes more than a block's {MOST_SHARED} bytes"
+    return None
+
+
+def _ranges(layout: PageLayout, kind: str) -> int:
+    """Scales of keys or values of a page."""
+    spec = layout.key if kind == "key" else layout.value
+    if isinstance(spec.granularity, PerChannel):
+        return layout.head_dim
+    return spec.num_groups(layout.head_dim) * (1 if spec.static else layout.page_size)
+
+
+def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
+    """Macros of one instantiation of close_levels.cu."""
+    d, page = layout.head_dim, layout.page_size
+    ranges = max(_ranges(layout, kind) for kind in ("key", "value"))
+    last = list(layout.sections.values())[-1]
+    shared = page * (d + 1) * 4 + page * (d + 4) + 8 * ranges + 128 + 4 * page + 1024 + 35 * 4 + 16
+    return {
+        "HEAD_DIM": d, "PAGE": page, "THREADS": page * d // ELEMENTS_PER_THREAD, "X_TYPE": TYPES[dtype], "RANGES": ranges,
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 16) * 16, "SHARED_BYTES": shared,
+        "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
+        "K_EXTRAS": extra_arguments(layout, "k", layout.key), "V_EXTRAS": extra_arguments(layout, "v", layout.value),
+    }  # fmt: skip
+
+
+class Args(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("page_address", ctypes.c_void_p), ("scale", ctypes.c_void_p * 2),
+        ("bias", ctypes.c_void_p * 2), ("codebook", ctypes.c_void_p * 2), ("first", ctypes.c_void_p), ("step", ctypes.c_void_p), ("status", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+    ]  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[driver.Kernel, int]:
+    macros = defines(layout, dtype)
+    with torch.cuda.device(device_index):
+        arch = driver.arch_of(torch.cuda.get_device_capability())
+        binary = cuda_compile.compile_source(Path(__file__).parent, "close_levels.cu", macros, arch)
+        return driver.Kernel(binary, "close_levels", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
+
+
+def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, starts: np.ndarray | None) -> None:
+    """Close pages without waiting for the GPU; arguments as of `cuda.launch_close`, and `starts` [n] as of `cuda.close`."""
+    layout, static, device = store.layout, store.static, k.device
+    args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
+    for i, (kind, x) in enumerate((("k", k), ("v", v))):
+        args.x[i] = x.data_ptr()
+        args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])
+        for name, field in (("scale", args.scale), ("bias", args.bias), ("codebook", args.codebook)):
+            if (own := static.get(f"{kind}_{name}")) is not None:
+                field[i] = prepared(own, device, lambda own: own.to(device, torch.float32).contiguous()).data_ptr()
+    if layout.key.pre_rope:
+        if starts is None:
+            raise DataError("keys stored before the rotary embedding are closed with the position of each page's first token; pass `starts`")
+        inv_freq = static["k_inv_freq"]
+        first = torch.from_numpy(page_turns(starts, inv_freq)).to(device)
+        args.first = first.data_ptr()
+        step = prepared(inv_freq, ("steps", layout.page_size, device), lambda x: torch.from_numpy(step_turns(layout.page_size, x)).to(device))
+        args.step = step.data_ptr()
+    kernel, threads = _load(layout, k.dtype, -1 if device.index is None else device.index)
+    kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
