@@ -2,7 +2,7 @@
 
 Angles are taken in float64, because position * inv_freq in float32 is off by up to 0.008 radians at 131,072. Pages are turned back by definition as follows, so
 that every kernel stores the same bytes: cosine and sine of the first token's angle and of token j's distance from it, j * inv_freq, are multiplied out in
-float64 (cos a cos b - sin a sin b, sin a cos b + cos a sin b), then rounded to float32.
+float64 (cos a cos b - sin a sin b, sin a cos b + cos a sin b), then rounded to float32; a turned number that is zero is +0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def turn_pages_back(x: torch.Tensor, starts: np.ndarray, inv_freq: torch.Tensor)
     half = x.shape[-1] // 2
     (c0, s0), (c1, s1) = ((t[..., 0, :half], t[..., 1, :half]) for t in (first, step))
     cos, sin = (c0 * c1 - s0 * s1).to(x.dtype), (s0 * c1 + c0 * s1).to(x.dtype)
-    return _turned(x, cos.unsqueeze(1), -sin.unsqueeze(1))
+    return _turned(x, cos.unsqueeze(1), -sin.unsqueeze(1)) + 0.0
 
 
 def page_turns(starts: np.ndarray, inv_freq: torch.Tensor) -> np.ndarray:

@@ -115,8 +115,6 @@ def refuses_low(layout: PageLayout, low: Sequence[LowLayout], *, closing: bool) 
         for spec, bits in ((layout.key, fine.key_bits), (layout.value, fine.value_bits)):
             if bits and not closing and (spec.format, bits) != ("int4", 4):
                 return f"a low plane of {bits} bits under {spec.format} codes; the CPU kernels read 4 bits under int4"
-        if fine.key_bits and layout.key.pre_rope and not closing:
-            return "low planes of keys stored before the rotary embedding have no CPU kernel"
     return None
 
 

@@ -180,9 +180,18 @@ static void fetch_range(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) fetch(p + i);
 }
 
+// Where a block of a page lies.
+struct PageView {
+  const uint8_t *page, *low;    // the head structs; low is null without low planes
+  int64_t ahead, low_ahead;     // to the structs that are fetched into L2 meanwhile
+  float* page_lse;              // of this page, or null
+};
+
 // Scores of keys that are decoded first.
-static void attend_decoded_keys(const PartView& part, Chunk& c, Block& b, Decoded& w, const uint8_t* page, int token, int n, int64_t ahead) {
+static void attend_decoded_keys(const PartView& part, Chunk& c, Block& b, Decoded& w, const PageView& view, int token, int n) {
   const Tensor& key = part.key;
+  const uint8_t* page = view.page;
+  const int64_t ahead = view.ahead;
   const int head_dim = part.call->head_dim;
   KeyTiles k = {};
   k.t = key.t;
@@ -198,6 +207,8 @@ static void attend_decoded_keys(const PartView& part, Chunk& c, Block& b, Decode
   k.channel_bias = b.k_channel_bias;
   k.stretch = key.t->stretch_offset >= 0;
   k.ahead = ahead;
+  k.format = key.format;
+  if (key.format == NESTED) k.low = view.low + key.low_offset, k.low_ahead = view.low_ahead;
   const bool turned = key.t->inv_freq;
   const int bits = code_bits(key.t->format);
   const bool in_nibbles = has_nibbles(bits, key.row_bytes, head_dim);
@@ -224,13 +235,6 @@ static void attend_decoded_keys(const PartView& part, Chunk& c, Block& b, Decode
 }
 
 static void add_page_lse(const Chunk& c, const Block& b, float* to, const int* first, const int* end);
-
-// Where a block of a page lies.
-struct PageView {
-  const uint8_t *page, *low;    // the head structs; low is null without low planes
-  int64_t ahead, low_ahead;     // to the structs that are fetched into L2 meanwhile
-  float* page_lse;              // of this page, or null
-};
 
 static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, const PageView& at, int token, int n, int64_t position) {
   const uint8_t* page = at.page;
@@ -265,7 +269,7 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   k.s = b.s[0];
   k.ahead = at.ahead;
   if (key.format == NESTED) k.low = at.low + key.low_offset - (page + key.t->plane_offset[0]), k.low_ahead = at.low_ahead;
-  if (key.decoded) attend_decoded_keys(part, c, b, w, page, token, n, at.ahead);
+  if (key.decoded) attend_decoded_keys(part, c, b, w, at, token, n);
   else (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.format])[c.rows - 1](k);
   if (key.t->num_outliers) {
     const OutlierTurns turns = {key.t->turns ? key.t->turns + (int64_t)(token / TILE) * head_dim * TILE : nullptr,
@@ -387,7 +391,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
   begin_decoding(part, decoded, b, kv_head);
   const bool static_key = part.key.channel_scales && !part.key.page_channels;
   const bool static_bias = static_key && channel_params(part.key, nullptr, kv_head, head_dim, b.k_channel, b.k_channel_bias) && !part.key.decoded;
-  KeyPairs* pairs = pairs_usable(key, part.key.row_bytes, store.page_size, head_dim) ? &w.pairs : nullptr;
+  KeyPairs* pairs = part.key.format != NESTED && pairs_usable(key, part.key.row_bytes, store.page_size, head_dim) ? &w.pairs : nullptr;
   auto fill = [&] {
     if (pairs) fill_pairs(*pairs, decoded.levels, b.k_channel, b.k_channel_bias, head_dim);
     else if (part.key.decoded && code_bits(key.format) < 8) fill_tables(decoded, b.k_channel, b.k_channel_bias, head_dim);

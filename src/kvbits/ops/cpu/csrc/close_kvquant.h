@@ -18,12 +18,13 @@ static void turn_rows_back(PageBuffers& b, const double* start, const double* st
       const vf cos = __builtin_convertvector(c0 * c1 - s0 * s1, vf), sin = __builtin_convertvector(s0 * c1 + c0 * s1, vf);
       float* low = b.x + (int64_t)t * width + i;
       const vf x = load(low), y = load(low + half);
+      const vf one = x * cos + y * sin + 0.0f, other = y * cos - x * sin + 0.0f;  // no -0: which zero is the smallest?
       if (half - i >= VL) {
-        store(low, x * cos + y * sin);
-        store(low + half, y * cos - x * sin);
+        store(low, one);
+        store(low + half, other);
       } else {
-        store_first(low, x * cos + y * sin, half - i);
-        store_first(low + half, y * cos - x * sin, half - i);
+        store_first(low, one, half - i);
+        store_first(low + half, other, half - i);
       }
     }
 }

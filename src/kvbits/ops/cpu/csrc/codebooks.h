@@ -186,6 +186,9 @@ struct KeyTiles {
   const float *channel_scale, *channel_bias;  // [head_dim]
   bool stretch;
   int64_t ahead;
+  int format;                  // t->format, or NESTED
+  const uint8_t* low;          // NESTED: the low plane of the page
+  int64_t low_ahead;
 };
 
 // A tile's codes, a byte each.
@@ -206,21 +209,34 @@ static void unpack_keys(const KeyTiles& k, Decoded& w, int tile) {
         }
       }
   }
+  if (k.format != NESTED) return;
+  const uint8_t* src = k.low + (int64_t)(k.token + tile * TILE) * k.row_bytes[0];
+  for (int field = 0; field * k.row_bytes[0] < k.head_dim; field++)
+    for (int r = 0; r < k.row_bytes[0] && field * k.row_bytes[0] + r < k.head_dim; r += 4) {
+      uint32_t* to = w.codes[(field * k.row_bytes[0] + r) / 4];
+      if (!field) fetch(src + r * TILE + k.low_ahead);
+      for (int lane = 0; lane < TILE; lane += VL) {  // 15 * high + low in every byte
+        const vi high = *(vi_mem*)(to + lane);
+        *(vi_mem*)(to + lane) = (high << 4) - high + (load_int(src + r * TILE + lane * 4) >> (field * 4) & 0x0f0f0f0f);
+      }
+    }
 }
 
 INLINE vf level_of(const Decoded& w, int format, vi word, int k) {
-  if (format == KVBITS_INT8) return to_float((word >> (8 * k)) & 0xff) - 128.0f;
+  if (format == KVBITS_INT8 || format == NESTED) return to_float((word >> (8 * k)) & 0xff) - 128.0f;
   if (format == KVBITS_E4M3) return fp8_lane<KVBITS_E4M3>(word, k);
   if (format == KVBITS_E5M2) return fp8_lane<KVBITS_E5M2>(word, k);
   return look_up(w.levels, word >> (8 * k));
 }
 
 // Whether a look-up gives the tile's numbers whole: no factor and offset per token.
-INLINE bool looked_up(const KeyTiles& k, const Decoded& w, int tile) { return code_bits(k.t->format) < 8 && !k.scale && !(k.stretch && w.stretched[tile]); }
+INLINE bool looked_up(const KeyTiles& k, const Decoded& w, int tile) {
+  return code_bits(k.format) < 8 && k.format != NESTED && !k.scale && !(k.stretch && w.stretched[tile]);
+}
 
 // A tile's keys in fp32, before they are turned, without outliers.
 static void decode_keys(const KeyTiles& k, Decoded& w, int tile) {
-  const int format = k.t->format;
+  const int format = k.format;
   for (int c = 0; c < k.head_dim; c += 4) {
     const int g = c / k.group_channels;
     for (int lane = 0; lane < TILE; lane += VL) {
