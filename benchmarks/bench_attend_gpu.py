@@ -57,7 +57,7 @@ def _schemes() -> dict[str, tuple[QuantSpec, QuantSpec]]:
     }
 
 
-def _static(layout: PageLayout) -> dict[str, torch.Tensor]:
+def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
     """What calibration would give for normal numbers: even codebooks, one range per channel, llama's frequencies."""
     static = {}
     for kind, spec in (("k", layout.key), ("v", layout.value)):
@@ -115,7 +115,7 @@ def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int) -> tu
     n = batch * per_sequence
     layers = max(2, -(-ROTATE_BYTES // (n * layout.page_size_bytes)))
     slab = torch.empty(n, layers, KV_HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
-    static = _static(layout)
+    static = calibrated(layout)
     if static:  # closing takes sorts: some pages, many times
         k, v = (torch.randn(256, KV_HEADS, PAGE, HEAD_DIM, device="cuda") for _ in "kv")
         pages = close_pages(k, v, layout, static, np.zeros(256, np.int64))[0]

@@ -1,6 +1,6 @@
 """close_pages on a GPU: raw keys and values to packed pages in one launch, against the copy bandwidth of the same run.
 
-    python benchmarks/bench_close_gpu.py [--out benchmarks/results/<gpu>/close_pages.json]
+    python benchmarks/bench_close_gpu.py [--schemes nuq4-1% ..] [--out benchmarks/results/<gpu>/close_pages.json]
 
 2,048 pages of 64 tokens x 8 kv heads x 128 channels in bf16. A row is timed only after 64 of its pages were compared with the reference's, byte for byte. Times are
 medians of CUDA-graph replays over several inputs and pools in turn, larger than L2. What a launch must move: the raw keys and values and the pages, once.
@@ -15,12 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from bench_attend_gpu import copy_bandwidth, time_us
+from bench_attend_gpu import KVQUANT, calibrated, copy_bandwidth, time_us
 
 from kvbits import schemes
-from kvbits.ops.close_pages import cuda, reference
-from kvbits.ops.types import PageStore
+from kvbits.ops.close_pages import cuda, cuda_levels, reference
+from kvbits.ops.types import PageStore, kvquant_extras
 from kvbits.spec import LowLayout, PageLayout, PerGroup, PerToken, QuantSpec
 
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
@@ -32,7 +33,7 @@ def _rows() -> dict[str, tuple[QuantSpec, QuantSpec, bool]]:
     """Name to (keys, values, with a 4-bit low plane)."""
     plain = {f: QuantSpec(format=f, granularity=PerGroup(64)) for f in ("int8", "int4", "int2")}
     plain["fp8_e4m3"] = QuantSpec(format="fp8_e4m3", granularity=PerToken())
-    presets = {name: schemes.get(name) for name in ("kivi4", "kivi2", "tiered")}
+    presets = {name: schemes.get(name) for name in ("kivi4", "kivi2", "tiered", *KVQUANT)}
     found = {name: (s, s, False) for name, s in plain.items()} | {name: (s.key, s.value, bool(s.tiers)) for name, s in presets.items()}
     return found | {"tiered, cold pages only": (presets["tiered"].key, presets["tiered"].value, False)}
 
@@ -45,13 +46,19 @@ def bench(key: QuantSpec, value: QuantSpec, nested: bool) -> dict[str, Any]:
     for _ in range(COPIES):
         k, v = (torch.randn(PAGES, HEADS, PAGE, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
         slabs = [torch.empty(PAGES, HEADS, x.head_bytes, dtype=torch.uint8, device="cuda") for x in (layout, *low)]
-        store = PageStore(layout, (slabs[0],))
+        store = PageStore(layout, (slabs[0],), calibrated(layout))
         addresses = [torch.arange(PAGES, device="cuda") * s.stride(0) + s.data_ptr() for s in slabs]
         status = torch.zeros(cuda.STATUS_FIELDS, dtype=torch.int32, device="cuda")
         fine = (low[0], addresses[1]) if low else None
-        launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, fine=fine: cuda.launch_close(k, v, store, at, status, fine))
+        starts = np.arange(PAGES) * PAGE
+        if kvquant_extras(layout):
+            first = cuda_levels.first_angles(store, starts, k.device)
+            launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, first=first: cuda_levels.launch(k, v, store, at, status, first))
+        else:
+            launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, fine=fine: cuda.launch_close(k, v, store, at, status, fine))
         launches[-1]()
-        want, _ = reference.close_nested(k[:CHECKED].cpu(), v[:CHECKED].cpu(), layout, low=low)
+        static = {name: x.cpu() for name, x in store.static.items()}
+        want, _ = reference.close_nested(k[:CHECKED].cpu(), v[:CHECKED].cpu(), layout, static, low, starts[:CHECKED])
         if not all(torch.equal(s[:CHECKED].cpu(), w) for s, w in zip(slabs, want, strict=True)):
             raise SystemExit(f"{key.format}/{value.format}: other bytes than the reference's; a wrong kernel has no speed")
     moved = 2 * PAGES * HEADS * PAGE * HEAD_DIM * 2 + sum(s.numel() for s in slabs)
@@ -61,12 +68,14 @@ def bench(key: QuantSpec, value: QuantSpec, nested: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--schemes", nargs="+", default=list(_rows()), choices=list(_rows()))
     args = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
     rows = []
-    for name, spec in _rows().items():
+    for name in args.schemes:
+        spec = _rows()[name]
         r = bench(*spec)
         rows.append({"scheme": name, **r, "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy})
         print(f"  {name:24s} {r['time_us']:8.1f} us  {rows[-1]['share_of_copy']:.3f} of copy", flush=True)

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvbits import schemes
+from kvbits.calibrate.calibration import Calibration, fingerprint
 from kvbits.integrations.huggingface import KVCache
 from kvbits.spec import Tier
 
@@ -64,6 +65,26 @@ def test_zones_run_through_gpu_kernels_alone(model, demote):
     (layers,) = fast.explain()["layers"]
     used = {name: pages["used"] for name, pages in layers["pages"].items()}
     assert all(used.values()) and used["low0"] < used["closed"], "all zones are there"
+
+
+@pytest.mark.parametrize("name", ["nuq4-1%", "nuq3", "nuq2-1%"])
+def test_codebooks_of_each_layer_run_through_gpu_kernels_alone(model, name):
+    """Layers have codebooks of their own and one plan; pages close and are read on the GPU."""
+    gen = torch.Generator().manual_seed(4)
+    entries = 2 ** schemes.get(name).key.bits
+    books = [{f"{kind}_codebook": (torch.rand(2, entries, generator=gen) * 2 - 1).sort(-1).values for kind in "kv"} for _ in range(3)]
+    scheme = schemes.for_layers(name, KVCache.for_model(model, "raw").store.spec.layers)
+    calibration = Calibration(books, fingerprint(model.config, scheme))
+    ids = torch.randint(2, 211, (3, 400), generator=torch.Generator().manual_seed(5)).to("cuda")
+    mask = torch.ones(3, 400, dtype=torch.long, device="cuda")
+    mask[1, :170] = 0
+    fast, slow = (KVCache.for_model(model, scheme, calibration=calibration, backend=backend) for backend in ("auto", "reference"))
+    got, want = feed(model, fast, ids, mask), feed(model, slow, ids, mask)
+    error = ((got - want).norm() / want.norm()).item()
+    ops = fast.explain()["ops"]
+    print(f"{name}: relative difference {error:.4f}; {ops}")
+    assert error < 0.05
+    assert {op.split(" (")[0] for op in ops if not op.startswith("append")} == {"attend_pages by cuda", "close_pages by cuda"}
 
 
 def test_generation_runs_on_the_gpu(model):

@@ -167,7 +167,8 @@ def close(
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
     fine = next(((s.layout, torch.from_numpy(s.addresses()[ids]).to(k.device)) for s, ids in low), None)
     if kvquant_extras(layout):
-        cuda_levels.launch(k, v, store, addresses, status, starts)
+        first = cuda_levels.first_angles(store, starts, k.device)
+        cuda_levels.launch(k, v, store, addresses, status, first)
     else:
         launch_close(k, v, store, addresses, status, fine)
     found = status.tolist()

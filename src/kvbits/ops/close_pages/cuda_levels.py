@@ -80,8 +80,17 @@ def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[dr
         return driver.Kernel(binary, "close_levels", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
 
 
-def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, starts: np.ndarray | None) -> None:
-    """Close pages without waiting for the GPU; arguments as of `cuda.launch_close`, and `starts` [n] as of `cuda.close`."""
+def first_angles(store: PageStore, starts: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
+    """float64 [n, 2, padded] cosines and sines of the pages' first positions `starts` [n] on `device`; None where keys are stored as the model made them."""
+    if not store.layout.key.pre_rope:
+        return None
+    if starts is None:
+        raise DataError("keys stored before the rotary embedding are closed with the position of each page's first token; pass `starts`")
+    return torch.from_numpy(page_turns(starts, store.static["k_inv_freq"])).to(device)
+
+
+def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None) -> None:
+    """Close pages without waiting for the GPU; arguments as of `cuda.launch_close`, and what `first_angles` gave."""
     layout, static, device = store.layout, store.static, k.device
     args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
     for i, (kind, x) in enumerate((("k", k), ("v", v))):
@@ -90,13 +99,9 @@ def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: tor
         for name, field in (("scale", args.scale), ("bias", args.bias), ("codebook", args.codebook)):
             if (own := static.get(f"{kind}_{name}")) is not None:
                 field[i] = prepared(own, device, lambda own: own.to(device, torch.float32).contiguous()).data_ptr()
-    if layout.key.pre_rope:
-        if starts is None:
-            raise DataError("keys stored before the rotary embedding are closed with the position of each page's first token; pass `starts`")
-        inv_freq = static["k_inv_freq"]
-        first = torch.from_numpy(page_turns(starts, inv_freq)).to(device)
+    if first is not None:
         args.first = first.data_ptr()
-        step = prepared(inv_freq, ("steps", layout.page_size, device), lambda x: torch.from_numpy(step_turns(layout.page_size, x)).to(device))
+        step = prepared(static["k_inv_freq"], ("steps", layout.page_size, device), lambda x: torch.from_numpy(step_turns(layout.page_size, x)).to(device))
         args.step = step.data_ptr()
     kernel, threads = _load(layout, k.dtype, -1 if device.index is None else device.index)
     kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
