@@ -105,8 +105,11 @@ def emulated(monkeypatch, tmp_path):
 
 
 @emulates
+@pytest.mark.parametrize("reversed_order", [False, True], ids=["first thread first", "last thread first"])
 @pytest.mark.parametrize("specs, head_dim, page_size, dtype", list(cases()), ids=str)
-def test_the_kernel_stores_what_the_reference_stores(specs, head_dim, page_size, dtype, emulated):
+def test_the_kernel_stores_what_the_reference_stores(specs, head_dim, page_size, dtype, reversed_order, emulated, monkeypatch):
+    if reversed_order:
+        monkeypatch.setenv("KVBITS_EMULATE_REVERSED", "1")
     check(*prepared_case(specs, head_dim, page_size, dtype), "cpu")
 
 

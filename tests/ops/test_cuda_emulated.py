@@ -98,6 +98,12 @@ def test_the_kernel_computes_what_the_reference_does(case, emulated):
     torch.testing.assert_close(lse[finite].double(), want_lse[finite], rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["nuq4-1%", "nuq3-1%"])
+def test_the_order_of_threads_does_not_matter(name, emulated, monkeypatch):
+    monkeypatch.setenv("KVBITS_EMULATE_REVERSED", "1")
+    test_the_kernel_computes_what_the_reference_does(Case(**of(name), lengths=(333, 0, 70), tail=20, sinks=1), None)
+
+
 def test_one_plan_serves_layers_with_parameters_of_their_own(emulated):
     call, q, strides = build(Case(**static("nuq4-1%"), lengths=(333, 70), tail=20, layers=2), "cpu")
     plan = cuda.Plan(call, q.shape[2], q.dtype, torch.device("cpu", 0), layer_strides=tuple(strides))
