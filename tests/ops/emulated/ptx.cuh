@@ -72,7 +72,7 @@ struct Block {
 extern Block block;
 extern unsigned char shared[];
 struct { struct { operator unsigned() const { return block.current; } } x; } threadIdx;
-struct { int x; } blockIdx;
+struct { int x; } blockIdx, blockDim;
 
 inline void yield() { swapcontext(&block.fibers[block.current].context, &block.scheduler); }
 inline Warp& my_warp() { return block.warps[block.current / 32]; }
@@ -144,6 +144,28 @@ inline u32 pack_f16(float low, float high) { return u32(u16(_cvtss_sh(low, 0))) 
 inline u32 pack_bf16(float low, float high) { return float_to_bf16(low) | u32(float_to_bf16(high)) << 16; }
 inline u32 mul_f16x2(u32 a, u32 b) { return pack_f16(low_f16(a) * low_f16(b), high_f16(a) * high_f16(b)); }
 inline u32 max_f16x2(u32 a, u32 b) { return pack_f16(fmaxf(low_f16(a), low_f16(b)), fmaxf(high_f16(a), high_f16(b))); }
+template <bool MOST, bool BF16>
+inline u32 extreme_nan(u32 a, u32 b) {
+  auto one = [](u16 x, u16 y) -> u16 {
+    const float f = BF16 ? bf16_to_float(x) : f16_to_float(x), g = BF16 ? bf16_to_float(y) : f16_to_float(y);
+    return f != f || g != g ? 0x7fff : (MOST ? f > g : f < g) ? x : y;
+  };
+  return one(u16(a), u16(b)) | u32(one(u16(a >> 16), u16(b >> 16))) << 16;
+}
+inline u32 max_nan_f16x2(u32 a, u32 b) { return extreme_nan<true, false>(a, b); }
+inline u32 min_nan_f16x2(u32 a, u32 b) { return extreme_nan<false, false>(a, b); }
+inline u32 max_nan_bf16x2(u32 a, u32 b) { return extreme_nan<true, true>(a, b); }
+inline u32 min_nan_bf16x2(u32 a, u32 b) { return extreme_nan<false, true>(a, b); }
+/// Rounds to a float of MANTISSA bits whose smallest normal number is 2**MIN, half to even, and packs sign, exponent and mantissa.
+template <int MANTISSA, int MIN>
+inline u16 to_small_float(float x, float largest) {
+  const float mag = fminf(fabsf(x), largest);
+  const int e = mag ? std::max(ilogbf(mag), MIN) : MIN;
+  const float units = nearbyintf(ldexpf(mag, MANTISSA - e));  // of the last place
+  return u16(units + ldexpf(float(e - MIN), MANTISSA)) | (signbit(x) ? 0x80 : 0);
+}
+inline u16 to_e4m3(float x) { return to_small_float<3, -6>(x, 448.f); }
+inline u16 to_e5m2(float x) { return to_small_float<2, -14>(x, 57344.f); }
 inline u32 fma_f16x2(u32 a, u32 b, u32 c) { return pack_f16(fmaf(low_f16(a), low_f16(b), low_f16(c)), fmaf(high_f16(a), high_f16(b), high_f16(c))); }
 inline u32 low_twice(u32 a) { return (a & 0xffff) * 0x10001u; }
 inline u32 high_twice(u32 a) { return (a >> 16) * 0x10001u; }
@@ -188,6 +210,8 @@ inline T folded(int operation, T v, F fold) {
 }
 template <class T>
 inline T __reduce_max_sync(u32, T v) { return folded(2, v, [](T a, T b) { return max(a, b); }); }
+template <class T>
+inline T __reduce_add_sync(u32, T v) { return folded(17, v, [](T a, T b) { return a + b; }); }
 template <class T>
 inline T __reduce_min_sync(u32, T v) { return folded(3, v, [](T a, T b) { return min(a, b); }); }
 inline bool __any_sync(u32, bool p) { return folded(4, int(p), [](int a, int b) { return a | b; }); }

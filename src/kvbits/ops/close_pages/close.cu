@@ -70,18 +70,12 @@ struct Octet {
     }
     static constexpr u32 ABS = X_TYPE == FLOAT32 ? 0x7fffffffu : 0x7fff7fffu;
     static DEVICE u32 larger(u32 a, u32 b) {
-        u32 d;
-        if (X_TYPE == FLOAT32) d = __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
-        else if (X_TYPE == FLOAT16) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-        else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-        return d;
+        if (X_TYPE == FLOAT32) return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+        return X_TYPE == FLOAT16 ? max_nan_f16x2(a, b) : max_nan_bf16x2(a, b);
     }
     static DEVICE u32 smaller(u32 a, u32 b) {
-        u32 d;
-        if (X_TYPE == FLOAT32) d = __float_as_uint(fminf(__uint_as_float(a), __uint_as_float(b)));
-        else if (X_TYPE == FLOAT16) asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-        else asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-        return d;
+        if (X_TYPE == FLOAT32) return __float_as_uint(fminf(__uint_as_float(a), __uint_as_float(b)));
+        return X_TYPE == FLOAT16 ? min_nan_f16x2(a, b) : min_nan_bf16x2(a, b);
     }
     static DEVICE float unpack(u32 m, bool most) {
         if (X_TYPE == FLOAT32) return __uint_as_float(m);
@@ -121,12 +115,11 @@ DEVICE float stored_bias(float x) {
 
 template <int FLOAT>
 DEVICE unsigned char to_fp8(float x) {
-    u16 d = 0;
 #if __CUDA_ARCH__ >= 890
-    if (FLOAT == E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(0.f), "f"(x));
-    else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(d) : "f"(0.f), "f"(x));
+    return (unsigned char)(FLOAT == E4M3 ? to_e4m3(x) : to_e5m2(x));
+#else
+    return 0;  // `refuses` lets no such format come here
 #endif
-    return (unsigned char)d;
 }
 
 /// Scales (and biases) of every group or channel, stored and, as reciprocals, in shared memory. x: this thread's values, less `mean`.

@@ -31,6 +31,15 @@ DEVICE float low_f16(u32 w) { return f16_to_float(u16(w)); }
 DEVICE float high_f16(u32 w) { return f16_to_float(u16(w >> 16)); }
 DEVICE u32 mul_f16x2(u32 a, u32 b) { u32 d; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEVICE u32 max_f16x2(u32 a, u32 b) { u32 d; asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEVICE u32 max_nan_f16x2(u32 a, u32 b) { u32 d; asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEVICE u32 min_nan_f16x2(u32 a, u32 b) { u32 d; asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEVICE u32 max_nan_bf16x2(u32 a, u32 b) { u32 d; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEVICE u32 min_nan_bf16x2(u32 a, u32 b) { u32 d; asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+#if __CUDA_ARCH__ >= 890
+/// In the low byte, half to even, past the ends the largest finite number.
+DEVICE u16 to_e4m3(float x) { u16 d; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(0.f), "f"(x)); return d; }
+DEVICE u16 to_e5m2(float x) { u16 d; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(d) : "f"(0.f), "f"(x)); return d; }
+#endif
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { u32 d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector)); return d; }
 
 /// One half of `a` times both of b (plus c): a broadcast half is an operand's modifier, where a byte permutation would be an instruction.

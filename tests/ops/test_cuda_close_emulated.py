@@ -1,0 +1,105 @@
+"""close.cu run on a CPU, thread by thread (tests/ops/emulated): bit for bit what the reference stores, checked without a GPU.
+
+KVBITS_TEST_ALL_KERNELS=1 runs all cases of test_cuda_close.py (a minute or two).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ops.test_cuda_close import HEADS, RAW, pairs, spec, static_of, ugly
+
+from kvbits import ops
+from kvbits.errors import DataError
+from kvbits.ops.close_pages import cuda, reference
+from kvbits.ops.types import LowStore, PageStore
+from kvbits.spec import LowLayout, PageLayout, PerChannel, PerToken
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
+FOLDER = Path(ops.__file__).parent
+
+
+@pytest.fixture
+def emulated(monkeypatch, tmp_path):
+    """`cuda.close` on tensors of the CPU."""
+
+    def load(layout, dtype, device_index, low=None):
+        here, macros = Path(__file__).parent / "emulated", cuda.defines(layout, dtype, low)
+        for path in (FOLDER / "cuda" / "side.cuh", FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "block.cpp"):
+            (tmp_path / path.name).write_text(path.read_text())
+        text = (FOLDER / "close_pages" / "close.cu").read_text()
+        for gpu_only, here_as in (('extern "C" __global__', ""), ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;")):
+            assert gpu_only in text
+            text = text.replace(gpu_only, here_as)
+        (tmp_path / "kernel.h").write_text(text)
+        (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_pages", "NUM_THREADS": "THREADS"}).items()))
+        library = tmp_path / f"close{len(list(tmp_path.glob('*.so')))}.so"
+        # No fused multiply-add: the kernel asks for separate roundings where they matter, and a GPU has none to fuse in what is left.
+        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC", f"-I{tmp_path}"]
+        subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(library)], check=True)
+        made = ctypes.CDLL(str(library))
+        return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), None, int(macros["THREADS"])
+
+    monkeypatch.setattr(cuda, "_load", load)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
+
+
+def cases():
+    if os.environ.get("KVBITS_TEST_ALL_KERNELS"):
+        return [(*case, dtype) for case in pairs() for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    kivi = spec("int4", PerChannel(), symmetric=False)
+    return [
+        (spec("int8"), spec("int8", PerToken(), symmetric=False), 64, 64, torch.bfloat16),
+        (kivi, spec("int4", symmetric=False, scale_dtype="float32"), 64, 64, torch.float32),
+        (spec("int3", center="channel"), spec("int2", scale_dtype="bfloat16"), 64, 64, torch.float16),
+        (spec("fp8_e4m3", PerToken()), spec("fp8_e5m2", PerChannel()), 80, 32, torch.bfloat16),
+        (RAW, spec("int8", PerChannel(), static=True), 64, 64, torch.bfloat16),
+    ]
+
+
+@pytest.mark.parametrize("key, value, head_dim, page_size, dtype", cases(), ids=str)
+def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype, emulated):
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16")
+    k, v = ugly(5, page_size, head_dim, dtype)
+    k[4, 0, 2], v[4, 0, 3] = -0.0, 2.0**-6
+    static = static_of(layout)
+    want, saturated = reference.close_pages(k, v, layout, static)
+    slab = torch.full((7, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)
+    ids = np.array([4, 0, 6, 2, 3])
+    assert cuda.close(k, v, PageStore(layout, (slab,), static), ids) == saturated
+    for name, s in layout.sections.items():
+        assert torch.equal(slab[ids][..., s.offset : s.offset + s.nbytes], want[..., s.offset : s.offset + s.nbytes]), name
+    assert torch.equal(slab[ids], want), "padding is zero"
+    assert (slab[[1, 5]] == 0xFF).all(), "other pages stay as they were"
+
+
+def test_low_planes(emulated):
+    layout = PageLayout(key=spec("int4", PerChannel(), symmetric=False), value=spec("int4"), page_size=64, num_kv_heads=HEADS, head_dim=64)
+    fine = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=64)
+    k, v = ugly(5, 64, 64, torch.bfloat16)
+    (want, want_low), _ = reference.close_nested(k, v, layout, {}, [fine])
+    slab, low = (torch.full((5, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8) for x in (layout, fine))
+    cuda.close(k, v, PageStore(layout, (slab,)), np.arange(5), [(LowStore(fine, (low,)), np.array([1, 0, 4, 2, 3]))])
+    assert torch.equal(slab, want) and torch.equal(low[[1, 0, 4, 2, 3]], want_low)
+
+
+def test_bad_input_is_named(emulated):
+    layout = PageLayout(key=spec("int8"), value=spec("int8"), page_size=64, num_kv_heads=1, head_dim=64)
+    store = PageStore(layout, (torch.zeros(2, 1, layout.head_bytes, dtype=torch.uint8),))
+    good = torch.randn(1, 1, 64, 64).bfloat16()
+    for value in (float("nan"), float("inf"), -float("inf")):
+        bad = good.clone()
+        bad[0, 0, 5, 7] = value
+        with pytest.raises(DataError, match=r"values holds .* at position \(0, 0, 5, 7\)"):
+            cuda.close(good, bad, store, np.array([0]))
+    with pytest.raises(DataError, match="keys overflows float16"):
+        cuda.close(good * 1e8, good, store, np.array([1]))
