@@ -222,19 +222,19 @@ def bench_decode(args: argparse.Namespace, copy: float) -> dict[str, Any]:
 
 
 def zones_call(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int) -> tuple[AttendCall, tuple[int, ...], int, int]:
-    """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `zones` by name ("cold", "warm", or "raw") and the tokens they span."""
-    raw = QuantSpec.raw()
-    layouts = {name: PageLayout(key=k, value=v, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM) for name, (k, v) in {
-        "cold": (scheme.key, scheme.value), "warm": (scheme.key, scheme.value), "raw": (raw, raw)}.items()}  # fmt: skip
+    """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `zones` by name ("sink", "cold", "warm", "raw") and the tokens they span."""
+    sinks, raw = scheme.num_sink_tokens, QuantSpec.raw()
+    layouts = {name: PageLayout(key=k, value=v, page_size=size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM) for name, (k, v, size) in {
+        "sink": (raw, raw, sinks), "cold": (scheme.key, scheme.value, PAGE), "warm": (scheme.key, scheme.value, PAGE), "raw": (raw, raw, PAGE)}.items()}  # fmt: skip
     low = LowLayout(key_bits=4, value_bits=4, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     fine = {name: [low] if name == "warm" else [] for name in layouts}
-    counts = {name: batch * (end - start) // PAGE for name, (start, end) in zones.items()}
+    counts = {name: batch * (end - start) // layouts[name].page_size for name, (start, end) in zones.items()}
     nbytes = sum(n * sum(x.page_size_bytes for x in (layouts[name], *fine[name])) for name, n in counts.items())
     layers = max(2, -(-ROTATE_BYTES // nbytes))
     parts, strides = [], []
     for name, (start, end) in zones.items():
-        n, layout = counts[name], layouts[name]
-        k, v = (torch.randn(256, KV_HEADS, PAGE, HEAD_DIM, device="cuda") for _ in "kv")
+        n, layout, size = counts[name], layouts[name], layouts[name].page_size
+        k, v = (torch.randn(256, KV_HEADS, size, HEAD_DIM, device="cuda") for _ in "kv")
         made, _ = close_nested(k, v, layout, low=fine[name])
         slabs = [torch.empty(n, layers, KV_HEADS, x.head_bytes, dtype=torch.uint8, device="cuda") for x in (layout, *fine[name])]
         for first in range(0, n, 256):  # closing takes time: some pages, many times
@@ -242,10 +242,9 @@ def zones_call(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int) ->
                 slab[first : first + 256] = pages[: n - first, None]
         order = np.random.permutation(-(-n // 256))  # pages in random places, each with its plane
         ids = [np.concatenate([256 * i + np.random.default_rng(int(i)).permutation(min(256, n - 256 * i)) for i in order]).astype(np.int64) for _ in slabs]
-        per_sequence = (end - start) // PAGE
         table = PageTable(
-            np.arange(batch + 1, dtype=np.int64) * per_sequence, ids[0], np.tile(np.arange(start, end, PAGE, dtype=np.int64), batch),
-            np.full(n, PAGE, np.int32), tuple(ids[1:]),
+            np.arange(batch + 1, dtype=np.int64) * (n // batch), ids[0], np.tile(np.arange(start, end, size, dtype=np.int64), batch),
+            np.full(n, size, np.int32), tuple(ids[1:]),
         )  # fmt: skip
         stores = tuple(LowStore(x, (s[:, 0],)) for x, s in zip(fine[name], slabs[1:], strict=True))
         parts.append(Part(PageStore(layout, (slabs[0][:, 0],)), table, stores))
@@ -270,14 +269,15 @@ def time_zones(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int, q_
 def bench_tiers(args: argparse.Namespace, copy: float) -> dict[str, Any]:
     """One step over the zones of preset `tiered`, and the sum of what the bytes of each zone take at the bandwidth of a whole cache of that zone's format."""
     scheme, rows = schemes.get("tiered"), []
-    hot, warm = scheme.residual_length, scheme.tiers[0].num_tokens
+    hot, warm, sinks = scheme.residual_length, scheme.tiers[0].num_tokens, scheme.num_sink_tokens
     for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes):
-        bounds = {"cold": (0, tokens - hot - warm), "warm": (max(tokens - hot - warm, 0), tokens - hot), "raw": (tokens - hot, tokens)}
+        ends = np.array([0, max(tokens - hot - warm, 0), tokens - hot, tokens]) + sinks
+        bounds = {name: (int(ends[i]), int(ends[i + 1])) for i, name in enumerate(("cold", "warm", "raw"))}
         zones = {name: span for name, span in bounds.items() if span[1] > span[0]}
         shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
         alone = {name: time_zones(scheme, {name: (0, tokens)}, batch, q_heads) for name in zones}
         torch.cuda.empty_cache()
-        mixed = time_zones(scheme, zones, batch, q_heads)
+        mixed = time_zones(scheme, {"sink": (0, sinks)} | zones, batch, q_heads)
         share = {name: (end - start) / tokens for name, (start, end) in zones.items()}
         expected = sum(share[name] * alone[name]["time_us"] for name in zones)
         row = {"scheme": "tiered", "shape": shape, **mixed, "expected_us": expected, "over": mixed["time_us"] / expected - 1, "zones": {

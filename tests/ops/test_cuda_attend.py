@@ -150,6 +150,23 @@ def test_every_page_gives_its_own_log_sum_exp(case):
 
 
 @needs_gpu
+@pytest.mark.parametrize("columns", [24, 32])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=4, low=(4, 4), num_queries=40),
+        Case(**both("int8"), lengths=(700, 333), tail=20, num_queries=11, group=5, window=300),
+        Case(**both("int4", PerGroup(32), symmetric=False), lengths=(700, 333), num_queries=11, head_dim=64, softcap=20.0),
+    ],
+    ids=str,
+)
+def test_more_than_two_column_tiles_share_their_queries(case, columns, monkeypatch):
+    monkeypatch.setattr(cuda, "columns", lambda *_: columns)
+    call, q, _ = build(case, "cuda")
+    check(call, q, cuda.Plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries))
+
+
+@needs_gpu
 def test_one_launch_serves_all_zones():
     call, q, strides = build(Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4), layers=3), "cuda")
     assert len(call.parts) == 4

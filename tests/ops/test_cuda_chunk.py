@@ -21,7 +21,7 @@ RAW = QuantSpec.raw()
 
 
 def cases():
-    small = {"lengths": (300, 0, 129), "num_queries": 70, "tail": 20, "sinks": 4}
+    small = {"lengths": (300, 0, 129), "num_queries": 140, "tail": 20, "sinks": 4}
     yield Case(key=RAW, value=RAW, **small | {"tail": 0})
     for f in FORMATS:
         yield Case(**both(f), **small)
@@ -82,11 +82,11 @@ def test_a_chunk_agrees_with_float64(case, max_rows, monkeypatch):
 
 @needs_gpu
 def test_layers_and_other_kernels_for_other_calls():
-    call, q, strides = build(Case(**both("int4"), lengths=(300,), num_queries=64, layers=3), "cuda")
-    plan = cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=64, history_only=True, layer_strides=tuple(strides))
+    call, q, strides = build(Case(**both("int4"), lengths=(300,), num_queries=140, layers=3), "cuda")
+    plan = cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=140, history_only=True, layer_strides=tuple(strides))
     first = plan.run(q)[0].clone()
     assert torch.equal(plan.run(q, layer=2)[0], first), "all layers of this pool hold the same bytes"
-    assert isinstance(cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=64), cuda.Plan)
+    assert isinstance(cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=140), cuda.Plan)
 
 
 @needs_gpu
@@ -135,14 +135,20 @@ def test_every_visible_token_is_in_one_pass(parts, max_rows):
 @pytest.mark.parametrize(
     "changes, why",
     [
-        ({"history_only": False}, "not all past"), ({"num_queries": 8}, "few"), ({"q_dtype": torch.float32}, "float32"),
+        ({"history_only": False}, "not all past"), ({"num_queries": 8}, "few"), ({"num_queries": 128}, "few"), ({"q_dtype": torch.float32}, "float32"),
     ],
 )  # fmt: skip
 def test_refusals_say_what_is_in_the_way(changes, why):
-    call, _, _ = build(Case(**both("int8"), lengths=(100,)), "cpu")
+    call, _, _ = build(Case(**both("int8"), lengths=(100,)), "cpu")  # 4 query heads a kv head
     options = {"num_q_heads": 8, "q_dtype": torch.bfloat16, "num_queries": 512, "history_only": True}
     assert chunk.refuses(call, **options) is None
     assert why in chunk.refuses(call, **options | changes)
+
+
+def test_formats_whose_pages_are_read_for_few_columns_are_unpacked_sooner():
+    for key, low, unpacks in ((spec("int4"), None, False), (spec("int4"), (4, 4), True), (spec("int4", PerChannel()), None, True), (spec("int3"), None, True)):
+        call, _, _ = build(Case(key=key, value=spec("int4"), lengths=(400,), low=low), "cpu")
+        assert (chunk.refuses(call, 8, torch.bfloat16, 64, True) is None) == unpacks
 
 
 @pytest.mark.parametrize("options, why", [({"window": 50}, "sliding window"), ({"softcap": 5.0}, "softcap")])

@@ -54,7 +54,7 @@ def variants():
     raw = QuantSpec.raw()
     few = [
         (spec("int8"), spec("int8"), {}), (spec("int4"), spec("int4"), {}), (spec("int2"), spec("int2"), {}), (spec("fp8_e4m3"), spec("fp8_e4m3"), {}),
-        (spec("int2", PerChannel(), symmetric=False), spec("int2", symmetric=False), {}), (raw, raw, {}),
+        (spec("int2", PerChannel(), symmetric=False), spec("int2", symmetric=False), {}), (raw, raw, {}), (spec("int4"), spec("int4"), {"columns": 64}),
     ]  # fmt: skip
     if not ALL:
         return few
@@ -63,7 +63,7 @@ def variants():
     for f in formats[:4]:
         many += [(spec(f, PerChannel(), symmetric=False), spec(f, g, symmetric=False), {}) for g in (PerToken(), PerGroup(64), PerChannel())]
         many += [(spec(f, center="channel"), spec(f), {}), (spec(f, static=True), spec(f, PerChannel(), static=True), {})]
-        many += [(spec(f), spec(f), options) for options in ({"softcap": True}, {"columns": 16}, {"page_size": 256}, {"page_size": 32})]
+        many += [(spec(f), spec(f), options) for options in ({"softcap": True}, {"columns": 16}, {"columns": 64}, {"page_size": 256}, {"page_size": 32})]
         many += [(spec(f, PerToken()), spec(f, PerToken()), {"head_dim": d}) for d in (64, 80, 96, 256)]
     return [(k, v, o) for k, v, o in few + many if cuda_format.refuses_layout(layout_of(k, v, **o)) is None]
 
@@ -77,8 +77,10 @@ def test_attention_kernels_compile_without_spills(key, value, options, capabilit
     assert kernel.shared_bytes <= driver.shared_limit(capability)
     binary = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability))
     resources = binary.resources("attend")
-    # At head_dim 256 and with two column tiles all 255 registers are taken and ptxas keeps a few values of a segment's set-up in local memory.
-    assert resources.spill_bytes <= (96 if options.get("head_dim") == 256 or (options.get("columns") == 16 and capability < (9, 0)) else 0), resources
+    # At head_dim 256 and with two column tiles all 255 registers are taken and ptxas keeps a few values of a segment's set-up in local memory, with three
+    # (chunks) some of a step's too.
+    few = 256 if options.get("columns") == 64 else 96 if options.get("head_dim") == 256 or (options.get("columns") == 16 and capability < (9, 0)) else 0
+    assert resources.spill_bytes <= few, resources
     warps = kernel.threads // 32
     assert -(-warps // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
 

@@ -72,6 +72,7 @@ def cases():
     yield Case(**TIERED, **ragged, low=(4, 4), head_dim=64, group=3, num_queries=5, page_size=32)
     yield Case(**both("int4"), **ragged, low=(4, 4), softcap=20.0, page_size=128, crop=13)
     yield Case(key=spec("int4", PerChannel(), static=True, symmetric=False), value=spec("int4", PerChannel()), **ragged, low=(4, 4), window=300)
+    yield Case(**both("int8"), lengths=(333, 70), tail=20, group=5, num_queries=11, head_dim=64, softcap=20.0)  # three column tiles
     yield Case(key=spec("int4", PerGroup(32), symmetric=False), value=spec("int8"), **ragged, low=(4, 0))
     yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **ragged, low=(0, 4))
     if os.environ.get("KVBITS_TEST_ALL_KERNELS"):

@@ -171,11 +171,16 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
 #endif
 #endif
 
-#if HAS_PACKED && HAS_LOW
-constexpr bool JOINS = true;
-#else
-constexpr bool JOINS = false;  // the registers of other kernels are full: the 2-bit and the raw one spilled
+/// This warp's next step over raw pages, as far as L2: loads of the step itself wait for the scores of the one before.
+DEVICE void prefetch_raw(const Args& a, const Part& part, Unit u, const Segment& s, int k, int lane) {
+#if __CUDA_ARCH__ >= 900
+    if (k >= s.num_chunks) return;
+    const int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
+    const i64 page = a.page_address[entry] + a.layer * part.layer_stride + i64(u.head) * part.head_bytes + i64(token) * D * 2;
+    const int tokens = min(a.page_tokens[entry].y - token, 32);
+    if (lane < 2 && tokens > 0) prefetch_l2(page + (lane ? part.v_raw : part.k_raw), tokens * D * 2);
 #endif
+}
 
 /// After a segment that joins the next: that one, once no warp looks at this one any more.
 DEVICE void join_next(const Args& a, Merge& merge) {
@@ -202,10 +207,11 @@ DEVICE int walk_raw(const Args& a, Unit u, Merge& merge, int warp, int lane) {
             int2 tokens = a.page_tokens[entry];
             if (tokens.y <= token) continue;
             i64 offset = i64(token) * D * 2;
+            if (RAW_ZONES) prefetch_raw(a, part, u, s, k + WARPS, lane);
             const LseRow lse = LseRow::of(a, u, entry, token / 32);
             walk.step(a, see, softmax, page + part.k_raw + offset, page + part.v_raw + offset, tokens.x + token, tokens.y - token, lse, g, c);
         }
-        if (!JOINS || !s.joins) break;
+        if (!RAW_ZONES || !s.joins) break;
     }
     return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
 }
@@ -290,7 +296,7 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
             walk_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, s.chunks_before + k, lane);
 #endif
         }
-        if (!JOINS || !s.joins) break;
+        if (!RAW_ZONES || !s.joins) break;
     }
     constexpr bool has_bias_sum = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
     return finish_segment(a, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);

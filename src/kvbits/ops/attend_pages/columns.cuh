@@ -22,6 +22,7 @@ struct Staged {
     float q[COLS][D];            // times the calibrated key scale, if there is one; 0 past the last column
     int position[COLS];          // newest visible position: -1 for padding, 2**31 - 1 past the last column (it costs no mask and is never written)
     u32 largest[WARPS];          // float bits of max |q|
+    uint2 fragments[Q_FRAGMENTS ? NT * Q_FRAGMENTS * 32 : 1];  // operands of Query, where registers do not hold them
 };
 
 DEVICE void stage_queries(Staged& staged, const Args& a, Unit u, const float* scale, int thread) {

@@ -9,6 +9,11 @@ constexpr int D = HEAD_DIM;
 constexpr int NT = COLS / 8;       // matrix-instruction column tiles
 constexpr int CONSUMERS = WARPS * 32;
 constexpr float NOT_SEEN = -3.0e38f;
+#if HAS_PACKED && HAS_LOW
+constexpr bool RAW_ZONES = true;   // of tiered caches: thousands of raw tokens beside packed ones, and parts that join
+#else
+constexpr bool RAW_ZONES = false;  // the registers of other kernels are full: the 2-bit and the raw one spilled
+#endif
 
 enum { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };  // *_SCALE
 enum { INTEGER = 0, E4M3 = 1, E5M2 = 2 };                       // *_FLOAT

@@ -32,6 +32,8 @@ MAX_PARTS = 4
 RAW_CHUNK = 32
 NO_WINDOW = 2**30
 LayerStatic = Sequence[Mapping[str, torch.Tensor]]
+RAW_COST = 1.15
+"""What a byte of raw pages costs in kernels for low planes, next to one that comes through the ring: 133.6 us, with 1.0 134.3 and with 1.3 139.5 (tiered)."""
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -151,7 +153,7 @@ class Plan:
         batch, d, heads = len(call.parts[0].table.indptr) - 1, layout.head_dim, layout.num_kv_heads
         packed = list(dict.fromkeys(p.store.layout for p in call.parts if not p.store.layout.key.is_raw))
         group = num_q_heads // heads
-        cols = columns(d, num_queries * group, packed)
+        cols = columns(d, num_queries * group, packed, any(p.low for p in call.parts))
         column_blocks = -(-num_queries * group // cols)
         self.call, self.device, self.num_queries = call, device, num_queries
         self._keep: list[torch.Tensor] = []  # what the kernels' arguments point into
@@ -248,6 +250,8 @@ class Plan:
             tokens = RAW_CHUNK if layout.key.is_raw else kernels[launch].shape.chunk
             count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
             cost = (layout.head_bytes + sum(s.layout.head_bytes for s in part.low)) * tokens // layout.page_size
+            if layout.key.is_raw and kernels[launch].low_pieces:
+                cost = int(cost * RAW_COST)
             # What a walk starts with, calibrated scales, is alike in all its parts. Other kernels have no registers for joining.
             joins = bool(kernels[launch].low_pieces) and not part.store.static
             walk = int(not layout.key.is_raw) if joins else None

@@ -24,6 +24,9 @@ RING_BYTES = 144 << 10
 """More bytes in flight per multiprocessor only lengthen every queue: int8, 8 x 32768 tokens took 139 us with 200 KiB and 132 us with 132 KiB."""
 PREFETCH_BYTES = 160 << 10
 """Of a block's first pages, asked for as far as L2 while the kernel ahead ends: what its last 5 us would otherwise leave unread."""
+WIDE = 24
+"""Query columns of a warp for chunks: a page is unpacked for three column tiles at once. 128 queries of 4 heads over 32,768 tokens took 372 us (int8),
+341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill) 393, 380 and 403."""
 STATIC, GROUP, CHANNEL = 0, 1, 2
 LOW_BITS = 4
 """Width of the low planes that attend.cu reads, and of the codes they refine."""
@@ -146,7 +149,8 @@ def _pieces(layout: PageLayout | LowLayout, tokens: int) -> list[tuple[int, int,
 def merge_bytes(warps: int, cols: int, head_dim: int, with_bias: bool, rounds_at_once: int = 1) -> int:
     """Shared memory for merging warps (struct Merge of finish.cuh)."""
     merged = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * rounds_at_once * cols * 36
-    return (merged + 2 * cols * head_dim + cols + warps) * 4 + 128
+    fragments = cols * (2 * head_dim + 256) if cols > 16 else 0  # at most, of any width of codes
+    return (merged + 2 * cols * head_dim + cols + warps) * 4 + 144 + fragments
 
 
 def _rounds_at_once(warps: int, cols: int, head_dim: int, with_bias: bool, room: int) -> int:
@@ -169,10 +173,28 @@ class Kernel:
         return (self.shape.warps + 1) * 32
 
 
-def columns(head_dim: int, num_columns: int, layouts: list[PageLayout]) -> int:
-    """Query columns of a warp: 16 where more than 8 are wanted and the registers of two column tiles are there."""
+def columns(head_dim: int, num_columns: int, layouts: list[PageLayout], low: bool = False) -> int:
+    """Query columns of a warp: 16 or 24 where more are wanted and the registers of two or three column tiles are there."""
+    if num_columns > 2 * WIDE and is_wide(head_dim, layouts) and not low:
+        return WIDE
     two_planes = any(len(s.number_format.planes) > 1 for layout in layouts for s in (layout.key, layout.value))
     return 16 if num_columns > 8 and head_dim <= 128 and not two_planes and not any(kvquant_extras(layout) for layout in layouts) else 8
+
+
+def is_wide(head_dim: int, layouts: list[PageLayout]) -> bool:
+    """Whether three column tiles fit a thread's registers: one plane, no terms that count weights or scale queries by page."""
+    specs = [s for layout in layouts for s in (layout.key, layout.value)]
+    return bool(specs) and head_dim <= 128 and all(
+        len(s.number_format.planes) == 1 and s.symmetric and not s.center and not s.static and _scale_kind(s) == GROUP for s in specs
+    ) and not any(kvquant_extras(layout) for layout in layouts)  # fmt: skip
+
+
+def _fragments(layout: PageLayout | None, cols: int) -> int:
+    """Key operands of a column tile where more than two tiles share them in shared memory (Query of packed.cuh), else 0."""
+    if layout is None or cols <= 16:
+        return 0
+    bits = layout.key.number_format.planes[0]
+    return 8 // bits * -(-plane_row_bytes(layout.head_dim, bits) // 16)
 
 
 @functools.lru_cache(maxsize=256)
@@ -199,7 +221,7 @@ def kernel_for(
         page_lse: it gives the log-sum-exp of every page too.
     """
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
-    defines["PAGE_LSE"] = int(page_lse)
+    defines["PAGE_LSE"], defines["Q_FRAGMENTS"] = int(page_lse), _fragments(layout, cols)
     if layout is None:
         shape = shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, slots=0, chunk=32, units=1)
         rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
@@ -249,7 +271,8 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
         ring = 32 + 4 * warps if low else 16
         stages = (shared_limit - ring - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))
-        if warps <= most and stages >= 2:  # a chunk with a low plane takes two slots: the third holds the start of the next
+        least = 1 if cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
+        if warps <= most and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
             return Shape(warps, warps * min(stages, max(3 if low else 2, RING_BYTES // (warps * slot))), chunk, units)
     return Shape(1, 2 if low else 1, chunk, units)
 

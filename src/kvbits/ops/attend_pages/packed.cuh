@@ -68,27 +68,54 @@ DEVICE void load_pairs8(u32 (&p)[4], const unsigned char* section, int index) {
 
 template <class KeyPlane>
 struct Query {
-    u32 q[NT][KeyPlane::FIELDS * KeyPlane::STEPS][2];
+    static constexpr int COUNT = KeyPlane::FIELDS * KeyPlane::STEPS;
+    static constexpr bool HELD = Q_FRAGMENTS == 0;
+    static_assert(HELD || Q_FRAGMENTS == COUNT, "cuda_format.py counts other steps");
+    u32 q[HELD ? NT : 1][HELD ? COUNT : 1][2];
+    const uint2* fragments;      // of this lane, unless held: [NT][COUNT] times 32 lanes
+    u32 scales[HELD ? 1 : COUNT][2];  // factors of a page's channels, if `scaled`
+    bool scaled;
+
+    /// Operand of column tile n for step `at`.
+    DEVICE uint2 operand(int n, int at) const {
+        if (HELD) return {q[HELD ? n : 0][HELD ? at : 0][0], q[HELD ? n : 0][HELD ? at : 0][1]};
+        const uint2 x = fragments[(n * COUNT + at) * 32];
+        if (!scaled) return x;
+        return {mul_f16x2(x.x, scales[HELD ? 0 : at][0]), mul_f16x2(x.y, scales[HELD ? 0 : at][1])};
+    }
 
     static constexpr bool used(int field, int step) { return field * KeyPlane::ROW + 16 * step < D; }
     static constexpr int group_of(int field, int step) { return (field * KeyPlane::ROW + 16 * step) / K_GROUP; }
 
     /// Channels field * ROW + 16 step + 4c .. + 3 of a lane's column; 0 past the row, where a lane's words belong to others.
-    DEVICE void start(const Staged& staged, float multiplier, int g, int c) {
+    DEVICE void start(Staged& staged, float multiplier, int g, int c) {
+        scaled = false;
+        if (!HELD) {  // the block's warps have the same columns: each makes some operands for all
+            const int thread = thread_again();
+            fragments = staged.fragments + thread % 32;
+            for (int at = thread / 32; at < NT * COUNT; at += WARPS) {
+                u32 x[2];
+                pack(x, staged, multiplier, at / COUNT, at % COUNT / KeyPlane::STEPS, at % KeyPlane::STEPS, g, c);
+                staged.fragments[at * 32 + thread % 32] = {x[0], x[1]};
+            }
+            sync_threads(CONSUMERS);
+            return;
+        }
 #pragma unroll
         for (int n = 0; n < NT; ++n)
 #pragma unroll
             for (int f = 0; f < KeyPlane::FIELDS; ++f)
 #pragma unroll
-                for (int i = 0; i < KeyPlane::STEPS; ++i) {
-                    if (!used(f, i)) continue;
-                    int r = 16 * i + 4 * c, ch = f * KeyPlane::ROW + r;
-                    float4 x = {0.f, 0.f, 0.f, 0.f};
-                    if (r < KeyPlane::ROW && ch < D) x = *reinterpret_cast<const float4*>(&staged.q[n * 8 + g][ch]);
-                    float m = multiplier * power_of_two(KeyPlane::LOW_BITS - KeyPlane::BITS * f);
-                    q[n][f * KeyPlane::STEPS + i][0] = pack_f16(x.x * m, x.z * m);
-                    q[n][f * KeyPlane::STEPS + i][1] = pack_f16(x.y * m, x.w * m);
-                }
+                for (int i = 0; i < KeyPlane::STEPS; ++i)
+                    if (used(f, i)) pack(q[HELD ? n : 0][HELD ? f * KeyPlane::STEPS + i : 0], staged, multiplier, n, f, i, g, c);
+    }
+    static DEVICE void pack(u32 (&to)[2], const Staged& staged, float multiplier, int n, int f, int i, int g, int c) {
+        int r = 16 * i + 4 * c, ch = f * KeyPlane::ROW + r;
+        float4 x = {0.f, 0.f, 0.f, 0.f};
+        if (r < KeyPlane::ROW && ch < D) x = *reinterpret_cast<const float4*>(&staged.q[n * 8 + g][ch]);
+        float m = multiplier * power_of_two(KeyPlane::LOW_BITS - KeyPlane::BITS * f);
+        to[0] = pack_f16(x.x * m, x.z * m);
+        to[1] = pack_f16(x.y * m, x.w * m);
     }
     /// Adds q times the code's field over a group's channels, for a code alike in all channels and tokens: an operand's [rows and columns] of every group.
     DEVICE void times_constant(float (&sum)[K_GROUPS][NT][4], u32 code) const {
@@ -103,7 +130,8 @@ struct Query {
                     for (int i = 0; i < KeyPlane::STEPS; ++i)
                         if (used(f, i) && group_of(f, i) == gr) {
                             u32 w = ((code >> KeyPlane::LOW_BITS) & ((1u << KeyPlane::BITS) - 1)) * 0x00010001u << KeyPlane::BITS * f;
-                            mma_f16(acc, w, w, w, w, q[n][f * KeyPlane::STEPS + i][0], q[n][f * KeyPlane::STEPS + i][1]);
+                            const uint2 b = operand(n, f * KeyPlane::STEPS + i);
+                            mma_f16(acc, w, w, w, w, b.x, b.y);
                         }
             }
     }
@@ -153,9 +181,9 @@ struct Keys {
         u32 a2 = operand<K_FLOAT, B>(row, odd, 1, f), a3 = operand<K_FLOAT, B>(row8, odd8, 1, f);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            const u32 (&b)[2] = query.q[n][f * KeyPlane::STEPS + i];
-            if (first) mma_f16(acc[n], a0, a1, a2, a3, b[0], b[1], start[n][0], start[n][1], start[n][2], start[n][3]);
-            else mma_f16(acc[n], a0, a1, a2, a3, b[0], b[1]);
+            const uint2 b = query.operand(n, f * KeyPlane::STEPS + i);
+            if (first) mma_f16(acc[n], a0, a1, a2, a3, b.x, b.y, start[n][0], start[n][1], start[n][2], start[n][3]);
+            else mma_f16(acc[n], a0, a1, a2, a3, b.x, b.y);
         }
     }
 };

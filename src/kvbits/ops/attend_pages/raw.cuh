@@ -8,6 +8,8 @@
 constexpr int RAW_STEPS = (D + 31) / 32;   // 16-byte loads of a key row by four lanes
 constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4 : D * COLS <= 1024 && WARPS <= 7 ? 2 : 1;  // key loads in flight per row: registers allow no more
 constexpr int RAW_HALVES = (D + 63) / 64;  // 16-byte loads of a value row by eight lanes
+// Zones of raw tokens are long, and seven warps that wait for keys, then for values, read a third less than memory gives: there all loads of a step are one.
+constexpr bool RAW_AT_ONCE = RAW_ZONES && NT == 1 && D <= 128 && WARPS <= 7;
 
 DEVICE void mma_raw(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     if (RAW_TYPE == BFLOAT16) mma_bf16(d, a0, a1, a2, a3, b0, b1);
@@ -49,6 +51,21 @@ struct RawWalk {
     DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, i64 keys, i64 values, int position, int visible, const LseRow& lse, int g, int c) {
         float s[4][NT][2];
         const i64 my_keys = keys + (4 * g * D + 8 * c) * 2, my_values = values + (8 * c * D + 8 * g) * 2;
+        auto load_key = [&](int j, int i) { return load_row(my_keys, j * D + 32 * i, 4 * g + j < visible, 32 * i + 8 * c); };
+        auto load_value = [&](int token, int h) { return load_row(my_values, token * D + 64 * h, 8 * c + token < visible, 64 * h + 8 * g); };
+        uint4 keys_held[RAW_AT_ONCE ? 4 : 1][RAW_AT_ONCE ? RAW_STEPS : 1], values_held[RAW_AT_ONCE ? 8 : 1][RAW_AT_ONCE ? RAW_HALVES : 1];
+        if constexpr (RAW_AT_ONCE) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int i = 0; i < RAW_STEPS; ++i) keys_held[j][i] = load_key(j, i);
+#pragma unroll
+            for (int token = 0; token < 8; ++token)
+#pragma unroll
+                for (int h = 0; h < RAW_HALVES; ++h) values_held[token][h] = load_value(token, h);
+        }
+        auto key = [&](int j, int i) { if constexpr (RAW_AT_ONCE) return keys_held[j][min(i, RAW_STEPS - 1)]; else return load_key(j, i); };
+        auto value = [&](int token, int h) { if constexpr (RAW_AT_ONCE) return values_held[token][h]; else return load_value(token, h); };
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
             float acc[NT][4];
@@ -59,9 +76,8 @@ struct RawWalk {
                 uint4 even[RAW_LOADS], odd[RAW_LOADS];
 #pragma unroll
                 for (int i = 0; i < RAW_LOADS; ++i) {
-                    int ch = 32 * (first + i);
-                    even[i] = load_row(my_keys, 2 * tile * D + ch, 4 * g + 2 * tile < visible, ch + 8 * c);
-                    odd[i] = load_row(my_keys, (2 * tile + 1) * D + ch, 4 * g + 2 * tile + 1 < visible, ch + 8 * c);
+                    even[i] = key(2 * tile, first + i);
+                    odd[i] = key(2 * tile + 1, first + i);
                 }
 #pragma unroll
                 for (int i = 0; i < RAW_LOADS; ++i)
@@ -121,7 +137,7 @@ struct RawWalk {
                 uint4 v[4];  // tokens j, j + 4, j + 1, j + 5
                 for (int i = 0; i < 4; ++i) {
                     int token = j + i / 2 + i % 2 * 4;
-                    v[i] = load_row(my_values, token * D + 64 * h, 8 * c + token < visible, 64 * h + 8 * g);
+                    v[i] = value(token, h);
                 }
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {

@@ -60,7 +60,7 @@ struct PackedWalk {
     float bias_sum[NT][4];             // row g: weights times the bias of value group g
     float weight_sum[NT][2];           // this chunk's
 
-    DEVICE void start(const Args& a, const Staged& staged, Unit u, const Part& part, int g, int c) {
+    DEVICE void start(const Args& a, Staged& staged, Unit u, const Part& part, int g, int c) {
         u32 bits = 0;
         for (int w = 0; w < WARPS; ++w) bits = max(bits, staged.largest[w]);
         float m = __uint_as_float(bits);
@@ -129,7 +129,10 @@ struct PackedWalk {
                 // q carries 2**(-BITS f); undo it here, scaled down by the top field's factor so that nothing overflows float16.
                 float undo = power_of_two(Key0::BITS * f - TOP_FIELD);
                 u32 a0 = pack_f16(x[0] * undo, x[2] * undo), a2 = pack_f16(x[1] * undo, x[3] * undo);
-                for (int n = 0; n < NT; ++n) mma_f16(acc[n], a0, a0, a2, a2, query0.q[n][f * Key0::STEPS + i][0], query0.q[n][f * Key0::STEPS + i][1]);
+                for (int n = 0; n < NT; ++n) {
+                    const uint2 b = query0.operand(n, f * Key0::STEPS + i);
+                    mma_f16(acc[n], a0, a0, a2, a2, b.x, b.y);
+                }
             }
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e) page_constant[n][e] += acc[n][e] * (real_factor * power_of_two(TOP_FIELD - Key0::LOW_BITS));
@@ -144,6 +147,8 @@ struct PackedWalk {
     /// q times this page's channel scales, brought to at most 1 by a power of two; returns the factor that undoes it.
     template <class KeyPlane>
     static DEVICE void scale_query(Query<KeyPlane>& scaled, const Query<KeyPlane>& query, const unsigned char* section, float multiplier, int c) {
+        scaled.fragments = query.fragments;
+        scaled.scaled = true;
 #pragma unroll
         for (int f = 0; f < KeyPlane::FIELDS; ++f)
 #pragma unroll
@@ -153,9 +158,15 @@ struct PackedWalk {
                 float x[4];
                 load_scales4<K_SCALE_TYPE>(x, section, r < KeyPlane::ROW && ch < D ? ch : 0);
                 u32 even = pack_f16(x[0] * multiplier, x[2] * multiplier), odd = pack_f16(x[1] * multiplier, x[3] * multiplier);
-                for (int n = 0; n < NT; ++n) {
-                    scaled.q[n][f * KeyPlane::STEPS + i][0] = mul_f16x2(query.q[n][f * KeyPlane::STEPS + i][0], even);
-                    scaled.q[n][f * KeyPlane::STEPS + i][1] = mul_f16x2(query.q[n][f * KeyPlane::STEPS + i][1], odd);
+                const int at = f * KeyPlane::STEPS + i;
+                if constexpr (Query<KeyPlane>::HELD) {
+                    for (int n = 0; n < NT; ++n) {
+                        scaled.q[n][at][0] = mul_f16x2(query.q[n][at][0], even);
+                        scaled.q[n][at][1] = mul_f16x2(query.q[n][at][1], odd);
+                    }
+                } else {
+                    scaled.scales[at][0] = even;
+                    scaled.scales[at][1] = odd;
                 }
             }
     }

@@ -244,8 +244,9 @@ DEVICE u32 low_code_of(float y, u32 code) {
     return __float_as_uint(fminf(fmaxf(missed, -LIMIT), LIMIT) + (MAGIC + LIMIT + 1.f));
 }
 
-/// Codes of this thread's values to shared memory, one a byte: of the page, or of its low plane.
-template <class S, class L, bool LOW>
+enum { PAGE_CODES, LOW_CODES, BOTH_CODES };
+/// Codes of this thread's values to shared memory, one a byte: of the page, of its low plane, or the plane's above the page's.
+template <class S, class L, int WHICH>
 DEVICE void write_codes(const Octet (&x)[ROWS], const float (&mean)[8], int team, int octet, bool works, Shared& shared, int& saturated) {
     constexpr bool BY_TOKEN = S::SCALE == SCALE_GROUP;  // then a thread's eight values of a token share a scale
     float inverse[8] = {}, bias[8] = {};
@@ -265,7 +266,8 @@ DEVICE void write_codes(const Octet (&x)[ROWS], const float (&mean)[8], int team
             // Never one fused multiply-add with what follows: the reference rounds the product first.
             y = __fmul_rn(y, inverse[BY_TOKEN ? 0 : k]);
             codes[k] = code_of<S>(y, saturated);
-            if (LOW) codes[k] = low_code_of<S, L>(y, codes[k]);
+            if (WHICH == LOW_CODES) codes[k] = low_code_of<S, L>(y, codes[k]);
+            if (WHICH == BOTH_CODES) codes[k] = (codes[k] & 255) | low_code_of<S, L>(y, codes[k]) << S::BITS;
         }
         for (int w = 0; w < 2; ++w) {
             u32 low = permute_bytes(codes[4 * w], codes[4 * w + 1], 0x0040), high = permute_bytes(codes[4 * w + 2], codes[4 * w + 3], 0x0040);
@@ -330,7 +332,8 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     if (overflow) a.status->overflow[side] = 1;
     __syncthreads();
     int saturated = 0;
-    write_codes<S, L, false>(x, mean, team, octet, works, shared, saturated);
+    constexpr bool BOTH = L::BITS && S::BITS + L::BITS <= 8;  // then a byte holds both
+    write_codes<S, L, BOTH ? BOTH_CODES : PAGE_CODES>(x, mean, team, octet, works, shared, saturated);
     if (!S::NEVER_SATURATES) {
         saturated = __reduce_add_sync(ALL_LANES, saturated);
         if (saturated && thread % 32 == 0) atomicAdd(&a.status->saturated[side], saturated);
@@ -340,17 +343,19 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     if (S::BITS1) write_plane<S, S::BITS1 ? S::BITS1 : 1, 0>(out + S::OFFSET1, shared);
     if (L::BITS) {
         unsigned char* low = reinterpret_cast<unsigned char*>(a.low_address[page]) + i64(head) * a.low_head_bytes;
-        __syncthreads();  // the page's codes have been read
-        write_codes<S, L, true>(x, mean, team, octet, works, shared, saturated);
-        __syncthreads();
-        write_plane<S, L::BITS ? L::BITS : 8, 0>(low + L::OFFSET, shared);
+        if (!BOTH) {
+            __syncthreads();  // the page's codes have been read
+            write_codes<S, L, LOW_CODES>(x, mean, team, octet, works, shared, saturated);
+            __syncthreads();
+        }
+        write_plane<S, L::BITS ? L::BITS : 8, BOTH ? S::BITS : 0>(low + L::OFFSET, shared);
         constexpr int END = L::OFFSET + PAGE * ((D * L::BITS + 31) / 32 * 4);
         if (S::VALUES || !Low<V_LOW>::BITS)
             for (int i = END / 4 + thread; i < a.low_head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(low)[i] = 0;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) close_pages(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
     static_assert(sizeof(Shared) <= SHARED_BYTES, "cuda.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);

@@ -86,7 +86,7 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
     union = max(8 * max(page * octets, teams * d), 8 * teams * d, page * (d + 4))
     return {
         "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TYPES[dtype], "RAW_TYPE": TYPE_NAMES[layout.raw_dtype],
-        "GROUP_SCALES": scales, "MIN_BLOCKS": 5 if low else 1,
+        "GROUP_SCALES": scales,
         "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "K_SIDE": side_arguments(layout, "k", layout.key),
         "V_SIDE": side_arguments(layout, "v", layout.value), "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
         "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16,
