@@ -87,7 +87,7 @@ def test_a_gpu_stores_what_the_reference_stores(specs, head_dim, page_size, dtyp
 def emulated(monkeypatch, tmp_path):
     def load(layout, dtype, device_index):
         here, macros = Path(__file__).parent / "emulated", cuda_levels.defines(layout, dtype)
-        for path in (FOLDER / "cuda" / "side.cuh", FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "block.cpp"):
+        for path in (FOLDER / "close_pages" / "stored.cuh", FOLDER / "cuda" / "side.cuh", FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "block.cpp"):
             (tmp_path / path.name).write_text(path.read_text())
         text = (FOLDER / "close_pages" / "close_levels.cu").read_text()
         for gpu_only, instead in (("extern __shared__ __align__(16) unsigned char memory[];", ""), ("(memory)", "(shared)"), ('extern "C" __global__', "")):

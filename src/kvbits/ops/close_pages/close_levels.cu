@@ -4,9 +4,9 @@
 // The page lies in shared memory as float32. A thread has 32 neighbouring elements of the page; one that stands for a range (channel or group of a token)
 // finds its ends. Which elements ranges leave out and which errors are listed are the largest of many numbers: a histogram of eight bits at a time finds the
 // smallest that still belongs, ties go to the lowest index.
-#include "side.cuh"
+#include "stored.cuh"
 
-constexpr int PER = 32, COUNT = PAGE * D, ROW = D + 1, CODE_ROW = D + 4;  // an odd number of words keeps columns of tokens off one bank
+constexpr int PER = 32, COUNT = PAGE * D, ROW = D + 1;  // an odd number of words keeps columns of tokens off one bank
 constexpr int PADDED = (D / 2 + 15) / 16 * 16;
 constexpr int STEPS = 4;              // most elements that a range leaves out
 static_assert(COUNT == THREADS * PER, "32 elements a thread");
@@ -26,7 +26,7 @@ struct Args {
 
 struct Shared {
     float x[PAGE][ROW];
-    unsigned char codes[PAGE][CODE_ROW];
+    unsigned char codes[PAGE][CODE_STRIDE];
     float scale[RANGES], bias[RANGES];  // [group][token] or [channel]
     float threshold[16], level[16];
     u32 stretch[PAGE];                // float bits
@@ -34,34 +34,6 @@ struct Shared {
     int totals[33];
     int digit, left;
 };
-
-DEVICE bool finite(float x) { return fabsf(x) <= 3.4028234e38f; }
-DEVICE u16 to_f16(float x) { return u16(pack_f16(x, 0.f)); }
-DEVICE u16 to_bf16(float x) { return u16(pack_bf16(x, 0.f)); }
-template <int TYPE>
-DEVICE float rounded(float x) { return TYPE == FLOAT32 ? x : TYPE == FLOAT16 ? f16_to_float(to_f16(x)) : bf16_to_float(to_bf16(x)); }
-template <int TYPE>
-DEVICE void store(unsigned char* section, int i, float x) {
-    if (TYPE == FLOAT32) reinterpret_cast<float*>(section)[i] = x;
-    else reinterpret_cast<u16*>(section)[i] = TYPE == FLOAT16 ? to_f16(x) : to_bf16(x);
-}
-/// A scale as it will be stored: rounded, up where it is a subnormal float16; none is smaller than the smallest with a reciprocal, 0 included.
-template <int TYPE>
-DEVICE float stored_scale(float scale) {
-    constexpr float SMALLEST = TYPE == FLOAT16 ? 5.9604644775390625e-08f : 1.17549435e-38f;
-    float r = rounded<TYPE>(scale);
-    if (TYPE == FLOAT16 && scale < 6.103515625e-05f) r = ceilf(scale * 16777216.f) * 5.9604644775390625e-08f;
-    return r < SMALLEST ? SMALLEST : r;
-}
-/// Largest value of the storage type that is not above x.
-template <int TYPE>
-DEVICE float stored_bias(float x) {
-    float y = rounded<TYPE>(x);
-    if (TYPE == FLOAT32 || y <= x) return y;
-    u16 bits = TYPE == FLOAT16 ? to_f16(y) : to_bf16(y);
-    bits = y == 0.f ? u16(0x8001) : y > 0.f ? u16(bits - 1) : u16(bits + 1);
-    return TYPE == FLOAT16 ? f16_to_float(bits) : bf16_to_float(bits);
-}
 
 /// Sum over the threads before this one, and over all (in `totals[32]`). All threads call it.
 DEVICE int sum_before(int mine, Shared& shared) {
@@ -250,41 +222,6 @@ struct Coded {
     static constexpr bool HAS_OFFSET = S::HAS_BIAS;
 };
 
-/// Four bytes of a plane's row: field f of byte r is channel r + f * row.
-template <int BITS, int SHIFT>
-DEVICE u32 row_word(const Shared& shared, int token, int r) {
-    constexpr int BYTES = (D * BITS + 31) / 32 * 4;
-    u32 w = 0;
-#pragma unroll
-    for (int f = 0; f < 8 / BITS; ++f) {
-        if (r + f * BYTES >= D) continue;
-        u32 codes = *reinterpret_cast<const u32*>(&shared.codes[token][r + f * BYTES]);
-        w |= (codes >> SHIFT & ((1u << BITS) - 1) * 0x01010101u) << BITS * f;
-    }
-    return w;
-}
-/// Rows as docs/formats.md orders them, a word of four tokens' keys or of a quad's values at a time.
-template <class S, int BITS, int SHIFT>
-DEVICE void write_plane(unsigned char* plane, const Shared& shared) {
-    constexpr int WORDS = (D * BITS + 31) / 32;
-    for (int i = threadIdx.x; i < PAGE / 4 * WORDS; i += THREADS) {
-        if (S::VALUES) {
-            const int block = i / (PAGE / 4 * 4), width = min(4, WORDS - block * 4), rest = i - block * PAGE;
-            const int quad = rest / width, r = block * 16 + rest % width * 4, token = quad / 2 * 8 + quad % 2 * 2;
-            const u32 a = row_word<BITS, SHIFT>(shared, token, r), b = row_word<BITS, SHIFT>(shared, token + 1, r);
-            const u32 c = row_word<BITS, SHIFT>(shared, token + 4, r), d = row_word<BITS, SHIFT>(shared, token + 5, r);
-            const u32 ab = permute_bytes(a, b, 0x5140), AB = permute_bytes(a, b, 0x7362), cd = permute_bytes(c, d, 0x5140), CD = permute_bytes(c, d, 0x7362);
-            const uint4 w = {permute_bytes(ab, cd, 0x5410), permute_bytes(ab, cd, 0x7632), permute_bytes(AB, CD, 0x5410), permute_bytes(AB, CD, 0x7632)};
-            *reinterpret_cast<uint4*>(plane + block * 16 * PAGE + quad * 16 * width + rest % width * 16) = w;
-        } else {
-            const int tile = i / (WORDS * 4), r = i / 4 % WORDS * 4, token = tile * 16 + i % 4 * 4;
-            const uint4 w = {row_word<BITS, SHIFT>(shared, token, r), row_word<BITS, SHIFT>(shared, token + 1, r), row_word<BITS, SHIFT>(shared, token + 2, r),
-                             row_word<BITS, SHIFT>(shared, token + 3, r)};
-            reinterpret_cast<uint4*>(plane)[i] = w;
-        }
-    }
-}
-
 /// Zeros from byte `from` of a struct to the next multiple of 16.
 DEVICE void zero_rest(unsigned char* out, int from) {
     if (threadIdx.x < 8 && from + 2 * int(threadIdx.x) < (from + 15) / 16 * 16) *reinterpret_cast<u16*>(out + from + 2 * threadIdx.x) = 0;
@@ -363,8 +300,8 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
             const double *step = a.step + token * 2 * PADDED, c0 = first[d], s0 = first[PADDED + d], c1 = step[d], s1 = step[PADDED + d];
             const float c = float(__dsub_rn(__dmul_rn(c0, c1), __dmul_rn(s0, s1))), s = -float(__dadd_rn(__dmul_rn(s0, c1), __dmul_rn(c0, s1)));
             const float x = shared.x[token][d], y = shared.x[token][d + D / 2];
-            shared.x[token][d] = __fsub_rn(__fmul_rn(x, c), __fmul_rn(y, s));
-            shared.x[token][d + D / 2] = __fadd_rn(__fmul_rn(y, c), __fmul_rn(x, s));
+            shared.x[token][d] = __fadd_rn(__fsub_rn(__fmul_rn(x, c), __fmul_rn(y, s)), 0.f);  // a turned zero is +0
+            shared.x[token][d + D / 2] = __fadd_rn(__fadd_rn(__fmul_rn(y, c), __fmul_rn(x, s)), 0.f);
         }
         __syncthreads();
     }
