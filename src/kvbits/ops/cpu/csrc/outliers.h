@@ -60,6 +60,7 @@ static void split_outliers(const Outliers& o, OutlierBatch& b, int begin, int en
   const int n = end - begin < OutlierBatch::SIZE ? end - begin : OutlierBatch::SIZE, size = dtype_bytes(o.dtype);
   const int base = first * head_dim;
   const vf inverse = splat(1.0f / (float)head_dim);
+  if (n % VL) *(vi_mem*)(b.token + n / VL * VL) = *(vi_mem*)(b.channel + n / VL * VL) = vi{};  // lanes behind the list are computed with, though not used
   for (int i = 0; i < n; i += VL) {
     // The last vector overlaps the one before it: behind the list lies what must not be read.
     const int from = n - i >= VL || n < VL ? i : n - VL;
