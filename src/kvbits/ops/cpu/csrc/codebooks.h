@@ -216,8 +216,8 @@ static void unpack_keys(const KeyTiles& k, Decoded& w, int tile) {
       uint32_t* to = w.codes[(field * k.row_bytes[0] + r) / 4];
       if (!field) fetch(src + r * TILE + k.low_ahead);
       for (int lane = 0; lane < TILE; lane += VL) {  // 15 * high + low in every byte
-        const vi high = *(vi_mem*)(to + lane);
-        *(vi_mem*)(to + lane) = (high << 4) - high + (load_int(src + r * TILE + lane * 4) >> (field * 4) & 0x0f0f0f0f);
+        const vu high = (vu)load_int(to + lane);
+        *(vi_mem*)(to + lane) = (vi)((high << 4) - high + (vu)(load_int(src + r * TILE + lane * 4) >> (field * 4) & 0x0f0f0f0f));
       }
     }
 }
