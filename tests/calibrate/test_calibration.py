@@ -136,6 +136,8 @@ def rewrite(path, metadata=None, **tensors):
         ({"fingerprint": "{"}, {}, "damaged metadata"),
         ({"fingerprint": json.dumps({"specs": [{"k": {"type": "Nothing"}}], "geometry": [{"num_kv_heads": 1}]})}, {}, "damaged metadata"),
         ({"info": None}, {}, "damaged metadata"),
+        ({"info": "[]"}, {}, "damaged metadata"),
+        ({"fingerprint": json.dumps({"specs": [3], "geometry": [3]})}, {}, "damaged metadata"),
         ({}, {"layers__1__k_bias": None}, "lacks or adds tensors: layers.1.k_bias"),
         ({}, {"layers__9__k_scale": torch.ones(1)}, "lacks or adds tensors: layers.9.k_scale"),
         ({}, {"layers__1__k_scale": torch.ones(2, 8)}, r"float32 \(2, 8\), expected float32 \(2, 16\)"),

@@ -119,6 +119,11 @@ def test_a_calibration_resumes_where_it_stopped(tmp_path, monkeypatch):
     assert state.exists()
     with pytest.raises(CalibrationError, match="another calibration's state"):
         calibrate(model, texts[:2], "nuq3-1%", resume=state)
+    other = tiny()
+    with torch.no_grad():
+        next(other.parameters()).add_(0.5)
+    with pytest.raises(CalibrationError, match="another calibration's state"):
+        calibrate(other, texts, "nuq3-1%", resume=state)
     got = calibrate(model, texts, "nuq3-1%", resume=state)
     assert len(calls) == 4 and not state.exists()
     assert got.id == want.id

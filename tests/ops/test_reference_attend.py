@@ -180,6 +180,13 @@ def test_a_fresh_half_precision_chunk_has_float32_results(dtype):
     torch.testing.assert_close(lse[0].double(), want[1], rtol=0, atol=3 * torch.finfo(dtype).eps)
 
 
+def test_queries_of_any_strides_are_read_as_they_are():
+    q = torch.randn(DIM, 1, 40, 4).permute(1, 2, 3, 0)
+    k, v = (torch.randn(1, 40, 2, DIM) for _ in range(2))
+    for a, b in zip(attend_fresh(q, k, v, torch.arange(40)[None], 0.3, None, None), attend_fresh(q.contiguous(), k, v, torch.arange(40)[None], 0.3, None, None), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_chunk_with_history_is_history_merged_with_the_chunk(window):
     part, dense = make_part(PAIRS["kivi2"], 2, [[SIZE, SIZE, 9], [SIZE]], [0, 0])

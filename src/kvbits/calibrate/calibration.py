@@ -159,7 +159,9 @@ class Calibration:
         try:
             found = cls([{} for _ in json.loads(metadata["fingerprint"])["specs"]], json.loads(metadata["fingerprint"]), json.loads(metadata["info"]))
             wanted = _wanted(found.fingerprint)
-        except (KeyError, TypeError, ValueError) as e:
+            if not isinstance(found.info, dict):
+                raise TypeError(f"info is {found.info!r}")
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise FileFormatError(f"{path} has damaged metadata: {e!r}; calibrate again") from e
         if set(tensors) != set(wanted):
             raise FileFormatError(f"{path} lacks or adds tensors: {', '.join(sorted(set(tensors) ^ set(wanted))[:_SHOWN])}; calibrate again")

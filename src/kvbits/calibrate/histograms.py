@@ -70,7 +70,7 @@ def collect(
         CalibrationError: a loss that is not finite, or a `resume` file of another calibration.
     """
     shared = _shared(targets)
-    identity = _identity(prompts, targets, weighted)
+    identity = _identity(model, prompts, targets, weighted)
     done = _load(resume, shared, identity)
     current = 0  # the prompt whose pass is under way
 
@@ -119,8 +119,14 @@ def _shared(targets: list[Target]) -> Shared:
     return {place: list(groups.values()) for place, groups in found.items()}
 
 
-def _identity(prompts: list[Prompt], targets: list[Target], weighted: bool) -> str:
+def _identity(model: Any, prompts: list[Prompt], targets: list[Target], weighted: bool) -> str:
+    """Of what the sums depend on: prompts, schemes, calibrated ranges, and the model, by the shape and the first numbers of each of its parameters."""
     digest = hashlib.sha256(f"{[(to_dict(t.scheme), t.skip) for t in targets]} {weighted}".encode())
+    for name, p in model.named_parameters():
+        digest.update(f"{name} {tuple(p.shape)}".encode() + p.detach().flatten()[:16].float().cpu().numpy().tobytes())
+    for ranges in (levels.static for t in targets for levels in t.levels.values() if levels.static is not None):
+        for known in (ranges.scale, ranges.bias):
+            digest.update(b"" if known is None else known.detach().float().cpu().numpy().tobytes())
     for i, (ids, _) in enumerate(prompts):
         digest.update(ids.numpy().tobytes() + targets[0].tokens[i].numpy().tobytes())
     return digest.hexdigest()
@@ -132,7 +138,7 @@ def _load(path: str | os.PathLike[str] | None, shared: Shared, identity: str) ->
         return 0
     metadata, tensors = read_file(path)
     if metadata.get("identity") != identity:
-        raise CalibrationError(f"{os.fspath(path)} holds another calibration's state (other prompts, schemes or weights); delete it or name another file")
+        raise CalibrationError(f"{os.fspath(path)} holds another calibration's state (of another model, prompts, schemes, ranges or weights); delete it")
     for name, levels in _named(shared).items():
         levels.mass, levels.moment = tensors[f"{name}.mass"], tensors[f"{name}.moment"]
     return int(metadata["done"])

@@ -77,11 +77,16 @@ def evaluate(
 
 _PERCENT = ("ppl_change", "top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement")
 _HIDDEN = ("texts", "windows", "by_layer", "by_head", "heat_map", "by_subject")
+_OF_TEXTS = {"ppl": "ppl", "ppl_change": "change", "kl_mean": "KL", "mass_matched": "mass", "top1_agreement": "top-1",
+             "bytes_held": "bytes", "tokens_per_s": "tokens/s"}  # fmt: skip
+"""What fits a terminal of 80 columns of the tasks that read texts; --json and the files have everything."""
 
 
 def _table(task: str, rows: dict[str, dict[str, Any]]) -> Any:
     columns = list(dict.fromkeys(k for r in rows.values() for k, v in r.items() if k not in _HIDDEN and not isinstance(v, dict | list)))
-    table = new_table(task, "cache", *(c.replace("_", " ") for c in columns))
+    if "ppl" in columns:
+        columns = [c for c in _OF_TEXTS if c in columns]
+    table = new_table(task, "cache", *(_OF_TEXTS.get(c, c.replace("_", " ")) for c in columns))
     for cache, row in rows.items():
         table.add_row(cache, *(_cell(c, row.get(c)) for c in columns))
     return table

@@ -17,6 +17,8 @@ CLASSES = (("8 bits", 7.0, 9.0), ("4 bits", 3.9, 5.6), ("3 bits and fewer", 0.0,
 
 USABLE_KL = 0.05
 """Nats on its worst model above which the best of its bits is not recommended: a few percent of perplexity."""
+TIE_KL = 2e-4
+"""Nats by which two correct kernels in bfloat16 differ: presets that near are equals."""
 
 
 @dataclass(frozen=True)
@@ -111,21 +113,24 @@ def recommendations(results: Results) -> list[str]:
         )
         name = f"`{best}`" if worst_kl <= USABLE_KL else f"none to recommend; the best is `{best}`"
         found.append(
-            f"**{title}: {name}**. On its worst model KL {worst_kl:.4f} nats, perplexity {worst_ppl:+.2%}, {mass:.1%} of the probability mass where the "
-            "16-bit cache puts it."
+            f"**{title}: {name}**. At worst over these models KL {worst_kl:.4f} nats, perplexity {worst_ppl:+.2%}, {mass:.1%} of the probability mass where "
+            "the 16-bit cache puts it."
         )
     return found
 
 
 def best_of(models: dict[str, Model], low: float, high: float) -> str | None:
-    """The preset of `low` to `high` bits with the smallest worst KL; fewer bits among equals. None if none was measured on every model."""
+    """The preset of `low` to `high` bits with the smallest worst KL; fewest bits among those within `TIE_KL`. None if none is on every model."""
     found: dict[str, tuple[float, float]] = {}
     for m in models.values():
         for name, c in _measured(m).items():
             b = bits(c, m.tasks["fidelity"])
             if c.kind == "kvbits" and b is not None and low <= b < high and all(name in _measured(other) for other in models.values()):
                 found[name] = (max(found.get(name, (0.0, 0.0))[0], c.summary["kl_mean"]), b)
-    return min(found, key=lambda n: (round(found[n][0], 5), found[n][1])) if found else None
+    if not found:
+        return None
+    smallest = min(kl for kl, _ in found.values())
+    return min((n for n in found if found[n][0] <= smallest + TIE_KL), key=lambda n: (found[n][1], found[n][0]))
 
 
 def readme_table(results: Results) -> str:

@@ -119,6 +119,7 @@ def attend_fresh(
     mask = None if plain else _visible(positions, sliding_window).to(q.device)[:, None]
     if softcap is None and q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
         bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        q = q if q.stride(-1) == 1 else q.contiguous()  # this operator reads rows as if they were dense, and does not check
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, plain, attn_mask=bias, scale=scaling)
         if mask is not None:
             lse = lse.masked_fill(~mask.any(-1), -torch.inf)
