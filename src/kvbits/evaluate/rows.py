@@ -122,6 +122,7 @@ def _score(
     rows.select([b for b, _ in longer])
     rest = [continuations[b][i].cpu() for b, i in longer]
     length = max(map(len, rest)) - 1
+    length += length % chunk == 1  # one token alone would read the page that it closes, several read it raw: scores would depend on the batch
     ids = torch.stack([torch.cat([c[:-1], c.new_zeros(length - len(c) + 1)]) for c in rest])
     real = torch.arange(length) < torch.tensor([len(c) - 1 for c in rest])[:, None]
     for start in range(0, length, chunk):
