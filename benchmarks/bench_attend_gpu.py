@@ -262,8 +262,7 @@ def time_zones(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int, q_
     error = float((out.double() - want).norm() / want.norm())
     if not error < ERROR_LIMIT:
         raise SystemExit(f"{zones}: error {error} against float64; a wrong kernel has no speed")
-    launches = [lambda layer=layer: plan.run(q, layer=layer) for layer in range(layers)]
-    return {"time_us": time_us(launches * max(1, 12 // layers)), "bytes": nbytes, "error": error}
+    return {"time_us": time_us(_launches(plan, call, q, layers) * max(1, 12 // layers)), "bytes": nbytes, "error": error}
 
 
 def bench_tiers(args: argparse.Namespace, copy: float) -> dict[str, Any]:
@@ -344,13 +343,18 @@ def main() -> None:
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
     found = (bench_small if args.small else bench_prefill if args.prefill else bench_tiers if args.tiers else bench_decode)(args, copy)
+    report(args.out, copy, found)
+
+
+def report(out: Path | None, copy: float, found: dict[str, Any]) -> None:
+    """Print what was measured, and on what, as one line of JSON; also write it to `out`."""
     result = {
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "copy_bytes_per_s": copy, **found,
     }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 

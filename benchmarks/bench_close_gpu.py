@@ -10,14 +10,12 @@ The last line is one JSON object; it is also written to --out.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench_attend_gpu import KVQUANT, calibrated, copy_bandwidth, time_us
+from bench_attend_gpu import KVQUANT, calibrated, copy_bandwidth, report, time_us
 
 from kvbits import schemes
 from kvbits.ops.close_pages import cuda, cuda_levels, reference
@@ -53,7 +51,7 @@ def bench(key: QuantSpec, value: QuantSpec, nested: bool) -> dict[str, Any]:
         kept.append(slabs)
         starts = np.arange(PAGES) * PAGE
         if kvquant_extras(layout):
-            first = cuda_levels.first_angles(store, starts, k.device)
+            first = cuda_levels.first_angles(store, starts, PAGES, k.device)
             launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, first=first: cuda_levels.launch(k, v, store, at, status, first))
         else:
             launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, fine=fine: cuda.launch_close(k, v, store, at, status, fine))
@@ -81,14 +79,7 @@ def main() -> None:
         rows.append({"scheme": name, **r, "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy})
         print(f"  {name:24s} {r['time_us']:8.1f} us  {rows[-1]['share_of_copy']:.3f} of copy", flush=True)
         torch.cuda.empty_cache()
-    result = {
-        "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "copy_bytes_per_s": copy, "pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM, "rows": rows,
-    }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    report(args.out, copy, {"pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM, "rows": rows})
 
 
 if __name__ == "__main__":

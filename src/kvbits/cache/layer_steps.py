@@ -22,6 +22,7 @@ from ..ops.merge_partials.reference import merge_partials
 from ..ops.types import AttendCall, LowStore, PageStore, Part, SlotMapping
 from ..quant.qparams import require_finite
 from ..spec import CacheSpec
+from .parameters import of_heads
 from .state import Close, GroupState, Step
 
 OBSERVE_EVERY = 8
@@ -261,7 +262,7 @@ class LayerSteps:
 
     def _static(self, place: Place) -> dict[str, torch.Tensor]:
         whole = self._shared[place.layer]
-        return whole if place.heads is None else {name: x[list(place.heads)] if x.ndim > 1 else x for name, x in whole.items()}
+        return whole if place.heads is None else of_heads(whole, place.heads)
 
     def _stored_order(self, place: Place, x: torch.Tensor) -> torch.Tensor:
         """Queries or keys [..., D] with their channels as the place stores them."""

@@ -61,6 +61,11 @@ def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch
     return found
 
 
+def of_heads(tensors: dict[str, torch.Tensor], heads: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """What pages that hold some kv heads of a layer share."""
+    return {name: x[list(heads)] if x.ndim > 1 else x for name, x in tensors.items()}
+
+
 def orders(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
     """Stored order of channels of the layers where it is not the model's."""
     found = {}

@@ -87,6 +87,5 @@ class SimulatedCache(Cache):
         for group in spec.groups:
             for layer, heads in zip(group.layers, group.heads, strict=True):
                 whole = len(heads) == spec.layers[layer].num_kv_heads
-                tensors = {name: x if whole or x.ndim < 2 else x[list(heads)] for name, x in shared[layer].items()}
-                parts[layer].append((group, heads, tensors))
+                parts[layer].append((group, heads, shared[layer] if whole else parameters.of_heads(shared[layer], heads)))
         super().__init__(layers=[SimulatedLayer(p, orders.get(i)) for i, p in enumerate(parts)])

@@ -42,6 +42,15 @@ def data_file(context: Context, name: str, what: str) -> Path:
     return path
 
 
+def json_lines(path: Path) -> list[Any]:
+    """Values of a JSON lines file. Only newlines end a line: MMLU has U+2028 inside its strings.
+
+    Raises:
+        ValueError: a line that is no JSON, or bytes that are no UTF-8.
+    """
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+
+
 def drawn(items: list[Any], seed: int) -> list[Any]:
     """All items in an order drawn by `seed`: the first few are a sample, and more of them hold it."""
     return random.Random(seed).sample(items, len(items))
@@ -57,8 +66,7 @@ class HumanEvalTask(Task):
         super().__init__(context)
         path = data_file(context, "humaneval", "HumanEval.jsonl")
         try:
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-            self._problems = {str(r["task_id"]): (str(r["prompt"]), f"{r['test']}\ncheck({r['entry_point']})\n") for r in rows}
+            self._problems = {str(r["task_id"]): (str(r["prompt"]), f"{r['test']}\ncheck({r['entry_point']})\n") for r in json_lines(path)}
         except (KeyError, TypeError, ValueError) as e:
             raise SpecError(f"--data humaneval={path} is not HumanEval's JSON lines: {e!r}") from e
 

@@ -11,7 +11,6 @@ benchmarks, the cache plugs into lm-eval itself (`evaluate.harness`), which a te
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..caches import CacheFactory
 from ..rows import generate, score
 from ..texts import bos_of
 from . import Context, Record, Task
-from .generation import STOP_TOKENS, data_file, drawn
+from .generation import STOP_TOKENS, data_file, drawn, json_lines
 
 LETTERS = "ABCD"
 NUMBER = re.compile(r"#### (\-?[0-9\.\,]+)")
@@ -39,7 +38,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         SpecError: something else.
     """
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        rows = json_lines(path)
     except ValueError as e:
         raise SpecError(f"{path} is not JSON lines: {e}") from e
     if not rows or not all(isinstance(r, dict) for r in rows):

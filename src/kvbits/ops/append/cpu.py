@@ -6,20 +6,14 @@ import ctypes
 
 import torch
 
-from ..cpu.library import AppendStruct, check, library, unavailable
-from ..cpu.structs import TORCH_DTYPES, refuses_layout, store_struct
+from ..cpu.library import AppendStruct, check, library
+from ..cpu.structs import TORCH_DTYPES, refuses_writing, store_struct
 from ..types import PageStore, SlotMapping
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
     """Why tokens like k [B, T, H, D] cannot be written to pages of this store here, or None."""
-    if k.device.type != "cpu" or store.device.type != "cpu":
-        return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
-    if reason := unavailable():
-        return reason
-    if k.dtype not in TORCH_DTYPES:
-        return f"keys are {k.dtype}; the CPU kernels take float32, float16 and bfloat16"
-    return refuses_layout(store.layout)
+    return refuses_writing(k, store)
 
 
 def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> None:

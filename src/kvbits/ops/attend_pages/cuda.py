@@ -20,7 +20,7 @@ from ...errors import DataError, UnsupportedError
 from ...spec import LowLayout, PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..cuda.side import prepared, turns_of, widened
+from ..cuda.side import as_float32, turns_on, widened
 from ..types import AttendCall, Part, kvquant_extras, last_positions
 from . import chunk, levels_format
 from .break_even import small_on_gpu
@@ -308,9 +308,9 @@ class Plan:
         found = {name: widened(x, layout.head_dim, self.device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
         for kind, spec in (("k", layout.key), ("v", layout.value)):
             if spec.has_codebook:
-                found[f"{kind}_level"] = prepared(static[f"{kind}_codebook"], self.device, lambda x: x.to(self.device, torch.float32).contiguous()).data_ptr()
+                found[f"{kind}_level"] = as_float32(static[f"{kind}_codebook"], self.device).data_ptr()
         if layout.key.pre_rope:
-            found["turns"] = prepared(static["k_inv_freq"], ("turns", self.device), lambda x: turns_of(x).to(self.device)).data_ptr()
+            found["turns"] = turns_on(static["k_inv_freq"], self.device).data_ptr()
         return found
 
     def _launch(self, kernel: Kernel, args: _Args, segments: np.ndarray, blocks: int, layout: PageLayout | None) -> _Launch:

@@ -58,7 +58,7 @@ def pieces(layout: PageLayout, prefix: str) -> list[tuple[int, int, int, int]]:
 def defines(layout: PageLayout, fold: bool, wide: bool) -> dict[str, int]:
     """Macros beside those of every packed format. fold: at most four query columns."""
     mine = pieces(layout, "k")
-    found = {"HAS_LEVELS": 1, "FOLDED": int(fold), "WIDE_TABLE": int(wide), "PREFETCH_NEXT": 0, "K_STRETCH": int(layout.key.has_stretch)}
+    found = {"HAS_LEVELS": 1, "FOLDED": int(fold), "WIDE_TABLE": int(wide), "K_STRETCH": int(layout.key.has_stretch)}
     found |= {"K_PIECES": len(mine), "K_BYTES": sum(p[3] for p in mine)}
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         found[f"{kind.upper()}_OUTLIERS"] = spec.num_outliers(layout.page_size, layout.head_dim)

@@ -52,9 +52,6 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             at.chunk += WARPS;
             more = at.settle(a, warp);
             if (more) from = Source(a, a.segments[at.segment], at.k, false);
-#if __CUDA_ARCH__ >= 900
-            if (PREFETCH_NEXT && more) prefetch_l2(from.page() + a.pieces[first].from, a.pieces[first].bytes);
-#endif
         }
     }
 }

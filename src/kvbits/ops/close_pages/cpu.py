@@ -11,8 +11,8 @@ import torch
 from ...errors import DataError
 from ...quant.qparams import require_finite
 from ...quant.rotary import page_turns, step_turns
-from ..cpu.library import CloseStruct, check, library, unavailable
-from ..cpu.structs import TORCH_DTYPES, low_struct, refuses_layout, refuses_low, store_struct
+from ..cpu.library import CloseStruct, check, library
+from ..cpu.structs import TORCH_DTYPES, low_struct, refuses_low, refuses_writing, store_struct
 from ..dequantize_pages.reference import require_starts
 from ..types import LowStore, PageStore
 
@@ -21,13 +21,7 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
     if reason := refuses_low(store.layout, [s.layout for s in low], closing=True):
         return reason
-    if k.device.type != "cpu" or store.device.type != "cpu":
-        return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
-    if reason := unavailable():
-        return reason
-    if k.dtype not in TORCH_DTYPES:
-        return f"keys are {k.dtype}; the CPU kernels take float32, float16 and bfloat16"
-    return refuses_layout(store.layout)
+    return refuses_writing(k, store)
 
 
 def close(

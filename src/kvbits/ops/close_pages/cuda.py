@@ -167,7 +167,7 @@ def close(
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
     fine = next(((s.layout, torch.from_numpy(s.addresses()[ids]).to(k.device)) for s, ids in low), None)
     if kvquant_extras(layout):
-        first = cuda_levels.first_angles(store, starts, k.device)
+        first = cuda_levels.first_angles(store, starts, len(page_ids), k.device)
         cuda_levels.launch(k, v, store, addresses, status, first)
     else:
         launch_close(k, v, store, addresses, status, fine)

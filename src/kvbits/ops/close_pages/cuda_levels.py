@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...errors import DataError
 from ...quant.rotary import page_turns, step_turns
 from ...spec import PageLayout, PerChannel
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..cuda.side import TYPES, extra_arguments, prepared, side_arguments
+from ..cuda.side import TYPES, as_float32, extra_arguments, prepared, side_arguments
+from ..dequantize_pages.reference import require_starts
 from ..types import PageStore
 
 ELEMENTS_PER_THREAD = 32
@@ -80,13 +80,11 @@ def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[dr
         return driver.Kernel(binary, "close_levels", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
 
 
-def first_angles(store: PageStore, starts: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
-    """float64 [n, 2, padded] cosines and sines of the pages' first positions `starts` [n] on `device`; None where keys are stored as the model made them."""
+def first_angles(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
+    """float64 [num_pages, 2, padded] cosines and sines of the pages' first positions on `device`; None where keys are stored as the model made them."""
     if not store.layout.key.pre_rope:
         return None
-    if starts is None:
-        raise DataError("keys stored before the rotary embedding are closed with the position of each page's first token; pass `starts`")
-    return torch.from_numpy(page_turns(starts, store.static["k_inv_freq"])).to(device)
+    return torch.from_numpy(page_turns(require_starts(starts, num_pages), store.static["k_inv_freq"])).to(device)
 
 
 def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None) -> None:
@@ -98,7 +96,7 @@ def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: tor
         args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])
         for name, field in (("scale", args.scale), ("bias", args.bias), ("codebook", args.codebook)):
             if (own := static.get(f"{kind}_{name}")) is not None:
-                field[i] = prepared(own, device, lambda own: own.to(device, torch.float32).contiguous()).data_ptr()
+                field[i] = as_float32(own, device).data_ptr()
     if first is not None:
         args.first = first.data_ptr()
         step = prepared(static["k_inv_freq"], ("steps", layout.page_size, device), lambda x: torch.from_numpy(step_turns(layout.page_size, x)).to(device))

@@ -15,12 +15,23 @@ import torch
 from ...errors import DataError
 from ...spec import KEY_TILE, LowLayout, PageLayout, QuantSpec
 from ..types import LowStore, PageStore, PageTable
-from .library import DTYPES, FORMATS, StoreStruct, TableStruct, TensorStruct
+from .library import DTYPES, FORMATS, StoreStruct, TableStruct, TensorStruct, unavailable
 
 MAX_HEAD_DIM = 512
 MAX_GROUPS = 32
 MAX_QUERY_GROUP = 64
 TORCH_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
+    """Why keys and values like k cannot be written to pages of this store by the kernels, or None."""
+    if k.device.type != "cpu" or store.device.type != "cpu":
+        return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
+    if reason := unavailable():
+        return reason
+    if k.dtype not in TORCH_DTYPES:
+        return f"keys are {k.dtype}; the CPU kernels take float32, float16 and bfloat16"
+    return refuses_layout(store.layout)
 
 
 def refuses_layout(layout: PageLayout) -> str | None:

@@ -27,42 +27,40 @@ def prepared(x: torch.Tensor, how: Hashable, make: Callable[[torch.Tensor], torc
     return found[how]
 
 
+def as_float32(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`x` as dense float32 on `device`; made once."""
+    return prepared(x, device, lambda x: x.to(device, torch.float32).contiguous())
+
+
 def widened(x: torch.Tensor, head_dim: int, device: torch.device) -> torch.Tensor:
     """Calibrated [H, groups or channels] as float32 [H, head_dim] on `device`; made once."""
     return prepared(x, ("widened", head_dim, device), lambda x: x.to(device, torch.float32).repeat_interleave(head_dim // x.shape[-1], -1).contiguous())
 
 
+def _offsets(layout: PageLayout, prefix: str, *names: str) -> list[int]:
+    """Of sections of keys (prefix "k") or values ("v"); 0 for those that the layout has not."""
+    found = (layout.sections.get(f"{prefix}_{name}") for name in names)
+    return [section.offset if section else 0 for section in found]
+
+
 def side_arguments(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:
     """For keys (prefix "k") or values ("v") of a layout."""
-
-    def offset(name: str) -> int:
-        found = layout.sections.get(f"{prefix}_{name}")
-        return found.offset if found else 0
-
     planes = (*spec.number_format.planes, 0, 0)
     scale = STATIC if spec.static else CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
     groups = spec.num_groups(layout.head_dim)
     values = [
         FLOATS.get(spec.format, 0), planes[0] or 8, planes[1], scale, layout.head_dim // groups, spec.zero, int(spec.has_bias), int(spec.center is not None),
-        TYPE_NAMES[spec.scale_dtype], offset("raw" if spec.is_raw else "plane0"), offset("plane1"), offset("scale"), offset("bias"), offset("mean"),
+        TYPE_NAMES[spec.scale_dtype], *_offsets(layout, prefix, "raw" if spec.is_raw else "plane0", "plane1", "scale", "bias", "mean"),
     ]  # fmt: skip
     return ", ".join(map(str, values))
 
 
 def extra_arguments(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:
     """Template arguments of struct Extras: codebook, stretch, outliers and rotary embedding of keys ("k") or values ("v")."""
-    sections = layout.sections
-
-    def offset(name: str) -> int:
-        found = sections.get(f"{prefix}_{name}")
-        return found.offset if found else 0
-
+    stretch, index, value = _offsets(layout, prefix, "stretch", "outlier_index", "outlier_value")
     index_bytes = 2 if layout.outlier_index_dtype == "uint16" else 4
     count = spec.num_outliers(layout.page_size, layout.head_dim)
-    values = [
-        int(spec.has_codebook), int(spec.has_stretch), offset("stretch"), count, index_bytes, offset("outlier_index"), offset("outlier_value"),
-        int(spec.pre_rope),
-    ]  # fmt: skip
+    values = [int(spec.has_codebook), int(spec.has_stretch), stretch, count, index_bytes, index, value, int(spec.pre_rope)]
     return ", ".join(map(str, values))
 
 
@@ -75,6 +73,11 @@ def low_arguments(low: LowLayout | None, prefix: str) -> str:
 def refuses_low(count: int) -> str | None:
     """Why the CUDA kernels do not take pages with `count` low planes each, or None."""
     return f"pages with {count} low planes each; the CUDA kernels take one" if count > 1 else None
+
+
+def turns_on(inv_freq: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`turns_of(inv_freq)` on `device`; made once."""
+    return prepared(inv_freq, ("turns", device), lambda x: turns_of(x).to(device))
 
 
 def turns_of(inv_freq: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ...errors import DataError
 from ...spec import LowLayout, PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..cuda.side import TYPES, extra_arguments, low_arguments, prepared, side_arguments, turns_of, widened
+from ..cuda.side import TYPES, as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
 from ..types import LowStore, PageStore
 
 THREADS = 256
@@ -114,9 +114,9 @@ class Unpacker:
                 if (x := static.get(f"{kind}_{name}")) is not None:
                     field[i] = widened(x, layout.head_dim, device).data_ptr()
             if (codebook := static.get(f"{kind}_codebook")) is not None:
-                args.codebook[i] = prepared(codebook, device, lambda x: x.to(device, torch.float32).contiguous()).data_ptr()
+                args.codebook[i] = as_float32(codebook, device).data_ptr()
         if layout.key.pre_rope:
-            args.turns = prepared(static["k_inv_freq"], ("turns", device), lambda x: turns_of(x).to(device)).data_ptr()
+            args.turns = turns_on(static["k_inv_freq"], device).data_ptr()
 
     def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says."""

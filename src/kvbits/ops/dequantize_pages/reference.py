@@ -41,7 +41,7 @@ def require_starts(starts: np.ndarray | None, num_pages: int) -> np.ndarray:
     """int64 [num_pages]: `starts`, checked. Raises DataError where there are none or too few."""
     if starts is None or len(starts) != num_pages:
         got = "no" if starts is None else len(starts)
-        raise DataError(f"{num_pages} pages of keys stored before the rotary embedding were given {got} starts; pass each page's first position")
+        raise DataError(f"{num_pages} pages of keys stored before the rotary embedding were given {got} starts; pass `starts`, each page's first position")
     return np.ascontiguousarray(starts, np.int64)
 
 
