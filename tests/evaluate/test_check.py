@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from kvbits import schemes
 from kvbits.cli import app
-from kvbits.evaluate.check import Limits, _ranges, check, remedies
+from kvbits.evaluate.check import Limits, check, ranges, remedies
 from kvbits.evaluate.texts import novel
 from kvbits.spec import PerChannel, PerGroup, QuantSpec, Scheme
 
@@ -34,14 +35,14 @@ def test_a_key_bias_under_grouped_int4_fails_its_layer_and_the_advice_passes():
 
 def test_a_model_without_one_passes():
     found = check(tiny.model(), IDS, "kivi4", progress=False)
-    assert found.passed and not found.advice and found.advised is None
+    assert found.passed and not found.advice and found.advised is None and not found.advised_passed
     assert all(not v.failures for v in found.layers)
 
 
 def test_limits_are_limits():
     found = check(tiny.model(), IDS, "int8", limits=Limits(kl=0.0), progress=False)
     assert not found.passed and found.failures[0].startswith("KL ") and all(not v.failures for v in found.layers)
-    assert "every layer passes alone" in found.advice[0]
+    assert "every layer passes alone" in found.advice[0] and found.verdict.endswith("; the layers do")
 
 
 def test_saturation_of_static_scales_is_seen():
@@ -68,7 +69,7 @@ def test_remedies_are_values_of_the_scheme_and_end_with_raw():
 
 
 def test_ranges_read_well():
-    assert _ranges([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8"
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8"
 
 
 @pytest.mark.parametrize(("scheme", "code"), [("int4", 1), ("kivi4", 0)])
@@ -76,13 +77,33 @@ def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, cod
     from typer.testing import CliRunner
 
     monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (tiny.model(key_bias=200.0), tiny.tokenizer()))
-    args = ["check", "tiny", "--scheme", scheme, "--windows", "1", "--length", "300", "--max-ppl-change", "1"]
+    args = ["check", "tiny", "--scheme", scheme, "--windows", "1", "--length", "300", "--max-ppl-change", "1", "--max-kl", "100"]
     out = CliRunner().invoke(app, [*args, "--json"])
     assert out.exit_code == code, out.output
     data = json.loads(out.stdout)
     assert data["passed"] == (code == 0) and len(data["layers"]) == 2 and data["text"] == "novel"
     shown = CliRunner().invoke(app, args).stdout
-    assert ("FAIL" in shown) == bool(code) and "logit cosine" in shown
+    assert ("FAIL" in shown) == bool(code) and "logit cosine" in shown and "Bits left: " in shown
+    verdicts = {
+        line.split("  ")[0]: line.split()[1 + line.startswith("whole")]
+        for line in shown.splitlines()
+        if line.startswith(("layers ", "whole cache ", "verdict "))
+    }
+    assert verdicts == ({"layers": "FAIL", "whole cache": "pass", "verdict": "FAIL"} if code else dict.fromkeys(("layers", "whole cache", "verdict"), "pass"))
+    assert f"exit code {code}: " in shown and ("every layer must pass too" in shown) == bool(code)
+
+
+def test_the_code_it_prints_makes_the_advised_scheme():
+    from kvbits import Override
+    from kvbits.cli.check import _code
+
+    model = tiny.model(key_bias=200.0)
+    found = check(model, IDS, "int4", progress=False)
+    assert found.failed_layers == [0] and found.advised_passed and found.verdict.endswith(", and so must every layer")
+    for advised in (found.advised, dataclasses.replace(found.advised, key=QuantSpec(format="int4", granularity=PerGroup(16)), overrides=(
+            Override(layers=(0, 1), key=QuantSpec.raw(), value=QuantSpec.raw()), Override(layers=(1,), key=QuantSpec(format="int8"), value=QuantSpec.raw())))):  # fmt: skip
+        made = eval(_code(advised, "int4"), {"schemes": schemes, "Override": Override, "QuantSpec": QuantSpec, "PerChannel": PerChannel, "PerGroup": PerGroup})
+        assert dataclasses.replace(made, name=advised.name) == advised
 
 
 @pytest.mark.skipif(not (MODELS / "qwen2.5-coder-1.5b-instruct").is_dir(), reason="no qwen2.5-coder-1.5b-instruct in KVBITS_MODELS (docs/evaluation.md)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,10 @@ import typer
 from .common import Json, Threads, app, new_table, print_json, set_threads, show
 
 if TYPE_CHECKING:
-    from ..evaluate.check import Screen
+    from rich.table import Table
+
+    from ..evaluate.check import Limits, Screen
+    from ..spec import QuantSpec, Scheme
 
 
 @app.command("check")
@@ -29,7 +33,7 @@ def check(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """A two-minute screen: pass or fail per layer, why, and what to change. Exit code 1 if the scheme fails.
+    """A two-minute screen: pass or fail per layer and for the whole cache, why, and what to change. Exit code 1 if a layer or the whole fails.
 
     Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real cache beside the given one.
     """
@@ -58,23 +62,69 @@ def check(
 
 
 def _print(found: Screen, model: str) -> None:
-    table = new_table(f"{model}, {found.scheme.name}", "layer", "verdict", "logit cosine", "attention moved", "output error", "key bits", "value bits", "why")
+    limits = found.limits
+    measured = (f"logit cosine\n>= {limits.logit_cosine:g}", f"attention moved\n<= {limits.tvd:g}", f"output error\n<= {limits.output_error:g}")
+    table = new_table(f"{model}, {found.scheme.name}", "layer", "verdict", *measured, "key bits\nleft", "value bits\nleft", "why")
     table.columns[1].justify = table.columns[7].justify = "left"
     for v in found.layers:
         m = v.measures
         table.add_row(
-            str(v.layer), "FAIL" if v.failures else "pass", f"{m['logit_cosine']:.4f}", f"{m['tvd']:.3f}", f"{m['output_error']:.3f}",
+            str(v.layer), _word(not v.failures), f"{m['logit_cosine']:.4f}", f"{m['tvd']:.3f}", f"{m['output_error']:.3f}",
             *(f"{m[k]:.1f}" if k in m else "" for k in ("key_bits", "value_bits")), "; ".join([*v.failures, *v.causes]),
         )  # fmt: skip
-    lines = [_line(found.scheme.name, found.overall)]
-    if found.advised is not None and found.advised_overall is not None:
-        lines.append(_line(found.advised.name, found.advised_overall))
-    verdict = f"{found.scheme.name}: {'pass' if found.passed else 'FAIL'}" + "".join(f"; {f}" for f in found.failures)
-    show(table, *lines, verdict, *(f"advice: {a}" for a in found.advice))
+    show(table, _LEGEND.format(bits=found.overall["bits_per_element"]), "", _summary(found))
 
 
-def _line(name: str, o: dict[str, Any]) -> str:
+_LEGEND = (
+    "Attention of the newest tokens over the scheme's pages beside the same over 16 bits, mean over kv heads; attention moved: the share that goes elsewhere.\n"
+    "Bits left: how many bits of the numbers survive in the worst kv head, 1/2 log2(variance / squared error), 0 where the error is as large as what varies. "
+    "They have no limit; what is stored is {bits:.2f} bits."
+)
+
+
+def _summary(found: Screen) -> Table:
+    """What passed, what did not, which of it counts, and what to change."""
+    from rich.table import Table
+
+    from ..evaluate.check import ranges
+
+    failed = found.failed_layers
+    lines = Table.grid(padding=(0, 2))
+    count = f"{len(failed)} of {len(found.layers)} fail: {ranges(failed)}" if failed else f"all {len(found.layers)} pass"
+    lines.add_row("layers", _word(not failed), count)
+    lines.add_row("whole cache", _word(not found.failures), _line(found.overall, found.limits))
+    lines.add_row("verdict", _word(found.passed), f"exit code {0 if found.passed else 1}: {found.verdict}")
+    for i, advice in enumerate(found.advice):
+        lines.add_row("" if i else "what to change", "", advice)
+    if found.advised is not None and found.advised_overall is not None and found.advised.overrides:
+        lines.add_row("then", _word(found.advised_passed), f"{found.advised.name}: {_line(found.advised_overall, found.limits)}")
+        lines.add_row("as code", "", _code(found.advised, found.scheme.name))
+    return lines
+
+
+def _word(passed: bool) -> str:
+    return "pass" if passed else "FAIL"
+
+
+def _line(o: dict[str, Any], limits: Limits) -> str:
     return (
-        f"{name}: {o['bits_per_element']:.2f} bits, perplexity {o['ppl']:.3f} ({o['ppl_change']:+.2%}), KL {o['kl_mean']:.5f} nats, "
-        f"top-1 {o['top1_agreement']:.1%}, probability mass matched {o['mass_matched']:.2%}, {o['tokens']:,} tokens"
+        f"KL {o['kl_mean']:.5f} nats (at most {limits.kl:g}), perplexity {o['ppl']:.3f}, {o['ppl_change']:+.2%} (at most {limits.ppl_change:+.2%}); "
+        f"top-1 {o['top1_agreement']:.1%}, probability mass matched {o['mass_matched']:.2%}, {o['bits_per_element']:.2f} bits; {o['tokens']:,} tokens"
     )
+
+
+def _code(advised: Scheme, preset: str) -> str:
+    """The constructor call of the advised scheme, defaults left out."""
+    from .. import schemes
+
+    given = schemes.get(preset)
+    fitted = [] if (given.key, given.value) == (advised.key, advised.value) else [f"key={_spec(advised.key)}", f"value={_spec(advised.value)}"]
+    overrides = "".join(f"Override(layers={o.layers}, key={_spec(o.key)}, value={_spec(o.value)}), " for o in advised.overrides)
+    return f"schemes.get({', '.join([repr(preset), *fitted, f'overrides=({overrides.rstrip()})'])})"
+
+
+def _spec(spec: QuantSpec) -> str:
+    if spec.is_raw:
+        return "QuantSpec.raw()"
+    changed = [f for f in dataclasses.fields(spec) if f.name == "format" or getattr(spec, f.name) != f.default]
+    return f"QuantSpec({', '.join(f'{f.name}={getattr(spec, f.name)!r}' for f in changed)})"

@@ -5,6 +5,9 @@
     3. advise       for layers that fail, every remedy is tried on the same inputs; the cheapest that passes is advised
     4. confirm      KL and perplexity of the scheme and of the advised one, through the real cache on whole windows
 
+So there are two verdicts, on the layers and on the whole cache, and a scheme passes only if both pass (`Screen.verdict` says so in words): a layer whose
+attention is lost shows it at once, a text of some hundred tokens often not, because its newest tokens are raw and other layers make up for it.
+
 A remedy is a value of the scheme: per-channel or centred keys, other group sizes, INT8 keys with the values as they are, raw sinks, raw layers.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +65,12 @@ class LayerVerdict:
 
 @dataclass(frozen=True)
 class Screen:
-    """The result of a check."""
+    """The result of a check.
+
+    Attributes:
+        overall, advised_overall: the whole cache of the scheme, and of the advised one, beside the 16-bit cache.
+        failures: what of `overall` passes its limit.
+    """
 
     scheme: Scheme
     layers: list[LayerVerdict]
@@ -71,16 +79,41 @@ class Screen:
     advised_overall: dict[str, Any] | None
     advice: list[str]
     failures: list[str] = field(default_factory=list)
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def failed_layers(self) -> list[int]:
+        return [v.layer for v in self.layers if v.failures]
 
     @property
     def passed(self) -> bool:
-        return not self.failures and all(not v.failures for v in self.layers)
+        return not self.failures and not self.failed_layers
+
+    @property
+    def advised_passed(self) -> bool:
+        """Whether the advised scheme passes on the same inputs: every layer that failed has a remedy, and the whole cache stays inside the limits."""
+        overall = self.advised_overall
+        return overall is not None and all(v.remedy for v in self.layers if v.failures) and not _overall_failures(overall, self.limits)
+
+    @property
+    def verdict(self) -> str:
+        """How the verdicts on the layers and on the whole cache make one."""
+        if self.passed:
+            return "every layer passes, and so does the whole cache"
+        if not self.failures:
+            return (
+                "the whole cache stays inside its limits on this text, but every layer must pass too: a layer's attention is lost before a short text, "
+                "most of it still raw, shows it; longer contexts can"
+            )
+        layers = ", and so must every layer" if self.failed_layers else "; the layers do"
+        return f"the whole cache must pass, and it does not ({'; '.join(self.failures)}){layers}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "scheme": self.scheme.name, "passed": self.passed, "failures": self.failures, "overall": self.overall, "advice": self.advice,
+            "scheme": self.scheme.name, "passed": self.passed, "verdict": self.verdict, "failed_layers": self.failed_layers, "failures": self.failures,
+            "limits": dataclasses.asdict(self.limits), "overall": self.overall, "advice": self.advice,
             "advised_scheme": None if self.advised is None else self.advised.to_json(), "advised_overall": self.advised_overall,
-            "layers": [dataclasses.asdict(v) for v in self.layers],
+            "advised_passed": self.advised_passed, "layers": [dataclasses.asdict(v) for v in self.layers],
         }  # fmt: skip
 
 
@@ -122,7 +155,7 @@ def check(
     failures = _overall_failures(overall[0], limits)
     if advised is None and failures and not notes:
         notes = [f"every layer passes alone, but together they cost {'; '.join(failures)}: take a scheme of more bits, or a longer residual_length"]
-    return Screen(chosen, judged, overall[0], advised, overall[1] if advised is not None else None, notes, failures)
+    return Screen(chosen, judged, overall[0], advised, overall[1] if advised is not None else None, notes, failures, limits)
 
 
 # -- judging --------------------------------------------------------------------------------------------------------
@@ -225,13 +258,15 @@ def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[
     overrides = []
     notes = []
     for text in dict.fromkeys(c[1] for c in chosen.values()):
-        layers = tuple(i for i, c in chosen.items() if c[1] == text)
+        layers = tuple(sorted(i for i, c in chosen.items() if c[1] == text))
         bits, _, k, v = chosen[layers[0]]
         overrides.append(Override(layers=layers, key=k, value=v))
-        where = "every layer" if len(layers) == len(judged) else f"layer{'s' if len(layers) > 1 else ''} {_ranges(list(layers))}"
-        notes.append(f"{where}: {text}, {bits:.2f} bits")
+        where = "every layer" if len(layers) == len(judged) else f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
+        notes.append(f"{where}: {text}, {bits:.2f} bits there")
     for layer in failed:
         judged[layer] = dataclasses.replace(judged[layer], remedy=chosen[layer][1] if layer in chosen else None)
+    if hopeless := [layer for layer in failed if layer not in chosen]:
+        notes.append(f"layers {ranges(hopeless)}: none of the remedies tried passes, not even raw")
     if whole:
         alike = [s for s in presets.PRESETS.values() if not s.needs_calibration and not s.key.is_raw and s.key.bits == scheme.key.bits]
         better = [s.name for s in alike if s.name != scheme.name]
@@ -241,8 +276,8 @@ def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[
     return dataclasses.replace(scheme, name=f"{scheme.name}+advice", overrides=(*scheme.overrides, *overrides)), notes
 
 
-def _ranges(numbers: list[int]) -> str:
-    """"0, 4 to 6"."""
+def ranges(numbers: Iterable[int]) -> str:
+    """Like "0, 4 to 6"."""
     found: list[list[int]] = []
     for n in sorted(numbers):
         if found and n == found[-1][1] + 1:
