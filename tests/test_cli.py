@@ -196,7 +196,7 @@ def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Some words that repeat. " * 100)
     out = tmp_path / "scales.safetensors"
-    options = ("--text", text, "--out", out, "--prompts", 5, "--length", 32, "--seed", 3, "--threads", 1)
+    options = ("--text", text, "--out", out, "--windows", 5, "--length", 32, "--seed", 3, "--threads", 1)
     data = run_json("calibrate", "tiny", *options)
     assert (data["prompts"], data["tokens"], data["layers"], data["percentile"], data["model"]) == (5, 160, 2, 99.9, "tiny")
     found = Calibration.load(out)
@@ -204,12 +204,12 @@ def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     config = loader("tiny")[0].config
     found.check(config, schemes.for_layers("int8_static", layer_geometries(config)))
     said = run("calibrate", "tiny", *options, "--percentile", 100).stdout
-    assert "160 tokens in 5 prompts, maximum" in said and "wrote" in said
+    assert "160 tokens in 5 windows, maximum" in said and "wrote" in said
     assert Calibration.load(out).id != found.id
 
 
 def test_calibrate_replaces_only_its_own_file(loader, tmp_path):
-    options = ("--out", tmp_path / "c", "--prompts", 2, "--length", 32, "--threads", 1)
+    options = ("--out", tmp_path / "c", "--windows", 2, "--length", 32, "--threads", 1)
     first = run_json("calibrate", "tiny", *options)
     assert first["text"] == "novel"
     assert run_json("calibrate", "tiny", *options)["id"] == first["id"]
@@ -233,7 +233,6 @@ def test_calibrate_replaces_only_its_own_file(loader, tmp_path):
         ({"--scheme": "int8"}, "schemes that need calibration: int8_static"),
         ({"--scheme": "int9"}, "unknown scheme 'int9'"),
         ({"--percentile": "10"}, "percentile=10.0 is outside"),
-        ({"--prompts": "0"}, "num_prompts=0"),
     ],
 )
 def test_calibrate_errors_are_one_line_and_write_nothing(loader, tmp_path, monkeypatch, changes, message):

@@ -195,7 +195,7 @@ def test_cropping_past_a_released_window_is_refused_for_all_layers_together():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 2}, "batch_size=2 and max_tokens=None fix the capacity together; give both or neither"),
+        ({"batch_size": 2}, "batch_size=2 fixes nothing without max_tokens, the tokens of each sequence; give both, or neither: the cache grows"),
         ({"batch_size": 0, "max_tokens": 5}, "batch_size=0 must be at least 1"),
         ({"batch_size": 1, "max_tokens": -5}, "max_tokens=-5 must be at least 1"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore' is not 'refuse' or 'clamp'"),

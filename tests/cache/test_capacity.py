@@ -50,6 +50,14 @@ def test_every_preset_allocates_the_bytes_the_spec_predicts(name, sinks):
         assert cache.bytes_by_kind()["free"] == cache.nbytes
 
 
+def test_a_capacity_is_of_one_sequence_unless_more_are_asked_for():
+    spec = CacheSpec(scheme=schemes.get("int8"), layers=(FULL,) * 2)
+    assert PagedCache(spec, max_tokens=100).nbytes == spec.nbytes(100, 1)
+    pair = Pair(PagedCache(spec, max_tokens=100))
+    with pytest.raises(PoolFullError, match=r"built for 1 sequences of 100 tokens, now empty, was given 2 x 100 .* larger max_tokens or batch_size"):
+        pair.append(2, 100)
+
+
 def chunks(draw, total):
     """Ways to cut `total` tokens into forward passes."""
     way = draw(st.sampled_from(["one by one", "one prefill", "prefill then decode", "mixed"]))

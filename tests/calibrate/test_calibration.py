@@ -42,6 +42,7 @@ def test_round_trip_is_exact(calibration, tmp_path):
     path = tmp_path / "scales.safetensors"
     calibration.save(path)
     found = Calibration.load(path)
+    assert found.path == str(path) and found.to("cpu").path == found.path
     assert found.id == calibration.id and found.info == calibration.info and found.fingerprint == calibration.fingerprint
     for a, b in zip(found.static, calibration.static, strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
@@ -86,7 +87,7 @@ def test_the_id_names_scales_and_purpose(calibration):
     ],
 )
 def test_another_model_is_refused(calibration, changes, message):
-    with pytest.raises(CalibrationError, match=f"made for something else: .*{message}.*run `kvbits calibrate`"):
+    with pytest.raises(CalibrationError, match=rf"^this calibration was made for another model \(tiny\) \(.*{message}.*\); run `kvbits calibrate`"):
         calibration.check(config(**changes), SCHEME)
 
 
@@ -100,8 +101,13 @@ def test_another_model_is_refused(calibration, changes, message):
     ],
 )
 def test_another_scheme_is_refused(calibration, scheme, message):
-    with pytest.raises(CalibrationError, match=message):
+    with pytest.raises(CalibrationError, match=rf"was made for another 'mine' \(.*{message}"):
         calibration.check(config(), scheme)
+    named = Calibration(calibration.static, calibration.fingerprint, {"scheme": "theirs"}, "scales.safetensors")
+    with pytest.raises(CalibrationError, match=r"^calibration scales.safetensors was made for scheme 'theirs', not 'mine'; run `kvbits calibrate` for this model and scheme$"):
+        named.check(config(), scheme)
+    with pytest.raises(CalibrationError, match=r"was made for another model and scheme 'theirs', not 'mine' \(model.hidden_size is 128 here and 64 in the calibration\); run"):
+        named.check(config(hidden_size=128), scheme)
 
 
 def test_what_does_not_change_scales_does_not_matter(calibration):
@@ -111,7 +117,7 @@ def test_what_does_not_change_scales_does_not_matter(calibration):
 
 
 def test_many_differences_are_counted(calibration):
-    with pytest.raises(CalibrationError, match="and 2 more"):
+    with pytest.raises(CalibrationError, match="; model.vocab_size is 1 here and 64 in the calibration and 4 more"):
         calibration.check(config(model_type="a", vocab_size=1, hidden_size=2, intermediate_size=3, rms_norm_eps=1.0, hidden_act="relu"), SCHEME)
 
 

@@ -36,8 +36,8 @@ class PagedCache(LayerSteps):
 
     Args:
         spec: scheme and geometry.
-        batch_size, max_tokens: fix the capacity: exactly `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more. Without
-            them the cache grows.
+        max_tokens, batch_size: fix the capacity to `max_tokens` tokens of each of `batch_size` sequences (1 if not given): exactly
+            `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more. Without them the cache grows.
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales or codebooks.
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes), or
@@ -60,8 +60,10 @@ class PagedCache(LayerSteps):
         nonfinite: str = "refuse",
         backend: str = "auto",
     ) -> None:
-        if (batch_size is None) != (max_tokens is None):
-            raise SpecError(f"batch_size={batch_size} and max_tokens={max_tokens} fix the capacity together; give both or neither")
+        if max_tokens is None and batch_size is not None:
+            raise SpecError(f"batch_size={batch_size} fixes nothing without max_tokens, the tokens of each sequence; give both, or neither: the cache grows")
+        if max_tokens is not None and batch_size is None:
+            batch_size = 1
         if nonfinite not in ("refuse", "clamp"):
             raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
         for name, n in (("batch_size", batch_size), ("max_tokens", max_tokens)):

@@ -33,7 +33,9 @@ _MODEL_FIELDS = (
     "rms_norm_eps", "layer_norm_eps", "attention_bias", "qkv_bias", "use_qk_norm",
 )  # fmt: skip
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "original_max_position_embeddings")
+_OF_MODEL = ("model", "rope", "geometry")
 _SHOWN = 4
+_SHOWN_DIFFERENCES = 2
 
 
 def fingerprint(config: Any, scheme: Scheme) -> dict[str, Any]:
@@ -99,12 +101,14 @@ class Calibration:
         static: per layer a dict of `k_scale`, `k_bias`, `v_scale`, `v_bias` (only those the specs need), float32 [H, groups or channels]:
             what `PagedCache(static=...)` takes.
         fingerprint: what they were measured for (see `fingerprint`).
-        info: how: model name, percentile, prompts, tokens, skipped tokens.
+        info: how: model name, percentile, prompts (windows of the text), tokens, skipped tokens.
+        path: the file it was loaded from, for messages.
     """
 
     static: list[dict[str, torch.Tensor]]
     fingerprint: dict[str, Any]
     info: dict[str, Any] = field(default_factory=dict)
+    path: str | None = None
 
     @functools.cached_property
     def id(self) -> str:
@@ -119,19 +123,31 @@ class Calibration:
         """Refuse any other model or scheme.
 
         Raises:
-            CalibrationError: naming what differs.
+            CalibrationError: naming the file, what differs and the command that makes the right one.
         """
-        found = _differences(fingerprint(config, scheme), self.fingerprint)
-        if found:
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            what = "; ".join(found[:_SHOWN]) + more
-            theirs = self.info.get("scheme", scheme.name)
-            made = f"scheme is {scheme.name!r} here and {theirs!r} in the calibration; " if theirs != scheme.name else ""
-            raise CalibrationError(f"this calibration was made for something else: {made}{what}; run `kvbits calibrate` for this model and scheme")
+        ours = fingerprint(config, scheme)
+        if ours == self.fingerprint:
+            return
+        of_model, of_scheme = (_differences({k: ours[k] for k in keys}, {k: self.fingerprint.get(k) for k in keys}) for keys in (_OF_MODEL, ("specs",)))
+        theirs = self.info.get("scheme", scheme.name)
+        made, found = [], of_model
+        if of_model:
+            made.append("another model" + (f" ({self.info['model']})" if "model" in self.info else ""))
+        if of_scheme and theirs != scheme.name:
+            made.append(f"scheme {theirs!r}, not {scheme.name!r}")
+        elif of_scheme and not of_model:  # of another model, they may differ by its layers alone
+            made.append(f"another {scheme.name!r}")
+            found = of_scheme
+        more = f" and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
+        what = f" ({'; '.join(found[:_SHOWN_DIFFERENCES])}{more})" if found else ""
+        raise CalibrationError(
+            f"{'this calibration' if self.path is None else f'calibration {self.path}'} was made for {' and '.join(made)}{what}; "
+            "run `kvbits calibrate` for this model and scheme"
+        )
 
     def to(self, device: torch.device | str) -> Calibration:
         """The same scales on another device."""
-        return Calibration([{k: v.to(device) for k, v in tensors.items()} for tensors in self.static], self.fingerprint, self.info)
+        return Calibration([{k: v.to(device) for k, v in tensors.items()} for tensors in self.static], self.fingerprint, self.info, self.path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; an existing one is replaced only once the new one is whole."""
@@ -157,7 +173,8 @@ class Calibration:
         if metadata.get("version") != str(VERSION):
             raise FileFormatError(f"{path} has calibration version {metadata.get('version')}, this kvbits reads {VERSION}; calibrate again")
         try:
-            found = cls([{} for _ in json.loads(metadata["fingerprint"])["specs"]], json.loads(metadata["fingerprint"]), json.loads(metadata["info"]))
+            made_for = json.loads(metadata["fingerprint"])
+            found = cls([{} for _ in made_for["specs"]], made_for, json.loads(metadata["info"]), os.fspath(path))
             wanted = _wanted(found.fingerprint)
             if not isinstance(found.info, dict):
                 raise TypeError(f"info is {found.info!r}")

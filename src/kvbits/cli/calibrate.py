@@ -18,7 +18,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
     text: Annotated[str, typer.Option(help="Text like what the model will read, never what you evaluate on: a file, hub:ID, or novel (shipped).")] = "novel",
     scheme: Annotated[str, typer.Option(help="A scheme with static scales or codebooks.")] = "int8_static",
-    prompts: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks.", show_default=False)] = None,
+    windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks.", show_default=False, min=1)] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a window: 256, or 2,048 for codebooks.", show_default=False)] = None,
     percentile: Annotated[
         float | None, typer.Option(help="Percent of elements inside the range; 99.9, or all but the scheme's outliers.", show_default=False)
@@ -59,14 +59,14 @@ def calibrate(
     lm, tokenizer = load_model(model, device=device)
     chosen = schemes.get(scheme)
     codebooks = any(spec.has_codebook for spec in (chosen.key, chosen.value))
-    windows = prompts_from_text(
-        tokenizer, source.content, num_prompts=(16 if codebooks else 128) if prompts is None else prompts,
+    prompts = prompts_from_text(
+        tokenizer, source.content, num_prompts=(16 if codebooks else 128) if windows is None else windows,
         length=(2048 if codebooks else 256) if length is None else length, seed=seed,
         batch_size=1 if codebooks else 4,
     )  # fmt: skip
     start = time.perf_counter()
     found = measure(
-        lm, windows, scheme, percentile=percentile, skip_tokens=skip_tokens, weights=weights, per_head=per_head, checkpointing=checkpointing,
+        lm, prompts, scheme, percentile=percentile, skip_tokens=skip_tokens, weights=weights, per_head=per_head, checkpointing=checkpointing,
         resume=out.with_name(out.name + ".partial"), progress=True,
     )  # fmt: skip
     seconds = time.perf_counter() - start
@@ -78,7 +78,7 @@ def calibrate(
         return
     info = found.info
     show(
-        f"{scheme} scales of {len(found.static)} layers over {info['tokens']:,} tokens in {info['prompts']} prompts, "
+        f"{scheme} scales of {len(found.static)} layers over {info['tokens']:,} tokens in {info['prompts']} windows, "
         f"{'maximum' if info['percentile'] == 100 else 'percentile {:g}'.format(info['percentile'])}, {seconds:.1f} s",
         f"wrote {out} (id {found.id})",
     )

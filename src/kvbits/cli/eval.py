@@ -72,7 +72,8 @@ def evaluate(
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})
         return
-    show(*(_table(task, rows) for task, rows in found.items()), f"results in {out}; `kvbits report {out}` draws them")
+    tables = [part for task, rows in found.items() for part in (_table(task, rows), _LEGENDS.get(task)) if part]
+    show(*tables, f"results in {out}; `kvbits report {out}` draws them")
 
 
 _PERCENT = ("ppl_change", "top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement")
@@ -80,13 +81,18 @@ _HIDDEN = ("texts", "windows", "by_layer", "by_head", "heat_map", "by_subject")
 _OF_TEXTS = {"ppl": "ppl", "ppl_change": "change", "kl_mean": "KL", "mass_matched": "mass", "top1_agreement": "top-1",
              "bytes_held": "bytes", "tokens_per_s": "tokens/s"}  # fmt: skip
 """What fits a terminal of 80 columns of the tasks that read texts; --json and the files have everything."""
+_NAMES = _OF_TEXTS | {"key_bits": "key bits left", "value_bits": "value bits left"}
+_LEGENDS = {
+    "attention": "bits left: how many bits of the numbers survive, 1/2 log2(variance / squared error), mean over layers and kv heads; not what is stored. "
+    "worst layer: of the largest output error.",
+}
 
 
 def _table(task: str, rows: dict[str, dict[str, Any]]) -> Any:
     columns = list(dict.fromkeys(k for r in rows.values() for k, v in r.items() if k not in _HIDDEN and not isinstance(v, dict | list)))
     if "ppl" in columns:
         columns = [c for c in _OF_TEXTS if c in columns]
-    table = new_table(task, "cache", *(_OF_TEXTS.get(c, c.replace("_", " ")) for c in columns))
+    table = new_table(task, "cache", *(_NAMES.get(c, c.replace("_", " ")) for c in columns))
     for cache, row in rows.items():
         table.add_row(cache, *(_cell(c, row.get(c)) for c in columns))
     return table

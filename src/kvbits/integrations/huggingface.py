@@ -310,7 +310,7 @@ class KVCache(Cache):
         Args:
             model: a Transformers decoder model.
             scheme: preset name (its groups are fitted to the model's head_dim) or a `Scheme` (taken as it is).
-            batch_size, max_tokens: fix the capacity (see `PagedCache`); without them the cache grows.
+            max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
             calibration: needed by schemes with static scales; refused if made for another model or scheme.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
