@@ -4,12 +4,17 @@
 
 2,048 pages of 64 tokens x 8 kv heads x 128 channels in bf16. A row is timed only after 64 of its pages were compared with the reference's, byte for byte. Times are
 medians of CUDA-graph replays over several inputs and pools in turn, larger than L2. What a launch must move: the raw keys and values and the pages, once.
+
+Then append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a cache calls it (one mapping a pass, uploaded), by the wall
+clock; the kernel alone in a graph; and the reference's slices.
 The last line is one JSON object; it is also written to --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +23,10 @@ import torch
 from bench_attend_gpu import KVQUANT, calibrated, copy_bandwidth, report, time_us
 
 from kvbits import schemes
+from kvbits.ops.append import cuda as append_cuda
+from kvbits.ops.append import reference as append_reference
 from kvbits.ops.close_pages import cuda, cuda_levels, reference
-from kvbits.ops.types import PageStore, kvquant_extras
+from kvbits.ops.types import PageStore, SlotMapping, kvquant_extras
 from kvbits.spec import LowLayout, PageLayout, PerGroup, PerToken, QuantSpec
 
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
@@ -64,6 +71,34 @@ def bench(key: QuantSpec, value: QuantSpec, nested: bool) -> dict[str, Any]:
     return {"time_us": time_us(launches * 4), "bytes": moved}
 
 
+def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
+    """Times of writing one token of each of `batch` sequences."""
+    layout = PageLayout(key=QuantSpec.raw(), value=QuantSpec.raw(), page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
+    slabs = {name: torch.zeros(batch, layers, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda") for name in ("cuda", "reference")}
+    stores = {name: [PageStore(layout, (slab[:, i],)) for i in range(layers)] for name, slab in slabs.items()}
+    tokens = [[torch.randn(batch, 1, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv"] for _ in range(layers)]
+    runs = np.array([[b, 0, batch - 1 - b, b % PAGE, 1] for b in range(batch)])
+
+    def one_pass(name: str) -> None:
+        mapping = SlotMapping(runs.copy())
+        for (k, v), store in zip(tokens, stores[name], strict=True):
+            (append_cuda if name == "cuda" else append_reference).append(k, v, store, mapping)
+
+    waits: dict[str, list[float]] = {name: [] for name in stores}
+    for turn in range(12):
+        for name, seconds in waits.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            one_pass(name)
+            torch.cuda.synchronize()
+            seconds += [time.perf_counter() - start] if turn > 1 else []
+    if not torch.equal(*slabs.values()):
+        raise SystemExit("append: other bytes than the reference's; a wrong kernel has no speed")
+    table = append_cuda.table(SlotMapping(runs), stores["cuda"][0])
+    kernel = time_us([lambda kv=kv, store=store: append_cuda.launch(*kv, store, table) for kv, store in zip(tokens, stores["cuda"], strict=True)])
+    return {"batch": batch, "kernel_us": kernel} | {f"{name}_us": statistics.median(t) / layers * 1e6 for name, t in waits.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -79,7 +114,10 @@ def main() -> None:
         rows.append({"scheme": name, **r, "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy})
         print(f"  {name:24s} {r['time_us']:8.1f} us  {rows[-1]['share_of_copy']:.3f} of copy", flush=True)
         torch.cuda.empty_cache()
-    report(args.out, copy, {"pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM, "rows": rows})
+    appends = [bench_append(batch) for batch in (1, 32, 256)]
+    for a in appends:
+        print(f"  append of {a['batch']:3d} tokens  {a['cuda_us']:8.1f} us a layer (kernel {a['kernel_us']:.1f}; reference {a['reference_us']:.1f})", flush=True)
+    report(args.out, copy, {"append": appends, "pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import torch
 
 from kvbits.errors import DataError
 from kvbits.ops.close_pages import cuda, reference
-from kvbits.ops.dequantize_pages.reference import section
 from kvbits.ops.types import LowStore, PageStore
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -132,19 +131,6 @@ def test_strided_input_needs_no_copy():
     slab = torch.zeros(2, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
     cuda.close(k, v, PageStore(layout, (slab,)), np.array([0, 1]))
     assert torch.equal(slab.cpu(), reference.close_pages(k.cpu(), v.cpu(), layout)[0])
-
-
-@needs_gpu
-def test_append_writes_slots_and_skips_negative_ones():
-    layout = PageLayout(key=RAW, value=RAW, page_size=64, num_kv_heads=HEADS, head_dim=80)
-    slab = torch.zeros(6, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
-    store = PageStore(layout, (slab,))
-    k, v = (torch.randn(10, HEADS, 80, device="cuda", dtype=torch.bfloat16) for _ in "kv")
-    slots = torch.tensor([5 * 64 + i for i in range(9)] + [-1], device="cuda")
-    cuda.append(k, v, store, slots, torch.from_numpy(store.addresses()).cuda())
-    for name, x in (("k_raw", k), ("v_raw", v)):
-        rows = section(slab[5:6], layout, name)[0]
-        assert torch.equal(rows[:, :9], x[:9].transpose(0, 1)) and (rows[:, 9:] == 0).all()
 
 
 def test_refusals_need_no_gpu():

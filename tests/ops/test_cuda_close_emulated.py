@@ -47,7 +47,7 @@ def emulated(monkeypatch, tmp_path):
         options = ["-std=c++17", "-O1", "-w", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC", f"-I{tmp_path}"]
         subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(library)], check=True)
         made = ctypes.CDLL(str(library))
-        return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), None, int(macros["THREADS"])
+        return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
     monkeypatch.setattr(cuda, "_load", load)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))

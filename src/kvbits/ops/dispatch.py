@@ -18,7 +18,7 @@ from ..errors import SpecError
 BACKENDS = {
     "attend_pages": {"cpu": "attend_pages.cpu", "cuda": "attend_pages.cuda", "triton": "attend_pages.triton", "reference": "attend_pages.reference"},
     "close_pages": {"cpu": "close_pages.cpu", "cuda": "close_pages.cuda", "reference": "close_pages.reference"},
-    "append": {"cpu": "append.cpu", "reference": "append.reference"},
+    "append": {"cpu": "append.cpu", "cuda": "append.cuda", "reference": "append.reference"},
 }
 FUNCTIONS = {"attend_pages": "attend", "close_pages": "close", "append": "append"}
 

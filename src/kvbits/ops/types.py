@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,6 +117,11 @@ class SlotMapping:
     def address(self) -> int:
         """Of the runs, for kernels."""
         return self.runs.ctypes.data
+
+    @functools.cached_property
+    def tables(self) -> dict[Any, torch.Tensor]:
+        """The runs on devices, kept by backends that need them there."""
+        return {}
 
     @functools.cached_property
     def _reach(self) -> tuple[int, int, int, int]:

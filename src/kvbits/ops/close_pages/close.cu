@@ -296,24 +296,3 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
     if (side == 0) close_side<Side<K_SIDE, false>, Low<K_LOW>>(a, 0, page, head, shared);
     else close_side<Side<V_SIDE, true>, Low<V_LOW>>(a, 1, page, head, shared);
 }
-
-/// Raw tokens to their slots: one block per (token, kv head), keys and values. slots[t] = page * PAGE + row, negative to skip.
-struct AppendArgs {
-    const void* x[2];             // [tokens, H, D]
-    i64 stride[2][2];
-    const i64* slots;
-    const i64* page_address;      // of every page of the store
-    int num_heads, head_bytes, k_raw, v_raw;
-};
-
-extern "C" __global__ void append_tokens(const __grid_constant__ AppendArgs a) {
-    i64 token = blockIdx.x / a.num_heads, slot = a.slots[token];
-    if (slot < 0) return;
-    int head = blockIdx.x % a.num_heads;
-    unsigned char* out = reinterpret_cast<unsigned char*>(a.page_address[slot / PAGE]) + i64(head) * a.head_bytes;
-    for (int i = threadIdx.x; i < 2 * D; i += blockDim.x) {
-        int side = i / D, ch = i % D;
-        float x = load_value<X_TYPE>(a.x[side], token * a.stride[side][0] + head * a.stride[side][1] + ch);
-        store<RAW_TYPE>(out + (side ? a.v_raw : a.k_raw), slot % PAGE * D + ch, x);
-    }
-}

@@ -1,4 +1,4 @@
-"""close_pages and append on NVIDIA GPUs: scales, codes and packing in one launch, bit for bit what the reference stores.
+"""close_pages on NVIDIA GPUs: scales, codes and packing in one launch, bit for bit what the reference stores.
 
 `launch_close` only launches (no host synchronisation beyond the upload of page addresses) and leaves its findings in a status tensor; `close` is the op's
 contract and reads them.
@@ -68,13 +68,6 @@ class _Args(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _AppendArgs(ctypes.Structure):
-    _fields_ = [
-        ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 2 * 2), ("slots", ctypes.c_void_p), ("page_address", ctypes.c_void_p),
-        ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int),
-    ]  # fmt: skip
-
-
 def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> dict[str, int | str]:
     """Macros of one instantiation of close.cu."""
     d, page = layout.head_dim, layout.page_size
@@ -94,13 +87,13 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
 
 
 @functools.lru_cache(maxsize=256)
-def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None) -> tuple[driver.Kernel, driver.Kernel, int]:
+def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None) -> tuple[driver.Kernel, int]:
     macros = defines(layout, dtype, low)
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
         binary = cuda_compile.compile_source(Path(__file__).parent, "close.cu", macros, arch)
         shared = int(macros["SHARED_BYTES"])
-        return driver.Kernel(binary, "close_pages", shared), driver.Kernel(binary, "append_tokens"), int(macros["THREADS"])
+        return driver.Kernel(binary, "close_pages", shared), int(macros["THREADS"])
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -121,7 +114,7 @@ def launch_close(
         low: layout of the pages' low planes, and int64 [n] on the device: byte addresses of their first structs.
     """
     layout = store.layout
-    close_kernel, _, threads = _load(layout, k.dtype, k.device.index, low[0] if low else None)
+    kernel, threads = _load(layout, k.dtype, k.device.index, low[0] if low else None)
     args = _Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
     if low:
         args.low_address, args.low_head_bytes = low[1].data_ptr(), low[0].head_bytes
@@ -132,7 +125,7 @@ def launch_close(
             static = store.static.get(f"{kind}_{name}")
             if static is not None:
                 field[i] = static.data_ptr()
-    close_kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(k.device).cuda_stream)
+    kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(k.device).cuda_stream)
 
 
 def close(
@@ -179,26 +172,3 @@ def close(
             dtype = (layout.key, layout.value)[i].scale_dtype
             raise DataError(f"a scale, bias or mean of the {name} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
     return {kind: found[i] for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))) if not spec.is_raw}
-
-
-def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slots: torch.Tensor, page_address: torch.Tensor) -> None:
-    """Write raw tokens to their slots, straight from the projections' output; launches only.
-
-    Args:
-        k, v: [tokens, H, head_dim], last dim dense.
-        store: raw pages.
-        slots: int64 [tokens] on the device, page id * page_size + row; negative: not written.
-        page_address: int64 [pages of the store] on the device, as `store.addresses()` gives them.
-    """
-    layout = store.layout
-    if not (layout.key.is_raw and layout.value.is_raw):
-        raise DataError("append writes raw pages; quantized pages are closed whole, see close")
-    _, append_kernel, _ = _load(layout, k.dtype, k.device.index)
-    args = _AppendArgs(
-        slots=slots.data_ptr(), page_address=page_address.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes,
-        k_raw=layout.sections["k_raw"].offset, v_raw=layout.sections["v_raw"].offset,
-    )  # fmt: skip
-    for i, x in enumerate((k, v)):
-        args.x[i] = x.data_ptr()
-        args.stride[i] = (ctypes.c_int64 * 2)(*x.stride()[:2])
-    append_kernel.launch(len(slots) * layout.num_kv_heads, 64, args, torch.cuda.current_stream(k.device).cuda_stream)
