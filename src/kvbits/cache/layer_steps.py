@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import DataError
 from ..ops import dispatch
 from ..ops.attend_pages.reference import attend_fresh
 from ..ops.dequantize_pages.reference import dequantize_pages, section
@@ -68,6 +69,28 @@ class Forward:
                 runs.setdefault(w.pool, []).extend((w.row, tokens[a], w.page_id, w.slot + a, b - a) for a, b in itertools.pairwise(cuts))
             self.slots[group] = {pool: SlotMapping(np.array(found, np.int64)) for pool, found in runs.items()}
         return self.slots[group]
+
+
+def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
+    """What one call of close_pages takes: pages of any sequences that waited whole in the tail; and, read where they lie, those one after the other in a
+    sequence's fresh tokens."""
+    runs: list[list[Close]] = []
+    waited: dict[int, list[Close]] = {}  # by the number of low planes
+    for c in closes:
+        if c.count == page_size:
+            if len(c.low) not in waited:
+                runs.append(waited.setdefault(len(c.low), []))
+            waited[len(c.low)].append(c)
+            continue
+        last = runs[-1][-1] if runs else None
+        joins = last is not None and not c.count and not last.count and c.row == last.row and c.fresh == last.fresh + page_size and len(c.low) == len(last.low)
+        runs[-1].append(c) if joins else runs.append([c])
+    return runs
+
+
+def _pages(store: PageStore, page_ids: list[int]) -> torch.Tensor:
+    """uint8 [n, H, head_bytes]: a page where it lies, or several put side by side."""
+    return store.page(page_ids[0])[None] if len(page_ids) == 1 else store.gather(np.array(page_ids, np.int64))
 
 
 class LayerSteps:
@@ -200,27 +223,25 @@ class LayerSteps:
         return self.backend if self.backend == "reference" else "auto"
 
     def _close(self, place: Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close]) -> None:
-        """Quantize the pages a step closes, runs of pages that lie wholly in the fresh tokens at once."""
+        """Quantize the pages a step closes."""
         size = self.spec.scheme.page_size
         tail = self._store(place, "tail")
         store = self._store(place, "closed")
-        runs: list[list[Close]] = []
-        for c in closes:
-            last = runs[-1][-1] if runs else None
-            joins = last is not None and not c.count and not last.count and c.row == last.row and c.fresh == last.fresh + size and len(c.low) == len(last.low)
-            runs[-1].append(c) if joins else runs.append([c])
-        for run in runs:
+        for run in _closed_at_once(closes, size):
             c = run[0]
             sides = []
-            for name, x in zip(("k_raw", "v_raw"), fresh[c.row], strict=True):
+            waited = [section(_pages(tail, [x.tail[0] for x in run]), tail.layout, name) for name in ("k_raw", "v_raw")] if c.count else []
+            for i, x in enumerate(fresh[c.row]):
+                if c.count == size:
+                    sides.append(waited[i])
+                    continue
                 rows = x[c.fresh : c.fresh + len(run) * size - c.count].transpose(0, 1)  # [H, tokens, D]
                 if c.count:
-                    waited = section(tail.page(c.tail[0]), tail.layout, name)
-                    rows = waited if c.count == size else torch.cat([waited[:, : c.count], rows], dim=1)
+                    rows = torch.cat([waited[i][0, :, : c.count], rows], dim=1)
                 sides.append(rows.unflatten(1, (len(run), size)).transpose(0, 1))
             if self.nonfinite == "refuse":
                 for name, x in zip(("keys", "values"), sides, strict=True):
-                    require_finite(x, f"{name} of layer {place.layer}, page of tokens {c.start}.. of sequence {c.row}")
+                    self._require_finite(x, f"{name} of layer {place.layer}", run)
             low = [(self._low_store(place, name), np.array([x.low[i][1] for x in run], np.int64)) for i, (name, _) in enumerate(c.low)]
             key = ("close_pages", store.layout, tuple(s.layout for s, _ in low), sides[0].dtype)
             if key not in self._choices:
@@ -229,6 +250,15 @@ class LayerSteps:
             saturated = self._choices[key].run(sides[0], sides[1], store, ids, low, starts)
             for kind, n in saturated.items():
                 self.saturated[place.layer][kind] += n
+
+    def _require_finite(self, x: torch.Tensor, what: str, run: list[Close]) -> None:
+        """Refuse NaN and infinity in the pages x [n, H, page_size, D] of a run, naming the page; one question for all of them."""
+        try:
+            require_finite(x, what)
+        except DataError:
+            for c, page in zip(run, x, strict=True):
+                require_finite(page, f"{what}, page of tokens {c.start}.. of sequence {c.row}")
+            raise
 
     def _dequantize(self, place: Place, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         g = self.groups[place.group].group.geometry
