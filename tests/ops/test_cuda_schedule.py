@@ -79,6 +79,16 @@ def test_no_block_has_much_more_than_its_share(batch, pages, heads, cost):
     assert load.max() <= total / blocks + 3 * SEGMENT_COST
 
 
+@pytest.mark.parametrize("blocks", [1, 7, 132])
+def test_many_short_sequences_find_a_share(blocks):
+    """Where starts outweigh bytes by far, the search has to reach shares far above an equal cut: 2,500 answers of one page each."""
+    one = np.ones(2500, np.int64)
+    parts = [PartWork(0 * one, one, 4608, 0, walk=1), PartWork(one, one, 100, 0, packed=False, walk=0)]
+    (segments,), _ = schedule(parts, 8, [blocks])
+    seen = [(s["unit"], s["part"]) for _, s in walk(segments, blocks)]
+    assert sorted(seen) == [(u, p) for u in range(2500 * 8) for p in range(2)]
+
+
 def test_zones_of_one_sequence_are_two_results():
     """Sinks and newest tokens are one walk, pages with and without low planes another: a block that reads all of a unit ends twice."""
     one = np.ones(3, np.int64)

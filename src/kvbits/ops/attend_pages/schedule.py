@@ -118,14 +118,14 @@ def _cut(chunks: np.ndarray, costs: np.ndarray, parts: np.ndarray, walks: list[i
     cost = np.tile(costs, len(chunks) // len(costs)).tolist()
     counts = chunks.tolist()
     low, high = float(np.dot(chunks, cost)) / blocks, None
-    share = low + SEGMENT_COST
+    share, step = low + SEGMENT_COST, SEGMENT_COST
     for _ in range(SEARCH_STEPS):  # the smallest share with which the blocks suffice
         starts, segments = _fill(counts, cost, walks, share, blocks)
         if starts is not None:
             high, best = share, (starts, segments)
         else:
-            low = share
-        share = (low + high) / 2 if high else share + 2 * SEGMENT_COST + (share - low)
+            low, step = share, 2 * step
+        share = (low + high) / 2 if high else share + step
         if high and high - low < 0.005 * high:
             break
     starts, segments = best
