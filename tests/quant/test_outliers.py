@@ -10,7 +10,7 @@ from kvbits.errors import SpecError
 from kvbits.ops.close_pages.reference import close_pages
 from kvbits.ops.dequantize_pages.reference import dequantize_pages, section
 from kvbits.quant.outliers import trimmed_ends, worst
-from kvbits.spec import CacheSpec, LayerGeometry, Override, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
+from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
 
 
 def test_the_elements_that_widen_ranges_most_leave_them():
@@ -90,9 +90,6 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(SpecError, match="values have no rotary embedding"):
         Scheme(name="x", key=QuantSpec(), value=QuantSpec(pre_rope=True))
     nuq = QuantSpec(format="nuq4", granularity=PerToken(), symmetric=False)
-    with pytest.raises(SpecError, match="needs a calibration, which is by layer"):
-        Scheme(name="x", key=nuq, value=nuq, overrides=(Override(layers=(0,), heads=(1,), key=QuantSpec(), value=QuantSpec()),))
-    Scheme(name="x", key=nuq, value=nuq, overrides=(Override(layers=(0,), heads=(1,), key=QuantSpec.raw(), value=QuantSpec.raw()),))
     spec = CacheSpec(scheme=Scheme(name="x", key=nuq, value=nuq), layers=(LayerGeometry(num_kv_heads=1, head_dim=16),))
     for levels in (torch.linspace(1, -1, 16), torch.linspace(-2, 2, 16), torch.full((16,), torch.nan)):
         with pytest.raises(SpecError, match="ascending numbers in"):

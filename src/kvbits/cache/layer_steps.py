@@ -292,7 +292,7 @@ class LayerSteps:
 
     def _static(self, place: Place) -> dict[str, torch.Tensor]:
         whole = self._shared[place.layer]
-        return whole if place.heads is None else of_heads(whole, place.heads)
+        return whole if place.heads is None else of_heads(whole, place.heads, self.groups[place.group].group)
 
     def _stored_order(self, place: Place, x: torch.Tensor) -> torch.Tensor:
         """Queries or keys [..., D] with their channels as the place stores them."""

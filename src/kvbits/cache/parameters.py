@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import SpecError
-from ..spec import CacheSpec, LayerGeometry, QuantSpec
+from ..spec import CacheSpec, LayerGeometry, LayerGroup, QuantSpec
 
 
 def wanted(spec: QuantSpec, side: str, geometry: LayerGeometry) -> dict[str, tuple[int, ...]]:
@@ -61,9 +61,10 @@ def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch
     return found
 
 
-def of_heads(tensors: dict[str, torch.Tensor], heads: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """What pages that hold some kv heads of a layer share."""
-    return {name: x[list(heads)] if x.ndim > 1 else x for name, x in tensors.items()}
+def of_heads(tensors: dict[str, torch.Tensor], heads: tuple[int, ...], group: LayerGroup) -> dict[str, torch.Tensor]:
+    """What pages that hold some kv heads of a layer share, as far as their specs, the group's, need it."""
+    names = {*wanted(group.key, "k", group.geometry), *wanted(group.value, "v", group.geometry), *(["k_inv_freq"] if group.key.pre_rope else [])}
+    return {name: x[list(heads)] if x.ndim > 1 else x for name, x in tensors.items() if name in names}
 
 
 def orders(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:

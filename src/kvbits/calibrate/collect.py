@@ -22,7 +22,7 @@ from ..geometry import layer_geometries
 from ..integrations.rotary import with_rotary
 from ..progress import bar
 from ..quant.qparams import QParams
-from ..spec import LayerGeometry, QuantSpec, Scheme
+from ..spec import CacheSpec, LayerGeometry, QuantSpec, Scheme
 from . import histograms
 from .calibration import Calibration, fingerprint
 from .codebooks import Levels
@@ -161,6 +161,7 @@ def _target(model: Any, scheme: str | Scheme, given: list[tuple[torch.Tensor, to
         raise CalibrationError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
     if chosen.pre_rope:
         layers = with_rotary(layers, model)
+    CacheSpec(scheme=chosen, layers=layers)  # refuses what no cache could use
     skip = chosen.num_sink_tokens if skip_tokens is None else skip_tokens
     if skip < 0:
         raise SpecError(f"skip_tokens={skip} is negative; use 0 for none")

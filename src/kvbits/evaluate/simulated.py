@@ -87,5 +87,5 @@ class SimulatedCache(Cache):
         for group in spec.groups:
             for layer, heads in zip(group.layers, group.heads, strict=True):
                 whole = len(heads) == spec.layers[layer].num_kv_heads
-                parts[layer].append((group, heads, shared[layer] if whole else parameters.of_heads(shared[layer], heads)))
+                parts[layer].append((group, heads, shared[layer] if whole else parameters.of_heads(shared[layer], heads, group)))
         super().__init__(layers=[SimulatedLayer(p, orders.get(i)) for i, p in enumerate(parts)])

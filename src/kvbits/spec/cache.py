@@ -202,6 +202,14 @@ class CacheSpec:
         found: dict[tuple[QuantSpec, QuantSpec], list[int]] = {}
         for head in range(geometry.num_kv_heads):
             found.setdefault(self.scheme.for_layer(layer, len(self.layers), head), []).append(head)
+        own = self.scheme.for_layer(layer, len(self.layers))
+        for specs, heads in found.items():
+            for side, spec, calibrated in zip(("keys", "values"), specs, own, strict=True):
+                if spec.needs_calibration and spec != calibrated:
+                    raise SpecError(
+                        f"kv heads {heads} of layer {layer} have {side} in {spec!r}, which needs a calibration, but calibrations are by layer, here for "
+                        f"{calibrated!r}; give that spec to the whole layer, or those heads one without calibration, such as int8, or raw"
+                    )
         return found
 
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:

@@ -16,7 +16,8 @@ from .quant import QuantSpec
 class Override:
     """Other specs for some layers or heads, for example raw keys and values in the first and last layer.
 
-    `layers` are indices, negative ones counted from the end; `heads` are kv heads of those layers, None for all.
+    `layers` are indices, negative ones counted from the end; `heads` are kv heads of those layers, None for all. A calibration is by layer: heads may have
+    specs that need none (integers, FP8, raw) or the layer's own, but no others that need one (`CacheSpec` refuses them).
     """
 
     layers: tuple[int, ...]
@@ -110,12 +111,6 @@ class Scheme:
                 raise SpecError(f"{name}={n} is negative; use 0 for none")
         if any(value.pre_rope for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
-        mixed = [o for o in self.overrides if o.heads is not None and not (o.key.is_raw and o.value.is_raw)]
-        if mixed and self.needs_calibration:
-            raise SpecError(
-                f"scheme {self.name!r} needs a calibration, which is by layer, but kv heads {mixed[0].heads} of layers {mixed[0].layers} have other codes; "
-                "override whole layers, or keep those heads raw"
-            )
         choice("demote", self.demote, ("age", "attention"))
         for tier in self.tiers:
             self._check_tier(tier)
