@@ -273,8 +273,8 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   else (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.format])[c.rows - 1](k);
   if (key.t->num_outliers) {
     const OutlierTurns turns = {key.t->turns ? key.t->turns + (int64_t)(token / TILE) * head_dim * TILE : nullptr,
-                                part.pairs ? part.pairs->turns[token / TILE][0] : nullptr};
-    add_key_outliers(c, b, w, outliers_of(*key.t, page, part.store->page_size, head_dim), turns, head_dim, token);
+                                part.pairs ? part.pairs->turns[token / TILE * (head_dim / 2)][1] : nullptr};
+    BY_ROWS(c, add_key_outliers, c, b, w, outliers_of(*key.t, page, part.store->page_size, head_dim), turns, head_dim, token);
   }
 
   const Tensor& value = part.value;
@@ -304,7 +304,7 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   } else {
     (value.raw ? raw_value_kernels[value.split ? BF16_SPLIT : value.t->raw_dtype] : value_kernels[value.format])[c.rows - 1](v);
   }
-  if (value.t->num_outliers) add_value_outliers(c, b, w, outliers_of(*value.t, page, part.store->page_size, head_dim), head_dim, token);
+  if (value.t->num_outliers) BY_ROWS(c, add_value_outliers, c, b, w, outliers_of(*value.t, page, part.store->page_size, head_dim), head_dim, token);
 
   if (value.channel_scales && value.integer && !value.decoded)
     for (int h = 0; h < c.rows; h++)
@@ -393,10 +393,11 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
   const bool static_bias = static_key && channel_params(part.key, nullptr, kv_head, head_dim, b.k_channel, b.k_channel_bias) && !part.key.decoded;
   KeyPairs* pairs = part.key.format != NESTED && pairs_usable(key, part.key.row_bytes, store.page_size, head_dim) ? &w.pairs : nullptr;
   auto fill = [&] {
-    if (pairs) fill_pairs(*pairs, decoded.levels, b.k_channel, b.k_channel_bias, head_dim);
+    if (pairs) fill_pairs(*pairs, b.k_channel, b.k_channel_bias, head_dim);
     else if (part.key.decoded && code_bits(key.format) < 8) fill_tables(decoded, b.k_channel, b.k_channel_bias, head_dim);
   };
   if (pairs) fill_turns(*pairs, key.turns, store.page_size, head_dim / 2);
+  if (pairs) fill_pair_levels(*pairs, decoded.levels);
   fill();
   for (int i = 0; i < chunks; i++) {
     Chunk& c = w.chunks[i];
@@ -404,10 +405,10 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     if (!part.key.page_channels) prepare_query(c, part.key, b.k_channel, head_dim);
     for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
     if (static_bias) add_query_bias(c, b.k_channel_bias, head_dim);
-    if (key.num_outliers && !key.inv_freq) query_fours(c, false, head_dim);
+    if (key.num_outliers && !key.inv_freq) BY_ROWS(c, query_columns, c, false, head_dim);
+    if (pairs) measure_pairs(c, head_dim);
     c.value_outliers = part.value.t->num_outliers;
-    if (c.value_outliers)
-      for (int h = 0; h < c.rows; h += 4) __builtin_memset(c.acc_fours[h / 4], 0, sizeof(Fours) * round_up(head_dim, 16));
+    if (c.value_outliers) __builtin_memset(c.acc_columns, 0, sizeof(float) * (c.rows <= 4 ? 4 : 8) * round_up(head_dim, 16));
   }
   decoded.angles_of = -1;
   const int64_t rows = (int64_t)part.call->num_tokens * part.call->num_heads;
@@ -436,9 +437,9 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     if (fetch_params && !part.key.decoded) fetch_range(coming + params, store.head_bytes - params);
     if (key.inv_freq) {
       page_angles(decoded, key.inv_freq, start, store.page_size, head_dim / 2);
-      for (int i = 0; i < chunks; i++) {
+      for (int i = 0; i < chunks && (!pairs || key.stretch_offset >= 0); i++) {
         turn_back(w.chunks[i], decoded, head_dim);
-        if (key.num_outliers) query_fours(w.chunks[i], true, head_dim);
+        if (key.num_outliers && !pairs) BY_ROWS(w.chunks[i], query_columns, w.chunks[i], true, head_dim);
       }
     }
     if (part.key.page_channels || key.mean_offset >= 0) {
@@ -452,7 +453,10 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
       }
     }
     if (pairs)
-      for (int i = 0; i < chunks; i++) quantize_pairs(w.chunks[i], *pairs, head_dim);
+      for (int i = 0; i < chunks; i++) {
+        if (!key.num_outliers) quantize_pairs<0>(w.chunks[i], decoded, *pairs, head_dim);
+        else BY_ROWS(w.chunks[i], quantize_pairs, w.chunks[i], decoded, *pairs, head_dim);
+      }
     view.value_bias = channel_params(part.value, page, kv_head, head_dim, b.v_channel, b.v_channel_bias);
     for (int token = 0; token < length; token += BLOCK) {
       const int n = length - token < BLOCK ? length - token : BLOCK;
@@ -472,7 +476,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     for (int i = 0; i < chunks; i++) fold_corrections(w.chunks[i], part.value);
   if (part.value.t->num_outliers)
     for (int i = 0; i < chunks; i++) {
-      fold_value_outliers(w.chunks[i], head_dim);
+      BY_ROWS(w.chunks[i], fold_value_outliers, w.chunks[i], head_dim);
       w.chunks[i].value_outliers = false;
     }
 }

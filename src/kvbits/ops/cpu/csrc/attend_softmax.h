@@ -70,10 +70,8 @@ static void raise_maxima(Chunk& c, const vf* tops, int head_dim, int groups) {
     store(c.l[h], load(c.l[h]) * factor);
   }
   if (!c.value_outliers) return;
-  for (int h = 0; h < c.rows; h += 4) {
-    const Fours factor = *(const Fours*)(shrink + h);
-    for (int i = 0; i < round_up(head_dim, 16); i++) c.acc_fours[h / 4][i] *= factor;
-  }
+  if (c.rows <= 4) scale_columns<4>(c.acc_columns, round_up(head_dim, 16), shrink);
+  else scale_columns<8>(c.acc_columns, round_up(head_dim, 16), shrink);
 }
 
 // The steps below walk over all rows before the next step begins, and over whole blocks. Probabilities are relative to the

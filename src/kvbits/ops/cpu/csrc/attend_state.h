@@ -14,7 +14,6 @@ constexpr float WIDE_LIMIT = 32639.0f;  // 127 * 256 + 127: high piece in [-127,
 constexpr float NARROW_Q_LIMIT = 127.0f;
 constexpr float NARROW_P_LIMIT = 255.0f;
 
-typedef float Fours __attribute__((vector_size(16)));  // one number of each of four rows (outliers.h)
 
 // Up to ROWS query rows: queries, running softmax and outputs.
 struct Chunk {
@@ -22,15 +21,17 @@ struct Chunk {
   alignas(64) float folded[ROWS][ROW_STRIDE];  // q with per-channel key scales folded in
   alignas(64) uint8_t qw[ROWS][Q_STRIDE];      // integer q in the tier's own order
   alignas(64) float acc[ROWS][ROW_STRIDE];     // sum of 2^(s - m) * v
-  alignas(64) Fours q_fours[ROWS / 4][MAX_HEAD_DIM + 16];    // q or folded, for key outliers
-  alignas(64) Fours acc_fours[ROWS / 4][MAX_HEAD_DIM + 16];  // what value outliers add to acc
+  alignas(64) float q_columns[(MAX_HEAD_DIM + 32) * ROWS];    // q as key outliers meet it (outliers.h); with KeyPairs pairs of integers
+  alignas(64) float acc_columns[(MAX_HEAD_DIM + 16) * ROWS];  // what value outliers add to acc
   bool value_outliers;                         // whether they do
+  alignas(64) float pair_norm[ROWS][MAX_HEAD_DIM / 2 + 16];  // of (q[d], q[d + head_dim / 2]), which turning leaves as it is (key_pairs.h)
+  float column_unit[ROWS], column_scale[ROWS];  // of q_columns in integers, and of what key outliers add to a score with them
   alignas(64) float corr[MAX_GROUPS][ROWS][VL];  // added to every channel of a group at the end of a part (zero points, biases)
   alignas(64) float l[ROWS][VL];               // sum of 2^(s - m), one partial sum per lane
   float q_scale[MAX_GROUPS][ROWS];             // q ~ q_scale * integer
   float q_zero[MAX_GROUPS][ROWS];              // - zero * q_scale * sum of integers
   float q_sum[MAX_GROUPS][ROWS];               // q_scale * sum of integers
-  float pair_scale[ROWS];                      // of a score in pairs (key_pairs.h)
+  float pair_scale[ROW_LANES];                 // of a score in pairs (key_pairs.h)
   float q_bias[ROWS];                          // q . (per-channel bias or mean) of the current page
   alignas(64) float m[ROW_LANES];              // the largest score so far (log2), LOWEST before there is one
   int64_t position[ROWS];

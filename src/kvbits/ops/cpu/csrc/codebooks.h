@@ -12,8 +12,8 @@ constexpr int LEVELS = 16;  // entries of a table, repeated where a format has f
 // Some entries of a list, taken apart.
 struct OutlierBatch {
   static constexpr int SIZE = 128;
-  alignas(64) int32_t token[SIZE], channel[SIZE], turn[SIZE];  // token and channel become places among fours
-  alignas(64) int32_t upper[SIZE];                             // the place of the upper channel of a pair
+  alignas(64) int32_t token[SIZE], channel[SIZE], turn[SIZE];  // token and channel are places of columns, in bytes
+  alignas(64) int32_t upper[SIZE];                             // that of the upper channel of a pair
   alignas(64) float value[SIZE], low[SIZE], high[SIZE];
 };
 
@@ -32,7 +32,7 @@ struct Decoded {
   alignas(64) double step_cos[MAX_HEAD_DIM / 2 + VL], step_sin[MAX_HEAD_DIM / 2 + VL];  // of page_size * inv_freq
   int64_t angles_of;                                // the start
   OutlierBatch batch;
-  alignas(64) Fours block_fours[BLOCK];             // scores that outliers add, or probabilities
+  alignas(64) float block_columns[BLOCK * ROWS];    // scores that outliers add, or probabilities
   bool stretched[BLOCK / TILE];                     // whether any factor of the tile is not 1
   int key_run[2], value_run[2];                     // the block's part of the lists of outliers
 };
@@ -371,7 +371,7 @@ INLINE void add_level_sums(const ValueArgs& a, const vi (&acc)[NH], int channel,
 }
 
 // Codes in nibbles (see there) that lie in whole blocks of 16 channels.
-template <int NH>
+template <int NH, bool ONE_GROUP>
 static void value_nibbles(const ValueArgs& a, const Decoded& w, int bits) {
   const int quads = round_up(a.tokens, 8) / 4, half = a.head_dim / 2;
   for (int c = 0; c < half; c += 16) {
@@ -390,15 +390,16 @@ static void value_nibbles(const ValueArgs& a, const Decoded& w, int bits) {
       vi words = load_int(src);
       if (bits == 3) {
         fetch(src1 + ahead1);
-        words = join_nibbles(words, shift, load_int(src1) >> shift1);
-      } else {
-        words >>= shift;
+        words = join_nibbles(words, shift, load_int(src1) >> splat_int(shift1));
+      } else if (bits == 2) {
+        words >>= splat_int(shift);
       }
       const vi x = look_up_bytes(w.level_bytes, words & 0x0f0f0f0f), y = look_up_bytes(w.level_bytes, (words >> 4) & 0x0f0f0f0f);
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++) {
-        add_level_dots(low[h], (vi)broadcast_word(p + h * 2 * BLOCK), x);
-        add_level_dots(high[h], (vi)broadcast_word(p2 + h * 2 * BLOCK), y);
+        const vi row = (vi)broadcast_word(p + h * 2 * BLOCK);
+        add_level_dots(low[h], row, x);
+        add_level_dots(high[h], ONE_GROUP ? row : (vi)broadcast_word(p2 + h * 2 * BLOCK), y);
       }
     }
     add_level_sums<NH>(a, low, c, g);
@@ -410,7 +411,7 @@ template <int NH>
 static void value_decoded(const ValueArgs& a, Decoded& w, int format) {
   const int bits = code_bits(format);
   const bool blocks = a.head_dim % 32 == 0 && a.group_channels % 16 == 0 && a.row_bytes[0] % 16 == 0 && (bits != 3 || a.row_bytes[1] % 16 == 0);
-  if (blocks && has_nibbles(bits, a.row_bytes, a.head_dim)) return value_nibbles<NH>(a, w, bits);
+  if (blocks && has_nibbles(bits, a.row_bytes, a.head_dim)) return a.groups == 1 ? value_nibbles<NH, true>(a, w, bits) : value_nibbles<NH, false>(a, w, bits);
   unpack_values(a, w, format);
   const int quads = round_up(a.tokens, 8) / 4, stride = code_stride(a.head_dim);
   for (int c = 0; c < a.head_dim; c += VL)

@@ -54,39 +54,92 @@ INLINE void add_level_dots(vi& acc, vi p, vi levels) {
 // Pairs of 16-bit integers (key_pairs.h).
 #define HAVE_PAIR_DOTS
 INLINE void add_pair_dot(__m512i& acc, __m512i a, __m512i b) { asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b)); }
-INLINE void store_shorts(int16_t* to, vf x, vf y) {
-  const __m512i both = _mm512_packs_epi32(_mm512_cvtps_epi32((__m512)x), _mm512_cvtps_epi32((__m512)y));
-  _mm512_store_si512(to, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both));
-}
 
-// Four rows by fours (outliers.h): a 4 x 4 transpose in every quarter of the registers, which is its own inverse.
-#define HAVE_FOURS
-INLINE void transpose_quarters(__m512* x) {
-  const __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]), b = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
-  const __m512d c = (__m512d)_mm512_unpacklo_ps(x[2], x[3]), d = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
-  x[0] = (__m512)_mm512_unpacklo_pd(a, c);
-  x[1] = (__m512)_mm512_unpackhi_pd(a, c);
-  x[2] = (__m512)_mm512_unpacklo_pd(b, d);
-  x[3] = (__m512)_mm512_unpackhi_pd(b, d);
-}
-INLINE void gather_fours(const float* rows, int64_t stride, int first, Fours* to) {
-  __m512 x[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_ps(rows + i * stride + first);
-  transpose_quarters(x);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) _mm512_store_ps(to + first + i * 4, x[i]);
-}
-INLINE void add_fours(float* rows, int64_t stride, int first, const Fours* from) {
-  __m512 x[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) x[i] = _mm512_load_ps(from + first + i * 4);
-  transpose_quarters(x);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    float* to = rows + i * stride + first;
-    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), x[i]));
+// Columns of 4 or 8 rows (columns.h). A 4 x 4 transpose in every quarter of four registers, its own inverse, makes columns of 4 rows; those of 8 are two of them, in turn.
+#define HAVE_COLUMNS
+INLINE vi place_of_column(vi i) { return (i & ~15) | (vi)_mm512_permutexvar_epi32((__m512i)i, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); }
+INLINE void clear_columns(float* to, int n) {
+  for (int i = 0; i < n; i += 16) {
+    __m512 zero = _mm512_setzero_ps();
+    asm("" : "+v"(zero));  // GCC would call memset, which takes longer to begin
+    _mm512_store_ps(to + i, zero);
   }
+}
+INLINE void transpose_quarters(__m512& x, __m512& y, __m512& z, __m512& w) {
+  const __m512d a = (__m512d)_mm512_unpacklo_ps(x, y), b = (__m512d)_mm512_unpackhi_ps(x, y);
+  const __m512d c = (__m512d)_mm512_unpacklo_ps(z, w), d = (__m512d)_mm512_unpackhi_ps(z, w);
+  x = (__m512)_mm512_unpacklo_pd(a, c);
+  y = (__m512)_mm512_unpackhi_pd(a, c);
+  z = (__m512)_mm512_unpacklo_pd(b, d);
+  w = (__m512)_mm512_unpackhi_pd(b, d);
+}
+INLINE void store_in_turn(float* to, __m512 a, __m512 b) {
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  _mm512_store_pd(to, _mm512_permutex2var_pd((__m512d)a, low, (__m512d)b));
+  _mm512_store_pd(to + 16, _mm512_permutex2var_pd((__m512d)a, high, (__m512d)b));
+}
+// 16 numbers of W rows, to the columns from `first` on.
+INLINE void store_columns_of_4(float* to, __m512 a, __m512 b, __m512 c, __m512 d) {
+  transpose_quarters(a, b, c, d);
+  _mm512_store_ps(to, a);
+  _mm512_store_ps(to + 16, b);
+  _mm512_store_ps(to + 32, c);
+  _mm512_store_ps(to + 48, d);
+}
+INLINE void store_columns_of_8(float* to, __m512 a, __m512 b, __m512 c, __m512 d, __m512 e, __m512 f, __m512 g, __m512 h) {
+  transpose_quarters(a, b, c, d);
+  transpose_quarters(e, f, g, h);
+  store_in_turn(to, a, e);
+  store_in_turn(to + 32, b, f);
+  store_in_turn(to + 64, c, g);
+  store_in_turn(to + 96, d, h);
+}
+template <int W>
+INLINE void store_columns(const __m512* x, int first, float* to) {
+  if constexpr (W == 4) store_columns_of_4(to + first * 4, x[0], x[1], x[2], x[3]);
+  else store_columns_of_8(to + first * 8, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]);
+}
+template <int W>
+INLINE void gather_columns(const float* rows, int64_t stride, int first, float* to) {
+  auto row = [&](int i) { return _mm512_loadu_ps(rows + i * stride + first); };  // registers: GCC 12 would keep an array in memory
+  if constexpr (W == 4) store_columns_of_4(to + first * 4, row(0), row(1), row(2), row(3));
+  else store_columns_of_8(to + first * 8, row(0), row(1), row(2), row(3), row(4), row(5), row(6), row(7));
+}
+INLINE void add_row(float* to, __m512 x, const float* factor) {
+  const __m512 before = _mm512_loadu_ps(to);
+  _mm512_storeu_ps(to, factor ? _mm512_fmadd_ps(x, _mm512_set1_ps(*factor), before) : _mm512_add_ps(before, x));
+}
+INLINE void add_four_rows(float* rows, int64_t stride, __m512 a, __m512 b, __m512 c, __m512 d, const float* factor) {
+  transpose_quarters(a, b, c, d);
+  add_row(rows, a, factor);
+  add_row(rows + stride, b, factor ? factor + 1 : nullptr);
+  add_row(rows + 2 * stride, c, factor ? factor + 2 : nullptr);
+  add_row(rows + 3 * stride, d, factor ? factor + 3 : nullptr);
+}
+INLINE __m512 load_of_turn(const float* from, __m512i order) {
+  return (__m512)_mm512_permutex2var_pd(_mm512_load_pd(from), order, _mm512_load_pd(from + 16));
+}
+template <int W>
+INLINE void add_columns(float* rows, int64_t stride, int first, const float* from, const float* factor) {
+  from += first * W;
+  rows += first;
+  if constexpr (W == 4) {
+    add_four_rows(rows, stride, _mm512_load_ps(from), _mm512_load_ps(from + 16), _mm512_load_ps(from + 32), _mm512_load_ps(from + 48), factor);
+  } else {
+    const __m512i low = _mm512_setr_epi64(0, 1, 4, 5, 8, 9, 12, 13), high = _mm512_setr_epi64(2, 3, 6, 7, 10, 11, 14, 15);
+    add_four_rows(rows, stride, load_of_turn(from, low), load_of_turn(from + 32, low), load_of_turn(from + 64, low), load_of_turn(from + 96, low), factor);
+    add_four_rows(rows + 4 * stride, stride, load_of_turn(from, high), load_of_turn(from + 32, high), load_of_turn(from + 64, high), load_of_turn(from + 96, high),
+                  factor ? factor + 4 : nullptr);
+  }
+}
+// Of each of W rows (of pairs of 16-bit integers) the product with one pair.
+template <int W>
+INLINE auto pair_column(const void* rows, const void* pair) {
+  int32_t word;
+  __builtin_memcpy(&word, pair, 4);
+  typedef float column __attribute__((vector_size(W * 4)));
+  if constexpr (W == 4) return (column)_mm_cvtepi32_ps(_mm_madd_epi16(_mm_load_si128((const __m128i*)rows), _mm_set1_epi32(word)));
+  else return (column)_mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_load_si256((const __m256i*)rows), _mm256_set1_epi32(word)));
 }
 
 // Integer q, 16 channels from `channel` on: [piece][channel] bytes.

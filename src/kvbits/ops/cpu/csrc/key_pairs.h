@@ -4,17 +4,19 @@
 //   score = sum over pairs (a cos - b sin) q1 + (b cos + a sin) q2
 //
 // a and b are in units of the pair's largest number, cosines in units of 2^-15; the products' high words, half the turned numbers, are what meets q. Each
-// row's q are in units of which their sum has 32,700, so no sum of products leaves 32 bits: 256 is the mean for head_dim 128, where the integer kernels give
-// their largest q 127.
+// row's pairs of q are in units of which their lengths' sum has 32,700, so no number leaves 16 bits and no sum of products 32: turned halves are 23,170 long at most.
 
 constexpr int PAIR_TILES = 8;  // of a page at most
-constexpr float Q_SUM = 32700.0f;  // of a row's magnitudes; rounding adds up to head_dim / 2, and 23,170 * 33,000 < 2^31
+constexpr float Q_SUM = 32700.0f;  // of a row's lengths; rounding adds up to head_dim, and 23,170 * 33,300 < 2^31
 
 struct KeyPairs {
-  alignas(64) int16_t table[MAX_HEAD_DIM / 2][2 * LEVELS];      // of each pair: what codes of a, then of b stand for
-  alignas(64) int32_t turns[PAIR_TILES][MAX_HEAD_DIM / 2][TILE];  // low half cosine, high half sine, of every token
+  alignas(64) int16_t table[MAX_HEAD_DIM / 2][2 * LEVELS];      // of each pair: what codes of a (even entries) and b (odd ones) stand for
+  // [tile][pair][2][token], tiles of head_dim / 2 pairs: (cosine, -sine) and (sine, cosine), low half first. What could be made of one is read from the nearest cache instead.
+  alignas(64) int32_t turns[PAIR_TILES * MAX_HEAD_DIM / 2][2][TILE];
   alignas(64) float unit[MAX_HEAD_DIM / 2 + VL];                // of a pair's numbers, 32767 of them at most
-  alignas(64) float scale[2][MAX_HEAD_DIM / 2 + VL], bias[2][MAX_HEAD_DIM / 2 + VL];
+  alignas(64) int32_t scale[MAX_HEAD_DIM / 2 + VL], bias[MAX_HEAD_DIM / 2 + VL];  // of a in the low half, of b in the high one
+  alignas(64) int32_t levels[LEVELS];                           // in [-1, 1], in units of 2^-15, in both halves: level * reach + middle
+  float middle, reach;
 };
 
 #ifdef HAVE_PAIR_DOTS
@@ -28,64 +30,109 @@ static void fill_turns(KeyPairs& p, const float* turns, int page_size, int half)
   for (int tile = 0; tile < page_size / TILE; tile++)
     for (int d = 0; d < half; d++, turns += 2 * TILE) {
       const vi cos = round_to_int(load(turns) * 32767.0f), sin = round_to_int(load(turns + TILE) * 32767.0f);
-      *(vi_mem*)p.turns[tile][d] = (cos & 0xffff) | sin << 16;
+      *(vi_mem*)p.turns[tile * half + d][0] = (cos & 0xffff) | -sin << 16;
+      *(vi_mem*)p.turns[tile * half + d][1] = (sin & 0xffff) | cos << 16;
     }
 }
 
-static void fill_pairs(KeyPairs& p, const float* levels, const float* scale, const float* bias, int head_dim) {
-  const int half = head_dim / 2;
+static void fill_pair_levels(KeyPairs& p, const float* levels) {
   float low = levels[0], high = levels[0];
   for (int i = 1; i < LEVELS; i++) {
     low = levels[i] < low ? levels[i] : low;
     high = levels[i] > high ? levels[i] : high;
   }
+  p.middle = 0.5f * (low + high);
+  p.reach = high > low ? 0.5f * (high - low) : 1.0f;
+  const vi x = round_to_int((load(levels) - p.middle) * (32767.0f / p.reach));
+  *(vi_mem*)p.levels = (x & 0xffff) | x << 16;
+}
+
+static void fill_pairs(KeyPairs& p, const float* scale, const float* bias, int head_dim) {
+  const int half = head_dim / 2;
   for (int d = 0; d < half; d += VL) {
-    vf most = splat(1e-30f);
+    vf s[2], b[2], most = splat(1e-30f);
     for (int i = 0; i < 2; i++) {
-      const vf s = load(scale + i * half + d), b = load(bias + i * half + d), x = s * low + b, y = s * high + b;
-      most = vmax(most, vmax(vmax(x, -x), vmax(y, -y)));
+      s[i] = load(scale + i * half + d) * p.reach;
+      b[i] = load(bias + i * half + d) + load(scale + i * half + d) * p.middle;
+      most = vmax(most, vmax(s[i], -s[i]) + vmax(b[i], -b[i]));
     }
     const vf inverse = 32767.0f / most;
     store(p.unit + d, most);
-    for (int i = 0; i < 2; i++) {
-      store(p.scale[i] + d, load(scale + i * half + d) * inverse);
-      store(p.bias[i] + d, load(bias + i * half + d) * inverse);
-    }
+    *(vi_mem*)(p.scale + d) = (round_to_int(s[0] * inverse) & 0xffff) | round_to_int(s[1] * inverse) << 16;
+    *(vi_mem*)(p.bias + d) = (round_to_int(b[0] * inverse) & 0xffff) | round_to_int(b[1] * inverse) << 16;
   }
-  const vf x = load(levels);
-  for (int d = 0; d < half; d++) store_shorts(p.table[d], x * p.scale[0][d] + p.bias[0][d], x * p.scale[1][d] + p.bias[1][d]);
+  const __m512i levels = _mm512_load_si512(p.levels);
+  for (int d = 0; d < half; d++)
+    _mm512_store_si512(p.table[d], _mm512_adds_epi16(_mm512_mulhrs_epi16(levels, broadcast_word(p.scale + d)), broadcast_word(p.bias + d)));
 }
 
-// q turned to the page's start, as pairs of integers.
-static void quantize_pairs(Chunk& c, const KeyPairs& p, int head_dim) {
+// What of a part's queries no page changes.
+static void measure_pairs(Chunk& c, int head_dim) {
   const int half = head_dim / 2;
   for (int h = 0; h < c.rows; h++) {
-    const float* q = c.folded[h];
+    vf most = splat(1e-30f);
+    for (int d = 0; d < half; d += VL) {
+      const vf a = load(c.q[h] + d), b = load(c.q[h] + half + d), square = a * a + b * b;
+      const vf norm = select(iota() < splat_int(half - d), (vf)_mm512_sqrt_ps((__m512)square), vf{});
+      store(c.pair_norm[h] + d, norm);
+      most = vmax(most, norm);
+    }
+    const float top = max_of(most);
+    c.column_unit[h] = 32767.0f / top;
+    c.column_scale[h] = top / (32767.0f * 32767.0f);
+  }
+}
+
+INLINE __m512i join_halves(vf low, vf high) {
+  const __m512i x = _mm512_cvtps_epi32((__m512)low), y = _mm512_cvtps_epi32((__m512)high);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, x, _mm512_slli_epi32(y, 16));
+}
+
+// q turned to the page's start, as pairs of integers, and as columns of them where W is not 0: (q[d + half], q[d]) for the lower channel of a pair, after all those
+// (-q[d], q[d + half]) for the upper one, each to meet (sine, cosine).
+template <int W>
+static void quantize_pairs(Chunk& c, const Decoded& w, const KeyPairs& p, int head_dim) {
+  const int half = head_dim / 2;
+  alignas(64) float k[VL];
+  store(k, splat(1.0f));
+  for (int h = 0; h < c.rows; h++) {
     vf total = splat(1e-30f);
-    for (int d = 0; d < half; d += VL) {
-      const vf unit = load(p.unit + d), a = load(q + d) * unit, b = load(q + half + d) * unit;
-      const vf x = vmax(a, -a) + vmax(b, -b);
-      total += half - d >= VL ? x : select(iota() < splat_int(half - d), x, vf{});
+    for (int d = 0; d < half; d += VL) total += select(iota() < splat_int(half - d), load(c.pair_norm[h] + d) * load(p.unit + d), vf{});
+    k[h] = sum(total);
+  }
+  store(c.pair_scale, load(k) * (65536.0f / (32767.0f * 32767.0f) / Q_SUM));
+  store(k, Q_SUM / load(k));
+  float* upper = c.q_columns + round_up(half, 16) * W;
+  for (int d = 0; d < half; d += VL) {
+    const vf cos = __builtin_convertvector(*(const vd_mem*)(w.cos + d), vf), sin = __builtin_convertvector(*(const vd_mem*)(w.sin + d), vf), unit = load(p.unit + d);
+    __m512 first[W ? W : 1], second[W ? W : 1];
+#pragma GCC unroll 8
+    for (int h = 0; h < (W ? W : ROWS); h++) {
+      if (h >= c.rows) {
+        if (W) first[h] = second[h] = _mm512_setzero_ps();
+        continue;
+      }
+      const vf a = load(c.q[h] + d), b = load(c.q[h] + half + d), x = a * cos + b * sin, y = b * cos - a * sin, scale = unit * k[h];
+      _mm512_storeu_si512(c.qw[h] + d * 4, join_halves(x * scale, y * scale));
+      if (!W) continue;
+      const vf u = x * c.column_unit[h], v = y * c.column_unit[h];
+      first[h] = (__m512)join_halves(v, u);
+      second[h] = (__m512)join_halves(-u, v);
     }
-    const float k = Q_SUM / sum(total);
-    for (int d = 0; d < half; d += VL) {
-      const vf unit = load(p.unit + d) * k;
-      const vi a = round_to_int(load(q + d) * unit), b = round_to_int(load(q + half + d) * unit);
-      *(vi_mem*)(c.qw[h] + d * 4) = (a & 0xffff) | b << 16;
-    }
-    c.pair_scale[h] = 65536.0f / (32767.0f * 32767.0f) / k;
+    if (!W) continue;
+    store_columns<W ? W : 4>(first, d, c.q_columns);
+    store_columns<W ? W : 4>(second, d, upper);
   }
 }
 
 // For a byte shuffle: either half of a lane from the other one.
 INLINE __m512i other_half() { return _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); }
 
-// Codes of four pairs of neighbouring channels as indices into their tables: those of the lower channel in the low halves, 16 more than those of the upper in the
-// high ones.
+// Codes of four pairs of neighbouring channels as indices into their tables, the lower channel's in the low halves.
 INLINE void pair_codes(vi words, __m512i* codes) {
-  const __m512i nibble = _mm512_set1_epi8(15), second = _mm512_set1_epi8(16);
-  const __m512i low = _mm512_and_si512((__m512i)words, nibble);
-  const __m512i high = _mm512_ternarylogic_epi32(_mm512_srli_epi32((__m512i)words, 4), nibble, second, 0xea);
+  const __m512i nibble = _mm512_set1_epi8(30), odd = _mm512_set1_epi8(1);
+  const __m512i low = _mm512_and_si512(_mm512_add_epi32((__m512i)words, (__m512i)words), nibble);
+  const __m512i high = _mm512_ternarylogic_epi32(_mm512_srli_epi32((__m512i)words, 3), nibble, odd, 0xea);
   codes[0] = _mm512_mask_shuffle_epi8(low, 0xcccccccccccccccc, high, other_half());
   codes[2] = _mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, other_half());
   codes[1] = _mm512_srli_epi16(codes[0], 8);  // an index is the lowest 5 bits of 16
@@ -93,10 +140,9 @@ INLINE void pair_codes(vi words, __m512i* codes) {
 }
 
 // Scores of T neighbouring tiles against NH rows: what is loaded of tables and queries serves them all.
-template <int NH, int T, bool THREE_BITS>
+template <int NH, int T, int BITS>
 static void pair_tiles(const Chunk& c, const KeyPairs& p, const Nibbles& n, int tile, int head_dim, float* s) {
   const int half = head_dim / 2, next = n.row_bytes[0] * TILE, next1 = n.row_bytes[1] * TILE;
-  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
   __m512i acc[T][NH];
 #pragma GCC unroll 2
   for (int i = 0; i < T; i++)
@@ -104,30 +150,40 @@ static void pair_tiles(const Chunk& c, const KeyPairs& p, const Nibbles& n, int 
     for (int h = 0; h < NH; h++) acc[i][h] = _mm512_setzero_si512();
   const uint8_t *src = n.src[0], *src1 = n.src[1], *q = c.qw[0];
   int shift = 0, shift1 = 0;
+  __m512i down = _mm512_setzero_si512(), down1 = down;  // fewer bits: the field's place in the nibble
+  if (BITS == 3) down = _mm512_set1_epi32(1);
   for (int d = 0; d < half; d += 4, q += 16) {
     __m512i codes[T][4];
 #pragma GCC unroll 2
     for (int i = 0; i < T; i++) {
-      if (!shift) fetch(src + i * next + n.ahead);
-      vi words = load_int(src + i * next);
-      if (THREE_BITS) {
+      if (BITS == 4 || !shift) fetch(src + i * next + n.ahead);
+      __m512i words = _mm512_loadu_si512(src + i * next);
+      if (BITS == 2) words = _mm512_srlv_epi32(words, down);
+      if (BITS == 3) {  // of 2-bit fields at bits 1 and 2 of their nibbles, and 1-bit fields at bit 0: codes of 3 bits. Bit 3 is anything.
         if (!shift1) fetch(src1 + i * next1 + n.ahead);
-        words = join_nibbles(words, shift, load_int(src1 + i * next1) >> shift1);
-      } else {
-        words >>= shift;
+        words = _mm512_ternarylogic_epi32(_mm512_set1_epi32(0x66666666), _mm512_rolv_epi32(words, down), _mm512_srlv_epi32(_mm512_loadu_si512(src1 + i * next1), down1), 0xca);
       }
-      pair_codes(words, codes[i]);
+      pair_codes((vi)words, codes[i]);
     }
-    if ((src += 64) == n.src[0] + next) src = n.src[0], shift += 2;
-    if (THREE_BITS && (src1 += 64) == n.src[1] + next1) src1 = n.src[1], shift1++;
+    src += 64;
+    if (BITS != 4 && src == n.src[0] + next) {
+      src = n.src[0];
+      shift += 2;
+      down = _mm512_set1_epi32(BITS == 3 ? 31 : shift);
+    }
+    if (BITS == 3 && (src1 += 64) == n.src[1] + next1) {
+      src1 = n.src[1];
+      down1 = _mm512_set1_epi32(++shift1);
+    }
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) {
       const __m512i table = _mm512_load_si512(p.table[d + k]);
       __m512i turned[T];
 #pragma GCC unroll 2
       for (int i = 0; i < T; i++) {
-        const __m512i keys = _mm512_permutexvar_epi16(codes[i][k], table), turn = _mm512_load_si512(p.turns[tile + i][d + k]);
-        const __m512i x = _mm512_madd_epi16(keys, _mm512_xor_si512(turn, upper)), y = _mm512_madd_epi16(keys, _mm512_rol_epi32(turn, 16));
+        const int32_t(*turn)[TILE] = p.turns[(tile + i) * half + d + k];
+        const __m512i keys = _mm512_permutexvar_epi16(codes[i][k], table);
+        const __m512i x = _mm512_madd_epi16(keys, _mm512_load_si512(turn[0])), y = _mm512_madd_epi16(keys, _mm512_load_si512(turn[1]));
         turned[i] = _mm512_mask_shuffle_epi8(y, 0x3333333333333333, x, other_half());
       }
 #pragma GCC unroll 8
@@ -145,20 +201,23 @@ static void pair_tiles(const Chunk& c, const KeyPairs& p, const Nibbles& n, int 
 }
 
 typedef void (*PairKernel)(const Chunk&, const KeyPairs&, const Nibbles&, int tile, int head_dim, float* s);
-#define PAIR_ROWS(t, three) \
-  {pair_tiles<1, t, three>, pair_tiles<2, t, three>, pair_tiles<3, t, three>, pair_tiles<4, t, three>, \
-   pair_tiles<5, t, three>, pair_tiles<6, t, three>, pair_tiles<7, t, three>, pair_tiles<8, t, three>}
-static const PairKernel pair_kernels[2][2][ROWS] = {{PAIR_ROWS(1, false), PAIR_ROWS(1, true)}, {PAIR_ROWS(2, false), PAIR_ROWS(2, true)}};
+#define PAIR_ROWS(t, bits) \
+  {pair_tiles<1, t, bits>, pair_tiles<2, t, bits>, pair_tiles<3, t, bits>, pair_tiles<4, t, bits>, \
+   pair_tiles<5, t, bits>, pair_tiles<6, t, bits>, pair_tiles<7, t, bits>, pair_tiles<8, t, bits>}
+static const PairKernel pair_kernels[2][3][ROWS] = {{PAIR_ROWS(1, 2), PAIR_ROWS(1, 3), PAIR_ROWS(1, 4)}, {PAIR_ROWS(2, 2), PAIR_ROWS(2, 3), PAIR_ROWS(2, 4)}};
 #undef PAIR_ROWS
 
 // Of one tile or two.
 INLINE void attend_pairs(const Chunk& c, const KeyPairs& p, const Nibbles& n, int tile, int tiles, int head_dim, float* s) {
-  pair_kernels[tiles - 1][n.bits == 3][c.rows - 1](c, p, n, tile, head_dim, s);
+  pair_kernels[tiles - 1][n.bits - 2][c.rows - 1](c, p, n, tile, head_dim, s);
 }
 #else
 INLINE bool pairs_usable(const kvbits_tensor&, const int*, int, int) { return false; }
 INLINE void fill_turns(KeyPairs&, const float*, int, int) {}
-INLINE void fill_pairs(KeyPairs&, const float*, const float*, const float*, int) {}
-INLINE void quantize_pairs(Chunk&, const KeyPairs&, int) {}
+INLINE void fill_pair_levels(KeyPairs&, const float*) {}
+INLINE void fill_pairs(KeyPairs&, const float*, const float*, int) {}
+INLINE void measure_pairs(Chunk&, int) {}
+template <int W>
+INLINE void quantize_pairs(Chunk&, const Decoded&, const KeyPairs&, int) {}
 INLINE void attend_pairs(const Chunk&, const KeyPairs&, const Nibbles&, int, int, int, float*) {}
 #endif

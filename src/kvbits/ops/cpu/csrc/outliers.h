@@ -1,10 +1,10 @@
-// Listed outliers (KVQuant, arXiv:2401.18079, section 3.5) in attention. Included inside a tier's anonymous namespace, after attend_state.h.
+// Listed outliers (KVQuant, arXiv:2401.18079, section 3.5) in attention. Included inside a tier's anonymous namespace, after key_pairs.h.
 //
 // Outliers are listed by ascending token, so each block owns a run of the list, which is added to its scores and outputs. What a page
 // holds is not trusted: an index outside its run counts nothing.
 //
-// Queries, scores, probabilities and outputs are kept by fours of rows beside each other for this: an outlier then meets four rows in one vector. Scores are added
-// to the others block by block, outputs at the end of a part.
+// Queries, scores, probabilities and outputs are kept by columns for this: the W (4 or 8) rows of one channel or token side by side, so that an outlier meets all
+// rows in one vector. Scores are added to the others block by block, outputs at the end of a part.
 
 struct Outliers {
   const uint8_t *index, *value;
@@ -28,39 +28,19 @@ INLINE int outlier_end(const Outliers& o, int from, uint32_t limit) {
   return from;
 }
 
-// Where the four of number i is, in an order that costs least to make.
-#ifdef HAVE_FOURS
-INLINE vi place_of_four(vi i) { return (i & ~15) | ((i & 3) << 2) | ((i >> 2) & 3); }
-#else
-INLINE vi place_of_four(vi i) { return i; }
-#endif
-
-#ifndef HAVE_FOURS
-// Numbers `first` .. first + 15 of four rows, to places.
-INLINE void gather_fours(const float* rows, int64_t stride, int first, Fours* to) {
-  for (int i = first; i < first + 16; i++)
-    for (int r = 0; r < 4; r++) to[i][r] = rows[r * stride + i];
-}
-// rows += fours.
-INLINE void add_fours(float* rows, int64_t stride, int first, const Fours* from) {
-  for (int r = 0; r < 4; r++)
-    for (int i = first; i < first + 16; i++) rows[r * stride + i] += from[i][r];
-}
-#endif
-
 // Queries as the chunk's outliers meet them.
-static void query_fours(Chunk& c, bool turned, int head_dim) {
-  for (int h = 0; h < c.rows; h += 4)
-    for (int i = 0; i < head_dim; i += 16) gather_fours(turned ? c.folded[h] : c.q[h], ROW_STRIDE, i, c.q_fours[h / 4]);
+template <int W>
+static void query_columns(Chunk& c, bool turned, int head_dim) {
+  for (int i = 0; i < head_dim; i += 16) gather_columns<W>(turned ? c.folded[0] : c.q[0], ROW_STRIDE, i, c.q_columns);
 }
 
-// Takes up to SIZE entries from `begin` apart, tokens counted from `first`. Entries that do not lie in `tokens` tokens from there come out as
-// zeros on the first element.
-static void split_outliers(const Outliers& o, OutlierBatch& b, int begin, int end, int first, int tokens, int head_dim) {
-  const int n = end - begin < OutlierBatch::SIZE ? end - begin : OutlierBatch::SIZE, size = dtype_bytes(o.dtype);
-  const int base = first * head_dim;
+// Takes entries `begin` .. begin + n - 1 (at most OutlierBatch::SIZE) apart, a vector at a time: take(where in the batch, token counted from `first`, channel, value). Entries
+// that do not lie in `tokens` tokens from there come out as zeros on the first element.
+template <class Take>
+INLINE void split_outliers(const Outliers& o, OutlierBatch& b, int begin, int n, int first, int tokens, int head_dim, Take take) {
+  const int base = first * head_dim, size = dtype_bytes(o.dtype);
   const vf inverse = splat(1.0f / (float)head_dim);
-  if (n % VL) *(vi_mem*)(b.token + n / VL * VL) = *(vi_mem*)(b.channel + n / VL * VL) = vi{};  // lanes behind the list are computed with, though not used
+  const int shift = head_dim & (head_dim - 1) ? -1 : __builtin_ctz(head_dim);
   for (int i = 0; i < n; i += VL) {
     // The last vector overlaps the one before it: behind the list lies what must not be read.
     const int from = n - i >= VL || n < VL ? i : n - VL;
@@ -80,15 +60,20 @@ static void split_outliers(const Outliers& o, OutlierBatch& b, int begin, int en
       value = load(values);
     }
     at -= base;
-    const vi inside = (at >= splat_int(0)) & (at < splat_int(tokens * head_dim));
+    const vi inside = (vi)((vu)at < (vu)splat_int(tokens * head_dim));
     at &= inside;
-    // Numbers up to 64 * 512: half an element is far more than the rounding of the quotient.
-    const vi token = __builtin_convertvector((to_float(at) + 0.5f) * inverse, vi);
-    *(vi_mem*)(b.token + from) = token;
-    *(vi_mem*)(b.channel + from) = at - token * head_dim;
     store(b.value + from, select(inside, value, vf{}));
+    if (shift >= 0) {
+      take(from, at >> shift, at & splat_int(head_dim - 1));
+    } else {
+      // Numbers up to 64 * 512: half an element is far more than the rounding of the quotient.
+      const vi token = __builtin_convertvector((to_float(at) + 0.5f) * inverse, vi);
+      take(from, token, at - token * head_dim);
+    }
   }
 }
+
+INLINE int batch_size(int begin, int end) { return end - begin < OutlierBatch::SIZE ? end - begin : OutlierBatch::SIZE; }
 
 // Runs of the block that begins at `token`.
 static void find_runs(Decoded& w, const kvbits_tensor& key, const kvbits_tensor& value, const uint8_t* page, int page_size, int head_dim, int token) {
@@ -104,95 +89,118 @@ static void find_runs(Decoded& w, const kvbits_tensor& key, const kvbits_tensor&
   }
 }
 
-// Cosines and sines from the block's first tile on, those of KeyPairs where there are any: they lie in the fastest cache already. None: keys are as the model made them.
+// The first n entries of a batch, neighbours of the list far apart: they often are of one token, and a sum in memory waits for the one before it.
+template <class Do>
+INLINE void each_apart(OutlierBatch& b, int n, Do one) {
+  constexpr int PARTS = 4;
+  const int part = (n + PARTS - 1) / PARTS;
+  for (int i = n; i < part * PARTS; i++) {
+    b.token[i] = b.channel[i] = b.upper[i] = b.turn[i] = 0;
+    b.value[i] = b.low[i] = b.high[i] = 0.0f;
+  }
+  for (int i = 0; i < part; i++)
+#pragma GCC unroll 8
+    for (int k = 0; k < PARTS; k++) one(i + k * part);
+}
+
+// Cosines and sines from the block's first tile on; null: keys are as the model made them.
 struct OutlierTurns {
-  const float* floats;
-  const int32_t* shorts;
+  const float* floats;    // kvbits_tensor.turns
+  const int32_t* shorts;  // KeyPairs.turns, (sine, cosine): queries are pairs of integers then
 };
 
-// What an outlier of a turned key pair adds: x (cos q[pair] + sin q[pair + half]) in the lower half, x (cos q[pair + half] - sin q[pair]) in the
-// upper one. No branches: which half it is cannot be foreseen.
-static void turn_outliers(OutlierBatch& b, int n, const OutlierTurns& turns, int half) {
-  for (int i = 0; i < n; i += VL) {
-    const vi channel = load_int(b.channel + i), token = load_int(b.token + i);
-    const vi pair = channel - (splat_int(half) & (channel >= splat_int(half)));
-    *(vi_mem*)(b.turn + i) = turns.shorts ? ((token >> 4) * (MAX_HEAD_DIM / 2) + pair) * TILE + (token & 15)
-                                          : ((token >> 4) * half + pair) * (2 * TILE) + (token & 15);
-  }
-  if (turns.shorts) {
-    for (int i = 0; i < n; i++) b.turn[i] = turns.shorts[b.turn[i]];
-    for (int i = 0; i < n; i += VL) {
-      const vi both = load_int(b.turn + i);
-      store(b.low + i, to_float(both << 16 >> 16) * (1.0f / 32767.0f));
-      store(b.high + i, to_float(both >> 16) * (1.0f / 32767.0f));
+// Scores of key outliers that meet fp32 queries. An outlier of a turned pair adds x (cos q[pair] + sin q[pair + half]) in the lower half, x (cos q[pair + half] - sin q[pair]) in
+// the upper one. No branches: which half it is cannot be foreseen.
+template <int W>
+static void add_key_floats(const Chunk& c, Decoded& w, const Outliers& o, const float* turns, int head_dim, int token) {
+  typedef float column __attribute__((vector_size(W * 4)));
+  OutlierBatch& b = w.batch;
+  const int half = head_dim / 2;
+  const char* q = (const char*)c.q_columns;
+  char* s = (char*)w.block_columns;
+  for (int begin = w.key_run[0]; begin < w.key_run[1]; begin += OutlierBatch::SIZE) {
+    const int n = batch_size(begin, w.key_run[1]);
+    split_outliers(o, b, begin, n, token, BLOCK, head_dim, [&](int i, vi t, vi channel) {
+      *(vi_mem*)(b.token + i) = place_of_column(t) * (W * 4);
+      const vi upper = turns ? channel >= splat_int(half) : vi{}, pair = channel - (splat_int(half) & upper);
+      *(vi_mem*)(b.channel + i) = place_of_column(pair) * (W * 4);
+      if (!turns) return;
+      *(vi_mem*)(b.upper + i) = place_of_column(pair + half) * (W * 4);
+      *(vi_mem*)(b.turn + i) = (((t >> 4) * half + pair) * (2 * TILE) + (t & 15)) << 1 | (upper & 1);
+    });
+    for (int i = 0; turns && i < n; i++) {
+      const float cos = turns[b.turn[i] >> 1], sin = turns[(b.turn[i] >> 1) + TILE], x = b.value[i];
+      b.low[i] = x * (b.turn[i] & 1 ? -sin : cos);
+      b.high[i] = x * (b.turn[i] & 1 ? cos : sin);
     }
-  } else {
-    for (int i = 0; i < n; i++) {
-      b.low[i] = turns.floats[b.turn[i]];
-      b.high[i] = turns.floats[b.turn[i] + TILE];
-    }
-  }
-  for (int i = 0; i < n; i += VL) {
-    const vi channel = load_int(b.channel + i), upper = channel >= splat_int(half);
-    const vf x = load(b.value + i), cos = load(b.low + i), sin = load(b.high + i);
-    store(b.low + i, x * select(upper, -sin, cos));
-    store(b.high + i, x * select(upper, cos, sin));
-    const vi pair = channel - (splat_int(half) & upper);
-    *(vi_mem*)(b.channel + i) = place_of_four(pair);
-    *(vi_mem*)(b.upper + i) = place_of_four(pair + half);
+    if (turns)
+      each_apart(b, n, [&](int i) { *(column*)(s + b.token[i]) += *(const column*)(q + b.channel[i]) * b.low[i] + *(const column*)(q + b.upper[i]) * b.high[i]; });
+    else
+      each_apart(b, n, [&](int i) { *(column*)(s + b.token[i]) += *(const column*)(q + b.channel[i]) * b.value[i]; });
   }
 }
 
-static void find_places(int32_t* at, int n) {
-  for (int i = 0; i < n; i += VL) *(vi_mem*)(at + i) = place_of_four(load_int(at + i));
+#ifdef HAVE_PAIR_DOTS
+// The same with queries in pairs of integers (columns_of_pairs) and the turns that KeyPairs uses, which lie in the fastest cache already.
+template <int W>
+static void add_key_pairs(const Chunk& c, Decoded& w, const Outliers& o, const int32_t* turns, int head_dim, int token) {
+  typedef float column __attribute__((vector_size(W * 4)));
+  OutlierBatch& b = w.batch;
+  const int half = head_dim / 2;
+  const char *q = (const char*)c.q_columns, *turn = (const char*)turns;
+  char* s = (char*)w.block_columns;
+  const vi upper_first = splat_int(round_up(half, 16));
+  for (int begin = w.key_run[0]; begin < w.key_run[1]; begin += OutlierBatch::SIZE) {
+    const int n = batch_size(begin, w.key_run[1]);
+    split_outliers(o, b, begin, n, token, BLOCK, head_dim, [&](int i, vi t, vi channel) {
+      const vi upper = channel >= splat_int(half), pair = channel - (splat_int(half) & upper);
+      *(vi_mem*)(b.token + i) = place_of_column(t) * (W * 4);
+      *(vi_mem*)(b.channel + i) = (place_of_column(pair) + (upper_first & upper)) * (W * 4);
+      *(vi_mem*)(b.turn + i) = (((t >> 4) * half + pair) * (2 * TILE) + (t & 15)) * 4;
+    });
+    each_apart(b, n, [&](int i) { *(column*)(s + b.token[i]) += pair_column<W>(q + b.channel[i], turn + b.turn[i]) * b.value[i]; });
+  }
 }
+#endif
 
 // Scores of the block's key outliers.
-static void add_key_outliers(Chunk& c, Block& block, Decoded& w, const Outliers& o, const OutlierTurns& turns, int head_dim, int token) {
-  OutlierBatch& b = w.batch;
-  const bool whole = w.key_run[1] - w.key_run[0] <= OutlierBatch::SIZE;  // one batch serves all rows
-  for (int h = 0; h < c.rows; h += 4) {
-    Fours* s = w.block_fours;
-    const Fours* q = c.q_fours[h / 4];
-    for (int i = 0; i < 4 * BLOCK; i += VL) store((float*)s + i, vf{});
-    for (int begin = w.key_run[0]; begin < w.key_run[1]; begin += OutlierBatch::SIZE) {
-      const int left = w.key_run[1] - begin, n = left < OutlierBatch::SIZE ? left : OutlierBatch::SIZE;
-      if (!whole || !h) {
-        split_outliers(o, b, begin, w.key_run[1], token, BLOCK, head_dim);
-        if (turns.floats) turn_outliers(b, n, turns, head_dim / 2);
-        else find_places(b.channel, n);
-        find_places(b.token, n);
-      }
-      if (turns.floats)
-        for (int i = 0; i < n; i++) s[b.token[i]] += q[b.channel[i]] * b.low[i] + q[b.upper[i]] * b.high[i];
-      else
-        for (int i = 0; i < n; i++) s[b.token[i]] += q[b.channel[i]] * b.value[i];
-    }
-    for (int i = 0; i < BLOCK; i += 16) add_fours(block.s[h], BLOCK, i, s);
+template <int W>
+static void add_key_outliers(const Chunk& c, Block& block, Decoded& w, const Outliers& o, const OutlierTurns& turns, int head_dim, int token) {
+  clear_columns(w.block_columns, W * BLOCK);
+#ifdef HAVE_PAIR_DOTS
+  if (turns.shorts) {
+    add_key_pairs<W>(c, w, o, turns.shorts, head_dim, token);
+    for (int i = 0; i < BLOCK; i += 16) add_columns<W>(block.s[0], BLOCK, i, w.block_columns, c.column_scale);
+    return;
   }
+#endif
+  add_key_floats<W>(c, w, o, turns.floats, head_dim, token);
+  for (int i = 0; i < BLOCK; i += 16) add_columns<W>(block.s[0], BLOCK, i, w.block_columns, nullptr);
 }
 
 // Outputs of the block's value outliers.
+template <int W>
 static void add_value_outliers(Chunk& c, const Block& block, Decoded& w, const Outliers& o, int head_dim, int token) {
+  typedef float column __attribute__((vector_size(W * 4)));
   OutlierBatch& b = w.batch;
-  const bool whole = w.value_run[1] - w.value_run[0] <= OutlierBatch::SIZE;
-  for (int h = 0; h < c.rows; h += 4) {
-    Fours *p = w.block_fours, *to = c.acc_fours[h / 4];
-    for (int i = 0; i < BLOCK; i += 16) gather_fours(block.s[h], BLOCK, i, p);
-    for (int begin = w.value_run[0]; begin < w.value_run[1]; begin += OutlierBatch::SIZE) {
-      const int left = w.value_run[1] - begin, n = left < OutlierBatch::SIZE ? left : OutlierBatch::SIZE;
-      if (!whole || !h) {
-        split_outliers(o, b, begin, w.value_run[1], token, BLOCK, head_dim);
-        find_places(b.channel, n);
-        find_places(b.token, n);
-      }
-      for (int i = 0; i < n; i++) to[b.channel[i]] += p[b.token[i]] * b.value[i];
-    }
+  const char* p = (const char*)w.block_columns;
+  char* to = (char*)c.acc_columns;
+  for (int i = 0; i < BLOCK; i += 16) gather_columns<W>(block.s[0], BLOCK, i, w.block_columns);
+  for (int begin = w.value_run[0]; begin < w.value_run[1]; begin += OutlierBatch::SIZE) {
+    const int n = batch_size(begin, w.value_run[1]);
+    split_outliers(o, b, begin, n, token, BLOCK, head_dim, [&](int i, vi t, vi channel) {
+      *(vi_mem*)(b.token + i) = place_of_column(t) * (W * 4);
+      *(vi_mem*)(b.channel + i) = place_of_column(channel) * (W * 4);
+    });
+    for (int i = 0; i < n; i++) *(column*)(to + b.channel[i]) += *(const column*)(p + b.token[i]) * b.value[i];
   }
 }
 
 // The part's value outliers into the outputs.
+template <int W>
 static void fold_value_outliers(Chunk& c, int head_dim) {
-  for (int h = 0; h < c.rows; h += 4)
-    for (int i = 0; i < head_dim; i += 16) add_fours(c.acc[h], ROW_STRIDE, i, c.acc_fours[h / 4]);
+  for (int i = 0; i < head_dim; i += 16) add_columns<W>(c.acc[0], ROW_STRIDE, i, c.acc_columns, nullptr);
 }
+
+// A call with W for the chunk's rows.
+#define BY_ROWS(c, f, ...) ((c).rows <= 4 ? f<4>(__VA_ARGS__) : f<8>(__VA_ARGS__))

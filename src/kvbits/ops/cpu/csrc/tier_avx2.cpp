@@ -11,6 +11,7 @@ namespace {
 #include "dots_avx2.h"
 #include "dots_float.h"
 #include "codebooks.h"
+#include "columns.h"
 #include "key_pairs.h"
 #include "outliers.h"
 #include "attend_softmax.h"

@@ -10,6 +10,7 @@ namespace {
 #include "dots_generic.h"
 #include "dots_float.h"
 #include "codebooks.h"
+#include "columns.h"
 #include "key_pairs.h"
 #include "outliers.h"
 #include "attend_softmax.h"
