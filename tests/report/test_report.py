@@ -78,6 +78,25 @@ def test_the_recommendation_is_the_smallest_worst_kl(folder):
     assert "`int8`" in markdown.recommendations(results)[0]
 
 
+def test_mass_matched_stands_beside_raw_s_and_float32_s(folder):
+    results = collect(folder)
+    columns, rows, said = markdown.mass_rows(results)
+    assert columns[:3] == ["model", "raw", "int8"] and len(columns) == 5 and "Float32 takes it away" in said
+    sixteen, exact = (results.models[k].tasks["fidelity"] for k in ("tiny", "tiny-float32"))
+    first, second = ([f"{cells[n].summary['mass_matched']:.2%}" for n in columns[1:]] for cells in (sixteen, exact))
+    assert rows == [["tiny, bfloat16", *first], ["least, bfloat16", *first], ["tiny, float32", *second], ["least, float32", *second]]
+    assert second[0] == "100.00%"
+    line = markdown.recommendations(results)[0]
+    assert f"(the lossless `raw`: {sixteen['raw'].summary['mass_matched']:.1%}; in float32, without rounding noise, " in line and " or more on 1 model)." in line
+    other = dataclasses.replace(results.models["tiny"], name="other", tasks={"fidelity": {n: c for n, c in sixteen.items() if n != "raw"}})
+    exact = dataclasses.replace(results.models["tiny-float32"], tasks={"fidelity": {n: c for n, c in exact.items() if n != "int8"}})
+    _, rows, _ = markdown.mass_rows(dataclasses.replace(results, models={"tiny": results.models["tiny"], "other": other, "tiny-float32": exact}))
+    assert [r[:3] for r in rows] == [
+        ["tiny, bfloat16", *first[:2]], ["other, bfloat16", "", first[1]], ["least, bfloat16", f"{first[0]} (1 of 2)", first[1]],
+        ["tiny, float32", "100.00%", ""], ["least, float32", "100.00%", ""],
+    ]  # fmt: skip
+
+
 def test_the_readme_part_is_replaced_between_its_markers(folder, tmp_path):
     part = markdown.readme_table(collect(folder))
     text = f"before\n{markdown.BEGIN}\nold\n{markdown.END}\nafter\n"

@@ -5,6 +5,7 @@ The README's table is what `readme_table` gives for benchmarks/results/eval; `kv
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,20 +104,69 @@ def recommendations(results: Results) -> list[str]:
     none where even that passes `USABLE_KL`."""
     models = {k: m for k, m in results.sixteen_bit.items() if "fidelity" in m.tasks}
     found = []
-    for title, low, high in CLASSES:
-        best = best_of(models, low, high)
-        if best is None:
-            continue
-        worst_kl, worst_ppl, mass = (
-            max(_measured(m)[best].summary[k] for m in models.values()) if k != "mass_matched" else min(_measured(m)[best].summary[k] for m in models.values())
-            for k in ("kl_mean", "ppl_change", "mass_matched")
-        )
+    for title, best in _recommended(models):
+        worst_kl, worst_ppl = (max(_measured(m)[best].summary[k] for m in models.values()) for k in ("kl_mean", "ppl_change"))
         name = f"`{best}`" if worst_kl <= USABLE_KL else f"none to recommend; the best is `{best}`"
         found.append(
-            f"**{title}: {name}**. At worst over these models KL {worst_kl:.4f} nats, perplexity {worst_ppl:+.2%}, {mass:.1%} of the probability mass where "
-            "the 16-bit cache puts it."
+            f"**{title}: {name}**. At worst over these models KL {worst_kl:.4f} nats, perplexity {worst_ppl:+.2%}, {_least_mass(models.values(), best):.1%} of "
+            f"the probability mass where the 16-bit cache puts it{_floor(results, best)}."
         )
     return found
+
+
+def _recommended(models: dict[str, Model]) -> list[tuple[str, str]]:
+    """(class of bits, scheme) of every class that has one."""
+    return [(title, best) for title, low, high in CLASSES if (best := best_of(models, low, high)) is not None]
+
+
+def _least_mass(models: Iterable[Model], scheme: str) -> float | None:
+    """The least probability mass matched over those of the models where the scheme was measured."""
+    return min((_measured(m)[scheme].summary["mass_matched"] for m in models if scheme in _measured(m)), default=None)
+
+
+def _float32(results: Results) -> list[Model]:
+    """Models measured without a 16-bit dtype's rounding noise."""
+    return [m for k, m in results.models.items() if k not in results.sixteen_bit and "fidelity" in m.tasks]
+
+
+def _floor(results: Results, scheme: str) -> str:
+    """What of the mass a scheme loses is noise: what the lossless cache matches, and what the scheme matches without noise."""
+    found = []
+    if (raw := _least_mass(results.sixteen_bit.values(), "raw")) is not None:
+        found.append(f"the lossless `raw`: {raw:.1%}")
+    exact = [m for m in _float32(results) if scheme in _measured(m)]
+    if (least := _least_mass(exact, scheme)) is not None:
+        found.append(f"in float32, without rounding noise, {least:.1%} or more on {_count(len(exact))}")
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def _count(models: int) -> str:
+    return "1 model" if models == 1 else f"{models} models"
+
+
+def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
+    """(column names, rows, a sentence) of the table of probability mass matched by `raw` and the recommended schemes on each model, and the least of each
+    dtype's models."""
+    sixteen = {k: m for k, m in results.sixteen_bit.items() if "fidelity" in m.tasks}
+    dtypes: dict[str, list[Model]] = {}
+    for m in [*sixteen.values(), *_float32(results)]:
+        dtypes.setdefault(m.facts["dtype"], []).append(m)
+    schemes = ["raw", *(best for _, best in _recommended(sixteen))]
+    rows = []
+    for dtype, models in dtypes.items():
+        rows += [[f"{m.name}, {dtype}", *(_percent(_least_mass([m], s)) for s in schemes)] for m in models]
+        least = [f"least, {dtype}"]
+        for s in schemes:
+            there = sum(s in _measured(m) for m in models)
+            least.append(_percent(_least_mass(models, s)) + (f" ({there} of {len(models)})" if 0 < there < len(models) else ""))
+        rows.append(least)
+    noise = " What the lossless `raw` misses is rounding noise: two correct kernels differ by as much. Float32 takes it away." if rows[0][1] else ""
+    said = f"Probability mass matched: 1 - total variation between the next-token distributions, mean over tokens.{noise}"
+    return ["model", *schemes], rows, said
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.2%}"
 
 
 def best_of(models: dict[str, Model], low: float, high: float) -> str | None:
@@ -138,7 +188,10 @@ def readme_table(results: Results) -> str:
     columns, rows, notes = scheme_rows(results)
     chosen = recommendations(results)
     rest = [n for n in notes if n not in chosen]
-    return "\n".join([BEGIN, *(f"- {c}" for c in chosen), "", table(columns, [r.cells for r in rows]), "", " ".join(rest), END])
+    mass_columns, mass, said = mass_rows(results)
+    return "\n".join(
+        [BEGIN, *(f"- {c}" for c in chosen), "", table(columns, [r.cells for r in rows]), "", " ".join(rest), "", table(mass_columns, mass), "", said, END]
+    )
 
 
 def put_into(text: str, part: str) -> str:
@@ -155,7 +208,8 @@ def put_into(text: str, part: str) -> str:
 def report(results: Results) -> str:
     """Everything as Markdown."""
     columns, rows, notes = scheme_rows(results)
-    parts = ["# What few bits cost", *notes, table(columns, [r.cells for r in rows])]
+    mass_columns, mass, said = mass_rows(results)
+    parts = ["# What few bits cost", *notes, table(columns, [r.cells for r in rows]), said, table(mass_columns, mass)]
     for m in results.models.values():
         for task, cells in m.tasks.items():
             if task == "fidelity":

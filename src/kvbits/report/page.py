@@ -180,7 +180,14 @@ def markdown_table(results: Results) -> str:
     chosen = markdown.recommendations(results)
     lead = "".join(f"<li>{_inline(n)}</li>" for n in chosen)
     text = "".join(f'<p class="note">{_inline(n)}</p>' for n in notes if n not in chosen)
-    return f'<ul>{lead}</ul><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{text}'
+    mass_columns, mass, said = markdown.mass_rows(results)
+    mass_head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in mass_columns)
+    mass_body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in mass)
+    return f'<ul>{lead}</ul>{_table(head, body)}{text}{_table(mass_head, mass_body)}<p class="note">{_inline(said)}</p>'
+
+
+def _table(head: str, body: str) -> str:
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _inline(text: str) -> str:
