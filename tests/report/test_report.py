@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 def test_rows_go_from_many_bits_to_few_and_carry_what_was_measured(folder):
     results = collect(folder)
-    assert list(results.models) == ["tiny", "tiny-float32"] and list(results.sixteen_bit) == ["tiny"]
+    assert list(results.models) == ["tiny", "tiny-float32"] and list(results.as_used) == ["tiny"]
     columns, rows, notes = markdown.scheme_rows(results)
     assert columns == ["cache", "bits held", "bits", "tiny"]
     assert rows[0].scheme == "raw" and {r.scheme for r in rows} == {"raw", "int8", "int4", "kivi4", "kivi2"}
@@ -81,13 +81,13 @@ def test_the_recommendation_is_the_smallest_worst_kl(folder):
 def test_mass_matched_stands_beside_raw_s_and_float32_s(folder):
     results = collect(folder)
     columns, rows, said = markdown.mass_rows(results)
-    assert columns[:3] == ["model", "raw", "int8"] and len(columns) == 5 and "Float32 takes it away" in said
+    assert columns[:3] == ["model", "raw", "int8"] and len(columns) == 5 and "float32 hardly any" in said
     sixteen, exact = (results.models[k].tasks["fidelity"] for k in ("tiny", "tiny-float32"))
     first, second = ([f"{cells[n].summary['mass_matched']:.2%}" for n in columns[1:]] for cells in (sixteen, exact))
     assert rows == [["tiny, bfloat16", *first], ["least, bfloat16", *first], ["tiny, float32", *second], ["least, float32", *second]]
     assert second[0] == "100.00%"
     line = markdown.recommendations(results)[0]
-    assert f"(the lossless `raw`: {sixteen['raw'].summary['mass_matched']:.1%}; in float32, without rounding noise, " in line and " or more on 1 model)." in line
+    assert f"(the lossless `raw`: {sixteen['raw'].summary['mass_matched']:.1%}; in float32, with less rounding noise, " in line and " or more on 1 model)." in line
     other = dataclasses.replace(results.models["tiny"], name="other", tasks={"fidelity": {n: c for n, c in sixteen.items() if n != "raw"}})
     exact = dataclasses.replace(results.models["tiny-float32"], tasks={"fidelity": {n: c for n, c in exact.items() if n != "int8"}})
     _, rows, _ = markdown.mass_rows(dataclasses.replace(results, models={"tiny": results.models["tiny"], "other": other, "tiny-float32": exact}))

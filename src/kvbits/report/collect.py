@@ -48,9 +48,15 @@ class Results:
     simulated: tuple[str, ...] = ()
 
     @property
-    def sixteen_bit(self) -> dict[str, Model]:
-        """Models measured in a 16-bit dtype, as they are used; the others take rounding noise out."""
-        return {k: m for k, m in self.models.items() if m.facts["dtype"] != "float32"}
+    def as_used(self) -> dict[str, Model]:
+        """Every model in the dtype it is used in: bfloat16, or float16 if that was not measured."""
+        bfloat16 = {m.name for m in self.models.values() if m.facts["dtype"] == "bfloat16"}
+        return {k: m for k, m in self.models.items() if m.facts["dtype"] == "bfloat16" or (m.facts["dtype"] == "float16" and m.name not in bfloat16)}
+
+    @property
+    def finer(self) -> list[Model]:
+        """The other runs, which take rounding noise out: float32, and float16 of models used in bfloat16."""
+        return [m for k, m in self.models.items() if k not in self.as_used]
 
 
 def collect(directory: Path) -> Results:
@@ -75,7 +81,7 @@ def collect(directory: Path) -> Results:
     if not found:
         raise SpecError(f"{directory} holds simulated results only; reports show what packed caches measured: run `kvbits eval` without --simulate")
     models = {}
-    for name in sorted(found, key=lambda n: (facts[n]["dtype"] == "float32", facts[n]["parameters"], n)):
+    for name in sorted(found, key=lambda n: (facts[n]["dtype"] != "bfloat16", facts[n]["dtype"] != "float16", facts[n]["parameters"], n)):
         tasks = {t: dict(sorted(cells.items(), key=lambda kv: _order(kv[1], cells))) for t, cells in sorted(found[name].items())}
         models[name] = Model(facts[name]["name"], facts[name], tasks)
     return Results(models, tuple(simulated))

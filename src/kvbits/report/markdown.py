@@ -58,7 +58,7 @@ def scheme_rows(results: Results) -> tuple[list[str], list[Row], list[str]]:
     Raises:
         SpecError: no fidelity results of a 16-bit model.
     """
-    models = {k: m for k, m in results.sixteen_bit.items() if "fidelity" in m.tasks}
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     if not models:
         raise SpecError("no fidelity results of a 16-bit model; run `kvbits eval MODEL --tasks fidelity` first")
     first: dict[str, tuple[float, Cell]] = {}
@@ -102,7 +102,7 @@ def _notes(models: dict[str, Model]) -> list[str]:
 def recommendations(results: Results) -> list[str]:
     """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one;
     none where even that passes `USABLE_KL`."""
-    models = {k: m for k, m in results.sixteen_bit.items() if "fidelity" in m.tasks}
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     found = []
     for title, best in _recommended(models):
         worst_kl, worst_ppl = (max(_measured(m)[best].summary[k] for m in models.values()) for k in ("kl_mean", "ppl_change"))
@@ -124,19 +124,15 @@ def _least_mass(models: Iterable[Model], scheme: str) -> float | None:
     return min((_measured(m)[scheme].summary["mass_matched"] for m in models if scheme in _measured(m)), default=None)
 
 
-def _float32(results: Results) -> list[Model]:
-    """Models measured without a 16-bit dtype's rounding noise."""
-    return [m for k, m in results.models.items() if k not in results.sixteen_bit and "fidelity" in m.tasks]
-
-
 def _floor(results: Results, scheme: str) -> str:
     """What of the mass a scheme loses is noise: what the lossless cache matches, and what the scheme matches without noise."""
     found = []
-    if (raw := _least_mass(results.sixteen_bit.values(), "raw")) is not None:
+    if (raw := _least_mass(results.as_used.values(), "raw")) is not None:
         found.append(f"the lossless `raw`: {raw:.1%}")
-    exact = [m for m in _float32(results) if scheme in _measured(m)]
+    exact = [m for m in results.finer if "fidelity" in m.tasks and scheme in _measured(m)]
     if (least := _least_mass(exact, scheme)) is not None:
-        found.append(f"in float32, without rounding noise, {least:.1%} or more on {_count(len(exact))}")
+        dtypes = " and ".join(dict.fromkeys(m.facts["dtype"] for m in exact))
+        found.append(f"in {dtypes}, with less rounding noise, {least:.2%} or more on {_count(len({m.name for m in exact}))}")
     return f" ({'; '.join(found)})" if found else ""
 
 
@@ -147,9 +143,9 @@ def _count(models: int) -> str:
 def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
     """(column names, rows, a sentence) of the table of probability mass matched by `raw` and the recommended schemes on each model, and the least of each
     dtype's models."""
-    sixteen = {k: m for k, m in results.sixteen_bit.items() if "fidelity" in m.tasks}
+    sixteen = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     dtypes: dict[str, list[Model]] = {}
-    for m in [*sixteen.values(), *_float32(results)]:
+    for m in [*sixteen.values(), *(m for m in results.finer if "fidelity" in m.tasks)]:
         dtypes.setdefault(m.facts["dtype"], []).append(m)
     schemes = ["raw", *(best for _, best in _recommended(sixteen))]
     rows = []
@@ -160,7 +156,8 @@ def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
             there = sum(s in _measured(m) for m in models)
             least.append(_percent(_least_mass(models, s)) + (f" ({there} of {len(models)})" if 0 < there < len(models) else ""))
         rows.append(least)
-    noise = " What the lossless `raw` misses is rounding noise: two correct kernels differ by as much. Float32 takes it away." if rows[0][1] else ""
+    noise = " What the lossless `raw` misses is rounding noise, by which two correct kernels differ: float16 has an eighth of bfloat16's, float32 hardly any."
+    noise = noise if rows[0][1] else ""
     said = f"Probability mass matched: 1 - total variation between the next-token distributions, mean over tokens.{noise}"
     return ["model", *schemes], rows, said
 
