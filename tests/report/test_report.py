@@ -22,7 +22,7 @@ from kvbits.evaluate.texts import Text, novel
 from kvbits.planner import DENSE, _Dense
 from kvbits.report import arithmetic, markdown
 from kvbits.report.collect import collect, held_bits
-from kvbits.report.kernels import kernel_groups
+from kvbits.report.kernels import in_words, kernel_groups
 from kvbits.report.page import page, page_data
 from kvbits.spec import CacheSpec, LayerGeometry
 
@@ -87,7 +87,7 @@ def test_mass_matched_stands_beside_raw_s_and_float32_s(folder):
     assert rows == [["tiny, bfloat16", *first], ["least, bfloat16", *first], ["tiny, float32", *second], ["least, float32", *second]]
     assert second[0] == "100.00%"
     line = markdown.recommendations(results)[0]
-    assert f"(the lossless `raw`: {sixteen['raw'].summary['mass_matched']:.1%}; in float32, with less rounding noise, " in line and " or more on 1 model)." in line
+    assert f"(the lossless `raw`: {sixteen['raw'].summary['mass_matched']:.2%}; with less rounding noise " in line and " or more in float32 on 1 model)." in line
     other = dataclasses.replace(results.models["tiny"], name="other", tasks={"fidelity": {n: c for n, c in sixteen.items() if n != "raw"}})
     exact = dataclasses.replace(results.models["tiny-float32"], tasks={"fidelity": {n: c for n, c in exact.items() if n != "int8"}})
     _, rows, _ = markdown.mass_rows(dataclasses.replace(results, models={"tiny": results.models["tiny"], "other": other, "tiny-float32": exact}))
@@ -95,6 +95,19 @@ def test_mass_matched_stands_beside_raw_s_and_float32_s(folder):
         ["tiny, bfloat16", *first[:2]], ["other, bfloat16", "", first[1]], ["least, bfloat16", f"{first[0]} (1 of 2)", first[1]],
         ["tiny, float32", "100.00%", ""], ["least, float32", "100.00%", ""],
     ]  # fmt: skip
+
+
+def test_schemes_whose_windows_stayed_raw_are_no_part_of_the_scheme_table(folder):
+    results = collect(folder)
+    tiny = results.models["tiny"]
+    cells = tiny.tasks["fidelity"]
+    long = dataclasses.replace(cells["kivi4"], scheme="tiered", summary=cells["kivi4"].summary | {"kl_mean": 0.0, "bytes_held": cells["raw"].summary["bytes_held"]})
+    more = dataclasses.replace(results, models={"tiny": dataclasses.replace(tiny, tasks={"fidelity": cells | {"tiered": long}})})
+    _, rows, notes = markdown.scheme_rows(more)
+    assert "tiered" not in {r.scheme for r in rows} and any("Not in the table: `tiered`" in n for n in notes)
+    assert markdown.recommendations(more)[1].startswith("**4 bits: `") and not any("tiered" in r for r in markdown.recommendations(more))
+    other = dataclasses.replace(tiny, name="other")
+    assert "All models: 2 windows of 220 tokens of t, fed in chunks of 32, bfloat16." in markdown.scheme_rows(dataclasses.replace(results, models={"a": tiny, "b": other}))[2]
 
 
 def test_the_readme_part_is_replaced_between_its_markers(folder, tmp_path):
@@ -166,6 +179,11 @@ def test_the_committed_page_is_of_the_committed_results():
     found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.S)
     committed, fresh = json.loads(found.group(1))["models"], page_data(collect(RESULTS), None)["models"]
     assert committed == json.loads(json.dumps(fresh)), "run: kvbits report benchmarks/results/eval --html docs/report.html --benchmarks benchmarks/results"
+
+
+def test_shapes_are_said_in_words():
+    assert in_words("B=8 H=32/8 T=32768 D=128") == "8 sequences of 32,768 tokens, 32 query and 8 kv heads of 128"
+    assert in_words("B=1 H=4/4 T=64 D=80") == "1 sequence of 64 tokens, 4 query and 4 kv heads of 80" and in_words("other") == "other"
 
 
 def test_kernel_groups_of_missing_files_are_left_out(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,19 @@ def _gpu(data: dict[str, Any]) -> list[dict[str, Any]]:
         ours = [{"label": r["scheme"], "value": round(r["time_us"], 1), "kind": "kvbits"} for r in rows]
         theirs = [{"label": p["kernel"], "value": round(p["time_us"], 1), "kind": "stock"} for p in peers]
         bars = sorted([*ours, *theirs], key=lambda b: b["value"])
-        note = f"Decode attention on {data['device']}, {shape}; peers in the same run in orange. {data.get('command', '')}"
-        found.append({"title": f"{data['device']}: {shape}", "unit": "microseconds (less is faster)", "note": note, "bars": bars})
+        where = f"{data['device']}: {in_words(shape)}"
+        note = f"Decode attention, {where}; other libraries in the same run in orange, over 16 bits unless their name says else. {data.get('command', '')}"
+        found.append({"title": where, "unit": "microseconds (less is faster)", "note": note, "bars": bars})
     return found
+
+
+def in_words(shape: str) -> str:
+    """A benchmark's "B=8 H=32/8 T=32768 D=128" as a reader would say it."""
+    found = re.fullmatch(r"B=(\d+) H=(\d+)/(\d+) T=(\d+) D=(\d+)", shape)
+    if found is None:
+        return shape
+    batch, heads, kv_heads, tokens, size = (int(n) for n in found.groups())
+    return f"{batch} sequence{'s' if batch > 1 else ''} of {tokens:,} tokens, {heads} query and {kv_heads} kv heads of {size}"
 
 
 def _generate(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,12 +12,18 @@ from typing import Any
 from ..errors import SpecError
 from .collect import Cell, Model, Results, bits, held_bits
 
+LEGEND = (
+    "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows, then the KL divergence between the two "
+    "caches' next-token probabilities in nats (0: the same)."
+)
 BEGIN, END = "<!-- scheme-table: written by `kvbits report` -->", "<!-- /scheme-table -->"
 CLASSES = (("8 bits", 7.0, 9.0), ("4 bits", 3.9, 5.6), ("3 bits and fewer", 0.0, 3.9))
 """Bits per element at long context that compete with each other for a recommendation."""
 
 USABLE_KL = 0.05
 """Nats on its worst model above which the best of its bits is not recommended: a few percent of perplexity."""
+RAW_SHARE = 0.95
+"""Share of the raw cache's bits from which on nothing is quantized."""
 TIE_KL = 2e-4
 """Nats by which two correct kernels in bfloat16 differ: presets that near are equals."""
 
@@ -49,7 +55,18 @@ def conditions(model: Model, task: str = "fidelity") -> str:
 
 
 def _measured(model: Model) -> dict[str, Cell]:
-    return {n: c for n, c in model.tasks.get("fidelity", {}).items() if c.summary and c.kind != "base"}
+    """Caches beside the model's own, without those that `_still_raw` says were not measured."""
+    cells = model.tasks.get("fidelity", {})
+    return {n: c for n, c in cells.items() if c.summary and c.kind != "base" and not _still_raw(c, cells)}
+
+
+def _still_raw(cell: Cell, cells: dict[str, Cell]) -> bool:
+    """Whether a scheme of few bits held its windows raw to their ends: they were shorter than its raw zone, so its figures say nothing about its codes."""
+    stated, held = cell.info.get("bits_per_element"), held_bits(cell, cells)
+    if stated is None or held is None:
+        return False
+    whole = RAW_SHARE * next(float(c.info["bits_per_element"]) for c in cells.values() if c.kind == "base")
+    return stated < whole <= held
 
 
 def scheme_rows(results: Results) -> tuple[list[str], list[Row], list[str]]:
@@ -89,14 +106,17 @@ def _change(s: dict[str, Any]) -> str:
 
 
 def _notes(models: dict[str, Model]) -> list[str]:
-    found = [f"{m.title}: {conditions(m)}." for m in models.values()]
+    alike: dict[str, list[str]] = {}
+    for m in models.values():
+        alike.setdefault(conditions(m), []).append(m.title)
+    found = [f"{', '.join(titles) if len(alike) > 1 or len(models) == 1 else 'All models'}: {how}." for how, titles in alike.items()]
+    cells = [(c, m.tasks["fidelity"]) for m in models.values() for c in m.tasks["fidelity"].values() if c.summary]
+    if unmoved := list(dict.fromkeys(f"`{c.scheme}`" for c, all_of in cells if _still_raw(c, all_of))):
+        found.append(f"Not in the table: {', '.join(unmoved)}, whose raw zone is longer than these windows, so that nothing was quantized; see docs/tiers.md.")
     floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of bfloat16." if floor else ""
-    return [
-        "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows, then KL in nats. Bits held: bytes "
-        "at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more token costs at long context." + noise,
-        *found,
-    ]
+    return [LEGEND, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more token "
+            "costs at long context." + noise, *found]  # fmt: skip
 
 
 def recommendations(results: Results) -> list[str]:
@@ -108,7 +128,7 @@ def recommendations(results: Results) -> list[str]:
         worst_kl, worst_ppl = (max(_measured(m)[best].summary[k] for m in models.values()) for k in ("kl_mean", "ppl_change"))
         name = f"`{best}`" if worst_kl <= USABLE_KL else f"none to recommend; the best is `{best}`"
         found.append(
-            f"**{title}: {name}**. At worst over these models KL {worst_kl:.4f} nats, perplexity {worst_ppl:+.2%}, {_least_mass(models.values(), best):.1%} of "
+            f"**{title}: {name}**. At worst over these models KL {worst_kl:.4f} nats, perplexity {worst_ppl:+.2%}, {_least_mass(models.values(), best):.2%} of "
             f"the probability mass where the 16-bit cache puts it{_floor(results, best)}."
         )
     return found
@@ -128,11 +148,14 @@ def _floor(results: Results, scheme: str) -> str:
     """What of the mass a scheme loses is noise: what the lossless cache matches, and what the scheme matches without noise."""
     found = []
     if (raw := _least_mass(results.as_used.values(), "raw")) is not None:
-        found.append(f"the lossless `raw`: {raw:.1%}")
+        found.append(f"the lossless `raw`: {raw:.2%}")
     exact = [m for m in results.finer if "fidelity" in m.tasks and scheme in _measured(m)]
-    if (least := _least_mass(exact, scheme)) is not None:
-        dtypes = " and ".join(dict.fromkeys(m.facts["dtype"] for m in exact))
-        found.append(f"in {dtypes}, with less rounding noise, {least:.2%} or more on {_count(len({m.name for m in exact}))}")
+    finer = []
+    for dtype in dict.fromkeys(m.facts["dtype"] for m in exact):
+        models = [m for m in exact if m.facts["dtype"] == dtype]
+        finer.append(f"{_least_mass(models, scheme):.2%} or more in {dtype} on {_count(len(models))}")
+    if finer:
+        found.append(f"with less rounding noise {', '.join(finer)}")
     return f" ({'; '.join(found)})" if found else ""
 
 
@@ -184,11 +207,10 @@ def readme_table(results: Results) -> str:
     """The README's part between its markers, markers included."""
     columns, rows, notes = scheme_rows(results)
     chosen = recommendations(results)
-    rest = [n for n in notes if n not in chosen]
+    rest = [n for n in notes if n not in (LEGEND, *chosen)]
     mass_columns, mass, said = mass_rows(results)
-    return "\n".join(
-        [BEGIN, *(f"- {c}" for c in chosen), "", table(columns, [r.cells for r in rows]), "", " ".join(rest), "", table(mass_columns, mass), "", said, END]
-    )
+    parts = [LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest), table(mass_columns, mass), said]
+    return "\n".join([BEGIN, *(f"- {c}" for c in chosen), "", "\n\n".join(parts), END])
 
 
 def put_into(text: str, part: str) -> str:

@@ -15,7 +15,7 @@ from . import arithmetic, markdown
 from .collect import Cell, Model, Results, held_bits
 from .kernels import kernel_groups
 
-LINES = ("int8", "int8_centered", "int4", "kivi4", "nuq3-1%", "kivi2")
+LINES = ("int8_centered", "int4", "kivi4", "nuq4-1%", "nuq3-1%", "kivi2")
 """Presets of the memory chart; one that does not exist is left out."""
 ACCURACY = {"kl": "KL divergence", "ppl": "perplexity", "mass": "probability mass"}
 MEASURES = {"tvd": "attention that moved", "output_error": "output error", "logit_error": "1 - logit cosine"}
@@ -35,7 +35,8 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
             "Bits against accuracy",
             _controls(_select("pareto-model", "model", models), _select("pareto-measure", "measure", ACCURACY))
             + _canvas("pareto", "Scatter plot: bits per cached number against accuracy, kvbits schemes and Transformers' own quantized caches")
-            + '<p class="note" id="pareto-note"></p><details><summary>all figures</summary><div class="wide"><table id="pareto-table"></table></div></details>',
+            + '<p class="note">Lower left is better: fewer bits, nearer to the 16-bit cache.</p><p class="note" id="pareto-note"></p>'
+            + '<details><summary>all figures</summary><div class="wide"><table id="pareto-table"></table></div></details>',
             "pareto-section",
         ),
         _section(
@@ -46,7 +47,10 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
     ]  # fmt: skip
     if with_layers := [k for k, m in data["models"].items() if m["attention"]]:
         controls = _controls(_select("layers-model", "model", with_layers), _select("layers-measure", "measure", MEASURES))
-        text = "<p>Error of each layer's attention on the same inputs, so errors do not add up from layer to layer. More colour is worse.</p>"
+        text = (
+            "<p>Error of each layer's attention on the same inputs, so errors do not add up from layer to layer; attention that moved is the share that goes "
+            "to other tokens. More colour is worse.</p>"
+        )
         sections.append(_section("Which layers suffer", text + controls + _heat("layers"), "layers-section"))
     if with_passkey := [k for k, m in data["models"].items() if m["passkey"]]:
         text = "<p>Share of passkeys found, in percent, by prompt length in tokens and depth (0 is the start).</p>"
@@ -68,7 +72,8 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
         f'<title>{html.escape(title)}</title><link rel="icon" href="data:,"><style>{_asset("report.css")}</style></head><body>'
         f'<header><div><h1>{html.escape(title)}</h1><p class="soft">{html.escape(_lead(results))}</p></div>'
         f'<button id="theme" type="button">light / dark</button></header><main>{"".join(sections)}</main>'
-        f"<footer>kvbits {__version__}. Charts: Chart.js (MIT). Blue is kvbits, orange (triangles) is Transformers.</footer>"
+        f"<footer>kvbits {__version__}. Charts: Chart.js (MIT). Blue is kvbits; orange (triangles) is what it is compared with: Transformers' caches, other "
+        "libraries' kernels.</footer>"
         f'<script type="application/json" id="data">{embedded}</script>{script}</body></html>\n'
     )  # fmt: skip
 
@@ -130,8 +135,9 @@ def _passkey(cells: dict[str, Cell]) -> dict[str, Any] | None:
 
 
 def _lead(results: Results) -> str:
-    names = ", ".join(m.title for m in results.models.values())
-    return f"Key-value caches of few bits beside the 16-bit cache, on the same tokens through the real packed cache: {names}."
+    names = ", ".join(dict.fromkeys(m.name for m in results.models.values()))
+    what = "Key-value caches of few bits beside the 16-bit cache: what they save, and what they change"
+    return f"{what}. Measured on {names}, on the same tokens, through the real packed cache."
 
 
 def _section(title: str, content: str, name: str) -> str:
@@ -165,7 +171,9 @@ def _decode(cells: dict[str, Cell]) -> str:
         f"<td>{s['bytes_held']:,}</td><td>{s['kl_mean']:.4f}</td></tr>"
         for c, s in rows
     )
-    lead = f"{setting['context']:,} tokens of context, then {setting['new_tokens']} single tokens; the caches take turns on the same machine."
+    e = rows[0][0].environment
+    machine = f"{e['device']}, {e['threads']} thread{'' if e['threads'] == 1 else 's'}" if "device" in e and "threads" in e else "the same machine"
+    lead = f"{setting['context']:,} tokens of context, then {setting['new_tokens']} single tokens; the caches take turns on {machine}."
     columns = "".join(f'<th scope="col">{c}</th>' for c in ("cache", "tokens/s", "against the 16-bit cache", "bytes held", "KL"))
     return f'<p>{lead}</p><div class="wide"><table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -179,11 +187,12 @@ def markdown_table(results: Results) -> str:
     )
     chosen = markdown.recommendations(results)
     lead = "".join(f"<li>{_inline(n)}</li>" for n in chosen)
-    text = "".join(f'<p class="note">{_inline(n)}</p>' for n in notes if n not in chosen)
+    text = "".join(f'<p class="note">{_inline(n)}</p>' for n in notes if n not in (markdown.LEGEND, *chosen))
+    legend = f'<p class="note">{_inline(markdown.LEGEND)}</p>'
     mass_columns, mass, said = markdown.mass_rows(results)
     mass_head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in mass_columns)
     mass_body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in mass)
-    return f'<ul>{lead}</ul>{_table(head, body)}{text}{_table(mass_head, mass_body)}<p class="note">{_inline(said)}</p>'
+    return f'<ul>{lead}</ul>{legend}{_table(head, body)}{text}{_table(mass_head, mass_body)}<p class="note">{_inline(said)}</p>'
 
 
 def _table(head: str, body: str) -> str:

@@ -122,13 +122,14 @@ if (typeof document !== "undefined") (() => {
     const shape = { ...data.shapes[$("memory-shape").value], batch: 1, window: null };
     const contexts = [];
     for (let c = 256; c <= 262144; c *= 2) contexts.push(c);
-    const palette = ["--base", "--ours", "--stock"], dashes = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
+    const palette = ["--ours", "--green", "--purple"], dashes = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
     const chosen = data.lines.filter((s) => data.presets[s]);
     const lines = [["16-bit", contexts.map((context) => ({ x: context, y: denseBytes({ ...shape, context }) }))],
       ...chosen.map((s) => [s, contexts.map((context) => ({ x: context, y: nbytes(data.presets[s], { ...shape, context }) }))])];
+    const colour = (i) => css(i ? palette[(i - 1) % 3] : "--base");
     draw("memory", {
       type: "line",
-      data: { datasets: lines.map(([label, points], i) => ({ label, data: points, borderColor: css(palette[i % 3]), backgroundColor: css(palette[i % 3]), borderDash: dashes[Math.floor(i / 3) % 4], borderWidth: 2, pointRadius: 0, pointHitRadius: 12 })) },
+      data: { datasets: lines.map(([label, points], i) => ({ label, data: points, borderColor: colour(i), backgroundColor: colour(i), borderDash: dashes[i ? Math.floor((i - 1) / 3) % 4 : 0], borderWidth: 2, pointRadius: 0, pointHitRadius: 12 })) },
       options: {
         animation: false, maintainAspectRatio: false, interaction: { mode: "index", intersect: false },
         scales: {
