@@ -9,7 +9,7 @@ from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import DataError
 from kvbits.ops.close_pages import reference
 from kvbits.ops.dequantize_pages.reference import section
-from kvbits.spec import CacheSpec, LayerGeometry, Tier
+from kvbits.spec import CacheSpec, LayerGeometry, PerToken, QuantSpec, Scheme, Tier
 
 LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 2
 
@@ -75,3 +75,25 @@ def test_a_bad_number_that_waited_is_named():
     section(page, pool.layout, "v_raw")[1, 5, 7] = float("nan")
     with pytest.raises(DataError, match=r"values of layer 0, page of tokens 0\.\. of sequence 2 holds nan at position \(1, 5, 7\)"):
         cache.append(0, *(torch.randn(3, 1, 2, 64).bfloat16() for _ in "kv"))
+
+
+NUQ = QuantSpec(format="nuq3", granularity=PerToken(), symmetric=False, outliers=0.01)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "key, value", [(QuantSpec(), QuantSpec.raw()), (QuantSpec.raw(), QuantSpec(format="int4")), (QuantSpec(format="fp8_e4m3"), QuantSpec()), (NUQ, NUQ)], ids=str
+)
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_every_backend_names_it_whatever_the_codes(key, value, kind, backend):
+    spec = CacheSpec(scheme=Scheme(name="a", key=key, value=value, page_size=32), layers=LAYERS[:1])
+    books = {f"{side}_codebook": torch.linspace(-1, 1, 8).expand(2, -1).contiguous() for side in "kv"}
+    cache = PagedCache(spec, static=[books] if key.has_codebook else None, backend=backend)
+    for tokens in (40, *[1] * 23):
+        cache.append(0, *(torch.randn(2, tokens, 2, 64).bfloat16() for _ in "kv"))
+    pool = cache.groups[0].pools["tail"]
+    page = pool.store(0, {}).page(cache.groups[0].sequences[1].tail[0])
+    section(page, pool.layout, f"{kind[0]}_raw")[0, 30, 0] = float("-inf")
+    with pytest.raises(DataError, match=rf"{kind} of layer 0, page of tokens 32\.\. of sequence 1 holds -inf at position \(0, 30, 0\)"):
+        for _ in range(2):
+            cache.append(0, *(torch.randn(2, 1, 2, 64).bfloat16() for _ in "kv"))

@@ -127,6 +127,23 @@ def test_bad_input_is_named(emulated):
         cuda.close(k, torch.ones_like(v), store, np.array([1]))
 
 
+@pytest.mark.parametrize("name", ["nuq4-1%", "nuq2"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=emulates), pytest.param("cuda", marks=needs_gpu)])
+def test_pages_of_nothing_but_bad_numbers_are_refused_and_touch_nothing_else(name, device, request):
+    """A cache asks no question of its own before it closes, so the kernel meets them."""
+    if device == "cpu":
+        request.getfixturevalue("emulated")
+    layout, k, _, static, starts = prepared_case(of(name), 64, 64, torch.bfloat16, 1)
+    slab = torch.full((4, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
+    store = PageStore(layout, (slab,), {n: x.to(device) for n, x in static.items()})
+    signs = torch.where(torch.rand(k.shape) < 0.5, torch.inf, -torch.inf).bfloat16()
+    some = torch.where(torch.rand(k.shape) < 0.02, signs, k)
+    for kind, bad in (("nan", torch.full_like(k, torch.nan)), ("inf", torch.full_like(k, torch.inf)), ("inf", signs), ("inf", some)):
+        with pytest.raises(DataError, match=rf"keys holds -?{kind} at position"):
+            cuda.close(bad.to(device), bad.to(device), store, np.array([1]), starts=starts)
+    assert (slab[[0, 2, 3]] == 0xFF).all()
+
+
 @pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 @pytest.mark.parametrize("name", ["nuq4-1%", "nuq2"])
 def test_compiles_without_spills(name):

@@ -93,6 +93,12 @@ def _pages(store: PageStore, page_ids: list[int]) -> torch.Tensor:
     return store.page(page_ids[0])[None] if len(page_ids) == 1 else store.gather(np.array(page_ids, np.int64))
 
 
+def _name_the_page(x: torch.Tensor, what: str, run: list[Close]) -> None:
+    """Refuse NaN and infinity in the pages x [n, H, page_size, D] of a run by the first page that holds one."""
+    for c, page in zip(run, x, strict=True):
+        require_finite(page, f"{what}, page of tokens {c.start}.. of sequence {c.row}")
+
+
 class LayerSteps:
     """The part of a `PagedCache` that works on one layer at a time. Attributes are the cache's, see there."""
 
@@ -239,26 +245,19 @@ class LayerSteps:
                 if c.count:
                     rows = torch.cat([waited[i][0, :, : c.count], rows], dim=1)
                 sides.append(rows.unflatten(1, (len(run), size)).transpose(0, 1))
-            if self.nonfinite == "refuse":
-                for name, x in zip(("keys", "values"), sides, strict=True):
-                    self._require_finite(x, f"{name} of layer {place.layer}", run)
             low = [(self._low_store(place, name), np.array([x.low[i][1] for x in run], np.int64)) for i, (name, _) in enumerate(c.low)]
             key = ("close_pages", store.layout, tuple(s.layout for s, _ in low), sides[0].dtype)
             if key not in self._choices:
                 self._choices[key] = dispatch.choose("close_pages", sides[0], store, [s for s, _ in low], backend=self._writer)
             ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
-            saturated = self._choices[key].run(sides[0], sides[1], store, ids, low, starts)
+            try:
+                saturated = self._choices[key].run(sides[0], sides[1], store, ids, low, starts)
+            except DataError:
+                for name, x in zip(("keys", "values"), sides, strict=True):
+                    _name_the_page(x, f"{name} of layer {place.layer}", run)
+                raise
             for kind, n in saturated.items():
                 self.saturated[place.layer][kind] += n
-
-    def _require_finite(self, x: torch.Tensor, what: str, run: list[Close]) -> None:
-        """Refuse NaN and infinity in the pages x [n, H, page_size, D] of a run, naming the page; one question for all of them."""
-        try:
-            require_finite(x, what)
-        except DataError:
-            for c, page in zip(run, x, strict=True):
-                require_finite(page, f"{what}, page of tokens {c.start}.. of sequence {c.row}")
-            raise
 
     def _dequantize(self, place: Place, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         g = self.groups[place.group].group.geometry

@@ -12,7 +12,7 @@ import torch
 from ...quant.nested import PLANES, low_codes
 from ...quant.outliers import worst
 from ...quant.packing import pack
-from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normalize, quantize, rounded, rounded_scale
+from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normalize, quantize, require_finite, rounded, rounded_scale
 from ...quant.rotary import turn_pages_back
 from ...spec import LowLayout, NumberFormat, PageLayout, QuantSpec
 from ..dequantize_pages.reference import require_starts, section
@@ -123,7 +123,13 @@ def close(
     k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
 ) -> dict[str, int]:
     """Close pages in place: k, v [n, H, page_size, head_dim] into the store's pages `page_ids` [n], whose first tokens are at `starts` [n], their
-    low planes into those of `low`, the coarsest first. Returns clamped elements by kind."""
+    low planes into those of `low`, the coarsest first. Returns clamped elements by kind.
+
+    Raises:
+        DataError: NaN or infinity (nothing is written), or a scale that overflows its storage dtype.
+    """
+    for name, x in (("keys", k), ("values", v)):
+        require_finite(x, name)
     total: dict[str, int] = {}
     targets: list[tuple[PageStore | LowStore, np.ndarray]] = [(store, page_ids), *low]
     for i in range(0, len(page_ids), PAGES_PER_STEP):
