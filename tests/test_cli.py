@@ -82,7 +82,7 @@ def test_a_missing_optional_package_says_how_to_get_it(monkeypatch):
 
 
 def test_plan_rows_are_the_specs_bytes():
-    data = run_json("plan", *GEOMETRY, "--context", 1000, "--batch", 3, "--scheme", "fp32,int8,kivi2", "--memory", "1GB", "--sinks", 4)
+    data = run_json("plan", *GEOMETRY, "--context", 1000, "--batch-size", 3, "--schemes", "fp32,int8,kivi2", "--memory", "1GB", "--sinks", 4)
     assert [r["scheme"] for r in data["rows"]] == ["fp32", "int8", "kivi2"]
     assert (data["context"], data["batch"], data["memory_bytes"]) == (1000, 3, 10**9)
     layers = uniform(4, 2, 64)
@@ -276,4 +276,4 @@ def test_demo_passes_its_options_on(stub_demo):
 def test_demo_errors_are_one_line(stub_demo):
     assert error("demo", "--context", 13) == "error: context=13 is unlucky\n"
     assert "unknown scheme" in error("demo", "--scheme", "int5")
-    assert "unknown scheme 'int5'" in error("demo", "--scheme", "int5")
+    assert "unknown scheme 'int5'" in error("demo", "--schemes", "int8,int5")

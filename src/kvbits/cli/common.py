@@ -98,7 +98,7 @@ def new_table(title: str, *columns: str, left: int = 1) -> Table:
 def names_of(text: str) -> list[str]:
     names = [n.strip() for n in text.split(",") if n.strip()]
     if not names:
-        raise SpecError(f"--scheme {text!r} names no scheme; `kvbits schemes` lists them")
+        raise SpecError(f"--schemes {text!r} names no scheme; `kvbits schemes` lists them")
     return names
 
 

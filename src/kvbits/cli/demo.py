@@ -12,7 +12,7 @@ from .common import Json, Threads, app, names_of, print_json, set_threads, show
 @app.command()
 def demo(
     model: Annotated[str | None, typer.Option(help="Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.", show_default=False)] = None,
-    scheme: Annotated[str, typer.Option(help="Schemes, comma-separated.")] = "raw,int8_centered,kivi4,kivi2",
+    scheme: Annotated[str, typer.Option("--schemes", "--scheme", help="Schemes, comma-separated.")] = "raw,int8_centered,kivi4,kivi2",
     context: Annotated[int, typer.Option(help="Tokens of text before the measured ones.")] = 1024,
     new_tokens: Annotated[int, typer.Option(help="Tokens scored, and tokens generated.")] = 64,
     threads: Threads = None,

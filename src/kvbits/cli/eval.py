@@ -17,7 +17,7 @@ TASKS_HELP = "Comma-separated: fidelity (perplexity, KL), decode, greedy, attent
 def evaluate(
     model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
     out: Annotated[Path, typer.Option(help="Folder for results: MODEL/TASK/SCHEME.json. A run that stopped goes on there.")],
-    schemes: Annotated[str, typer.Option(help="Presets and stock caches, comma-separated; all: every preset, stock: quanto, HQQ, fp8.")] = "all",
+    schemes: Annotated[str, typer.Option("--schemes", "--scheme", help="Caches, comma-separated; all: every preset, stock: quanto, HQQ, fp8.")] = "all",
     tasks: Annotated[str, typer.Option(help=TASKS_HELP)] = "fidelity",
     text: Annotated[list[str] | None, typer.Option(help="Text to evaluate on: a file, hub:ID, novel (shipped). Repeatable.", show_default="novel")] = None,
     calibration_text: Annotated[str | None, typer.Option(help="Text for schemes that need calibration, never one evaluated on.", show_default=False)] = None,
