@@ -397,7 +397,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     else if (part.key.decoded && code_bits(key.format) < 8) fill_tables(decoded, b.k_channel, b.k_channel_bias, head_dim);
   };
   if (pairs) fill_turns(*pairs, key.turns, store.page_size, head_dim / 2);
-  if (pairs) fill_pair_levels(*pairs, decoded.levels);
+  if (pairs) fill_pair_levels(*pairs, decoded.levels, code_bits(key.format), head_dim);
   fill();
   for (int i = 0; i < chunks; i++) {
     Chunk& c = w.chunks[i];
@@ -569,6 +569,7 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
       part.value.integer = true;
       float zero;
       level_bytes(part.store->value, item->kv_head, LEVEL_LIMIT, w.decoded.level_bytes, part.value.unit, zero);
+      fill_nibble_bytes(w.decoded, code_bits(part.store->value.format));
       if (part.value.token_scales) part.value.dot_zero = zero;
     }
     if (part.value.split) reorder_outputs(w, chunks, call.head_dim, false);

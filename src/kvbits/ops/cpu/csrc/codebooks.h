@@ -12,8 +12,9 @@ constexpr int LEVELS = 16;  // entries of a table, repeated where a format has f
 // Some entries of a list, taken apart.
 struct OutlierBatch {
   static constexpr int SIZE = 128;
-  alignas(64) int32_t token[SIZE], channel[SIZE], turn[SIZE];  // token and channel are places of columns, in bytes
-  alignas(64) int32_t upper[SIZE];                             // that of the upper channel of a pair
+  alignas(64) uint32_t place[SIZE];  // of the columns of token (low half) and channel (high half), in bytes
+  alignas(64) int32_t upper[SIZE];   // that of the upper channel of a pair
+  alignas(64) int32_t turn[SIZE];    // of its cosine and sine, in bytes
   alignas(64) float value[SIZE], low[SIZE], high[SIZE];
 };
 
@@ -26,6 +27,7 @@ struct Decoded {
   alignas(64) float key[MAX_HEAD_DIM][TILE];
   alignas(64) uint32_t value_codes[BLOCK / 4 * (MAX_HEAD_DIM + 32)];  // [quad][channels]: four tokens (a quad) in a word
   alignas(64) int8_t level_bytes[LEVELS];           // of the values' codes, in units that the scales hold
+  alignas(64) int8_t nibble_bytes[2][LEVELS];       // of nibbles whose lower half (then upper half) is the field (nibble_code)
   alignas(64) float factor[BLOCK];                  // what the scale of a token is multiplied with
   alignas(64) float ones[BLOCK];
   alignas(64) double cos[MAX_HEAD_DIM / 2 + VL], sin[MAX_HEAD_DIM / 2 + VL];  // of start * inv_freq
@@ -270,6 +272,19 @@ INLINE bool has_nibbles(int bits, const int* row_bytes, int head_dim) {
 // Of 2-bit fields at bit `shift` of their nibbles, 0 or 2, and 1-bit fields at bit 0: codes of 3 bits. Bit 3 is anything.
 INLINE vi join_nibbles(vi two, int shift, vi one) { return ((shift ? two >> 1 : two << 1) & 0x66666666) | (one & ~0x66666666); }
 
+#ifdef HAVE_JOIN_PLANES
+// The code of a nibble as it lies there: 2-bit fields in its lower half or (second) in its upper one, beside them the third bit that join_planes puts there.
+INLINE int nibble_code(int bits, bool second, int nibble) {
+  if (bits == 2) return second ? nibble >> 2 : nibble & 3;
+  if (bits == 3) return second ? (nibble >> 2) << 1 | (nibble >> 1 & 1) : (nibble & 3) << 1 | (nibble >> 2 & 1);
+  return nibble;
+}
+
+// How the third bits of field 0 .. 3 come to the 2-bit fields: turned left by so many bits, where the mask says.
+INLINE vi third_bit_turn(int field) { return splat_int(field < 2 ? 2 - field : 33 - field); }
+INLINE vi third_bit_mask(int field) { return splat_int(field < 2 ? 0x44444444 : 0x22222222); }
+#endif
+
 // Scores of a tile against NH rows; `turns` is the tile's part of kvbits_tensor.turns.
 template <KeySource FROM, bool TURN, int NH>
 static void key_tile(const Decoded& w, const Nibbles& n, const float* turns, int head_dim, const float* q, float* s) {
@@ -370,36 +385,48 @@ INLINE void add_level_sums(const ValueArgs& a, const vi (&acc)[NH], int channel,
   }
 }
 
+static void fill_nibble_bytes(Decoded& w, int bits) {
+  for (int i = 0; i < 2; i++)
+    for (int nibble = 0; nibble < LEVELS; nibble++) w.nibble_bytes[i][nibble] = w.level_bytes[nibble_code(bits, i, nibble)];
+}
+
 // Codes in nibbles (see there) that lie in whole blocks of 16 channels.
 template <int NH, bool ONE_GROUP>
 static void value_nibbles(const ValueArgs& a, const Decoded& w, int bits) {
   const int quads = round_up(a.tokens, 8) / 4, half = a.head_dim / 2;
   for (int c = 0; c < half; c += 16) {
-    const int r = c % a.row_bytes[0], shift = c / a.row_bytes[0] * 2;
+    const int r = c % a.row_bytes[0], second = c / a.row_bytes[0];
     const uint8_t* src = a.plane[0] + (int64_t)r * a.page_size + a.first_token * 16;
-    const int r1 = bits == 3 ? c % a.row_bytes[1] : 0, shift1 = bits == 3 ? c / a.row_bytes[1] : 0;
+    const int r1 = bits == 3 ? c % a.row_bytes[1] : 0, field1 = bits == 3 ? c / a.row_bytes[1] : 0;
+    const vi turn = third_bit_turn(field1), mask = third_bit_mask(field1);
     const uint8_t* src1 = bits == 3 ? a.plane[1] + (int64_t)r1 * a.page_size + a.first_token * 16 : src;
     const int g = c / a.group_channels, g2 = (c + half) / a.group_channels;
     const uint8_t *p = a.block->pw[g][0], *p2 = a.block->pw[g2][0];
-    const int64_t ahead = shift ? 0 : a.ahead, ahead1 = shift1 ? 0 : a.ahead;
+    const int64_t ahead = second ? 0 : a.ahead, ahead1 = field1 ? 0 : a.ahead;
     vi low[NH], high[NH];
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) low[h] = high[h] = vi{};
-    for (int quad = 0; quad < quads; quad++, src += 64, src1 += 64, p += 4, p2 += 4) {
-      fetch(src + ahead);
-      vi words = load_int(src);
+    vi x, y;
+    auto look_up_quad = [&](int quad) __attribute__((always_inline)) {
+      fetch(src + quad * 64 + ahead);
+      vi words = load_int(src + quad * 64);
       if (bits == 3) {
-        fetch(src1 + ahead1);
-        words = join_nibbles(words, shift, load_int(src1) >> splat_int(shift1));
-      } else if (bits == 2) {
-        words >>= splat_int(shift);
+        fetch(src1 + quad * 64 + ahead1);
+        words = join_planes(words, load_int(src1 + quad * 64), turn, mask);
       }
-      const vi x = look_up_bytes(w.level_bytes, words & 0x0f0f0f0f), y = look_up_bytes(w.level_bytes, (words >> 4) & 0x0f0f0f0f);
+      x = look_up_bytes(w.nibble_bytes[second], words & 0x0f0f0f0f);
+      y = look_up_bytes(w.nibble_bytes[second], (words >> 4) & 0x0f0f0f0f);
+    };
+    look_up_quad(0);
+    for (int quad = 0; quad < quads; p += 4, p2 += 4) {  // a step ahead, as in pair_tiles
+      const vi lower = x, upper = y;
+      quad++;
+      look_up_quad(quad < quads ? quad : 0);
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++) {
         const vi row = (vi)broadcast_word(p + h * 2 * BLOCK);
-        add_level_dots(low[h], row, x);
-        add_level_dots(high[h], ONE_GROUP ? row : (vi)broadcast_word(p2 + h * 2 * BLOCK), y);
+        add_level_dots(low[h], row, lower);
+        add_level_dots(high[h], ONE_GROUP ? row : (vi)broadcast_word(p2 + h * 2 * BLOCK), upper);
       }
     }
     add_level_sums<NH>(a, low, c, g);
@@ -430,6 +457,7 @@ static void value_decoded(const ValueArgs& a, Decoded& w, int format) {
 }
 #else
 constexpr float LEVEL_LIMIT = 0.0f;  // levels stay fp32
+INLINE void fill_nibble_bytes(Decoded&, int) {}
 
 // acc[rows][channels] += p . levels, p in fp32.
 template <int NH>

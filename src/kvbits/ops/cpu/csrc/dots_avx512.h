@@ -39,6 +39,12 @@ INLINE __m512i broadcast_word(const void* p) {
   return _mm512_set1_epi32(w);
 }
 
+// Third bits of codes turned to their places beside the others.
+#define HAVE_JOIN_PLANES
+INLINE vi join_planes(vi two, vi one, vi turn, vi mask) {
+  return (vi)_mm512_ternarylogic_epi32((__m512i)mask, _mm512_rolv_epi32((__m512i)one, (__m512i)turn), (__m512i)two, 0xca);
+}
+
 // Levels of a codebook as signed bytes, against p.
 #define HAVE_LEVEL_DOTS
 constexpr float LEVEL_LIMIT = 127.0f;

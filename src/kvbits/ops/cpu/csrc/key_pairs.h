@@ -15,7 +15,8 @@ struct KeyPairs {
   alignas(64) int32_t turns[PAIR_TILES * MAX_HEAD_DIM / 2][2][TILE];
   alignas(64) float unit[MAX_HEAD_DIM / 2 + VL];                // of a pair's numbers, 32767 of them at most
   alignas(64) int32_t scale[MAX_HEAD_DIM / 2 + VL], bias[MAX_HEAD_DIM / 2 + VL];  // of a in the low half, of b in the high one
-  alignas(64) int32_t levels[LEVELS];                           // in [-1, 1], in units of 2^-15, in both halves: level * reach + middle
+  alignas(64) int32_t levels[2][LEVELS];                        // of nibbles (nibble_code), in [-1, 1] in units of 2^-15, in both halves: level * reach + middle
+  int second_from;                                              // pairs from there on have their fields in upper halves of nibbles
   float middle, reach;
 };
 
@@ -35,7 +36,7 @@ static void fill_turns(KeyPairs& p, const float* turns, int page_size, int half)
     }
 }
 
-static void fill_pair_levels(KeyPairs& p, const float* levels) {
+static void fill_pair_levels(KeyPairs& p, const float* levels, int bits, int head_dim) {
   float low = levels[0], high = levels[0];
   for (int i = 1; i < LEVELS; i++) {
     low = levels[i] < low ? levels[i] : low;
@@ -43,8 +44,10 @@ static void fill_pair_levels(KeyPairs& p, const float* levels) {
   }
   p.middle = 0.5f * (low + high);
   p.reach = high > low ? 0.5f * (high - low) : 1.0f;
-  const vi x = round_to_int((load(levels) - p.middle) * (32767.0f / p.reach));
-  *(vi_mem*)p.levels = (x & 0xffff) | x << 16;
+  p.second_from = bits == 4 ? head_dim / 2 : head_dim / 4;
+  const vi x = round_to_int((load(levels) - p.middle) * (32767.0f / p.reach)), both = (x & 0xffff) | x << 16;
+  for (int i = 0; i < 2; i++)
+    for (int nibble = 0; nibble < LEVELS; nibble++) p.levels[i][nibble] = both[nibble_code(bits, i, nibble)];
 }
 
 static void fill_pairs(KeyPairs& p, const float* scale, const float* bias, int head_dim) {
@@ -61,9 +64,11 @@ static void fill_pairs(KeyPairs& p, const float* scale, const float* bias, int h
     *(vi_mem*)(p.scale + d) = (round_to_int(s[0] * inverse) & 0xffff) | round_to_int(s[1] * inverse) << 16;
     *(vi_mem*)(p.bias + d) = (round_to_int(b[0] * inverse) & 0xffff) | round_to_int(b[1] * inverse) << 16;
   }
-  const __m512i levels = _mm512_load_si512(p.levels);
-  for (int d = 0; d < half; d++)
-    _mm512_store_si512(p.table[d], _mm512_adds_epi16(_mm512_mulhrs_epi16(levels, broadcast_word(p.scale + d)), broadcast_word(p.bias + d)));
+  for (int d = 0, i = 0; i < 2; i++) {
+    const __m512i levels = _mm512_load_si512(p.levels[i]);
+    for (const int end = i ? half : p.second_from; d < end; d++)
+      _mm512_store_si512(p.table[d], _mm512_adds_epi16(_mm512_mulhrs_epi16(levels, broadcast_word(p.scale + d)), broadcast_word(p.bias + d)));
+  }
 }
 
 // What of a part's queries no page changes.
@@ -94,12 +99,14 @@ template <int W>
 static void quantize_pairs(Chunk& c, const Decoded& w, const KeyPairs& p, int head_dim) {
   const int half = head_dim / 2;
   alignas(64) float k[VL];
-  store(k, splat(1.0f));
+  vf total[ROWS];
+  for (int h = 0; h < ROWS; h++) total[h] = splat(1e-30f);
   for (int h = 0; h < c.rows; h++) {
-    vf total = splat(1e-30f);
-    for (int d = 0; d < half; d += VL) total += select(iota() < splat_int(half - d), load(c.pair_norm[h] + d) * load(p.unit + d), vf{});
-    k[h] = sum(total);
+    vf x = total[h];
+    for (int d = 0; d < half; d += VL) x += select(iota() < splat_int(half - d), load(c.pair_norm[h] + d) * load(p.unit + d), vf{});
+    total[h] = x;
   }
+  sum_eight(total, c.rows, k);
   store(c.pair_scale, load(k) * (65536.0f / (32767.0f * 32767.0f) / Q_SUM));
   store(k, Q_SUM / load(k));
   float* upper = c.q_columns + round_up(half, 16) * W;
@@ -128,20 +135,20 @@ static void quantize_pairs(Chunk& c, const Decoded& w, const KeyPairs& p, int he
 // For a byte shuffle: either half of a lane from the other one.
 INLINE __m512i other_half() { return _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); }
 
-// Codes of four pairs of neighbouring channels as indices into their tables, the lower channel's in the low halves.
-INLINE void pair_codes(vi words, __m512i* codes) {
+// Codes of four pairs of neighbouring channels as indices into their tables, the lower channel's in the low halves: of pairs 0 and 1 (8 bits above) and of 2 and 3.
+INLINE void pair_codes(vi words, __m512i& first, __m512i& second) {
   const __m512i nibble = _mm512_set1_epi8(30), odd = _mm512_set1_epi8(1);
   const __m512i low = _mm512_and_si512(_mm512_add_epi32((__m512i)words, (__m512i)words), nibble);
   const __m512i high = _mm512_ternarylogic_epi32(_mm512_srli_epi32((__m512i)words, 3), nibble, odd, 0xea);
-  codes[0] = _mm512_mask_shuffle_epi8(low, 0xcccccccccccccccc, high, other_half());
-  codes[2] = _mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, other_half());
-  codes[1] = _mm512_srli_epi16(codes[0], 8);  // an index is the lowest 5 bits of 16
-  codes[3] = _mm512_srli_epi16(codes[2], 8);
+  first = _mm512_mask_shuffle_epi8(low, 0xcccccccccccccccc, high, other_half());
+  second = _mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, other_half());
 }
 
-// Scores of T neighbouring tiles against NH rows: what is loaded of tables and queries serves them all.
+// Scores of T neighbouring tiles against NH rows: what is loaded of tables and queries serves them all. Codes of two planes are taken apart
+// one step ahead: the machine by itself looks no further than the products of one step.
 template <int NH, int T, int BITS>
 static void pair_tiles(const Chunk& c, const KeyPairs& p, const Nibbles& n, int tile, int head_dim, float* s) {
+  constexpr bool AHEAD = BITS == 3;
   const int half = head_dim / 2, next = n.row_bytes[0] * TILE, next1 = n.row_bytes[1] * TILE;
   __m512i acc[T][NH];
 #pragma GCC unroll 2
@@ -149,32 +156,39 @@ static void pair_tiles(const Chunk& c, const KeyPairs& p, const Nibbles& n, int 
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) acc[i][h] = _mm512_setzero_si512();
   const uint8_t *src = n.src[0], *src1 = n.src[1], *q = c.qw[0];
-  int shift = 0, shift1 = 0;
-  __m512i down = _mm512_setzero_si512(), down1 = down;  // fewer bits: the field's place in the nibble
-  if (BITS == 3) down = _mm512_set1_epi32(1);
+  int64_t ahead = n.ahead, ahead1 = n.ahead;  // each line is fetched once
+  int field1 = 0;
+  vi turn1 = third_bit_turn(0), mask1 = third_bit_mask(0);
+  __m512i first[T], second[T];
+  auto take_apart = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int i = 0; i < T; i++) {
+      fetch(src + i * next + ahead);
+      vi words = load_int(src + i * next);
+      if (BITS == 3) {
+        fetch(src1 + i * next1 + ahead1);
+        words = join_planes(words, load_int(src1 + i * next1), turn1, mask1);
+      }
+      pair_codes(words, first[i], second[i]);
+    }
+    if ((src += 64) == n.src[0] + next) src = n.src[0], ahead = 0;
+    if (BITS == 3 && (src1 += 64) == n.src[1] + next1) {
+      src1 = n.src[1], ahead1 = 0, field1++;
+      turn1 = third_bit_turn(field1), mask1 = third_bit_mask(field1);
+    }
+  };
+  if (AHEAD) take_apart();
   for (int d = 0; d < half; d += 4, q += 16) {
+    if (!AHEAD) take_apart();
     __m512i codes[T][4];
 #pragma GCC unroll 2
     for (int i = 0; i < T; i++) {
-      if (BITS == 4 || !shift) fetch(src + i * next + n.ahead);
-      __m512i words = _mm512_loadu_si512(src + i * next);
-      if (BITS == 2) words = _mm512_srlv_epi32(words, down);
-      if (BITS == 3) {  // of 2-bit fields at bits 1 and 2 of their nibbles, and 1-bit fields at bit 0: codes of 3 bits. Bit 3 is anything.
-        if (!shift1) fetch(src1 + i * next1 + n.ahead);
-        words = _mm512_ternarylogic_epi32(_mm512_set1_epi32(0x66666666), _mm512_rolv_epi32(words, down), _mm512_srlv_epi32(_mm512_loadu_si512(src1 + i * next1), down1), 0xca);
-      }
-      pair_codes((vi)words, codes[i]);
+      codes[i][0] = first[i];
+      codes[i][1] = _mm512_srli_epi16(first[i], 8);  // an index is the lowest 5 bits of 16
+      codes[i][2] = second[i];
+      codes[i][3] = _mm512_srli_epi16(second[i], 8);
     }
-    src += 64;
-    if (BITS != 4 && src == n.src[0] + next) {
-      src = n.src[0];
-      shift += 2;
-      down = _mm512_set1_epi32(BITS == 3 ? 31 : shift);
-    }
-    if (BITS == 3 && (src1 += 64) == n.src[1] + next1) {
-      src1 = n.src[1];
-      down1 = _mm512_set1_epi32(++shift1);
-    }
+    if (AHEAD) take_apart();  // after the last step those of the first one again
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) {
       const __m512i table = _mm512_load_si512(p.table[d + k]);
@@ -214,7 +228,7 @@ INLINE void attend_pairs(const Chunk& c, const KeyPairs& p, const Nibbles& n, in
 #else
 INLINE bool pairs_usable(const kvbits_tensor&, const int*, int, int) { return false; }
 INLINE void fill_turns(KeyPairs&, const float*, int, int) {}
-INLINE void fill_pair_levels(KeyPairs&, const float*) {}
+INLINE void fill_pair_levels(KeyPairs&, const float*, int, int) {}
 INLINE void fill_pairs(KeyPairs&, const float*, const float*, int) {}
 INLINE void measure_pairs(Chunk&, int) {}
 template <int W>

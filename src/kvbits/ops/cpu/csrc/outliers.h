@@ -89,18 +89,24 @@ static void find_runs(Decoded& w, const kvbits_tensor& key, const kvbits_tensor&
   }
 }
 
+template <int W>
+INLINE void set_places(OutlierBatch& b, int i, vi token, vi channel) { *(vi_mem*)(b.place + i) = place_of_column(token) * (W * 4) | channel * (W * 4 << 16); }
+
 // The first n entries of a batch, neighbours of the list far apart: they often are of one token, and a sum in memory waits for the one before it.
 template <class Do>
 INLINE void each_apart(OutlierBatch& b, int n, Do one) {
   constexpr int PARTS = 4;
   const int part = (n + PARTS - 1) / PARTS;
   for (int i = n; i < part * PARTS; i++) {
-    b.token[i] = b.channel[i] = b.upper[i] = b.turn[i] = 0;
+    b.place[i] = b.upper[i] = b.turn[i] = 0;
     b.value[i] = b.low[i] = b.high[i] = 0.0f;
   }
   for (int i = 0; i < part; i++)
 #pragma GCC unroll 8
-    for (int k = 0; k < PARTS; k++) one(i + k * part);
+    for (int k = 0; k < PARTS; k++) {
+      const uint32_t place = b.place[i + k * part];
+      one(i + k * part, place & 0xffff, place >> 16);
+    }
 }
 
 // Cosines and sines from the block's first tile on; null: keys are as the model made them.
@@ -121,9 +127,8 @@ static void add_key_floats(const Chunk& c, Decoded& w, const Outliers& o, const 
   for (int begin = w.key_run[0]; begin < w.key_run[1]; begin += OutlierBatch::SIZE) {
     const int n = batch_size(begin, w.key_run[1]);
     split_outliers(o, b, begin, n, token, BLOCK, head_dim, [&](int i, vi t, vi channel) {
-      *(vi_mem*)(b.token + i) = place_of_column(t) * (W * 4);
       const vi upper = turns ? channel >= splat_int(half) : vi{}, pair = channel - (splat_int(half) & upper);
-      *(vi_mem*)(b.channel + i) = place_of_column(pair) * (W * 4);
+      set_places<W>(b, i, t, place_of_column(pair));
       if (!turns) return;
       *(vi_mem*)(b.upper + i) = place_of_column(pair + half) * (W * 4);
       *(vi_mem*)(b.turn + i) = (((t >> 4) * half + pair) * (2 * TILE) + (t & 15)) << 1 | (upper & 1);
@@ -134,9 +139,9 @@ static void add_key_floats(const Chunk& c, Decoded& w, const Outliers& o, const 
       b.high[i] = x * (b.turn[i] & 1 ? cos : sin);
     }
     if (turns)
-      each_apart(b, n, [&](int i) { *(column*)(s + b.token[i]) += *(const column*)(q + b.channel[i]) * b.low[i] + *(const column*)(q + b.upper[i]) * b.high[i]; });
+      each_apart(b, n, [&](int i, uint32_t t, uint32_t channel) { *(column*)(s + t) += *(const column*)(q + channel) * b.low[i] + *(const column*)(q + b.upper[i]) * b.high[i]; });
     else
-      each_apart(b, n, [&](int i) { *(column*)(s + b.token[i]) += *(const column*)(q + b.channel[i]) * b.value[i]; });
+      each_apart(b, n, [&](int i, uint32_t t, uint32_t channel) { *(column*)(s + t) += *(const column*)(q + channel) * b.value[i]; });
   }
 }
 
@@ -154,11 +159,10 @@ static void add_key_pairs(const Chunk& c, Decoded& w, const Outliers& o, const i
     const int n = batch_size(begin, w.key_run[1]);
     split_outliers(o, b, begin, n, token, BLOCK, head_dim, [&](int i, vi t, vi channel) {
       const vi upper = channel >= splat_int(half), pair = channel - (splat_int(half) & upper);
-      *(vi_mem*)(b.token + i) = place_of_column(t) * (W * 4);
-      *(vi_mem*)(b.channel + i) = (place_of_column(pair) + (upper_first & upper)) * (W * 4);
+      set_places<W>(b, i, t, place_of_column(pair) + (upper_first & upper));
       *(vi_mem*)(b.turn + i) = (((t >> 4) * half + pair) * (2 * TILE) + (t & 15)) * 4;
     });
-    each_apart(b, n, [&](int i) { *(column*)(s + b.token[i]) += pair_column<W>(q + b.channel[i], turn + b.turn[i]) * b.value[i]; });
+    each_apart(b, n, [&](int i, uint32_t t, uint32_t channel) { *(column*)(s + t) += pair_column<W>(q + channel, turn + (uint32_t)b.turn[i]) * b.value[i]; });
   }
 }
 #endif
@@ -189,10 +193,9 @@ static void add_value_outliers(Chunk& c, const Block& block, Decoded& w, const O
   for (int begin = w.value_run[0]; begin < w.value_run[1]; begin += OutlierBatch::SIZE) {
     const int n = batch_size(begin, w.value_run[1]);
     split_outliers(o, b, begin, n, token, BLOCK, head_dim, [&](int i, vi t, vi channel) {
-      *(vi_mem*)(b.token + i) = place_of_column(t) * (W * 4);
-      *(vi_mem*)(b.channel + i) = place_of_column(channel) * (W * 4);
+      set_places<W>(b, i, t, place_of_column(channel));
     });
-    for (int i = 0; i < n; i++) *(column*)(to + b.channel[i]) += *(const column*)(p + b.token[i]) * b.value[i];
+    for (int i = 0; i < n; i++) *(column*)(to + (b.place[i] >> 16)) += *(const column*)(p + (b.place[i] & 0xffff)) * b.value[i];
   }
 }
 
