@@ -13,6 +13,7 @@ import torch
 
 from kvbits import schemes
 from kvbits.cli import app
+from kvbits.errors import SpecError
 from kvbits.evaluate.check import Limits, check, ranges, remedies
 from kvbits.evaluate.texts import novel
 from kvbits.spec import PerChannel, PerGroup, QuantSpec, Scheme
@@ -37,6 +38,12 @@ def test_a_model_without_one_passes():
     found = check(tiny.model(), IDS, "kivi4", progress=False)
     assert found.passed and not found.advice and found.advised is None and not found.advised_passed
     assert all(not v.failures for v in found.layers)
+
+
+def test_windows_that_stay_raw_are_no_screen():
+    with pytest.raises(SpecError, match=r"'tiered_8k' keeps its newest .* windows of 512 tokens show nothing of its codes; give longer ones, --length \d+ for example"):
+        check(tiny.model(), IDS, "tiered_8k", progress=False)
+    assert check(tiny.model(), IDS, "raw", progress=False).passed
 
 
 def test_limits_are_limits():

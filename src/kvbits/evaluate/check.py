@@ -135,7 +135,7 @@ def check(
         calibration: gives the calibration of schemes that need one.
 
     Raises:
-        SpecError: unknown scheme, or one that does not fit.
+        SpecError: unknown scheme, one that does not fit, or windows so short that it stores nothing in few bits.
         UnsupportedError: a model whose attention cannot be observed.
     """
     limits = Limits() if limits is None else limits
@@ -147,6 +147,11 @@ def check(
         facts = statistics(inputs)
         advance(1)
         judged = _judge(inputs, tried, limits, facts)
+        if not any(side in v.measures for v in judged for side in ("key_bits", "value_bits")) and not (chosen.key.is_raw and chosen.value.is_raw):
+            raise SpecError(
+                f"scheme {chosen.name!r} keeps its newest {chosen.residual_length:,} tokens raw and an unfinished page: windows of {ids.shape[1]:,} tokens "
+                f"show nothing of its codes; give longer ones, --length {max(2 * chosen.residual_length, chosen.residual_length + 512)} for example"
+            )
         advance(1)
         advised, notes = _advise(model, inputs, chosen, judged, limits)
         advance(2)
