@@ -87,7 +87,7 @@ def test_a_gpu_stores_what_the_reference_stores(specs, head_dim, page_size, dtyp
 def emulated(monkeypatch, tmp_path):
     def load(layout, dtype, device_index):
         here, macros = Path(__file__).parent / "emulated", cuda_levels.defines(layout, dtype)
-        for path in (FOLDER / "close_pages" / "stored.cuh", FOLDER / "cuda" / "side.cuh", FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "block.cpp"):
+        for path in (*((FOLDER / "close_pages").glob("*.cuh")), FOLDER / "cuda" / "side.cuh", FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "block.cpp"):
             (tmp_path / path.name).write_text(path.read_text())
         text = (FOLDER / "close_pages" / "close_levels.cu").read_text()
         for gpu_only, instead in (("extern __shared__ __align__(16) unsigned char memory[];", ""), ("(memory)", "(shared)"), ('extern "C" __global__', "")):
@@ -145,11 +145,12 @@ def test_pages_of_nothing_but_bad_numbers_are_refused_and_touch_nothing_else(nam
 
 
 @pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
-@pytest.mark.parametrize("name", ["nuq4-1%", "nuq2"])
-def test_compiles_without_spills(name):
+@pytest.mark.parametrize("name, limit", [("nuq4-1%", 384), ("nuq2", 32)])
+def test_compiles_with_few_spills(name, limit):
+    """Some 40 words a thread once between phases: with the registers that take none fewer blocks fit, and pages took a tenth longer."""
     layout = PageLayout(**of(name), page_size=64, num_kv_heads=8, head_dim=128)
     binary = cuda_compile.compile_source(FOLDER / "close_pages", "close_levels.cu", cuda_levels.defines(layout, torch.bfloat16), "sm_80")
-    assert binary.resources("close_levels").spill_bytes == 0
+    assert binary.resources("close_levels").spill_bytes <= limit
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) int2 { int x, y; };
 struct alignas(8) float2 { float x, y; };
+struct alignas(16) double2 { double x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 using std::max;
 using std::min;
@@ -103,6 +104,7 @@ inline void __syncwarp() { together(0, [](Warp&) {}); }
 inline void __threadfence() {}
 inline int thread_again() { return block.current; }
 inline u32 atomicMax(u32* p, u32 v) { return std::exchange(*p, std::max(*p, v)); }
+inline u32 atomicOr(u32* p, u32 v) { return std::exchange(*p, *p | v); }
 inline int atomicAdd(int* p, int v) { return std::exchange(*p, *p + v); }
 
 // ---- numbers
@@ -271,8 +273,12 @@ inline u32 load_shared_at(u32 address) { return shared_at<u32>(address + OFFSET)
 template <int OFFSET>
 inline uint2 load_shared2_at(u32 address) { return {shared_at<u32>(address + OFFSET), shared_at<u32>(address + OFFSET + 4)}; }
 inline void add_to_shared(u32 address, int x) { shared_at<int>(address) += x; }
+inline void store_shared(u32 address, u32 x) { shared_at<u32>(address) = x; }
 inline int round_to_int(float x) { return x >= 2147483648.f ? 0x7fffffff : x < -2147483648.f ? -0x7fffffff - 1 : int(rintf(x)); }
 inline void pause() { yield(); }
+inline void compute_now(u32&) {}
+inline int lowest_bit(u32 x) { return __builtin_ctz(x); }
+inline int leading_zeros(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline void __trap() { fail("trap", 0); }
 inline TransactionBarrier& transaction(u32 at) { return block.transactions.at((at - SHARED_START) / 8); }
 inline void complete(TransactionBarrier& b) {
@@ -303,6 +309,9 @@ inline void copy_async_arrive(u32 at) { barrier_arrive(at); }
 inline uint4 load_global_once(i64 from, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(from) : uint4{}; }
 template <class T>
 inline T load_global_l2(const T* p) { return *p; }
+inline uint2 load_once_8(const void* p) { return *static_cast<const uint2*>(p); }
+inline uint4 load_once_16(const void* p) { return *static_cast<const uint4*>(p); }
+inline double2 load_kept(const double2* p) { return *p; }
 inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(i64, u32) {}
 inline u64 read_once_policy() { return 0; }

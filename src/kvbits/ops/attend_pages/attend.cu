@@ -224,7 +224,7 @@ DEVICE int walk_levels(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     Softmax softmax;
     softmax.clear();
     LevelsWalk walk(levels, reinterpret_cast<unsigned char*>(merge.rounds[warp]));
-    static_assert(sizeof(merge.rounds[0]) >= COLS * WEIGHT_ROW * 2 && sizeof(merge.rounds[0]) >= SUMS_ROW * 16, "a warp's scratch");
+    static_assert(sizeof(merge.rounds[0]) >= COLS * WEIGHT_ROW * 2 && sizeof(merge.rounds[0]) >= SUMS_ROW * 16 && sizeof(merge.rounds[0]) >= sizeof(PageLevels), "a warp's scratch");
     walk.start(a, merge.staged, u, part, warp, lane);
     const int num_columns = columns_of(a, u);
 #pragma unroll 1
@@ -234,7 +234,7 @@ DEVICE int walk_levels(const Args& a, const Part& part, Unit u, Ring& ring, unsi
         barrier_wait(shared_address(&ring.full[place][0]), parity);
         const int2 tokens = ring.tokens[place];
         float scores[TOKENS][NT][2];
-        walk.keys(scores, num_columns, slot, tokens.x, warp, lane);
+        walk.keys(scores, num_columns, slot, tokens.x, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&ring.empty[place][0]));
         const bool all = tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to;

@@ -237,7 +237,7 @@ def kernel_for(
         shape = _levels_shape(layout, cols, shared_limit, fold) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None)
         if shape is None:
             raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
-    tables = levels_format.shared_bytes(layout, shape.warps, fold, wide) if has_levels else 0
+    tables = levels_format.shared_bytes(layout, fold, wide) if has_levels else 0
     ring = shape.slots * (slot + (40 if has_levels else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + tables
     rounds = _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds)
@@ -281,7 +281,7 @@ def _levels_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) 
     """As many warps as fit with a slot each, and two if they do."""
     slot, wide = -(-_used_bytes(layout) // 128) * 128, shared_limit >= levels_format.WIDE_FROM
     for warps in (levels_format.MAX_WARPS, 7, 3):
-        room = shared_limit - 16 - levels_format.shared_bytes(layout, warps, fold, wide) - merge_bytes(warps, cols, layout.head_dim, False)
+        room = shared_limit - 16 - levels_format.shared_bytes(layout, fold, wide) - merge_bytes(warps, cols, layout.head_dim, False)
         if stages := max(room, 0) // (warps * (slot + 40)):
             return Shape(warps, warps * min(stages, 2), layout.page_size, 2)
     return None

@@ -27,12 +27,17 @@ struct Levels {
                                     // With QUADS [byte of four codes][keys, values][lane % 16][channels of the first, second quarter].
     uint4 turn[TURNS][STEPS][2][32];  // [row of the lane][word][two codes][lane]: (cos, sin), (-sin, cos) of each pair's angle at the row's first token
     uint4 queries[4][STEPS][32];    // [m][word][lane]: four pairs of column lane / 4 turned back by m tokens (see LevelsWalk), times a power of two
-    uint2 scale[K_SCALE == SCALE_CHANNEL ? WARPS : 1][HALF];  // scales and biases of pairs in the order of a lane's words: of the warp's page, or of the head
-    u32 page[WARPS][HALF];          // (cos, sin) of the angles at the page's first position, in that order
+    uint2 scale[K_SCALE == SCALE_CHANNEL ? 1 : HALF];  // calibrated scales and biases of pairs in the order of a lane's words
     float2 ordered_turns[HALF];     // turns in that order
     float2 turns[HALF];             // of channel d
     uint4 q[K_OUTLIERS ? HALF : 1][FOLD ? 1 : 2];  // [d][four columns]: (q_d, q_d + HALF) of each column, times a power of two
     int head;
+};
+
+/// A warp's, of the page whose scores it takes; in memory that it needs for other things before and after.
+struct PageLevels {
+    u32 turn[HALF];                 // (cos, sin) of the angles at the page's first position, in the order of a lane's words
+    uint2 scale[K_SCALE == SCALE_CHANNEL ? HALF : 1];  // scales and biases of pairs in that order, where they are the page's own
 };
 
 /// Level of a code as the words of `codes_of` hold it: three-bit codes with their lowest bit above the others.

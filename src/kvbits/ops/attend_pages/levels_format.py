@@ -34,13 +34,12 @@ def refuses(layout: PageLayout) -> str | None:
     return None
 
 
-def shared_bytes(layout: PageLayout, warps: int, fold: bool, wide: bool) -> int:
+def shared_bytes(layout: PageLayout, fold: bool, wide: bool) -> int:
     """Struct Levels of levels.cuh, rounded up to where the ring begins."""
     d = layout.head_dim
     rows = 256 if wide else max(TABLE_ROWS[s.bits] for s in (layout.key, layout.value))
-    scales = 1 if layout.key.static else warps
     turns, queries, columns = (1 if fold else 2) * (d // 32) * 1024, 4 * (d // 32) * 512, (2 if fold else 4) if layout.key.outliers else 0
-    size = rows * 256 + turns + queries + d // 2 * (8 * (2 + scales + columns) + 4 * warps) + 64 + 16
+    size = rows * 256 + turns + queries + d // 2 * 8 * (2 + int(layout.key.static) + columns) + 64 + 16
     return -(-size // 128) * 128
 
 

@@ -30,7 +30,7 @@ constexpr bool HELD = FOLD && K_BITS == 4;                     // registers have
 struct LevelsWalk {
     static constexpr int ROUNDS = OUT_HALVES * OUT_PAIRS, FIRST_PLANE_ROUNDS = ROUNDS;
     Levels& shared;
-    unsigned char* scratch;          // of the warp: sums of listed keys, then weights
+    unsigned char* scratch;          // of the warp: PageLevels, then sums of listed keys, then weights
     float o[OUT_HALVES][OUT_PAIRS][2][4];  // [lower, upper half][run][rows g and g + 8 of channels 4g + 0, 1 and 4g + 2, 3][mma]; see `out`
     float factor;                    // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh), but for the keys' exponent
     float page_factor;               // with it
@@ -92,7 +92,7 @@ struct LevelsWalk {
         page_factor = factor;
         if (K_SCALE == SCALE_CHANNEL) return;
         const i64 at = i64(head) * D;  // all warps write the same
-        page_factor *= power_of_two(pair_scales(shared.scale[0], part.k_scale + at, part.k_bias ? part.k_bias + at : nullptr, largest_level, lane));
+        page_factor *= power_of_two(pair_scales(shared.scale, part.k_scale + at, part.k_bias ? part.k_bias + at : nullptr, largest_level, lane));
     }
     template <class F>
     DEVICE void each(F f) {
@@ -110,14 +110,14 @@ struct LevelsWalk {
     DEVICE float& out(int part, int run, int k, int e) { return BOTH_RUNS ? o[part][k / 2 % OUT_PAIRS][k % 2][2 * run + e] : o[part][run][k / 2][k % 2 * 2 + e]; }
 
     /// Scores, as exponents before the softmax's reference (or arguments of tanh), of a page in `slot` whose first token is at `position`.
-    DEVICE void keys(float (&s)[TOKENS][NT][2], int num_columns, const unsigned char* slot, int position, int warp, int lane) {
+    DEVICE void keys(float (&s)[TOKENS][NT][2], int num_columns, const unsigned char* slot, int position, int lane) {
         const int g = lane / 4, c = lane % 4;
         float acc[4][4];
         bool stretched = false;
         if (K_STRETCH) stretched = __any_sync(ALL_LANES, reinterpret_cast<const u32*>(slot + K_STRETCH_OFFSET)[lane] != 0x3c003c00u);
-        prepare_page(slot, position, warp, lane);
-        if (stretched) scores<true>(acc, slot, warp, g, c);
-        else scores<false>(acc, slot, warp, g, c);
+        prepare_page(slot, position, lane);
+        if (stretched) scores<true>(acc, slot, g, c);
+        else scores<false>(acc, slot, g, c);
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -160,7 +160,8 @@ struct LevelsWalk {
     }
 
     /// What belongs to a page as a whole.
-    DEVICE void prepare_page(const unsigned char* slot, int position, int warp, int lane) {
+    DEVICE void prepare_page(const unsigned char* slot, int position, int lane) {
+        PageLevels& page = *reinterpret_cast<PageLevels*>(scratch);
         const int i = lane % (HALF / 2);
         const PageScales given(slot, i);  // all loads before the first store, which they might have to wait for
         float2 turns[HALF / 32];
@@ -169,7 +170,7 @@ struct LevelsWalk {
 #pragma unroll
         for (int k = 0; k < HALF / 32; ++k) turns[k] = turn_of(position, turns[k]);
 #pragma unroll
-        for (int k = 0; k < HALF / 32; ++k) shared.page[warp][lane + 32 * k] = pack_f16(turns[k].x, turns[k].y);
+        for (int k = 0; k < HALF / 32; ++k) page.turn[lane + 32 * k] = pack_f16(turns[k].x, turns[k].y);
         if (K_SCALE == SCALE_CHANNEL) {
             PageScales scales = given;
             scales.multiply(multiplier);
@@ -182,13 +183,13 @@ struct LevelsWalk {
                 scales = given;
                 scales.multiply(multiplier);
             }
-            *reinterpret_cast<uint4*>(&shared.scale[warp][order_of(2 * i)]) = scales.pairs();
+            *reinterpret_cast<uint4*>(&page.scale[order_of(2 * i) % (K_SCALE == SCALE_CHANNEL ? HALF : 1)]) = scales.pairs();
         }
         __syncwarp();
     }
 
     template <bool STRETCHED>
-    DEVICE void scores(float (&acc)[4][4], const unsigned char* slot, int warp, int g, int c) const {
+    DEVICE void scores(float (&acc)[4][4], const unsigned char* slot, int g, int c) const {
         u32 stretch[2][4];
         if (STRETCHED)
             for (int u = 0; u < 2; ++u) {
@@ -210,20 +211,21 @@ struct LevelsWalk {
                 word[u] = *reinterpret_cast<const uint4*>(slot + K_OFFSET0 + (tile * WORDS + 4 * w + c) * 64 + from);
                 if (K_BITS == 3) low[u] = *reinterpret_cast<const uint4*>(slot + K_OFFSET1 + (tile * LOW_WORDS + (4 * w + c) % LOW_WORDS) * 64 + from);
             }
-            word_scores<STRETCHED, 0>(acc, word, low, by, SPLIT * w, stretch, warp, lane);
-            if (SPLIT > AT_ONCE) word_scores<STRETCHED, 1>(acc, word, low, by, SPLIT * w + 1, stretch, warp, lane);
+            word_scores<STRETCHED, 0>(acc, word, low, by, SPLIT * w, stretch, lane);
+            if (SPLIT > AT_ONCE) word_scores<STRETCHED, 1>(acc, word, low, by, SPLIT * w + 1, stretch, lane);
         }
     }
     /// Words i .. i + AT_ONCE - 1 of a lane. Two of them take too many registers where rows have turns of their own.
     static constexpr int AT_ONCE = QUADS && FOLD ? 2 : 1;
     template <bool STRETCHED, int H>
-    DEVICE void word_scores(float (&acc)[4][4], const uint4 (&word)[2], const uint4 (&low)[2], int by, int i, const u32 (&stretch)[2][4], int warp, int lane) const {
+    DEVICE void word_scores(float (&acc)[4][4], const uint4 (&word)[2], const uint4 (&low)[2], int by, int i, const u32 (&stretch)[2][4], int lane) const {
+        const PageLevels& of_page = *reinterpret_cast<const PageLevels*>(scratch);
         Turned turned[AT_ONCE][TURNS][4];
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
             const int first = (4 * (i + n) + lane % 4) * 4;
-            const uint4 page = *reinterpret_cast<const uint4*>(&shared.page[warp][first]);
-            const uint4* scales = reinterpret_cast<const uint4*>(&shared.scale[K_SCALE == SCALE_CHANNEL ? warp : 0][first]);
+            const uint4 page = *reinterpret_cast<const uint4*>(&of_page.turn[first]);
+            const uint4* scales = reinterpret_cast<const uint4*>((K_SCALE == SCALE_CHANNEL ? of_page.scale : shared.scale) + first);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const uint4 scale = scales[k / 2];
@@ -381,22 +383,40 @@ struct LevelsWalk {
         }
     }
 
-    /// f(token * D + channel, value) for the lane's entries of a list.
+    /// Some entries of a list: token * D + channel, value, whether there is one.
+    template <int N>
+    struct Batch {
+        static constexpr int COUNT = N;
+        u32 at[N] = {};
+        float value[N] = {};
+        bool given[N] = {};
+
+        DEVICE void take(int n, u32 index, float x) { at[n] = index, value[n] = x, given[n] = true; }
+        /// Neighbours 2i and 2i + 1.
+        DEVICE void take_two(int n, const unsigned char* indices, const unsigned char* values, int i, int count) {
+            if (2 * i >= count) return;
+            const u32 index = reinterpret_cast<const u32*>(indices)[i], x = reinterpret_cast<const u32*>(values)[i];
+            take(n, index & 0xffffu, low_f16(x));
+            if (2 * i + 1 < count) take(n + 1, index >> 16, high_f16(x));
+        }
+    };
+    /// f(batch) for the lane's entries of a list. A batch's chains of loads and arithmetic run side by side if all of its loads come before its atomics.
     template <int COUNT, class F>
-    static DEVICE void each_entry(const unsigned char* indices, const unsigned char* values, int lane, F f) {
+    static DEVICE void each_batch(const unsigned char* indices, const unsigned char* values, int lane, F f) {
         constexpr int PAIRS = COUNT % 64 == 0 || COUNT % 64 > 32 ? (COUNT + 63) / 64 : COUNT / 64;  // rounds of two entries a lane; one entry of the rest
-#pragma unroll(PAIRS < 3 ? PAIRS : 1)
-        for (int i = 0; i < PAIRS; ++i) {
-            const int first = 64 * i + 2 * lane;
-            if (first >= COUNT) break;
-            const u32 at = *reinterpret_cast<const u32*>(indices + first * 2), value = *reinterpret_cast<const u32*>(values + first * 2);
-            f(at & 0xffffu, low_f16(value));
-            if (first + 1 < COUNT) f(at >> 16, high_f16(value));
+        constexpr bool REST = COUNT > 64 * PAIRS, ONE = PAIRS + REST <= 2;
+#pragma unroll 1
+        for (int i = 0; i < (ONE ? 0 : PAIRS); ++i) {
+            Batch<2> batch;
+            batch.take_two(0, indices, values, 32 * i + lane, COUNT);
+            f(batch);
         }
-        if (COUNT > 64 * PAIRS && 64 * PAIRS + lane < COUNT) {
-            const int last = 64 * PAIRS + lane;
-            f(u32(reinterpret_cast<const u16*>(indices)[last]), f16_to_float(reinterpret_cast<const u16*>(values)[last]));
-        }
+        Batch<COUNT == 0 || (!ONE && !REST) ? 1 : (ONE ? 2 * PAIRS : 0) + REST> batch;
+#pragma unroll
+        for (int i = 0; i < (ONE ? PAIRS : 0); ++i) batch.take_two(2 * i, indices, values, 32 * i + lane, COUNT);
+        const int last = 64 * PAIRS + lane;
+        if (REST && last < COUNT) batch.take(batch.COUNT - 1, reinterpret_cast<const u16*>(indices)[last], f16_to_float(reinterpret_cast<const u16*>(values)[last]));
+        if (ONE || REST) f(batch);
     }
 
     DEVICE void add_key_outliers(float (&s)[TOKENS][NT][2], int num_columns, const unsigned char* slot, int position, int lane) const {
@@ -409,14 +429,24 @@ struct LevelsWalk {
 #pragma unroll
             for (int i = lane; i < SUMS_ROW; i += 32) reinterpret_cast<uint4*>(scratch)[i] = {0, 0, 0, 0};
             __syncwarp();
-            each_entry<K_OUTLIERS>(slot + K_OUTLIER_INDEX, slot + K_OUTLIER_VALUE, lane, [&](u32 at, float value) {
-                const int token = at / D, d = at % HALF;
-                const float2 t = turn_of(position + token, shared.turns[d]);
-                const bool upper = at & HALF;
-                const float x = value * unit * (upper ? -t.y : t.x), y = value * unit * (upper ? t.x : t.y);
-                const uint4 q = shared.q[d][FOLD ? 0 : col / 4];
+            each_batch<K_OUTLIERS>(slot + K_OUTLIER_INDEX, slot + K_OUTLIER_VALUE, lane, [&](const auto& batch) {
+                constexpr int N = sizeof(batch.at) / sizeof(u32);
+                int sum[N][4];
 #pragma unroll
-                for (int k = 0; k < 4; ++k) add_to_shared(sums + (k * SUMS_ROW + token) * 4, round_to_int(x * low_f16(element(q, k)) + y * high_f16(element(q, k))));
+                for (int n = 0; n < N; ++n) {
+                    const u32 at = batch.at[n];
+                    const uint4 q = shared.q[at % HALF][FOLD ? 0 : col / 4];
+                    const float2 t = turn_of(position + int(at / D), shared.turns[at % HALF]);
+                    const bool upper = at & HALF;
+                    const float x = batch.value[n] * unit * (upper ? -t.y : t.x), y = batch.value[n] * unit * (upper ? t.x : t.y);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) sum[n][k] = round_to_int(x * low_f16(element(q, k)) + y * high_f16(element(q, k)));
+                }
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        if (batch.given[n]) add_to_shared(sums + (k * SUMS_ROW + batch.at[n] / D) * 4, sum[n][k]);
             });
             __syncwarp();
             if (FOLD || c / 2 * 4 == col)
@@ -447,11 +477,21 @@ struct LevelsWalk {
 #pragma unroll
             for (int i = lane; i < D; i += 32) reinterpret_cast<uint4*>(sums)[i] = {0, 0, 0, 0};
             __syncwarp();
-            each_entry<V_OUTLIERS>(slot + V_OUTLIER_INDEX, slot + V_OUTLIER_VALUE, lane, [&](u32 at, float value) {
-                const u16* w = reinterpret_cast<const u16*>(scratch) + col * WEIGHT_ROW + at / D;
-                const u32 to = shared_address(sums) + at % D * 4;
+            each_batch<V_OUTLIERS>(slot + V_OUTLIER_INDEX, slot + V_OUTLIER_VALUE, lane, [&](const auto& batch) {
+                constexpr int N = sizeof(batch.at) / sizeof(u32);
+                int sum[N][4];
 #pragma unroll
-                for (int k = 0; k < 4; ++k) add_to_shared(to + D * 4 * k, round_to_int(f16_to_float(w[k * WEIGHT_ROW]) * (value * units)));
+                for (int n = 0; n < N; ++n) {
+                    const u16* w = reinterpret_cast<const u16*>(scratch) + col * WEIGHT_ROW + batch.at[n] / D;
+                    const float value = batch.value[n] * units;
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) sum[n][k] = round_to_int(f16_to_float(w[k * WEIGHT_ROW]) * value);
+                }
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        if (batch.given[n]) add_to_shared(shared_address(sums) + (D * k + batch.at[n] % D) * 4, sum[n][k]);
             });
             __syncwarp();
             if (FOLD || c / 2 * 4 == col)

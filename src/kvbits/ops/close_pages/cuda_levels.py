@@ -18,6 +18,10 @@ from ..dequantize_pages.reference import require_starts
 from ..types import PageStore
 
 ELEMENTS_PER_THREAD = 32
+RESIDENT_THREADS = 1024
+"""Of a multiprocessor: registers are shared out for that many. 768 and 512 spill less and are slower (docs/log-gpu.md)."""
+SPARE_CANDIDATES = 512
+"""How many more errors than are listed the choice is made among at most."""
 MOST_SHARED = 96 << 10
 """Bytes of a block, which every GPU since compute capability 8.0 gives."""
 
@@ -36,6 +40,8 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
             return f"{_ranges(layout, kind)} ranges of {kind}s are more than {count // ELEMENTS_PER_THREAD}"
         if not spec.static and count // _ranges(layout, kind) < 8:
             return f"{kind} ranges of {count // _ranges(layout, kind)} numbers are shorter than 8"
+        if not spec.static and count // _ranges(layout, kind) % 4:
+            return f"{kind} ranges of {count // _ranges(layout, kind)} numbers are no multiple of 4"
     if int(defines(layout, dtype)["SHARED_BYTES"]) > MOST_SHARED:
         return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes more than a block's {MOST_SHARED} bytes"
     return None
@@ -52,11 +58,15 @@ def _ranges(layout: PageLayout, kind: str) -> int:
 def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     """Macros of one instantiation of close_levels.cu."""
     d, page = layout.head_dim, layout.page_size
+    threads = page * d // ELEMENTS_PER_THREAD
     ranges = max(_ranges(layout, kind) for kind in ("key", "value"))
+    most = max(spec.num_outliers(page, d) for spec in (layout.key, layout.value))
+    candidates = most + SPARE_CANDIDATES if most else 1
     last = list(layout.sections.values())[-1]
-    shared = page * (d + 1) * 4 + page * (d + 4) + 8 * ranges + 128 + 4 * page + 1024 + 35 * 4 + 16
+    shared = page * (d + 4) * 4 + 4096 + 12 * ranges + 4 * page + 8 * threads + 4 * candidates + 1024 + threads // 4 + 256
     return {
-        "HEAD_DIM": d, "PAGE": page, "THREADS": page * d // ELEMENTS_PER_THREAD, "X_TYPE": TYPES[dtype], "RANGES": ranges,
+        "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "RESIDENT": max(1, RESIDENT_THREADS // threads),
+        "X_TYPE": TYPES[dtype], "RANGES": ranges, "LIST": candidates,
         "USED_BYTES": -(-(last.offset + last.nbytes) // 16) * 16, "SHARED_BYTES": shared,
         "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
         "K_EXTRAS": extra_arguments(layout, "k", layout.key), "V_EXTRAS": extra_arguments(layout, "v", layout.value),
@@ -67,7 +77,7 @@ class Args(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("page_address", ctypes.c_void_p), ("scale", ctypes.c_void_p * 2),
         ("bias", ctypes.c_void_p * 2), ("codebook", ctypes.c_void_p * 2), ("first", ctypes.c_void_p), ("step", ctypes.c_void_p), ("status", ctypes.c_void_p),
-        ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+        ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -87,10 +97,17 @@ def first_angles(store: PageStore, starts: np.ndarray | None, num_pages: int, de
     return torch.from_numpy(page_turns(require_starts(starts, num_pages), store.static["k_inv_freq"])).to(device)
 
 
+def _by_twos(turns: np.ndarray, head_dim: int) -> torch.Tensor:
+    """float64 [tokens, 2, 2, head_dim / 8, 2] of `turns` [tokens, 2, at least head_dim / 2]: neighbouring threads, four pairs each, load neighbouring twos."""
+    x = torch.from_numpy(turns)[..., : head_dim // 2]
+    return x.unflatten(-1, (head_dim // 8, 2, 2)).transpose(-3, -2).contiguous()
+
+
 def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None) -> None:
     """Close pages without waiting for the GPU; arguments as of `cuda.launch_close`, and what `first_angles` gave."""
     layout, static, device = store.layout, store.static, k.device
     args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
+    args.num_pages = len(page_address)
     for i, (kind, x) in enumerate((("k", k), ("v", v))):
         args.x[i] = x.data_ptr()
         args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])
@@ -99,7 +116,8 @@ def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: tor
                 field[i] = as_float32(own, device).data_ptr()
     if first is not None:
         args.first = first.data_ptr()
-        step = prepared(static["k_inv_freq"], ("steps", layout.page_size, device), lambda x: torch.from_numpy(step_turns(layout.page_size, x)).to(device))
+        tokens, d = layout.page_size, layout.head_dim
+        step = prepared(static["k_inv_freq"], ("steps by twos", tokens, device), lambda x: _by_twos(step_turns(tokens, x), d).to(device))
         args.step = step.data_ptr()
     kernel, threads = _load(layout, k.dtype, -1 if device.index is None else device.index)
     kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)

@@ -90,6 +90,7 @@ DEVICE u32 load_shared_at(u32 address) { u32 w; asm("ld.shared.u32 %0, [%1 + %2]
 template <int OFFSET>
 DEVICE uint2 load_shared2_at(u32 address) { uint2 w; asm("ld.shared.v2.u32 {%0, %1}, [%2 + %3];" : "=r"(w.x), "=r"(w.y) : "r"(address), "n"(OFFSET)); return w; }
 DEVICE void add_to_shared(u32 address, int x) { asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+DEVICE void store_shared(u32 address, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 DEVICE int round_to_int(float x) { int y; asm("cvt.rni.s32.f32 %0, %1;" : "=r"(y) : "f"(x)); return y; }
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 DEVICE void barrier_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
@@ -107,6 +108,9 @@ DEVICE bool barrier_test(u32 bar, u32 parity) {
     asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(over) : "r"(bar), "r"(parity) : "memory");
     return over;
 }
+/// Of a number that is not 0; of any.
+DEVICE int lowest_bit(u32 x) { return __ffs(int(x)) - 1; }
+DEVICE int leading_zeros(u32 x) { return __clz(int(x)); }
 /// Leaves the issue slots to other warps for a moment.
 DEVICE void pause() { asm volatile("nanosleep.u32 100;"); }
 #if __CUDA_ARCH__ >= 900
@@ -146,6 +150,9 @@ DEVICE void wait_for_previous_kernel() {
 #endif
 }
 
+/// Keeps a running result from being put off: what it is made of would take registers until then.
+DEVICE void compute_now(u32& x) { asm volatile("" : "+r"(x)); }
+
 /// Barrier among the first `threads` threads of a block (number 1; 0 is __syncthreads).
 DEVICE void sync_threads(u32 threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
@@ -158,6 +165,14 @@ DEVICE uint4 load_global_once(i64 address, bool wanted) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address), "r"(int(wanted)));
     return v;
 }
+/// 8 and 16 bytes that are read once; and 16 that many blocks read: these are to stay in L1, those to leave it alone.
+DEVICE uint2 load_once_8(const void* p) { uint2 v; asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p)); return v; }
+DEVICE uint4 load_once_16(const void* p) {
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+DEVICE double2 load_kept(const double2* p) { double2 v; asm("ld.global.nc.L1::evict_last.v2.f64 {%0, %1}, [%2];" : "=d"(v.x), "=d"(v.y) : "l"(p)); return v; }
 /// Reads past L1, which other blocks' writes do not reach.
 DEVICE float4 load_global_l2(const float4* p) {
     float4 v;
