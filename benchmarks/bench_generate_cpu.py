@@ -3,7 +3,8 @@
     python benchmarks/bench_generate_cpu.py MODEL [MODEL ..] --contexts 2048,8192,32768 --schemes int8,int4,kivi2
 
 First real text goes through the lossless scheme and the stock 16-bit cache, whose logits must agree, so that what is timed is right. Then every cache is filled
-with the same random keys and values (speed does not depend on them), and single tokens are decoded, the caches taking turns. The stock quantized caches need optimum-quanto and hqq; missing ones are named.
+with the same random keys and values (speed does not depend on them), and single tokens are decoded, the caches taking turns. Codebooks come from 512 tokens of the novel (speed does not
+depend on them either). The stock quantized caches need optimum-quanto and hqq; missing ones are named.
 The last line is one JSON object.
 """
 
@@ -21,8 +22,10 @@ import torch
 from transformers import DynamicCache, QuantizedCache
 
 import kvbits
+from kvbits.calibrate import calibrate
 from kvbits.evaluate.caches import held_bytes
 from kvbits.evaluate.texts import novel
+from kvbits.schemes import PRESETS
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("models", nargs="+")
@@ -74,6 +77,7 @@ for path in args.models:
     error = check(model, tokenizer)
     assert error < 0.03, f"the lossless scheme's logits differ from the stock cache's by {error}"
     print(f"{Path(path).name}: logits of the lossless scheme differ from the stock cache's by {error:.4f}")
+    some_text = tokenizer(novel(), return_tensors="pt").input_ids[:, :512]
     config = model.config.get_text_config()
     heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for context in map(int, args.contexts.split(",")):
@@ -84,7 +88,8 @@ for path in args.models:
         contents = [tuple(torch.randn(1, heads, context, dim, dtype=model.dtype) for _ in "kv") for _ in range(config.num_hidden_layers)]
         caches: dict[str, Any] = {"16-bit": DynamicCache(config=model.config)}
         for name in args.schemes.split(","):
-            caches[name] = kvbits.KVCache.for_model(model, name, batch_size=1, max_tokens=context + args.tokens + 2)
+            found = calibrate(model, [some_text], name, weights="none") if PRESETS[name].needs_calibration else None
+            caches[name] = kvbits.KVCache.for_model(model, name, batch_size=1, max_tokens=context + args.tokens + 2, calibration=found)
         for name in [] if args.stock == "none" else args.stock.split(","):
             try:
                 caches[name] = stock(name, model.config)

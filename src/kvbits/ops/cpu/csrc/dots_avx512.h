@@ -79,37 +79,42 @@ INLINE void transpose_quarters(__m512& x, __m512& y, __m512& z, __m512& w) {
   z = (__m512)_mm512_unpacklo_pd(b, d);
   w = (__m512)_mm512_unpackhi_pd(b, d);
 }
-INLINE void store_in_turn(float* to, __m512 a, __m512 b) {
+template <class Put>
+INLINE void put_in_turn(int at, __m512 a, __m512 b, Put put) {
   const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  _mm512_store_pd(to, _mm512_permutex2var_pd((__m512d)a, low, (__m512d)b));
-  _mm512_store_pd(to + 16, _mm512_permutex2var_pd((__m512d)a, high, (__m512d)b));
+  put(at, (__m512)_mm512_permutex2var_pd((__m512d)a, low, (__m512d)b));
+  put(at + 16, (__m512)_mm512_permutex2var_pd((__m512d)a, high, (__m512d)b));
 }
 // 16 numbers of W rows, to the columns from `first` on.
-INLINE void store_columns_of_4(float* to, __m512 a, __m512 b, __m512 c, __m512 d) {
+// 16 numbers of W rows, to the columns from `first` on: put(offset, 16 numbers) stores them.
+template <class Put>
+INLINE void put_columns_of_4(int first, __m512 a, __m512 b, __m512 c, __m512 d, Put put) {
   transpose_quarters(a, b, c, d);
-  _mm512_store_ps(to, a);
-  _mm512_store_ps(to + 16, b);
-  _mm512_store_ps(to + 32, c);
-  _mm512_store_ps(to + 48, d);
+  put(first * 4, a);
+  put(first * 4 + 16, b);
+  put(first * 4 + 32, c);
+  put(first * 4 + 48, d);
 }
-INLINE void store_columns_of_8(float* to, __m512 a, __m512 b, __m512 c, __m512 d, __m512 e, __m512 f, __m512 g, __m512 h) {
+template <class Put>
+INLINE void put_columns_of_8(int first, __m512 a, __m512 b, __m512 c, __m512 d, __m512 e, __m512 f, __m512 g, __m512 h, Put put) {
   transpose_quarters(a, b, c, d);
   transpose_quarters(e, f, g, h);
-  store_in_turn(to, a, e);
-  store_in_turn(to + 32, b, f);
-  store_in_turn(to + 64, c, g);
-  store_in_turn(to + 96, d, h);
+  put_in_turn(first * 8, a, e, put);
+  put_in_turn(first * 8 + 32, b, f, put);
+  put_in_turn(first * 8 + 64, c, g, put);
+  put_in_turn(first * 8 + 96, d, h, put);
 }
-template <int W>
-INLINE void store_columns(const __m512* x, int first, float* to) {
-  if constexpr (W == 4) store_columns_of_4(to + first * 4, x[0], x[1], x[2], x[3]);
-  else store_columns_of_8(to + first * 8, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]);
+template <int W, class Put>
+INLINE void put_columns(int first, const __m512* x, Put put) {
+  if constexpr (W == 4) put_columns_of_4(first, x[0], x[1], x[2], x[3], put);
+  else put_columns_of_8(first, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], put);
 }
 template <int W>
 INLINE void gather_columns(const float* rows, int64_t stride, int first, float* to) {
   auto row = [&](int i) { return _mm512_loadu_ps(rows + i * stride + first); };  // registers: GCC 12 would keep an array in memory
-  if constexpr (W == 4) store_columns_of_4(to + first * 4, row(0), row(1), row(2), row(3));
-  else store_columns_of_8(to + first * 8, row(0), row(1), row(2), row(3), row(4), row(5), row(6), row(7));
+  auto put = [&](int at, __m512 x) { _mm512_store_ps(to + at, x); };
+  if constexpr (W == 4) put_columns_of_4(first, row(0), row(1), row(2), row(3), put);
+  else put_columns_of_8(first, row(0), row(1), row(2), row(3), row(4), row(5), row(6), row(7), put);
 }
 INLINE void add_row(float* to, __m512 x, const float* factor) {
   const __m512 before = _mm512_loadu_ps(to);

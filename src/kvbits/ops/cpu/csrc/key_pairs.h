@@ -112,23 +112,23 @@ static void quantize_pairs(Chunk& c, const Decoded& w, const KeyPairs& p, int he
   float* upper = c.q_columns + round_up(half, 16) * W;
   for (int d = 0; d < half; d += VL) {
     const vf cos = __builtin_convertvector(*(const vd_mem*)(w.cos + d), vf), sin = __builtin_convertvector(*(const vd_mem*)(w.sin + d), vf), unit = load(p.unit + d);
-    __m512 first[W ? W : 1], second[W ? W : 1];
+    __m512 columns[W ? W : 1];
 #pragma GCC unroll 8
     for (int h = 0; h < (W ? W : ROWS); h++) {
       if (h >= c.rows) {
-        if (W) first[h] = second[h] = _mm512_setzero_ps();
+        if (W) columns[h] = _mm512_setzero_ps();
         continue;
       }
       const vf a = load(c.q[h] + d), b = load(c.q[h] + half + d), x = a * cos + b * sin, y = b * cos - a * sin, scale = unit * k[h];
       _mm512_storeu_si512(c.qw[h] + d * 4, join_halves(x * scale, y * scale));
-      if (!W) continue;
-      const vf u = x * c.column_unit[h], v = y * c.column_unit[h];
-      first[h] = (__m512)join_halves(v, u);
-      second[h] = (__m512)join_halves(-u, v);
+      if (W) columns[h] = (__m512)join_halves(y * c.column_unit[h], x * c.column_unit[h]);
     }
-    if (!W) continue;
-    store_columns<W ? W : 4>(first, d, c.q_columns);
-    store_columns<W ? W : 4>(second, d, upper);
+    if constexpr (W != 0)
+      put_columns<W>(d, columns, [&](int at, __m512 pairs) {
+        const __m512i turned = _mm512_rol_epi32((__m512i)pairs, 16);
+        _mm512_store_ps(c.q_columns + at, pairs);
+        _mm512_store_si512(upper + at, _mm512_mask_sub_epi16(turned, 0x55555555, _mm512_setzero_si512(), turned));
+      });
   }
 }
 
