@@ -24,7 +24,7 @@ from ops.test_cuda_kvquant import direct, of, static
 from kvbits import ops
 from kvbits.errors import DataError
 from kvbits.ops.attend_pages import cuda, reference
-from kvbits.spec import PerChannel, PerGroup
+from kvbits.spec import PerChannel, PerGroup, PerToken
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
 FOLDER = Path(ops.__file__).parent
@@ -67,6 +67,11 @@ def cases():
     yield Case(**of("nuq4-1%"), lengths=(333, 0, 70), tail=20, sinks=1)
     yield Case(**static("nuq3-1%"), lengths=(333, 70), head_dim=64, group=8)
     yield Case(**of("nuq2-1%"), lengths=(333, 70), group=3)
+    whole = {"lengths": (320, 64, 640, 0, 192, 448), "group": 6}  # units that are one segment each, several in a block: no warp waits for the others between them
+    yield Case(**both("int4"), **whole)
+    yield Case(key=spec("int2", PerChannel(), symmetric=False), value=spec("int2", symmetric=False), **whole)
+    yield Case(**both("int8", PerToken()), **whole, head_dim=80, num_queries=2)
+    yield Case(**both("int3"), **whole)
     ragged = {"lengths": (700, 0, 333, 70), "tail": 20, "sinks": 3}
     yield Case(**TIERED, **ragged, low=(4, 4))
     yield Case(**TIERED, **ragged, low=(4, 4), head_dim=64, group=3, num_queries=5, page_size=32)

@@ -27,7 +27,7 @@ def work(draw):
     counts = draw(st.lists(st.lists(st.integers(0, 30), min_size=batch, max_size=batch), min_size=launches, max_size=4))
     costs = draw(st.lists(st.sampled_from([512, 4608, 16896, 300_000]), min_size=len(counts), max_size=len(counts)))
     parts = [
-        PartWork(np.arange(batch) * 100 + 1000 * i, np.array(c), cost, i % launches, packed=i != 1, walk=draw(st.sampled_from([None, 0, 1])))
+        PartWork(np.arange(batch) * 100 + 1000 * i, np.array(c), cost, i % launches, in_ring=i != 1, walk=draw(st.sampled_from([None, 0, 1])))
         for i, (c, cost) in enumerate(zip(counts, costs, strict=True))
     ]
     return parts, draw(st.integers(1, 6)), [draw(st.integers(1, 40)) for _ in range(launches)]
@@ -45,7 +45,7 @@ def test_every_chunk_is_read_once_and_every_slot_filled_once(given_work):
             assert part.launch == launch
             assert s["first_entry"] == part.first_entry[s["unit"] // repeats]
             assert s["chunks_before"] == before.get(block, 0)
-            before[block] = before.get(block, 0) + s["num_chunks"] * part.packed
+            before[block] = before.get(block, 0) + s["num_chunks"] * part.in_ring
             chunks = {(s["unit"], s["part"], k) for k in range(s["first_chunk"], s["first_chunk"] + s["num_chunks"])}
             assert not chunks & seen
             seen |= chunks
@@ -83,7 +83,7 @@ def test_no_block_has_much_more_than_its_share(batch, pages, heads, cost):
 def test_many_short_sequences_find_a_share(blocks):
     """Where starts outweigh bytes by far, the search has to reach shares far above an equal cut: 2,500 answers of one page each."""
     one = np.ones(2500, np.int64)
-    parts = [PartWork(0 * one, one, 4608, 0, walk=1), PartWork(one, one, 100, 0, packed=False, walk=0)]
+    parts = [PartWork(0 * one, one, 4608, 0, walk=1), PartWork(one, one, 100, 0, in_ring=False, walk=0)]
     (segments,), _ = schedule(parts, 8, [blocks])
     seen = [(s["unit"], s["part"]) for _, s in walk(segments, blocks)]
     assert sorted(seen) == [(u, p) for u in range(2500 * 8) for p in range(2)]
@@ -92,8 +92,8 @@ def test_many_short_sequences_find_a_share(blocks):
 def test_zones_of_one_sequence_are_two_results():
     """Sinks and newest tokens are one walk, pages with and without low planes another: a block that reads all of a unit ends twice."""
     one = np.ones(3, np.int64)
-    parts = [PartWork(0 * one, 5 * one, 4000, 0, walk=1), PartWork(5 * one, 9 * one, 8000, 0, walk=1), PartWork(14 * one, one, 100, 0, packed=False, walk=0)]
-    parts.append(PartWork(15 * one, 4 * one, 9000, 0, packed=False, walk=0))
+    parts = [PartWork(0 * one, 5 * one, 4000, 0, walk=1), PartWork(5 * one, 9 * one, 8000, 0, walk=1), PartWork(14 * one, one, 100, 0, in_ring=False, walk=0)]
+    parts.append(PartWork(15 * one, 4 * one, 9000, 0, in_ring=False, walk=0))
     (segments,), num_slots = schedule(parts, 2, [1])
     order = [(s["unit"], s["part"], s["joins"], s["slot"]) for _, s in walk(segments, 1)]
     assert order == [(u, part, int(part in (0, 2)), 2 * u + (part < 2)) for u in range(6) for part in (2, 3, 0, 1)]

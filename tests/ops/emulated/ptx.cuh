@@ -106,6 +106,8 @@ inline int thread_again() { return block.current; }
 inline u32 atomicMax(u32* p, u32 v) { return std::exchange(*p, std::max(*p, v)); }
 inline u32 atomicOr(u32* p, u32 v) { return std::exchange(*p, *p | v); }
 inline int atomicAdd(int* p, int v) { return std::exchange(*p, *p + v); }
+inline int add_acquire_release(int* p, int v) { return atomicAdd(p, v); }
+inline void __threadfence_block() {}
 
 // ---- numbers
 

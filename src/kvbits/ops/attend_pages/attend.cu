@@ -21,7 +21,7 @@ struct Ring {
     u64 full[SLOTS], empty[SLOTS];
     int2 tokens[SLOTS];          // position of the first, visible ones
 #if HAS_LOW
-    u32 next[WARPS];             // each warp's next chunk of the block, each low plane counting as one more
+    u32 next[WARPS];             // each warp's next chunk of the block, one of two slots counting as two
 #endif
 };
 #endif
@@ -31,19 +31,20 @@ DEVICE int first_chunk_of(const Segment& s, int warp) { return (warp + WARPS - s
 
 /// One lane's place in its warp's chunks: lane w of the producer serves consumer warp w.
 struct Cursor {
-    int segment, k, chunk;       // k: chunk inside the segment, -1 before it is entered; chunk: of the block, each low plane counting as one more
-    bool low;                    // the chunk's low plane comes next
+    int segment, k, chunk;       // k: chunk inside the segment, -1 before it is entered; chunk: of the block, a chunk of two slots counting as two
+    bool second;                 // the chunk's second slot comes next: its low plane, or the values of raw tokens
 
     DEVICE Cursor next(const Args& a) const {
-        if (HAS_LOW && !low && a.parts[a.segments[segment].part].low_head_bytes) return {segment, k, chunk + WARPS, true};
+        if (HAS_LOW && !second && has_second(a.parts[a.segments[segment].part])) return {segment, k, chunk + WARPS, true};
         return {segment, k + WARPS, chunk + WARPS, false};
     }
+    static DEVICE bool has_second(const Part& part) { return part.low_head_bytes || part.raw; }
 
     /// Moves to the next packed chunk; false at the end.
     DEVICE bool settle(const Args& a, int warp) {
         while (segment >= 0) {
             const Segment& s = a.segments[segment];
-            if (s.unit >= 0 && !a.parts[s.part].raw) {
+            if (s.unit >= 0 && (RAW_ZONES || !a.parts[s.part].raw)) {
                 if (k < 0) {
                     prefetch_queries(a, unit_of(a, s.unit), warp);
 #if HAS_LEVELS
@@ -70,162 +71,232 @@ struct Cursor {
     }
 };
 
-/// Where chunk k of a segment lies: address of its page's struct, chunk inside the page, its tokens.
+/// Where chunk k of a segment lies, or the part of it that one slot takes.
 struct Source {
-    i64 address = 0, offset = 0;
-    int2 all = {0, 0};           // the page's first position and visible tokens
-    int chunk = 0;
+    i64 address = 0;             // of its page's struct; of the first row of raw tokens
+    int2 tokens = {0, 0};        // position of the first, visible ones
+    int chunk = 0;               // inside the page
     bool low = false;            // of low planes
+    int raw_bytes = -1;          // of rows of raw tokens, -1 if packed
 
     DEVICE Source() {}
-    DEVICE Source(const Args& a, const Segment& s, int k, bool low) : low(HAS_LOW && low) {
-        int at = s.first_chunk + k, entry = s.first_entry + at / CHUNKS_PER_PAGE;
-        chunk = at % CHUNKS_PER_PAGE;
+    DEVICE Source(const Args& a, const Segment& s, int k, bool second) {
         const Part& part = a.parts[s.part];
-        const i64* addresses = this->low ? a.low_address : a.page_address;
+        const bool raw = RAW_ZONES && part.raw;
+        const int chunks_per_page = raw ? part.chunks_per_page : CHUNKS_PER_PAGE, size = raw ? 32 : CHUNK;
+        const int at = s.first_chunk + k, entry = s.first_entry + at / chunks_per_page;
+        chunk = at % chunks_per_page;
+        low = HAS_LOW && second && !raw;
+        const i64* addresses = low ? a.low_address : a.page_address;
         const i64 head = s.unit / a.column_blocks % a.num_kv_heads;
-        offset = this->low ? a.layer * part.low_layer_stride + head * part.low_head_bytes : a.layer * part.layer_stride + head * part.head_bytes;
-        address = addresses[entry];
-        all = a.page_tokens[entry];
+        const i64 offset = low ? a.layer * part.low_layer_stride + head * part.low_head_bytes : a.layer * part.layer_stride + head * part.head_bytes;
+        address = addresses[entry] + offset;
+        const int2 all = a.page_tokens[entry];
+        tokens = {all.x + chunk * size, min(all.y - chunk * size, size)};
+        if (raw) {
+            address += (second ? part.v_raw : part.k_raw) + i64(chunk) * (32 * D * 2);
+            raw_bytes = max(tokens.y, 0) * (D * 2);
+        }
         // Under load a miss waits behind all the ring's bytes, microseconds: the tables are fetched rounds ahead.
-        int later = min(entry + 8 * WARPS / CHUNKS_PER_PAGE, s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE);
+        const int later = min(entry + 8 * WARPS / chunks_per_page, s.first_entry + (s.first_chunk + s.num_chunks - 1) / chunks_per_page);
         prefetch_l1(addresses + later);
         prefetch_l1(a.page_tokens + later);
     }
-    DEVICE i64 page() const { return address + offset; }
-    DEVICE int2 tokens() const { return {all.x + chunk * CHUNK, min(all.y - chunk * CHUNK, CHUNK)}; }
-    DEVICE int bytes() const { return HAS_LOW && low ? LOW_BYTES : CHUNK_BYTES; }
-    DEVICE int first_piece(const Args& a) const { return HAS_LOW && low ? a.num_pieces : 0; }
-    DEVICE int last_piece(const Args& a) const { return HAS_LOW && low ? a.num_pieces + a.num_low_pieces : a.num_pieces; }
+    DEVICE int bytes() const { return RAW_ZONES && raw_bytes >= 0 ? raw_bytes : HAS_LOW && low ? LOW_BYTES : CHUNK_BYTES; }
+
+    /// f(where in the slot, address, bytes) for every contiguous run.
+    template <class F>
+    DEVICE void each_piece(const Args& a, F f) const {
+        if (RAW_ZONES && raw_bytes >= 0) {
+            if (raw_bytes) f(0, address, raw_bytes);
+            return;
+        }
+        auto piece = [&](const Piece& p) { f(p.to, address + p.from + chunk * p.step, p.bytes); };
+        const int first = HAS_LOW && low ? a.num_pieces : 0, count = HAS_LOW && low ? a.num_low_pieces : a.num_pieces;
+        piece(a.pieces[first]);  // most chunks are one
+#pragma unroll 1
+        for (int i = first + 1; i < first + count; ++i) piece(a.pieces[i]);
+    }
+#if __CUDA_ARCH__ >= 900
+    DEVICE void prefetch(const Args& a) const {
+        each_piece(a, [](int, i64 from, int bytes) { prefetch_l2(from, bytes); });
+    }
+#endif
 };
+
+#if __CUDA_ARCH__ >= 900
+/// As far as L2: every chunk of a segment from `k` on, `step` apart, up to `end`.
+DEVICE void prefetch_chunks(const Args& a, const Segment& s, int k, int end, int step) {
+    for (; k < min(s.num_chunks, end); k += step)
+        for (int second = 0; second <= int(HAS_LOW && Cursor::has_second(a.parts[s.part])); ++second) Source(a, s, k, second).prefetch(a);
+}
+#endif
 
 /// While the kernel ahead ends: page tables, which no kernel writes, and the first pages as far as L2, where a late write would still be seen.
 /// All lanes take part, each with chunks of its own: one after the other, the table look-ups alone took 3 us.
 DEVICE void prefetch_first_chunks(const Args& a, int lane) {
 #if __CUDA_ARCH__ >= 900
     const Segment& s = a.segments[blockIdx.x];
-    if (s.unit < 0 || a.parts[s.part].raw) return;
-    for (int k = lane; k < min(s.num_chunks, PREFETCH_CHUNKS); k += 32) {
-        for (int low = 0; low <= (HAS_LOW && a.parts[s.part].low_head_bytes != 0); ++low) {
-            Source from(a, s, k, low);
-            for (int p = from.first_piece(a); p < from.last_piece(a); ++p)
-                prefetch_l2(from.page() + a.pieces[p].from + from.chunk * a.pieces[p].step, a.pieces[p].bytes);
-        }
-    }
+    if (s.unit >= 0 && (RAW_ZONES || !a.parts[s.part].raw)) prefetch_chunks(a, s, lane, PREFETCH_CHUNKS, 32);
 #endif
 }
 
 #if HAS_LEVELS
 #include "levels_ring.cuh"
 #else
+/// Lane w of the producer warp fills the slots of consumer warp w. Lanes look whether their slot is free and go on if it is not: a lane that waits holds up
+/// all others, and with them every warp of the block. A look-up holds them up too, so they all make theirs together, two chunks each, when one has none left.
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
-    Cursor at = {int(blockIdx.x), -1, lane, false};
+    Cursor at = {int(blockIdx.x), -1, lane, false};  // what is looked up next
     bool more = lane < WARPS && at.settle(a, lane);
+    Source first, second;
+    int held = 0;
+    u32 chunk = lane;                                // what `first` is, of the block
 #if __CUDA_ARCH__ >= 900
-    u64 policy = read_once_policy();
+    const u64 policy = read_once_policy();
 #endif
-    Source from;
-    if (more) from = Source(a, a.segments[at.segment], at.k, false);
-    while (__any_sync(ALL_LANES, more)) {
-        Cursor next = HAS_LOW && !more ? at : at.next(a);
-        Source ahead;  // looked up now, needed after this round's waiting
-        const bool another = more && next.settle(a, lane);
-        if (another) ahead = Source(a, a.segments[next.segment], next.k, next.low);
-        int place = at.chunk % SLOTS;
-        u32 parity = (at.chunk / SLOTS & 1) ^ 1;
+    while (__any_sync(ALL_LANES, more || held)) {
+        if (__any_sync(ALL_LANES, more && !held)) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (more && held < 2) {
+                    const Source found(a, a.segments[at.segment], at.k, at.second);
+                    if (held) second = found;
+                    else first = found;
+                    ++held;
+                    at = at.next(a);
+                    more = at.settle(a, lane);
+                }
+        }
+        const u32 place = chunk % SLOTS;
+        const bool ready = held && barrier_test(shared_address(&ring.empty[place]), (chunk / SLOTS & 1) ^ 1);
 #if __CUDA_ARCH__ >= 900
-        if (more) {
-            u32 full = shared_address(&ring.full[place]), slot = shared_address(slots + place * SLOT_BYTES);
-            barrier_wait(shared_address(&ring.empty[place]), parity);
-            ring.tokens[place] = from.tokens();
-            barrier_arrive_expect(full, from.bytes());
-            for (int i = from.first_piece(a); i < from.last_piece(a); ++i) {
-                Piece piece = a.pieces[i];
-                copy_bulk(slot + piece.to, from.page() + piece.from + from.chunk * piece.step, piece.bytes, full, policy);
-            }
+        if (ready) {
+            const u32 full = shared_address(&ring.full[place]), slot = shared_address(slots + place * SLOT_BYTES);
+            ring.tokens[place] = first.tokens;
+            barrier_arrive_expect(full, first.bytes());
+            first.each_piece(a, [&](int to, i64 address, int bytes) { copy_bulk(slot + to, address, bytes, full, policy); });
         }
 #else
         for (int w = 0; w < WARPS; ++w) {
-            if (!__shfl_sync(ALL_LANES, more, w)) continue;
-            int at_w = __shfl_sync(ALL_LANES, place, w), ch = __shfl_sync(ALL_LANES, from.chunk, w);
-            i64 page = __shfl_sync(ALL_LANES, from.page(), w);
-            const int first = __shfl_sync(ALL_LANES, from.first_piece(a), w), last = __shfl_sync(ALL_LANES, from.last_piece(a), w);
-            barrier_wait(shared_address(&ring.empty[at_w]), __shfl_sync(ALL_LANES, parity, w));
-            u32 slot = shared_address(slots + at_w * SLOT_BYTES), full = shared_address(&ring.full[at_w]);
+            if (!__shfl_sync(ALL_LANES, ready, w)) continue;
+            const int at_w = __shfl_sync(ALL_LANES, int(place), w);
+            const u32 slot = shared_address(slots + at_w * SLOT_BYTES), full = shared_address(&ring.full[at_w]);
             if (lane == w) {
-                ring.tokens[at_w] = from.tokens();
+                ring.tokens[at_w] = first.tokens;
                 barrier_arrive(full);
             }
-            for (int i = first; i < last; ++i) {
-                Piece piece = a.pieces[i];
-                for (int at16 = lane * 16; at16 < piece.bytes; at16 += 512) copy_async_16(slot + piece.to + at16, page + piece.from + ch * piece.step + at16);
-            }
+            Source theirs;
+            theirs.address = __shfl_sync(ALL_LANES, first.address, w);
+            theirs.chunk = __shfl_sync(ALL_LANES, first.chunk, w);
+            theirs.low = __shfl_sync(ALL_LANES, first.low, w);
+            theirs.raw_bytes = __shfl_sync(ALL_LANES, first.raw_bytes, w);
+            theirs.each_piece(a, [&](int to, i64 address, int bytes) {
+                for (int at16 = lane * 16; at16 < bytes; at16 += 512) copy_async_16(slot + to + at16, address + at16);
+            });
             copy_async_arrive(full);
         }
 #endif
-        at = next;
-        more = another;
-        from = ahead;
+        if (ready) {
+            first = second;
+            --held;
+            chunk += WARPS;
+        }
     }
 }
 #endif
 #endif
 
-/// This warp's next step over raw pages, as far as L2: loads of the step itself wait for the scores of the one before.
-DEVICE void prefetch_raw(const Args& a, const Part& part, Unit u, const Segment& s, int k, int lane) {
-#if __CUDA_ARCH__ >= 900
-    if (k >= s.num_chunks) return;
-    const int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
-    const i64 page = a.page_address[entry] + a.layer * part.layer_stride + i64(u.head) * part.head_bytes + i64(token) * D * 2;
-    const int tokens = min(a.page_tokens[entry].y - token, 32);
-    if (lane < 2 && tokens > 0) prefetch_l2(page + (lane ? part.v_raw : part.k_raw), tokens * D * 2);
+#if HAS_PACKED && !HAS_LEVELS
+/// Where in the ring a chunk of a warp's is.
+struct Place {
+    u32 slot, turn;              // of the ring; which filling of that slot
+
+    DEVICE explicit Place(u32 chunk) : slot(chunk % SLOTS), turn(chunk / SLOTS & 1) {}
+    DEVICE void wait(Ring& ring) const { barrier_wait(shared_address(&ring.full[slot]), turn); }
+    DEVICE void give_back(Ring& ring) const { barrier_arrive(shared_address(&ring.empty[slot])); }
+};
 #endif
+
+/// After a segment that joins the next: that one, once no one looks at this one any more.
+DEVICE void join_next(const Args& a, Merge& merge, int warp, int lane) {
+    if (OWN_START) __syncwarp();
+    else sync_threads(CONSUMERS);
+    Segment& s = merge.segments[Merge::own(warp)];
+    if (lane == 0 && (OWN_START || warp == 0)) s = a.segments[s.next];
+    if (OWN_START) __syncwarp();
+    else sync_threads(CONSUMERS);
 }
 
-/// After a segment that joins the next: that one, once no warp looks at this one any more.
-DEVICE void join_next(const Args& a, Merge& merge) {
-    sync_threads(CONSUMERS);
-    if (thread_again() == 0) merge.segment = a.segments[merge.segment.next];
-    sync_threads(CONSUMERS);
+#if HAS_PACKED && HAS_LOW
+/// f(rows, position of the first, where log-sum-exps go) for each of a warp's chunks of raw tokens in the ring.
+template <class F>
+DEVICE void each_raw_chunk(const Args& a, Unit u, const Segment& s, Ring& ring, const unsigned char* slots, int warp, int lane, F f) {
+    const int chunks_per_page = a.parts[s.part].chunks_per_page;
+#pragma unroll 1
+    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
+        const int at = s.first_chunk + k;
+        const Place keys(ring.next[warp]), values(ring.next[warp] + WARPS);
+        keys.wait(ring);
+        const int2 tokens = ring.tokens[keys.slot];
+        RowsInRing rows = {slots + keys.slot * SLOT_BYTES, slots + values.slot * SLOT_BYTES, tokens.y, shared_address(&ring.empty[keys.slot]), shared_address(&ring.full[values.slot]), values.turn};
+        f(rows, tokens.x, LseRow::of(a, u, s.first_entry + at / chunks_per_page, at % chunks_per_page));
+        __syncwarp();
+        if (lane == 0) {
+            values.give_back(ring);
+            ring.next[warp] += 2 * WARPS;
+        }
+        __syncwarp();
+    }
 }
+#endif
 
 /// Both walks read the parts of a unit that follow one another and return the block's next segment.
+#if HAS_PACKED
+DEVICE int walk_raw(const Args& a, Unit u, Ring& ring, const unsigned char* slots, Merge& merge, int warp, int lane) {
+#else
 DEVICE int walk_raw(const Args& a, Unit u, Merge& merge, int warp, int lane) {
-    const Segment& s = merge.segment;
+#endif
+    const Segment& s = merge.segments[Merge::own(warp)];
+    Staged& staged = merge.staged[Merge::own(warp)];
     int g = lane / 4, c = lane % 4;
-    stage_queries(merge.staged, a, u, nullptr, warp * 32 + lane);
-    const Visible see(merge.staged, a.window, lane);
+    stage_queries(staged, a, u, nullptr, warp * 32 + lane);
+    const Visible see(staged, a.window, lane);
     Softmax softmax;
     softmax.clear();
     RawWalk walk;
-    walk.start(a, merge.staged, g, c);
-    for (;; join_next(a, merge)) {
-        const Part& part = a.parts[s.part];
-        for (int k = warp; k < s.num_chunks; k += WARPS) {
-            int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
-            i64 page = a.page_address[entry] + a.layer * part.layer_stride + i64(u.head) * part.head_bytes;
-            int2 tokens = a.page_tokens[entry];
-            if (tokens.y <= token) continue;
-            i64 offset = i64(token) * D * 2;
-            if (RAW_ZONES) prefetch_raw(a, part, u, s, k + WARPS, lane);
-            const LseRow lse = LseRow::of(a, u, entry, token / 32);
-            walk.step(a, see, softmax, page + part.k_raw + offset, page + part.v_raw + offset, tokens.x + token, tokens.y - token, lse, g, c);
-        }
-        if (!RAW_ZONES || !s.joins) break;
+    const QueryRows queries(a, staged, u, g);
+    walk.start(a, queries, c);
+#if HAS_PACKED && HAS_LOW
+    for (;; join_next(a, merge, warp, lane)) {
+        each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) { walk.step(a, queries, see, softmax, rows, position, lse, g, c); });
+        if (!s.joins) break;
     }
+#else
+    const Part& part = a.parts[s.part];
+    for (int k = warp; k < s.num_chunks; k += WARPS) {
+        int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
+        i64 page = a.page_address[entry] + a.layer * part.layer_stride + i64(u.head) * part.head_bytes + i64(token) * D * 2;
+        int2 tokens = a.page_tokens[entry];
+        if (tokens.y <= token) continue;
+        const LseRow lse = LseRow::of(a, u, entry, token / 32);
+        walk.step(a, queries, see, softmax, RowsInMemory(page + part.k_raw, page + part.v_raw, tokens.y - token, g, c), tokens.x + token, lse, g, c);
+    }
+#endif
     return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
 }
 
 #if HAS_LEVELS
 DEVICE int walk_levels(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, Levels& levels, int warp, int lane) {
-    const Segment& s = merge.segment;
-    stage_queries(merge.staged, a, u, nullptr, warp * 32 + lane);
-    const Visible see(merge.staged, a.window, lane);
+    const Segment& s = merge.segments[Merge::own(warp)];
+    Staged& staged = merge.staged[Merge::own(warp)];
+    stage_queries(staged, a, u, nullptr, warp * 32 + lane);
+    const Visible see(staged, a.window, lane);
     Softmax softmax;
     softmax.clear();
     LevelsWalk walk(levels, reinterpret_cast<unsigned char*>(merge.rounds[warp]));
     static_assert(sizeof(merge.rounds[0]) >= COLS * WEIGHT_ROW * 2 && sizeof(merge.rounds[0]) >= SUMS_ROW * 16 && sizeof(merge.rounds[0]) >= sizeof(PageLevels), "a warp's scratch");
-    walk.start(a, merge.staged, u, part, warp, lane);
+    walk.start(a, staged, u, part, warp, lane);
     const int num_columns = columns_of(a, u);
 #pragma unroll 1
     for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
@@ -249,15 +320,6 @@ DEVICE int walk_levels(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     return finish_segment<FOLD>(a, walk, softmax, V_HAS_BIAS ? walk.bias_sum : nullptr, D, merge, thread / 32, thread % 32);
 }
 #elif HAS_PACKED
-/// One chunk of a warp's from the ring, and its low plane from the slot after that.
-struct Place {
-    u32 slot, turn;              // of the ring; which filling of that slot
-
-    DEVICE explicit Place(u32 chunk) : slot(chunk % SLOTS), turn(chunk / SLOTS & 1) {}
-    DEVICE void wait(Ring& ring) const { barrier_wait(shared_address(&ring.full[slot]), turn); }
-    DEVICE void give_back(Ring& ring) const { barrier_arrive(shared_address(&ring.empty[slot])); }
-};
-
 template <bool LOW>
 DEVICE void walk_chunk(const Args& a, Unit u, PackedWalk& walk, const Visible& see, Softmax& softmax, Ring& ring, const unsigned char* slots, int k, u32 chunk, int lane) {
     const Place place(chunk), fine(chunk + WARPS);
@@ -274,14 +336,37 @@ DEVICE void walk_chunk(const Args& a, Unit u, PackedWalk& walk, const Visible& s
 }
 
 DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int warp, int lane) {
-    const Segment& s = merge.segment;
-    stage_queries(merge.staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
-    const Visible see(merge.staged, a.window, lane);
+    const Segment& s = merge.segments[Merge::own(warp)];
+    Staged& staged = merge.staged[Merge::own(warp)];
+    stage_queries(staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
+    const Visible see(staged, a.window, lane);
     Softmax softmax;
     softmax.clear();
     PackedWalk walk;
-    walk.start(a, merge.staged, u, part, lane / 4, lane % 4);
-    for (;; join_next(a, merge)) {
+    walk.start(a, staged, u, part, lane / 4, lane % 4);
+#if HAS_LOW
+    const QueryRows queries(a, staged, u, lane / 4);
+    RawWalk raw;
+    if (RAW_JOINS) raw.start(a, queries, lane % 4);
+    bool units_of_raw = false;
+#endif
+    for (;; join_next(a, merge, warp, lane)) {
+#if HAS_LOW
+        if (RAW_JOINS) {
+            const bool is_raw = a.parts[s.part].raw;
+            if (is_raw != units_of_raw) walk.change_units(is_raw);
+            units_of_raw = is_raw;
+            if (is_raw) {
+                each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
+                    u32 p[NT][4];
+                    raw.weights(p, a, queries, see, softmax, rows, position, lse, lane / 4, lane % 4, [&](const float (&scale)[NT][2]) { walk.rescale(scale); });
+                    walk.add_raw(p, rows, lane / 4, lane % 4);
+                });
+                if (!s.joins) break;
+                continue;
+            }
+        }
+#endif
 #pragma unroll 1
         for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
             const int of_page = s.first_entry * CHUNKS_PER_PAGE + s.first_chunk + k;
@@ -298,8 +383,14 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
         }
         if (!RAW_ZONES || !s.joins) break;
     }
+#if HAS_LOW
+    if (units_of_raw) walk.change_units(false);
+#endif
     constexpr bool has_bias_sum = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
-    return finish_segment(a, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, warp, lane);
+    constexpr bool may_leave = OWN_START && ROUNDS_AT_ONCE >= PackedWalk::ROUNDS && PackedWalk::ROUNDS == PackedWalk::FIRST_PLANE_ROUNDS;
+    const int thread = thread_again();
+    if (may_leave && s.slot < 0 && s.next >= 0) return leave_segment(a, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, thread / 32, thread % 32);
+    return finish_segment(a, walk, softmax, has_bias_sum ? walk.bias_sum : nullptr, V_GROUP, merge, thread / 32, thread % 32);
 }
 #endif
 
@@ -322,6 +413,11 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
 #if HAS_LOW
     if (threadIdx.x < WARPS) ring.next[threadIdx.x] = threadIdx.x;
 #endif
+    if (threadIdx.x < WARPS) merge.segments_left[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+        merge.left = 0;
+        barrier_init(merge.merged_barrier(), 1);
+    }
     if (threadIdx.x < sizeof(ring.full) / sizeof(u64)) {
         // A bulk copy arrives once, for its lane; asynchronous copies arrive once per lane, and the lane that wrote `tokens` once more.
         barrier_init(shared_address(ring.full) + 8 * threadIdx.x, __CUDA_ARCH__ >= 900 ? 1 : 33);
@@ -350,11 +446,11 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
         if (s.next >= 0) prefetch_l1(a.segments + s.next);
         const Part& part = a.parts[s.part];
         Unit u = unit_of(a, s.unit);
-        if (threadIdx.x == 0) merge.segment = s, merge.unit = u;  // staging the queries makes it visible
+        if (OWN_START ? lane == 0 : threadIdx.x == 0) merge.segments[Merge::own(warp)] = s, merge.units[Merge::own(warp)] = u;  // staging the queries makes it visible
 #if HAS_LEVELS
-        i = part.raw ? walk_raw(a, u, merge, warp, lane) : walk_levels(a, part, u, ring, slots, merge, levels, warp, lane);
+        i = part.raw ? walk_raw(a, u, ring, slots, merge, warp, lane) : walk_levels(a, part, u, ring, slots, merge, levels, warp, lane);
 #elif HAS_PACKED
-        i = part.raw ? walk_raw(a, u, merge, warp, lane) : walk_packed(a, part, u, ring, slots, merge, warp, lane);
+        i = part.raw && !RAW_JOINS ? walk_raw(a, u, ring, slots, merge, warp, lane) : walk_packed(a, part, u, ring, slots, merge, warp, lane);
 #else
         i = walk_raw(a, u, merge, warp, lane);
 #endif

@@ -17,39 +17,81 @@ DEVICE i64 q_offset(const Args& a, Unit u, int index) {
     return u.batch * a.q_stride_b + (index / a.group) * a.q_stride_t + (u.head * a.group + index % a.group) * a.q_stride_h;
 }
 
-/// The unit's queries, staged once per segment by all consumer warps: global addresses and conversions cost more code than all the rest of a start.
+/// The unit's queries, staged once per segment by all consumer warps; with OWN_START each warp has positions of its own and no more.
 struct Staged {
-    float q[COLS][D];            // times the calibrated key scale, if there is one; 0 past the last column
+    float q[OWN_START ? 1 : COLS][OWN_START ? 4 : D];  // times the calibrated key scale, if there is one; 0 past the last column
     int position[COLS];          // newest visible position: -1 for padding, 2**31 - 1 past the last column (it costs no mask and is never written)
-    u32 largest[WARPS];          // float bits of max |q|
+    u32 largest[OWN_START ? 1 : WARPS];  // float bits of max |q|
     uint2 fragments[Q_FRAGMENTS ? NT * Q_FRAGMENTS * 32 : 1];  // operands of Query, where registers do not hold them
 };
 
+DEVICE float4 four_queries(const u16* q) {
+    const uint2 w = *reinterpret_cast<const uint2*>(q);
+    if (Q_TYPE == BFLOAT16) return {bf16_to_float(u16(w.x)), bf16_to_float(u16(w.x >> 16)), bf16_to_float(u16(w.y)), bf16_to_float(u16(w.y >> 16))};
+    return {low_f16(w.x), high_f16(w.x), low_f16(w.y), high_f16(w.y)};
+}
+DEVICE float largest_of(float4 x) { return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))); }
+DEVICE int position_of(const Args& a, Unit u, int col) {
+    const int index = u.block * COLS + col;
+    return index < a.num_queries * a.group ? a.q_positions[u.batch * a.num_queries + index / a.group] : 0x7fffffff;
+}
+
+/// A lane's columns 8n + g: in global memory (OWN_START) or staged.
+struct QueryRows {
+    const Staged& staged;
+    const u16* rows[NT];         // null past the last column
+    int g;
+
+    DEVICE QueryRows(const Args& a, const Staged& staged, Unit u, int g) : staged(staged), g(g) {
+        for (int n = 0; n < NT && OWN_START; ++n) {
+            const int index = u.block * COLS + n * 8 + g;
+            rows[n] = index < a.num_queries * a.group ? static_cast<const u16*>(a.q) + q_offset(a, u, index) : nullptr;
+        }
+    }
+    /// Four neighbouring channels; zeros past the last column and where not `wanted`.
+    DEVICE float4 four(int n, int channel, bool wanted) const {
+        if (!OWN_START) return wanted ? *reinterpret_cast<const float4*>(&staged.q[OWN_START ? 0 : n * 8 + g][channel]) : float4{0.f, 0.f, 0.f, 0.f};
+        return wanted && rows[n] ? four_queries(rows[n] + channel) : float4{0.f, 0.f, 0.f, 0.f};
+    }
+    /// Float bits of the largest magnitude of all columns.
+    DEVICE u32 largest(int c) const {
+        u32 bits = 0;
+        if (OWN_START) {
+            float m = 0.f;
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int ch = 0; ch < D; ch += 16) m = fmaxf(m, largest_of(four(n, ch + 4 * c, ch + 4 * c < D)));
+            return __reduce_max_sync(ALL_LANES, __float_as_uint(m));
+        }
+        for (int w = 0; w < WARPS; ++w) bits = max(bits, staged.largest[OWN_START ? 0 : w]);
+        return bits;
+    }
+};
+
 DEVICE void stage_queries(Staged& staged, const Args& a, Unit u, const float* scale, int thread) {
+    if (OWN_START) {
+        if (thread % 32 < COLS) staged.position[thread % 32] = position_of(a, u, thread % 32);
+        __syncwarp();
+        return;
+    }
     u32 largest = 0;
 #pragma unroll
     for (int i = 0; i < (COLS * D / 4 + CONSUMERS - 1) / CONSUMERS; ++i) {
         int at = thread + i * CONSUMERS, col = at / (D / 4), ch = at % (D / 4) * 4, index = u.block * COLS + col;
         if (at >= COLS * D / 4) break;
         float4 x = {0.f, 0.f, 0.f, 0.f};
-        if (index < a.num_queries * a.group) {
-            uint2 w = *reinterpret_cast<const uint2*>(static_cast<const u16*>(a.q) + q_offset(a, u, index) + ch);
-            if (Q_TYPE == BFLOAT16) x = {bf16_to_float(u16(w.x)), bf16_to_float(u16(w.x >> 16)), bf16_to_float(u16(w.y)), bf16_to_float(u16(w.y >> 16))};
-            else x = {low_f16(w.x), high_f16(w.x), low_f16(w.y), high_f16(w.y)};
-        }
+        if (index < a.num_queries * a.group) x = four_queries(static_cast<const u16*>(a.q) + q_offset(a, u, index) + ch);
         if (scale) {
             float4 s = *reinterpret_cast<const float4*>(scale + ch);
             x = {x.x * s.x, x.y * s.y, x.z * s.z, x.w * s.w};
         }
-        *reinterpret_cast<float4*>(&staged.q[col][ch]) = x;
-        largest = max(largest, __float_as_uint(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)))));
+        *reinterpret_cast<float4*>(&staged.q[OWN_START ? 0 : col][ch]) = x;
+        largest = max(largest, __float_as_uint(largest_of(x)));
     }
-    if (thread < COLS) {
-        int index = u.block * COLS + thread;
-        staged.position[thread] = index < a.num_queries * a.group ? a.q_positions[u.batch * a.num_queries + index / a.group] : 0x7fffffff;
-    }
+    if (thread < COLS) staged.position[thread] = position_of(a, u, thread);
     largest = __reduce_max_sync(ALL_LANES, largest);
-    if (thread % 32 == 0) staged.largest[thread / 32] = largest;
+    if (thread % 32 == 0) staged.largest[OWN_START ? 0 : thread / 32] = largest;
     sync_threads(CONSUMERS);
 }
 

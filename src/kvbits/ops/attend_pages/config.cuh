@@ -15,6 +15,13 @@ constexpr bool RAW_ZONES = true;   // of tiered caches: thousands of raw tokens 
 constexpr bool RAW_ZONES = false;  // the registers of other kernels are full: the 2-bit and the raw one spilled
 #endif
 
+#if HAS_PACKED && !HAS_LEVELS
+// Each warp starts a segment on its own and need not wait for others at its end. Not where queries take a calibrated scale, or where warps share operands.
+constexpr bool OWN_START = K_SCALE != 0 && Q_FRAGMENTS == 0;
+#else
+constexpr bool OWN_START = false;
+#endif
+
 enum { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };  // *_SCALE
 enum { INTEGER = 0, E4M3 = 1, E5M2 = 2 };                       // *_FLOAT
 enum { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };                // *_SCALE_TYPE, Q_TYPE, RAW_TYPE
@@ -35,7 +42,7 @@ struct Segment {
     int slot;                    // where its partial result goes; -1 if it is the unit's only one
     int unit_slots, num_slots;   // the unit's first slot and how many it has
     int next;                    // the block's next segment, -1 if none; its first is segment blockIdx.x (unit -1 if it has none)
-    int chunks_before;           // packed chunks of the block's earlier segments: chunk t of a block belongs to warp t % WARPS
+    int chunks_before;           // chunks of the block's earlier segments that come through the ring: chunk t of a block belongs to warp t % WARPS
     int joins;                   // the next segment is of the same unit and walk: one result for both
     int padding;
 };

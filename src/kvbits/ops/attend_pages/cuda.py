@@ -32,8 +32,6 @@ MAX_PARTS = 4
 RAW_CHUNK = 32
 NO_WINDOW = 2**30
 LayerStatic = Sequence[Mapping[str, torch.Tensor]]
-RAW_COST = 1.15
-"""What a byte of raw pages costs in kernels for low planes, next to one that comes through the ring: 133.6 us, with 1.0 134.3 and with 1.3 139.5 (tiered)."""
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -250,12 +248,11 @@ class Plan:
             tokens = RAW_CHUNK if layout.key.is_raw else kernels[launch].shape.chunk
             count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
             cost = (layout.head_bytes + sum(s.layout.head_bytes for s in part.low)) * tokens // layout.page_size
-            if layout.key.is_raw and kernels[launch].low_pieces:
-                cost = int(cost * RAW_COST)
             # What a walk starts with, calibrated scales, is alike in all its parts. Other kernels have no registers for joining.
             joins = bool(kernels[launch].low_pieces) and not part.store.static
-            walk = int(not layout.key.is_raw) if joins else None
-            work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, cost, launch, not layout.key.is_raw, walk))
+            walk = int(not layout.key.is_raw and not kernels[launch].raw_joins) if joins else None
+            in_ring = not layout.key.is_raw or bool(kernels[launch].low_pieces)
+            work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, cost, launch, in_ring, walk))
             first += table.num_pages
         return work
 
@@ -270,9 +267,10 @@ class Plan:
 
     def _page_lse_rows(self, work: list[PartWork], kernels: list[Kernel], num_q_heads: int) -> dict[str, int]:
         """Where each step over a page's tokens puts its log-sum-exps: -inf where no query sees any of them, since such steps are left out."""
-        steps = [
-            -(-p.store.layout.page_size // (32 * kernels[w.launch].shape.units if w.packed else RAW_CHUNK)) for p, w in zip(self.call.parts, work, strict=True)
-        ]
+        def step(layout: PageLayout, launch: int) -> int:
+            return RAW_CHUNK if layout.key.is_raw else 32 * kernels[launch].shape.units
+
+        steps = [-(-p.store.layout.page_size // step(p.store.layout, w.launch)) for p, w in zip(self.call.parts, work, strict=True)]
         pages = sum(p.table.num_pages for p in self.call.parts)
         self._steps_lse = torch.full((pages, max(steps), self.num_queries, num_q_heads), -torch.inf, device=self.device)
         return {"page_lse": self._steps_lse.data_ptr(), "lse_rows": max(steps)}

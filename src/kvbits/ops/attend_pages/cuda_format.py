@@ -22,8 +22,9 @@ FLOATS = {"fp8_e4m3": 1, "fp8_e5m2": 2}
 MAX_CHUNK_BYTES = 18 << 10
 RING_BYTES = 144 << 10
 """More bytes in flight per multiprocessor only lengthen every queue: int8, 8 x 32768 tokens took 139 us with 200 KiB and 132 us with 132 KiB."""
-PREFETCH_BYTES = 160 << 10
-"""Of a block's first pages, asked for as far as L2 while the kernel ahead ends: what its last 5 us would otherwise leave unread."""
+PREFETCH_BYTES, PREFETCH_CHUNKS = 160 << 10, 21
+"""Of a block's first pages, asked for as far as L2 while the kernel ahead ends: what its last 5 us would otherwise leave unread. Its last block's merge waits
+behind them, so small pages take less: 96 instead of 160 KiB gave 2 % at 2 bits, nothing at 4, and lost 2 % at 8."""
 WIDE = 24
 """Query columns of a warp for chunks: a page is unpacked for three column tiles at once. 128 queries of 4 heads over 32,768 tokens took 372 us (int8),
 341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill) 393, 380 and 403."""
@@ -150,7 +151,8 @@ def merge_bytes(warps: int, cols: int, head_dim: int, with_bias: bool, rounds_at
     """Shared memory for merging warps (struct Merge of finish.cuh)."""
     merged = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * rounds_at_once * cols * 36
     fragments = cols * (2 * head_dim + 256) if cols > 16 else 0  # at most, of any width of codes
-    return (merged + 2 * cols * head_dim + cols + warps) * 4 + 144 + fragments
+    own = warps * (27 + cols)  # each warp's segment, unit and positions, and what it has left
+    return (merged + 2 * cols * head_dim + cols + warps + own) * 4 + 160 + fragments
 
 
 def _rounds_at_once(warps: int, cols: int, head_dim: int, with_bias: bool, room: int) -> int:
@@ -167,6 +169,7 @@ class Kernel:
     pieces: tuple[tuple[int, int, int, int], ...]
     shared_bytes: int
     low_pieces: tuple[tuple[int, int, int, int], ...] = ()
+    raw_joins: bool = False  # raw and packed tokens of a unit come to one result (RAW_JOINS of walk.cuh)
 
     @property
     def threads(self) -> int:
@@ -229,7 +232,7 @@ def kernel_for(
         defines |= {"HAS_PACKED": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
         return Kernel(tuple(defines.items()), shape, (), shared)
     chunk = shape.chunk if shape else _chunk_tokens(layout)
-    slot = -(-_used_bytes(chunk_layout(layout, chunk)) // 128) * 128
+    slot = -(-max(_used_bytes(chunk_layout(layout, chunk)), 64 * head_dim if low else 0) // 128) * 128  # raw rows of 32 tokens beside low planes
     with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
     has_levels = kvquant_extras(layout) is not None
     bias_groups, wide = with_bias and not has_levels, shared_limit >= levels_format.WIDE_FROM
@@ -243,7 +246,7 @@ def kernel_for(
     shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds)
     defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "SLOTS": shape.slots}
     defines |= {"CHUNK": chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
-    defines["PREFETCH_CHUNKS"] = PREFETCH_BYTES // slot
+    defines["PREFETCH_CHUNKS"] = min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS)
     pieces = [*levels_format.pieces(layout, "k"), *levels_format.pieces(layout, "v")] if has_levels else _pieces(layout, chunk)
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
     low_pieces = _pieces(low, chunk) if low else []
@@ -256,7 +259,8 @@ def kernel_for(
             defines |= {f"{prefix}_LOW_BITS": LOW_BITS if plane else 0, f"{prefix}_LOW_OFFSET": plane.offset if plane else 0}
     if has_levels:
         defines |= levels_format.defines(layout, fold, wide)
-    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces))
+    raw_joins = low is not None and len(layout.value.number_format.planes) == 1 and _scale_kind(layout.value) != CHANNEL
+    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins)
 
 
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool) -> Shape:

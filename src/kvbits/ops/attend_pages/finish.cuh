@@ -15,10 +15,18 @@ struct Merge {
     float bias[WARPS][BIAS_GROUPS][COLS];
     float rounds[WARPS][ROUNDS_AT_ONCE][COLS][ROUND_STRIDE];
     float out[COLS][D];
-    Staged staged;
-    Segment segment;
-    Unit unit;
+    Staged staged[OWN_START ? WARPS : 1];
+    Segment segments[OWN_START ? WARPS : 1];
+    Unit units[OWN_START ? WARPS : 1];
     int last;
+    int left;                    // warps that have left the current segment's results
+    u32 segments_left[WARPS];    // how many segments a warp has left so
+    u64 merged;                  // barrier: phase k ends when the results of the k-th segment left have been merged
+
+    DEVICE static int own(int warp) { return OWN_START ? warp : 0; }
+    DEVICE u32 merged_barrier() const { return shared_address(&merged); }
+    /// Until no warp reads the results of segments left before.
+    DEVICE void wait_until_free(int warp) const { if (OWN_START) barrier_wait(merged_barrier(), (segments_left[warp] & 1) ^ 1); }
 };
 
 DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, float2 ml) {
@@ -60,13 +68,14 @@ DEVICE void slot_weights(float (&weights)[COLS][MOST], const float2* all_ml, int
 /// Sums the unit's partial results and writes its outputs. Latency is all this costs, so a thread asks for as many values as it has registers for before
 /// anyone looks at exponents (16 lanes a column).
 DEVICE void merge_slots(const Args& a, Merge& shared, int thread) {
-    const Unit& u = shared.unit;
+    const Unit& u = shared.units[Merge::own(thread / 32)];
+    const Segment& s = shared.segments[Merge::own(thread / 32)];
     constexpr int AT_ONCE = D > 128 ? 8 : 17;  // 17: 132 blocks on 8 units
     constexpr int MOST = sizeof(shared.rounds) / 4 / COLS;  // slots whose weights fit the space of the rounds
     float (&weights)[COLS][MOST] = reinterpret_cast<float (&)[COLS][MOST]>(shared.rounds);
-    const int count = shared.segment.num_slots, quads = columns_of(a, u) * (D / 4);
-    const float2* all_ml = a.partial_ml + i64(shared.segment.unit_slots) * COLS;
-    const float4* all = reinterpret_cast<const float4*>(a.partial + i64(shared.segment.unit_slots) * COLS * D);
+    const int count = s.num_slots, quads = columns_of(a, u) * (D / 4);
+    const float2* all_ml = a.partial_ml + i64(s.unit_slots) * COLS;
+    const float4* all = reinterpret_cast<const float4*>(a.partial + i64(s.unit_slots) * COLS * D);
     bool weighed = false;
 #pragma unroll 1
     for (int base = 0; base < quads; base += CONSUMERS) {
@@ -91,18 +100,9 @@ DEVICE void merge_slots(const Args& a, Merge& shared, int thread) {
     }
 }
 
-/// Offsets and scales that belong to channels, then out or, if the unit has other segments, to its slot.
-DEVICE void write_result(const Args& a, int col, int ch, bool biased, int bias_group, const Merge& shared) {
-    float4 x = *reinterpret_cast<const float4*>(&shared.out[col][ch]);
-    const Segment& s = shared.segment;
-    const Unit& u = shared.unit;
+/// Scales and offsets that belong to channels, then out or, if the unit has other segments, to its slot.
+DEVICE void write_result(const Args& a, const Segment& s, const Unit& u, int col, int ch, float4 x, float2 ml) {
     const Part& part = a.parts[s.part];
-    float2 ml = shared.ml[col];
-    if (MERGE_BIAS && biased) {
-        float b = 0.f;
-        for (int w = 0; w < WARPS; ++w) b += shared.bias[w][ch / bias_group][col];
-        x = {x.x + b, x.y + b, x.z + b, x.w + b};
-    }
     const i64 row = i64(u.head) * D + ch;
     if (part.v_scale) {
         float4 m = *reinterpret_cast<const float4*>(part.v_scale + row);
@@ -120,21 +120,85 @@ DEVICE void write_result(const Args& a, int col, int ch, bool biased, int bias_g
     if (ch == 0) a.partial_ml[i64(s.slot) * COLS + col] = ml;
 }
 
-/// Called by all consumer warps at the end of a segment; returns the block's next one. FOLD: columns 4 .. 7 of the walk's results are columns 0 .. 3 of
-/// channels D / 2 further on.
-template <bool FOLD = false, class Walk>
-DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
-                           int bias_group, Merge& shared, int warp, int lane) {
-    const Segment& s = shared.segment;
-    const Unit& u = shared.unit;
-    int g = lane / 4, c = lane % 4, thread = warp * 32 + lane;
-    const int first_column = FOLD ? 2 * (c % 2) : 2 * c;
+/// A warp's sums of weights, with its reference exponents (NOT_SEEN where it saw nothing).
+template <bool FOLD>
+DEVICE void leave_sums(Merge& shared, const Softmax& softmax, int first_column, int warp, int g) {
     for (int n = 0; n < NT; ++n)
         for (int e = 0; e < 2; ++e) {
             float sum = softmax.sum[n][e];
             for (int mask = FOLD ? 2 : 4; mask < 32; mask *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, mask);
             if (g == 0) shared.warp_ml[warp][n * 8 + first_column + e] = {softmax.seen[n][e] ? softmax.reference[n][e] : NOT_SEEN, sum};
         }
+}
+
+/// The end of a segment that is its unit's only one, where the block has others: a warp leaves its results in shared memory and goes on; the last merges.
+template <class Walk>
+DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4], int bias_group, Merge& shared, int warp, int lane) {
+    const int g = lane / 4, c = lane % 4;
+    shared.wait_until_free(warp);
+    leave_sums<false>(shared, softmax, 2 * c, warp, g);
+#pragma unroll
+    for (int k = 0; k < Walk::ROUNDS; ++k)
+        for (int n = 0; n < NT; ++n)
+            for (int e = 0; e < 2; ++e) {
+                float4 x = walk.result(k, n, e);
+                if (!softmax.seen[n][e]) x = {0.f, 0.f, 0.f, 0.f};
+                *reinterpret_cast<float4*>(&shared.rounds[warp][min(k, ROUNDS_AT_ONCE - 1)][n * 8 + 2 * c + e][4 * g]) = x;
+            }
+    if (MERGE_BIAS && bias_sum && (BIAS_GROUPS > 1 || g == 0))
+        for (int n = 0; n < NT; ++n)
+            for (int e = 0; e < 2; ++e) shared.bias[warp][BIAS_GROUPS > 1 ? g : 0][n * 8 + 2 * c + e] = softmax.seen[n][e] ? bias_sum[n][e] : 0.f;
+    __threadfence_block();
+    __syncwarp();
+    int before = 0;
+    if (lane == 0) {
+        before = atomicAdd(&shared.left, 1);
+        if (before == WARPS - 1) shared.left = 0;
+        ++shared.segments_left[warp];
+    }
+    const Segment& s = shared.segments[Merge::own(warp)];
+    if (__shfl_sync(ALL_LANES, before, 0) == WARPS - 1) {
+        __threadfence_block();
+        const Unit& u = shared.units[Merge::own(warp)];
+        const int columns = columns_of(a, u);
+#pragma unroll 1
+        for (int i = lane; i < Walk::ROUNDS * COLS * 8; i += 32) {
+            const int x = i % 8 * 4, col = i / 8 % COLS, k = i / (8 * COLS), ch = walk.channel(k, x);
+            if (ch < 0 || ch >= D || col >= columns) continue;
+            float best = NOT_SEEN, total = 0.f, bias = 0.f;
+            float4 sum = {0.f, 0.f, 0.f, 0.f};
+            for (int w = 0; w < WARPS; ++w) best = fmaxf(best, shared.warp_ml[w][col].x);
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                const float2 ml = shared.warp_ml[w][col];
+                const float f = ml.x == NOT_SEEN ? 0.f : exp2_approx(ml.x - best);
+                const float4 y = *reinterpret_cast<const float4*>(&shared.rounds[w][min(k, ROUNDS_AT_ONCE - 1)][col][x]);
+                total += ml.y * f;
+                sum = {sum.x + y.x * f, sum.y + y.y * f, sum.z + y.z * f, sum.w + y.w * f};
+                if (MERGE_BIAS && bias_sum) bias += shared.bias[w][ch / bias_group][col] * f;
+            }
+            if (MERGE_BIAS && bias_sum) sum = {sum.x + bias, sum.y + bias, sum.z + bias, sum.w + bias};
+            write_result(a, s, u, col, ch, sum, {best, total});
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared.merged_barrier());
+    }
+    const int next = s.next;
+    __syncwarp();  // the next segment is written where this one is
+    return next;
+}
+
+/// Called by all consumer warps at the end of a segment; returns the block's next one. FOLD: columns 4 .. 7 of the walk's results are columns 0 .. 3 of
+/// channels D / 2 further on.
+template <bool FOLD = false, class Walk>
+DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
+                           int bias_group, Merge& shared, int warp, int lane) {
+    const Segment& s = shared.segments[Merge::own(warp)];
+    const Unit& u = shared.units[Merge::own(warp)];
+    int g = lane / 4, c = lane % 4, thread = warp * 32 + lane;
+    const int first_column = FOLD ? 2 * (c % 2) : 2 * c;
+    shared.wait_until_free(warp);
+    leave_sums<FOLD>(shared, softmax, first_column, warp, g);
     sync_threads(CONSUMERS);
     float factor[NT][2];
     for (int n = 0; n < NT; ++n)
@@ -179,20 +243,25 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
     }
     sync_threads(CONSUMERS);
 #pragma unroll 1
-    for (int i = thread; i < columns_of(a, u) * (D / 4); i += CONSUMERS) write_result(a, i / (D / 4), i % (D / 4) * 4, bias_sum != nullptr, bias_group, shared);
+    for (int i = thread; i < columns_of(a, u) * (D / 4); i += CONSUMERS) {
+        const int col = i / (D / 4), ch = i % (D / 4) * 4;
+        float4 x = *reinterpret_cast<const float4*>(&shared.out[col][ch]);
+        if (MERGE_BIAS && bias_sum) {
+            float b = 0.f;
+            for (int w = 0; w < WARPS; ++w) b += shared.bias[w][ch / bias_group][col];
+            x = {x.x + b, x.y + b, x.z + b, x.w + b};
+        }
+        write_result(a, s, u, col, ch, x, shared.ml[col]);
+    }
     if (s.slot >= 0) {
-        __threadfence();
         sync_threads(CONSUMERS);
-        if (thread == 0) {
-            bool last = atomicAdd(a.arrived + s.unit, 1) == s.num_slots - 1;
+        if (thread == 0) {  // releases what the barrier ordered before it: all threads' stores
+            bool last = add_acquire_release(a.arrived + s.unit, 1) == s.num_slots - 1;
             if (last) a.arrived[s.unit] = 0;  // ready for the next launch
             shared.last = last;
         }
         sync_threads(CONSUMERS);
-        if (shared.last) {
-            __threadfence();
-            merge_slots(a, shared, thread);
-        }
+        if (shared.last) merge_slots(a, shared, thread);
     }
     const int next = s.next;
     sync_threads(CONSUMERS);  // the next segment writes the same memory

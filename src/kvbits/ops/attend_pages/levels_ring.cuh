@@ -28,18 +28,18 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             continue;
         }
         const int first = half ? K_PIECES : 0, last = half ? a.num_pieces : K_PIECES;
-        if (ready && !half) ring.tokens[place] = from.tokens();
+        if (ready && !half) ring.tokens[place] = from.tokens;
 #if __CUDA_ARCH__ >= 900
         if (ready) {
             const u32 full = shared_address(&ring.full[place][half]), slot = shared_address(slots + place * SLOT_BYTES);
             barrier_arrive_expect(full, half ? CHUNK_BYTES - K_BYTES : K_BYTES);
-            for (int i = first; i < last; ++i) copy_bulk(slot + a.pieces[i].to, from.page() + a.pieces[i].from, a.pieces[i].bytes, full, policy);
+            for (int i = first; i < last; ++i) copy_bulk(slot + a.pieces[i].to, from.address + a.pieces[i].from, a.pieces[i].bytes, full, policy);
         }
 #else
         for (int w = 0; w < 32; ++w) {
             if (!__shfl_sync(ALL_LANES, ready, w)) continue;
             const int to = __shfl_sync(ALL_LANES, place, w), from_piece = __shfl_sync(ALL_LANES, first, w), to_piece = __shfl_sync(ALL_LANES, last, w);
-            const i64 page = __shfl_sync(ALL_LANES, from.page(), w);
+            const i64 page = __shfl_sync(ALL_LANES, from.address, w);
             const u32 slot = shared_address(slots + to * SLOT_BYTES), full = shared_address(&ring.full[to][w / 16]);
             if (lane == w) barrier_arrive(full);
             for (int i = from_piece; i < to_piece; ++i)

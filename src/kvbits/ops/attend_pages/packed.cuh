@@ -88,14 +88,14 @@ struct Query {
     static constexpr int group_of(int field, int step) { return (field * KeyPlane::ROW + 16 * step) / K_GROUP; }
 
     /// Channels field * ROW + 16 step + 4c .. + 3 of a lane's column; 0 past the row, where a lane's words belong to others.
-    DEVICE void start(Staged& staged, float multiplier, int g, int c) {
+    DEVICE void start(Staged& staged, const QueryRows& rows, float multiplier, int c) {
         scaled = false;
         if (!HELD) {  // the block's warps have the same columns: each makes some operands for all
             const int thread = thread_again();
             fragments = staged.fragments + thread % 32;
             for (int at = thread / 32; at < NT * COUNT; at += WARPS) {
                 u32 x[2];
-                pack(x, staged, multiplier, at / COUNT, at % COUNT / KeyPlane::STEPS, at % KeyPlane::STEPS, g, c);
+                pack(x, rows, multiplier, at / COUNT, at % COUNT / KeyPlane::STEPS, at % KeyPlane::STEPS, c);
                 staged.fragments[at * 32 + thread % 32] = {x[0], x[1]};
             }
             sync_threads(CONSUMERS);
@@ -107,12 +107,11 @@ struct Query {
             for (int f = 0; f < KeyPlane::FIELDS; ++f)
 #pragma unroll
                 for (int i = 0; i < KeyPlane::STEPS; ++i)
-                    if (used(f, i)) pack(q[HELD ? n : 0][HELD ? f * KeyPlane::STEPS + i : 0], staged, multiplier, n, f, i, g, c);
+                    if (used(f, i)) pack(q[HELD ? n : 0][HELD ? f * KeyPlane::STEPS + i : 0], rows, multiplier, n, f, i, c);
     }
-    static DEVICE void pack(u32 (&to)[2], const Staged& staged, float multiplier, int n, int f, int i, int g, int c) {
+    static DEVICE void pack(u32 (&to)[2], const QueryRows& rows, float multiplier, int n, int f, int i, int c) {
         int r = 16 * i + 4 * c, ch = f * KeyPlane::ROW + r;
-        float4 x = {0.f, 0.f, 0.f, 0.f};
-        if (r < KeyPlane::ROW && ch < D) x = *reinterpret_cast<const float4*>(&staged.q[n * 8 + g][ch]);
+        const float4 x = rows.four(n, ch, r < KeyPlane::ROW && ch < D);
         float m = multiplier * power_of_two(KeyPlane::LOW_BITS - KeyPlane::BITS * f);
         to[0] = pack_f16(x.x * m, x.z * m);
         to[1] = pack_f16(x.y * m, x.w * m);

@@ -1,4 +1,5 @@
-// 16-bit pages (sinks, newest tokens, raw layers): 32 tokens per step, straight from memory into operand registers.
+// 16-bit pages (sinks, newest tokens, raw layers): 32 tokens per step, straight from memory into operand registers, or through the ring where zones of raw
+// tokens are long (RAW_ZONES: warps that wait for keys, then for values, read a third less than memory gives).
 //
 // Lane (g, c) holds the scores of tokens 4g .. 4g + 3, so that keys need 16-byte loads of four rows and values eight: see docs/formats.md for the
 // token order, which is the packed pages' own. Loads past the visible length give 0: such memory may hold anything, NaN included.
@@ -8,8 +9,36 @@
 constexpr int RAW_STEPS = (D + 31) / 32;   // 16-byte loads of a key row by four lanes
 constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4 : D * COLS <= 1024 && WARPS <= 7 ? 2 : 1;  // key loads in flight per row: registers allow no more
 constexpr int RAW_HALVES = (D + 63) / 64;  // 16-byte loads of a value row by eight lanes
-// Zones of raw tokens are long, and seven warps that wait for keys, then for values, read a third less than memory gives: there all loads of a step are one.
-constexpr bool RAW_AT_ONCE = RAW_ZONES && NT == 1 && D <= 128 && WARPS <= 7;
+
+/// Eight channels of a row that is visible, else zeros: rows past the visible length may hold anything, NaN included.
+struct RowsInMemory {
+    i64 keys, values;            // a lane's first rows and channels
+    int visible;
+
+    DEVICE RowsInMemory(i64 keys, i64 values, int visible, int g, int c) : keys(keys + (4 * g * D + 8 * c) * 2), values(values + (8 * c * D + 8 * g) * 2), visible(visible) {}
+    DEVICE uint4 key(int j, int i, int g, int c) const { return load_global_once(keys + (j * D + 32 * i) * 2, 4 * g + j < visible && 32 * i + 8 * c < D); }
+    DEVICE uint4 value(int token, int h, int g, int c) const { return load_global_once(values + (token * D + 64 * h) * 2, 8 * c + token < visible && 64 * h + 8 * g < D); }
+    DEVICE void keys_done() {}
+    DEVICE void wait_for_values() {}
+};
+struct RowsInRing {
+    const unsigned char *keys, *values;
+    int visible;
+    u32 keys_empty, values_full, turn;  // barriers: where the keys' slot is given back, where values arrive
+
+    DEVICE static uint4 row(const unsigned char* p, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(p) : uint4{0, 0, 0, 0}; }
+    DEVICE uint4 key(int j, int i, int g, int c) const { return row(keys + ((4 * g + j) * D + 32 * i + 8 * c) * 2, 4 * g + j < visible && 32 * i + 8 * c < D); }
+    DEVICE uint4 value(int token, int h, int g, int c) const { return row(values + ((8 * c + token) * D + 64 * h + 8 * g) * 2, 8 * c + token < visible && 64 * h + 8 * g < D); }
+    /// Four channels from `channel` on.
+    DEVICE uint2 four(int token, int channel, bool wanted, int c) const {
+        return wanted && 8 * c + token < visible ? *reinterpret_cast<const uint2*>(values + ((8 * c + token) * D + channel) * 2) : uint2{0, 0};
+    }
+    DEVICE void keys_done() {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(keys_empty);
+    }
+    DEVICE void wait_for_values() { barrier_wait(values_full, turn); }
+};
 
 DEVICE void mma_raw(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     if (RAW_TYPE == BFLOAT16) mma_bf16(d, a0, a1, a2, a3, b0, b1);
@@ -24,9 +53,9 @@ struct RawWalk {
     float o[NT][RAW_HALVES][4][4];  // [half of 64 channels][pair of channels]
     float factor;
 
-    DEVICE void start(const Args& a, const Staged& staged, int g, int c) {
+    DEVICE void start(const Args& a, const QueryRows& rows, int c) {
         for (int n = 0; n < NT && HELD; ++n)
-            for (int i = 0; i < RAW_STEPS; ++i) load_q(q[n][i], staged, n * 8 + g, 32 * i + 8 * c);
+            for (int i = 0; i < RAW_STEPS; ++i) load_q(q[n][i], rows, n, 32 * i + 8 * c);
         for (int n = 0; n < NT; ++n)
             for (int h = 0; h < RAW_HALVES; ++h)
                 for (int k = 0; k < 4; ++k)
@@ -34,38 +63,21 @@ struct RawWalk {
         factor = SOFTCAP ? a.scaling / a.softcap : a.scaling * LOG2E;
     }
 
-    static DEVICE void load_q(u32 (&to)[4], const Staged& staged, int col, int channel) {
+    static DEVICE void load_q(u32 (&to)[4], const QueryRows& rows, int n, int channel) {
         for (int half = 0; half < 2; ++half) {
-            float4 x = channel < D ? *reinterpret_cast<const float4*>(&staged.q[col][channel + 4 * half]) : float4{0.f, 0.f, 0.f, 0.f};
+            const float4 x = rows.four(n, channel + 4 * half, channel < D);
             to[2 * half] = pack_raw(x.x, x.y);
             to[2 * half + 1] = pack_raw(x.z, x.w);
         }
     }
 
-    /// Eight channels from `channel` on, `offset` elements past a lane's own address: one address register serves all its loads.
-    static DEVICE uint4 load_row(i64 address, int offset, bool visible, int channel) {
-        return load_global_once(address + offset * 2, visible && channel < D);
-    }
-
-    /// Tokens 0 .. 31 at `keys` / `values`, of which `visible` are, the first at `position`.
-    DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, i64 keys, i64 values, int position, int visible, const LseRow& lse, int g, int c) {
+    /// Weights of tokens 0 .. 31 of `rows`, of which rows.visible are, the first at `position`: p[n] of tokens (8c, 8c + 4), (8c + 1, 8c + 5), (8c + 2, 8c + 6),
+    /// (8c + 3, 8c + 7) of column 8n + g. `rescale` multiplies running outputs.
+    template <class Rows, class Rescale>
+    DEVICE void weights(u32 (&p)[NT][4], const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows& rows, int position, const LseRow& lse,
+                        int g, int c, Rescale rescale) const {
+        const int visible = rows.visible;
         float s[4][NT][2];
-        const i64 my_keys = keys + (4 * g * D + 8 * c) * 2, my_values = values + (8 * c * D + 8 * g) * 2;
-        auto load_key = [&](int j, int i) { return load_row(my_keys, j * D + 32 * i, 4 * g + j < visible, 32 * i + 8 * c); };
-        auto load_value = [&](int token, int h) { return load_row(my_values, token * D + 64 * h, 8 * c + token < visible, 64 * h + 8 * g); };
-        uint4 keys_held[RAW_AT_ONCE ? 4 : 1][RAW_AT_ONCE ? RAW_STEPS : 1], values_held[RAW_AT_ONCE ? 8 : 1][RAW_AT_ONCE ? RAW_HALVES : 1];
-        if constexpr (RAW_AT_ONCE) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-#pragma unroll
-                for (int i = 0; i < RAW_STEPS; ++i) keys_held[j][i] = load_key(j, i);
-#pragma unroll
-            for (int token = 0; token < 8; ++token)
-#pragma unroll
-                for (int h = 0; h < RAW_HALVES; ++h) values_held[token][h] = load_value(token, h);
-        }
-        auto key = [&](int j, int i) { if constexpr (RAW_AT_ONCE) return keys_held[j][min(i, RAW_STEPS - 1)]; else return load_key(j, i); };
-        auto value = [&](int token, int h) { if constexpr (RAW_AT_ONCE) return values_held[token][h]; else return load_value(token, h); };
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
             float acc[NT][4];
@@ -76,15 +88,15 @@ struct RawWalk {
                 uint4 even[RAW_LOADS], odd[RAW_LOADS];
 #pragma unroll
                 for (int i = 0; i < RAW_LOADS; ++i) {
-                    even[i] = key(2 * tile, first + i);
-                    odd[i] = key(2 * tile + 1, first + i);
+                    even[i] = rows.key(2 * tile, first + i, g, c);
+                    odd[i] = rows.key(2 * tile + 1, first + i, g, c);
                 }
 #pragma unroll
                 for (int i = 0; i < RAW_LOADS; ++i)
                     for (int n = 0; n < NT && first + i < RAW_STEPS; ++n) {
                         u32 b[4];
                         if (HELD) for (int k = 0; k < 4; ++k) b[k] = q[HELD ? n : 0][HELD ? first + i : 0][k];
-                        else load_q(b, see.staged, n * 8 + g, 32 * (first + i) + 8 * c);
+                        else load_q(b, queries, n, 32 * (first + i) + 8 * c);
                         mma_raw(acc[n], even[i].x, odd[i].x, even[i].y, odd[i].y, b[0], b[1]);
                         mma_raw(acc[n], even[i].z, odd[i].z, even[i].w, odd[i].w, b[2], b[3]);
                     }
@@ -92,6 +104,7 @@ struct RawWalk {
             for (int n = 0; n < NT; ++n)
                 for (int r = 0; r < 4; ++r) s[2 * tile + r / 2][n][r % 2] = acc[n][r];
         }
+        rows.keys_done();
 #pragma unroll
         for (int j = 0; j < 4; ++j)
             for (int n = 0; n < NT; ++n)
@@ -110,16 +123,12 @@ struct RawWalk {
         if (__any_sync(ALL_LANES, above || !softmax.all_seen)) {
             float down[NT][2], scale[NT][2];
             softmax.move(best, 0, down, scale);
-            for (int n = 0; n < NT; ++n) {
+            for (int n = 0; n < NT; ++n)
                 for (int j = 0; j < 4; ++j)
                     for (int e = 0; e < 2; ++e) s[j][n][e] -= down[n][e];
-                for (int h = 0; h < RAW_HALVES; ++h)
-                    for (int k = 0; k < 4; ++k)
-                        for (int r = 0; r < 4; ++r) o[n][h][k][r] *= scale[n][r % 2];
-            }
+            rescale(scale);
         }
         float own[NT][2] = {};
-        u32 p[NT][4];  // tokens (8c, 8c + 4), (8c + 1, 8c + 5), (8c + 2, 8c + 6), (8c + 3, 8c + 7) of column g
 #pragma unroll
         for (int n = 0; n < NT; ++n)
             for (int j = 0; j < 4; ++j) {
@@ -130,6 +139,18 @@ struct RawWalk {
                 p[n][j] = transpose_8x8(pack_raw(p0, p1));
             }
         if (PAGE_LSE) lse.write(a, own, softmax.reference, g, c);
+        rows.wait_for_values();
+    }
+
+    template <class Rows>
+    DEVICE void step(const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows rows, int position, const LseRow& lse, int g, int c) {
+        u32 p[NT][4];
+        weights(p, a, queries, see, softmax, rows, position, lse, g, c, [&](const float (&scale)[NT][2]) {
+            for (int n = 0; n < NT; ++n)
+                for (int h = 0; h < RAW_HALVES; ++h)
+                    for (int k = 0; k < 4; ++k)
+                        for (int r = 0; r < 4; ++r) o[n][h][k][r] *= scale[n][r % 2];
+        });
 #pragma unroll
         for (int h = 0; h < RAW_HALVES; ++h) {
 #pragma unroll
@@ -137,7 +158,7 @@ struct RawWalk {
                 uint4 v[4];  // tokens j, j + 4, j + 1, j + 5
                 for (int i = 0; i < 4; ++i) {
                     int token = j + i / 2 + i % 2 * 4;
-                    v[i] = value(token, h);
+                    v[i] = rows.value(token, h, g, c);
                 }
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {

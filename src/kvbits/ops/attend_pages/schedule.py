@@ -27,7 +27,7 @@ class PartWork:
         first_entry, num_chunks: int64 [B]: where a sequence's entries start in the entry arrays and how many chunks it reads.
         chunk_cost: bytes of a chunk.
         launch: which kernel reads it.
-        packed: read through the ring of shared memory.
+        in_ring: read through the ring of shared memory.
         walk: segments of parts of one launch and walk join; None joins nothing.
     """
 
@@ -35,7 +35,7 @@ class PartWork:
     num_chunks: np.ndarray
     chunk_cost: int
     launch: int
-    packed: bool = True
+    in_ring: bool = True
     walk: int | None = None
 
 
@@ -82,13 +82,13 @@ def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tupl
         np.add.at(used, unit[ends], 1)
         entry = np.stack([p.first_entry for p in parts], 1)[unit // repeats, part]
         rows = np.stack([unit, part, entry, s[:, 2], s[:, 3], slot, first_slot[unit], counts[unit]], 1)
-        linked, place = _linked(rows, start, np.array([p.packed for p in parts])[part])
+        linked, place = _linked(rows, start, np.array([p.in_ring for p in parts])[part])
         linked[place, 10] = s[:, 4]
         result.append(linked)
     return result, int(first_slot[-1])
 
 
-def _linked(rows: np.ndarray, start: np.ndarray, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _linked(rows: np.ndarray, start: np.ndarray, in_ring: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows in block order as linked lists, first rows first, then the others; and where each row went."""
     blocks = len(start) - 1
     has = np.diff(start) > 0
@@ -99,7 +99,7 @@ def _linked(rows: np.ndarray, start: np.ndarray, packed: np.ndarray) -> tuple[np
     result = np.zeros((blocks + len(rows) - int(has.sum()), 12), np.int32)
     result[:blocks, 0], result[:, 8] = -1, -1
     result[place, :8] = rows
-    before = np.concatenate([[0], np.cumsum(rows[:, 4] * packed)])
+    before = np.concatenate([[0], np.cumsum(rows[:, 4] * in_ring)])
     result[place, 9] = before[:-1] - np.repeat(before[start[:-1]], np.diff(start))
     result[place[:-1], 8] = np.where(follows[:-1], place[1:], -1) if len(rows) else []
     return result, place

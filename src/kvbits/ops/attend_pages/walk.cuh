@@ -1,6 +1,7 @@
 // One warp's walk over packed chunks: scores, softmax, outputs. Which terms exist is decided at compile time by the macros of the format.
 #pragma once
 #include "packed.cuh"
+#include "raw.cuh"
 
 using Key0 = Plane<K_BITS0, K_OFFSET0, K_BITS1>;
 using Value0 = Plane<V_BITS0, V_OFFSET0, V_BITS1>;
@@ -21,6 +22,7 @@ constexpr bool K_LOW = K_LOW_BITS > 0, V_LOW = V_LOW_BITS > 0;
 constexpr bool K_LOW = false, V_LOW = false;
 constexpr int K_LOW_OFFSET = 0, V_LOW_OFFSET = 0;
 #endif
+constexpr bool RAW_JOINS = RAW_ZONES && !V_PER_CHUNK && V_BITS1 == 0;  // raw tokens are added to the same running outputs as packed ones
 constexpr u32 LOW_ZERO = 8;
 constexpr float LOW_STEP = 1.f / 15.f;
 constexpr int TOKENS = 4 * UNITS;                                  // of a lane in a step
@@ -30,7 +32,7 @@ DEVICE void dot_columns(float (&result)[NT][2], const Staged& staged, const floa
     for (int n = 0; n < NT; ++n) {
         float sum = 0.f;
 #pragma unroll 1
-        for (int ch = c; ch < D; ch += 4) sum += staged.q[n * 8 + g][ch] / scale[ch] * vector[ch];
+        for (int ch = c; ch < D; ch += 4) sum += staged.q[OWN_START ? 0 : n * 8 + g][ch] / scale[ch] * vector[ch];
         sum += __shfl_xor_sync(ALL_LANES, sum, 1);
         sum += __shfl_xor_sync(ALL_LANES, sum, 2);
         for (int e = 0; e < 2; ++e) result[n][e] = __shfl_sync(ALL_LANES, sum, (2 * c + e) * 4);
@@ -61,19 +63,18 @@ struct PackedWalk {
     float weight_sum[NT][2];           // this chunk's
 
     DEVICE void start(const Args& a, Staged& staged, Unit u, const Part& part, int g, int c) {
-        u32 bits = 0;
-        for (int w = 0; w < WARPS; ++w) bits = max(bits, staged.largest[w]);
-        float m = __uint_as_float(bits);
+        const QueryRows rows(a, staged, u, g);
+        float m = __uint_as_float(rows.largest(c));
         int shift = m > 1e-30f ? 13 - exponent_of(m) : 0;  // the largest |q| comes just under 2**14
-        query0.start(staged, power_of_two(shift), g, c);
+        query0.start(staged, rows, power_of_two(shift), c);
 #if K_BITS1
-        query1.start(staged, power_of_two(shift), g, c);
+        query1.start(staged, rows, power_of_two(shift), c);
 #endif
         real_factor = power_of_two(-shift) * a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E);
         factor = real_factor * power_of_two(operand_exponent(K_FLOAT));
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e) constant[n][e] = 0.f;
-        if (part.k_bias) {
+        if (!OWN_START && part.k_bias) {
             i64 row = i64(u.head) * D;
             dot_columns(constant, staged, part.k_bias + row, part.k_scale + row, g, c);
             for (int n = 0; n < NT; ++n)
@@ -322,6 +323,40 @@ struct PackedWalk {
                         }
             }
         }
+    }
+
+    /// Raw tokens: weights `p` as RawWalk::weights gives them times four channels of a row at a time, where the packed values' outputs lie.
+    template <class Rows>
+    DEVICE void add_raw(const u32 (&p)[NT][4], const Rows& rows, int g, int c) {
+#pragma unroll
+        for (int field = 0; field < Value0::FIELDS; ++field)
+#pragma unroll
+            for (int pair = 0; pair < Value0::PAIRS; ++pair) {
+                if (!Values<Value0>::used(field, pair)) continue;
+                const int byte = 32 * pair + 4 * g, channel = field * Value0::ROW + byte;
+                const bool inside = byte < Value0::ROW && channel < D;
+#pragma unroll
+                for (int j = 0; j < 4; j += 2) {
+                    const uint2 v0 = rows.four(j, channel, inside, c), v1 = rows.four(j + 4, channel, inside, c);
+                    const uint2 v2 = rows.four(j + 1, channel, inside, c), v3 = rows.four(j + 5, channel, inside, c);
+                    const u32 a0 = permute_bytes(v0.x, v1.x, 0x5410), a1 = permute_bytes(v0.x, v1.x, 0x7632);
+                    const u32 a2 = permute_bytes(v2.x, v3.x, 0x5410), a3 = permute_bytes(v2.x, v3.x, 0x7632);
+                    const u32 c0 = permute_bytes(v0.y, v1.y, 0x5410), c1 = permute_bytes(v0.y, v1.y, 0x7632);
+                    const u32 c2 = permute_bytes(v2.y, v3.y, 0x5410), c3 = permute_bytes(v2.y, v3.y, 0x7632);
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) {
+                        mma_raw(values0.o[n][field][pair][0], a0, a1, a2, a3, p[n][j], p[n][j + 1]);
+                        mma_raw(values0.o[n][field][pair][1], c0, c1, c2, c3, p[n][j], p[n][j + 1]);
+                    }
+                }
+            }
+    }
+    /// Running outputs from units of packed values to those of raw ones (1), or back: powers of two.
+    DEVICE void change_units(bool to_raw) {
+        values0.each([&](float& x, int, int, int field, int, int) {
+            const int exponent = operand_exponent(V_FLOAT) + Value0::LOW_BITS - Value0::BITS * field;
+            x *= to_raw ? power_of_two(exponent) : power_of_two(-exponent);
+        });
     }
 
     /// Scale pairs of the lane's value tokens, 0 for hidden ones; returns the largest, as float16 bits.

@@ -173,6 +173,8 @@ DEVICE uint4 load_once_16(const void* p) {
     return v;
 }
 DEVICE double2 load_kept(const double2* p) { double2 v; asm("ld.global.nc.L1::evict_last.v2.f64 {%0, %1}, [%2];" : "=d"(v.x), "=d"(v.y) : "l"(p)); return v; }
+/// Adds to a counter that blocks share, after all that this thread knows of is there for whoever sees the sum, and before all that it reads then.
+DEVICE int add_acquire_release(int* p, int x) { int old; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(x) : "memory"); return old; }
 /// Reads past L1, which other blocks' writes do not reach.
 DEVICE float4 load_global_l2(const float4* p) {
     float4 v;
