@@ -144,64 +144,53 @@ DEVICE void prefetch_first_chunks(const Args& a, int lane) {
 #if HAS_LEVELS
 #include "levels_ring.cuh"
 #else
-/// Lane w of the producer warp fills the slots of consumer warp w. Lanes look whether their slot is free and go on if it is not: a lane that waits holds up
-/// all others, and with them every warp of the block. A look-up holds them up too, so they all make theirs together, two chunks each, when one has none left.
+/// Lane w of the producer warp fills the slots of consumer warp w, all lanes once they all can: look-ups and copies of a round go together.
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
-    Cursor at = {int(blockIdx.x), -1, lane, false};  // what is looked up next
+    Cursor at = {int(blockIdx.x), -1, lane, false};
     bool more = lane < WARPS && at.settle(a, lane);
-    Source first, second;
-    int held = 0;
-    u32 chunk = lane;                                // what `first` is, of the block
 #if __CUDA_ARCH__ >= 900
     const u64 policy = read_once_policy();
 #endif
-    while (__any_sync(ALL_LANES, more || held)) {
-        if (__any_sync(ALL_LANES, more && !held)) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                if (more && held < 2) {
-                    const Source found(a, a.segments[at.segment], at.k, at.second);
-                    if (held) second = found;
-                    else first = found;
-                    ++held;
-                    at = at.next(a);
-                    more = at.settle(a, lane);
-                }
-        }
-        const u32 place = chunk % SLOTS;
-        const bool ready = held && barrier_test(shared_address(&ring.empty[place]), (chunk / SLOTS & 1) ^ 1);
+    Source from;
+    if (more) from = Source(a, a.segments[at.segment], at.k, false);
+    while (__any_sync(ALL_LANES, more)) {
+        const u32 place = u32(at.chunk) % SLOTS, parity = (u32(at.chunk) / SLOTS & 1) ^ 1;
+        Cursor next = more ? at.next(a) : at;
+        Source ahead;  // looked up now, needed after this round's waiting
+        const bool another = more && next.settle(a, lane);
+        if (another) ahead = Source(a, a.segments[next.segment], next.k, next.second);
 #if __CUDA_ARCH__ >= 900
-        if (ready) {
+        if (more) {
+            barrier_wait(shared_address(&ring.empty[place]), parity);
             const u32 full = shared_address(&ring.full[place]), slot = shared_address(slots + place * SLOT_BYTES);
-            ring.tokens[place] = first.tokens;
-            barrier_arrive_expect(full, first.bytes());
-            first.each_piece(a, [&](int to, i64 address, int bytes) { copy_bulk(slot + to, address, bytes, full, policy); });
+            ring.tokens[place] = from.tokens;
+            barrier_arrive_expect(full, from.bytes());
+            from.each_piece(a, [&](int to, i64 address, int bytes) { copy_bulk(slot + to, address, bytes, full, policy); });
         }
 #else
         for (int w = 0; w < WARPS; ++w) {
-            if (!__shfl_sync(ALL_LANES, ready, w)) continue;
+            if (!__shfl_sync(ALL_LANES, more, w)) continue;
             const int at_w = __shfl_sync(ALL_LANES, int(place), w);
             const u32 slot = shared_address(slots + at_w * SLOT_BYTES), full = shared_address(&ring.full[at_w]);
+            barrier_wait(shared_address(&ring.empty[at_w]), __shfl_sync(ALL_LANES, int(parity), w));
             if (lane == w) {
-                ring.tokens[at_w] = first.tokens;
+                ring.tokens[at_w] = from.tokens;
                 barrier_arrive(full);
             }
             Source theirs;
-            theirs.address = __shfl_sync(ALL_LANES, first.address, w);
-            theirs.chunk = __shfl_sync(ALL_LANES, first.chunk, w);
-            theirs.low = __shfl_sync(ALL_LANES, first.low, w);
-            theirs.raw_bytes = __shfl_sync(ALL_LANES, first.raw_bytes, w);
+            theirs.address = __shfl_sync(ALL_LANES, from.address, w);
+            theirs.chunk = __shfl_sync(ALL_LANES, from.chunk, w);
+            theirs.low = __shfl_sync(ALL_LANES, from.low, w);
+            theirs.raw_bytes = __shfl_sync(ALL_LANES, from.raw_bytes, w);
             theirs.each_piece(a, [&](int to, i64 address, int bytes) {
                 for (int at16 = lane * 16; at16 < bytes; at16 += 512) copy_async_16(slot + to + at16, address + at16);
             });
             copy_async_arrive(full);
         }
 #endif
-        if (ready) {
-            first = second;
-            --held;
-            chunk += WARPS;
-        }
+        at = next;
+        more = another;
+        from = ahead;
     }
 }
 #endif
