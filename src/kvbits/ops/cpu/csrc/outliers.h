@@ -134,9 +134,14 @@ static void add_key_floats(const Chunk& c, Decoded& w, const Outliers& o, const 
       *(vi_mem*)(b.turn + i) = (((t >> 4) * half + pair) * (2 * TILE) + (t & 15)) << 1 | (upper & 1);
     });
     for (int i = 0; turns && i < n; i++) {
-      const float cos = turns[b.turn[i] >> 1], sin = turns[(b.turn[i] >> 1) + TILE], x = b.value[i];
-      b.low[i] = x * (b.turn[i] & 1 ? -sin : cos);
-      b.high[i] = x * (b.turn[i] & 1 ? cos : sin);
+      b.low[i] = turns[b.turn[i] >> 1];
+      b.high[i] = turns[(b.turn[i] >> 1) + TILE];
+    }
+    for (int i = 0; turns && i < n; i += VL) {
+      const vi upper = -(load_int(b.turn + i) & 1);
+      const vf x = load(b.value + i), cos = load(b.low + i), sin = load(b.high + i);
+      store(b.low + i, x * select(upper, -sin, cos));
+      store(b.high + i, x * select(upper, cos, sin));
     }
     if (turns)
       each_apart(b, n, [&](int i, uint32_t t, uint32_t channel) { *(column*)(s + t) += *(const column*)(q + channel) * b.low[i] + *(const column*)(q + b.upper[i]) * b.high[i]; });
