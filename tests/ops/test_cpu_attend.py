@@ -117,6 +117,22 @@ def test_pairs_of_unlike_channels(tier):
         assert_close(cpu.attend(q, alone, positions), judge(q, alone, positions), NOISE["nuq4"])
 
 
+@pytest.mark.parametrize(("query", "outlier"), [(1, 1000), (30, 100), (100, 300), (1000, 1000)])
+def test_large_outliers_beside_a_query_large_elsewhere(tier, query, outlier):
+    """A row's integers are in units of its longest pair: they would lose the query that the outlier meets."""
+    for fmt in CODEBOOKS:
+        q, call, positions = random_call(*kvquant(fmt, outliers=0.01), head_dim=64, group=4, dtype=torch.float32, batch=1, pages=4, sinks=0)
+        part = call.parts[0]
+        k, v = torch.randn(2, len(part.table.page_ids), 2, 64, 64)
+        k[..., 33] *= 1e-3
+        k[..., 1] *= 1e-3
+        k[:, :, 3, 9], k[:, :, 40, 11] = outlier, -outlier
+        q[..., 33] = query
+        close_reference.close(k, v, part.store, part.table.page_ids, starts=part.table.starts)
+        alone = dataclasses.replace(call, parts=call.parts[:1])
+        assert_close(cpu.attend(q, alone, positions), judge(q, alone, positions), NOISE[fmt])
+
+
 @pytest.mark.parametrize("options", [
     {"window": 70}, {"softcap": 20.0}, {"window": 130, "softcap": 30.0, "tokens": 9}, {"tokens": 83, "pages": 4}, {"page_size": 32}, {"page_size": 160},
     {"page_size": 256, "head_dim": 512, "pages": 1}, {"heads": 1, "group": 16, "pages": 70, "batch": 1}, {"sinks": 0, "dtype": torch.float32},

@@ -67,8 +67,8 @@ class PagedCache(LayerSteps):
         if nonfinite not in ("refuse", "clamp"):
             raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
         for name, n in (("batch_size", batch_size), ("max_tokens", max_tokens)):
-            if n is not None and n < 1:
-                raise SpecError(f"{name}={n} must be at least 1")
+            if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+                raise SpecError(f"{name}={n!r} must be a whole number of at least 1")
         parameters.check(spec, static)
         dispatch.check_backend(backend)
         self.spec = spec

@@ -154,6 +154,7 @@ struct PartView {
   Tensor key, value;
   bool value_bias;  // of the current page, per channel
   const KeyPairs* pairs;  // of keys that are read so, or null
+  bool float_outliers;    // of the current page: its key outliers meet fp32 queries although `pairs` is there
   int64_t params;   // where the scales, biases and outliers of a head struct begin
   int params_per_tile;  // their bytes, in whole lines, that a tile fetches of the page to come
 };
@@ -273,7 +274,7 @@ static void attend_block(const PartView& part, Chunk& c, Block& b, Decoded& w, c
   else (key.raw ? raw_key_kernels[key.split ? BF16_SPLIT : key.t->raw_dtype] : key_kernels[key.format])[c.rows - 1](k);
   if (key.t->num_outliers) {
     const OutlierTurns turns = {key.t->turns ? key.t->turns + (int64_t)(token / TILE) * head_dim * TILE : nullptr,
-                                part.pairs ? part.pairs->turns[token / TILE * (head_dim / 2)][1] : nullptr};
+                                part.pairs && !part.float_outliers ? part.pairs->turns[token / TILE * (head_dim / 2)][1] : nullptr};
     BY_ROWS(c, add_key_outliers, c, b, w, outliers_of(*key.t, page, part.store->page_size, head_dim), turns, head_dim, token);
   }
 
@@ -399,6 +400,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
   if (pairs) fill_turns(*pairs, key.turns, store.page_size, head_dim / 2);
   if (pairs) fill_pair_levels(*pairs, decoded.levels, code_bits(key.format), head_dim);
   fill();
+  float longest_pair = 0.0f;
   for (int i = 0; i < chunks; i++) {
     Chunk& c = w.chunks[i];
     if (part.value.token_scales) __builtin_memset(c.corr, 0, sizeof(c.corr[0]) * part.value.groups);
@@ -406,7 +408,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
     if (static_bias) add_query_bias(c, b.k_channel_bias, head_dim);
     if (key.num_outliers && !key.inv_freq) BY_ROWS(c, query_columns, c, false, head_dim);
-    if (pairs) measure_pairs(c, head_dim);
+    if (pairs) longest_pair = __builtin_fmaxf(longest_pair, measure_pairs(c, head_dim));
     c.value_outliers = part.value.t->num_outliers;
     if (c.value_outliers) __builtin_memset(c.acc_columns, 0, sizeof(float) * (c.rows <= 4 ? 4 : 8) * round_up(head_dim, 16));
   }
@@ -437,9 +439,12 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     if (fetch_params && !part.key.decoded) fetch_range(coming + params, store.head_bytes - params);
     if (key.inv_freq) {
       page_angles(decoded, key.inv_freq, start, store.page_size, head_dim / 2);
-      for (int i = 0; i < chunks && (!pairs || key.stretch_offset >= 0); i++) {
+      // Integer queries lose to a row's largest pair what the others have: too much for large outliers.
+      view.float_outliers = pairs && key.num_outliers && largest_outlier(outliers_of(key, page, store.page_size, head_dim)) * longest_pair > PAIR_OUTLIER_LIMIT;
+      const bool floats = !pairs || view.float_outliers;
+      for (int i = 0; i < chunks && (floats || key.stretch_offset >= 0); i++) {
         turn_back(w.chunks[i], decoded, head_dim);
-        if (key.num_outliers && !pairs) BY_ROWS(w.chunks[i], query_columns, w.chunks[i], true, head_dim);
+        if (key.num_outliers && floats) BY_ROWS(w.chunks[i], query_columns, w.chunks[i], true, head_dim);
       }
     }
     if (part.key.page_channels || key.mean_offset >= 0) {
@@ -454,7 +459,7 @@ static void attend_part(const PartView& part, const kvbits_part& pages, int64_t 
     }
     if (pairs)
       for (int i = 0; i < chunks; i++) {
-        if (!key.num_outliers) quantize_pairs<0>(w.chunks[i], decoded, *pairs, head_dim);
+        if (!key.num_outliers || view.float_outliers) quantize_pairs<0>(w.chunks[i], decoded, *pairs, head_dim);
         else BY_ROWS(w.chunks[i], quantize_pairs, w.chunks[i], decoded, *pairs, head_dim);
       }
     view.value_bias = channel_params(part.value, page, kv_head, head_dim, b.v_channel, b.v_channel_bias);

@@ -21,7 +21,7 @@ static void quantize_query(Chunk& c, const float* from, int groups, int group_ch
       }
       float amax = max_of(top);
       for (; i < c1; i++) amax = __builtin_fmaxf(amax, __builtin_fabsf(q[i]));
-      const float inverse = amax > 0 ? limit / amax : 0.0f;
+      const float inverse = amax > 1e-30f ? limit / amax : 0.0f;  // what is smaller still adds nothing to a score
       vi total = vi{};
       for (i = c0; i < c1; i += VL) {
         vi x = round_to_int(load(q + i) * inverse);

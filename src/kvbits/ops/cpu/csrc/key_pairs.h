@@ -7,6 +7,7 @@
 // row's pairs of q are in units of which their lengths' sum has 32,700, so no number leaves 16 bits and no sum of products 32: turned halves are 23,170 long at most.
 
 constexpr int PAIR_TILES = 8;  // of a page at most
+constexpr float PAIR_OUTLIER_LIMIT = 256.0f;  // of an outlier times the longest pair of q: by half a unit of 1/32767 of it in both terms, a score is wrong by 0.006 (log2) at most
 constexpr float Q_SUM = 32700.0f;  // of a row's lengths; rounding adds up to head_dim, and 23,170 * 33,300 < 2^31
 
 struct KeyPairs {
@@ -71,9 +72,10 @@ static void fill_pairs(KeyPairs& p, const float* scale, const float* bias, int h
   }
 }
 
-// What of a part's queries no page changes.
-static void measure_pairs(Chunk& c, int head_dim) {
+// What of a part's queries no page changes. Returns the longest pair of all rows.
+static float measure_pairs(Chunk& c, int head_dim) {
   const int half = head_dim / 2;
+  float longest = 0.0f;
   for (int h = 0; h < c.rows; h++) {
     vf most = splat(1e-30f);
     for (int d = 0; d < half; d += VL) {
@@ -85,7 +87,9 @@ static void measure_pairs(Chunk& c, int head_dim) {
     const float top = max_of(most);
     c.column_unit[h] = 32767.0f / top;
     c.column_scale[h] = top / (32767.0f * 32767.0f);
+    longest = __builtin_fmaxf(longest, top);
   }
+  return longest;
 }
 
 INLINE __m512i join_halves(vf low, vf high) {
@@ -230,7 +234,7 @@ INLINE bool pairs_usable(const kvbits_tensor&, const int*, int, int) { return fa
 INLINE void fill_turns(KeyPairs&, const float*, int, int) {}
 INLINE void fill_pair_levels(KeyPairs&, const float*, int, int) {}
 INLINE void fill_pairs(KeyPairs&, const float*, const float*, int) {}
-INLINE void measure_pairs(Chunk&, int) {}
+INLINE float measure_pairs(Chunk&, int) { return 0.0f; }
 template <int W>
 INLINE void quantize_pairs(Chunk&, const Decoded&, const KeyPairs&, int) {}
 INLINE void attend_pairs(const Chunk&, const KeyPairs&, const Nibbles&, int, int, int, float*) {}

@@ -28,6 +28,20 @@ INLINE int outlier_end(const Outliers& o, int from, uint32_t limit) {
   return from;
 }
 
+// The largest of the list, whatever its sign.
+static float largest_outlier(const Outliers& o) {
+  alignas(64) float some[VL];
+  vf most = vf{};
+  for (int i = 0; i < o.count; i += VL) {
+    const int n = o.count - i < VL ? o.count - i : VL;
+    store(some, vf{});
+    widen(some, o.value + (int64_t)i * dtype_bytes(o.dtype), n, o.dtype);
+    const vf x = load(some);
+    most = vmax(most, vmax(x, -x));
+  }
+  return max_of(most);
+}
+
 // Queries as the chunk's outliers meet them.
 template <int W>
 static void query_columns(Chunk& c, bool turned, int head_dim) {
