@@ -12,6 +12,7 @@ import tiny
 import torch
 
 from kvbits import schemes
+from kvbits.calibrate import calibrate, prompts_from_text
 from kvbits.cli import app
 from kvbits.errors import SpecError
 from kvbits.evaluate.check import Limits, check, ranges, remedies
@@ -125,3 +126,21 @@ def test_qwen_1_5b_with_per_token_int4_is_caught():
     found = check(model, ids, Scheme(name="int4_per_token", key=spec, value=spec), progress=False)
     assert not found.passed and found.layers[0].failures and any("key bias" in c for c in found.layers[0].causes)
     assert found.overall["kl_mean"] > 1 and found.advised_overall["kl_mean"] < found.overall["kl_mean"] / 10
+
+
+def test_a_calibration_file_serves_and_two_sources_of_one_are_refused(monkeypatch, tmp_path):
+    from typer.testing import CliRunner
+
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (model, tokenizer))
+    scales = tmp_path / "scales.safetensors"
+    calibrate(model, prompts_from_text(tokenizer, novel()[40_000:44_000], length=300, num_prompts=2), "int8_static").save(scales)
+    args = ["check", "tiny", "--scheme", "int8_static", "--windows", "1", "--length", "300", "--max-ppl-change", "1", "--max-kl", "100", "--json"]
+    out = CliRunner().invoke(app, [*args, "--calibration", str(scales)])
+    assert json.loads(out.stdout)["scheme"] == "int8_static", out.output
+    for more, message in (
+        (["--calibration", str(scales), "--calibration-text", "novel"], "exclude each other"),
+        (["--length", "5000"], "windows of 5000 tokens pass the model's 4096 positions; lower --length"),
+    ):
+        out = CliRunner().invoke(app, [*args, *more])
+        assert out.exit_code and message in str(out.exception or out.output)

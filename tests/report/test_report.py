@@ -87,7 +87,7 @@ def test_mass_matched_stands_beside_raw_s_and_float32_s(folder):
     assert rows == [["tiny, bfloat16", *first], ["least, bfloat16", *first], ["tiny, float32", *second], ["least, float32", *second]]
     assert second[0] == "100.00%"
     line = markdown.recommendations(results)[0]
-    assert f"(the lossless `raw`: {sixteen['raw'].summary['mass_matched']:.2%}; with less rounding noise " in line and " or more in float32 on 1 model)." in line
+    assert f"(the lossless `raw` {sixteen['raw'].summary['mass_matched']:.2%}; with less rounding noise, in float32, {second[1]})." in line
     other = dataclasses.replace(results.models["tiny"], name="other", tasks={"fidelity": {n: c for n, c in sixteen.items() if n != "raw"}})
     exact = dataclasses.replace(results.models["tiny-float32"], tasks={"fidelity": {n: c for n, c in exact.items() if n != "int8"}})
     _, rows, _ = markdown.mass_rows(dataclasses.replace(results, models={"tiny": results.models["tiny"], "other": other, "tiny-float32": exact}))
@@ -105,7 +105,7 @@ def test_schemes_whose_windows_stayed_raw_are_no_part_of_the_scheme_table(folder
     more = dataclasses.replace(results, models={"tiny": dataclasses.replace(tiny, tasks={"fidelity": cells | {"tiered": long}})})
     _, rows, notes = markdown.scheme_rows(more)
     assert "tiered" not in {r.scheme for r in rows} and any("Not in the table: `tiered`" in n for n in notes)
-    assert markdown.recommendations(more)[1].startswith("**4 bits: `") and not any("tiered" in r for r in markdown.recommendations(more))
+    assert markdown.recommendations(more)[1].startswith("**4 to 5 bits: `") and not any("tiered" in r for r in markdown.recommendations(more))
     other = dataclasses.replace(tiny, name="other")
     assert "All models: 2 windows of 220 tokens of t, fed in chunks of 32, bfloat16." in markdown.scheme_rows(dataclasses.replace(results, models={"a": tiny, "b": other}))[2]
 

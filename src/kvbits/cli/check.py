@@ -23,7 +23,10 @@ def check(
     model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
     scheme: Annotated[str, typer.Option(help="The scheme to screen.")] = "int4",
     text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
-    calibration_text: Annotated[str | None, typer.Option(help="For schemes that need it.", show_default="end of the novel")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="File of `kvbits calibrate`, for schemes that need one.", show_default=False)] = None,
+    calibration_text: Annotated[
+        str | None, typer.Option(help="Without such a file: calibrate on this text first, which takes minutes for codebooks.", show_default="end of the novel")
+    ] = None,
     windows: Annotated[int, typer.Option(help="Windows that confirm; the first is looked into layer by layer.")] = 2,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     max_kl: Annotated[float, typer.Option(help="Largest KL divergence that passes, nats.")] = 0.05,
@@ -37,21 +40,27 @@ def check(
 
     Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real cache beside the given one.
     """
+    from ..calibrate import Calibration
+    from ..errors import SpecError
     from ..evaluate.check import Limits
     from ..evaluate.check import check as screen
     from ..evaluate.texts import novel_end, read_text
     from ..evaluate.texts import windows as cut
+    from ..geometry import max_context
 
+    if calibration is not None and calibration_text is not None:
+        raise SpecError(f"--calibration {calibration} and --calibration-text {calibration_text} exclude each other; give one")
+    given = None if calibration is None else Calibration.load(calibration)
     source = read_text(text)
-    calibration = novel_end() if calibration_text is None else read_text(calibration_text)
+    to_calibrate = novel_end() if calibration_text is None else read_text(calibration_text)
     set_threads(threads)
     from ..evaluate.run import Calibrator
     from ..integrations.models import load_model
 
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
-    ids = cut(tokenizer, source, count=windows, length=length)
+    ids = cut(tokenizer, source, count=windows, length=length, limit=max_context(lm.config))
     with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
-        calibrator = Calibrator(lm, tokenizer, Path(folder), calibration, (source,))
+        calibrator = Calibrator(lm, tokenizer, Path(folder), to_calibrate, (source,)) if given is None else lambda _: given
         found = screen(lm, ids, scheme, limits=Limits(kl=max_kl, ppl_change=max_ppl_change), calibration=calibrator)
     if as_json:
         print_json({"model": model, "text": source.name} | found.to_dict())

@@ -20,7 +20,9 @@ def evaluate(
     schemes: Annotated[str, typer.Option("--schemes", "--scheme", help="Caches, comma-separated; all: every preset, stock: quanto, HQQ, fp8.")] = "all",
     tasks: Annotated[str, typer.Option(help=TASKS_HELP)] = "fidelity",
     text: Annotated[list[str] | None, typer.Option(help="Text to evaluate on: a file, hub:ID, novel (shipped). Repeatable.", show_default="novel")] = None,
-    calibration_text: Annotated[str | None, typer.Option(help="Text for schemes that need calibration, never one evaluated on.", show_default=False)] = None,
+    calibration_text: Annotated[
+        str | None, typer.Option(help="Text for schemes that need calibration (32 windows of 512 tokens), never one evaluated on.", show_default=False)
+    ] = None,
     windows: Annotated[int, typer.Option(help="Windows of each text.")] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens per forward pass: history older than that is read as stored.")] = 128,

@@ -114,17 +114,22 @@ def bos_of(tokenizer: Any) -> list[int]:
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
-def windows(tokenizer: Any, text: Text, *, count: int, length: int) -> torch.Tensor:
+def windows(tokenizer: Any, text: Text, *, count: int, length: int, limit: int | None = None) -> torch.Tensor:
     """The first `count` windows of a text, without overlap, each beginning with BOS if the tokenizer uses one.
+
+    Args:
+        limit: tokens the model was made for (`geometry.max_context`).
 
     Returns:
         int64 [count, length].
 
     Raises:
-        DataError: the text is too short.
+        DataError: the text is too short, or windows are longer than the model's positions.
     """
     if count < 1 or length < 2:
         raise SpecError(f"{count} windows of {length} tokens; at least 1 of 2 are needed")
+    if limit is not None and length > limit:
+        raise DataError(f"windows of {length} tokens pass the model's {limit} positions; lower --length")
     start = bos_of(tokenizer)
     body = length - len(start)
     content = text.content[: CHARACTERS_PER_TOKEN * count * length]

@@ -17,7 +17,7 @@ LEGEND = (
     "caches' next-token probabilities in nats (0: the same)."
 )
 BEGIN, END = "<!-- scheme-table: written by `kvbits report` -->", "<!-- /scheme-table -->"
-CLASSES = (("8 bits", 7.0, 9.0), ("4 bits", 3.9, 5.6), ("3 bits and fewer", 0.0, 3.9))
+CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits", 0.0, 3.9))
 """Bits per element at long context that compete with each other for a recommendation."""
 
 USABLE_KL = 0.05
@@ -128,8 +128,8 @@ def recommendations(results: Results) -> list[str]:
         worst_kl, worst_ppl = (max(_measured(m)[best].summary[k] for m in models.values()) for k in ("kl_mean", "ppl_change"))
         name = f"`{best}`" if worst_kl <= USABLE_KL else f"none to recommend; the best is `{best}`"
         found.append(
-            f"**{title}: {name}**. At worst over these models KL {worst_kl:.4f} nats, perplexity {worst_ppl:+.2%}, {_least_mass(models.values(), best):.2%} of "
-            f"the probability mass where the 16-bit cache puts it{_floor(results, best)}."
+            f"**{title}: {name}**. On the worst of these models perplexity {worst_ppl:+.2%}, KL {worst_kl:.4f} nats, probability mass matched "
+            f"{_least_mass(models.values(), best):.2%}{_floor(results, best)}."
         )
     return found
 
@@ -148,19 +148,12 @@ def _floor(results: Results, scheme: str) -> str:
     """What of the mass a scheme loses is noise: what the lossless cache matches, and what the scheme matches without noise."""
     found = []
     if (raw := _least_mass(results.as_used.values(), "raw")) is not None:
-        found.append(f"the lossless `raw`: {raw:.2%}")
-    exact = [m for m in results.finer if "fidelity" in m.tasks and scheme in _measured(m)]
-    finer = []
-    for dtype in dict.fromkeys(m.facts["dtype"] for m in exact):
-        models = [m for m in exact if m.facts["dtype"] == dtype]
-        finer.append(f"{_least_mass(models, scheme):.2%} or more in {dtype} on {_count(len(models))}")
-    if finer:
-        found.append(f"with less rounding noise {', '.join(finer)}")
+        found.append(f"the lossless `raw` {raw:.2%}")
+    finer = [m for m in results.finer if "fidelity" in m.tasks]
+    if (least := _least_mass(finer, scheme)) is not None:
+        dtypes = " and ".join(dict.fromkeys(m.facts["dtype"] for m in finer if scheme in _measured(m)))
+        found.append(f"with less rounding noise, in {dtypes}, {least:.2%}")
     return f" ({'; '.join(found)})" if found else ""
-
-
-def _count(models: int) -> str:
-    return "1 model" if models == 1 else f"{models} models"
 
 
 def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
@@ -208,8 +201,7 @@ def readme_table(results: Results) -> str:
     columns, rows, notes = scheme_rows(results)
     chosen = recommendations(results)
     rest = [n for n in notes if n not in (LEGEND, *chosen)]
-    mass_columns, mass, said = mass_rows(results)
-    parts = [LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest), table(mass_columns, mass), said]
+    parts = [LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest)]
     return "\n".join([BEGIN, *(f"- {c}" for c in chosen), "", "\n\n".join(parts), END])
 
 

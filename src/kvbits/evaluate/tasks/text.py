@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...geometry import max_context
 from ...integrations.huggingface import KVCache
 from ..caches import CacheFactory, held_bytes
 from ..fidelity import Fidelity, compare, histogram_quantile
@@ -28,8 +29,9 @@ class FidelityTask(Task):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._windows: dict[str, torch.Tensor] = {}
+        limit = max_context(context.model.config)
         for text in context.texts:
-            found = windows(context.tokenizer, text, count=context.options.windows, length=self._length)
+            found = windows(context.tokenizer, text, count=context.options.windows, length=self._length, limit=limit)
             self._windows |= {f"{text.name}@{text.sha256[:8]}:{i}": ids for i, ids in enumerate(found)}
 
     @property
