@@ -143,4 +143,4 @@ def test_a_calibration_file_serves_and_two_sources_of_one_are_refused(monkeypatc
         (["--length", "5000"], "windows of 5000 tokens pass the model's 4096 positions; lower --length"),
     ):
         out = CliRunner().invoke(app, [*args, *more])
-        assert out.exit_code and message in str(out.exception or out.output)
+        assert out.exit_code and message in " ".join(out.stderr.split())
