@@ -28,19 +28,22 @@ INLINE int outlier_end(const Outliers& o, int from, uint32_t limit) {
   return from;
 }
 
-// The largest of the list, whatever its sign.
-static float largest_outlier(const Outliers& o) {
-  alignas(64) float some[VL];
-  vf most = vf{};
-  for (int i = 0; i < o.count; i += VL) {
-    const int n = o.count - i < VL ? o.count - i : VL;
-    store(some, vf{});
-    widen(some, o.value + (int64_t)i * dtype_bytes(o.dtype), n, o.dtype);
-    const vf x = load(some);
-    most = vmax(most, vmax(x, -x));
+// The largest of the list, whatever its sign: numbers without their signs are in the order of their bits.
+template <class Bits>
+INLINE float largest_of(const Outliers& o) {
+  const Bits* bits = (const Bits*)o.value;
+  const Bits number = (Bits)((Bits)-1 >> 1);
+  Bits most = 0;
+  for (int i = 0; i < o.count; i++) {
+    const Bits x = (Bits)(bits[i] & number);
+    most = x > most ? x : most;
   }
-  return max_of(most);
+  alignas(64) float found[VL];
+  widen(found, (const uint8_t*)&most, 1, o.dtype);
+  return found[0];
 }
+
+static float largest_outlier(const Outliers& o) { return dtype_bytes(o.dtype) == 2 ? largest_of<uint16_t>(o) : largest_of<uint32_t>(o); }
 
 // Queries as the chunk's outliers meet them.
 template <int W>
