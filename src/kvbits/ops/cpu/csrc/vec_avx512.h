@@ -57,8 +57,10 @@ INLINE vf exp2_neg(vf x) {
   return (vf)_mm512_scalef_ps((__m512)exp2_fraction<DEGREE>((vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF)), (__m512)x);
 }
 
-// Eight horizontal sums at once, the way of max_each.
-INLINE void sum_eight(const vf* x, int n, float* to) {
+// Eight vectors, n of which count, each folded to one number by `two`, twice over in the 16 lanes: what is loaded as a whole vector afterwards
+// must have been stored as one.
+template <class Two>
+INLINE void fold_eight(const vf* x, int n, float* to, Two two) {
   __m512 y[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) y[i] = (__m512)x[i];
@@ -66,40 +68,26 @@ INLINE void sum_eight(const vf* x, int n, float* to) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     if (i == 2 && pairs == 2) break;
-    y[i] = _mm512_add_ps(_mm512_unpacklo_ps(y[2 * i], y[2 * i + 1]), _mm512_unpackhi_ps(y[2 * i], y[2 * i + 1]));
+    y[i] = two(_mm512_unpacklo_ps(y[2 * i], y[2 * i + 1]), _mm512_unpackhi_ps(y[2 * i], y[2 * i + 1]));
   }
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     if (i == 1 && pairs == 2) break;
     const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
-    y[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    y[i] = two(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   }
   const __m512 other = pairs == 4 ? y[1] : y[0];
-  const __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(y[0], other, 0x44), _mm512_shuffle_f32x4(y[0], other, 0xee));
-  _mm512_storeu_ps(to, _mm512_add_ps(_mm512_shuffle_f32x4(z, z, 0x88), _mm512_shuffle_f32x4(z, z, 0xdd)));
+  const __m512 z = two(_mm512_shuffle_f32x4(y[0], other, 0x44), _mm512_shuffle_f32x4(y[0], other, 0xee));
+  _mm512_storeu_ps(to, two(_mm512_shuffle_f32x4(z, z, 0x88), _mm512_shuffle_f32x4(z, z, 0xdd)));
 }
 
-// Eight horizontal maxima at once, the way of sum_each, twice over in the 16 lanes: what is loaded as a whole vector afterwards
-// must have been stored as one.
+// Eight horizontal sums at once, and eight horizontal maxima.
+INLINE void sum_eight(const vf* x, int n, float* to) {
+  fold_eight(x, n, to, [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_add_ps(a, b); });
+}
+
 INLINE void max_each(const vf* x, int n, float* to) {
-  __m512 y[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) y[i] = (__m512)x[i];
-  const int pairs = n > 4 ? 4 : 2;
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    if (i == 2 && pairs == 2) break;
-    y[i] = _mm512_max_ps(_mm512_unpacklo_ps(y[2 * i], y[2 * i + 1]), _mm512_unpackhi_ps(y[2 * i], y[2 * i + 1]));
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++) {
-    if (i == 1 && pairs == 2) break;
-    const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
-    y[i] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  const __m512 other = pairs == 4 ? y[1] : y[0];
-  const __m512 z = _mm512_max_ps(_mm512_shuffle_f32x4(y[0], other, 0x44), _mm512_shuffle_f32x4(y[0], other, 0xee));
-  _mm512_storeu_ps(to, _mm512_max_ps(_mm512_shuffle_f32x4(z, z, 0x88), _mm512_shuffle_f32x4(z, z, 0xdd)));
+  fold_eight(x, n, to, [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_max_ps(a, b); });
 }
 
 INLINE int count(vi mask) { return __builtin_popcount(_mm512_movepi32_mask((__m512i)mask)); }
