@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -156,6 +158,19 @@ def test_schemes_lists_every_preset():
         assert {"source", "page_size", "residual_length", "needs_calibration", "key", "value"} <= set(r)
     text = run("schemes").stdout
     assert all(name in text for name in schemes.PRESETS) and "arxiv.org" in text
+    assert "at head_dim 128" in text and "in heads of 128 channels (--head-dim for other models)" in text
+
+
+def test_schemes_at_the_readme_s_head_dim_print_the_readme_s_bits():
+    """Its table is of a model with heads of 64 channels, and says so."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    dim = int(re.search(r"at long context; both on \S+ \(`kvbits schemes --head-dim (\d+)`\)", readme)[1])
+    printed = {r["scheme"]: f"{r['bits_per_element']:.2f}" for r in run_json("schemes", "--head-dim", dim)["rows"]}
+    table = readme[readme.index("| bits held | bits |") :]
+    stated = dict(re.findall(r"^\| (\S+) \| [\d.]+ \| ([\d.]+) \|", table, re.M))
+    assert len(stated) > 15 and {k: printed[k] for k in stated} == stated
+    other = {r["scheme"]: f"{r['bits_per_element']:.2f}" for r in run_json("schemes")["rows"]}
+    assert other != printed, "the width would not have to be said"
 
 
 def test_schemes_fit_other_widths_and_refuse_impossible_ones():

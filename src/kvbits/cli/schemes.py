@@ -11,7 +11,7 @@ from .common import Json, app, new_table, print_json, show
 
 @app.command("schemes")
 def list_schemes(
-    head_dim: Annotated[int, typer.Option(help="Channels per head: groups are fitted to it, and paddings depend on it.")] = 128,
+    head_dim: Annotated[int, typer.Option(help="Channels per head of your model: groups are fitted to it, and scales cost more bits in narrow heads.")] = 128,
     as_json: Json = False,
 ) -> None:
     """The named schemes, with bits per element (scales, offsets and padding included), description and paper link."""
@@ -36,4 +36,5 @@ def list_schemes(
         column.justify = "left"
     for s in found:
         table.add_row(s.name, f"{s.bits_per_element(head_dim):.3f}", f"{s.residual_length}", f"{s.page_size}", s.description, s.source)
-    show(table, "bits/element: closed pages, all metadata included. newest raw: tokens always kept at 16 bits, besides the unfinished page.")
+    basis = f"bits/element: closed pages in heads of {head_dim} channels (--head-dim for other models), all metadata included."
+    show(table, f"{basis} newest raw: tokens always kept at 16 bits, besides the unfinished page.")

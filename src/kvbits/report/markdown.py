@@ -5,6 +5,7 @@ The README's table is what `readme_table` gives for benchmarks/results/eval; `kv
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,22 @@ def _notes(models: dict[str, Model]) -> list[str]:
     floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of bfloat16." if floor else ""
     return [LEGEND, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more token "
-            "costs at long context." + noise, *found]  # fmt: skip
+            f"costs at long context{_widths(models)}." + noise, *found]  # fmt: skip
+
+
+def _widths(models: dict[str, Model]) -> str:
+    """Whose bits the table has: those of the first model on which a scheme was measured, and how wide its heads are."""
+    widths: dict[str, dict[int, None]] = {}
+    seen: set[str] = set()
+    for m in models.values():
+        for name, cell in _measured(m).items():
+            if name not in seen and "spec" in cell.info:
+                seen.add(name)
+                widths.setdefault(m.title, {}).update(dict.fromkeys(layer["head_dim"] for layer in json.loads(cell.info["spec"])["layers"]))
+    if not widths:
+        return ""
+    found = (f"{title} (`kvbits schemes --head-dim {' or '.join(map(str, dims))}`)" for title, dims in widths.items())
+    return f"; both on {' and '.join(found)}"
 
 
 def recommendations(results: Results) -> list[str]:
