@@ -80,6 +80,13 @@ def test_a_missing_optional_package_says_how_to_get_it(monkeypatch):
     assert "pip install 'kvbits[hf]'" in error("plan", "some-model")
 
 
+@pytest.mark.parametrize("command", [["plan"], ["check"], ["calibrate", "--out", "x"], ["eval", "--out", "x"], ["demo", "--model"]])
+def test_a_path_without_a_model_is_refused_before_torch_is_imported(command):
+    code = f"import sys\nfrom kvbits.cli import main\nsys.argv[1:] = {[*command, './no/such']!r}\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (out.returncode, out.stdout) == (2, "") and out.stderr.startswith("error: no such file or directory: './no/such'"), out.stderr
+
+
 # -- plan -----------------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +129,7 @@ def test_plan_reads_a_model_directory(tmp_path):
     [
         ([], "give MODEL, or --layers, --kv-heads and --head-dim"),
         (["--layers", 2], "missing: --kv-heads, --head-dim"),
-        (["/no/such/model"], "no such file or directory: /no/such/model"),
+        (["/no/such/model"], "no such file or directory: '/no/such/model'"),
         (["model", "--layers", 2], "already says what --layers says"),
         ([*GEOMETRY, "--scheme", "int5"], "unknown scheme 'int5'; known: all, fp32"),
         ([*GEOMETRY, "--scheme", " , "], "names no scheme"),

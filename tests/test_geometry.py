@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from types import SimpleNamespace
 
 import pytest
 
 from kvbits.errors import SpecError, UnsupportedError
-from kvbits.geometry import layer_geometries, load_config, max_context, text_config
+from kvbits.geometry import find_model, layer_geometries, load_config, max_context, text_config
 from kvbits.spec import LayerGeometry
 
 transformers = pytest.importorskip("transformers")
@@ -212,10 +213,52 @@ def test_directory_and_file_give_the_same_geometry(tmp_path):
         assert layer_geometries(load_config(path)) == layer_geometries(c)
 
 
-@pytest.mark.parametrize("name", ["/no/such/dir", "./nothing", "missing.json", "no/such/gguf.gguf", "a/b/c"])
-def test_missing_files_never_ask_the_network(name):
-    with pytest.raises(SpecError, match="no such file"):
-        load_config(name)
+def asked(*args, **kwargs):
+    raise AssertionError("the network was asked")
+
+
+@pytest.mark.parametrize("name", ["/no/such/dir", "./nothing", "../nothing", "~/no/such/dir", "missing.json", "no/such/gguf.gguf", "a/b/c", "folder/", ""])
+def test_missing_files_never_ask_the_network(monkeypatch, name):
+    from kvbits.integrations.models import load_model
+
+    monkeypatch.setattr("socket.getaddrinfo", asked)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", asked)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", asked)
+    for read in (load_config, load_model):
+        with pytest.raises(SpecError, match="no such file or directory: .*; give a local directory"):
+            read(name)
+
+
+def test_a_hub_id_without_a_network_fails_at_once(monkeypatch):
+    """Transformers asks six times, for half a minute."""
+
+    def unknown(host, port):
+        assert host == "huggingface.co"
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://huggingface.co")
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    for name in ("missing_folder", "org/missing"):
+        with pytest.raises(SpecError, match=f"no such file or directory: '{name}'; as a hub id it is not in the cache, and huggingface.co cannot be reached"):
+            find_model(name)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # names are then the proxy's to look up
+    assert find_model("org/missing") == "org/missing"
+    monkeypatch.delenv("HTTPS_PROXY")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # Transformers fails at once itself
+    assert find_model("org/missing") == "org/missing"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, name: "/cache/config.json" if repo == "org/cached" else None)
+    assert find_model("org/cached") == "org/cached"
+
+
+def test_a_home_directory_is_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config("llama", **SMALL).save_pretrained(tmp_path / "m")
+    assert find_model("~/m") == tmp_path / "m"
+    assert len(layer_geometries(load_config("~/m"))) == 4
 
 
 def test_foreign_files_are_refused(tmp_path):

@@ -16,6 +16,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,37 @@ _SLIDING = ("sliding_attention", "hybrid_sliding")
 _RECURRENT = ("linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding", "moe", "mlp")
 
 
+def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path | str:
+    """The local path of a model, or its hub id.
+
+    What cannot be found is refused at once: Transformers would ask the hub for half a minute, for anything that has the form of an id.
+
+    Args:
+        look_up: of a hub id, also whether it could be fetched.
+
+    Raises:
+        SpecError: nothing is there, and the name is no hub id, or one that is not in the cache while the hub's host is unknown here.
+    """
+    path, text = Path(model).expanduser(), str(model)
+    if text and path.exists():
+        return path
+    if _HUB_ID.fullmatch(text) is None or path.suffix in (".json", ".gguf"):
+        raise SpecError(f"no such file or directory: {text!r}; give a local directory, a config.json, a GGUF file or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
+    if not look_up:
+        return text
+    import transformers  # noqa: F401 - if that is missing, say so first
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or urllib.request.getproxies() or isinstance(try_to_load_from_cache(text, "config.json"), str):
+        return text
+    host = urllib.parse.urlsplit(constants.ENDPOINT).hostname or ""
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError as e:
+        raise SpecError(f"no such file or directory: {text!r}; as a hub id it is not in the cache, and {host} cannot be reached ({e.strerror or e})") from e
+    return text
+
+
 def load_config(model: str | os.PathLike[str]) -> Any:
     """The Transformers configuration of a model. Reads local files where they exist; imports neither torch nor weights.
 
@@ -36,20 +70,18 @@ def load_config(model: str | os.PathLike[str]) -> Any:
     Raises:
         SpecError: nothing there, or nothing that Transformers can read.
     """
-    path = Path(model)
-    if not path.exists() and (_HUB_ID.fullmatch(str(model)) is None or path.suffix in (".json", ".gguf")):
-        raise SpecError(f"no such file or directory: {path}")
+    path = find_model(model)
     from transformers import AutoConfig
 
     try:
-        if path.suffix == ".gguf":
+        if isinstance(path, Path) and path.suffix == ".gguf":
             return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-        if path.is_file():
+        if isinstance(path, Path) and path.is_file():
             fields = json.loads(path.read_text())
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise SpecError(f"{path} has no model_type, so it is not a Transformers config.json")
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
-        return AutoConfig.from_pretrained(str(model))
+        return AutoConfig.from_pretrained(str(path))
     except SpecError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as e:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SpecError
-from .common import Json, Threads, app, print_json, set_threads, show
+from .common import Json, Threads, app, print_json, require_model, set_threads, show
 
 
 @app.command()
@@ -39,6 +39,7 @@ def calibrate(
 
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
+    require_model(model)
     from ..evaluate.texts import read_text
 
     source = read_text(text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import Json, Threads, app, new_table, print_json, set_threads, show
+from .common import Json, Threads, app, new_table, print_json, require_model, set_threads, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,6 +40,7 @@ def check(
 
     Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real cache beside the given one.
     """
+    require_model(model)
     from ..calibrate import Calibration
     from ..errors import SpecError
     from ..evaluate.check import Limits

