@@ -51,7 +51,6 @@ def fill(cache: Any, contents: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for layer, (k, v) in enumerate(contents):
         if isinstance(cache, kvbits.KVCache):
             cache.store.append(layer, k.transpose(1, 2), v.transpose(1, 2))
-            cache.layers[layer].seen += k.shape[2]
         else:
             cache.update(k, v, layer)
     if isinstance(cache, kvbits.KVCache):

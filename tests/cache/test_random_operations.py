@@ -1,6 +1,7 @@
 """Random sequences of cache operations, each compared with a dense cache of dequantized values."""
 
 import copy
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.errors import CacheStateError, PoolFullError
+from kvbits.errors import CacheStateError, DataError, PoolFullError
 from kvbits.spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Scheme, Tier
 
 RAW = QuantSpec.raw()
@@ -49,6 +50,14 @@ def made_up_static(spec):
                 layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
         found.append(layer)
     return found
+
+
+def books(cache):
+    """All but the bytes, which `check_values` looks at: slots that nobody shows may hold anything."""
+    pools = [
+        {name: {i: n for i in range(p.allocator.capacity) if (n := p.allocator.count(i))} for name, p in g.pools.items()} for g in cache.groups
+    ]  # fmt: skip
+    return [[s.clone() for s in g.sequences] for g in cache.groups], [g.keep_past for g in cache.groups], pools, copy.deepcopy(cache.saturated)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -272,6 +281,47 @@ class CacheMachine(RuleBasedStateMachine):
             with pytest.raises(PoolFullError):
                 self.cache.begin(self.cache.batch_size, 4 * MAX_TOKENS, valid)
             assert picture(self.cache) == before
+
+    @precondition(lambda self: self.cache.batch_size)
+    @rule(
+        tokens=st.sampled_from([1, 1, 2, 33, 64]) | st.integers(1, 200), layer=st.integers(0, 3), calls=st.integers(1, 60),
+        how=st.sampled_from(["nan", "interrupted", "broken"]), keep_past=st.booleans(),
+    )  # fmt: skip
+    def a_pass_that_fails(self, tokens, layer, calls, how, keep_past):
+        """In the middle: everything is as it was before it, and what follows goes on as if it had never been tried."""
+        cache = self.cache
+        if keep_past:
+            cache.keep_past()
+            self.model.keep_past()
+        before = books(cache)
+        real, count = cache._store, itertools.count(1)
+
+        def breaking(place, pool):
+            if how == "broken" and next(count) == calls:
+                raise KeyboardInterrupt
+            return real(place, pool)
+
+        cache._store = breaking
+        try:
+            for i in range(layer + 1):
+                g = cache.spec.layers[i]
+                q, k, v = (self.pair.random(cache.batch_size, tokens, n, g.head_dim) for n in (2 * g.num_kv_heads, g.num_kv_heads, g.num_kv_heads))
+                if i == layer and how == "nan":
+                    v[-1, -1, 0, 3] = float("nan")
+                elif i == layer:
+                    break
+                cache.step(i, q, k, v, scaling=0.1)
+            assert how != "nan"
+            cache.abandon()
+        except (PoolFullError, DataError, KeyboardInterrupt) as error:
+            assert how == {DataError: "nan", KeyboardInterrupt: "broken"}.get(type(error), how)
+        finally:
+            del cache._store
+        assert not cache.in_pass
+        assert books(cache) == before
+        if keep_past:
+            cache.crop(cache.seq_lens)
+            self.model.crop(self.model.seq_lens)
 
     @invariant()
     def values_and_books_agree(self):

@@ -315,3 +315,32 @@ def test_a_forked_process_cannot_write_into_the_cache():
         os._exit(0)
     os.waitpid(child, 0)
     assert int(pool[12345]) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("how", ["our error", "interrupted"])
+def test_a_pass_that_dies_between_layers_leaves_the_cache_as_it_was(family, how):
+    model = tiny(family)
+    tried, clean = (KVCache.for_model(model, "int8") for _ in range(2))
+    inputs = prompts([60, 41])
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    more = {"input_ids": torch.tensor([[5], [6]]), "attention_mask": mask}
+
+    def die(module, args):
+        if how == "interrupted":
+            raise KeyboardInterrupt
+        return (args[0] * float("nan"), *args[1:])
+
+    with torch.no_grad():
+        for cache in (tried, clean):
+            model(**inputs, past_key_values=cache)
+        hook = model.model.layers[1].mlp.register_forward_pre_hook(die)
+        with pytest.raises(KeyboardInterrupt if how == "interrupted" else DataError):
+            model(**more, past_key_values=tried)
+        hook.remove()
+        if how == "interrupted":
+            tried.abandon()
+        assert tried.get_seq_length() == 60 and [layer.get_seq_length() for layer in tried.layers] == [60] * 3
+        for _ in range(5):
+            assert torch.equal(model(**more, past_key_values=tried).logits, model(**more, past_key_values=clean).logits)
+            more["attention_mask"] = torch.cat([more["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)

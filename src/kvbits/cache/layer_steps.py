@@ -18,13 +18,15 @@ import torch
 from ..errors import DataError
 from ..ops import dispatch
 from ..ops.attend_pages.reference import attend_fresh
+from ..ops.close_pages.reference import encode_side
 from ..ops.dequantize_pages.reference import dequantize_pages, section
 from ..ops.merge_partials.reference import merge_partials
 from ..ops.types import AttendCall, LowStore, PageStore, Part, SlotMapping
-from ..quant.qparams import require_finite
-from ..spec import CacheSpec
+from ..quant.qparams import TORCH_DTYPES, require_finite
+from ..spec import CacheSpec, Scheme
+from .allocator import Allocator
 from .parameters import of_heads
-from .state import Close, GroupState, Step
+from .state import Close, GroupState, Sequence, Step
 
 OBSERVE_EVERY = 8
 """Tokens between two looks at which pages attention uses (schemes with demote="attention")."""
@@ -54,6 +56,9 @@ class Forward:
     steps: list[Step]
     history_first: bool
     pending: set[int]  # layers that have not been here yet
+    before: list[tuple[list[Sequence], dict[str, Allocator]]] | None  # snapshots of the groups; None once a sequence was freed during the pass
+    saturated: list[dict[str, int]]  # before the pass
+    overwritten: list[tuple[PageStore | LowStore, int, torch.Tensor]] = field(default_factory=list)  # pages that a layer used again, as they were
     plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
     shares: dict[int, list[np.ndarray]] = field(default_factory=dict)  # per observed group, of each place that was here
     slots: dict[int, dict[str, SlotMapping]] = field(default_factory=dict)  # per group and pool, for all its layers
@@ -93,10 +98,23 @@ def _pages(store: PageStore, page_ids: list[int]) -> torch.Tensor:
     return store.page(page_ids[0])[None] if len(page_ids) == 1 else store.gather(np.array(page_ids, np.int64))
 
 
-def _name_the_page(x: torch.Tensor, what: str, run: list[Close]) -> None:
-    """Refuse NaN and infinity in the pages x [n, H, page_size, D] of a run by the first page that holds one."""
+def _name_the_page(x: torch.Tensor, kind: str, place: Place, run: list[Close], store: PageStore, scheme: Scheme) -> None:
+    """Refuse the first page of the pages x [n, H, page_size, D] of a run that holds NaN or infinity, or whose scales overflow."""
+    spec = store.layout.key if kind == "k" else store.layout.value
+    heads = "" if place.heads is None else f", kv heads {', '.join(map(str, place.heads))}"
     for c, page in zip(run, x, strict=True):
-        require_finite(page, f"{what}, page of tokens {c.start}.. of sequence {c.row}")
+        of = f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}{heads}"
+        what = f"{of}, page of tokens {c.start} to {c.start + page.shape[1] - 1} of sequence {c.row}"
+        require_finite(page, what)
+        if spec.is_raw:
+            continue
+        try:
+            encode_side(page[None], kind, spec, store.static, np.array([c.start]))
+        except DataError as error:
+            raise DataError(
+                f"{what}: {error} ({spec.scale_dtype} ends at {torch.finfo(TORCH_DTYPES[spec.scale_dtype]).max:g}) in the specs of scheme {scheme.name!r}, "
+                f"or keep layer {place.layer} raw (an Override). Nothing was stored in this pass; crop or free sequence {c.row} and the others go on"
+            ) from error
 
 
 class LayerSteps:
@@ -210,6 +228,9 @@ class LayerSteps:
 
     def _write(self, place: Place, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
         step = f.steps[place.group]
+        for pool, page_id in step.reused:
+            used = self._low_store(place, pool) if pool.startswith("low") else self._store(place, pool)
+            f.overwritten.append((used, page_id, used.page(page_id).clone()))
         if step.closes:
             rows = range(k.shape[0]) if f.valid is None else [x.nonzero().squeeze(1) for x in f.valid.to(k.device)]
             self._close(place, [(k[b], v[b]) if f.valid is None else (k[b, i], v[b, i]) for b, i in enumerate(rows)], step.closes)
@@ -253,8 +274,8 @@ class LayerSteps:
             try:
                 saturated = self._choices[key].run(sides[0], sides[1], store, ids, low, starts)
             except DataError:
-                for name, x in zip(("keys", "values"), sides, strict=True):
-                    _name_the_page(x, f"{name} of layer {place.layer}", run)
+                for kind, x in zip("kv", sides, strict=True):
+                    _name_the_page(x, kind, place, run, store, self.spec.scheme)
                 raise
             for kind, n in saturated.items():
                 self.saturated[place.layer][kind] += n

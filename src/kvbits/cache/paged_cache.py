@@ -26,9 +26,10 @@ from ..ops.merge_partials.reference import add_sink_logit
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec
 from . import parameters, serialize, swap
+from .allocator import Allocator
 from .layer_steps import Forward, LayerSteps, Place
 from .pool import Pool
-from .state import GroupState
+from .state import GroupState, Sequence
 
 
 class PagedCache(LayerSteps):
@@ -169,7 +170,7 @@ class PagedCache(LayerSteps):
             missing = sorted(self._forward.pending)
             raise CacheStateError(
                 f"the last forward pass never reached layer {missing[0]} ({len(missing)} layers missing), so their pages hold nothing; "
-                "call reset(), or free() the sequences"
+                "call abandon() to take the pass back, reset(), or free() the sequences"
             )
         if num_tokens < 1 or batch_size < 1:
             raise DataError(f"a forward pass of {batch_size} sequences x {num_tokens} tokens is empty; pass at least one token")
@@ -184,37 +185,67 @@ class PagedCache(LayerSteps):
                 raise DataError(f"valid has shape {tuple(valid.shape)}, expected {(batch_size, num_tokens)}")
             valid = None if bool(valid.all()) else valid
         counts = [num_tokens] * batch_size if valid is None else valid.sum(1).tolist()
-        first = not self.batch_size
-        for g in self.groups:
-            g.resize(batch_size)
-        before = torch.tensor(self.seq_lens)[:, None]
-        ranks = torch.arange(1, num_tokens + 1).expand(batch_size, -1) if valid is None else valid.cumsum(1)
-        positions = before + ranks - 1
-        if valid is not None:
-            positions = positions.masked_fill(~valid, -1)
         history_first = num_tokens > 1
-        undo = [g.snapshot() for g in self.groups] if any(g.may_run_out(counts, history_first) for g in self.groups) else None
+        before = [g.snapshot() for g in self.groups]
         try:
+            for g in self.groups:
+                g.resize(batch_size)
+            lengths = torch.tensor(self.seq_lens)[:, None]
             for g in self.groups:  # grow in one piece, so that a long prompt is one slab
-                if undo is None and g.pools["closed"].fixed_capacity is None:
+                if g.pools["closed"].fixed_capacity is None:
                     for name, n in g.pages_wanted(counts, history_first).items():
                         g.pools[name].reserve(n)
             steps = [g.advance(counts, history_first) for g in self.groups]
-        except PoolFullError as error:
-            assert undo is not None, "a step outgrew its own estimate"
-            for g, state in zip(self.groups, undo, strict=True):
-                g.restore([] if first else state[0], state[1])
-            raise PoolFullError(f"{self._capacity_text(first)} was given {batch_size} x {num_tokens} tokens more: {error}") from None
-        except BaseException:  # out of memory while growing: a batch that never came has no size
-            if first:
-                for g in self.groups:
-                    g.sequences = []
-            raise
-        self._forward = Forward(num_tokens, counts, valid, positions, steps, history_first, set(self._where))
+        except BaseException as error:  # pages missing, or out of memory while growing
+            self._restore(before)
+            if not isinstance(error, PoolFullError):
+                raise
+            raise PoolFullError(f"{self._capacity_text()} was given {batch_size} x {num_tokens} tokens more: {error}") from None
+        for step, (_, allocators) in zip(steps, before, strict=True):
+            step.reused = [(pool, i) for pool, i in step.taken if i < allocators[pool].capacity and allocators[pool].count(i)]
+        ranks = torch.arange(1, num_tokens + 1).expand(batch_size, -1) if valid is None else valid.cumsum(1)
+        positions = lengths + ranks - 1
+        if valid is not None:
+            positions = positions.masked_fill(~valid, -1)
+        saturated = [dict(s) for s in self.saturated]
+        self._forward = Forward(num_tokens, counts, valid, positions, steps, history_first, set(self._where), before, saturated)
 
-    def _capacity_text(self, empty: bool) -> str:
+    def _restore(self, before: list[tuple[list[Sequence], dict[str, Allocator]]]) -> None:
+        for g, state in zip(self.groups, before, strict=True):
+            g.restore(*state)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward pass has begun that some layers have not been through yet."""
+        return self._forward is not None
+
+    def abandon(self) -> None:
+        """Take back a forward pass that not all layers have been through (the model raised, or was interrupted): as if it had never begun.
+
+        Passes that an error of this cache ends are taken back without this. Does nothing between passes.
+
+        Raises:
+            CacheStateError: a sequence was freed since the pass began, so what was before it is gone.
+        """
+        f = self._forward
+        if f is None:
+            return
+        if f.before is None:
+            raise CacheStateError("abandon() after a sequence was freed during the pass; free() the others too, or call reset()")
+        for store, page_id, page in f.overwritten:
+            store.page(page_id).copy_(page)
+        self._restore(f.before)
+        self.saturated = f.saturated
+        self._forward = None
+
+    def _fail(self) -> None:
+        """An error of ours ends the pass: take it back if that can be done."""
+        if self._forward is not None and self._forward.before is not None:
+            self.abandon()
+
+    def _capacity_text(self) -> str:
         built = "a cache of fixed capacity" if self._capacity[0] is None else f"a cache built for {self._capacity[0]} sequences of {self._capacity[1]} tokens"
-        return f"{built}, now empty," if empty else f"{built}, now of {max(self.seq_lens)} tokens,"
+        return f"{built}, now empty," if not self.batch_size else f"{built}, now of {max(self.seq_lens)} tokens,"
 
     def step(
         self,
@@ -243,10 +274,14 @@ class PagedCache(LayerSteps):
         if softcap is not None and not softcap > 0:
             raise DataError(f"softcap={softcap} must be positive, or None for no cap")
         k, v, f = self._enter(layer, k, v, valid)
-        if len(self._where[layer]) == 1:
-            out, lse = self._step(self._where[layer][0], q, k, v, scaling, softcap, f)
-        else:
-            out, lse = self._step_by_heads(layer, q, k, v, scaling, softcap, f)
+        try:
+            if len(self._where[layer]) == 1:
+                out, lse = self._step(self._where[layer][0], q, k, v, scaling, softcap, f)
+            else:
+                out, lse = self._step_by_heads(layer, q, k, v, scaling, softcap, f)
+        except BaseException:
+            self._fail()
+            raise
         self._leave(layer, f)
         if sink_logits is not None:
             out = add_sink_logit(out, lse, sink_logits)
@@ -256,9 +291,13 @@ class PagedCache(LayerSteps):
         """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`."""
         self._check(layer, k, k, v)
         k, v, f = self._enter(layer, k, v, valid)
-        for place in self._where[layer]:
-            heads = slice(None) if place.heads is None else list(place.heads)
-            self._write(place, self._stored_order(place, k[:, :, heads]), v[:, :, heads], f)
+        try:
+            for place in self._where[layer]:
+                heads = slice(None) if place.heads is None else list(place.heads)
+                self._write(place, self._stored_order(place, k[:, :, heads]), v[:, :, heads], f)
+        except BaseException:
+            self._fail()
+            raise
         self._leave(layer, f)
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Forward]:
@@ -269,8 +308,12 @@ class PagedCache(LayerSteps):
         if self.nonfinite == "clamp":
             k, v = _clamp(k), _clamp(v)
         elif k.shape[1] > 1 or k.device.type == "cpu":  # asking a GPU about every token would wait for it; there the page's closing asks
-            require_finite(k, f"keys of layer {layer}")
-            require_finite(v, f"values of layer {layer}")
+            try:
+                require_finite(k, f"keys of layer {layer}")
+                require_finite(v, f"values of layer {layer}")
+            except DataError:
+                self._fail()
+                raise
         if self._forward is None:
             self.begin(k.shape[0], k.shape[1], valid)
         f = self._forward
@@ -317,7 +360,8 @@ class PagedCache(LayerSteps):
 
     def _finished(self, what: str) -> None:
         if self._forward is not None:
-            raise CacheStateError(f"{what} in the middle of a forward pass ({len(self._forward.pending)} layers to go); finish it, or call reset()")
+            left = len(self._forward.pending)
+            raise CacheStateError(f"{what} in the middle of a forward pass ({left} layers to go); finish it, or call reset() or abandon()")
 
     def _rows(self, rows: Rows[int]) -> list[int]:
         checked = [int(r) for r in rows]
@@ -450,6 +494,7 @@ class PagedCache(LayerSteps):
             g.free(row)
         if self._forward is not None:
             self._forward.counts[row] = 0
+            self._forward.before = None
             if not any(self._forward.counts):  # nobody is left who waits for the layers that never came
                 self._forward = None
 

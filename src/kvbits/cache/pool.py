@@ -65,10 +65,6 @@ class Pool:
         self.allocator.grow(self.allocator.capacity + num_ids)
         self._stores.clear()
 
-    def shortfall(self, num_ids: int) -> int:
-        """Ids missing for an allocation of `num_ids` that a fixed capacity forbids (0: it can be done)."""
-        return 0 if self.fixed_capacity is None else max(0, num_ids - self.allocator.num_free)
-
     def reserve(self, num_ids: int) -> None:
         """Make sure `num_ids` ids are free.
 

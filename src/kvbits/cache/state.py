@@ -8,7 +8,8 @@ A sequence is three runs of pages, in token order: the sink page, closed pages, 
 
 A forward pass is one `Step`, planned once for all layers of the group before any byte is written: `advance` moves the integers and says which bytes each
 layer must copy, close and write. If pages are missing nothing moves. Layers then carry out the step one after the other, each in the order
-closes, copies, writes, so a page freed by a step can be handed out again within it.
+closes, copies, writes, so a page freed by a step can be handed out again within it. `Step.reused` lists those: a layer copies them first, so that a pass
+that fails in a later layer can be taken back.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ class Step:
     copies: list[tuple[str, int, int]] = field(default_factory=list)  # (pool, from id, to id)
     writes: list[Write] = field(default_factory=list)
     history: dict[Zone, PageTable] = field(default_factory=dict)
+    taken: list[tuple[str, int]] = field(default_factory=list)  # (pool, id) of every page the step allocates
+    reused: list[tuple[str, int]] = field(default_factory=list)  # those that held something before it
 
 
 class Uses(NamedTuple):
@@ -160,7 +163,7 @@ class GroupState:
                 when they read them after it (one token, already written).
 
         Raises:
-            PoolFullError: pages are missing. The caller restores the snapshot it took (`may_run_out` says when one is needed).
+            PoolFullError: pages are missing. The caller restores the snapshot it took.
         """
         step = Step()
         if history_first:
@@ -319,7 +322,7 @@ class GroupState:
             if s.sink:
                 self._own(s.sink, 0, "sink", step)
             else:
-                s.sink.append(self._allocate("sink"))
+                s.sink.append(self._allocate("sink", step))
             step.writes.append(Write("sink", row, s.sink[0], s.length - n, 0, sinks))
         first = s.length - n + sinks - tail_tokens  # position of the first token of (tail, fresh)
         fresh = sinks
@@ -330,13 +333,13 @@ class GroupState:
                 s.released = start + size  # likewise
                 s.dropped += 1
             else:
-                page_id = self._allocate("closed")
+                page_id = self._allocate("closed", step)
                 sources = tuple(consumed[i : i + 1]) if from_tail else ()
                 low: list[tuple[str, int]] = []
                 for tier in reversed(range(len(s.low))):
                     kept = i >= closings - num_low[tier]
                     if kept:
-                        low.append((f"low{tier}", self._allocate(f"low{tier}")))
+                        low.append((f"low{tier}", self._allocate(f"low{tier}", step)))
                     s.low[tier].append(low[-1][1] if kept else None)
                 step.closes.append(Close(row, page_id, sources, from_tail, fresh, start, tuple(low)))
                 s.closed.append(page_id)
@@ -355,22 +358,24 @@ class GroupState:
             if s.tail and s.tail_lengths[-1] < size:
                 self._own(s.tail, -1, "tail", step)
             else:
-                s.tail.append(self._allocate("tail"))
+                s.tail.append(self._allocate("tail", step))
                 s.tail_lengths.append(0)
             count = min(n - fresh, size - s.tail_lengths[-1])
             step.writes.append(Write("tail", row, s.tail[-1], s.tail_lengths[-1], fresh, count))
             s.tail_lengths[-1] += count
             fresh += count
 
-    def _allocate(self, pool: str) -> int:
+    def _allocate(self, pool: str, step: Step) -> int:
         self.pools[pool].reserve(1)
-        return self.pools[pool].allocator.allocate()
+        page_id = self.pools[pool].allocator.allocate()
+        step.taken.append((pool, page_id))
+        return page_id
 
     def _own(self, ids: list[int], index: int, pool: str, step: Step) -> None:
         """Copy on write: make the page at `index` this sequence's own."""
         old = ids[index]
         if self.pools[pool].allocator.count(old) > 1:
-            ids[index] = self._allocate(pool)
+            ids[index] = self._allocate(pool, step)
             step.copies.append((pool, old, ids[index]))
             self.pools[pool].allocator.release(old)
 
@@ -424,9 +429,6 @@ class GroupState:
                 break
             freed += page_id is not None and self.pools[pool].allocator.count(page_id) == 1
         return freed
-
-    def may_run_out(self, counts: list[int], history_first: bool) -> bool:
-        return any(self.pools[p].shortfall(n) for p, n in self.pages_wanted(counts, history_first).items())
 
     # -- whole sequences --------------------------------------------------------------------------------------------
 
@@ -572,6 +574,7 @@ class GroupState:
         self.sequences = sequences
         self._closed_tables = None
         for name, allocator in allocators.items():
+            allocator.grow(self.pools[name].allocator.capacity)  # slabs added since stay
             self.pools[name].allocator = allocator
 
 

@@ -76,21 +76,41 @@ class Handle(_NotATensor):
 @dataclass
 class _Columns:
     """Positions the cache has seen, padding included: shared by the cache and its layers, which know nothing else of it (a cycle
-    between them would keep pages alive until the garbage collector comes by)."""
+    between them would keep pages alive until the garbage collector comes by).
+
+    Attributes:
+        seen: before the pass under way.
+        valid: bool [B, seen], which of them are real; None while no padding was seen.
+        new, been: positions of the pass under way, and the layers that have been through it.
+    """
 
     seen: int = 0
-    valid: torch.Tensor | None = None  # bool [B, seen]; None while no padding was seen
+    valid: torch.Tensor | None = None
+    new: int = 0
+    been: set[int] = field(default_factory=set)
+    fresh: torch.Tensor | None = None  # bool [B, new], None for all real
 
-    def note(self, seen: int, valid: torch.Tensor | None, batch_size: int) -> None:
-        """Remember which new positions are padding, once per forward pass."""
-        new = seen - self.seen
-        if new <= 0:
-            return
-        if self.valid is not None or (valid is not None and not bool(valid.all())):
+    def seen_by(self, layer: int) -> int:
+        return self.seen + (self.new if layer in self.been else 0)
+
+    def note(self, layer: int, new: int, valid: torch.Tensor | None) -> None:
+        """A layer has stored `new` positions per sequence."""
+        self.new, self.fresh = new, valid
+        self.been.add(layer)
+
+    def keep(self, batch_size: int) -> None:
+        """The pass is over: all layers have stored it."""
+        if self.valid is not None or (self.fresh is not None and not bool(self.fresh.all())):
             old = torch.ones(batch_size, self.seen, dtype=torch.bool) if self.valid is None else self.valid
-            fresh = torch.ones(batch_size, new, dtype=torch.bool) if valid is None else valid.cpu()
+            fresh = torch.ones(batch_size, self.new, dtype=torch.bool) if self.fresh is None else self.fresh.cpu()
             self.valid = torch.cat([old, fresh], 1)
-        self.seen = seen
+        self.seen += self.new
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Forget the pass under way."""
+        self.new, self.fresh = 0, None
+        self.been.clear()
 
 
 @dataclass
@@ -122,7 +142,7 @@ class Mask(_NotATensor):
             raise UnsupportedError(
                 f"attention_mask covers {mask.shape[1]} tokens, but {seen} are cached and {self.q_length} new ones came; pass the mask of all of them"
             )
-        if columns.seen == seen:  # once per pass: the first layer asks before it is counted
+        if columns.seen == seen and not columns.been:  # once per pass: the first layer asks
             past = mask[:, :seen]
             if not bool((past.cpu() == columns.valid).all() if columns.valid is not None else past.all()):
                 raise UnsupportedError(
@@ -185,12 +205,18 @@ def attention(
     key.stored = True
     valid = attention_mask.valid(layer.columns)
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
-    out = layer.store.step(
-        layer.index, query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=kwargs.get("softcap"), sink_logits=sink_logits, valid=valid,
-    )  # fmt: skip
-    layer.seen += query.shape[2]  # only now: a refused pass leaves the counts as they were
-    layer.columns.note(layer.seen, valid, query.shape[0])
+    try:
+        out = layer.store.step(
+            layer.index, query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2),
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=kwargs.get("softcap"), sink_logits=sink_logits, valid=valid,
+        )  # fmt: skip
+    except BaseException:
+        if not layer.store.in_pass:  # the store took the whole pass back
+            layer.columns.take_back()
+        raise
+    layer.columns.note(layer.index, query.shape[2], valid)
+    if not layer.store.in_pass:
+        layer.columns.keep(query.shape[0])
     return out, None
 
 
@@ -241,7 +267,11 @@ class KVLayer(CacheLayerMixin):
         self.columns = columns
         self.index = index
         self.sliding_window = store.spec.layers[index].sliding_window
-        self.seen = columns.seen
+
+    @property
+    def seen(self) -> int:
+        """Positions so far, padding included."""
+        return self.columns.seen_by(self.index)
 
     @property
     def is_sliding(self) -> bool:
@@ -399,8 +429,6 @@ class KVCache(Cache):
         if n:
             columns.valid = None if columns.valid is None else columns.valid[:, :n]
             columns.seen += n
-            for layer in self.layers:
-                layer.seen += n
         if self._recording:
             self.store.keep_past()
 
@@ -422,10 +450,14 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         self.store.reset()
+        self._columns.take_back()
         self._columns.seen, self._columns.valid = 0, None
         self._recording = False
-        for layer in self.layers:
-            layer.seen = 0
+
+    def abandon(self) -> None:
+        """Take back a forward pass that was interrupted between its layers (see `PagedCache.abandon`): the cache is what it was before it."""
+        self.store.abandon()
+        self._columns.take_back()
 
     def activate_past_recording(self) -> None:
         self._recording = True

@@ -92,11 +92,7 @@ def close_nested(
         if spec.is_raw:
             section(pages[0], layout, f"{kind}_raw").copy_(x)
             continue
-        x = x.float()
-        if spec.pre_rope:
-            x = turn_pages_back(x, require_starts(starts, len(x)), static["k_inv_freq"])
-        known = QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias")) if spec.static and f"{kind}_scale" in static else None
-        found = encode(x, spec, known, static.get(f"{kind}_codebook"))
+        x, found = encode_side(x, kind, spec, static, starts)
         saturated[kind] = found.saturated
         _store(pages[0], layout, kind, found.codes, spec.number_format)
         for name, t in found.stored.items():
@@ -108,6 +104,15 @@ def close_nested(
             for (i, bits), plane in zip(fine, low_codes(missed, [bits for _, bits in fine]), strict=True):
                 _store(pages[i], layouts[i], kind, plane, PLANES[bits])
     return pages, saturated
+
+
+def encode_side(x: torch.Tensor, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> tuple[torch.Tensor, Encoded]:
+    """Keys ("k") or values ("v") of pages as they are stored (float32, turned back where the spec says so), and their codes. Arguments as of `close_nested`."""
+    x = x.float()
+    if spec.pre_rope:
+        x = turn_pages_back(x, require_starts(starts, len(x)), static["k_inv_freq"])
+    known = QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias")) if spec.static and f"{kind}_scale" in static else None
+    return x, encode(x, spec, known, static.get(f"{kind}_codebook"))
 
 
 def _store(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, codes: torch.Tensor, fmt: NumberFormat) -> None:

@@ -1,0 +1,146 @@
+"""A forward pass that fails in the middle of the layers is taken back: nothing is lost, and other sequences go on."""
+
+import pytest
+import torch
+from cache_checks import check_books, poison_free_pages
+
+from kvbits import schemes
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import CacheStateError, DataError
+from kvbits.spec import CacheSpec, LayerGeometry, Override, QuantSpec
+
+LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3
+
+
+def make(backend="auto", overrides=(), **changes):
+    scheme = schemes.get("int8", page_size=32, overrides=overrides, **changes)
+    return PagedCache(CacheSpec(scheme=scheme, layers=LAYERS, raw_dtype="float32"), backend=backend)
+
+
+def tokens_of(batch, count, seed):
+    """Queries, keys and values of each layer."""
+    g = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randn(batch, count, heads, 64, generator=g) for heads in (4, 2, 2)) for _ in LAYERS]
+
+
+def forward(cache, passes):
+    return [cache.step(layer, *qkv, scaling=0.125) for layer, qkv in enumerate(passes)]
+
+
+def assert_same(a, b, rows):
+    assert [a.seq_lens[r] for r in rows] == [b.seq_lens[r] for r in rows]
+    for layer in range(len(LAYERS)):
+        for row in rows:
+            for x, y in zip(a.dequantize(layer, row), b.dequantize(layer, row), strict=True):
+                assert torch.equal(x, y)
+
+
+def overflowing(backend, side, at=40, row=1, layer=1):
+    """Two caches of two sequences of 64 tokens, and one more token each, with which pages close; in one of the caches, a waiting number of a row is too large."""
+    cache, clean = make(backend), make(backend)
+    for start, count in ((0, 30), *((n, 1) for n in range(30, 64))):
+        passes = tokens_of(2, count, start)
+        forward(clean, passes)
+        if start <= at < start + count:
+            passes[layer][1 + "kv".index(side)][row, at - start, 1, 7] = 1e9
+        forward(cache, passes)
+    return cache, clean
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_scale_that_overflows_names_the_place_and_loses_nothing(backend, side):
+    cache, clean = overflowing(backend, side)
+    waiting = cache.dequantize(1, 1)
+    more = tokens_of(2, 1, 64)
+    for _ in range(2):  # every time
+        with pytest.raises(DataError) as refusal:
+            forward(cache, more)
+        for part in (
+            f"{'keys' if side == 'k' else 'values'} of layer 1, page of tokens 32 to 63 of sequence 1: ", "of magnitude 7.87e+06 overflows float16",
+            "use scale_dtype='float32' or 'bfloat16' (float16 ends at 65504) in the specs of scheme 'int8', or keep layer 1 raw (an Override)",
+            "Nothing was stored in this pass; crop or free sequence 1 and the others go on",
+        ):  # fmt: skip
+            assert part in str(refusal.value)
+        assert not cache.in_pass and cache.seq_lens == [64, 64]
+        check_books(cache)
+        poison_free_pages(cache)
+        assert all(torch.equal(a, b) for a, b in zip(waiting, cache.dequantize(1, 1), strict=True))
+        assert_same(cache, clean, [0])
+    assert cache.explain()["saturated"] == clean.explain()["saturated"]
+    cache.free(1)
+    clean.free(1)
+    for seed, count in ((64, 1), (65, 90), (66, 1)):
+        passes = tokens_of(2, count, seed)
+        assert all(torch.equal(a, b) for a, b in zip(forward(cache, passes), forward(clean, passes), strict=True))
+    assert_same(cache, clean, [0, 1])
+
+
+def test_the_ways_out_that_the_message_names_work():
+    cache, _ = overflowing("auto", "k")
+    cache.crop([64, 40])  # before the bad token
+    forward(cache, tokens_of(2, 80, 1))
+    assert cache.seq_lens == [144, 120]
+    wide = QuantSpec(scale_dtype="float32")
+    for changes in (
+        {"key": wide, "value": wide}, {"key": QuantSpec(scale_dtype="bfloat16")},
+        {"overrides": (Override(layers=(1,), key=QuantSpec.raw(), value=QuantSpec.raw()),)},
+    ):  # fmt: skip
+        cache = make(**changes)
+        passes = tokens_of(1, 70, 0)
+        passes[1][1][0, 3, 1, 7] = 1e9
+        forward(cache, passes)
+        assert cache.dequantize(1, 0)[0][3, 1, 7] == pytest.approx(1e9, rel=0.01)
+
+
+def test_heads_that_are_stored_apart_are_named():
+    cache = make(overrides=(Override(layers=(1,), heads=(1,), key=QuantSpec(format="int4"), value=QuantSpec()),))
+    passes = tokens_of(1, 70, 0)
+    passes[1][1][0, 40, 1, 7] = 1e7
+    with pytest.raises(DataError, match=r"keys of layer 1, kv heads 1, page of tokens 32 to 63 of sequence 0: a scale, bias or mean of magnitude 1.43e\+06"):
+        forward(cache, passes)
+    assert cache.batch_size == 0
+    check_books(cache)
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_a_bad_number_in_a_later_layer_takes_the_pass_back(count):
+    cache, clean = make(), make()
+    for c in (cache, clean):
+        forward(c, tokens_of(2, 64, 0))
+    bad = tokens_of(2, count, 1)
+    bad[2][2][0, -1, 0, 0] = float("nan")
+    with pytest.raises(DataError, match="values of layer 2 holds nan"):
+        forward(cache, bad)
+    poison_free_pages(cache)
+    assert_same(cache, clean, [0, 1])
+    more = tokens_of(2, count, 2)
+    assert all(torch.equal(a, b) for a, b in zip(forward(cache, more), forward(clean, more), strict=True))
+
+
+def test_an_interrupted_pass_can_be_abandoned():
+    cache, clean = make(), make()
+    for c in (cache, clean):
+        forward(c, tokens_of(1, 64, 0))
+    cache.abandon()  # nothing to take back
+    cache.step(0, *tokens_of(1, 1, 1)[0], scaling=0.125)  # closes pages of layer 0 and uses one of its tail pages again
+    assert cache.in_pass
+    with pytest.raises(CacheStateError, match=r"call abandon\(\) to take the pass back"):
+        cache.begin(1, 1)
+    cache.abandon()
+    poison_free_pages(cache)
+    assert_same(cache, clean, [0])
+    more = tokens_of(1, 200, 2)
+    assert all(torch.equal(a, b) for a, b in zip(forward(cache, more), forward(clean, more), strict=True))
+
+
+def test_a_pass_cannot_be_taken_back_past_a_freed_sequence():
+    cache = make()
+    forward(cache, tokens_of(2, 64, 0))
+    cache.step(0, *tokens_of(2, 1, 1)[0], scaling=0.125)
+    cache.free(0)
+    with pytest.raises(CacheStateError, match="after a sequence was freed during the pass"):
+        cache.abandon()
+    cache.free(1)
+    forward(cache, tokens_of(2, 5, 2))
+    assert cache.seq_lens == [5, 5]
