@@ -53,3 +53,8 @@ class CalibrationError(KvbitsError, ValueError):
 
 class KernelError(KvbitsError, RuntimeError):
     """A kernel that does not compile, load or launch: a broken installation or a bug, never a reason to take a slower path silently."""
+
+
+def counted(n: int, noun: str) -> str:
+    """A number of things, for messages: "1 page", "2 pages"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -42,7 +42,7 @@ def qkv(batch=1, tokens=3, heads=2, head_dim=64, dtype=torch.float32, group=2):
         (lambda q, k, v: (q.half(), k, v), ["queries of layer 0 are torch.float16", "built for float32"]),
         (lambda q, k, v: (q, k.to("meta"), v), ["keys of layer 0 are on meta", "cache is on cpu", "device='meta'"]),
         (lambda q, k, v: (q.to("meta"), k, v), ["queries of layer 0 are on meta", "cache is on cpu"]),
-        (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), ["1 sequences x 0 tokens is empty", "at least one token"]),
+        (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), ["1 sequence x 0 tokens is empty", "at least one token"]),
         (lambda q, k, v: (q[:0], k[:0], v[:0]), ["0 sequences x 3 tokens is empty"]),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_mask_of_another_shape_is_refused():
 def test_layers_out_of_step_are_refused():
     cache = make(layers=3)
     cache.step(0, *qkv(), scaling=1.0)
-    with pytest.raises(CacheStateError, match="layer 0 attended twice in one forward pass while 2 layers have not"):
+    with pytest.raises(CacheStateError, match="layer 0 attended twice in one forward pass while 2 layers did not come"):
         cache.step(0, *qkv(), scaling=1.0)
     with pytest.raises(DataError, match=r"layer 1 was given \(1, 2\) \(sequences, tokens\), but this forward pass has \(1, 3\)"):
         cache.step(1, *qkv(tokens=2), scaling=1.0)
@@ -145,7 +145,7 @@ def test_freeing_one_sequence_does_not_hide_that_others_were_left_unfinished():
     [
         (lambda c: c.crop(-1), "cannot crop sequence 0 to -1 tokens; it has 5"),
         (lambda c: c.crop([3, 9]), "cannot crop sequence 1 to 9 tokens; it has 5"),
-        (lambda c: c.crop([3]), "1 lengths for 2 sequences"),
+        (lambda c: c.crop([3]), "1 length for 2 sequences"),
         (lambda c: c.select([0, 2]), "sequence 2 does not exist; the cache holds 2"),
         (lambda c: c.select([-1]), "sequence -1 does not exist"),
         (lambda c: c.select([]), r"select\(\) of no sequence; use reset\(\)"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,25 @@ def test_a_loaded_cache_is_byte_identical_shares_the_same_pages_and_goes_on(name
     pair.check()
 
 
+def test_a_loaded_cache_that_is_full_says_what_it_was_built_for_and_can_be_loaded_to_grow(tmp_path):
+    pair = busy_pair(batch_size=3, max_tokens=200)
+    path = tmp_path / "cache"
+    pair.cache.save(path)
+    loaded = PagedCache.load(path, backend="reference")
+    with pytest.raises(PoolFullError) as refusal:
+        loaded.begin(3, 400)
+    for part in ("a cache built for 3 sequences of 200 tokens, now of 151 tokens, was given 3 x 400", "a saved one, with load(.., grow=True)"):
+        assert part in str(refusal.value)
+    assert "1 more page but" in str(refusal.value) or "more pages but" in str(refusal.value)
+    pair.cache = PagedCache.load(path, backend="reference", grow=True)
+    pair.model.fixed = False
+    pair.append(3, 400)
+    pair.check()
+    old = rewritten(path, lambda about: about.pop("built_for"))  # a file of before it was told
+    with pytest.raises(PoolFullError, match="a cache of fixed capacity, now of 151 tokens"):
+        PagedCache.load(old, backend="reference").begin(3, 400)
+
+
 def test_an_empty_cache_round_trips(tmp_path):
     cache = PagedCache(small_spec())
     cache.save(tmp_path / "empty")
@@ -185,7 +205,7 @@ def test_another_spec_than_the_expected_one_is_refused_by_field(saved):
 
 
 def rewritten(path, change):
-    """The file with its metadata changed (the CRC made right again by not being reached first)."""
+    """The file with its metadata changed, and its CRC right."""
     data = path.read_bytes()
     n = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + n])
@@ -194,7 +214,9 @@ def rewritten(path, change):
     header["__metadata__"]["kvbits"] = json.dumps(about)
     text = json.dumps(header).encode()
     bad = path.with_name("bad")
-    bad.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + n :])
+    tensors = data[8 + n : -4]
+    crc = zlib.crc32(tensors, zlib.crc32(header["__metadata__"]["kvbits"].encode()))
+    bad.write_bytes(len(text).to_bytes(8, "little") + text + tensors + crc.to_bytes(4, "little"))
     return bad
 
 
@@ -223,12 +245,16 @@ def first_sequence(about):
         lambda a: a["spec"]["scheme"].__setitem__("page_size", 64),
         lambda a: a.pop("nonfinite"),
         lambda a: a.__setitem__("saturated", None),
+        lambda a: a.__setitem__("built_for", [0, 5]),
+        lambda a: a.__setitem__("built_for", "much"),
     ],
 )
 def test_contents_that_cannot_be_are_refused_before_a_kernel_reads_them(saved, change):
     _, path = saved
-    with pytest.raises(FileFormatError, match="contents that cannot be"):
+    PagedCache.load(rewritten(path, lambda about: None))
+    with pytest.raises(FileFormatError, match="contents that cannot be") as refusal:
         PagedCache.load(rewritten(path, change))
+    assert "CRC" not in str(refusal.value)
 
 
 def test_a_failed_save_leaves_the_old_file_and_no_litter(saved, monkeypatch):

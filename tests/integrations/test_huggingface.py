@@ -209,7 +209,7 @@ def test_a_refused_pass_can_be_repeated_as_if_it_had_never_been_tried():
     with torch.no_grad():
         for cache in (tried, clean):
             model(**inputs, past_key_values=cache)
-        with pytest.raises(PoolFullError, match="built for 1 sequences of 128 tokens, now of 100 tokens, was given 1 x 200 tokens more"):
+        with pytest.raises(PoolFullError, match="built for 1 sequence of 128 tokens, now of 100 tokens, was given 1 x 200 tokens more"):
             model(input_ids=prompts([200])["input_ids"], past_key_values=tried)
         model.set_attn_implementation("eager")
         with pytest.raises(UnsupportedError):
@@ -236,6 +236,21 @@ def test_a_saved_cache_is_continued_where_it_stopped(tmp_path, lengths, how):
     mask = torch.cat([inputs["attention_mask"], torch.ones(len(lengths), 20, dtype=torch.long)], 1)
     turn = {"input_ids": first, "attention_mask": mask}
     assert torch.equal(ours(model, turn, cache=again, do_sample=False), ours(model, turn, cache=cache, do_sample=False))
+
+
+def test_a_saved_cache_of_fixed_capacity_can_be_loaded_to_grow(tmp_path):
+    model = tiny("llama")
+    cache = KVCache.for_model(model, "int8", max_tokens=80)
+    inputs = prompts([60])
+    ours(model, inputs, cache=cache, max_new_tokens=4)
+    cache.save(tmp_path / "c")
+    more = prompts([150])["input_ids"]
+    with torch.no_grad():
+        with pytest.raises(PoolFullError, match=r"built for 1 sequence of 80 tokens, now of 63 tokens, was given 1 x 150 .*grow=True"):
+            model(input_ids=more, past_key_values=KVCache.load(tmp_path / "c", model))
+        grown = KVCache.load(tmp_path / "c", model, grow=True)
+        model(input_ids=more, past_key_values=grown)
+    assert grown.store.seq_lens == [213]
 
 
 def test_a_cache_of_another_shape_is_not_loaded(tmp_path):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CacheStateError, DataError, PoolFullError, SpecError
+from ..errors import CacheStateError, DataError, PoolFullError, SpecError, counted
 from ..ops import dispatch
 from ..ops.attend_pages.break_even import small_on_gpu
 from ..ops.merge_partials.reference import add_sink_logit
@@ -169,14 +169,14 @@ class PagedCache(LayerSteps):
         if self._forward is not None:
             missing = sorted(self._forward.pending)
             raise CacheStateError(
-                f"the last forward pass never reached layer {missing[0]} ({len(missing)} layers missing), so their pages hold nothing; "
+                f"the last forward pass never reached layer {missing[0]} ({counted(len(missing), 'layer')} missing), so their pages hold nothing; "
                 "call abandon() to take the pass back, reset(), or free() the sequences"
             )
         if num_tokens < 1 or batch_size < 1:
-            raise DataError(f"a forward pass of {batch_size} sequences x {num_tokens} tokens is empty; pass at least one token")
+            raise DataError(f"a forward pass of {counted(batch_size, 'sequence')} x {counted(num_tokens, 'token')} is empty; pass at least one token")
         if self.batch_size and batch_size != self.batch_size:
             raise CacheStateError(
-                f"the cache holds {self.batch_size} sequences but was given {batch_size}; use batch_select_indices() or batch_repeat_interleave() "
+                f"the cache holds {counted(self.batch_size, 'sequence')} but was given {batch_size}; use batch_select_indices() or batch_repeat_interleave() "
                 "(PagedCache: select() or repeat()), or reset() first"
             )
         if valid is not None:
@@ -244,8 +244,11 @@ class PagedCache(LayerSteps):
             self.abandon()
 
     def _capacity_text(self) -> str:
-        built = "a cache of fixed capacity" if self._capacity[0] is None else f"a cache built for {self._capacity[0]} sequences of {self._capacity[1]} tokens"
-        return f"{built}, now empty," if not self.batch_size else f"{built}, now of {max(self.seq_lens)} tokens,"
+        batch_size, max_tokens = self._capacity
+        built = "a cache of fixed capacity"
+        if batch_size is not None and max_tokens is not None:
+            built = f"a cache built for {counted(batch_size, 'sequence')} of {counted(max_tokens, 'token')}"
+        return f"{built}, now empty," if not self.batch_size else f"{built}, now of {counted(max(self.seq_lens), 'token')},"
 
     def step(
         self,
@@ -319,7 +322,7 @@ class PagedCache(LayerSteps):
         f = self._forward
         assert f is not None
         if layer not in f.pending:
-            raise CacheStateError(f"layer {layer} attended twice in one forward pass while {len(f.pending)} layers have not; call reset()")
+            raise CacheStateError(f"layer {layer} attended twice in one forward pass while {counted(len(f.pending), 'layer')} did not come; call reset()")
         if (k.shape[0], k.shape[1]) != tuple(f.positions.shape):
             raise DataError(f"layer {layer} was given {tuple(k.shape[:2])} (sequences, tokens), but this forward pass has {tuple(f.positions.shape)}")
         return k, v, f
@@ -360,8 +363,8 @@ class PagedCache(LayerSteps):
 
     def _finished(self, what: str) -> None:
         if self._forward is not None:
-            left = len(self._forward.pending)
-            raise CacheStateError(f"{what} in the middle of a forward pass ({left} layers to go); finish it, or call reset() or abandon()")
+            left = counted(len(self._forward.pending), "layer")
+            raise CacheStateError(f"{what} in the middle of a forward pass ({left} to go); finish it, or call reset() or abandon()")
 
     def _rows(self, rows: Rows[int]) -> list[int]:
         checked = [int(r) for r in rows]
@@ -381,7 +384,7 @@ class PagedCache(LayerSteps):
         self._finished("crop")
         wanted = [int(n) for n in lengths] if np.ndim(lengths) else [int(lengths)] * self.batch_size  # type: ignore[arg-type, union-attr]
         if len(wanted) != self.batch_size:
-            raise DataError(f"{len(wanted)} lengths for {self.batch_size} sequences")
+            raise DataError(f"{counted(len(wanted), 'length')} for {counted(self.batch_size, 'sequence')}")
         for row, (n, have) in enumerate(zip(wanted, self.seq_lens, strict=True)):
             if not 0 <= n <= have:
                 raise DataError(f"cannot crop sequence {row} to {n} tokens; it has {have}")
@@ -521,9 +524,11 @@ class PagedCache(LayerSteps):
         serialize.save(self, path)
 
     @classmethod
-    def load(cls, path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None) -> PagedCache:
-        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity. `spec` refuses a file of another spec."""
-        return serialize.load(path, device=device, backend=backend, spec=spec)
+    def load(
+        cls, path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None, grow: bool = False
+    ) -> PagedCache:
+        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity, or with `grow` none. `spec` refuses a file of another spec."""
+        return serialize.load(path, device=device, backend=backend, spec=spec, grow=grow)
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention never calls this).

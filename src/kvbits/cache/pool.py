@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import PoolFullError
+from ..errors import PoolFullError, counted
 from ..ops.types import LowStore, PageStore
 from ..spec import LayerGroup, LowLayout, PageLayout
 from .allocator import Allocator
@@ -76,8 +76,9 @@ class Pool:
             return
         if self.fixed_capacity is not None:
             raise PoolFullError(
-                f"the {self.name} pool needs {num_ids} more pages but has {self.allocator.num_free} free of {self.fixed_capacity}; "
-                "crop or reset it, free sequences, or build it with a larger max_tokens or batch_size (or without them, to let it grow)"
+                f"the {self.name} pool needs {counted(num_ids, 'more page')} but has {self.allocator.num_free} free of {self.fixed_capacity}; "
+                "crop or reset it, free sequences, or build it with a larger max_tokens or batch_size (or without them, to let it grow; a saved one, "
+                "with load(.., grow=True))"
             )
         self._add(max(missing, self.allocator.capacity // GROWTH))
 

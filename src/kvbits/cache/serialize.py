@@ -84,10 +84,13 @@ def save(cache: PagedCache, path: str | Path) -> None:
         raise
 
 
-def load(path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None) -> PagedCache:
+def load(
+    path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None, grow: bool = False
+) -> PagedCache:
     """The cache that `save` wrote, on `device`, with the capacity it had.
 
     Args:
+        grow: without that capacity: the cache grows.
         spec: what the caller expects; a file of another spec is refused. None takes what the file says.
 
     Raises:
@@ -108,7 +111,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", backend: str =
                     _, layer, parameter = name.split(".")
                     static[int(layer)][parameter] = file.get_tensor(name).to(device)
             cache = PagedCache(saved, device=device, static=static if any(static) else None, nonfinite=about["nonfinite"], backend=backend)
-            _fill(cache, about, file)
+            _fill(cache, about, file, grow)
     except FileFormatError:
         raise
     except SafetensorError as error:
@@ -134,6 +137,7 @@ def _describe(cache: PagedCache, used: list[dict[str, list[int]]]) -> dict[str, 
         "formats_version": FORMATS_VERSION,
         "spec": json.loads(cache.spec.to_json()),
         "nonfinite": cache.nonfinite,
+        "built_for": list(cache._capacity),
         "saturated": cache.saturated,
         "groups": groups,
     }
@@ -193,7 +197,7 @@ def _read_spec(path: Path, about: dict[str, Any], expected: CacheSpec | None) ->
     return saved
 
 
-def _fill(cache: PagedCache, about: dict[str, Any], file: Any) -> None:
+def _fill(cache: PagedCache, about: dict[str, Any], file: Any, grow: bool) -> None:
     crc = zlib.crc32(file.metadata()["kvbits"].encode())
     for layer, tensors in enumerate(cache.static):
         for name in sorted(tensors):
@@ -212,7 +216,7 @@ def _fill(cache: PagedCache, about: dict[str, Any], file: Any) -> None:
             capacity = saved["capacity"][name]
             if capacity is not None and capacity < num_pages:
                 raise ValueError(f"{num_pages} pages in a {name} pool of {capacity}")
-            group.pools[name] = pool = Pool(group.group, name, capacity, cache.device)
+            group.pools[name] = pool = Pool(group.group, name, None if grow else capacity, cache.device)
             pool.reserve(num_pages)
             for i in range(num_pages):
                 page = pages[i]
@@ -224,7 +228,18 @@ def _fill(cache: PagedCache, about: dict[str, Any], file: Any) -> None:
         raise ValueError("layers disagree about the sequences' lengths")
     if (stated := int.from_bytes(file.get_tensor("crc32").numpy().tobytes(), "little")) != crc:
         raise ValueError(f"its CRC-32 is {crc:#010x}, but the file says {stated:#010x}")
+    if not grow:
+        cache._capacity = _built_for(about)
     cache.saturated = [{"k": int(s["k"]), "v": int(s["v"])} for s in about["saturated"]]
+
+
+def _built_for(about: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Sequences and tokens of each that the saved cache was built for; files of before 2026-11-22 do not say."""
+    batch_size, max_tokens = about.get("built_for", (None, None))
+    for n in (batch_size, max_tokens):
+        if n is not None and (type(n) is not int or n < 1):
+            raise ValueError(f"built_for is {about['built_for']!r}")
+    return batch_size, max_tokens
 
 
 def _check(group: GroupState, num_pages: dict[str, int]) -> None:

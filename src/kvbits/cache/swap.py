@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import CacheStateError, DataError, PoolFullError
+from ..errors import CacheStateError, DataError, PoolFullError, counted
 from ..spec import CacheSpec
 from .state import Sequence
 
@@ -83,7 +83,7 @@ def swap_in(cache: PagedCache, row: int, swapped: SwappedSequence) -> None:
     if not _equal(swapped.static, cache.static):
         raise DataError("the swapped sequence was quantized with other calibrated scales than this cache has; build the cache with the same calibration")
     if length := cache.seq_lens[row]:
-        raise CacheStateError(f"sequence {row} holds {length} tokens; swap into an empty row, or free({row}) first")
+        raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; swap into an empty row, or free({row}) first")
     undo = [g.snapshot() for g in cache.groups]
     try:
         for g, s, copies in zip(cache.groups, swapped.sequences, swapped.pages, strict=True):

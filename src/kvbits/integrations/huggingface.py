@@ -380,14 +380,14 @@ class KVCache(Cache):
         self.store.save(path)
 
     @classmethod
-    def load(cls, path: str | Path, model: Any) -> KVCache:
-        """The cache that `save` wrote, on `model`'s device, ready to be continued.
+    def load(cls, path: str | Path, model: Any, *, grow: bool = False) -> KVCache:
+        """The cache that `save` wrote, on `model`'s device, ready to be continued, with the capacity it had or, with `grow`, none.
 
         Raises:
             FileFormatError: a damaged or foreign file, or a cache of another geometry than the model's.
         """
         layers = layer_geometries(model.config.get_text_config(decoder=True))
-        store = PagedCache.load(path, device=model.device)
+        store = PagedCache.load(path, device=model.device, grow=grow)
         if store.spec.scheme.pre_rope:
             layers = with_rotary(layers, model)
         if store.spec.layers != layers:
