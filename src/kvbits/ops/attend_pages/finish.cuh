@@ -40,63 +40,52 @@ DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, 
     if (channel == 0) a.lse[row] = ml.y > 0.f ? (ml.x + log2_approx(ml.y)) * LN2 : negative_infinity();
 }
 
-/// Reference exponent and sum of every column over all slots, and each slot's weight; 16 lanes a column.
-template <int MOST>
-DEVICE void slot_weights(float (&weights)[COLS][MOST], const float2* all_ml, int count, Merge& shared, int thread) {
-    for (int col = thread / 16; col < COLS; col += CONSUMERS / 16) {
-        float best = NOT_SEEN, total = 0.f;
-#pragma unroll 2
-        for (int k = thread % 16; k < count; k += 16) {
-            float2 ml = load_global_l2(all_ml + i64(k) * COLS + col);
-            float top = fmaxf(best, ml.x);
-            total = total * exp2_approx(best - top) + ml.y * exp2_approx(ml.x - top);
-            best = top;
-            if (k < MOST) weights[col][k] = ml.x;
-        }
-#pragma unroll
-        for (int mask = 1; mask < 16; mask *= 2) {
-            float other = __shfl_xor_sync(ALL_LANES, best, mask), more = __shfl_xor_sync(ALL_LANES, total, mask), top = fmaxf(best, other);
-            total = total * exp2_approx(best - top) + more * exp2_approx(other - top);
-            best = top;
-        }
-        for (int k = thread % 16; k < min(count, MOST); k += 16) weights[col][k] = weights[col][k] == NOT_SEEN ? 0.f : exp2_approx(weights[col][k] - best);
-        if (thread % 16 == 0) shared.ml[col] = {best, best == NOT_SEEN ? 0.f : total};
-    }
-    sync_threads(CONSUMERS);
-}
+/// Four channels of a column summed over partial results, relative to the highest reference exponent so far.
+struct Sum {
+    float best = NOT_SEEN, total = 0.f;
+    float4 x = {0.f, 0.f, 0.f, 0.f};
 
-/// Sums the unit's partial results and writes its outputs. Latency is all this costs, so a thread asks for as many values as it has registers for before
-/// anyone looks at exponents (16 lanes a column).
-DEVICE void merge_slots(const Args& a, Merge& shared, int thread) {
-    const Unit& u = shared.units[Merge::own(thread / 32)];
-    const Segment& s = shared.segments[Merge::own(thread / 32)];
+    /// The first `count` of N; what follows them may be any of them again.
+    template <int N>
+    DEVICE void add(const float2 (&ml)[N], const float4 (&more)[N], int count) {
+        const float before = best;
+#pragma unroll
+        for (int k = 0; k < N; ++k) best = fmaxf(best, ml[k].x);
+        const float f = exp2_approx(before - best);
+        total *= f;
+        x = {x.x * f, x.y * f, x.z * f, x.w * f};
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const float w = k < count ? exp2_approx(ml[k].x - best) : 0.f;
+            total += ml[k].y * w;
+            x = {x.x + more[k].x * w, x.y + more[k].y * w, x.z + more[k].z * w, x.w + more[k].w * w};
+        }
+    }
+};
+
+/// Sums the unit's partial results and writes its outputs. Latency is all this costs, so a thread asks for all it needs before it looks at any of it.
+DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread) {
     constexpr int AT_ONCE = D > 128 ? 8 : 17;  // 17: 132 blocks on 8 units
-    constexpr int MOST = sizeof(shared.rounds) / 4 / COLS;  // slots whose weights fit the space of the rounds
-    float (&weights)[COLS][MOST] = reinterpret_cast<float (&)[COLS][MOST]>(shared.rounds);
-    const int count = s.num_slots, quads = columns_of(a, u) * (D / 4);
+    const int quads = columns_of(a, u) * (D / 4);
     const float2* all_ml = a.partial_ml + i64(s.unit_slots) * COLS;
     const float4* all = reinterpret_cast<const float4*>(a.partial + i64(s.unit_slots) * COLS * D);
-    bool weighed = false;
 #pragma unroll 1
-    for (int base = 0; base < quads; base += CONSUMERS) {
-        int at = min(base + thread, quads - 1), col = at / (D / 4);
-        float4 sum = {0.f, 0.f, 0.f, 0.f};
+    for (int at = thread; at < quads; at += CONSUMERS) {
+        const int col = at / (D / 4);
+        Sum sum;
 #pragma unroll 1
-        for (int first = 0; first < count; first += AT_ONCE) {
+        for (int first = 0; first < s.num_slots; first += AT_ONCE) {
+            float2 ml[AT_ONCE];
             float4 x[AT_ONCE];
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) x[k] = load_global_l2(all + i64(min(first + k, count - 1)) * (COLS * D / 4) + at);
-            if (!weighed) slot_weights<MOST>(weights, all_ml, count, shared, thread);
-            weighed = true;
-#pragma unroll
             for (int k = 0; k < AT_ONCE; ++k) {
-                int slot = first + k;
-                if (slot >= count) break;
-                float w = slot < MOST ? weights[col][slot] : exp2_approx(load_global_l2(all_ml + i64(slot) * COLS + col).x - shared.ml[col].x);
-                sum = {sum.x + x[k].x * w, sum.y + x[k].y * w, sum.z + x[k].z * w, sum.w + x[k].w * w};
+                const i64 slot = min(first + k, s.num_slots - 1);
+                ml[k] = load_global_l2(all_ml + slot * COLS + col);
+                x[k] = load_global_l2(all + slot * (COLS * D / 4) + at);
             }
+            sum.add(ml, x, s.num_slots - first);
         }
-        if (base + thread < quads) write_column(a, u, col, at % (D / 4) * 4, sum, shared.ml[col]);
+        write_column(a, u, col, at % (D / 4) * 4, sum.x, {sum.best, sum.total});
     }
 }
 
@@ -261,7 +250,7 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
             shared.last = last;
         }
         sync_threads(CONSUMERS);
-        if (shared.last) merge_slots(a, shared, thread);
+        if (shared.last) merge_slots(a, s, u, thread);
     }
     const int next = s.next;
     sync_threads(CONSUMERS);  // the next segment writes the same memory
