@@ -211,6 +211,18 @@ def loader(monkeypatch):
     return load_model
 
 
+def test_calibrate_says_when_the_text_is_short_and_refuses_windows_past_the_model(loader, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("abc " * 25)
+    options = ("--text", text, "--out", tmp_path / "s", "--windows", 9)
+    assert "note: text is short: it gives 3 windows of 32 tokens, not 9 of 32" in run("calibrate", "tiny", *options, "--length", 32).stderr
+    text.write_text("abc")
+    assert "it gives 1 window of 4 tokens, not 9 of 32" in run("calibrate", "tiny", *options, "--length", 32).stderr
+    assert "note:" not in run("calibrate", "tiny", "--out", tmp_path / "s", "--windows", 2, "--length", 32, "--force").stderr
+    limit = "windows of 5000 tokens pass the model's 2048 positions; give --length, at most 2048"
+    assert limit in error("calibrate", "tiny", *options, "--length", 5000)
+
+
 def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     from kvbits.calibrate import Calibration
     from kvbits.geometry import layer_geometries
@@ -299,3 +311,53 @@ def test_demo_errors_are_one_line(stub_demo):
     assert error("demo", "--context", 13) == "error: context=13 is unlucky\n"
     assert "unknown scheme" in error("demo", "--scheme", "int5")
     assert "unknown scheme 'int5'" in error("demo", "--schemes", "int8,int5")
+
+
+# -- files and numbers that cannot be, before any work ----------------------------------------------------------------
+
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "eval"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["report", RESULTS, "--html", "folder"], "--html 'folder' is a directory; name a file in it"),
+        (["report", RESULTS, "--html", "nowhere/x.html"], "--html nowhere/x.html: the directory nowhere does not exist"),
+        (["report", RESULTS, "--readme", "folder"], "--readme 'folder' is a directory"),
+        (["report", RESULTS, "--readme", "missing.md"], "--readme missing.md: no such file"),
+        (["report", RESULTS, "--png", "file"], "--png file: file is a file; name a folder"),
+        (["report", RESULTS, "--benchmarks", "nowhere"], "--benchmarks nowhere: no such folder"),
+        (["bench", "paper", "--from", "folder"], "--from folder: [Errno 21] Is a directory: 'folder'; give a file that"),
+        (["bench", "paper", "--out", "folder"], "--out folder is a directory"),
+        (["bench", "paper", "--figures", "file/x"], "--figures file/x: file is a file"),
+        (["eval", "folder", "--out", "file/x"], "--out file/x: file is a file; name a folder"),
+        (["eval", "folder", "--out", "o", "--data", "foo=file"], "data 'foo' belongs to no benchmark; known: humaneval, gsm8k"),
+        (["eval", "folder", "--out", "o", "--contexts", "-5"], "a prompt of -5 tokens is none"),
+        (["eval", "folder", "--out", "o", "--dtype", "int9"], "unknown dtype 'int9'; known: auto, bfloat16"),
+        (["eval", "folder", "--out", "o", "--device", "nope"], "unknown device 'nope'; cpu and cuda are usual"),
+        (["eval", "folder", "--out", "o", "--device", "cuda:99"], "device 'cuda:99' is not there: torch"),
+        (["check", "folder", "--scheme", "int5"], "unknown scheme 'int5'"),
+        (["check", "folder", "--max-kl", "-1"], "limit kl=-1.0 must be a number of at least 0"),
+        (["check", "folder", "--max-ppl-change", "nan"], "limit ppl_change=nan must be"),
+        (["check", "folder/config.json"], "cannot load a model from the file 'folder/config.json'; give the directory"),
+        (["calibrate", "folder", "--out", "folder", "--force"], "--out 'folder' is a directory"),
+    ],
+    ids=lambda x: " ".join(map(str, x[:1] + x[2:])) if isinstance(x, list) else "",
+)
+def test_what_cannot_be_is_refused_before_any_work(tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    assert message in error(*args)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "file", "folder"]
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    def full(self, *args, **kwargs):
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert "x.html: No space left on device" in error("report", RESULTS, "--html", tmp_path / "x.html")

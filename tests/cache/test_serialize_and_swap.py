@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvbits import schemes
 from kvbits.cache import serialize
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError
+from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError, SpecError
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
@@ -270,6 +270,16 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(saved, monkeypatch):
         pair.cache.save(path)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_where_no_file_can_be_is_said_before_anything_is_written(tmp_path):
+    cache = PagedCache(small_spec())
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SpecError, match=r"save: '.*folder' is a directory; name a file in it"):
+        cache.save(tmp_path / "folder")
+    with pytest.raises(SpecError, match="the directory .*nowhere does not exist; create it first"):
+        cache.save(tmp_path / "nowhere" / "x")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
 
 
 def test_saving_in_the_middle_of_a_forward_pass_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import kvbits.calibrate
 from kvbits.calibrate import Calibration, fingerprint
 from kvbits.calibrate.calibration import FORMAT
-from kvbits.errors import CalibrationError, FileFormatError
+from kvbits.errors import CalibrationError, FileFormatError, SpecError
 from kvbits.spec import Override, PerChannel, PerGroup, QuantSpec, Scheme
 
 KEY = QuantSpec(format="int8", granularity=PerChannel(), symmetric=False, static=True)
@@ -180,3 +180,12 @@ def test_reading_a_calibration_needs_no_transformers():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'; it has Calibration"):
         _ = kvbits.calibrate.nothing
+
+
+def test_where_no_file_can_be_is_said_before_anything_is_written(calibration, tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SpecError, match=r"save: '.*folder' is a directory; name a file in it"):
+        calibration.save(tmp_path / "folder")
+    with pytest.raises(SpecError, match="the directory .*nowhere does not exist; create it first"):
+        calibration.save(tmp_path / "nowhere" / "x")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]

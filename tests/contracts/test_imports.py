@@ -11,7 +11,7 @@ import kvbits
 
 ROOT = Path(kvbits.__file__).parent
 LAYERS = [
-    {"errors", "progress"},
+    {"errors", "progress", "files"},
     {"spec"},
     {"schemes"},
     {"quant"},

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from kvbits.errors import FileFormatError, SpecError, UnsupportedError
+from kvbits.errors import CalibrationError, FileFormatError, SpecError, UnsupportedError
 from kvbits.evaluate import results
 from kvbits.evaluate.caches import STOCK, base_factory, expand_names, factory, held_bytes
 from kvbits.evaluate.run import Calibrator, evaluate
@@ -124,6 +124,14 @@ def test_schemes_that_need_it_are_calibrated_on_other_text_and_the_file_is_kept(
     assert path.stat().st_mtime_ns == before
     Calibrator(model, tiny.tokenizer(), path.parent, Text("third", novel()[90_000:99_000]), TEXTS)(factory_scheme(model))
     assert path.stat().st_mtime_ns != before
+
+
+def test_a_calibration_that_another_run_replaced_is_said(model, tmp_path, monkeypatch):
+    calibrator = Calibrator(model, tiny.tokenizer(), tmp_path, Text("mine", novel()[90_000:99_000]), TEXTS)
+    theirs = Calibrator(model, tiny.tokenizer(), tmp_path, Text("theirs", novel()[50_000:59_000]), TEXTS)
+    monkeypatch.setattr(calibrator, "prepare", theirs.prepare)
+    with pytest.raises(CalibrationError, match=r"int8_static.safetensors was replaced by one of another text meanwhile; give every run a folder of its own"):
+        calibrator(factory_scheme(model))
 
 
 def test_all_schemes_are_calibrated_in_one_pass(model, tmp_path, monkeypatch):

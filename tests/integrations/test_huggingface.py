@@ -269,6 +269,12 @@ def test_after_for_model_a_softcapped_model_still_works_with_stock_caches():
     assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), want)
 
 
+def test_what_is_no_model_is_said_when_loading(tmp_path):
+    KVCache.for_model(tiny("llama"), "raw").save(tmp_path / "c")
+    with pytest.raises(DataError, match="model=None is not a loaded model"):
+        KVCache.load(tmp_path / "c", None)
+
+
 def test_what_is_no_model_scheme_or_calibration_is_said():
     with pytest.raises(DataError, match="not a loaded model"):
         KVCache.for_model("Qwen/Qwen2.5-0.5B", "int8")

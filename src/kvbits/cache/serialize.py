@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import FileFormatError, SpecError
+from ..files import require_file
 from ..ops.dequantize_pages.reference import section
 from ..spec import FORMATS_VERSION, CacheSpec
 from .pool import Pool
@@ -40,9 +41,14 @@ FILE_VERSION = 1
 
 
 def save(cache: PagedCache, path: str | Path) -> None:
-    """Write the cache to `path`, whole or not at all."""
+    """Write the cache to `path`, whole or not at all.
+
+    Raises:
+        SpecError: a directory is there, or none that the file could be in.
+        CacheStateError: a pass is unfinished.
+    """
     cache._finished("save")
-    path = Path(path)
+    path = require_file(path, "save:")
     used = [{name: sorted({i for s in g.sequences for i in s.pages()[name]}) for name in g.pools} for g in cache.groups]
     header: dict[str, Any] = {}
     offset = 0

@@ -22,6 +22,7 @@ import torch
 
 from ..cache.parameters import wanted
 from ..errors import CalibrationError, FileFormatError
+from ..files import require_file
 from ..geometry import layer_geometries, text_config
 from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
 
@@ -193,9 +194,10 @@ class Calibration:
 
 
 def write_file(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file; an existing one is replaced only once the new one is whole."""
+    """Write a safetensors file; an existing one is replaced only once the new one is whole. Raises SpecError where no file can be."""
     from safetensors.torch import save_file
 
+    require_file(path, "save:")
     partial = f"{os.fspath(path)}.{os.getpid()}.tmp"
     try:
         save_file(tensors, partial, metadata=metadata)

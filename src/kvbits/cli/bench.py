@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SpecError
+from ..files import require_folder
 from .common import Json, Threads, app, new_table, print_json, set_threads, show
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ def paper(
 
     Without an NVIDIA GPU the CPU part is measured alone.
     """
+    if out:
+        require_folder(out.parent, "--out")
+        if out.is_dir():
+            raise SpecError(f"--out {out} is a directory; name a file in it")
+    if figures:
+        require_folder(figures, "--figures")
     result = _load(data) if data else _measure(cases, cpu_rows, threads)
     if out and not data:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +70,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise SpecError(f"--from {path}: {e}") from e
+        raise SpecError(f"--from {path}: {e}; give a file that `kvbits bench paper --out` wrote") from e
     if not isinstance(result, dict) or not {"device", "gpu_missing", "cpu", "errors", "rows"} <= set(result):
         raise SpecError(f"--from {path} is no result of `kvbits bench paper --out`")
     return result

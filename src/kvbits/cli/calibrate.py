@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ..errors import SpecError
+from ..errors import DataError, SpecError, counted
+from ..files import require_file
 from .common import Json, Threads, app, print_json, require_model, set_threads, show
 
 
@@ -43,8 +44,7 @@ def calibrate(
     from ..evaluate.texts import read_text
 
     source = read_text(text)
-    if not out.parent.is_dir():
-        raise SpecError(f"--out {out}: the directory {out.parent} does not exist; create it first")
+    require_file(out, "--out")
     from .. import schemes
 
     if not schemes.get(scheme).needs_calibration:
@@ -54,23 +54,26 @@ def calibrate(
         _may_replace(out, model, scheme)
     from ..calibrate import calibrate as measure
     from ..calibrate import prompts_from_text
+    from ..geometry import max_context
     from ..integrations.models import load_model
 
     set_threads(threads)
     lm, tokenizer = load_model(model, device=device)
     chosen = schemes.get(scheme)
     codebooks = any(spec.has_codebook for spec in (chosen.key, chosen.value))
-    prompts = prompts_from_text(
-        tokenizer, source.content, num_prompts=(16 if codebooks else 128) if windows is None else windows,
-        length=(2048 if codebooks else 256) if length is None else length, seed=seed,
-        batch_size=1 if codebooks else 4,
-    )  # fmt: skip
+    wanted = (16 if codebooks else 128) if windows is None else windows
+    size = (2048 if codebooks else 256) if length is None else length
+    if (limit := max_context(lm.config)) is not None and size > limit:
+        raise DataError(f"windows of {size} tokens pass the model's {limit} positions; give --length, at most {limit}")
+    prompts = prompts_from_text(tokenizer, source.content, num_prompts=wanted, length=size, seed=seed, batch_size=1 if codebooks else 4)
     start = time.perf_counter()
     found = measure(
         lm, prompts, scheme, percentile=percentile, skip_tokens=skip_tokens, weights=weights, per_head=per_head, checkpointing=checkpointing,
         resume=out.with_name(out.name + ".partial"), progress=True,
     )  # fmt: skip
     seconds = time.perf_counter() - start
+    if (got := sum(len(p) for p in prompts)) < wanted or prompts[0].shape[1] < size:
+        typer.echo(f"note: {source.name} is short: it gives {counted(got, 'window')} of {prompts[0].shape[1]:,} tokens, not {wanted} of {size:,}", err=True)
     found.info["model"] = model
     found.info.update({"text": source.name, "text_sha256": source.sha256})
     found.save(out)
@@ -79,7 +82,7 @@ def calibrate(
         return
     info = found.info
     show(
-        f"{scheme} scales of {len(found.static)} layers over {info['tokens']:,} tokens in {info['prompts']} windows, "
+        f"{scheme} scales of {len(found.static)} layers over {info['tokens']:,} tokens in {counted(info['prompts'], 'window')}, "
         f"{'maximum' if info['percentile'] == 100 else 'percentile {:g}'.format(info['percentile'])}, {seconds:.1f} s",
         f"wrote {out} (id {found.id})",
     )

@@ -41,6 +41,9 @@ def check(
     Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real cache beside the given one.
     """
     require_model(model)
+    from .. import schemes
+
+    schemes.get(scheme)  # refuses an unknown one before the model loads
     from ..calibrate import Calibration
     from ..errors import SpecError
     from ..evaluate.check import Limits
@@ -51,6 +54,7 @@ def check(
 
     if calibration is not None and calibration_text is not None:
         raise SpecError(f"--calibration {calibration} and --calibration-text {calibration_text} exclude each other; give one")
+    limits = Limits(kl=max_kl, ppl_change=max_ppl_change)
     given = None if calibration is None else Calibration.load(calibration)
     source = read_text(text)
     to_calibrate = novel_end() if calibration_text is None else read_text(calibration_text)
@@ -62,7 +66,7 @@ def check(
     ids = cut(tokenizer, source, count=windows, length=length, limit=max_context(lm.config))
     with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
         calibrator = Calibrator(lm, tokenizer, Path(folder), to_calibrate, (source,)) if given is None else lambda _: given
-        found = screen(lm, ids, scheme, limits=Limits(kl=max_kl, ppl_change=max_ppl_change), calibration=calibrator)
+        found = screen(lm, ids, scheme, limits=limits, calibration=calibrator)
     if as_json:
         print_json({"model": model, "text": source.name} | found.to_dict())
     else:

@@ -23,13 +23,17 @@ _OPTIONAL = {"transformers": "hf", "gguf": "hf", "accelerate": "hf", "tokenizers
 
 
 class _Group(TyperGroup):
-    """Turns errors raised on purpose into one line and exit code 2."""
+    """Turns errors raised on purpose, and files that cannot be used, into one line and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KvbitsError as e:
             message = str(e)
+        except OSError as e:  # a file that cannot be read or written, a full disk
+            if e.filename is None:
+                raise
+            message = f"{e.filename}: {e.strerror or e}"
         except ModuleNotFoundError as e:
             package = (e.name or "").split(".")[0]
             if package not in _OPTIONAL:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SpecError
+from ..files import require_folder
 from .common import Json, Threads, app, names_of, new_table, print_json, require_model, set_threads, show
 
 TASKS_HELP = "Comma-separated: fidelity (perplexity, KL), decode, greedy, attention, passkey, needle, entities, humaneval, gsm8k, mmlu, arc."
@@ -49,6 +50,7 @@ def evaluate(
     Every scheme runs through the real packed cache and the real attention op. Results are JSON files; `kvbits report` draws them.
     """
     require_model(model)
+    require_folder(out, "--out")
     from ..evaluate import tasks as known
     from ..evaluate.caches import expand_names
     from ..evaluate.texts import read_text

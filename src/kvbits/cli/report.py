@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SpecError
+from ..files import require_file, require_folder
 from .common import Json, app, print_json, show
 
 
@@ -22,6 +23,17 @@ def report(
     as_json: Json = False,
 ) -> None:
     """One self-contained HTML page (no network needed), Markdown tables and PNG figures from results. Nothing is written into RESULTS."""
+    if html is None and markdown is None and png is None and readme is None:
+        html = Path("kvbits-report.html")
+    for option, path in (("--html", html), ("--markdown", markdown), ("--readme", readme)):
+        if path is not None:
+            require_file(path, option)
+    if png is not None:
+        require_folder(png, "--png")
+    if readme is not None and not readme.exists():
+        raise SpecError(f"--readme {readme}: no such file")
+    if benchmarks is not None and not benchmarks.is_dir():
+        raise SpecError(f"--benchmarks {benchmarks}: no such folder; benchmarks/results of a checkout is one")
     from ..report import markdown as tables
     from ..report.collect import collect
     from ..report.figures import figures
@@ -30,11 +42,6 @@ def report(
     found = collect(results)
     if found.simulated:
         typer.echo(f"left out {len(found.simulated)} simulated results ({', '.join(found.simulated[:3])}, ..): reports show measured ones", err=True)
-    if html is None and markdown is None and png is None and readme is None:
-        html = Path("kvbits-report.html")
-    for path in (html, markdown, readme):
-        if path is not None and not path.parent.is_dir():
-            raise SpecError(f"{path}: the directory {path.parent} does not exist; create it first")
     written: list[str] = []
     if html is not None:
         html.write_text(page(found, benchmarks=benchmarks), encoding="utf-8")
@@ -43,8 +50,6 @@ def report(
         markdown.write_text(tables.report(found), encoding="utf-8")
         written.append(str(markdown))
     if readme is not None:
-        if not readme.exists():
-            raise SpecError(f"--readme {readme}: no such file")
         readme.write_text(tables.put_into(readme.read_text(encoding="utf-8"), tables.readme_table(found)), encoding="utf-8")
         written.append(str(readme))
     if png is not None:

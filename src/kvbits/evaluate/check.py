@@ -50,6 +50,11 @@ class Limits:
     kl: float = 0.05
     ppl_change: float = 0.02
 
+    def __post_init__(self) -> None:
+        for name in ("logit_cosine", "tvd", "output_error", "saturated", "kl", "ppl_change"):
+            if not getattr(self, name) >= 0:
+                raise SpecError(f"limit {name}={getattr(self, name)} must be a number of at least 0")
+
 
 @dataclass(frozen=True)
 class LayerVerdict:

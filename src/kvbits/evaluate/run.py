@@ -17,7 +17,7 @@ import torch
 
 from .. import schemes as presets
 from ..calibrate import Calibration, calibrate_all, prompts_from_text
-from ..errors import SpecError, UnsupportedError
+from ..errors import CalibrationError, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..progress import bar
 from .caches import CacheFactory, base_factory, expand_names, factory
@@ -66,7 +66,8 @@ class Calibrator:
     def __call__(self, scheme: Scheme) -> Calibration:
         self.prepare([scheme])
         found = self._kept(scheme)
-        assert found is not None
+        if found is None:
+            raise CalibrationError(f"{self._path(scheme)} was replaced by one of another text meanwhile; give every run a folder of its own")
         return found
 
     def _path(self, scheme: Scheme) -> Path:

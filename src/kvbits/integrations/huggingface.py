@@ -350,8 +350,7 @@ class KVCache(Cache):
             SpecError: unknown scheme, or one that does not fit the model's head_dim.
             CalibrationError: calibration missing or made for something else.
         """
-        if not hasattr(model, "config"):
-            raise DataError(f"model={model!r} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or kvbits.load_model returned")
+        _require_loaded(model)
         if not isinstance(scheme, (str, Scheme)):
             raise SpecError(f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}")
         if calibration is not None and not hasattr(calibration, "static"):
@@ -386,6 +385,7 @@ class KVCache(Cache):
         Raises:
             FileFormatError: a damaged or foreign file, or a cache of another geometry than the model's.
         """
+        _require_loaded(model)
         layers = layer_geometries(model.config.get_text_config(decoder=True))
         store = PagedCache.load(path, device=model.device, grow=grow)
         if store.spec.scheme.pre_rope:
@@ -462,6 +462,11 @@ class KVCache(Cache):
     def activate_past_recording(self) -> None:
         self._recording = True
         self.store.keep_past()
+
+
+def _require_loaded(model: Any) -> None:
+    if not hasattr(model, "config"):
+        raise DataError(f"model={model!r} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or kvbits.load_model returned")
 
 
 @contextmanager

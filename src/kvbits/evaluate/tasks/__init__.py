@@ -31,6 +31,9 @@ TASKS: dict[str, str] = {
 }
 """Task name -> module:class."""
 
+DATA = ("humaneval", "gsm8k", "gsm8k_train", "mmlu", "mmlu_dev", "arc", "arc_dev")
+"""Files that benchmarks read."""
+
 ALIASES = {"ppl": "fidelity", "perplexity": "fidelity", "kl": "fidelity"}
 
 
@@ -71,6 +74,10 @@ class Options:
                 raise SpecError(f"{name}={getattr(self, name)} must be at least 1")
         if self.limit is not None and self.limit < 1:
             raise SpecError(f"limit={self.limit} must be at least 1; leave it out for all problems")
+        if bad_contexts := [n for n in self.contexts if n < 1]:
+            raise SpecError(f"contexts: a prompt of {bad_contexts[0]} tokens is none; at least 1 is needed")
+        if unknown := [name for name in self.data if name not in DATA]:
+            raise SpecError(f"data {unknown[0]!r} belongs to no benchmark; known: {', '.join(DATA)}")
         if bad := [d for d in self.depths if not 0 <= d <= 1]:
             raise SpecError(f"depth {bad[0]} is outside 0 (start) to 1 (end)")
 

@@ -37,7 +37,7 @@ def data_file(context: Context, name: str, what: str) -> Path:
     if name not in context.options.data:
         raise SpecError(f"task {name!r} needs its problems: give --data {name}={what}")
     path = Path(context.options.data[name]).expanduser()
-    if not path.exists():
+    if not path.is_file():
         raise SpecError(f"--data {name}={path}: no such file")
     return path
 
