@@ -208,6 +208,31 @@ def test_layers_lie_side_by_side_and_graphs_replay():
 
 
 @needs_gpu
+@pytest.mark.parametrize("launches", [1, 3])
+def test_pages_written_by_the_kernel_just_ahead_are_read_as_they_are(launches):
+    """The ring is filled before the kernel waits for the one ahead of it, which must have ended by then: every launch sees what was copied before it."""
+    call, q, _ = build(Case(**both("int8"), lengths=(320, 4096), heads=8), "cuda")
+    target, ids = call.parts[0].store.slabs[0], torch.from_numpy(call.parts[0].table.page_ids).cuda()
+    contents = [target.clone(), target.clone()]
+    contents[1][ids] = target[ids.roll(1)]
+    plan = cuda.Plan(call, q.shape[2], q.dtype, q.device)
+    want = []
+    for bytes_ in contents:
+        target.copy_(bytes_)
+        torch.cuda.synchronize()
+        want.append(plan.run(q)[0].clone())
+    got = []
+    for i in range(200):
+        target.copy_(contents[i % 2])
+        for _ in range(launches):
+            out, _ = plan.run(q)
+        got.append(out.clone())
+    torch.cuda.synchronize()
+    assert not torch.equal(*want)
+    assert all(torch.equal(x, want[i % 2]) for i, x in enumerate(got))
+
+
+@needs_gpu
 def test_a_single_unit_spread_over_the_whole_chip():
     case = Case(**both("int2"), lengths=(64 * 3000,), heads=1, group=1)
     call, q, _ = build(case, "cuda")

@@ -46,7 +46,10 @@ struct Cursor {
             const Segment& s = a.segments[segment];
             if (s.unit >= 0 && (RAW_ZONES || !a.parts[s.part].raw)) {
                 if (k < 0) {
-                    prefetch_queries(a, unit_of(a, s.unit), warp);
+                    if (segment != int(blockIdx.x)) {  // of the first one the consumers ask themselves
+                        wait_for_previous_kernel();    // which may write them
+                        prefetch_queries(a, unit_of(a, s.unit), warp);
+                    }
 #if HAS_LEVELS
                     prefetch_levels(a.parts[s.part], unit_of(a, s.unit).head, warp, WARPS);
 #endif
@@ -132,15 +135,17 @@ DEVICE void prefetch_chunks(const Args& a, const Segment& s, int k, int end, int
 }
 #endif
 
-/// While the kernel ahead ends: page tables, which no kernel writes, and the first pages as far as L2, where a late write would still be seen.
-/// All lanes take part, each with chunks of its own: one after the other, the table look-ups alone took 3 us.
-DEVICE void prefetch_first_chunks(const Args& a, int lane) {
+/// While the kernel ahead ends: pages that the ring has no room for, as far as L2. All lanes take part, each with chunks of its own.
+DEVICE void prefetch_after_ring(const Args& a, int lane) {
 #if __CUDA_ARCH__ >= 900
     const Segment& s = a.segments[blockIdx.x];
-    if (s.unit >= 0 && (RAW_ZONES || !a.parts[s.part].raw)) prefetch_chunks(a, s, lane, PREFETCH_CHUNKS, 32);
+    constexpr int IN_RING = SLOTS / (HAS_LOW ? 2 : 1);
+    if (s.unit >= 0 && (RAW_ZONES || !a.parts[s.part].raw)) prefetch_chunks(a, s, IN_RING + lane, IN_RING + PREFETCH_CHUNKS, 32);
 #endif
 }
 
+// The producer waits for no other kernel before it reads pages and page tables: a kernel that writes them must have ended, or not let the next one start
+// before it has (attention alone does, and writes neither). What it begins before then fills the ring; queries are read after the wait.
 #if HAS_LEVELS
 #include "levels_ring.cuh"
 #else
@@ -153,7 +158,8 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
 #endif
     Source from;
     if (more) from = Source(a, a.segments[at.segment], at.k, false);
-    while (__any_sync(ALL_LANES, more)) {
+    for (int round = 0; __any_sync(ALL_LANES, more); ++round) {
+        if (round == SLOTS / WARPS) prefetch_after_ring(a, lane);
         const u32 place = u32(at.chunk) % SLOTS, parity = (u32(at.chunk) / SLOTS & 1) ^ 1;
         Cursor next = more ? at.next(a) : at;
         Source ahead;  // looked up now, needed after this round's waiting
@@ -418,8 +424,6 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
     __syncthreads();
     let_next_kernel_start();
     if (warp == WARPS) {
-        prefetch_first_chunks(a, lane);
-        wait_for_previous_kernel();
         produce(a, ring, slots, lane);
         return;
     }

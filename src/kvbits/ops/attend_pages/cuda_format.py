@@ -22,9 +22,9 @@ FLOATS = {"fp8_e4m3": 1, "fp8_e5m2": 2}
 MAX_CHUNK_BYTES = 18 << 10
 RING_BYTES = 144 << 10
 """More bytes in flight per multiprocessor only lengthen every queue: int8, 8 x 32768 tokens took 139 us with 200 KiB and 132 us with 132 KiB."""
-PREFETCH_BYTES, PREFETCH_CHUNKS = 160 << 10, 21
-"""Of a block's first pages, asked for as far as L2 while the kernel ahead ends: what its last 5 us would otherwise leave unread. Its last block's merge waits
-behind them, so small pages take less: 96 instead of 160 KiB gave 2 % at 2 bits, nothing at 4, and lost 2 % at 8."""
+PREFETCH_BYTES, PREFETCH_CHUNKS = 104 << 10, 12
+"""Of the pages that a block reads after those its ring has room for, asked for as far as L2 while the kernel ahead ends. 8 x 32768 tokens, int8: with none,
+17, 103, 206 and 360 KB 129.4, 129.9, 128.5, 129.2 and 132.7 us; int4 with 105 KB 70.0, without 71.3."""
 WIDE = 24
 """Query columns of a warp for chunks: a page is unpacked for three column tiles at once. 128 queries of 4 heads over 32,768 tokens took 372 us (int8),
 341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill) 393, 380 and 403."""

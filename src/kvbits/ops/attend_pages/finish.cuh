@@ -120,6 +120,32 @@ DEVICE void leave_sums(Merge& shared, const Softmax& softmax, int first_column, 
         }
 }
 
+/// One warp turns the reference exponents of all warps into factors, in place, and leaves each column's exponent and sum; four lanes a column.
+DEVICE void weigh_warps(Merge& shared, int lane) {
+    constexpr int EACH = (WARPS + 3) / 4;
+    for (int col = lane / 4; col < COLS; col += 8) {
+        float2 ml[EACH];
+        float best = NOT_SEEN, total = 0.f;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int w = lane % 4 + 4 * i;
+            ml[i] = w < WARPS ? shared.warp_ml[w][col] : float2{NOT_SEEN, 0.f};
+            best = fmaxf(best, ml[i].x);
+        }
+        for (int mask = 1; mask < 4; mask *= 2) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, mask));
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int w = lane % 4 + 4 * i;
+            const float f = ml[i].x == NOT_SEEN ? 0.f : exp2_approx(ml[i].x - best);
+            total += ml[i].y * f;
+            if (w < WARPS) shared.warp_ml[w][col].x = f;
+        }
+        for (int mask = 1; mask < 4; mask *= 2) total += __shfl_xor_sync(ALL_LANES, total, mask);
+        if (lane % 4 == 0) shared.ml[col] = {best, total};
+    }
+    __syncwarp();
+}
+
 /// The end of a segment that is its unit's only one, where the block has others: a warp leaves its results in shared memory and goes on; the last merges.
 template <class Walk>
 DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4], int bias_group, Merge& shared, int warp, int lane) {
@@ -150,24 +176,22 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
         __threadfence_block();
         const Unit& u = shared.units[Merge::own(warp)];
         const int columns = columns_of(a, u);
+        weigh_warps(shared, lane);
 #pragma unroll 1
         for (int i = lane; i < Walk::ROUNDS * COLS * 8; i += 32) {
             const int x = i % 8 * 4, col = i / 8 % COLS, k = i / (8 * COLS), ch = walk.channel(k, x);
             if (ch < 0 || ch >= D || col >= columns) continue;
-            float best = NOT_SEEN, total = 0.f, bias = 0.f;
+            float bias = 0.f;
             float4 sum = {0.f, 0.f, 0.f, 0.f};
-            for (int w = 0; w < WARPS; ++w) best = fmaxf(best, shared.warp_ml[w][col].x);
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
-                const float2 ml = shared.warp_ml[w][col];
-                const float f = ml.x == NOT_SEEN ? 0.f : exp2_approx(ml.x - best);
+                const float f = shared.warp_ml[w][col].x;
                 const float4 y = *reinterpret_cast<const float4*>(&shared.rounds[w][min(k, ROUNDS_AT_ONCE - 1)][col][x]);
-                total += ml.y * f;
                 sum = {sum.x + y.x * f, sum.y + y.y * f, sum.z + y.z * f, sum.w + y.w * f};
                 if (MERGE_BIAS && bias_sum) bias += shared.bias[w][ch / bias_group][col] * f;
             }
             if (MERGE_BIAS && bias_sum) sum = {sum.x + bias, sum.y + bias, sum.z + bias, sum.w + bias};
-            write_result(a, s, u, col, ch, sum, {best, total});
+            write_result(a, s, u, col, ch, sum, shared.ml[col]);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.merged_barrier());

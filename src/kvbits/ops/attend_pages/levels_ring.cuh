@@ -12,6 +12,7 @@ struct Ring {
 };
 
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
+    prefetch_after_ring(a, lane);
     const int warp = lane % 16, half = lane / 16;
     Cursor at = {int(blockIdx.x), -1, warp, false};
     bool more = warp < WARPS && at.settle(a, warp);

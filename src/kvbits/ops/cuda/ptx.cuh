@@ -138,7 +138,8 @@ DEVICE void copy_async_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.
 DEVICE int thread_again() { int thread; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); return thread; }
 
 /// For launches that may start before the kernel ahead of them has ended (driver.Kernel, early=True): nothing that kernel writes may be read, and
-/// nothing it reads written, before `wait_for_previous_kernel`.
+/// nothing it reads written, before `wait_for_previous_kernel`; unless that kernel lets none start early. A kernel that does not call this one lets the
+/// next start when all its blocks have ended, and a block ends once its writes are where bulk copies read them.
 DEVICE void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
