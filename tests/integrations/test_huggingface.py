@@ -93,6 +93,17 @@ def test_a_raw_cache_survives_speculation_and_rollback(model, kind):
     assert torch.equal(ours(model, inputs, do_sample=False, max_new_tokens=40, **extra), want)
 
 
+def test_assisted_decoding_past_a_window_in_a_fixed_capacity_says_what_helps():
+    model = tiny("gemma3")
+    inputs, options = prompts([150]), {"do_sample": False, "prompt_lookup_num_tokens": 5}
+    with pytest.raises(PoolFullError, match=r"layers with a sliding window of 24 give nothing back until the next crop.*let the cache grow"):
+        ours(model, inputs, cache=KVCache.for_model(model, "raw", max_tokens=5000), **options)
+    assert torch.equal(stock(model, inputs, **options), ours(model, inputs, cache=KVCache.for_model(model, "raw"), **options))
+    with pytest.raises(PoolFullError) as plain:
+        ours(model, inputs, cache=KVCache.for_model(model, "raw", max_tokens=100))
+    assert "sliding" not in str(plain.value)
+
+
 def test_a_second_turn_reuses_the_cache_and_reset_empties_it(model):
     inputs = prompts([40, 31])
     cache = KVCache.for_model(model, "raw")

@@ -200,7 +200,7 @@ class PagedCache(LayerSteps):
             self._restore(before)
             if not isinstance(error, PoolFullError):
                 raise
-            raise PoolFullError(f"{self._capacity_text()} was given {batch_size} x {num_tokens} tokens more: {error}") from None
+            raise PoolFullError(f"{self._capacity_text()} was given {batch_size} x {num_tokens} tokens more: {error}{self._speculation_text()}") from None
         for step, (_, allocators) in zip(steps, before, strict=True):
             step.reused = [(pool, i) for pool, i in step.taken if i < allocators[pool].capacity and allocators[pool].count(i)]
         ranks = torch.arange(1, num_tokens + 1).expand(batch_size, -1) if valid is None else valid.cumsum(1)
@@ -249,6 +249,15 @@ class PagedCache(LayerSteps):
         if batch_size is not None and max_tokens is not None:
             built = f"a cache built for {counted(batch_size, 'sequence')} of {counted(max_tokens, 'token')}"
         return f"{built}, now empty," if not self.batch_size else f"{built}, now of {counted(max(self.seq_lens), 'token')},"
+
+    def _speculation_text(self) -> str:
+        windows = sorted({w for g in self.groups if g.keep_past and (w := g.group.geometry.sliding_window) is not None})
+        if not windows:
+            return ""
+        return (
+            f". Tokens may be taken back (keep_past, assisted decoding), so layers with a sliding window of {windows[0]} give nothing back until the next "
+            "crop; a fixed capacity has no room for that, however large max_tokens is: let the cache grow"
+        )
 
     def step(
         self,
@@ -399,8 +408,9 @@ class PagedCache(LayerSteps):
     def keep_past(self) -> None:
         """Prepare for tokens that may be taken back, until the next `crop`.
 
-        Sliding-window layers keep everything, tiers keep the planes that newer tokens push out, and (in a cache without a fixed capacity) up to a page of
-        new tokens closes nothing: taking back that many leaves exactly what was there before.
+        Sliding-window layers keep everything (a fixed capacity has no room for that: prompts longer than their window need a cache that grows), tiers keep
+        the planes that newer tokens push out, and (in a cache without a fixed capacity) up to a page of new tokens closes nothing: taking back that many
+        leaves exactly what was there before.
         """
         for g in self.groups:
             g.speculate()

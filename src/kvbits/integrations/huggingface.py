@@ -341,6 +341,7 @@ class KVCache(Cache):
             model: a Transformers decoder model.
             scheme: preset name (its groups are fitted to the model's head_dim) or a `Scheme` (taken as it is).
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
+                Assisted decoding with sliding-window layers needs one that grows.
             calibration: needed by schemes with static scales; refused if made for another model or scheme.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
