@@ -376,3 +376,27 @@ def test_a_pass_that_dies_between_layers_leaves_the_cache_as_it_was(family, how)
         for _ in range(5):
             assert torch.equal(model(**more, past_key_values=tried).logits, model(**more, past_key_values=clean).logits)
             more["attention_mask"] = torch.cat([more["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+
+
+def test_a_sequence_whose_scale_overflows_can_be_left_out_and_the_others_go_on():
+    model = tiny("llama")
+    inputs = prompts([64, 64])
+    tried, clean = (KVCache.for_model(model, "int8") for _ in range(2))
+
+    def huge(module, args, out):
+        return torch.cat([out[:1], out[1:] * 1e9]) if len(out) > 1 else out
+
+    mask = torch.ones(2, 65, dtype=torch.long)
+    with torch.no_grad():
+        model(input_ids=inputs["input_ids"][:1], past_key_values=clean)
+        hook = model.model.layers[2].self_attn.v_proj.register_forward_hook(huge)
+        model(**inputs, past_key_values=tried)
+        hook.remove()
+        for _ in range(2):
+            with pytest.raises(DataError, match="values of layer 2, page of tokens 0 to 63 of sequence 1: .* or select the others, and they go on"):
+                model(input_ids=torch.tensor([[5], [5]]), attention_mask=mask, past_key_values=tried)
+            assert tried.get_seq_length() == 64
+        tried.batch_select_indices(torch.tensor([0]))
+        for token in (5, 6, 7):
+            one = {"input_ids": torch.tensor([[token]])}
+            assert torch.equal(model(**one, past_key_values=tried).logits, model(**one, past_key_values=clean).logits)

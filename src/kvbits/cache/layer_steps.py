@@ -113,7 +113,8 @@ def _name_the_page(x: torch.Tensor, kind: str, place: Place, run: list[Close], s
         except DataError as error:
             raise DataError(
                 f"{what}: {error} ({spec.scale_dtype} ends at {torch.finfo(TORCH_DTYPES[spec.scale_dtype]).max:g}) in the specs of scheme {scheme.name!r}, "
-                f"or keep layer {place.layer} raw (an Override). Nothing was stored in this pass; crop or free sequence {c.row} and the others go on"
+                f"or keep layer {place.layer} raw (an Override). Nothing was stored in this pass; crop or free sequence {c.row}, or select the others, "
+                "and they go on"
             ) from error
 
 
