@@ -5,7 +5,7 @@
 First real text goes through the lossless scheme and the stock 16-bit cache, whose logits must agree, so that what is timed is right. Then every cache is filled
 with the same random keys and values (speed does not depend on them), and single tokens are decoded, the caches taking turns. Codebooks come from 512 tokens of the novel (speed does not
 depend on them either). The stock quantized caches need optimum-quanto and hqq; missing ones are named.
-The last line is one JSON object.
+The last line is one JSON object; it is also written to --out (benchmarks/results/cpu/generate.json is one).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ parser.add_argument("--schemes", default="raw,int8,int4,kivi2")
 parser.add_argument("--stock", default="quanto4,hqq8,fp8", help="stock quantized caches: quanto4, quanto2, hqq8, hqq4, fp8 or none")
 parser.add_argument("--tokens", type=int, default=12)
 parser.add_argument("--threads", type=int, default=2)
-parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu" / "generate.json")
+parser.add_argument("--out", type=Path)
 args = parser.parse_args()
 torch.set_num_threads(args.threads)
 
@@ -116,6 +116,7 @@ for path in args.models:
             print(f"{row['model']:28} {context:6} {name:8} {row['tokens_per_s']:7.2f} tokens/s  {row['ratio_vs_16bit']:5.2f}x the 16-bit cache  {memory}", flush=True)
         del caches, contents
 report = {"cpu": platform.processor() or platform.machine(), "threads": args.threads, "torch": torch.__version__, "rows": rows}
-args.out.parent.mkdir(parents=True, exist_ok=True)
-args.out.write_text(json.dumps(report, indent=1) + "\n")
+if args.out:
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
 print(json.dumps(report))

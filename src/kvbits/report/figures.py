@@ -20,7 +20,7 @@ def figures(results: Results, folder: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
-        raise UnsupportedError("PNG figures need matplotlib; run `pip install 'kvbits[report]'`, or leave --png out") from None
+        raise UnsupportedError("PNG figures need matplotlib; run `pip install 'kvbits[plot]'`, or leave --png out") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
