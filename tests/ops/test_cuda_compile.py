@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,10 @@ def test_a_source_that_does_not_compile_says_why(tmp_path):
 )
 def test_refusals_say_what_is_in_the_way(layout, why):
     assert why in cuda_format.refuses_layout(PageLayout(page_size=64, num_kv_heads=2, **layout))
+
+
+def test_only_attention_lets_the_next_kernel_start_before_it_has_ended():
+    """Its producer reads pages before it waits for the kernel ahead (attend.cu), so no kernel that writes pages may let its successor start early."""
+    sources = [p for p in FOLDER.rglob("*") if p.suffix in (".cu", ".cuh")]
+    assert [p.name for p in sources if re.search(r"^\s*let_next_kernel_start\(\);", p.read_text(), re.MULTILINE)] == ["attend.cu"]
+    assert not [p for p in sources if p.name != "ptx.cuh" and "griddepcontrol" in p.read_text()]
