@@ -214,7 +214,11 @@ def measure(candidates: dict[str, tuple[Callable[[int], object], int]]) -> tuple
             if name in single:
                 single[name].append(timed(run, turn + 2, 1))
     torch.set_num_threads(args.threads)
-    return {name: statistics.median(t) for name, t in times.items()}, {n: statistics.median(t) for n, t in single.items()}, probe.nbytes / statistics.median(reads)
+    return (
+        {name: statistics.median(t) for name, t in times.items()},
+        {n: statistics.median(t) for n, t in single.items()},
+        probe.nbytes / statistics.median(reads),
+    )
 
 
 results = {}
@@ -250,7 +254,9 @@ for text in args.shapes.split(","):
         "ratio_vs_torch16": {n: round(seconds["matmul"] / seconds[n], 2) for n in ours},
         "ratio_vs_torch16_huge_pages": {n: round(seconds["matmul_huge"] / seconds[n], 2) for n in ours},
         "share_of_read_bandwidth": {n: round(candidates[n][1] / seconds[n] / bandwidth, 3) for n in ours},
-        "ratio_vs_llama": {n: {m: round(seconds[m] / seconds[n], 1) for m in candidates if m.startswith(f"llama_{peer}")} for n, peer in LLAMA_PEER.items() if n in ours},
+        "ratio_vs_llama": {
+            n: {m: round(seconds[m] / seconds[n], 1) for m in candidates if m.startswith(f"llama_{peer}")} for n, peer in LLAMA_PEER.items() if n in ours
+        },
         "threads_vs_one": {n: round(single[n] / seconds[n], 2) for n in single},
         "processes_vs_one": {n: round(x, 2) for n, x in ceilings.items()},
         "decode_s": {n: seconds[n] for n in candidates},

@@ -31,7 +31,14 @@ from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, Q
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
 SMALL_BATCHES, SMALL_TOKENS = (1, 4, 16, 64), (256, 512, 1024, 2048, 4096, 8192, 16384)  # 32 query heads; at most 262,144 tokens in all
-PREFILL = ((1, 32, 32, 32768), (1, 32, 64, 32768), (1, 32, 128, 32768), (1, 32, 512, 32768), (1, 32, 2048, 32768), (4, 32, 512, 8192))  # sequences, query heads, chunk, history
+PREFILL = (
+    (1, 32, 32, 32768),
+    (1, 32, 64, 32768),
+    (1, 32, 128, 32768),
+    (1, 32, 512, 32768),
+    (1, 32, 2048, 32768),
+    (4, 32, 512, 8192),
+)  # sequences, query heads, chunk, history
 KVQUANT = [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")]
 ROTATE_BYTES = 400 << 20
 ERROR_LIMIT = 5e-3
@@ -137,7 +144,9 @@ def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tok
     call, slab, layers = packed_call(key, value, batch, tokens)
     q = torch.randn(batch, queries, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     layout = call.parts[0].store.layout
-    positions = torch.arange(tokens - 1, tokens - 1 + queries, device="cuda").expand(batch, queries)  # past the history: one query sees all of it, as do the others
+    positions = torch.arange(tokens - 1, tokens - 1 + queries, device="cuda").expand(
+        batch, queries
+    )  # past the history: one query sees all of it, as do the others
     want, _ = reference.attend(q[:, -16:], call, positions[:, -16:].cpu(), torch.float64)
     found: dict[str, float] = {}
     for name, backend in (("", cuda), *((("triton_", triton),) if with_triton else ())):
@@ -216,7 +225,10 @@ def bench_decode(args: argparse.Namespace, copy: float) -> dict[str, Any]:
             row = {"scheme": name, "shape": shape, **r, "speedup_vs_bf16": best / r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy}
             by_triton = f"  triton x{best / r['triton_time_us']:.2f}" if args.triton else ""
             rows.append(row)
-            print(f"  {name:14s} {r['time_us']:8.1f} us  x{row['speedup_vs_bf16']:.2f}  {row['share_of_copy']:.2f} of copy  error {r['error']:.1e}{by_triton}", flush=True)
+            print(
+                f"  {name:14s} {r['time_us']:8.1f} us  x{row['speedup_vs_bf16']:.2f}  {row['share_of_copy']:.2f} of copy  error {r['error']:.1e}{by_triton}",
+                flush=True,
+            )
             torch.cuda.empty_cache()
     return {"peers": peers, "rows": rows}
 
@@ -301,8 +313,13 @@ def bench_small(args: argparse.Namespace, copy: float) -> dict[str, Any]:
             found = {name: bench_scheme(*_schemes()[name], batch, 32, tokens)["time_us"] for name in args.schemes}
             nbytes = 4 * batch * tokens * KV_HEADS * HEAD_DIM
             for name, t in found.items():
-                rows.append({"scheme": name, "batch": batch, "tokens": tokens, "time_us": t, "best_16_bit": best, "time_16_bit_us": times[best], "bytes_16_bit": nbytes})
-            print(f"{batch:3d} x {tokens:6d}: {best} {times[best]:.1f} us; " + ", ".join(f"{n} {t:.1f} us x{times[best] / t:.2f}" for n, t in found.items()), flush=True)
+                rows.append(
+                    {"scheme": name, "batch": batch, "tokens": tokens, "time_us": t, "best_16_bit": best, "time_16_bit_us": times[best], "bytes_16_bit": nbytes}
+                )
+            print(
+                f"{batch:3d} x {tokens:6d}: {best} {times[best]:.1f} us; " + ", ".join(f"{n} {t:.1f} us x{times[best] / t:.2f}" for n, t in found.items()),
+                flush=True,
+            )
             torch.cuda.empty_cache()
     slower = {name: max((r["bytes_16_bit"] for r in rows if r["scheme"] == name and r["time_us"] > r["time_16_bit_us"]), default=0) for name in args.schemes}
     print("largest 16-bit size at which 16-bit attention was faster:", {k: f"{v / 2**20:.0f} MiB" for k, v in slower.items()})
@@ -316,11 +333,21 @@ def bench_prefill(args: argparse.Namespace, copy: float) -> dict[str, Any]:
         times = bench_16_bit(batch, q_heads, tokens, False, queries=chunk)
         best = min(times, key=lambda name: times[name])
         flops = 4 * batch * q_heads * chunk * tokens * HEAD_DIM
-        print(f"{batch} x {chunk} queries over {tokens}: " + ", ".join(f"{n} {t:.0f} us" for n, t in times.items()) + f" ({flops / times[best] / 1e6:.0f} TFLOP/s)", flush=True)
+        print(
+            f"{batch} x {chunk} queries over {tokens}: "
+            + ", ".join(f"{n} {t:.0f} us" for n, t in times.items())
+            + f" ({flops / times[best] / 1e6:.0f} TFLOP/s)",
+            flush=True,
+        )
         for name in args.schemes:
             r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, queries=chunk)
-            rows.append({"scheme": name, "batch": batch, "chunk": chunk, "tokens": tokens, **r, "best_16_bit": best, "time_16_bit_us": times[best], "flops": flops})
-            print(f"  {name:14s} {r['time_us']:8.0f} us  x{times[best] / r['time_us']:.2f}  {flops / r['time_us'] / 1e6:.0f} TFLOP/s  error {r['error']:.1e}", flush=True)
+            rows.append(
+                {"scheme": name, "batch": batch, "chunk": chunk, "tokens": tokens, **r, "best_16_bit": best, "time_16_bit_us": times[best], "flops": flops}
+            )
+            print(
+                f"  {name:14s} {r['time_us']:8.0f} us  x{times[best] / r['time_us']:.2f}  {flops / r['time_us'] / 1e6:.0f} TFLOP/s  error {r['error']:.1e}",
+                flush=True,
+            )
             torch.cuda.empty_cache()
     return {"rows": rows}
 

@@ -116,7 +116,9 @@ def main() -> None:
         torch.cuda.empty_cache()
     appends = [bench_append(batch) for batch in (1, 32, 256)]
     for a in appends:
-        print(f"  append of {a['batch']:3d} tokens  {a['cuda_us']:8.1f} us a layer (kernel {a['kernel_us']:.1f}; reference {a['reference_us']:.1f})", flush=True)
+        print(
+            f"  append of {a['batch']:3d} tokens  {a['cuda_us']:8.1f} us a layer (kernel {a['kernel_us']:.1f}; reference {a['reference_us']:.1f})", flush=True
+        )
     report(args.out, copy, {"append": appends, "pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM, "rows": rows})
 
 

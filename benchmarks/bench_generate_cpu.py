@@ -43,7 +43,15 @@ def stock(name: str, config: Any) -> Any:
     backend, bits = name.rstrip("0123456789") if name != "fp8" else "fp8", int(name[-1])
     if backend == "fp8":
         return QuantizedCache(backend="fp8", config=config)
-    return QuantizedCache(backend=backend, config=config, nbits=bits, q_group_size=64, residual_length=128, axis_key=0 if backend == "quanto" else 1, axis_value=0 if backend == "quanto" else 1)
+    return QuantizedCache(
+        backend=backend,
+        config=config,
+        nbits=bits,
+        q_group_size=64,
+        residual_length=128,
+        axis_key=0 if backend == "quanto" else 1,
+        axis_value=0 if backend == "quanto" else 1,
+    )
 
 
 def fill(cache: Any, contents: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -113,7 +121,10 @@ for path in args.models:
             row["memory_reduction"] = held_bytes(caches["16-bit"]) / row["bytes"] if row["bytes"] else None
             rows.append(row)
             memory = f"{row['memory_reduction']:.2f}x less memory" if row["memory_reduction"] else ""
-            print(f"{row['model']:28} {context:6} {name:8} {row['tokens_per_s']:7.2f} tokens/s  {row['ratio_vs_16bit']:5.2f}x the 16-bit cache  {memory}", flush=True)
+            print(
+                f"{row['model']:28} {context:6} {name:8} {row['tokens_per_s']:7.2f} tokens/s  {row['ratio_vs_16bit']:5.2f}x the 16-bit cache  {memory}",
+                flush=True,
+            )
         del caches, contents
 report = {"cpu": platform.processor() or platform.machine(), "threads": args.threads, "torch": torch.__version__, "rows": rows}
 if args.out:

@@ -31,9 +31,7 @@ class Library:
     """libggml-base and libggml-cpu of one folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.base, self.cpu = (
-            ctypes.CDLL(str(next(folder.glob(f"libggml-{n}*.so"))), mode=ctypes.RTLD_GLOBAL) for n in ("base", "cpu")
-        )
+        self.base, self.cpu = (ctypes.CDLL(str(next(folder.glob(f"libggml-{n}*.so"))), mode=ctypes.RTLD_GLOBAL) for n in ("base", "cpu"))
         for name, result, arguments in (
             ("ggml_init", c_void_p, [_InitParams]),
             ("ggml_new_tensor_4d", c_void_p, [c_void_p, c_int] + [c_int64] * 4),

@@ -103,9 +103,7 @@ class Samples:
                 backward(model, ids.to(model.device), None)
                 advance(1)
 
-    def calibrate(
-        self, scheme: Scheme, *, prompts: int | None = None, weights: str = "fisher", per_head: bool = False, prior: float = PRIOR
-    ) -> Calibration:
+    def calibrate(self, scheme: Scheme, *, prompts: int | None = None, weights: str = "fisher", per_head: bool = False, prior: float = PRIOR) -> Calibration:
         """What `kvbits.calibrate.calibrate` would return for the first `prompts` prompts."""
         layers = layer_geometries(self.model.config)
         if scheme.pre_rope:

@@ -1,6 +1,6 @@
 """Generate from a packed cache: build it for a model and a scheme, pass it to generate, read what it holds.
 
-    python examples/generate.py [MODEL] [SCHEME]
+python examples/generate.py [MODEL] [SCHEME]
 """
 
 import json

@@ -1,6 +1,6 @@
 """Many answers from one prompt: the prefix is stored once, forks share its pages until they write.
 
-    python examples/shared_prefix.py
+python examples/shared_prefix.py
 """
 
 import torch

@@ -82,7 +82,9 @@ NUQ = QuantSpec(format="nuq3", granularity=PerToken(), symmetric=False, outliers
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize(
-    "key, value", [(QuantSpec(), QuantSpec.raw()), (QuantSpec.raw(), QuantSpec(format="int4")), (QuantSpec(format="fp8_e4m3"), QuantSpec()), (NUQ, NUQ)], ids=str
+    "key, value",
+    [(QuantSpec(), QuantSpec.raw()), (QuantSpec.raw(), QuantSpec(format="int4")), (QuantSpec(format="fp8_e4m3"), QuantSpec()), (NUQ, NUQ)],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", ["keys", "values"])
 def test_every_backend_names_it_whatever_the_codes(key, value, kind, backend):

@@ -104,9 +104,13 @@ def test_another_scheme_is_refused(calibration, scheme, message):
     with pytest.raises(CalibrationError, match=rf"was made for another 'mine' \(.*{message}"):
         calibration.check(config(), scheme)
     named = Calibration(calibration.static, calibration.fingerprint, {"scheme": "theirs"}, "scales.safetensors")
-    with pytest.raises(CalibrationError, match=r"^calibration scales.safetensors was made for scheme 'theirs', not 'mine'; run `kvbits calibrate` for this model and scheme$"):
+    with pytest.raises(
+        CalibrationError, match=r"^calibration scales.safetensors was made for scheme 'theirs', not 'mine'; run `kvbits calibrate` for this model and scheme$"
+    ):
         named.check(config(), scheme)
-    with pytest.raises(CalibrationError, match=r"was made for another model and scheme 'theirs', not 'mine' \(model.hidden_size is 128 here and 64 in the calibration\); run"):
+    with pytest.raises(
+        CalibrationError, match=r"was made for another model and scheme 'theirs', not 'mine' \(model.hidden_size is 128 here and 64 in the calibration\); run"
+    ):
         named.check(config(hidden_size=128), scheme)
 
 

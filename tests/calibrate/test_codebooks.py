@@ -156,7 +156,10 @@ def test_schemes_calibrated_together_get_what_each_gets_alone(monkeypatch):
 
     model, texts = tiny(), prompts()
     static = schemes.get("nuq3")
-    own = [dataclasses.replace(static, name="s", key=dataclasses.replace(static.key, static=True)), dataclasses.replace(static, name="sinks", num_sink_tokens=5)]
+    own = [
+        dataclasses.replace(static, name="s", key=dataclasses.replace(static.key, static=True)),
+        dataclasses.replace(static, name="sinks", num_sink_tokens=5),
+    ]
     wanted = ["nuq4-1%", "nuq3-1%", "nuq2", "nuq4", "int8_static", *own]
     alone = [calibrate(model, texts, s) for s in wanted]
     calls, real = [], fisher.backward

@@ -42,7 +42,9 @@ def test_a_model_without_one_passes():
 
 
 def test_windows_that_stay_raw_are_no_screen():
-    with pytest.raises(SpecError, match=r"'tiered_8k' keeps its newest .* windows of 512 tokens show nothing of its codes; give longer ones, --length \d+ for example"):
+    with pytest.raises(
+        SpecError, match=r"'tiered_8k' keeps its newest .* windows of 512 tokens show nothing of its codes; give longer ones, --length \d+ for example"
+    ):
         check(tiny.model(), IDS, "tiered_8k", progress=False)
     assert check(tiny.model(), IDS, "raw", progress=False).passed
 

@@ -26,7 +26,9 @@ def task(name, model, bos=False, **changes):
 
 def test_greedy_tokens_are_generates(model):
     ids = torch.tensor(tiny.tokenizer()(novel()[:150])["input_ids"])
-    want = model.generate(ids[None], attention_mask=torch.ones(1, 150, dtype=torch.int64), do_sample=False, max_new_tokens=12, min_new_tokens=12, pad_token_id=2)
+    want = model.generate(
+        ids[None], attention_mask=torch.ones(1, 150, dtype=torch.int64), do_sample=False, max_new_tokens=12, min_new_tokens=12, pad_token_id=2
+    )
     assert generate(model, base_factory(model), [ids], 12, 32) == [want[0, 150:].tolist()]
     assert len(generate(model, base_factory(model), [ids], 12, 32, stop=lambda tokens: len(tokens) == 3)[0]) == 3
 
@@ -43,7 +45,9 @@ def prompts():
 def calibrated(model, name):
     from kvbits.calibrate import calibrate, prompts_from_text
 
-    return factory(model, name, calibration=lambda s: calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[40_000:44_000], length=300, num_prompts=4), s))
+    return factory(
+        model, name, calibration=lambda s: calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[40_000:44_000], length=300, num_prompts=4), s)
+    )
 
 
 @pytest.mark.parametrize("name", ["base", "raw", "int4", "kivi2", "nuq3-1%", "quanto4"])

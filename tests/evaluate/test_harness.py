@@ -18,7 +18,11 @@ from kvbits.evaluate.texts import Text
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARC = [
-    {"id": str(i), "question": {"stem": f"What is {i} and {i}?", "choices": [{"text": f"{i + j}", "label": "ABCD"[j]} for j in range(4)]}, "answerKey": "ABCD"[i % 4]}
+    {
+        "id": str(i),
+        "question": {"stem": f"What is {i} and {i}?", "choices": [{"text": f"{i + j}", "label": "ABCD"[j]} for j in range(4)]},
+        "answerKey": "ABCD"[i % 4],
+    }
     for i in range(12)
 ]
 MMLU = [{"subject": s, "question": f"{s} {i}\u2028?", "choices": ["w", "x", "y", "z"], "answer": i % 4} for s in ("one_thing", "other") for i in range(6)]

@@ -22,7 +22,8 @@ def task(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("completion", "passed"), [("\n    return a + b\n\ndef other():\n    broken(", True), ("\n    return a - b\n", False), ("\n    import os\n    os._exit(0)\n", False)]
+    ("completion", "passed"),
+    [("\n    return a + b\n\ndef other():\n    broken(", True), ("\n    return a - b\n", False), ("\n    import os\n    os._exit(0)\n", False)],
 )
 def test_a_completion_is_cut_at_its_stop_and_run(task, monkeypatch, completion, passed):
     tokens = task.context.tokenizer(completion)["input_ids"]

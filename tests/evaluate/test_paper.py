@@ -173,7 +173,14 @@ def test_all_five_figures_are_drawn_from_a_gpu_result(tmp_path):
         errors.append({"case": case, "rows": t, "columns": d, "error_rows": t, "max_error": 0.0039, "l2_error": 1.0, "attention_error": 0.001 * d**0.5})
         for device, kernels in (("cpu", ("cpu_column_outer", "cpu_fast")), ("gpu", ("naive", "fast"))):
             for i, k in enumerate(kernels):
-                row = {"kernel": k, "stage": "quantize", "dtype": "float32", "device": device, "time_us": t * d / 1e3 / (i + 1), "speedup_vs_cpu_column_outer": 5.0 + i}
+                row = {
+                    "kernel": k,
+                    "stage": "quantize",
+                    "dtype": "float32",
+                    "device": device,
+                    "time_us": t * d / 1e3 / (i + 1),
+                    "speedup_vs_cpu_column_outer": 5.0 + i,
+                }
                 rows.append({"case": case, "rows": t, "columns": d} | row)
     result = {"device": "a GPU", "gpu_missing": None, "cpu": "a CPU", "errors": errors, "rows": rows}
     paths, left_out = draw(result, tmp_path / "g")

@@ -49,7 +49,9 @@ def test_guessing_how_passing_is_said_does_not_pass():
 )
 def test_network_programs_and_foreign_code_are_refused(program):
     out = run_program(program, **FAST)
-    assert not out.passed and ("refused" in out.reason or "ImportError" in out.reason or "PermissionError" in out.reason or "URLError" in out.reason), out.reason
+    assert not out.passed and ("refused" in out.reason or "ImportError" in out.reason or "PermissionError" in out.reason or "URLError" in out.reason), (
+        out.reason
+    )
 
 
 def test_files_only_in_its_own_folder(tmp_path):

@@ -27,7 +27,6 @@ from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 pytestmark = needs_library
 
 
-
 def assert_close(got, want, noise: float) -> None:
     out, lse = (x.double().numpy() for x in got)
     want_out, want_lse = (np.asarray(x) for x in want)
@@ -248,7 +247,9 @@ def test_groups_without_spread_cost_the_others_nothing(tier, preset, flat):
     """Weights are rounded against the largest weight times scale of a page, queries against the largest query times scale."""
     scheme = schemes.get(preset)
     for asymmetric in (False, True):
-        key, value = (dataclasses.replace(s, symmetric=s.symmetric and not asymmetric, scale_dtype=t) for s, t in ((scheme.key, "bfloat16"), (scheme.value, "float16")))
+        key, value = (
+            dataclasses.replace(s, symmetric=s.symmetric and not asymmetric, scale_dtype=t) for s, t in ((scheme.key, "bfloat16"), (scheme.value, "float16"))
+        )
         case = random_call(key, value, head_dim=128, pages=4, flat=flat)
         assert_close(cpu.attend(*case), judge(*case), NOISE[key.format])
 
@@ -434,7 +435,11 @@ def test_random_combinations(data):
     """Any key format with any value format, shape and option."""
     draw = data.draw
     head_dim = draw(st.sampled_from([16, 64, 80, 96, 128]))
-    known = [RAW, *(s for f in FORMATS for s in specs_of(f, group=16)), *(s for f in (*CODEBOOKS, "int8", "int4", "int3", "int2") for s in kvquant_specs(f, 16))]
+    known = [
+        RAW,
+        *(s for f in FORMATS for s in specs_of(f, group=16)),
+        *(s for f in (*CODEBOOKS, "int8", "int4", "int3", "int2") for s in kvquant_specs(f, 16)),
+    ]
     key, value = (draw(st.sampled_from(known)) for _ in range(2))
     if not key.is_raw and draw(st.booleans()):
         key = dataclasses.replace(key, pre_rope=True)

@@ -13,7 +13,6 @@ pytestmark = needs_library
 SHAPES = [(1, 1), (3, 5), (64, 64), (257, 100), (1000, 96), (5000, 257), (0, 8)]
 
 
-
 def matrix(rows: int, columns: int) -> torch.Tensor:
     x = torch.randn(rows, columns) * torch.rand(columns).mul(4).exp()
     if columns > 4 and rows:

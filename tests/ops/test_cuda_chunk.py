@@ -111,7 +111,10 @@ def table_of(lengths: list[list[int]]) -> PageTable:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 5).flatmap(lambda b: st.lists(st.lists(st.lists(st.integers(1, 32), max_size=9), min_size=b, max_size=b), min_size=1, max_size=3)), st.integers(32, 400))
+@given(
+    st.integers(1, 5).flatmap(lambda b: st.lists(st.lists(st.lists(st.integers(1, 32), max_size=9), min_size=b, max_size=b), min_size=1, max_size=3)),
+    st.integers(32, 400),
+)
 def test_every_visible_token_is_in_one_pass(parts, max_rows):
     layout = PageLayout(key=spec("int8"), value=spec("int8"), page_size=32, num_kv_heads=1, head_dim=64)
     store = PageStore(layout, (torch.zeros(0, 1, layout.head_bytes, dtype=torch.uint8),))

@@ -37,7 +37,10 @@ def emulated(monkeypatch, tmp_path):
         for path in (FOLDER / "close_pages" / "stored.cuh", FOLDER / "cuda" / "side.cuh", FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "block.cpp"):
             (tmp_path / path.name).write_text(path.read_text())
         text = (FOLDER / "close_pages" / "close.cu").read_text()
-        for gpu_only, here_as in (('extern "C" __global__', ""), ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;")):
+        for gpu_only, here_as in (
+            ('extern "C" __global__', ""),
+            ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;"),
+        ):
             assert gpu_only in text
             text = text.replace(gpu_only, here_as)
         (tmp_path / "kernel.h").write_text(text)

@@ -43,13 +43,20 @@ def cases():
     yield static, 128, 64, torch.bfloat16
     integers = QuantSpec(format="int4", granularity=PerChannel(), symmetric=False, pre_rope=True, outliers=0.01)
     yield {"key": integers, "value": QuantSpec(format="int3", granularity=PerGroup(32), outliers=0.02)}, 64, 64, torch.float32
-    yield {"key": dataclasses.replace(integers, static=True, outliers=0.0), "value": QuantSpec(format="int2", granularity=PerToken(), scale_dtype="bfloat16")}, 64, 64, torch.float32
+    yield (
+        {"key": dataclasses.replace(integers, static=True, outliers=0.0), "value": QuantSpec(format="int2", granularity=PerToken(), scale_dtype="bfloat16")},
+        64,
+        64,
+        torch.float32,
+    )
 
 
 def prepared_case(specs, head_dim, page_size, dtype, n=3):
     layout = PageLayout(**specs, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
     gen = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(n, HEADS, page_size, head_dim, generator=gen) * torch.rand(head_dim, generator=gen) * 5 + torch.randn(head_dim, generator=gen) for _ in "kv")
+    k, v = (
+        torch.randn(n, HEADS, page_size, head_dim, generator=gen) * torch.rand(head_dim, generator=gen) * 5 + torch.randn(head_dim, generator=gen) for _ in "kv"
+    )
     k[0, 0], v[-1, 1], k[-1, 0, 3, 7] = 0.0, 3.5, 300.0  # no spread, one far element
     v[0, 1, :, ::2] = v[0, 1, :, 1::2]  # ties
     static = {}
@@ -87,7 +94,13 @@ def test_a_gpu_stores_what_the_reference_stores(specs, head_dim, page_size, dtyp
 def emulated(monkeypatch, tmp_path):
     def load(layout, dtype, device_index):
         here, macros = Path(__file__).parent / "emulated", cuda_levels.defines(layout, dtype)
-        for path in (*((FOLDER / "close_pages").glob("*.cuh")), FOLDER / "cuda" / "side.cuh", FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "block.cpp"):
+        for path in (
+            *((FOLDER / "close_pages").glob("*.cuh")),
+            FOLDER / "cuda" / "side.cuh",
+            FOLDER / "cuda" / "turn.cuh",
+            here / "ptx.cuh",
+            here / "block.cpp",
+        ):
             (tmp_path / path.name).write_text(path.read_text())
         text = (FOLDER / "close_pages" / "close_levels.cu").read_text()
         for gpu_only, instead in (("extern __shared__ __align__(16) unsigned char memory[];", ""), ("(memory)", "(shared)"), ('extern "C" __global__', "")):

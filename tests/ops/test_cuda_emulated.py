@@ -67,7 +67,10 @@ def cases():
     yield Case(**of("nuq4-1%"), lengths=(333, 0, 70), tail=20, sinks=1)
     yield Case(**static("nuq3-1%"), lengths=(333, 70), head_dim=64, group=8)
     yield Case(**of("nuq2-1%"), lengths=(333, 70), group=3)
-    whole = {"lengths": (320, 64, 640, 0, 192, 448), "group": 6}  # units that are one segment each, several in a block: no warp waits for the others between them
+    whole = {
+        "lengths": (320, 64, 640, 0, 192, 448),
+        "group": 6,
+    }  # units that are one segment each, several in a block: no warp waits for the others between them
     yield Case(**both("int4"), **whole)
     yield Case(key=spec("int2", PerChannel(), symmetric=False), value=spec("int2", symmetric=False), **whole)
     yield Case(**both("int8", PerToken()), **whole, head_dim=80, num_queries=2)

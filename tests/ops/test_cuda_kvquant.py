@@ -64,7 +64,9 @@ def unpacked():
     """Layouts that no kernel reads packed."""
     key, value = of("nuq4-1%").values()
     yield Case(key=key, value=dataclasses.replace(value, granularity=PerGroup(64)), lengths=(1000, 70), tail=20)
-    yield Case(key=dataclasses.replace(key, format="int8", outliers=0.01), value=dataclasses.replace(value, granularity=PerGroup(32)), lengths=(1000, 70), sinks=1)
+    yield Case(
+        key=dataclasses.replace(key, format="int8", outliers=0.01), value=dataclasses.replace(value, granularity=PerGroup(32)), lengths=(1000, 70), sinks=1
+    )
     yield Case(key=key, value=value, lengths=(1000, 70), head_dim=80)
     yield Case(key=key, value=value, lengths=(1000, 70), head_dim=256)
     yield Case(key=key, value=value, lengths=(1000, 70), page_size=32, tail=10)
@@ -138,7 +140,9 @@ def test_the_reference_closes_the_same_pages_on_either_device(name):
     got = close_pages(k.cuda(), v.cuda(), layout, {n: x.cuda() for n, x in static.items()}, starts)[0]
     a, b = dequantize_pages(want, layout, static, starts=starts), dequantize_pages(got.cpu(), layout, static, starts=starts)
     for x, y, original in zip(a, b, (k, v), strict=True):
-        assert relative_error(x, y) < 1e-2 and relative_error(y, original) < 1.1 * relative_error(x, original), "sines differ in the last bit, ties go either way"
+        assert relative_error(x, y) < 1e-2 and relative_error(y, original) < 1.1 * relative_error(x, original), (
+            "sines differ in the last bit, ties go either way"
+        )
 
 
 def test_refusals_say_what_is_missing():

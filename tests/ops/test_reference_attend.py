@@ -183,7 +183,9 @@ def test_a_fresh_half_precision_chunk_has_float32_results(dtype):
 def test_queries_of_any_strides_are_read_as_they_are():
     q = torch.randn(DIM, 1, 40, 4).permute(1, 2, 3, 0)
     k, v = (torch.randn(1, 40, 2, DIM) for _ in range(2))
-    for a, b in zip(attend_fresh(q, k, v, torch.arange(40)[None], 0.3, None, None), attend_fresh(q.contiguous(), k, v, torch.arange(40)[None], 0.3, None, None), strict=True):
+    for a, b in zip(
+        attend_fresh(q, k, v, torch.arange(40)[None], 0.3, None, None), attend_fresh(q.contiguous(), k, v, torch.arange(40)[None], 0.3, None, None), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 

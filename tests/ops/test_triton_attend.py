@@ -81,7 +81,19 @@ def test_compiles_for_hopper_without_a_gpu(key, value):
 
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
     sides = {"KEY": triton._Side(layout, "k", key).constants(), "VALUE": triton._Side(layout, "v", value).constants()}
-    constants = {"H": 8, "D": 128, "D_PADDED": 128, "PAGE": 64, "RUNS": 4, "COLUMN_BLOCKS": 1, "TOKENS": 64, "COLUMNS": 16, "SOFTCAP": False, "PRECISION": "tf32", **sides}
+    constants = {
+        "H": 8,
+        "D": 128,
+        "D_PADDED": 128,
+        "PAGE": 64,
+        "RUNS": 4,
+        "COLUMN_BLOCKS": 1,
+        "TOKENS": 64,
+        "COLUMNS": 16,
+        "SOFTCAP": False,
+        "PRECISION": "tf32",
+        **sides,
+    }
     kinds = dict.fromkeys(("out", "ml", "k_scale", "k_bias", "v_scale", "v_bias"), "*fp32") | {"q": "*bf16", "pool": "*u8", "window": "i64"}
     kinds |= dict.fromkeys(("positions", "run_first", "run_count", "page_offset", "page_start", "page_length"), "*i64") | dict.fromkeys(
         ("scaling", "softcap"), "fp32"

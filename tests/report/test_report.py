@@ -103,13 +103,18 @@ def test_schemes_whose_windows_stayed_raw_are_no_part_of_the_scheme_table(folder
     results = collect(folder)
     tiny = results.models["tiny"]
     cells = tiny.tasks["fidelity"]
-    long = dataclasses.replace(cells["kivi4"], scheme="tiered", summary=cells["kivi4"].summary | {"kl_mean": 0.0, "bytes_held": cells["raw"].summary["bytes_held"]})
+    long = dataclasses.replace(
+        cells["kivi4"], scheme="tiered", summary=cells["kivi4"].summary | {"kl_mean": 0.0, "bytes_held": cells["raw"].summary["bytes_held"]}
+    )
     more = dataclasses.replace(results, models={"tiny": dataclasses.replace(tiny, tasks={"fidelity": cells | {"tiered": long}})})
     _, rows, notes = markdown.scheme_rows(more)
     assert "tiered" not in {r.scheme for r in rows} and any("Not in the table: `tiered`" in n for n in notes)
     assert markdown.recommendations(more)[1].startswith("**4 to 5 bits: `") and not any("tiered" in r for r in markdown.recommendations(more))
     other = dataclasses.replace(tiny, name="other")
-    assert "All models: 2 windows of 220 tokens of t, fed in chunks of 32, bfloat16." in markdown.scheme_rows(dataclasses.replace(results, models={"a": tiny, "b": other}))[2]
+    assert (
+        "All models: 2 windows of 220 tokens of t, fed in chunks of 32, bfloat16."
+        in markdown.scheme_rows(dataclasses.replace(results, models={"a": tiny, "b": other}))[2]
+    )
 
 
 def test_the_readme_part_is_replaced_between_its_markers(folder, tmp_path):
@@ -138,7 +143,19 @@ def test_the_command_writes_every_kind(folder, tmp_path):
 
     pytest.importorskip("matplotlib")
     (tmp_path / "R.md").write_text(f"{markdown.BEGIN}{markdown.END}")
-    args = ["report", folder, "--html", tmp_path / "r.html", "--markdown", tmp_path / "r.md", "--png", tmp_path / "png", "--readme", tmp_path / "R.md", "--json"]
+    args = [
+        "report",
+        folder,
+        "--html",
+        tmp_path / "r.html",
+        "--markdown",
+        tmp_path / "r.md",
+        "--png",
+        tmp_path / "png",
+        "--readme",
+        tmp_path / "R.md",
+        "--json",
+    ]
     out = CliRunner().invoke(app, [str(a) for a in args])
     assert out.exit_code == 0, out.output
     written = json.loads(out.stdout)["written"]
@@ -199,7 +216,15 @@ def cases():
         for j, head_dim in enumerate(known[name]["heads"]):
             for k, context in enumerate(contexts):
                 window = (None, 512, None, 100)[(i + j + k) % 4]
-                yield {"scheme": name, "layers": 1 + k % 5, "kv_heads": 1 + j % 3, "head_dim": int(head_dim), "window": window, "context": context, "batch": 1 + k % 4}
+                yield {
+                    "scheme": name,
+                    "layers": 1 + k % 5,
+                    "kv_heads": 1 + j % 3,
+                    "head_dim": int(head_dim),
+                    "window": window,
+                    "context": context,
+                    "batch": 1 + k % 4,
+                }
 
 
 def test_the_calculator_gives_the_specs_bytes():
@@ -246,7 +271,7 @@ def test_the_page_draws_in_a_browser(folder, tmp_path, options):
     assert all(int(found[c]) > 1000 for c in ("pareto", "memory", "kernels"))
     assert found["fits"] == "true"
     assert found["background"] == ("rgb(18,23,30)" if options else "rgb(255,255,255)")
-    assert dom.count("<tr") > 40 and "kivi2" in dom and "output id=\"o-context\">32,768" in dom
+    assert dom.count("<tr") > 40 and "kivi2" in dom and 'output id="o-context">32,768' in dom
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium (apt-get install chromium)")

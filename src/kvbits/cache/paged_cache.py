@@ -560,7 +560,6 @@ class PagedCache(LayerSteps):
         return out[0], out[1]
 
 
-
 def _clamp(x: torch.Tensor) -> torch.Tensor:
     finite = torch.isfinite(x)
     if bool(finite.all()):

@@ -90,9 +90,7 @@ def save(cache: PagedCache, path: str | Path) -> None:
         raise
 
 
-def load(
-    path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None, grow: bool = False
-) -> PagedCache:
+def load(path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None, grow: bool = False) -> PagedCache:
     """The cache that `save` wrote, on `device`, with the capacity it had.
 
     Args:

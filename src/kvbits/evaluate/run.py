@@ -148,9 +148,7 @@ def evaluate(
     return {task: _run(load(task)(context), factories, home, facts, overwrite, progress) for task in tasks}
 
 
-def _run(
-    task: Task, factories: list[CacheFactory], home: Path, facts: dict[str, Any], overwrite: bool, progress: bool
-) -> dict[str, dict[str, Any]]:
+def _run(task: Task, factories: list[CacheFactory], home: Path, facts: dict[str, Any], overwrite: bool, progress: bool) -> dict[str, dict[str, Any]]:
     model = task.context.model
     files = {}
     for f in factories:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from ..errors import DataError
 
-_RUNNER = r'''
+_RUNNER = r"""
 import os, resource, sys
 secret, seconds, memory, size = sys.stdin.readline().strip(), *map(int, sys.argv[1:4])
 home = os.path.realpath(os.getcwd())
@@ -61,7 +61,7 @@ except BaseException as e:
 else:
     os.write(report, ("passed " + secret).encode())
 os._exit(0)
-'''
+"""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Texts to evaluate on, from local files, the hub, or the novel that is shipped.
 
-    novel                        the first chapters of Pride and Prejudice, shipped
-    FILE.txt, FILE.py, ...       UTF-8 text; the header and footer of a Project Gutenberg file are taken off
-    wiki*.raw, wiki*.tokens      WikiText, joined as everyone does: one blank line between paragraphs
-    FILE.jsonl                   one document a line: `text`, or `prefix` + `gold_completion` (C4 excerpts), or `question` and `answer` (GSM8K)
-    hub:ID[:CONFIG[:SPLIT]]      a data set of the Hugging Face hub with a field `text` (needs `datasets` and network)
+novel                        the first chapters of Pride and Prejudice, shipped
+FILE.txt, FILE.py, ...       UTF-8 text; the header and footer of a Project Gutenberg file are taken off
+wiki*.raw, wiki*.tokens      WikiText, joined as everyone does: one blank line between paragraphs
+FILE.jsonl                   one document a line: `text`, or `prefix` + `gold_completion` (C4 excerpts), or `question` and `answer` (GSM8K)
+hub:ID[:CONFIG[:SPLIT]]      a data set of the Hugging Face hub with a field `text` (needs `datasets` and network)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reports from the results of `kvbits eval`: one HTML page without network, Markdown tables, PNG figures, the README's scheme table.
 
-    collect.py    result files -> Results, one row per model and cache
-    markdown.py   tables, and which scheme to take
-    arithmetic.py the byte arithmetic the page's calculator runs on
-    page.py       the HTML page (assets/: Chart.js, style, script)
-    figures.py    PNG figures (matplotlib)
+collect.py    result files -> Results, one row per model and cache
+markdown.py   tables, and which scheme to take
+arithmetic.py the byte arithmetic the page's calculator runs on
+page.py       the HTML page (assets/: Chart.js, style, script)
+figures.py    PNG figures (matplotlib)
 """

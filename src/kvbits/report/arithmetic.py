@@ -48,4 +48,3 @@ def presets() -> dict[str, Any]:
         if entry:
             found[name] = entry
     return found
-

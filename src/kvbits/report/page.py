@@ -182,9 +182,7 @@ def markdown_table(results: Results) -> str:
     """The table of `markdown.scheme_rows` as HTML."""
     columns, rows, notes = markdown.scheme_rows(results)
     head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in columns)
-    body = "".join(
-        "<tr>" + "".join(f'<td{" class=stock" if r.kind == "stock" else ""}>{html.escape(c)}</td>' for c in r.cells) + "</tr>" for r in rows
-    )
+    body = "".join("<tr>" + "".join(f"<td{' class=stock' if r.kind == 'stock' else ''}>{html.escape(c)}</td>" for c in r.cells) + "</tr>" for r in rows)
     chosen = markdown.recommendations(results)
     lead = "".join(f"<li>{_inline(n)}</li>" for n in chosen)
     text = "".join(f'<p class="note">{_inline(n)}</p>' for n in notes if n not in (markdown.LEGEND, *chosen))

@@ -103,9 +103,7 @@ class RetrievalTask(Task):
             if live:
                 rows.select(going)
                 logits = rows.feed(tokens[going][:, None])[:, -1]
-        return [
-            {"found": right[row] == len(answer), "tokens": len(answer), "right": right[row], "nll": nll[row]} for row, (_, answer) in enumerate(prompts)
-        ]
+        return [{"found": right[row] == len(answer), "tokens": len(answer), "right": right[row], "nll": nll[row]} for row, (_, answer) in enumerate(prompts)]
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         places = dict.fromkeys(k.rsplit(":", 1)[0] for k in records)

@@ -267,6 +267,7 @@ class Plan:
 
     def _page_lse_rows(self, work: list[PartWork], kernels: list[Kernel], num_q_heads: int) -> dict[str, int]:
         """Where each step over a page's tokens puts its log-sum-exps: -inf where no query sees any of them, since such steps are left out."""
+
         def step(layout: PageLayout, launch: int) -> int:
             return RAW_CHUNK if layout.key.is_raw else 32 * kernels[launch].shape.units
 

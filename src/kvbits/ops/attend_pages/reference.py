@@ -22,9 +22,7 @@ def refuses(q: torch.Tensor, call: AttendCall) -> None:
     """The reference takes everything."""
 
 
-def attend(
-    q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query over the pages of its sequence.
 
     Args:
@@ -40,9 +38,7 @@ def attend(
     return torch.stack(outs), torch.stack(lses)
 
 
-def _attend_sequence(
-    q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, b: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, b: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     t, hq, d = q.shape
     h = call.parts[0].store.layout.num_kv_heads
     rows = q.to(dtype).unflatten(1, (h, hq // h)).permute(1, 0, 2, 3).reshape(h, -1, d)  # [H, T * G, D]
