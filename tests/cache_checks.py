@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from dense_model import DenseCache, dense_attention
 
 from kvbits.cache.paged_cache import PagedCache
+from kvbits.ops.types import PageTable
 
 SCALING = 0.3
 
@@ -87,9 +89,14 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
                     assert page_id is None or torch.equal(cache._low_store(place, pool).page(page_id), stored), "the bytes of a low plane changed"
 
 
+def _as_lists(tables: dict[Any, PageTable]) -> dict[Any, list[Any]]:
+    return {zone: [t.indptr.tolist(), t.page_ids.tolist(), t.starts.tolist(), t.lengths.tolist(), *(x.tolist() for x in t.low)] for zone, t in tables.items()}
+
+
 def check_books(cache: PagedCache) -> None:
-    """Every page is counted by exactly the sequences that hold it, and every byte is in one kind."""
+    """Every page is counted by exactly the sequences that hold it, kept tables say what is there, and every byte is in one kind."""
     for g in cache.groups:
+        assert g._closed_tables is None or _as_lists(g._closed_tables) == _as_lists(g._tables_of_closed())
         for name, pool in g.pools.items():
             held = Counter(page for s in g.sequences for page in s.pages()[name])
             allocator = pool.allocator

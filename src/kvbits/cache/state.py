@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,8 +77,10 @@ class Sequence:
         held[:] = [None if page is None else next(new) for page in held]
 
     def clone(self) -> Sequence:
-        copies: dict[str, Any] = {f.name: x[:] for f in fields(self) if isinstance(x := getattr(self, f.name), list)}
-        return replace(self, **copies | {"low": [planes[:] for planes in self.low], "mass": dict(self.mass)})
+        new = Sequence.__new__(Sequence)  # once a sequence and forward pass
+        new.__dict__ = {name: x[:] if type(x) is list else x for name, x in self.__dict__.items()}
+        new.low, new.mass = [planes[:] for planes in self.low], dict(self.mass)
+        return new
 
 
 Zone = tuple[str, int]
@@ -433,8 +435,9 @@ class GroupState:
     # -- whole sequences --------------------------------------------------------------------------------------------
 
     def resize(self, batch_size: int) -> None:
-        self.sequences += [self._empty() for _ in range(batch_size - len(self.sequences))]
-        self._closed_tables = None
+        if missing := batch_size - len(self.sequences):
+            self.sequences += [self._empty() for _ in range(missing)]
+            self._closed_tables = None
 
     def replace(self, row: int, sequence: Sequence) -> None:
         """Put a sequence in the place of an empty one."""
