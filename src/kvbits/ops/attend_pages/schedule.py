@@ -8,7 +8,9 @@ the kernel sums. Starting and ending a walk costs time, so pieces are equal in b
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,9 @@ SEGMENT_COST = 256 << 10
 """Bytes that a multiprocessor could have read while it starts and ends a walk and its result is merged (8 us). Without it blocks with two segments
 were 6 us late; 64, 160 and 256 KiB took 44.8, 42.2 and 41.3 us (int4, one sequence of 131,072 tokens)."""
 SEARCH_STEPS = 24
+KEPT = 16
+"""Schedules: one serves the tokens that change no number of chunks, 32 in a row for one sequence."""
+_made: dict[tuple[Any, ...], tuple[list[np.ndarray], int]] = {}
 SEGMENT_FIELDS = ("unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots", "next", "chunks_before", "joins", "")
 
 
@@ -38,6 +43,9 @@ class PartWork:
     in_ring: bool = True
     walk: int | None = None
 
+    def key(self) -> tuple[Any, ...]:
+        return self.first_entry.tobytes(), self.num_chunks.tobytes(), self.chunk_cost, self.launch, self.in_ring, self.walk
+
 
 def chunks_per_sequence(indptr: np.ndarray, lengths: np.ndarray, chunk_tokens: int, chunks_per_page: int) -> np.ndarray:
     """int64 [B]: chunks of every sequence, invisible ones at the end of its last page left out."""
@@ -56,7 +64,17 @@ def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tupl
 
     Returns:
         Segments int32 [n, 12] of each launch in SEGMENT_FIELDS order, block i's first at row i (unit -1: it has none), and how many slots all need.
+        Not to be written: the next call with the same work returns them again.
     """
+    key = (*(p.key() for p in parts), repeats, *num_blocks)
+    if key not in _made:
+        _made[key] = _schedule(parts, repeats, num_blocks)
+        while len(_made) > KEPT:
+            del _made[next(iter(_made))]
+    return _made[key]
+
+
+def _schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tuple[list[np.ndarray], int]:
     batch = len(parts[0].num_chunks)
     starts, segments = [], []
     for launch, blocks in enumerate(num_blocks):
@@ -115,49 +133,61 @@ def _rank(unit: np.ndarray) -> np.ndarray:
 
 def _cut(chunks: np.ndarray, costs: np.ndarray, parts: np.ndarray, walks: list[int], blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """(segment_start [blocks + 1], [n, 5] of unit, part, first chunk, number of chunks, joins the next) for runs of chunks in [unit, part] order."""
-    cost = np.tile(costs, len(chunks) // len(costs)).tolist()
-    counts = chunks.tolist()
-    low, high = float(np.dot(chunks, cost)) / blocks, None
-    share, step = low + SEGMENT_COST, SEGMENT_COST
+    held = np.flatnonzero(chunks)
+    count, (unit, part) = chunks[held], np.divmod(held, len(costs))
+    cost, walk = costs[part], np.array(walks)[part]
+    starts_walk = np.ones(len(held), bool)  # unless it goes on with the walk of the run before
+    starts_walk[1:] = (unit[1:] != unit[:-1]) | (walk[1:] != walk[:-1])
+    runs = _Runs(count.tolist(), cost.tolist(), (SEGMENT_COST * starts_walk).tolist(), np.cumsum(SEGMENT_COST * starts_walk + count * cost).tolist())
+    low, high = float(np.dot(count, cost)) / blocks, None
+    share, step, best = low + SEGMENT_COST, SEGMENT_COST, None
     for _ in range(SEARCH_STEPS):  # the smallest share with which the blocks suffice
-        starts, segments = _fill(counts, cost, walks, share, blocks)
-        if starts is not None:
-            high, best = share, (starts, segments)
+        if (found := runs.share_out(share, blocks)) is not None:
+            high, best = share, found
         else:
             low, step = share, 2 * step
         share = (low + high) / 2 if high else share + step
         if high and high - low < 0.005 * high:
             break
-    starts, segments = best
-    rows = np.array(segments, np.int64).reshape(-1, 3)
-    unit, part = np.divmod(rows[:, 0], len(costs))
-    walk = np.array(walks)[part]
-    joins = np.zeros(len(rows), np.int64)
-    joins[:-1] = (unit[1:] == unit[:-1]) & (walk[1:] == walk[:-1])
-    joins[np.array(starts[1:], np.int64)[np.diff(starts) > 0] - 1] = 0  # last of a block
-    return np.array(starts, np.int64), np.stack([unit, parts[part], rows[:, 1], rows[:, 2], joins], 1)
+    assert best is not None, "no share was large enough"
+    begin = np.array(best, np.int64)
+    width = int(count.max(initial=0)) + 1
+    keys = np.union1d(np.arange(len(held)) * width, (begin @ [width, 1])[begin[:, 0] < len(held)])  # where segments begin: runs, and blocks inside them
+    run, first = np.divmod(keys, width)
+    ends_run = np.append(run[1:] != run[:-1], True)[: len(run)]
+    number = np.where(ends_run, count[run], np.append(first[1:], 0)[: len(run)]) - first
+    start = np.append(np.searchsorted(keys, begin @ [width, 1]), len(keys))
+    joins = np.zeros(len(keys), np.int64)
+    joins[:-1] = (unit[run][1:] == unit[run][:-1]) & (walk[run][1:] == walk[run][:-1])
+    joins[start[1:][np.diff(start) > 0] - 1] = 0  # last of a block
+    return start, np.stack([unit[run], parts[part[run]], first, number, joins], 1)
 
 
-def _fill(counts: list[int], cost: list[int], walks: list[int], share: float, blocks: int) -> tuple[list[int] | None, list[tuple[int, int, int]]]:
-    """Give every block segments (run, first chunk, number of chunks) worth `share`, in order; (None, ..) if chunks are left over."""
-    starts, segments = [0], []
-    run, first, runs = 0, 0, len(counts)
-    for _ in range(blocks):
-        left, last = share, None
-        while run < runs:
-            n, walk = counts[run] - first, (run // len(walks), walks[run % len(walks)])
-            start = 0 if walk == last else SEGMENT_COST
-            fits = int((left - start) / cost[run])
-            if n <= fits:
-                if n:
-                    segments.append((run, first, n))
-                    left -= start + n * cost[run]
-                    last = walk
-                run, first = run + 1, 0
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of chunks, one after the other: how many chunks, bytes of each, what starting costs after the run before, and all costs up to and with a run."""
+
+    count: list[int]
+    cost: list[int]
+    start: list[int]
+    through: list[int]
+
+    def share_out(self, share: float, blocks: int) -> list[tuple[int, int]] | None:
+        """Where each block begins, (run, chunk), if every one takes `share`, in order; None if chunks are left over. Whole runs are found by bisection:
+        a plan is made for every generated token, and a batch has a run for each kv head."""
+        begin, run, first, runs = [], 0, 0, len(self.count)
+        for _ in range(blocks):
+            begin.append((run, first))
+            if run == runs:
                 continue
-            if fits > 0:
-                segments.append((run, first, fits))
-                first += fits
-            break
-        starts.append(len(segments))
-    return (starts if run == runs else None), segments
+            rest, fits = self.count[run] - first, int((share - SEGMENT_COST) / self.cost[run])
+            if rest > fits:
+                first += max(fits, 0)
+                continue
+            left = self.through[run] + share - SEGMENT_COST - rest * self.cost[run]
+            run = bisect_right(self.through, left, run + 1)
+            first = 0
+            if run < runs:
+                left -= self.through[run - 1]
+                first = min(max(int((left - self.start[run]) / self.cost[run]), 0), self.count[run] - 1)
+        return begin if run == runs else None
