@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbits.ops.attend_pages.schedule import SEGMENT_COST, SEGMENT_FIELDS, PartWork, chunks_per_sequence, schedule
+from kvbits.ops.attend_pages.schedule import KEPT, SEGMENT_COST, SEGMENT_FIELDS, PartWork, chunks_per_sequence, schedule
 
 FIELD = {name: i for i, name in enumerate(SEGMENT_FIELDS) if name}
 
@@ -104,3 +106,21 @@ def test_invisible_chunks_at_the_end_are_not_scheduled():
     lengths = np.array([64, 64, 10, 64, 33], np.int32)
     np.testing.assert_array_equal(chunks_per_sequence(np.array([0, 3, 3, 5]), lengths, 32, 2), [5, 0, 4])
     np.testing.assert_array_equal(chunks_per_sequence(np.array([0, 0]), np.zeros(0, np.int32), 32, 2), [0])
+
+
+def test_lists_are_kept_for_equal_work_alone():
+    work = PartWork(np.zeros(2, np.int64), np.array([40, 7]), 4608, 0)
+    first, _ = schedule([work], 8, [5])
+    assert schedule([dataclasses.replace(work)], 8, [5])[0] is first
+    for other, repeats, blocks in (
+        (dataclasses.replace(work, num_chunks=np.array([40, 8])), 8, [5]),
+        (work, 4, [5]),
+        (work, 8, [6]),
+        (dataclasses.replace(work, in_ring=False), 8, [5]),
+    ):
+        found, _ = schedule([other], repeats, blocks)
+        assert found is not first
+        assert sum(int(x[:, FIELD["num_chunks"]].sum()) for x in found) == repeats * int(other.num_chunks.sum())
+    for n in range(KEPT):
+        schedule([work], 1, [n + 1])
+    assert schedule([work], 8, [5])[0] is not first

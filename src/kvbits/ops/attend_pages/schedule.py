@@ -67,11 +67,11 @@ def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tupl
         Not to be written: the next call with the same work returns them again.
     """
     key = (*(p.key() for p in parts), repeats, *num_blocks)
-    if key not in _made:
-        _made[key] = _schedule(parts, repeats, num_blocks)
+    if (made := _made.get(key)) is None:
+        made = _made[key] = _schedule(parts, repeats, num_blocks)
         while len(_made) > KEPT:
-            del _made[next(iter(_made))]
-    return _made[key]
+            _made.pop(next(iter(_made)), None)
+    return made
 
 
 def _schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tuple[list[np.ndarray], int]:
