@@ -13,13 +13,13 @@ The last line is one JSON object; it is also written to --out.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from result_file import write_result
 
 from kvbits import schemes
 from kvbits.ops.attend_pages import cuda, reference, triton
@@ -379,10 +379,7 @@ def report(out: Path | None, copy: float, found: dict[str, Any]) -> None:
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "copy_bytes_per_s": copy, **found,
     }  # fmt: skip
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_result(result, out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ The last line is one JSON object; it is also written to --out (benchmarks/result
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import write_result
 from transformers import DynamicCache, QuantizedCache
 
 import kvbits
@@ -127,7 +127,4 @@ for path in args.models:
             )
         del caches, contents
 report = {"cpu": platform.processor() or platform.machine(), "threads": args.threads, "torch": torch.__version__, "rows": rows}
-if args.out:
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
-print(json.dumps(report))
+write_result(report, args.out)

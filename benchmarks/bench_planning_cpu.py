@@ -9,7 +9,6 @@ The pages are checked against the lengths, the lists for reading every chunk onc
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from result_file import write_result
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -88,10 +88,7 @@ def main() -> None:
         "torch": torch.__version__,
         "rows": rows,
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_result(result, args.out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import multiprocessing
 import platform
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 import transformers
+from result_file import write_result
 from transformers import DynamicCache
 
 import kvbits
@@ -330,10 +330,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__, "transformers": transformers.__version__, "kvbits": kvbits.__version__, "seconds": time.time() - began, "tables": tables,
     }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    write_result(report, args.out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import statistics
 import time
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from result_file import write_result
 
 import kvbits
 from kvbits.evaluate.caches import CacheFactory, base_factory, factory, held_bytes
@@ -101,10 +101,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "kvbits": kvbits.__version__, "seconds": time.time() - began, "rows": rows,
     }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    write_result(report, args.out)
 
 
 def _bytes(f: CacheFactory, tokens: int) -> int | None:

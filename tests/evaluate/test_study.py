@@ -19,6 +19,9 @@ PATH = Path(__file__).parents[2] / "benchmarks" / "study_kvquant.py"
 
 @pytest.fixture(scope="module")
 def study():
+    folder = str(PATH.parent)  # as when it runs: its neighbours can be imported
+    if folder not in sys.path:
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location("study_kvquant", PATH)
     module = importlib.util.module_from_spec(spec)
     sys.modules["study_kvquant"] = module  # dataclasses look their module up

@@ -102,8 +102,8 @@ def _name_the_page(x: torch.Tensor, kind: str, place: Place, run: list[Close], s
     """Refuse the first page of the pages x [n, H, page_size, D] of a run that holds NaN or infinity, or whose scales overflow."""
     spec = store.layout.key if kind == "k" else store.layout.value
     heads = "" if place.heads is None else f", kv heads {', '.join(map(str, place.heads))}"
+    of = f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}{heads}"
     for c, page in zip(run, x, strict=True):
-        of = f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}{heads}"
         what = f"{of}, page of tokens {c.start} to {c.start + page.shape[1] - 1} of sequence {c.row}"
         require_finite(page, what)
         if spec.is_raw:

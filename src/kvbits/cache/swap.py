@@ -97,8 +97,7 @@ def swap_in(cache: PagedCache, row: int, swapped: SwappedSequence) -> None:
                 for page_id, page in zip(new, copies[name], strict=True):
                     pool.block(page_id).copy_(page)
     except PoolFullError:
-        for g, state in zip(cache.groups, undo, strict=True):
-            g.restore(*state)
+        cache._restore(undo)
         raise
 
 

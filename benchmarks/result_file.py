@@ -1,0 +1,15 @@
+"""Where the benchmarks' results go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def write_result(result: dict[str, Any], out: Path | None) -> None:
+    """Print a result as one line of JSON, the last one; also write it to `out`."""
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
