@@ -8,22 +8,19 @@ from pathlib import Path
 from .errors import SpecError
 
 
-def require_file(path: str | os.PathLike[str], what: str, *, makes_folder: bool = False) -> Path:
+def require_file(path: str | os.PathLike[str], what: str) -> Path:
     """The path, if a file can be there.
 
     Args:
         what: names the option or operation in the message.
-        makes_folder: the caller makes the directory it would be in.
 
     Raises:
-        SpecError: a directory is there, or the directory it would be in is not, or with `makes_folder` cannot be.
+        SpecError: a directory is there, or the directory it would be in is not.
     """
     found = Path(path)
     if found.is_dir():
         raise SpecError(f"{what} {os.fspath(path)!r} is a directory; name a file in it")
-    if makes_folder:
-        require_folder(found.parent, what)
-    elif not found.parent.is_dir():
+    if not found.parent.is_dir():
         raise SpecError(f"{what} {found}: the directory {found.parent} does not exist; create it first")
     return found
 

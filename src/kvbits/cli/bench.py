@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SpecError
-from ..files import require_file, require_folder
+from ..files import require_folder
 from .common import Json, Threads, app, new_table, print_json, set_threads, show
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def paper(
     Without an NVIDIA GPU the CPU part is measured alone.
     """
     if out:
-        require_file(out, "--out", makes_folder=True)
+        require_folder(out.parent, "--out")
+        if out.is_dir():
+            raise SpecError(f"--out {out} is a directory; name a file in it")
     if figures:
         require_folder(figures, "--figures")
     result = _load(data) if data else _measure(cases, cpu_rows, threads)
