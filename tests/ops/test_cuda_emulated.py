@@ -33,7 +33,7 @@ BLOCKS = 3
 
 def compiled(kernel, folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
     here = Path(__file__).parent / "emulated"
-    sources = [*(FOLDER / "attend_pages").glob("*.cuh"), FOLDER / "cuda" / "turn.cuh", here / "ptx.cuh", here / "block.cpp"]
+    sources = [*(FOLDER / "attend_pages").glob("*.cuh"), FOLDER / "cuda" / "turn.cuh", FOLDER / "cuda" / "work.cuh", here / "ptx.cuh", here / "block.cpp"]
     for path in sources:
         (folder / path.name).write_text(path.read_text())
     text = (FOLDER / "attend_pages" / "attend.cu").read_text()
@@ -54,9 +54,9 @@ def emulated(request, monkeypatch, tmp_path):
 
     def load(kernel, device_index):
         library = compiled(kernel, tmp_path, capability)
-        return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid))
+        return SimpleNamespace(launch=lambda grid, threads, args, stream, **_: library.launch(ctypes.byref(args), grid))
 
-    monkeypatch.setattr(cuda, "_load", load)
+    monkeypatch.setattr(cuda, "load_kernel", load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=BLOCKS))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))

@@ -80,6 +80,7 @@ struct Source {
     int2 tokens = {0, 0};        // position of the first, visible ones
     int chunk = 0;               // inside the page
     bool low = false;            // of low planes
+    bool fresh = false;          // the kernel just ahead may have written it
     int raw_bytes = -1;          // of rows of raw tokens, -1 if packed
 
     DEVICE Source() {}
@@ -90,20 +91,17 @@ struct Source {
         const int at = s.first_chunk + k, entry = s.first_entry + at / chunks_per_page;
         chunk = at % chunks_per_page;
         low = HAS_LOW && second && !raw;
-        const i64* addresses = low ? a.low_address : a.page_address;
-        const i64 head = s.unit / a.column_blocks % a.num_kv_heads;
-        const i64 offset = low ? a.layer * part.low_layer_stride + head * part.low_head_bytes : a.layer * part.layer_stride + head * part.head_bytes;
-        address = addresses[entry] + offset;
-        const int2 all = a.page_tokens[entry];
+        const Page page(a, s, entry, low);
+        address = page.address;
+        const int2 all = page.tokens;
+        fresh = entry >= s.last_entry - 1;
         tokens = {all.x + chunk * size, min(all.y - chunk * size, size)};
         if (raw) {
             address += (second ? part.v_raw : part.k_raw) + i64(chunk) * (32 * D * 2);
             raw_bytes = max(tokens.y, 0) * (D * 2);
         }
-        // Under load a miss waits behind all the ring's bytes, microseconds: the tables are fetched rounds ahead.
         const int later = min(entry + 8 * WARPS / chunks_per_page, s.first_entry + (s.first_chunk + s.num_chunks - 1) / chunks_per_page);
-        prefetch_l1(addresses + later);
-        prefetch_l1(a.page_tokens + later);
+        Page::prefetch_tables(a, part, later, low);
     }
     DEVICE int bytes() const { return RAW_ZONES && raw_bytes >= 0 ? raw_bytes : HAS_LOW && low ? LOW_BYTES : CHUNK_BYTES; }
 
@@ -144,8 +142,10 @@ DEVICE void prefetch_after_ring(const Args& a, int lane) {
 #endif
 }
 
-// The producer waits for no other kernel before it reads pages and page tables: a kernel that writes them must have ended, or not let the next one start
-// before it has (attention alone does, and writes neither). What it begins before then fills the ring; queries are read after the wait.
+// The producer fills the ring before the kernel just ahead has ended. That kernel may have written tokens: they are in the last two pages of a sequence and
+// part (`fresh`; eight tokens and a page that closed at most), which are read after the wait, as queries are. Everything else it reads must have been
+// there before: page tables, work lists and older pages come from kernels further ahead, which have ended because only attention lets its
+// successor start early. The first launch after a work list was written starts in order (`Kernel.launch`).
 #if HAS_LEVELS
 #include "levels_ring.cuh"
 #else
@@ -167,6 +167,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
         if (another) ahead = Source(a, a.segments[next.segment], next.k, next.second);
 #if __CUDA_ARCH__ >= 900
         if (more) {
+            if (from.fresh) wait_for_previous_kernel();
             barrier_wait(shared_address(&ring.empty[place]), parity);
             const u32 full = shared_address(&ring.full[place]), slot = shared_address(slots + place * SLOT_BYTES);
             ring.tokens[place] = from.tokens;
@@ -271,8 +272,9 @@ DEVICE int walk_raw(const Args& a, Unit u, Merge& merge, int warp, int lane) {
     const Part& part = a.parts[s.part];
     for (int k = warp; k < s.num_chunks; k += WARPS) {
         int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
-        i64 page = a.page_address[entry] + a.layer * part.layer_stride + i64(u.head) * part.head_bytes + i64(token) * D * 2;
-        int2 tokens = a.page_tokens[entry];
+        const Page found(a, s, entry, false);
+        const i64 page = found.address + i64(token) * D * 2;
+        const int2 tokens = found.tokens;
         if (tokens.y <= token) continue;
         const LseRow lse = LseRow::of(a, u, entry, token / 32);
         walk.step(a, queries, see, softmax, RowsInMemory(page + part.k_raw, page + part.v_raw, tokens.y - token, g, c), tokens.x + token, lse, g, c);

@@ -4,6 +4,7 @@
 // the kv head's group) pairs; a warp takes COLS of them as the columns of its matrix instructions. A chunk is CHUNK tokens of one page.
 #pragma once
 #include "ptx.cuh"
+#include "work.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int NT = COLS / 8;       // matrix-instruction column tiles
@@ -35,16 +36,10 @@ struct Part {
     const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D]; null if none
     const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; kernels with HAS_LEVELS
     const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; kernels with HAS_LEVELS
-};
-
-struct Segment {
-    int unit, part, first_entry, first_chunk, num_chunks;
-    int slot;                    // where its partial result goes; -1 if it is the unit's only one
-    int unit_slots, num_slots;   // the unit's first slot and how many it has
-    int next;                    // the block's next segment, -1 if none; its first is segment blockIdx.x (unit -1 if it has none)
-    int chunks_before;           // chunks of the block's earlier segments that come through the ring: chunk t of a block belongs to warp t % WARPS
-    int joins;                   // the next segment is of the same unit and walk: one result for both
-    int padding;
+    const int* block_table;      // page numbers by entry; kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
+    i64 base, page_stride;       // address of page 0 of the layer, bytes from a page to the next
+    const i64* page_offset;      // [num_pages]: bytes from `base` to a page, where pages lie in several slabs; null for one
+    int num_pages, page_size;    // a number past the last reads the last: never other memory
 };
 
 /// One run of bytes of a chunk, or of its low planes: from `page + from + chunk * step` to `slot + to`.
@@ -54,7 +49,7 @@ constexpr int MAX_PIECES = 40;
 struct Args {
     const void* q;               // [B, T, Hq, D], strides in elements, last dense
     void* out;                   // [B, T, Hq, D] dense
-    float* lse;                  // [B, T, Hq]
+    float* lse;                  // [B, T, Hq], null if not wanted
     const int* q_positions;      // [B, T]; negative: a padding query, sees nothing
     const Segment* segments;
     const i64* page_address;     // [entries], layer 0, kv head 0
@@ -70,4 +65,34 @@ struct Args {
     int num_pieces, num_low_pieces, lse_rows;  // pieces of low planes follow those of pages
     Piece pieces[MAX_PIECES];
     Part parts[4];
+};
+
+/// A page that a segment reads: where the struct of its kv head lies (of its low plane with `low`), position of the first token, visible tokens.
+struct Page {
+    i64 address;
+    int2 tokens;
+
+    DEVICE Page(const Args& a, const Segment& s, int entry, bool low) {
+        const Part& part = a.parts[s.part];
+        const i64 head = s.unit / a.column_blocks % a.num_kv_heads;
+        if (BLOCK_TABLES) {
+            const u32 id = min(u32(part.block_table[entry]), u32(part.num_pages - 1));
+            const int before = (entry - s.first_entry) * part.page_size;
+            address = part.base + (part.page_offset ? part.page_offset[id] : i64(id) * part.page_stride) + head * part.head_bytes;
+            tokens = {s.position + before, min(s.tokens - before, part.page_size)};
+        } else {
+            address = low ? a.low_address[entry] + a.layer * part.low_layer_stride + head * part.low_head_bytes
+                          : a.page_address[entry] + a.layer * part.layer_stride + head * part.head_bytes;
+            tokens = a.page_tokens[entry];
+        }
+    }
+    /// Under load a miss waits behind all the ring's bytes, microseconds: the tables are fetched rounds ahead.
+    static DEVICE void prefetch_tables(const Args& a, const Part& part, int entry, bool low) {
+        if (BLOCK_TABLES) {
+            prefetch_l1(part.block_table + entry);
+        } else {
+            prefetch_l1((low ? a.low_address : a.page_address) + entry);
+            prefetch_l1(a.page_tokens + entry);
+        }
+    }
 };

@@ -82,16 +82,20 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
     return None
 
 
-class _Part(ctypes.Structure):
+class PartArgs(ctypes.Structure):
+    """struct Part of config.cuh."""
+
     _fields_ = [
         ("layer_stride", ctypes.c_int64), ("head_bytes", ctypes.c_int), ("chunks_per_page", ctypes.c_int), ("raw", ctypes.c_int),
         ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int), ("low_head_bytes", ctypes.c_int), ("low_layer_stride", ctypes.c_int64),
         ("k_scale", ctypes.c_void_p), ("k_bias", ctypes.c_void_p), ("v_scale", ctypes.c_void_p), ("v_bias", ctypes.c_void_p),
         ("k_level", ctypes.c_void_p), ("v_level", ctypes.c_void_p), ("turns", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p), ("base", ctypes.c_int64), ("page_stride", ctypes.c_int64), ("page_offset", ctypes.c_void_p),
+        ("num_pages", ctypes.c_int), ("page_size", ctypes.c_int),
     ]  # fmt: skip
 
 
-class _Args(ctypes.Structure):
+class Args(ctypes.Structure):
     """struct Args of config.cuh."""
 
     _fields_ = [
@@ -101,7 +105,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
         ("scaling", ctypes.c_float), ("softcap", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows")),
-        ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", _Part * MAX_PARTS),
+        ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", PartArgs * MAX_PARTS),
     ]  # fmt: skip
 
 
@@ -109,17 +113,36 @@ class _Args(ctypes.Structure):
 class _Launch:
     kernel: Kernel
     loaded: driver.Kernel
-    args: _Args
+    args: Args
     blocks: int
     layout: PageLayout | None
 
 
 @functools.lru_cache(maxsize=256)
-def _load(kernel: Kernel, device_index: int) -> driver.Kernel:
+def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
         binary = cuda_compile.compile_source(Path(__file__).parent, "attend.cu", dict(kernel.defines), arch)
         return driver.Kernel(binary, "attend", kernel.shared_bytes, early=True)
+
+
+def constants(layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
+    """By field of `PartArgs`, for kernels of KVQuant's formats: what codes of formats without codebooks stand for, and angles of keys that are not turned."""
+    found = {f"{k}_level": levels_format.integer_levels(s, layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value)) if not s.has_codebook}
+    if not layout.key.pre_rope:
+        found["turns"] = torch.zeros(layout.head_dim // 2, 2)
+    return {name: x.to(device) for name, x in found.items()}
+
+
+def static_pointers(layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
+    """Where the kernel finds a layer's calibrated parameters (`PageStore.static`), by field of `PartArgs`."""
+    found = {name: widened(x, layout.head_dim, device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
+    for kind, spec in (("k", layout.key), ("v", layout.value)):
+        if spec.has_codebook:
+            found[f"{kind}_level"] = as_float32(static[f"{kind}_codebook"], device).data_ptr()
+    if layout.key.pre_rope:
+        found["turns"] = turns_on(static["k_inv_freq"], device).data_ptr()
+    return found
 
 
 class Plan:
@@ -172,7 +195,7 @@ class Plan:
         blocks = [max(1, min(processors, n)) for n in chunks]
         lists, num_slots = schedule(work, heads * column_blocks, blocks)
 
-        args = _Args(
+        args = Args(
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
             num_kv_heads=heads, column_blocks=column_blocks, layer=0, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
             softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
@@ -201,7 +224,10 @@ class Plan:
             raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
         if layer and static is None and any(p.store.static for p in self.call.parts):
             raise DataError(f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each part")
-        pointers = [self._static(p.store.layout, own) for p, own in zip(self.call.parts, static or [p.store.static for p in self.call.parts], strict=True)]
+        pointers = [
+            static_pointers(p.store.layout, own, self.device)
+            for p, own in zip(self.call.parts, static or [p.store.static for p in self.call.parts], strict=True)
+        ]
         if q_positions is not None:
             self.q_positions.copy_(q_positions)
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -252,7 +278,8 @@ class Plan:
             joins = bool(kernels[launch].low_pieces) and not part.store.static
             walk = int(not layout.key.is_raw and not kernels[launch].raw_joins) if joins else None
             in_ring = not layout.key.is_raw or bool(kernels[launch].low_pieces)
-            work.append(PartWork(first + table.indptr[:-1].astype(np.int64), count, cost, launch, in_ring, walk))
+            begin, last = (first + x.astype(np.int64) for x in (table.indptr[:-1], table.indptr[1:] - 1))
+            work.append(PartWork(begin, count, cost, launch, in_ring, walk, last))
             first += table.num_pages
         return work
 
@@ -283,43 +310,29 @@ class Plan:
         self._keep += [partial, partial_ml, arrived]
         return {"partial": partial.data_ptr(), "partial_ml": partial_ml.data_ptr(), "arrived": arrived.data_ptr()}
 
-    def _part(self, part: Part, kernels: list[Kernel], packed: list[PageLayout], layer_stride: int) -> _Part:
+    def _part(self, part: Part, kernels: list[Kernel], packed: list[PageLayout], layer_stride: int) -> PartArgs:
         layout = part.store.layout
         raw = layout.key.is_raw
         tokens = RAW_CHUNK if raw else kernels[packed.index(layout)].shape.chunk
         offsets = {"k_raw": layout.sections["k_raw"].offset, "v_raw": layout.sections["v_raw"].offset} if raw else {}
-        static = self._constant(layout) if kvquant_extras(layout) else {}
+        static = self._kept(constants(layout, self.device)) if kvquant_extras(layout) else {}
         fine = part.low[0].layout if part.low else None
         low = {"low_head_bytes": fine.head_bytes, "low_layer_stride": fine.page_size_bytes if layer_stride else 0} if fine else {}
         pages = {"layer_stride": layer_stride, "head_bytes": layout.head_bytes, "chunks_per_page": -(-layout.page_size // tokens), "raw": raw}
-        return _Part(**pages, **low, **offsets, **static)
+        return PartArgs(**pages, **low, **offsets, **static)
 
-    def _constant(self, layout: PageLayout) -> dict[str, int]:
-        """What the codes of formats without codebooks stand for, and angles of keys that are not turned."""
-        found = {f"{k}_level": levels_format.integer_levels(s, layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value)) if not s.has_codebook}
-        if not layout.key.pre_rope:
-            found["turns"] = torch.zeros(layout.head_dim // 2, 2)
-        self._keep += (kept := {name: x.to(self.device) for name, x in found.items()}).values()
-        return {name: x.data_ptr() for name, x in kept.items()}
+    def _kept(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+        self._keep += tensors.values()
+        return {name: x.data_ptr() for name, x in tensors.items()}
 
-    def _static(self, layout: PageLayout, static: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Where the kernel finds a layer's calibrated parameters, by field of `_Part`."""
-        found = {name: widened(x, layout.head_dim, self.device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
-        for kind, spec in (("k", layout.key), ("v", layout.value)):
-            if spec.has_codebook:
-                found[f"{kind}_level"] = as_float32(static[f"{kind}_codebook"], self.device).data_ptr()
-        if layout.key.pre_rope:
-            found["turns"] = turns_on(static["k_inv_freq"], self.device).data_ptr()
-        return found
-
-    def _launch(self, kernel: Kernel, args: _Args, segments: np.ndarray, blocks: int, layout: PageLayout | None) -> _Launch:
-        mine = _Args.from_buffer_copy(args)
+    def _launch(self, kernel: Kernel, args: Args, segments: np.ndarray, blocks: int, layout: PageLayout | None) -> _Launch:
+        mine = Args.from_buffer_copy(args)
         mine.segments = self._upload(segments).data_ptr()
         mine.num_pieces = len(kernel.pieces)
         mine.num_low_pieces = len(kernel.low_pieces)
         for i, piece in enumerate((*kernel.pieces, *kernel.low_pieces)):
             mine.pieces[i] = (ctypes.c_int * 4)(*piece)
-        return _Launch(kernel, _load(kernel, self.device.index), mine, blocks, layout)
+        return _Launch(kernel, load_kernel(kernel, self.device.index), mine, blocks, layout)
 
 
 def plan(

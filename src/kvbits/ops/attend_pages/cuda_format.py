@@ -214,6 +214,8 @@ def kernel_for(
     fold: bool = False,
     low: LowLayout | None = None,
     page_lse: bool = False,
+    raw: bool = False,
+    tables: bool = False,
 ) -> Kernel:
     """The instantiation for a packed layout (None: only raw pages).
 
@@ -222,9 +224,10 @@ def kernel_for(
         fold: there are at most four query columns (formats of KVQuant).
         low: of the low planes that some of the pages have.
         page_lse: it gives the log-sum-exp of every page too.
+        tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
     """
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
-    defines["PAGE_LSE"], defines["Q_FRAGMENTS"] = int(page_lse), _fragments(layout, cols)
+    defines |= {"PAGE_LSE": int(page_lse), "Q_FRAGMENTS": _fragments(layout, cols), "BLOCK_TABLES": int(tables)}
     if layout is None:
         shape = shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, slots=0, chunk=32, units=1)
         rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)

@@ -37,7 +37,7 @@ DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, 
     if (Q_TYPE == BFLOAT16) w = {pack_bf16(x.x * inverse, x.y * inverse), pack_bf16(x.z * inverse, x.w * inverse)};
     else w = {pack_f16(x.x * inverse, x.y * inverse), pack_f16(x.z * inverse, x.w * inverse)};
     *reinterpret_cast<uint2*>(static_cast<u16*>(a.out) + row * D + channel) = w;
-    if (channel == 0) a.lse[row] = ml.y > 0.f ? (ml.x + log2_approx(ml.y)) * LN2 : negative_infinity();
+    if (channel == 0 && a.lse) a.lse[row] = ml.y > 0.f ? (ml.x + log2_approx(ml.y)) * LN2 : negative_infinity();
 }
 
 /// Four channels of a column summed over partial results, relative to the highest reference exponent so far.

@@ -32,6 +32,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
         if (ready && !half) ring.tokens[place] = from.tokens;
 #if __CUDA_ARCH__ >= 900
         if (ready) {
+            if (from.fresh) wait_for_previous_kernel();
             const u32 full = shared_address(&ring.full[place][half]), slot = shared_address(slots + place * SLOT_BYTES);
             barrier_arrive_expect(full, half ? CHUNK_BYTES - K_BYTES : K_BYTES);
             for (int i = first; i < last; ++i) copy_bulk(slot + a.pieces[i].to, from.address + a.pieces[i].from, a.pieces[i].bytes, full, policy);

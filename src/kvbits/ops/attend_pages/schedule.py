@@ -21,7 +21,11 @@ SEARCH_STEPS = 24
 KEPT = 16
 """Schedules: one serves the tokens that change no number of chunks, 32 in a row for one sequence."""
 _made: dict[tuple[Any, ...], tuple[list[np.ndarray], int]] = {}
-SEGMENT_FIELDS = ("unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots", "next", "chunks_before", "joins", "")
+SEGMENT_FIELDS = (
+    "unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots", "next", "chunks_before", "joins", "last_entry",
+    "position", "tokens", "", "",
+)  # fmt: skip
+"""struct Segment of work.cuh."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class PartWork:
         launch: which kernel reads it.
         in_ring: read through the ring of shared memory.
         walk: segments of parts of one launch and walk join; None joins nothing.
+        last_entry: int64 [B]: a sequence's last entry. It and the one before are not read before the kernel just ahead has ended; None: nothing is.
     """
 
     first_entry: np.ndarray
@@ -42,9 +47,11 @@ class PartWork:
     launch: int
     in_ring: bool = True
     walk: int | None = None
+    last_entry: np.ndarray | None = None
 
     def key(self) -> tuple[Any, ...]:
-        return self.first_entry.tobytes(), self.num_chunks.tobytes(), self.chunk_cost, self.launch, self.in_ring, self.walk
+        last = None if self.last_entry is None else self.last_entry.tobytes()
+        return self.first_entry.tobytes(), self.num_chunks.tobytes(), self.chunk_cost, self.launch, self.in_ring, self.walk, last
 
 
 def chunks_per_sequence(indptr: np.ndarray, lengths: np.ndarray, chunk_tokens: int, chunks_per_page: int) -> np.ndarray:
@@ -63,7 +70,7 @@ def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tupl
         num_blocks: blocks of each launch.
 
     Returns:
-        Segments int32 [n, 12] of each launch in SEGMENT_FIELDS order, block i's first at row i (unit -1: it has none), and how many slots all need.
+        Segments int32 [n, 16] of each launch in SEGMENT_FIELDS order, block i's first at row i (unit -1: it has none), and how many slots all need.
         Not to be written: the next call with the same work returns them again.
     """
     key = (*(p.key() for p in parts), repeats, *num_blocks)
@@ -102,6 +109,8 @@ def _schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tup
         rows = np.stack([unit, part, entry, s[:, 2], s[:, 3], slot, first_slot[unit], counts[unit]], 1)
         linked, place = _linked(rows, start, np.array([p.in_ring for p in parts])[part])
         linked[place, 10] = s[:, 4]
+        last = np.stack([p.first_entry if p.last_entry is None else p.last_entry for p in parts], 1)
+        linked[place, 11] = last[unit // repeats, part]
         result.append(linked)
     return result, int(first_slot[-1])
 
@@ -114,7 +123,7 @@ def _linked(rows: np.ndarray, start: np.ndarray, in_ring: np.ndarray) -> tuple[n
     place[start[:-1][has]] = np.flatnonzero(has)
     follows = np.ones(len(rows), bool)
     follows[start[1:][has] - 1] = False  # last rows
-    result = np.zeros((blocks + len(rows) - int(has.sum()), 12), np.int32)
+    result = np.zeros((blocks + len(rows) - int(has.sum()), len(SEGMENT_FIELDS)), np.int32)
     result[:blocks, 0], result[:, 8] = -1, -1
     result[place, :8] = rows
     before = np.concatenate([[0], np.cumsum(rows[:, 4] * in_ring)])

@@ -74,11 +74,11 @@ class Kernel:
         self._attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
         self._num_attributes = int(early and torch.cuda.get_device_capability() >= (9, 0))
 
-    def launch(self, grid: int | tuple[int, int], block: int | tuple[int, int], args: ctypes.Structure, stream: int) -> None:
-        """Start the kernel on a stream with `args` passed by value; grid and block in x, or in x and y."""
+    def launch(self, grid: int | tuple[int, int], block: int | tuple[int, int], args: ctypes.Structure, stream: int, *, in_order: bool = False) -> None:
+        """Start the kernel on a stream with `args` passed by value; grid and block in x, or in x and y. `in_order`: not before the kernel ahead has ended."""
         grid, block = (grid, 1) if isinstance(grid, int) else grid, (block, 1) if isinstance(block, int) else block
         params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        config = _Config(*grid, 1, *block, 1, self.shared_bytes, stream, ctypes.pointer(self._attribute), self._num_attributes)
+        config = _Config(*grid, 1, *block, 1, self.shared_bytes, stream, ctypes.pointer(self._attribute), 0 if in_order else self._num_attributes)
         code = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, params, None)
         if code:
             _check(code, f"launching {self.name} on {grid} blocks of {block} threads")

@@ -1,0 +1,329 @@
+// The work list of attend.cu, made from lengths that only the device knows: one launch for all layers, no memory but the list's own.
+//
+// Units (a sequence, a kv head, a block of query columns) lie end to end on a line of costs, and blocks of attend.cu begin at points of it. Where they begin is
+// a formula of the block's number, so every thread finds the segments of its rows alone. Of three formulas the one whose longest block is shortest serves:
+//   WHOLE   a block has whole units
+//   PIECES  a unit has a whole number of blocks of its own
+//   CUT     equal costs, wherever that cuts
+// A segment costs its bytes and what starting and ending a walk costs (`segment_cost`). Row i < blocks is the first segment of block i; row blocks + unit * parts
+// + part is that part of a unit where it begins inside a block, so no row needs to know how many come before it.
+#include "ptx.cuh"
+#include "work.cuh"
+
+constexpr int MAX_PARTS = 4, PARTS = NUM_PARTS;  // of any launch; of this one
+constexpr i64 EMPTY = 64 << 10;  // bytes that a unit without tokens counts: its zeros are written
+
+struct PartWork {
+    const int *tokens, *positions, *offsets;  // [batch]: visible tokens; position of the first; its entry in the row. The last two null for 0
+    i64 chunk_cost;              // bytes
+    int table_stride, max_tokens, page_size, chunk;  // entries of a row; tokens that it can hold, of a page, of a chunk
+    int in_ring, walk;           // parts of one walk join
+};
+
+struct Args {
+    PartWork parts[MAX_PARTS];
+    Segment* segments;           // [blocks + units * PARTS]
+    int* q_positions;            // [batch, num_queries], written: the newest tokens'; -1 where a sequence has fewer queries
+    const int* query_lens;       // [batch], null: num_queries each
+    i64 segment_cost;
+    int num_walks, batch, repeats, blocks, num_queries, window, grid;
+};
+
+struct Chunks { int first[PARTS], end[PARTS], newest; };
+
+DEVICE int tokens_of(const PartWork& part, int b) { return max(0, min(part.tokens[b], part.max_tokens)); }
+DEVICE int position_of(const PartWork& part, int b) { return part.positions ? part.positions[b] : 0; }
+DEVICE int queries_of(const Args& a, int b) { return a.query_lens ? max(0, min(a.query_lens[b], a.num_queries)) : a.num_queries; }
+DEVICE int chunk_of(const PartWork& part, int token) {
+    return token / part.page_size * ((part.page_size + part.chunk - 1) / part.chunk) + token % part.page_size / part.chunk;
+}
+
+/// Chunks that some query of the sequence sees, per part, and how many tokens there are.
+DEVICE Chunks chunks_of(const Args& a, int b) {
+    Chunks c;
+    c.newest = 0;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p)
+        if (const int n = tokens_of(a.parts[p], b)) c.newest = max(c.newest, position_of(a.parts[p], b) + n);
+    const int queries = queries_of(a, b), visible = c.newest - queries - a.window + 1;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) {
+        const PartWork& part = a.parts[p];
+        const int n = queries ? tokens_of(part, b) : 0, hidden = max(0, visible - position_of(part, b));
+        c.first[p] = hidden < n ? chunk_of(part, hidden) : 0;
+        c.end[p] = hidden < n ? chunk_of(part, n - 1) + 1 : 0;
+    }
+    return c;
+}
+DEVICE int first_part(const Args& a, const Chunks& c) {
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p)
+        if (c.end[p] > c.first[p]) return p;
+    return 0;
+}
+/// Of a unit; `start`: what beginning a walk counts.
+DEVICE i64 cost_of(const Args& a, const Chunks& c, i64 start) {
+    i64 sum = 0;
+    int walk = -1;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) {
+        if (c.end[p] == c.first[p]) continue;
+        sum += (c.end[p] - c.first[p]) * a.parts[p].chunk_cost + (a.parts[p].walk != walk ? start : 0);
+        walk = a.parts[p].walk;
+    }
+    return sum ? sum : EMPTY;
+}
+DEVICE int ring_chunks(const Args& a, const Chunks& c, int parts) {
+    int sum = 0;
+    for (int p = 0; p < PARTS; ++p) sum += p < parts && a.parts[p].in_ring ? c.end[p] - c.first[p] : 0;
+    return sum;
+}
+
+/// A place in the line: the chunk `chunk` of part `part` of a unit. Keys of places ascend along the line.
+DEVICE i64 key_of(i64 unit, int part, int chunk) { return unit << 32 | i64(part) << 28 | chunk; }
+DEVICE int unit_of(i64 key) { return int(key >> 32); }
+DEVICE int part_of(i64 key) { return int(key >> 28) & 15; }
+DEVICE int chunk_of(i64 key) { return int(key & 0xfffffff); }
+
+struct Line {
+    i64* cost;                   // [batch + 1]: of all units before a sequence's
+    int *ring, *pieces;          // likewise: chunks that come through the ring; blocks, if units have whole numbers of them
+    i64* start;                  // [blocks + 1]: where blocks begin
+    int* rank;                   // [blocks + 1]: how many blocks before have anything to do
+
+    DEVICE Line(unsigned char* shared, int batch, int blocks) {
+        cost = reinterpret_cast<i64*>(shared);
+        start = cost + batch + 1;
+        ring = reinterpret_cast<int*>(start + blocks + 1);
+        pieces = ring + batch + 1;
+        rank = pieces + batch + 1;
+    }
+    /// The last index whose entry is not above `x`; ascending[0] is not.
+    template <class T>
+    static DEVICE int last_at_most(const T* ascending, int count, T x) {
+        int low = 0, high = count;
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            if (ascending[middle] <= x) low = middle;
+            else high = middle;
+        }
+        return low;
+    }
+};
+
+/// The place `rest` bytes into a unit.
+DEVICE i64 place_in(const Args& a, const Chunks& c, i64 unit, i64 rest, i64 start) {
+    int walk = -1;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) {
+        const i64 bytes = (c.end[p] - c.first[p]) * a.parts[p].chunk_cost;
+        if (!bytes) continue;
+        if (a.parts[p].walk != walk) rest -= start;
+        walk = a.parts[p].walk;
+        if (rest < bytes) return key_of(unit, p, c.first[p] + int(max(rest, i64(0)) / a.parts[p].chunk_cost));
+        rest -= bytes;
+    }
+    const int p = first_part(a, c);
+    return key_of(unit, p, c.first[p]);
+}
+DEVICE i64 begin_of(const Args& a, i64 unit) {
+    if (unit >= i64(a.batch) * a.repeats) return key_of(i64(a.batch) * a.repeats, 0, 0);
+    const Chunks c = chunks_of(a, int(unit) / a.repeats);
+    const int p = first_part(a, c);
+    return key_of(unit, p, c.first[p]);
+}
+
+/// Where on the line block i of `blocks` equal shares begins: (sequence, unit of it, bytes into that).
+struct Point {
+    int b;
+    i64 unit, rest, each;
+
+    DEVICE Point(const Args& a, const Line& line, int i) {
+        const i64 x = line.cost[a.batch] * i / a.blocks;
+        b = Line::last_at_most(line.cost, a.batch, x);
+        each = (line.cost[b + 1] - line.cost[b]) / a.repeats;
+        rest = x - line.cost[b];
+        unit = rest / each;
+        rest -= unit * each;
+        unit += i64(b) * a.repeats;
+    }
+    DEVICE i64 nearest_unit() const { return unit + (2 * rest >= each); }
+};
+DEVICE i64 cost_before(const Args& a, const Line& line, i64 unit) {
+    const int b = int(unit) / a.repeats;
+    if (b >= a.batch) return line.cost[a.batch];
+    return line.cost[b] + (unit - i64(b) * a.repeats) * ((line.cost[b + 1] - line.cost[b]) / a.repeats);
+}
+
+/// Blocks that a unit of `bytes` gets for itself, of all for `total`.
+DEVICE int pieces_of(const Args& a, i64 bytes, i64 total) { return max(1, int(i64(a.blocks) * bytes / total)); }
+DEVICE u32 kilobytes(i64 bytes) { return u32(min(bytes >> 10, i64(0x7fffffff))); }
+
+/// Replaces each thread's `x` by the sum of those of all threads before it; returns the sum of all.
+DEVICE i64 sum_before(i64& x, i64* scratch) {
+    const int thread = threadIdx.x;
+    i64 mine = x;
+    __syncthreads();
+    scratch[thread] = mine;
+    for (int step = 1; step < THREADS; step *= 2) {
+        __syncthreads();
+        const i64 other = thread >= step ? scratch[thread - step] : 0;
+        __syncthreads();
+        scratch[thread] += other;
+    }
+    __syncthreads();
+    x = scratch[thread] - mine;
+    return scratch[THREADS - 1];
+}
+
+DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest) {
+    const int thread = threadIdx.x, each = (a.batch + THREADS - 1) / THREADS, from = min(thread * each, a.batch), to = min(from + each, a.batch);
+    i64 bytes = 0;
+    for (int b = from; b < to; ++b) bytes += cost_of(a, chunks_of(a, b), 0) * a.repeats;
+    const i64 total = sum_before(bytes, scratch);
+    // Where blocks have less to read than starting costs, all that counts is that every block has as little: starting is no part of the line then.
+    const i64 start = total >= 2 * a.segment_cost * a.blocks ? a.segment_cost : 0;
+    i64 cost = 0, ring = 0, pieces = 0;
+    u32 most = 0;
+    for (int b = from; b < to; ++b) {
+        const Chunks c = chunks_of(a, b);
+        const i64 unit = cost_of(a, c, 0);
+        const int n = pieces_of(a, unit, total);
+        cost += cost_of(a, c, start) * a.repeats;
+        ring += i64(ring_chunks(a, c, PARTS)) * a.repeats;
+        pieces += i64(n) * a.repeats;
+        most = max(most, kilobytes((unit + n - 1) / n + a.segment_cost));
+    }
+    if (thread < 2) longest[thread] = 0;
+    sum_before(cost, scratch);
+    sum_before(ring, scratch);
+    sum_before(pieces, scratch);
+    atomicMax(&longest[1], most);
+    for (int b = from; b <= to; ++b) {
+        if (b == to && b < a.batch) break;
+        line.cost[b] = cost, line.ring[b] = int(ring), line.pieces[b] = int(min(pieces, i64(0x7fffffff)));
+        if (b == to) break;
+        const Chunks c = chunks_of(a, b);
+        cost += cost_of(a, c, start) * a.repeats;
+        ring += i64(ring_chunks(a, c, PARTS)) * a.repeats;
+        pieces += i64(pieces_of(a, cost_of(a, c, 0), total)) * a.repeats;
+    }
+    __syncthreads();
+    for (int i = thread; i < a.blocks; i += THREADS) {
+        const i64 mine = Point(a, line, i).nearest_unit(), next = i + 1 < a.blocks ? Point(a, line, i + 1).nearest_unit() : i64(a.batch) * a.repeats;
+        // a line without starts: each unit has one all the same
+        const i64 load = cost_before(a, line, next) - cost_before(a, line, mine) + (start ? 0 : (next - mine) * a.segment_cost);
+        atomicMax(&longest[0], kilobytes(load));
+    }
+    __syncthreads();
+    const u32 whole = longest[0], own = line.pieces[a.batch] <= a.blocks ? longest[1] : 0xffffffffu;
+    const u32 cut = kilobytes(line.cost[a.batch] / a.blocks + (start ? 1 : 2) * a.segment_cost);
+    for (int i = thread; i <= a.blocks; i += THREADS) {
+        i64 key = key_of(i64(a.batch) * a.repeats, 0, 0);
+        if (i == a.blocks) {
+        } else if (own <= whole && own <= cut) {
+            if (i < line.pieces[a.batch]) {
+                const int b = Line::last_at_most(line.pieces, a.batch, i), at = i - line.pieces[b], n = (line.pieces[b + 1] - line.pieces[b]) / a.repeats;
+                const Chunks c = chunks_of(a, b);
+                key = place_in(a, c, i64(b) * a.repeats + at / n, cost_of(a, c, 0) * (at % n) / n, 0);
+            }
+        } else {
+            const Point p(a, line, i);
+            if (whole <= cut) key = begin_of(a, p.nearest_unit());
+            else if (p.rest - start < start / 2) key = begin_of(a, p.unit);  // a piece of less than half of what it costs to start one
+            else if (p.each - p.rest < start / 2) key = begin_of(a, p.unit + 1);
+            else key = place_in(a, chunks_of(a, p.b), p.unit, p.rest, start);
+        }
+        line.start[i] = key;
+    }
+    __syncthreads();
+    i64 working = 0;
+    const int share = (a.blocks + THREADS) / THREADS, first = min(thread * share, a.blocks + 1), last = min(first + share, a.blocks + 1);
+    for (int i = first; i < last; ++i) working += i < a.blocks && line.start[i] < line.start[i + 1];
+    sum_before(working, scratch);
+    for (int i = first; i < last; ++i) {
+        line.rank[i] = int(working);
+        working += i < a.blocks && line.start[i] < line.start[i + 1];
+    }
+    __syncthreads();
+}
+
+DEVICE int block_of(const Args& a, const Line& line, i64 key) { return Line::last_at_most(line.start, a.blocks, key); }
+
+/// Chunks through the ring before a place of the line.
+DEVICE i64 ring_before(const Args& a, const Line& line, i64 key) {
+    const int unit = unit_of(key), b = unit / a.repeats, part = part_of(key);
+    if (b >= a.batch) return line.ring[a.batch];
+    const Chunks c = chunks_of(a, b);
+    const i64 of_units = i64(unit - b * a.repeats) * ring_chunks(a, c, PARTS);
+    return line.ring[b] + of_units + ring_chunks(a, c, part) + (a.parts[part].in_ring ? chunk_of(key) - c.first[part] : 0);
+}
+
+/// The segment that begins at `key` in block i.
+DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
+    const int unit = unit_of(key), part = part_of(key), first = chunk_of(key), b = unit / a.repeats;
+    const Chunks c = chunks_of(a, b);
+    const PartWork& p = a.parts[part];
+    const i64 end = line.start[i + 1];
+    const bool cut = (end >> 28) == (key >> 28);
+    Segment s = {};
+    s.unit = unit, s.part = part, s.first_chunk = first;
+    s.num_chunks = (cut ? chunk_of(end) : c.end[part]) - first;
+    s.first_entry = b * p.table_stride + (p.offsets ? p.offsets[b] : 0);
+    s.position = position_of(p, b), s.tokens = tokens_of(p, b);
+    s.last_entry = s.first_entry + max(0, s.tokens - 1) / p.page_size;
+    s.next = -1;
+    s.slot = -1;
+    s.chunks_before = int(ring_before(a, line, key) - ring_before(a, line, line.start[i]));
+    if (!cut) {
+        int next = part + 1;
+        while (next < PARTS && c.end[next] == c.first[next]) ++next;
+        const i64 begin = next < PARTS ? key_of(unit, next, c.first[next]) : begin_of(a, i64(unit) + 1);
+        if (begin < end) {
+            s.next = a.blocks + unit_of(begin) * PARTS + part_of(begin);
+            s.joins = next < PARTS && a.parts[next].walk == p.walk;
+        }
+    }
+    int results = 0, mine = 0, first_block = -1;  // one for every block and walk
+    for (int from = 0; from < PARTS; ++from) {
+        if (c.end[from] == c.first[from]) continue;
+        int to = from;
+        for (int q = from; q < PARTS && (c.end[q] == c.first[q] || a.parts[q].walk == a.parts[from].walk); ++q)
+            if (c.end[q] > c.first[q]) to = q;
+        const int f = block_of(a, line, key_of(unit, from, c.first[from])), l = block_of(a, line, key_of(unit, to, c.end[to] - 1));
+        if (first_block < 0) first_block = f;
+        if (from <= part && part <= to) mine = results + line.rank[i] - line.rank[f];
+        results += line.rank[l] - line.rank[f] + 1;
+        from = to;
+    }
+    s.num_slots = results;
+    s.unit_slots = a.num_walks == 1 ? 2 * max(first_block, 0) : unit * a.num_walks + max(first_block, 0);
+    if (results > 1) s.slot = s.unit_slots + mine;
+    return s;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) work_list(const __grid_constant__ Args a) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    i64* scratch = reinterpret_cast<i64*>(shared);
+    u32* longest = reinterpret_cast<u32*>(scratch + THREADS);
+    const Line line(reinterpret_cast<unsigned char*>(longest + 4), a.batch, a.blocks);
+    lay_out(a, line, scratch, longest);
+    const i64 units = i64(a.batch) * a.repeats, rows = a.blocks + units * PARTS;
+    for (i64 row = i64(blockIdx.x) * THREADS + threadIdx.x; row < rows; row += i64(a.grid) * THREADS) {
+        if (row < a.blocks) {
+            if (line.start[row] < line.start[row + 1]) a.segments[row] = segment_at(a, line, line.start[row], int(row));
+            else a.segments[row].unit = -1;
+            continue;
+        }
+        const int unit = int((row - a.blocks) / PARTS), part = int((row - a.blocks) % PARTS);
+        const Chunks c = chunks_of(a, unit / a.repeats);
+        if (c.end[part] == c.first[part] && part != first_part(a, c)) continue;
+        const i64 key = key_of(unit, part, c.first[part]);
+        const int i = block_of(a, line, key);
+        if (line.start[i] < key) a.segments[row] = segment_at(a, line, key, i);  // else it is the block's first
+    }
+    for (i64 at = i64(blockIdx.x) * THREADS + threadIdx.x; at < i64(a.batch) * a.num_queries; at += i64(a.grid) * THREADS) {
+        const int b = int(at / a.num_queries), t = int(at % a.num_queries), n = queries_of(a, b), newest = chunks_of(a, b).newest;
+        a.q_positions[at] = t < n && newest >= n ? newest - n + t : -1;
+    }
+}

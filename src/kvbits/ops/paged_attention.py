@@ -1,0 +1,267 @@
+"""Attention over anyone's pages: `plan` once, `update` on the device, `run` for every layer.
+
+    attention = plan([layout], max_pages=[128], batch_size=64, num_q_heads=32, dtype=torch.bfloat16, device="cuda")
+    attention.bind(0, [pages])                      # uint8 [num_pages, H, head_bytes] of layer 0, wherever they lie
+    attention.update([block_table], [seq_lens])     # int32 [B, max_pages] and int32 [B], both on the device
+    out = attention.run(q, 0)                       # q [B, T, Hq, D]
+
+On a GPU `update` and `run` are one launch each: they allocate nothing (give `out`), never wait for the GPU, read lengths and page numbers on the device
+only, and can be captured in a CUDA graph and replayed after other lengths were written there. Elsewhere the same contract is served by host lists
+and whichever backend `dispatch` finds for them.
+
+Sequences may read several parts, each with pages of its own format and a table of its own: attention sinks, closed pages, newest tokens. Tokens of a part
+lie on its pages in order, every page full but the last; a part's first token has position `starts` (0 if not given).
+
+What may still be written while attention starts (Hopper and later overlap the end of one kernel with the start of the next): the kernel just ahead of `run` may
+have written tokens to the last two pages of every sequence and part, which are read after it has ended. Older pages, tables and lengths must
+come from kernels before that one, or from one that is followed by `update`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..errors import DataError, SpecError, UnsupportedError
+from ..spec import PageLayout
+from . import dispatch
+from .types import AttendCall, PageStore, PageTable, Part
+
+Slabs = torch.Tensor | Sequence[torch.Tensor]
+
+
+class _Backend(Protocol):
+    def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None: ...
+    def update(
+        self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
+    ) -> None: ...  # fmt: skip
+    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor: ...
+    def explain(self) -> str: ...
+
+
+def plan(
+    layouts: Sequence[PageLayout], *, max_pages: Sequence[int], batch_size: int, num_q_heads: int, dtype: torch.dtype, device: torch.device | str,
+    num_queries: int = 1, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+) -> PagedAttention:  # fmt: skip
+    """Allocate everything that attention of up to `batch_size` sequences needs.
+
+    Args:
+        layouts: of each part's pages.
+        max_pages: of each part: pages of a sequence, the columns of its block table.
+        num_queries: query tokens of a sequence, 1 to 8 on a GPU; `update(query_lens=..)` says where a sequence has fewer.
+        scaling: factor on the scores, 1 / sqrt(head_dim) if None.
+        sliding_window, softcap: as in `AttendCall`.
+
+    Raises:
+        SpecError: numbers that cannot be.
+        UnsupportedError: no kernel on this GPU; the message says why.
+    """
+    device = torch.device(device)
+    if not layouts or len(layouts) != len(max_pages):
+        raise SpecError(f"{len(layouts)} layouts and {len(max_pages)} numbers of pages; give one of each for every part, and at least one part")
+    for name, n in (("batch_size", batch_size), ("num_q_heads", num_q_heads), ("num_queries", num_queries), *(("max_pages", n) for n in max_pages)):
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise SpecError(f"{name}={n!r} must be a whole number of at least 1")
+    heads, d = layouts[0].num_kv_heads, layouts[0].head_dim
+    if any((x.num_kv_heads, x.head_dim) != (heads, d) for x in layouts):
+        raise SpecError(f"parts of one plan have the same kv heads and head size, got {[(x.num_kv_heads, x.head_dim) for x in layouts]}")
+    if num_q_heads % heads:
+        raise SpecError(f"{num_q_heads} query heads are no multiple of {heads} kv heads")
+    for name, x in (("softcap", softcap), ("scaling", scaling), ("sliding_window", sliding_window)):
+        if x is not None and not (math.isfinite(x) and x > 0):
+            raise SpecError(f"{name}={x} must be a positive number, or None")
+    options: dict[str, Any] = {
+        "batch_size": batch_size, "num_q_heads": num_q_heads, "dtype": dtype, "device": device, "num_queries": num_queries,
+        "scaling": d**-0.5 if scaling is None else scaling, "sliding_window": sliding_window, "softcap": softcap,
+    }  # fmt: skip
+    if device.type != "cuda":
+        return PagedAttention(_HostPlan(layouts, **options), layouts, max_pages, options)
+    from .cuda.attend.plan import DevicePlan, refuses
+
+    if why := refuses(layouts, num_q_heads, dtype, num_queries, device):
+        raise UnsupportedError(f"paged attention on {device}: {why}")
+    return PagedAttention(DevicePlan(layouts, max_pages, **options), layouts, max_pages, options)
+
+
+class PagedAttention:
+    """A plan. What `update` was given stays the caller's: the plan keeps references, and a captured graph reads the same memory at every replay."""
+
+    def __init__(self, backend: _Backend, layouts: Sequence[PageLayout], max_pages: Sequence[int], options: dict[str, Any]) -> None:
+        self._backend = backend
+        self.layouts, self.max_pages = tuple(layouts), tuple(max_pages)
+        self.batch_size: int = options["batch_size"]
+        self.num_queries: int = options["num_queries"]
+        self._accepted: tuple[Any, ...] | None = None
+
+    def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Say where a layer's pages lie; again when they move or their pool grew.
+
+        Args:
+            layer: a number of the caller's, for `run`.
+            pages: of each part: uint8 [num_pages, H, head_bytes], the last two dims dense, the first strided; or several such slabs, through which page
+                numbers count in order.
+            static: calibrated parameters and codebooks of the layer's packed pages (`PageStore.static`).
+
+        Raises:
+            DataError: pages of another shape, dtype or alignment than the layouts say.
+        """
+        if len(pages) != len(self.layouts):
+            raise DataError(f"pages of {len(pages)} parts for a plan of {len(self.layouts)}")
+        found = []
+        for layout, given in zip(self.layouts, pages, strict=True):
+            slabs = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+            want = (layout.num_kv_heads, layout.head_bytes)
+            if not slabs:
+                raise DataError("a part without slabs has no pages")
+            for x in slabs:
+                if x.dtype != torch.uint8 or x.dim() != 3 or tuple(x.shape[1:]) != want or x.stride()[1:] != (layout.head_bytes, 1) or not len(x):
+                    raise DataError(
+                        f"pages must be uint8 [num_pages, {want[0]}, {want[1]}] with dense structs, got {x.dtype} {list(x.shape)} of strides {x.stride()}"
+                    )
+                if x.data_ptr() % 16 or x.stride(0) % 16:
+                    raise DataError(
+                        f"pages at address {x.data_ptr():#x} with stride {x.stride(0)}; kernels read 16 bytes at a time: both must be multiples of 16"
+                    )
+            found.append(slabs)
+        self._backend.bind(layer, found, static or {})
+
+    def update(
+        self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], *, starts: Sequence[torch.Tensor | None] | None = None,
+        offsets: Sequence[torch.Tensor | None] | None = None, query_lens: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Take other lengths and tables, for all layers.
+
+        Args:
+            block_tables: of each part int32 [B, at least max_pages], rows dense: page numbers. A number that the pool has not reads the pool's last page, never
+                other memory.
+            tokens: of each part int32 [B]: visible tokens, this step's included; 0 for a sequence that reads nothing of the part. In no part: a padding
+                row, whose output is 0. Numbers past the table count as its end.
+            starts: of each part int32 [B] or None for 0: position of the part's first token.
+            offsets: of each part int32 [B] or None for 0: entry of the row where the part's first page stands (a ring of pages, say).
+            query_lens: int32 [B]: queries of each sequence, at most the plan's; they are its newest tokens. Rows of q after them are padding.
+
+        Raises:
+            DataError: tensors of another shape, dtype or device than this, or more sequences than planned.
+        """
+        none: list[torch.Tensor | None] = [None] * len(self.layouts)
+        starts, offsets = none if starts is None else starts, none if offsets is None else offsets
+        given = tuple((None if x is None else (x.shape, x.stride(), x.dtype, x.device)) for x in (*block_tables, *tokens, *starts, *offsets, query_lens))
+        if given != self._accepted:
+            self._check(block_tables, tokens, starts, offsets, query_lens)
+            self._accepted = given
+        self._backend.update(block_tables, tokens, starts, offsets, query_lens)
+
+    def _check(
+        self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        n = len(self.layouts)
+        if any(len(x) != n for x in (block_tables, tokens, starts, offsets)):
+            raise DataError(f"update() takes {n} block tables, tokens, starts and offsets, one for each part of the plan")
+        batch = tokens[0].shape[0] if tokens[0].dim() else 0
+        if not 1 <= batch <= self.batch_size:
+            raise DataError(f"{batch} sequences for a plan of at most {self.batch_size}; make a plan with a larger batch_size")
+        for i, (table, pages) in enumerate(zip(block_tables, self.max_pages, strict=True)):
+            if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < batch or table.shape[1] < pages or table.stride(1) != 1:
+                raise DataError(
+                    f"block table {i} must be int32 [at least {batch}, at least {pages}] with dense rows, got {table.dtype} {list(table.shape)}; "
+                    "a plan with fewer max_pages takes narrower ones"
+                )
+        vectors = {"tokens": tokens, "starts": starts, "offsets": offsets, "query_lens": [query_lens]}
+        for name, xs in vectors.items():
+            for x in xs:
+                if x is not None and (x.dtype != torch.int32 or x.shape != (batch,) or (batch > 1 and x.stride(0) != 1)):
+                    raise DataError(f"{name} must be dense int32 [{batch}], got {x.dtype} {list(x.shape)}")
+
+    def run(self, q: torch.Tensor, layer: int = 0, *, out: torch.Tensor | None = None, lse: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of q [B, T, Hq, D] over the pages of `layer`.
+
+        Args:
+            out: dense, of q's shape and dtype; made if None.
+            lse: float32 [B, T, Hq], dense: filled with the log-sum-exps, natural log, -inf where nothing was visible. Not computed if None.
+
+        Returns:
+            `out`; zeros where nothing was visible.
+
+        Raises:
+            DataError: tensors that are not what was planned, or no `bind` and `update` before.
+        """
+        for name, x, dtype, shape in (("out", out, q.dtype, q.shape), ("lse", lse, torch.float32, q.shape[:3])):
+            if x is not None and (x.shape != shape or x.dtype != dtype or x.device != q.device or not x.is_contiguous()):
+                raise DataError(f"{name} must be dense {dtype} {list(shape)} on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}")
+        return self._backend.run(q, layer, out, lse)
+
+    def explain(self) -> str:
+        """Which kernel serves."""
+        return self._backend.explain()
+
+
+class _HostPlan:
+    """The contract with host lists, for devices whose kernels take those."""
+
+    def __init__(self, layouts: Sequence[PageLayout], **options: Any) -> None:
+        self.layouts, self.options = tuple(layouts), options
+        self._layers: dict[int, tuple[PageStore, ...]] = {}
+        self._tables: list[PageTable] = []
+        self._choice: dispatch.Choice | None = None
+
+    def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
+        self._layers[layer] = tuple(
+            PageStore(layout, tuple(slabs), {} if layout.key.is_raw else dict(static)) for layout, slabs in zip(self.layouts, pages, strict=True)
+        )
+
+    def update(
+        self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        batch, t = len(tokens[0]), self.options["num_queries"]
+        newest = np.zeros(batch, np.int64)
+        self._tables = []
+        for layout, table, n, start, offset in zip(self.layouts, block_tables, tokens, starts, offsets, strict=True):
+            size = layout.page_size
+            visible = n.numpy().astype(np.int64).clip(0, table.shape[1] * size)
+            first, at = (np.zeros(batch, np.int64) if x is None else x.numpy().astype(np.int64) for x in (start, offset))
+            newest = np.maximum(newest, np.where(visible > 0, first + visible, 0))
+            pages = -(-visible // size)
+            row = np.repeat(np.arange(batch), pages)
+            page = np.arange(len(row)) - np.repeat(np.cumsum(pages) - pages, pages)
+            ids = table.numpy()[row, at[row] + page].astype(np.int64)
+            lengths = np.minimum(visible[row] - page * size, size).astype(np.int32)
+            self._tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, first[row] + page * size, lengths))
+        count = np.full(batch, t) if query_lens is None else query_lens.numpy().clip(0, t)
+        positions = newest[:, None] - count[:, None] + np.arange(t)
+        self._positions = torch.from_numpy(np.where((np.arange(t) < count[:, None]) & (newest >= count)[:, None], positions, -1))
+
+    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
+        if layer not in self._layers:
+            raise DataError(f"layer {layer} was never bound; call bind({layer}, pages) first")
+        if not self._tables:
+            raise DataError("run() before the first update(); there are no lengths")
+        want = (len(self._positions), self.options["num_queries"], self.options["num_q_heads"], self.layouts[0].head_dim)
+        if tuple(q.shape) != want or q.dtype != self.options["dtype"]:
+            raise DataError(f"q is {list(q.shape)} {q.dtype}; the plan is for {list(want)} {self.options['dtype']}")
+        stores = self._layers[layer]
+        parts = []
+        for store, table in zip(stores, self._tables, strict=True):
+            inside = PageTable(table.indptr, np.minimum(table.page_ids.astype(np.uint64), store.num_pages - 1).astype(np.int64), table.starts, table.lengths)
+            if table.num_pages:
+                parts.append(Part(store, inside))
+        out = torch.empty_like(q) if out is None else out
+        if not parts:
+            out.zero_()
+            return out if lse is None else (lse.fill_(-torch.inf), out)[1]
+        call = AttendCall(tuple(parts), self.options["scaling"], self.options["sliding_window"], self.options["softcap"])
+        self._choice = self._choice or dispatch.choose("attend_pages", q, call)
+        found, found_lse = self._choice.run(q, call, self._positions)
+        out.copy_(found)
+        if lse is not None:
+            lse.copy_(found_lse)
+        return out
+
+    def explain(self) -> str:
+        return "paged attention by host lists" + (f": {self._choice}" if self._choice else "")

@@ -1,0 +1,352 @@
+"""Attention over anybody's pages: the contract on host lists, and the CUDA kernels (work list and attention) run on a CPU, against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ops import test_cuda_emulated
+from ops.cuda_cases import relative_error
+
+from kvbits import ops
+from kvbits.errors import DataError, SpecError
+from kvbits.ops import paged_attention
+from kvbits.ops.attend_pages import reference
+from kvbits.ops.attend_pages.schedule import SEGMENT_FIELDS
+from kvbits.ops.close_pages.reference import close_pages
+from kvbits.ops.cuda.attend import plan as device_plan
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.spec import PageLayout, PerChannel, PerGroup, QuantSpec
+
+FOLDER = Path(ops.__file__).parent
+emulated_attention = test_cuda_emulated.emulated
+LIMIT = 5e-3
+
+
+@pytest.fixture(scope="session")
+def list_library(tmp_path_factory):
+    """work_list.cu for a CPU."""
+    folder, here = tmp_path_factory.mktemp("work_list"), Path(__file__).parent / "emulated"
+    for path in (FOLDER / "cuda" / "work.cuh", here / "ptx.cuh", here / "block.cpp"):
+        (folder / path.name).write_text(path.read_text())
+    text = (FOLDER / "cuda" / "attend" / "work_list.cu").read_text()
+    for gpu_only in ("extern __shared__ __align__(16) unsigned char shared[];", 'extern "C" __global__'):
+        assert gpu_only in text
+        text = text.replace(gpu_only, "")
+    (folder / "kernel.h").write_text(text)
+    libraries = {}
+    for parts in (1, 2, 3):
+        lines = {"THREADS": 64, "SHARED_BYTES": 200_000, "KERNEL": "work_list", "NUM_THREADS": "THREADS", "NUM_PARTS": parts}
+        (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
+        made = folder / f"list{parts}.so"
+        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-shared", "-fPIC", f"-I{folder}"]
+        subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(made)], check=True)
+        libraries[parts] = ctypes.CDLL(str(made))
+    return libraries
+
+
+@pytest.fixture
+def emulated_list(list_library, monkeypatch):
+    monkeypatch.setattr(device_plan, "THREADS", 64)
+
+    def load(parts, *_):
+        return SimpleNamespace(launch=lambda grid, threads, args, stream, **_: list_library[parts].launch(ctypes.byref(args), grid))
+
+    monkeypatch.setattr(device_plan, "load_list_kernel", load)
+
+
+def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008 - frozen
+    return QuantSpec(format=fmt, granularity=granularity, **options)
+
+
+RAW = QuantSpec.raw()
+HEADS, D = 2, 64
+
+
+class Cache:
+    """Pages of several parts in shuffled pools, and the host's view of them."""
+
+    def __init__(self, layouts, lengths, max_pages, seed=0, ring=None, poison=None):
+        gen, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+        self.layouts, self.pages, self.tables, self.offsets, self.parts = layouts, [], [], [], []
+        self.tokens = [torch.tensor([n[p] for n in lengths], dtype=torch.int32) for p in range(len(layouts))]
+        before = torch.stack([torch.zeros(len(lengths), dtype=torch.int32), *self.tokens]).cumsum(0, dtype=torch.int32)
+        self.starts = [before[p].contiguous() for p in range(len(layouts))]
+        for p, layout in enumerate(layouts):
+            size, batch = layout.page_size, len(lengths)
+            counts = [-(-n[p] // size) for n in lengths]
+            total = sum(counts) + 3
+            ids = rng.permutation(total)
+            k, v = (torch.randn(total, HEADS, size, D, generator=gen) for _ in "kv")
+            k += torch.randn(D, generator=gen)
+            slab = close_pages(k.bfloat16(), v.bfloat16(), layout)[0]
+            wide = torch.full((total, 3, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)  # of three layers, ours in the middle
+            wide[:, 1] = slab
+            self.pages.append(wide[:, 1])
+            table = torch.full((batch, max_pages[p] + 2), -1 if poison is None else poison, dtype=torch.int32)
+            offset = torch.tensor(rng.integers(0, 3, batch), dtype=torch.int32)
+            rows, starts, sizes, at = [], [], [], 0
+            for b, n in enumerate(counts):
+                mine = ids[at : at + n]
+                at += n
+                table[b, offset[b] : offset[b] + n] = torch.from_numpy(mine.astype(np.int32))
+                rows += mine.tolist()
+                starts += [int(self.starts[p][b]) + i * size for i in range(n)]
+                sizes += [min(size, lengths[b][p] - i * size) for i in range(n)]
+            self.tables.append(table)
+            self.offsets.append(offset)
+            indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+            if rows:
+                self.parts.append(
+                    Part(
+                        PageStore(layout, (self.pages[p],)), PageTable(indptr, np.array(rows, np.int64), np.array(starts, np.int64), np.array(sizes, np.int32))
+                    )
+                )
+        self.newest = before[-1]
+
+    def want(self, q, query_lens=None, window=None, softcap=None):
+        t = q.shape[1]
+        count = torch.full_like(self.newest, t) if query_lens is None else query_lens
+        positions = (self.newest - count)[:, None] + torch.arange(t)
+        positions = torch.where((torch.arange(t) < count[:, None]) & (self.newest >= count)[:, None], positions, -1)
+        return reference.attend(q, AttendCall(tuple(self.parts), D**-0.5, window, softcap), positions.long(), torch.float64)
+
+
+def layout_of(key, value, size=64):
+    return PageLayout(key=key, value=value, page_size=size, num_kv_heads=HEADS, head_dim=D)
+
+
+def check(cache, max_pages, *, limit=LIMIT, group=2, num_queries=1, query_lens=None, window=None, softcap=None, device="cpu", batch_size=None):
+    batch = len(cache.newest)
+    q = torch.randn(batch, num_queries, HEADS * group, D, generator=torch.Generator().manual_seed(5)).bfloat16()
+    made = paged_attention.plan(
+        cache.layouts, max_pages=max_pages, batch_size=batch_size or batch, num_q_heads=HEADS * group, dtype=q.dtype, device=device,
+        num_queries=num_queries, sliding_window=window, softcap=softcap,
+    )  # fmt: skip
+    made.bind(7, cache.pages)
+    made.update(cache.tables, cache.tokens, starts=cache.starts, offsets=cache.offsets, query_lens=query_lens)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
+    assert made.run(q, 7, out=out, lse=lse) is out
+    want, want_lse = cache.want(q, query_lens, window, softcap)
+    assert torch.isfinite(out).all()
+    assert relative_error(out, want) < limit
+    finite = torch.isfinite(want_lse)
+    assert torch.equal(torch.isfinite(lse), finite)
+    torch.testing.assert_close(lse[finite].double(), want_lse[finite], rtol=1e-3, atol=1e-2 if limit == LIMIT else 3e-2)
+    return made
+
+
+INT8 = layout_of(spec("int8"), spec("int8"))
+CASES = {
+    "one part": dict(layouts=[INT8], lengths=[(333,), (0,), (70,), (64,), (1,)], max_pages=[6]),
+    "tail": dict(layouts=[layout_of(spec("int4"), spec("int4")), layout_of(RAW, RAW)], lengths=[(320, 13), (0, 64), (0, 0), (64, 100), (448, 0)], max_pages=[7, 2]),
+    "sinks": dict(
+        layouts=[layout_of(RAW, RAW, 4), layout_of(spec("int4", PerChannel(), symmetric=False), spec("int4", symmetric=False)), layout_of(RAW, RAW)],
+        lengths=[(4, 640, 150), (4, 0, 9), (2, 0, 0), (4, 128, 1)], max_pages=[1, 10, 3],
+    ),
+    "centred": dict(layouts=[layout_of(spec("int8", center="channel"), spec("int8")), layout_of(RAW, RAW)], lengths=[(320, 33), (64, 1)], max_pages=[5, 1]),
+    "raw": dict(layouts=[layout_of(RAW, RAW)], lengths=[(333,), (0,), (70,)], max_pages=[6]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_host_lists_serve_the_contract(name):
+    check(Cache(**CASES[name]), CASES[name]["max_pages"], limit=2e-2, num_queries=2, window=100)
+
+
+@pytest.fixture
+def gpu(emulated_attention, emulated_list, monkeypatch):
+    """A GPU of three multiprocessors whose memory is the CPU's."""
+    monkeypatch.setattr(device_plan, "refuses", lambda *_: None)
+
+    def made(layouts, max_pages, **options):
+        own = device_plan.DevicePlan(layouts, max_pages, **options | {"device": torch.device("cpu", 0)})
+        own.device = torch.device("cpu")
+        return own
+
+    monkeypatch.setattr(paged_attention, "_HostPlan", lambda layouts, **options: made(layouts, monkeypatch.max_pages, **options))
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cuda_kernels_serve_the_contract(name, gpu):
+    gpu.max_pages = CASES[name]["max_pages"]
+    check(Cache(**CASES[name]), gpu.max_pages)
+
+
+@pytest.mark.parametrize("options", [{"num_queries": 3, "window": 100}, {"num_queries": 8, "softcap": 20.0, "batch_size": 9}], ids=str)
+def test_ragged_queries_windows_and_caps(options, gpu):
+    case = CASES["tail"]
+    gpu.max_pages = case["max_pages"]
+    cache = Cache(**case)
+    lens = torch.tensor([min(3, int(n)) - (i % 2) * (n > 2) for i, n in enumerate(cache.newest)], dtype=torch.int32)
+    check(cache, gpu.max_pages, query_lens=lens, **options)
+
+
+def test_page_numbers_out_of_range_read_no_other_memory(gpu):
+    """Entries past a sequence's pages are poison everywhere above; here one that is read is."""
+    gpu.max_pages = [6]
+    for poison in (-1, 2**31 - 1, -(2**31)):
+        cache = Cache(**CASES["one part"], poison=poison)
+        cache.tables[0][0, cache.offsets[0][0] + 2] = poison
+        own = paged_attention.plan(cache.layouts, max_pages=[6], batch_size=5, num_q_heads=4, dtype=torch.bfloat16, device="cpu")
+        own.bind(0, cache.pages)
+        own.update(cache.tables, [torch.tensor([333, 2**31 - 1, -5, 64, 1], dtype=torch.int32)], offsets=[torch.zeros(5, dtype=torch.int32)])
+        own.run(torch.randn(5, 1, 4, D).bfloat16())
+
+
+def lists(batch, parts, *, blocks, repeats=4, num_queries=1, window=2**30, lens=None, library):
+    """Segments of each block as work_list.cu gives them, checked for shape only. parts: (tokens, page_size, chunk, cost, in_ring, walk)."""
+    keep, work = [], device_plan._WorkArgs(
+        segment_cost=256 << 10, num_walks=len({p[5] for p in parts}), batch=batch, repeats=repeats, blocks=blocks,
+        num_queries=num_queries, window=window, grid=2,
+    )  # fmt: skip
+    start = np.zeros(batch, np.int32)
+    for i, (tokens, size, chunk, cost, in_ring, walk) in enumerate(parts):
+        tokens = np.asarray(tokens, np.int32)
+        keep += [tokens, first := start.copy()]
+        start = start + tokens
+        work.parts[i] = device_plan._PartWork(
+            tokens=tokens.ctypes.data, positions=first.ctypes.data, chunk_cost=cost, table_stride=10_000, max_tokens=1 << 24, page_size=size, chunk=chunk,
+            in_ring=in_ring, walk=walk,
+        )  # fmt: skip
+    units = batch * repeats
+    segments = np.full((blocks + units * len(parts), 16), -7, np.int32)
+    positions = np.full((batch, num_queries), -7, np.int32)
+    work.segments, work.q_positions = segments.ctypes.data, positions.ctypes.data
+    library[len(parts)].launch(ctypes.byref(work), 2)
+    found = []
+    for block in range(blocks):
+        i, mine = block, []
+        while i >= 0 and segments[i, 0] >= 0:
+            mine.append(dict(zip(SEGMENT_FIELDS, segments[i].tolist(), strict=False)))
+            i = mine[-1]["next"]
+        found.append(mine)
+    return found, positions
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_work_lists_cover_every_chunk_once_and_evenly(seed, list_library):
+    rng = np.random.default_rng(seed)
+    batch, blocks, repeats = int(rng.integers(1, 40)), int(rng.choice([1, 3, 16, 132])), int(rng.choice([1, 2, 8]))
+    longest = int(rng.choice([70, 3000, 100_000]))
+    num = int(rng.integers(1, 4))
+    joined = bool(rng.integers(2))
+    parts = []
+    for p in range(num):
+        raw = p != num - 1 if num > 1 else False
+        tokens = rng.integers(0, (longest if not raw else 200) + 1, batch)
+        if rng.integers(2):
+            tokens[:] = tokens[0]
+        tokens[rng.random(batch) < 0.2] = 0
+        parts.append((tokens, 64, 32 if raw else int(rng.choice([32, 64])), 16384 if raw else 9216, joined or not raw, 0 if joined or not raw else 1 + p))
+    found, positions = lists(batch, parts, blocks=blocks, repeats=repeats, library=list_library)
+    seen, results, load = {}, {}, []
+    for block, mine in enumerate(found):
+        ring, bytes_, open_ = 0, 0, None
+        for s in mine:
+            assert s["chunks_before"] == ring
+            ring += s["num_chunks"] * parts[s["part"]][4]
+            bytes_ += s["num_chunks"] * parts[s["part"]][3] + (0 if open_ else (256 if s["num_chunks"] else 64) << 10)
+            for c in range(s["first_chunk"], s["first_chunk"] + s["num_chunks"]):
+                assert (s["unit"], s["part"], c) not in seen
+                seen[s["unit"], s["part"], c] = block
+            b = s["unit"] // repeats
+            tokens = int(parts[s["part"]][0][b])
+            assert s["first_entry"] == b * 10_000 and s["tokens"] == tokens and s["last_entry"] == s["first_entry"] + max(0, tokens - 1) // 64
+            assert s["position"] == sum(int(p[0][b]) for p in parts[: s["part"]])
+            if open_:
+                assert open_ == (s["unit"], parts[s["part"]][5])
+            open_ = (s["unit"], parts[s["part"]][5]) if s["joins"] else None
+            if not s["joins"]:
+                results.setdefault(s["unit"], []).append(s)
+        assert open_ is None
+        load.append(bytes_)
+    want = {(b * repeats + r, p, c) for p, x in enumerate(parts) for b in range(batch) for r in range(repeats) for c in range(-(-int(x[0][b]) // x[2]))}
+    assert set(seen) == want
+    used = set()
+    for unit in range(batch * repeats):
+        mine = results[unit]
+        if len(mine) == 1:
+            assert mine[0]["slot"] == -1
+            continue
+        slots = {s["slot"] for s in mine}
+        assert len(slots) == len(mine) and {s["num_slots"] for s in mine} == {len(mine)} and {s["unit_slots"] for s in mine} == {min(slots)}
+        assert slots == set(range(min(slots), min(slots) + len(mine))) and not slots & used
+        used |= slots
+    limit = 2 * blocks if len({p[5] for p in parts}) == 1 else batch * repeats * len({p[5] for p in parts}) + blocks
+    assert max(used, default=0) < limit
+    newest = sum(np.asarray(p[0]) for p in parts)
+    assert positions[:, 0].tolist() == [int(n) - 1 if n else -1 for n in newest]
+    total = sum(len(m) and load[i] for i, m in enumerate(found))
+    if total > 40 * blocks * (256 << 10):
+        assert max(load) < 1.06 * total / blocks
+
+
+def test_work_lists_are_as_even_as_those_of_the_host(list_library):
+    """The six shapes of a decode step, int4: the longest block of 132 against the host's search."""
+    from kvbits.ops.attend_pages.schedule import PartWork, schedule
+
+    for batch, repeats, tokens in ((1, 8, 131_072), (8, 8, 32_768), (32, 8, 8192), (32, 8, 4096), (64, 8, 4096), (128, 8, 2048)):
+        found, _ = lists(batch, [(np.full(batch, tokens), 64, 64, 9216, True, 0)], blocks=132, repeats=repeats, library=list_library)
+        device = max(sum(s["num_chunks"] * 9216 + (256 << 10) for s in mine) for mine in found)
+        (host,), _ = schedule([PartWork(np.zeros(batch, np.int64), np.full(batch, tokens // 64, np.int64), 9216, 0)], repeats, [132])
+        loads = []
+        for i in range(132):
+            n, at = 0, i
+            while at >= 0 and host[at, 0] >= 0:
+                n, at = n + int(host[at, 4]) * 9216 + (256 << 10), int(host[at, 8])
+            loads.append(n)
+        print(f"{batch} x {tokens}: device {device / max(loads):.3f} of the host's longest block")
+        assert device < 1.06 * max(loads)
+
+
+def test_bad_input_is_refused():
+    good = dict(max_pages=[4], batch_size=2, num_q_heads=4, dtype=torch.bfloat16, device="cpu")
+    for changes, message in (
+        ({"batch_size": 0}, "batch_size=0"), ({"max_pages": [0]}, "max_pages=0"), ({"max_pages": [1, 2]}, "1 layouts and 2"),
+        ({"num_q_heads": 3}, "3 query heads are no multiple of 2"), ({"softcap": -1.0}, "softcap=-1.0"), ({"num_queries": 0}, "num_queries=0"),
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match=message):
+            paged_attention.plan([INT8], **good | changes)
+    made = paged_attention.plan([INT8], **good)
+    pages = torch.zeros(5, HEADS, INT8.head_bytes, dtype=torch.uint8)
+    table, lens, q = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 4, D, dtype=torch.bfloat16)
+    for bad in (pages[:, :1], pages.to(torch.int8), pages[..., :-16], pages[:0]):
+        with pytest.raises(DataError, match="pages must be uint8"):
+            made.bind(0, [bad])
+    with pytest.raises(DataError, match="never bound"):
+        made.run(q, 0)
+    made.bind(0, [pages])
+    with pytest.raises(DataError, match="update"):
+        made.run(q, 0)
+    for tables, tokens, message in (
+        ([table.long()], [lens], "block table 0 must be int32"), ([table[:, :3]], [lens], r"at least 4"), ([table], [lens.long()], "tokens must be dense int32"),
+        ([table], [torch.zeros(3, dtype=torch.int32)], "3 sequences for a plan of at most 2"), ([table, table], [lens], "1 block tables"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=message):
+            made.update(tables, tokens)
+    made.update([table], [lens])
+    with pytest.raises(DataError, match="the plan is for"):
+        made.run(q[:, :, :2], 0)
+    with pytest.raises(DataError, match="out must be dense"):
+        made.run(q, 0, out=q.float())
+    assert not made.run(q, 0).any()
+
+
+def test_every_subset_of_parts_may_be_empty(gpu):
+    case = CASES["sinks"]
+    gpu.max_pages = case["max_pages"]
+    rows = [tuple(n if keep else 0 for n, keep in zip((4, 192, 70), which, strict=True)) for which in itertools.product((0, 1), repeat=3)]
+    check(Cache(case["layouts"], rows, case["max_pages"]), gpu.max_pages)
+
+
+if not shutil.which("g++"):
+    pytestmark = pytest.mark.skip(reason="needs g++")
