@@ -26,7 +26,8 @@ from kvbits.ops.attend_pages import cuda, reference, triton
 from kvbits.ops.attend_pages.cuda_format import Shape
 from kvbits.ops.close_pages.reference import close_nested, close_pages
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec, Scheme
+from kvbits.schemes import PRESETS
+from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, QuantSpec, Scheme
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
@@ -40,28 +41,31 @@ PREFILL = (
     (4, 32, 512, 8192),
 )  # sequences, query heads, chunk, history
 KVQUANT = [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")]
+TIMED = ("raw", "int8_centered", "int8", "int4", "kivi4", "kivi2", "fp8", "fp8_e5m2_keys", "int8k_int4v", *KVQUANT)  # presets
 ROTATE_BYTES = 400 << 20
 ERROR_LIMIT = 5e-3
 CHUNK_ERROR_LIMIT = 1e-2  # keys and values are rounded to bf16 once more, as 16-bit attention has them
 
 
 def _schemes() -> dict[str, tuple[QuantSpec, QuantSpec]]:
+    """(key, value) of presets by their names, and of formats that no preset has, in pages of `PAGE`."""
+
     def same(fmt: str, granularity: object, **options: Any) -> tuple[QuantSpec, QuantSpec]:
         spec = QuantSpec(format=fmt, granularity=granularity, **options)
         return spec, spec
 
     return {
-        "int8": same("int8", PerGroup(64)),
-        "int4": same("int4", PerGroup(64)),
-        "int2": same("int2", PerGroup(64)),
-        "fp8_e4m3": same("fp8_e4m3", PerToken()),
-        "fp8_e5m2_e4m3": (QuantSpec(format="fp8_e5m2", granularity=PerToken()), QuantSpec(format="fp8_e4m3", granularity=PerToken())),
-        "int3": same("int3", PerGroup(64)),
-        "int8_int4": (QuantSpec(format="int8", granularity=PerGroup(64)), QuantSpec(format="int4", granularity=PerGroup(64))),
-        "kivi_int2": (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerGroup(64), symmetric=False)),
-        "raw": (QuantSpec.raw(), QuantSpec.raw()),
-        **{name: (s.key, s.value) for name in KVQUANT if (s := schemes.get(name))},
+        **{name: (PRESETS[name].key, PRESETS[name].value) for name in TIMED},
+        "int4_g64": same("int4", PerGroup(64)),
+        "int3_g64": same("int3", PerGroup(64)),
+        "int2_g64": same("int2", PerGroup(64)),
+        "int8_int4_g64": (QuantSpec(format="int8", granularity=PerGroup(64)), QuantSpec(format="int4", granularity=PerGroup(64))),
+        "kivi2_g64": (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerGroup(64), symmetric=False)),
     }
+
+
+def _page_size(name: str) -> int:
+    return PRESETS[name].page_size if name in PRESETS else PAGE
 
 
 def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
@@ -115,33 +119,35 @@ def copy_bandwidth() -> float:
     return 2 * x.numel() / float(np.median(times))
 
 
-def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int) -> tuple[AttendCall, torch.Tensor, int]:
+def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_size: int = PAGE) -> tuple[AttendCall, torch.Tensor, int]:
     """(call over layer 0, pool [pages, layers, H, bytes], layers): random keys and values, pages in random places."""
-    layout = PageLayout(key=key, value=value, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-    per_sequence = tokens // PAGE
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    per_sequence = tokens // page_size
     n = batch * per_sequence
     layers = max(2, -(-ROTATE_BYTES // (n * layout.page_size_bytes)))
     slab = torch.empty(n, layers, KV_HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
     static = calibrated(layout)
     if static:  # closing takes sorts: some pages, many times
-        k, v = (torch.randn(256, KV_HEADS, PAGE, HEAD_DIM, device="cuda") for _ in "kv")
+        k, v = (torch.randn(256, KV_HEADS, page_size, HEAD_DIM, device="cuda") for _ in "kv")
         pages = close_pages(k, v, layout, static, np.zeros(256, np.int64))[0]
         for first in range(0, n, 256):
             slab[first : first + 256] = pages[torch.randperm(256, device="cuda")[: n - first], None]
     for first in range(0, 0 if static else n, 256):
         count = min(256, n - first)
-        k, v = (torch.randn(count, KV_HEADS, PAGE, HEAD_DIM, device="cuda") for _ in "kv")
+        k, v = (torch.randn(count, KV_HEADS, page_size, HEAD_DIM, device="cuda") for _ in "kv")
         slab[first : first + count] = close_pages(k, v, layout)[0][:, None]
     table = PageTable(
         np.arange(batch + 1, dtype=np.int64) * per_sequence, np.random.permutation(n).astype(np.int64),
-        np.tile(np.arange(per_sequence, dtype=np.int64) * PAGE, batch), np.full(n, PAGE, np.int32),
+        np.tile(np.arange(per_sequence, dtype=np.int64) * page_size, batch), np.full(n, page_size, np.int32),
     )  # fmt: skip
     return AttendCall((Part(PageStore(layout, (slab[:, 0],), static), table),), HEAD_DIM**-0.5), slab, layers
 
 
-def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tokens: int, queries: int = 1, with_triton: bool = False) -> dict[str, float]:
+def bench_scheme(
+    key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tokens: int, queries: int = 1, with_triton: bool = False, page_size: int = PAGE
+) -> dict[str, float]:
     """Checked and timed attention over packed pages. The check of a chunk takes its last 16 queries."""
-    call, slab, layers = packed_call(key, value, batch, tokens)
+    call, slab, layers = packed_call(key, value, batch, tokens, page_size)
     q = torch.randn(batch, queries, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     layout = call.parts[0].store.layout
     positions = torch.arange(tokens - 1, tokens - 1 + queries, device="cuda").expand(
@@ -221,7 +227,7 @@ def bench_decode(args: argparse.Namespace, copy: float) -> dict[str, Any]:
         peers += [{"kernel": name, "shape": shape, "time_us": t} for name, t in times.items()]
         print(f"{shape}: " + ", ".join(f"{name} {t:.1f} us" for name, t in times.items()), flush=True)
         for name in args.schemes:
-            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, with_triton=args.triton)
+            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, with_triton=args.triton, page_size=_page_size(name))
             row = {"scheme": name, "shape": shape, **r, "speedup_vs_bf16": best / r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy}
             by_triton = f"  triton x{best / r['triton_time_us']:.2f}" if args.triton else ""
             rows.append(row)
@@ -310,7 +316,7 @@ def bench_small(args: argparse.Namespace, copy: float) -> dict[str, Any]:
                 continue
             times = bench_16_bit(batch, 32, tokens, False)
             best = min(times, key=lambda name: times[name])
-            found = {name: bench_scheme(*_schemes()[name], batch, 32, tokens)["time_us"] for name in args.schemes}
+            found = {name: bench_scheme(*_schemes()[name], batch, 32, tokens, page_size=_page_size(name))["time_us"] for name in args.schemes}
             nbytes = 4 * batch * tokens * KV_HEADS * HEAD_DIM
             for name, t in found.items():
                 rows.append(
@@ -340,7 +346,7 @@ def bench_prefill(args: argparse.Namespace, copy: float) -> dict[str, Any]:
             flush=True,
         )
         for name in args.schemes:
-            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, queries=chunk)
+            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, queries=chunk, page_size=_page_size(name))
             rows.append(
                 {"scheme": name, "batch": batch, "chunk": chunk, "tokens": tokens, **r, "best_16_bit": best, "time_16_bit_us": times[best], "flops": flops}
             )
@@ -364,7 +370,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="which of the shapes, by number")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    few = ["int8", "int4", "int2"]
+    few = ["int8", "int4_g64", "int2_g64"]
     args.schemes = args.schemes or (few if args.small else [*few, "raw"] if args.prefill else list(_schemes()))
     torch.manual_seed(0)
     copy = copy_bandwidth()

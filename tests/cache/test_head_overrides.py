@@ -121,3 +121,25 @@ def test_overrides_round_trip_and_refuse_heads_that_do_not_exist():
     assert [g.heads for g in s.groups] == [((0, 1),), ((2,),), ((0, 1, 2),)]
     with pytest.raises(SpecError, match="kv head 3 of layer 1, which has 3 kv heads"):
         spec(Override(layers=(1,), heads=(3,), key=RAW, value=RAW))
+
+
+@pytest.mark.parametrize("window", [1, 2, 33, 100])
+@pytest.mark.parametrize("steps", [(1,), (200,), (150, 1, 1, 30, 1), (64, 63, 1, 1)])
+def test_dequantize_gives_what_all_heads_hold_of_a_sliding_window(window, steps):
+    """Pages leave a window whole: the raw head's and the others' at other times."""
+    layers = (LayerGeometry(num_kv_heads=3, head_dim=64, sliding_window=window),)
+    scheme = dataclasses.replace(schemes.get("int8"), overrides=(Override(layers=(0,), heads=(1,), key=RAW, value=RAW),))
+    cache = PagedCache(CacheSpec(scheme=scheme, layers=layers, raw_dtype="float32"))
+    g = torch.Generator().manual_seed(1)
+    fed = []
+    for t in steps:
+        q, k, v = (torch.randn(2, t, 3, 64, generator=g) for _ in "qkv")
+        cache.step(0, q, k, v, scaling=0.125)
+        fed.append((k, v))
+        for row in range(2):
+            for side, found in enumerate(cache.dequantize(0, row)):
+                whole = torch.cat([x[side][row] for x in fed])
+                assert len(found) >= min(window - 1, len(whole))
+                want = whole[len(whole) - len(found) :]
+                assert torch.equal(found[:, 1], want[:, 1])
+                torch.testing.assert_close(found, want, atol=0.03, rtol=0.01)

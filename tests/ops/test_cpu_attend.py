@@ -380,16 +380,16 @@ def test_bad_tables_are_refused_before_memory_is_touched():
         cpu.attend(q, AttendCall((Part(part.store, PageTable(**columns)),), 1.0), positions)
 
     attend()
-    with pytest.raises(UnsupportedError, match="page that its store does not have"):
+    with pytest.raises(DataError, match="page that its store does not have"):
         attend(page_ids=t.page_ids + 100)
-    with pytest.raises(UnsupportedError, match="page that its store does not have"):
+    with pytest.raises(DataError, match="page that its store does not have"):
         attend(page_ids=t.page_ids - 100)
     for bad in (0, 65, -1):
-        with pytest.raises(UnsupportedError, match="lengths must lie between 1 and page_size"):
+        with pytest.raises(DataError, match="lengths must lie between 1 and page_size"):
             attend(lengths=np.full_like(t.lengths, bad))
-    with pytest.raises(UnsupportedError, match="indptr must rise"):
+    with pytest.raises(DataError, match="indptr must rise"):
         attend(indptr=np.array([0, 9, 3]))
-    with pytest.raises(UnsupportedError, match="indptr must rise"):
+    with pytest.raises(DataError, match="indptr must rise"):
         attend(indptr=t.indptr + 1)
     with pytest.raises(DataError, match="differ in length"):
         attend(lengths=t.lengths[:-1])

@@ -11,7 +11,7 @@ from ops.cpu_cases import NOISE, RAW, needs_library, random_call, specs_of
 from ops.test_cpu_attend import assert_close, judge
 from ops.test_cpu_close import static_params, ugly
 
-from kvbits.errors import UnsupportedError
+from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.attend_pages import cpu as attend_cpu
 from kvbits.ops.close_pages import cpu as close_cpu
 from kvbits.ops.close_pages import reference as close_reference
@@ -226,7 +226,7 @@ def test_cpu_checks_low_page_ids():
     for bad in (-1, 10**6):
         t = part.table
         table = PageTable(t.indptr, t.page_ids, t.starts, t.lengths, (np.full_like(t.low[0], bad),))
-        with pytest.raises(UnsupportedError, match="names a page that its store does not have"):
+        with pytest.raises(DataError, match="names a page that its store does not have"):
             attend_cpu.attend(q, dataclasses.replace(call, parts=(dataclasses.replace(part, table=table),)), positions)
 
 

@@ -281,7 +281,8 @@ class LayerSteps:
             for kind, n in saturated.items():
                 self.saturated[place.layer][kind] += n
 
-    def _dequantize(self, place: Place, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def _dequantize(self, place: Place, row: int, dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+        """Positions [tokens], keys and values [tokens, H, D] that a sequence holds in one place, in token order."""
         g = self.groups[place.group].group.geometry
         empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
         keys, values = [empty], [empty]
@@ -295,10 +296,11 @@ class LayerSteps:
                 n = table.lengths[e]
                 found.append((int(table.starts[e]), k[0, :, :n].transpose(0, 1), v[0, :, :n].transpose(0, 1)))
         found.sort(key=lambda x: x[0])
+        positions = [np.arange(start, start + len(k)) for start, k, _ in found]
         keys += [k for _, k, _ in found]
         values += [v for _, _, v in found]
         k, order = torch.cat(keys), self._stored_order(place, torch.arange(g.head_dim, device=self.device))
-        return torch.empty_like(k).index_copy_(-1, order, k), torch.cat(values)
+        return np.concatenate([np.zeros(0, np.int64), *positions]), torch.empty_like(k).index_copy_(-1, order, k), torch.cat(values)
 
     def _store(self, place: Place, pool: str) -> PageStore:
         return self.groups[place.group].pools[pool].store(place.index, self._static(place) if pool == "closed" else {})

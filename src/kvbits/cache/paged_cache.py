@@ -12,6 +12,7 @@ so a chunk always sees its own tokens exactly and its history as stored.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Any
@@ -543,21 +544,20 @@ class PagedCache(LayerSteps):
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention never calls this).
 
-        Tokens of dropped pages, and those that left a sliding window, are missing.
+        Tokens of dropped pages, and those that left a sliding window, are missing; where heads are stored in different ways, so is what not all of them hold.
         """
         (row,) = self._rows([row])
         if layer not in self._where:
             raise DataError(f"layer {layer} does not exist; the cache has {len(self.spec.layers)} layers")
         g = self.spec.layers[layer]
-        out = [torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)] * 2
-        for place in self._where[layer]:
-            sides = self._dequantize(place, row, dtype)
-            if place.heads is None or not len(sides[0]):
-                return sides if len(sides[0]) else (out[0], out[1])
-            for i, x in enumerate(sides):
-                out[i] = x.new_zeros(len(x), g.num_kv_heads, g.head_dim) if not len(out[i]) else out[i]
-                out[i][:, list(place.heads)] = x
-        return out[0], out[1]
+        places = [(place, *self._dequantize(place, row, dtype)) for place in self._where[layer]]
+        shared = functools.reduce(np.intersect1d, [at for _, at, _, _ in places])  # pages leave a window whole, and those of other specs at other times
+        k, v = (torch.zeros(len(shared), g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device) for _ in "kv")
+        for place, at, *sides in places:
+            held = torch.from_numpy(np.isin(at, shared)).to(self.device)
+            for to, x in zip((k, v), sides, strict=True):
+                to[:, slice(None) if place.heads is None else list(place.heads)] = x[held]
+        return k, v
 
 
 def _clamp(x: torch.Tensor) -> torch.Tensor:

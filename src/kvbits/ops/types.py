@@ -6,6 +6,7 @@ Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv hea
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,11 @@ import torch
 
 from ..errors import DataError
 from ..spec import LowLayout, PageLayout
+
+MOST_TOKENS = 2**31 - 1
+"""Positions are int32 in kernels."""
+MOST_COUNTED = 2**62
+"""Of anything a run names, so that sums of two do not wrap."""
 
 
 class _Slabs:
@@ -42,6 +48,8 @@ class _Slabs:
 
     def page(self, page_id: int) -> torch.Tensor:
         """uint8 [H, head_bytes]: the page itself, writable."""
+        if page_id < 0:
+            raise IndexError(f"page {page_id} is negative")
         for slab in self.slabs:
             if page_id < slab.shape[0]:
                 return slab[page_id]
@@ -95,6 +103,49 @@ class PageTable:
     def num_pages(self) -> int:
         return len(self.page_ids)
 
+    def check(self, batch: int, store: PageStore, low: Sequence[LowStore] = ()) -> None:
+        """Refuse a table that is not for `batch` sequences or leads out of the stores; one that passed is not looked at again.
+
+        Raises:
+            DataError: what is wrong, with the first value that is.
+        """
+        given = (batch, store.num_pages, store.layout.page_size, *(s.num_pages for s in low))
+        if given == self.__dict__.get("_accepted"):  # layers of a group share their tables
+            return
+        indptr, n = self.indptr, len(self.page_ids)
+        columns = {"indptr": indptr, "page_ids": self.page_ids, "starts": self.starts, "lengths": self.lengths}
+        for name, x in (*columns.items(), *((f"low {i}", x) for i, x in enumerate(self.low))):
+            if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind not in "iu":
+                raise DataError(f"page table {name} must be a one-dimensional integer numpy array, got {type(x).__name__} {getattr(x, 'dtype', '')}")
+            if x is not indptr and len(x) != n:
+                raise DataError(f"page table columns differ in length: page_ids {n}, {name} {len(x)}")
+        if len(indptr) != batch + 1:
+            raise DataError(f"page table is for {len(indptr) - 1} sequences, q for {batch}")
+        falls = indptr[1:] < indptr[:-1]
+        if indptr[0] or indptr[-1] != n or falls.any():
+            at = f", falling after entry {int(falls.argmax())}" if falls.any() else ""
+            raise DataError(f"a page table's indptr must rise from 0 to its number of entries, {n}, got {indptr[0]} to {indptr[-1]}{at}")
+        if len(low) != len(self.low):
+            raise DataError(f"{len(low)} stores of low planes for a page table of {len(self.low)}")
+        if n:
+            _check_ids("page_ids", self.page_ids, store)
+            for i, (fine, ids) in enumerate(zip(low, self.low, strict=True)):
+                _check_ids(f"low {i}", ids, fine)
+            size = store.layout.page_size
+            if self.lengths.min() < 1 or self.lengths.max() > size:
+                bad = self.lengths[(self.lengths < 1) | (self.lengths > size)][0]
+                raise DataError(f"a page table's lengths must lie between 1 and page_size={size}, got {bad}; leave out pages of which nothing is visible")
+            if self.starts.min() < 0 or self.starts.max() > MOST_TOKENS - size:
+                bad = self.starts[(self.starts < 0) | (self.starts > MOST_TOKENS - size)][0]
+                raise DataError(f"a page table's starts must not be negative and at most {MOST_TOKENS - size}, got {bad}")
+        self.__dict__["_accepted"] = given
+
+
+def _check_ids(name: str, ids: np.ndarray, store: PageStore | LowStore) -> None:
+    pages = store.num_pages
+    if len(ids) and (ids.min() < 0 or ids.max() >= pages):
+        raise DataError(f"{name} names a page that its store does not have: {ids[(ids < 0) | (ids >= pages)][0]} of {pages}")
+
 
 @dataclass(frozen=True)
 class SlotMapping:
@@ -110,6 +161,8 @@ class SlotMapping:
         runs = self.runs
         if not isinstance(runs, np.ndarray) or runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 5 or not runs.flags["C_CONTIGUOUS"]:
             raise DataError(f"runs must be a dense int64 array [N, 5], got {getattr(runs, 'dtype', type(runs).__name__)} {list(np.shape(runs))}")
+        if len(runs) and runs.max() > MOST_COUNTED:
+            raise DataError(f"runs must name nothing above {MOST_COUNTED}, got {runs[(runs > MOST_COUNTED).any(1)][0].tolist()}")
         if len(runs) and (runs.min() < 0 or runs[:, 4].min() < 1):
             raise DataError(f"runs must count at least 1 token each and name nothing below 0, got {runs[(runs < 0).any(1) | (runs[:, 4] < 1)][0].tolist()}")
 
@@ -184,6 +237,56 @@ class AttendCall:
     sliding_window: int | None = None
     softcap: float | None = None
     page_lse: np.ndarray | None = None
+
+
+def check_call(call: AttendCall, shape: Sequence[int]) -> None:
+    """Refuse queries of a shape that does not fit the pages, and pages that cannot be read. Costs a few microseconds once a table has passed.
+
+    Raises:
+        DataError: what does not fit.
+    """
+    if len(shape) != 4 or min(shape) < 1:
+        raise DataError(f"q must be [B, T, Hq, D] with at least one of each, got {list(shape)}; leave the call out where there is nothing to attend with")
+    batch, _, heads, head_dim = shape
+    for part in call.parts:
+        layout = part.store.layout
+        kv_heads = layout.num_kv_heads
+        if layout.head_dim != head_dim or heads % kv_heads or kv_heads != call.parts[0].store.layout.num_kv_heads:
+            raise DataError(f"q has {heads} heads of {head_dim}, the pages {kv_heads} heads of {layout.head_dim}")
+        if part.low:
+            check_low(layout, [s.layout for s in part.low])
+        part.table.check(batch, part.store, part.low)
+
+
+def check_low(layout: PageLayout, low: Sequence[LowLayout]) -> None:
+    """Refuse low planes of other pages than those of `layout`.
+
+    Raises:
+        DataError: what differs.
+    """
+    for fine in low:
+        for name in ("page_size", "num_kv_heads", "head_dim"):
+            if (got := getattr(fine, name)) != (want := getattr(layout, name)):
+                raise DataError(f"low planes have {name}={got}, the pages that they refine {want}; make their LowLayout with the pages' own")
+
+
+def check_closing(store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]]) -> list[np.ndarray]:
+    """int64 [n] each: the pages to close and those of their low planes, checked.
+
+    Raises:
+        DataError: low planes of other pages, or ids that are no ids of the store's pages.
+    """
+    check_low(store.layout, [s.layout for s, _ in low])
+    found = []
+    for name, to, ids in (("page_ids", store, page_ids), *((f"low {i}", s, ids) for i, (s, ids) in enumerate(low))):
+        ids = np.asarray(ids)
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise DataError(f"{name} must be one-dimensional integers, got {ids.dtype} {list(ids.shape)}")
+        if len(ids) != len(page_ids):
+            raise DataError(f"{len(ids)} low planes for {len(page_ids)} pages")
+        _check_ids(name, ids, to)
+        found.append(np.ascontiguousarray(ids, np.int64))
+    return found
 
 
 def last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray:

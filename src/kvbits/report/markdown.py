@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecError
+from ..schemes import PRESETS
 from .collect import Cell, Model, Results, bits, held_bits
 
 LEGEND = (
@@ -27,6 +28,9 @@ RAW_SHARE = 0.95
 """Share of the raw cache's bits from which on nothing is quantized."""
 TIE_KL = 2e-4
 """Nats by which two correct kernels in bfloat16 differ: presets that near are equals."""
+SLOW_ON_GPU = {"nuq4-1%": 0.94, "nuq3-1%": 0.93}
+"""Decode attention of 32 sequences of 4,096 tokens, 64 query and 8 kv heads of 128, raw tail included, over cuDNN's on bf16 (H200, docs/benchmarks.md): the
+presets that few bits make slower there."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +149,20 @@ def recommendations(results: Results) -> list[str]:
         name = f"`{best}`" if worst_kl <= USABLE_KL else f"none to recommend; the best is `{best}`"
         found.append(
             f"**{title}: {name}**. On the worst of these models perplexity {worst_ppl:+.2%}, KL {worst_kl:.4f} nats, probability mass matched "
-            f"{_least_mass(models.values(), best):.2%}{_floor(results, best)}."
+            f"{_least_mass(models.values(), best):.2%}{_floor(results, best)}.{_price(best)}"
         )
     return found
+
+
+def _price(scheme: str) -> str:
+    """What a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
+    found = "; ".join(
+        [
+            *(["needs a calibration (`kvbits calibrate`)"] if scheme in PRESETS and PRESETS[scheme].needs_calibration else []),
+            *([f"slower than 16 bits on a GPU at 32 x 4,096 tokens ({SLOW_ON_GPU[scheme]} times as fast)"] if scheme in SLOW_ON_GPU else []),
+        ]
+    )
+    return f" {found[0].upper()}{found[1:]}." if found else ""
 
 
 def _recommended(models: dict[str, Model]) -> list[tuple[str, str]]:

@@ -16,6 +16,9 @@ from .quant import DTYPE_BYTES, QuantSpec
 from .rotary import Rotary
 from .scheme import Scheme, Tier
 
+MAX_KV_HEADS = 65_535
+"""Of a layer: what a CUDA grid counts along y, and far more than any model has."""
+
 
 @serialisable
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,7 @@ class LayerGeometry:
     """Shape of one attention layer's cache.
 
     Attributes:
+        num_kv_heads: 1 to `MAX_KV_HEADS`.
         sliding_window: counts the query's own token; None means full attention.
         rotary: how the layer's keys are turned by position; needed, and only then kept, where keys are stored before the rotary embedding.
     """
@@ -35,6 +39,8 @@ class LayerGeometry:
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1:
             raise SpecError(f"num_kv_heads={self.num_kv_heads} must be at least 1")
+        if self.num_kv_heads > MAX_KV_HEADS:
+            raise SpecError(f"num_kv_heads={self.num_kv_heads} is more than {MAX_KV_HEADS}; it counts the key and value heads of one layer")
         if self.head_dim < 8 or self.head_dim % 8:
             raise SpecError(f"head_dim={self.head_dim} must be a positive multiple of 8")
         if self.sliding_window is not None and self.sliding_window < 1:

@@ -6,6 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+from ..errors import SpecError
 from .quant import DTYPE_BYTES, QuantSpec
 
 FORMATS_VERSION = 1
@@ -42,6 +43,12 @@ def plane_row_bytes(head_dim: int, plane_bits: int) -> int:
     return _round_up(head_dim * plane_bits, 32) // 8
 
 
+def _check_sizes(layout: PageLayout | LowLayout) -> None:
+    for name in ("page_size", "num_kv_heads", "head_dim"):
+        if (n := getattr(layout, name)) < 1:
+            raise SpecError(f"{name}={n} of a page must be at least 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PageLayout:
     """Byte layout of one page of one layer: `num_kv_heads` identical structs, one after the other.
@@ -56,6 +63,9 @@ class PageLayout:
     num_kv_heads: int
     head_dim: int
     raw_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
 
     @functools.cached_property
     def sections(self) -> dict[str, Section]:
@@ -137,6 +147,9 @@ class LowLayout:
     page_size: int
     num_kv_heads: int
     head_dim: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
 
     @functools.cached_property
     def sections(self) -> dict[str, Section]:

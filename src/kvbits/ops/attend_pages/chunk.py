@@ -17,7 +17,7 @@ from ...errors import DataError
 from ..cuda.side import refuses_low
 from ..dequantize_pages.cuda import Unpacker, refuses_layout
 from ..merge_partials.reference import merge_partials
-from ..types import AttendCall, last_positions
+from ..types import AttendCall, check_call, last_positions
 from .cuda_format import is_wide
 
 MAX_ROWS = 1 << 16
@@ -87,6 +87,7 @@ class ChunkPlan:
         self, call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int,
         layer_strides: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
+        check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
         device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         layout = call.parts[0].store.layout
         batch = len(call.parts[0].table.indptr) - 1

@@ -12,10 +12,10 @@ import ctypes
 import numpy as np
 import torch
 
-from ...errors import DataError
+from ...errors import DataError, UnsupportedError
 from ..cpu.library import AttendStruct, PartStruct, check, library, unavailable
 from ..cpu.structs import MAX_QUERY_GROUP, TORCH_DTYPES, low_struct, refuses_layout, refuses_low, store_struct, table_struct
-from ..types import AttendCall
+from ..types import AttendCall, check_call
 
 
 def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
@@ -50,8 +50,8 @@ def _parts(call: AttendCall) -> ctypes.Array[PartStruct]:
         for struct, part in zip(kept, call.parts, strict=True):
             struct.store = ctypes.addressof(store_struct(part.store))
             struct.table = ctypes.addressof(table_struct(part.table))
-            if len(part.low) != len(part.table.low):
-                raise DataError(f"{len(part.low)} stores of low planes for a page table of {len(part.table.low)}")
+            if len(part.low) > 1:
+                raise UnsupportedError(f"{refuses_low(part.store.layout, [s.layout for s in part.low], closing=False)}; use the reference")
             for store, ids in zip(part.low, part.table.__dict__["_cpu_low"], strict=True):
                 struct.low = ctypes.addressof(low_struct(store))
                 struct.low_ids = ids.ctypes.data
@@ -79,20 +79,15 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tupl
 
     Raises:
         DataError: shapes, dtypes or tables that do not fit together.
+        UnsupportedError: pages that `refuses` names.
     """
     if q.dim() != 4 or q.dtype not in TORCH_DTYPES or q.device.type != "cpu":
         raise DataError(f"q must be [B, T, Hq, D] fp32, fp16 or bf16 on the CPU, got {q.dtype} {list(q.shape)} on {q.device}")
     batch, tokens, heads, head_dim = q.shape
     if q_positions.shape != (batch, tokens) or q_positions.dtype != torch.int64 or q_positions.device.type != "cpu":
         raise DataError(f"q_positions must be int64 [{batch}, {tokens}] on the CPU, got {q_positions.dtype} {list(q_positions.shape)}")
-    kv_heads = 1
-    for part in call.parts:
-        layout = part.store.layout
-        kv_heads = layout.num_kv_heads
-        if layout.head_dim != head_dim or heads % kv_heads or kv_heads != call.parts[0].store.layout.num_kv_heads:
-            raise DataError(f"q has {heads} heads of {head_dim}, the pages {kv_heads} heads of {layout.head_dim}")
-        if len(part.table.indptr) != batch + 1:
-            raise DataError(f"page table is for {len(part.table.indptr) - 1} sequences, q for {batch}")
+    check_call(call, (batch, tokens, heads, head_dim))
+    kv_heads = call.parts[0].store.layout.num_kv_heads if call.parts else 1
     if q.stride(3) != 1:
         q = q.contiguous()
     positions = q_positions.contiguous()

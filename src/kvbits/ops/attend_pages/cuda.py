@@ -21,7 +21,7 @@ from ...spec import LowLayout, PageLayout
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
 from ..cuda.side import as_float32, turns_on, widened
-from ..types import AttendCall, Part, kvquant_extras, last_positions
+from ..types import AttendCall, Part, check_call, kvquant_extras, last_positions
 from . import chunk, levels_format
 from .break_even import small_on_gpu
 from .chunk import ChunkPlan
@@ -66,6 +66,8 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
         return f"queries are {q_dtype}, not float16 or bfloat16"
     if len(call.parts) > MAX_PARTS:
         return f"{len(call.parts)} parts are more than {MAX_PARTS}"
+    if not call.parts:
+        return "there are no pages to attend to"
     if num_q_heads % call.parts[0].store.layout.num_kv_heads:
         return f"{num_q_heads} query heads are no multiple of {call.parts[0].store.layout.num_kv_heads} kv heads"
     if call.page_lse is not None and _is_kvquant(call):
@@ -169,6 +171,7 @@ class Plan:
     ) -> None:  # fmt: skip
         if why := refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype))):
             raise UnsupportedError(f"attend_pages on cuda: {why}")
+        check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
         device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         layout = call.parts[0].store.layout
         batch, d, heads = len(call.parts[0].table.indptr) - 1, layout.head_dim, layout.num_kv_heads
@@ -355,6 +358,7 @@ def plan(
 
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run once: out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32 (see the reference for the contract)."""
+    check_call(call, q.shape)
     made = plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1])
     if isinstance(made, Plan):
         return made.run(q.contiguous(), q_positions, page_lse=call.page_lse)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..dequantize_pages.reference import dequantize_pages
-from ..types import AttendCall, Part
+from ..types import AttendCall, Part, check_call
 
 PAGES_PER_STEP = 16
 
@@ -33,7 +33,11 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: 
 
     Returns:
         out [B, T, Hq, D] and lse [B, T, Hq] (natural log) in `dtype`; 0 and -inf where nothing was visible.
+
+    Raises:
+        DataError: shapes or tables that do not fit together.
     """
+    check_call(call, q.shape)
     outs, lses = zip(*(_attend_sequence(q[b], call, q_positions[b], b, dtype) for b in range(q.shape[0])), strict=True)
     return torch.stack(outs), torch.stack(lses)
 

@@ -23,7 +23,7 @@ import torch
 from ...errors import DataError
 from ...spec import VALUE_TOKEN_ORDER, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..cuda.side import widened
-from ..types import AttendCall, Part, kvquant_extras, last_positions
+from ..types import AttendCall, Part, check_call, kvquant_extras, last_positions
 
 BLOCK_TOKENS = (64, 32, 16)
 """Tokens dequantized at a time: the first that divides a page."""
@@ -241,6 +241,7 @@ class Plan:
     ) -> None:  # fmt: skip
         assert VALUE_TOKEN_ORDER == (0, 1, 4, 5, 2, 3, 6, 7), "_codes spells this order out"
         layout = call.parts[0].store.layout
+        check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, layout.head_dim))
         self.call, self.device = call, device
         self.shape = (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, layout.head_dim)
         self.strides = layer_strides or (0,) * len(call.parts)

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...errors import DataError
+from ...errors import DataError, UnsupportedError
 from ...quant.qparams import require_finite
 from ...quant.rotary import page_turns, step_turns
 from ..cpu.library import CloseStruct, check, library
 from ..cpu.structs import TORCH_DTYPES, low_struct, refuses_low, refuses_writing, store_struct
 from ..dequantize_pages.reference import require_starts
-from ..types import LowStore, PageStore
+from ..types import LowStore, PageStore, check_closing
 
 
 def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
@@ -41,9 +41,12 @@ def close(
     Raises:
         DataError: shapes that do not fit, NaN or infinity, no starts for pre-RoPE keys, or a scale that overflows its storage dtype. The pages are then half
             written.
+        UnsupportedError: several low planes of a page.
     """
     layout = store.layout
-    ids = np.ascontiguousarray(page_ids, np.int64)
+    if why := refuses_low(layout, [s.layout for s, _ in low], closing=True):
+        raise UnsupportedError(f"{why}; use the reference")
+    ids, *low_ids = check_closing(store, page_ids, low)
     shape = (len(ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
     for name, x in (("k", k), ("v", v)):
         if tuple(x.shape) != shape or x.dtype != k.dtype or x.dtype not in TORCH_DTYPES or x.device.type != "cpu":
@@ -53,10 +56,7 @@ def close(
         ctypes.addressof(store_struct(store)), ids.ctypes.data, None, None, len(ids), layout.num_kv_heads, layout.head_dim, TORCH_DTYPES[k.dtype],
         torch.get_num_threads(), (k.data_ptr(), v.data_ptr()), (k.stride()[:3], v.stride()[:3]),
     )  # fmt: skip
-    for fine, fine_ids in low:
-        fine_ids = np.ascontiguousarray(fine_ids, np.int64)
-        if len(fine_ids) != len(ids):
-            raise DataError(f"{len(fine_ids)} low planes for {len(ids)} pages")
+    for (fine, _), fine_ids in zip(low, low_ids, strict=True):
         struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data
     if layout.key.pre_rope:
         inv_freq = store.static["k_inv_freq"]

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...errors import DataError
+from ...errors import DataError, UnsupportedError
 from ...quant.qparams import require_finite
 from ...spec import LowLayout, PageLayout, PerChannel
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
 from ..cuda.side import TYPE_NAMES, TYPES, low_arguments, refuses_low, side_arguments
-from ..types import LowStore, PageStore, kvquant_extras
+from ..types import LowStore, PageStore, check_closing, check_low, kvquant_extras
 from . import cuda_levels
 
 ROWS_PER_THREAD = 8
@@ -114,6 +114,10 @@ def launch_close(
         low: layout of the pages' low planes, and int64 [n] on the device: byte addresses of their first structs.
     """
     layout = store.layout
+    if low:
+        if len(low) != 2 or not isinstance(low[0], LowLayout) or len(low[1]) != len(page_address):
+            raise DataError(f"low must be (layout, addresses of {len(page_address)} pages) of the one plane that the CUDA kernels write, got {low}")
+        check_low(layout, low[:1])
     kernel, threads = _load(layout, k.dtype, k.device.index, low[0] if low else None)
     args = _Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
     if low:
@@ -144,8 +148,12 @@ def close(
 
     Raises:
         DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are then written with unusable numbers.
+        UnsupportedError: several low planes of a page, or one of KVQuant's formats.
     """
     layout = store.layout
+    if why := refuses_low(len(low)) or (low and kvquant_extras(layout) and f"{kvquant_extras(layout)} with low planes have no GPU kernel"):
+        raise UnsupportedError(f"{why}; use the reference")
+    page_ids, *low_ids = check_closing(store, page_ids, low)
     shape = (len(page_ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
     for name, x in (("k", k), ("v", v)):
         if tuple(x.shape) != shape or x.dtype != k.dtype or x.device != store.device:
@@ -158,7 +166,7 @@ def close(
     k, v = _dense(k), _dense(v)
     addresses = torch.from_numpy(store.addresses()[page_ids]).to(k.device)
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
-    fine = next(((s.layout, torch.from_numpy(s.addresses()[ids]).to(k.device)) for s, ids in low), None)
+    fine = next(((s.layout, torch.from_numpy(s.addresses()[ids]).to(k.device)) for (s, _), ids in zip(low, low_ids, strict=True)), None)
     if kvquant_extras(layout):
         first = cuda_levels.first_angles(store, starts, len(page_ids), k.device)
         cuda_levels.launch(k, v, store, addresses, status, first)

@@ -16,7 +16,7 @@ from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normal
 from ...quant.rotary import turn_pages_back
 from ...spec import LowLayout, NumberFormat, PageLayout, QuantSpec
 from ..dequantize_pages.reference import require_starts, section
-from ..types import LowStore, PageStore
+from ..types import LowStore, PageStore, check_closing
 
 PAGES_PER_STEP = 64
 
@@ -131,12 +131,13 @@ def close(
     low planes into those of `low`, the coarsest first. Returns clamped elements by kind.
 
     Raises:
-        DataError: NaN or infinity (nothing is written), or a scale that overflows its storage dtype.
+        DataError: pages that are not the stores' own, NaN or infinity (nothing is written), or a scale that overflows its storage dtype.
     """
+    page_ids, *low_ids = check_closing(store, page_ids, low)
     for name, x in (("keys", k), ("values", v)):
         require_finite(x, name)
     total: dict[str, int] = {}
-    targets: list[tuple[PageStore | LowStore, np.ndarray]] = [(store, page_ids), *low]
+    targets: list[tuple[PageStore | LowStore, np.ndarray]] = [(store, page_ids), *((s, ids) for (s, _), ids in zip(low, low_ids, strict=True))]
     for i in range(0, len(page_ids), PAGES_PER_STEP):
         some = slice(i, i + PAGES_PER_STEP)
         first = None if starts is None else starts[some]

@@ -170,29 +170,13 @@ def _slabs(store: PageStore | LowStore) -> tuple[np.ndarray, np.ndarray, int]:
     return address, pages, strides.pop() if strides else layout.page_size_bytes
 
 
-def _column(name: str, array: np.ndarray, dtype: type) -> np.ndarray:
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(f"page table {name} must be a one-dimensional integer numpy array, got {type(array).__name__} {getattr(array, 'dtype', '')}")
-    return np.ascontiguousarray(array, dtype)
-
-
 def table_struct(table: PageTable) -> TableStruct:
-    """The C view of a page table, checked and kept on the table.
-
-    Raises:
-        DataError: arrays of the wrong kind or unequal length.
-    """
+    """The C view of a page table that `PageTable.check` let pass, kept on the table."""
     kept = table.__dict__.get("_cpu_struct")
     if kept is not None:
         return kept[0]
-    indptr = _column("indptr", table.indptr, np.int64)
-    ids, starts = _column("page_ids", table.page_ids, np.int64), _column("starts", table.starts, np.int64)
-    lengths = _column("lengths", table.lengths, np.int32)
-    if not len(ids) == len(starts) == len(lengths) or not len(indptr):
-        raise DataError(f"page table columns differ in length: page_ids {len(ids)}, starts {len(starts)}, lengths {len(lengths)}, indptr {len(indptr)}")
-    low = [_column("low", x, np.int64) for x in table.low]
-    if any(len(x) != len(ids) for x in low):
-        raise DataError(f"page table columns differ in length: page_ids {len(ids)}, low {[len(x) for x in low]}")
+    indptr, ids, starts, *low = (np.ascontiguousarray(x, np.int64) for x in (table.indptr, table.page_ids, table.starts, *table.low))
+    lengths = np.ascontiguousarray(table.lengths, np.int32)
     struct = TableStruct(
         num_entries=len(ids), indptr=indptr.ctypes.data, page_ids=ids.ctypes.data, starts=starts.ctypes.data, lengths=lengths.ctypes.data,
     )  # fmt: skip

@@ -23,6 +23,8 @@ def refuses(x: torch.Tensor) -> str | None:
 def _checked(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     if x.dtype != dtype or x.device.type != "cpu" or (x.dim() != 2 if shape is None else tuple(x.shape) != shape):
         raise DataError(f"{name} must be {dtype} {'[rows, columns]' if shape is None else list(shape)} on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
+    if shape is None and not x.shape[1]:
+        raise DataError(f"{name} is {list(x.shape)}: a matrix without columns has no scales; give it at least 1 column")
     return x.contiguous()
 
 

@@ -91,6 +91,8 @@ def _check(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: t
     if x.dtype not in dtypes or not x.is_cuda or not x.is_contiguous() or (x.dim() != 2 if shape is None else tuple(x.shape) != shape):
         expected = "[rows, columns]" if shape is None else list(shape)
         raise DataError(f"{name} must be contiguous {expected} on a GPU in {', '.join(map(str, dtypes))}, got {x.dtype} {list(x.shape)} on {x.device}")
+    if shape is None and not x.shape[1]:
+        raise DataError(f"{name} is {list(x.shape)}: a matrix without columns has no scales; give it at least 1 column")
 
 
 def compute_scales(x: torch.Tensor, *, kernel: str = "fast") -> torch.Tensor:

@@ -33,7 +33,7 @@ struct Work {
 };
 
 int32_t check(const kvbits_attend_call& call) {
-  if (call.num_kv_heads < 1 || call.num_heads % call.num_kv_heads || call.num_heads / call.num_kv_heads > MAX_QUERY_GROUP) return KVBITS_BAD_HEADS;
+  if (call.num_heads < 1 || call.num_kv_heads < 1 || call.num_heads % call.num_kv_heads || call.num_heads / call.num_kv_heads > MAX_QUERY_GROUP) return KVBITS_BAD_HEADS;
   if (call.batch < 0 || call.num_tokens < 0) return KVBITS_BAD_TABLE;
   for (int p = 0; p < call.num_parts; p++) {
     const kvbits_store& store = *call.parts[p].store;

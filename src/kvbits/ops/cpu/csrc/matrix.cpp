@@ -171,6 +171,7 @@ int32_t kvbits_matrix_quantize_groups(const float* x, int64_t rows, int64_t colu
   if (size < 16 || size % 16 || columns % size || (bits != 8 && bits != 4) || (bits == 4 && columns / size % 2)) return KVBITS_BAD_GROUP;
   const TierKernels* tier = active_tier();
   if (!tier) return KVBITS_NO_TIER;
+  if (!columns) return 0;
   Matrix m = matrix(tier, rows, columns);
   m.x = x;
   m.size = size;

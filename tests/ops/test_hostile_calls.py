@@ -1,0 +1,291 @@
+"""Calls that fit nothing are refused with text, before any memory is touched: never a crash, never another page than the one that was named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from ops.cpu_cases import needs_library, random_call
+
+from kvbits.errors import DataError, SpecError, UnsupportedError
+from kvbits.ops.append import cpu as append_cpu
+from kvbits.ops.append import cuda as append_cuda
+from kvbits.ops.append import reference as append_reference
+from kvbits.ops.attend_pages import cpu, cuda, reference
+from kvbits.ops.attend_pages.chunk import ChunkPlan
+from kvbits.ops.close_pages import cpu as close_cpu
+from kvbits.ops.close_pages import cuda as close_cuda
+from kvbits.ops.close_pages import reference as close_reference
+from kvbits.ops.matrix import cpu as matrix_cpu
+from kvbits.ops.types import AttendCall, LowStore, PageStore, Part, SlotMapping
+from kvbits.spec import LayerGeometry, LowLayout, PageLayout, QuantSpec
+
+INT4 = QuantSpec(format="int4")
+GPU = torch.device("cuda", 0)  # never reached: refusals come first
+BIG = 2**63 - 1
+
+
+def plan(kind):
+    """A plan's own check, as `attend`; needs no GPU."""
+    return lambda q, call, positions: kind(call, q.shape[2], q.dtype, GPU, num_queries=q.shape[1])
+
+
+ATTENDS = [
+    pytest.param(cpu.attend, marks=needs_library, id="cpu"), pytest.param(cuda.attend, id="cuda"), pytest.param(plan(cuda.Plan), id="Plan"),
+    pytest.param(plan(ChunkPlan), id="ChunkPlan"), pytest.param(reference.attend, id="reference"),
+]  # fmt: skip
+CLOSES = [
+    pytest.param(close_cpu.close, marks=needs_library, id="cpu"),
+    pytest.param(close_cuda.close, id="cuda"),
+    pytest.param(close_reference.close, id="reference"),
+]
+APPENDS = [
+    pytest.param(append_cpu.append, marks=needs_library, id="cpu"),
+    pytest.param(append_cuda.append, id="cuda"),
+    pytest.param(append_reference.append, id="reference"),
+]
+
+
+# -- attend -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attend", [ATTENDS[0], ATTENDS[1], ATTENDS[4]])
+@pytest.mark.parametrize("shape", [(2, 1, 0, 64), (0, 1, 6, 64), (2, 0, 6, 64), (2, 1, 6, 0), (2, 6, 64)])
+def test_queries_of_nothing(attend, shape):
+    _, call, _ = random_call(INT4, INT4)
+    with pytest.raises(DataError, match=r"q must be \[B, T, Hq, D\]"):
+        attend(torch.zeros(shape, dtype=torch.bfloat16), call, torch.zeros(shape[:2], dtype=torch.int64))
+
+
+@pytest.mark.parametrize("attend", [ATTENDS[0], ATTENDS[1], ATTENDS[4]])
+def test_queries_of_other_heads(attend):
+    q, call, positions = random_call(INT4, INT4)
+    for bad in (q[..., :32], q[:, :, :5], q[:, :, :1], torch.cat([q, q], -1)):
+        with pytest.raises(DataError, match=rf"q has {bad.shape[2]} heads of {bad.shape[3]}, the pages 2 heads of 64"):
+            attend(bad, call, positions)
+    with pytest.raises(DataError, match="page table is for 2 sequences, q for 1"):
+        attend(q[:1], call, positions[:1])
+
+
+@pytest.mark.parametrize("attend", ATTENDS[2:4])
+def test_plans_of_nothing(attend):
+    q, call, positions = random_call(INT4, INT4)
+    for bad in (q[:, :, :0], q[:, :0]):
+        with pytest.raises(DataError, match=r"q must be \[B, T, Hq, D\]"):
+            attend(bad, call, positions)
+    with pytest.raises((DataError, UnsupportedError), match="5 (query )?heads"):
+        attend(q[:, :, :5], call, positions)
+
+
+def test_a_plan_without_pages():
+    q, call, positions = random_call(INT4, INT4)
+    with pytest.raises(UnsupportedError, match="no pages to attend to"):
+        plan(cuda.Plan)(q, dataclasses.replace(call, parts=()), positions)
+
+
+@pytest.mark.parametrize("field", ["page_size", "num_kv_heads", "head_dim"])
+def test_layouts_of_nothing(field):
+    for n in (0, -1):
+        sizes = {"page_size": 64, "num_kv_heads": 2, "head_dim": 64} | {field: n}
+        with pytest.raises(SpecError, match=f"{field}={n} of a page must be at least 1"):
+            PageLayout(key=INT4, value=INT4, **sizes)
+        with pytest.raises(SpecError, match=f"{field}={n} of a page must be at least 1"):
+            LowLayout(key_bits=4, value_bits=4, **sizes)
+
+
+def with_table(call: AttendCall, **changed) -> AttendCall:
+    """`call`'s last part alone, its table changed."""
+    part = call.parts[-1]
+    return dataclasses.replace(call, parts=(dataclasses.replace(part, table=dataclasses.replace(part.table, **changed)),))
+
+
+@pytest.mark.parametrize("attend", ATTENDS)
+def test_page_tables_that_lead_out(attend):
+    q, call, positions = random_call(INT4, INT4)
+    t = call.parts[-1].table  # a tail page of each of two sequences
+    pages = call.parts[-1].store.num_pages
+    for bad in (np.array([0, 2, 1]), np.array([0, 1, 1]), np.array([1, 1, 2]), np.array([0, 1, 3]), np.array([0, -1, 2])):
+        with pytest.raises(DataError, match="indptr must rise from 0 to its number of entries, 2"):
+            attend(q, with_table(call, indptr=bad), positions)
+    for bad in (-1, pages, BIG):
+        with pytest.raises(DataError, match=f"page_ids names a page that its store does not have: {bad} of {pages}"):
+            attend(q, with_table(call, page_ids=np.array([t.page_ids[0], bad])), positions)
+    for bad in (0, -1, 65):
+        with pytest.raises(DataError, match=f"lengths must lie between 1 and page_size=64, got {bad}; leave out"):
+            attend(q, with_table(call, lengths=np.array([1, bad], np.int32)), positions)
+    for bad in (-1, 2**31, BIG):
+        with pytest.raises(DataError, match=f"starts must not be negative and at most {2**31 - 65}, got {bad}"):
+            attend(q, with_table(call, starts=np.array([0, bad])), positions)
+    with pytest.raises(DataError, match="differ in length: page_ids 2, lengths 1"):
+        attend(q, with_table(call, lengths=t.lengths[:1]), positions)
+    with pytest.raises(DataError, match="starts must be a one-dimensional integer numpy array, got ndarray float64"):
+        attend(q, with_table(call, starts=t.starts.astype(float)), positions)
+
+
+def test_a_table_that_passed_is_not_looked_at_again(monkeypatch):
+    _, call, _ = random_call(INT4, INT4)
+    part = call.parts[0]
+    part.table.check(2, part.store)
+    accepted = part.table.__dict__["_accepted"]
+    part.table.check(2, part.store)
+    assert part.table.__dict__["_accepted"] is accepted
+    smaller = dataclasses.replace(part.store, slabs=(part.store.slabs[0][:1],))  # another store is another question
+    with pytest.raises(DataError, match="does not have"):
+        part.table.check(2, smaller)
+
+
+# -- low planes -------------------------------------------------------------------------------------------------------
+
+OTHERS = [{"head_dim": 32}, {"num_kv_heads": 1}, {"page_size": 32}]
+
+
+def other(store: LowStore, **changed) -> LowStore:
+    layout = dataclasses.replace(store.layout, **changed)
+    return LowStore(layout, (torch.zeros(store.num_pages, layout.num_kv_heads, layout.head_bytes, dtype=torch.uint8),))
+
+
+@pytest.mark.parametrize("attend", ATTENDS)
+def test_attend_with_low_planes_of_other_pages(attend):
+    q, call, positions = random_call(INT4, INT4, low=(4, 4))
+    part = call.parts[1]
+    for changed in OTHERS:
+        ((name, got),) = changed.items()
+        bad = dataclasses.replace(part, low=(other(part.low[0], **changed),))
+        with pytest.raises(DataError, match=f"low planes have {name}={got}, the pages that they refine"):
+            attend(q, dataclasses.replace(call, parts=(bad,)), positions)
+    with pytest.raises(DataError, match="0 stores of low planes for a page table of 1"):
+        attend(q, dataclasses.replace(call, parts=(dataclasses.replace(part, low=()),)), positions)
+    low, pages = part.table.low[0].copy(), part.low[0].num_pages
+    for bad_id in (-1, pages):
+        low[0] = bad_id
+        table = dataclasses.replace(part.table, low=(low,))
+        with pytest.raises(DataError, match=f"low 0 names a page that its store does not have: {bad_id} of {pages}"):
+            attend(q, dataclasses.replace(call, parts=(dataclasses.replace(part, table=table),)), positions)
+
+
+@pytest.mark.parametrize("attend", ATTENDS[:3])
+def test_attend_with_two_low_planes(attend):
+    q, call, positions = random_call(INT4, INT4, low=(4, 4))
+    part = call.parts[1]
+    twice = Part(part.store, dataclasses.replace(part.table, low=part.table.low * 2), part.low * 2)
+    with pytest.raises(UnsupportedError, match="pages with 2 low planes each; the (CPU|CUDA) kernels take one"):
+        attend(q, dataclasses.replace(call, parts=(twice,)), positions)
+
+
+def pages_of(key: QuantSpec = INT4) -> tuple[torch.Tensor, PageStore, LowStore]:
+    layout = PageLayout(key=key, value=INT4, page_size=32, num_kv_heads=2, head_dim=64)
+    low = LowLayout(key_bits=4, value_bits=4, page_size=32, num_kv_heads=2, head_dim=64)
+    stores = (cls(x, (torch.full((4, 2, x.head_bytes), 0xFF, dtype=torch.uint8),)) for cls, x in ((PageStore, layout), (LowStore, low)))
+    return torch.randn(2, 2, 32, 64), *stores
+
+
+@pytest.mark.parametrize("close", CLOSES)
+def test_close_to_other_pages(close):
+    k, store, low = pages_of()
+    ids = np.array([0, 1])
+    for changed in OTHERS:
+        ((name, got),) = ({x: n // 2 for x, n in changed.items()} if "page_size" in changed else changed).items()
+        with pytest.raises(DataError, match=f"low planes have {name}={got}, the pages that they refine"):
+            close(k, k, store, ids, [(other(low, **{name: got}), ids)])
+    for bad in (np.array([0, 4]), np.array([-1, 0]), np.array([0, BIG])):
+        with pytest.raises(DataError, match="page_ids names a page that its store does not have"):
+            close(k, k, store, bad, [(low, ids)])
+        with pytest.raises(DataError, match="low 0 names a page that its store does not have"):
+            close(k, k, store, ids, [(low, bad)])
+    with pytest.raises(DataError, match="1 low planes for 2 pages"):
+        close(k, k, store, ids, [(low, ids[:1])])
+    with pytest.raises(DataError, match="page_ids must be one-dimensional integers, got float64"):
+        close(k, k, store, ids.astype(float))
+    assert all(bool((s.slabs[0] == 0xFF).all()) for s in (store, low))
+
+
+@pytest.mark.parametrize("close", CLOSES[:2])
+def test_close_with_two_low_planes(close):
+    k, store, low = pages_of()
+    ids = np.array([0, 1])
+    with pytest.raises(UnsupportedError, match="pages with 2 low planes each; the (CPU|CUDA) kernels take one; use the reference"):
+        close(k, k, store, ids, [(low, ids), (low, ids)])
+    assert bool((low.slabs[0] == 0xFF).all())
+
+
+def test_close_on_a_gpu_with_planes_that_no_kernel_writes():
+    k, store, low = pages_of(dataclasses.replace(INT4, pre_rope=True))
+    with pytest.raises(UnsupportedError, match="low planes have no GPU kernel; use the reference"):
+        close_cuda.close(k, k, store, np.array([0, 1]), [(low, np.array([0, 1]))], np.zeros(2, np.int64))
+    k, store, low = pages_of()
+    at, status = torch.zeros(2, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
+    for bad in (((low.layout, at), (low.layout, at)), (low.layout, at[:1]), (low.layout, at, at)):
+        with pytest.raises(DataError, match="addresses of 2 pages"):
+            close_cuda.launch_close(k, k, store, at, status, bad)
+    with pytest.raises(DataError, match="low planes have head_dim=32"):
+        close_cuda.launch_close(k, k, store, at, status, (dataclasses.replace(low.layout, head_dim=32), at))
+
+
+# -- append -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("append", APPENDS)
+def test_append_past_the_end(append):
+    raw = QuantSpec.raw()
+    layout = PageLayout(key=raw, value=raw, page_size=32, num_kv_heads=2, head_dim=64)
+    buffer = torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
+    k = torch.zeros(2, 8, 2, 64, dtype=torch.bfloat16)
+    for run in ([2, 0, 0, 0, 1], [0, 8, 0, 0, 1], [0, 0, 4, 0, 1], [0, 0, 0, 32, 1], [0, 0, 0, 25, 8], [0, 7, 0, 0, 2], [0, 0, 0, 2**61, 1]):
+        with pytest.raises(DataError, match=r"runs reach \(sequences, tokens, pages, slots\) = .*, but there are only \(2, 8, 4, 32\)"):
+            append(k, k, PageStore(layout, (buffer,)), SlotMapping(np.array([run])))
+    assert bool((buffer == 0xFF).all())
+
+
+def test_runs_below_zero_or_past_counting():
+    for column in range(5):
+        run = np.array([[0, 0, 0, 0, 1]])
+        run[0, column] = -1
+        with pytest.raises(DataError, match="name nothing below 0"):
+            SlotMapping(run)
+        run[0, column] = BIG  # first slot and count must not wrap to a slot that exists
+        with pytest.raises(DataError, match="name nothing above"):
+            SlotMapping(run)
+
+
+# -- matrices and geometry --------------------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize("rows", [0, 8])
+def test_matrices_without_columns(rows):
+    x, none = torch.zeros(rows, 0), torch.zeros(0)
+    calls = [lambda: matrix_cpu.quantize_groups(x, 64), lambda: matrix_cpu.quantize_groups(x, 16, 4)]
+    for kernel in matrix_cpu.KERNELS:
+        calls.append(lambda kernel=kernel: matrix_cpu.compute_scales(x, kernel=kernel))
+        calls.append(lambda kernel=kernel: matrix_cpu.quantize(x, none, kernel=kernel))
+        calls.append(lambda kernel=kernel: matrix_cpu.dequantize(x.to(torch.int8), none, kernel=kernel))
+    for call in calls:
+        with pytest.raises(DataError, match=rf"is \[{rows}, 0\]: a matrix without columns has no scales; give it at least 1 column"):
+            call()
+
+
+@needs_library
+def test_matrices_without_rows_are_empty():
+    x = torch.zeros(0, 64)
+    for kernel in matrix_cpu.KERNELS:
+        scales = matrix_cpu.compute_scales(x, kernel=kernel)
+        assert torch.equal(scales, torch.ones(64))
+        assert matrix_cpu.dequantize(matrix_cpu.quantize(x, scales, kernel=kernel), scales, kernel=kernel).shape == (0, 64)
+    for bits, width in ((8, 64), (4, 32)):
+        codes, scales = matrix_cpu.quantize_groups(x, 16, bits)
+        assert codes.shape == (0, width) and scales.shape == (0, 4)
+
+
+def test_more_heads_than_any_model_has():
+    with pytest.raises(SpecError, match=r"num_kv_heads=1000000000000 is more than 65535; it counts"):
+        LayerGeometry(num_kv_heads=10**12, head_dim=64)
+    assert LayerGeometry(num_kv_heads=65_535, head_dim=64).num_kv_heads == 65_535
+
+
+def test_a_page_below_zero_is_no_page():
+    _, store, _ = pages_of()
+    for bad in (-1, 4):
+        with pytest.raises(IndexError):
+            store.page(bad)
