@@ -25,6 +25,7 @@ from ..ops.types import AttendCall, LowStore, PageStore, Part, SlotMapping
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec, Scheme
 from .allocator import Allocator
+from .device_decode import DeviceDecode
 from .parameters import of_heads
 from .state import Close, GroupState, Sequence, Step
 
@@ -62,6 +63,7 @@ class Forward:
     plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
     shares: dict[int, list[np.ndarray]] = field(default_factory=dict)  # per observed group, of each place that was here
     slots: dict[int, dict[str, SlotMapping]] = field(default_factory=dict)  # per group and pool, for all its layers
+    device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
 
     def slots_of(self, group: int) -> dict[str, SlotMapping]:
         """Where the group's raw tokens go, by pool."""
@@ -126,7 +128,7 @@ class LayerSteps:
     nonfinite: str
     backend: str
     watching: bool
-    groups: list[GroupState]
+    held_groups: list[GroupState]
     saturated: list[dict[str, int]]
     _where: dict[int, tuple[Place, ...]]
     _shared: list[dict[str, torch.Tensor]]
@@ -176,7 +178,7 @@ class LayerSteps:
 
     def _observes(self, place: Place, f: Forward) -> bool:
         """Whether this pass notes which pages attention uses: every chunk, and one in `OBSERVE_EVERY` tokens."""
-        state = self.groups[place.group]
+        state = self.held_groups[place.group]
         if not self.watching and not (state.group.tiers and state.group.demote == "attention"):
             return False
         return f.history_first or max(s.length for s in state.sequences) % OBSERVE_EVERY == 0
@@ -188,7 +190,7 @@ class LayerSteps:
     def _note_shares(self, place: Place, call: AttendCall, lse: torch.Tensor, f: Forward) -> None:
         """Share of the attention of each page of the call, mean over queries and heads."""
         assert call.page_lse is not None
-        row = np.concatenate([np.repeat(np.arange(len(self.groups[0].sequences)), np.diff(p.table.indptr)) for p in call.parts])
+        row = np.concatenate([np.repeat(np.arange(len(self.held_groups[0].sequences)), np.diff(p.table.indptr)) for p in call.parts])
         whole = lse.float().cpu().numpy()[row]
         with np.errstate(invalid="ignore"):
             shares = np.where(np.isfinite(whole), np.exp(call.page_lse - whole), 0.0)
@@ -215,7 +217,7 @@ class LayerSteps:
         asks = call.page_lse is not None
         key = (place.group, call.scaling, call.softcap, q.shape[1:3], asks)
         if key not in f.plans:
-            first = self._where[self.groups[place.group].group.layers[0]]
+            first = self._where[self.held_groups[place.group].group.layers[0]]
             base = self._call(next(p for p in first if p.group == place.group), call.scaling, call.softcap, f)
             base = dataclasses.replace(base, page_lse=call.page_lse)
             strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
@@ -283,11 +285,11 @@ class LayerSteps:
 
     def _dequantize(self, place: Place, row: int, dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
         """Positions [tokens], keys and values [tokens, H, D] that a sequence holds in one place, in token order."""
-        g = self.groups[place.group].group.geometry
+        g = self.held_groups[place.group].group.geometry
         empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
         keys, values = [empty], [empty]
         found = []
-        for (pool, planes), table in self.groups[place.group].tables().items():
+        for (pool, planes), table in self.held_groups[place.group].tables().items():
             store, low = self._store(place, pool), self._low_stores(place, planes)
             for e in range(table.indptr[row], table.indptr[row + 1]):
                 fine = [(x.page(int(ids[e]))[None], x.layout) for x, ids in zip(low, table.low, strict=True)]
@@ -303,21 +305,21 @@ class LayerSteps:
         return np.concatenate([np.zeros(0, np.int64), *positions]), torch.empty_like(k).index_copy_(-1, order, k), torch.cat(values)
 
     def _store(self, place: Place, pool: str) -> PageStore:
-        return self.groups[place.group].pools[pool].store(place.index, self._static(place) if pool == "closed" else {})
+        return self.held_groups[place.group].pools[pool].store(place.index, self._static(place) if pool == "closed" else {})
 
     def _low_store(self, place: Place, pool: str) -> LowStore:
-        return self.groups[place.group].pools[pool].store(place.index, {})
+        return self.held_groups[place.group].pools[pool].store(place.index, {})
 
     def _low_stores(self, place: Place, planes: int) -> tuple[LowStore, ...]:
         """Stores of the planes that a page of zone `planes` has: those of the oldest tiers, the oldest first."""
-        names = self.groups[place.group].group.low_pools
+        names = self.held_groups[place.group].group.low_pools
         return tuple(self._low_store(place, name) for name in names[len(names) - planes :][::-1])
 
     def _static(self, place: Place) -> dict[str, torch.Tensor]:
         whole = self._shared[place.layer]
-        return whole if place.heads is None else of_heads(whole, place.heads, self.groups[place.group].group)
+        return whole if place.heads is None else of_heads(whole, place.heads, self.held_groups[place.group].group)
 
     def _stored_order(self, place: Place, x: torch.Tensor) -> torch.Tensor:
         """Queries or keys [..., D] with their channels as the place stores them."""
-        order = self._orders.get(place.layer) if self.groups[place.group].group.key.pre_rope else None
+        order = self._orders.get(place.layer) if self.held_groups[place.group].group.key.pre_rope else None
         return x if order is None else x[..., order]

@@ -24,13 +24,20 @@ from ..errors import CacheStateError, DataError, PoolFullError, SpecError, count
 from ..ops import dispatch
 from ..ops.attend_pages.break_even import small_on_gpu
 from ..ops.merge_partials.reference import add_sink_logit
+from ..ops.paged_attention import PagedAttention, plan
+from ..ops.types import PageStore
 from ..quant.qparams import TORCH_DTYPES, require_finite
-from ..spec import CacheSpec
-from . import parameters, serialize, swap
+from ..spec import CacheSpec, PageLayout
+from . import device_decode, parameters, serialize, swap
 from .allocator import Allocator
 from .layer_steps import Forward, LayerSteps, Place
 from .pool import Pool
 from .state import GroupState, Sequence
+
+LOOK_EVERY = 16
+"""Tokens between two looks at what pages that closed on the device found."""
+MOST_CHECKED = 4096
+_NO_POSITIONS = torch.empty(0, 1, dtype=torch.int64)
 
 
 class PagedCache(LayerSteps):
@@ -83,23 +90,29 @@ class PagedCache(LayerSteps):
         self._orders = parameters.orders(spec, self.device)
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
         self._where: dict[int, tuple[Place, ...]] = {}
-        self.groups: list[GroupState] = []
+        self.held_groups: list[GroupState] = []
         for g, group in enumerate(spec.groups):
             wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
             pools = {name: Pool(group, name, None if wanted is None else wanted[name], self.device) for name in group.pools}
-            self.groups.append(GroupState(group, pools))
+            self.held_groups.append(GroupState(group, pools))
             for i, (layer, heads) in enumerate(zip(group.layers, group.heads, strict=True)):
                 whole = len(heads) == spec.layers[layer].num_kv_heads
                 self._where[layer] = (*self._where.get(layer, ()), Place(layer, g, i, None if whole else heads))
         self._forward: Forward | None = None
         self._capacity = (batch_size, max_tokens)
         self._choices: dict[Any, dispatch.Choice] = {}
+        self._decode: device_decode.DeviceDecode | None = None
+        self._decode_refusals: dict[Any, str | None] = {}
+        self._single_passes = 0  # passes of one token since anything else was done
+        self._plans: dict[Any, PagedAttention] = {}
+        self._checked: set[tuple[Any, ...]] = set()  # what `_check` has let pass
+        self._found: DataError | None = None  # what closing found on the device, not yet raised
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int:
-        return len(self.groups[0].sequences)
+        return len(self.held_groups[0].sequences)
 
     @property
     def seq_lens(self) -> list[int]:
@@ -107,13 +120,20 @@ class PagedCache(LayerSteps):
         return [s.length for s in self.groups[0].sequences]
 
     @property
-    def _has_head_overrides(self) -> bool:
+    def groups(self) -> list[GroupState]:
+        """Page lists of every layer group. A cache that decodes on the device takes them back from there first, which waits for the GPU."""
+        if self._decode is not None:
+            self._settle()
+        return self.held_groups
+
+    @property
+    def has_head_overrides(self) -> bool:
         return any(len(places) > 1 for places in self._where.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes really allocated for pages, free ones included."""
-        return sum(p.nbytes for g in self.groups for p in g.pools.values())
+        return sum(p.nbytes for g in self.held_groups for p in g.pools.values())
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Allocated bytes split into codes, scales, outliers, raw, padding and free. Their sum is `nbytes`."""
@@ -133,7 +153,7 @@ class PagedCache(LayerSteps):
             "layers": [
                 {
                     "layers": list(g.group.layers),
-                    "kv_heads": [list(heads) for heads in g.group.heads] if self._has_head_overrides else "all",
+                    "kv_heads": [list(heads) for heads in g.group.heads] if self.has_head_overrides else "all",
                     "keys": repr(g.group.key),
                     "values": repr(g.group.value),
                     "sliding_window": g.group.geometry.sliding_window,
@@ -141,7 +161,7 @@ class PagedCache(LayerSteps):
                 }
                 for g in self.groups
             ],
-            "ops": sorted({str(c) for c in self._choices.values()}),
+            "ops": sorted({str(c) for c in self._choices.values()} | {p.explain() for p in self._plans.values()}),
             "notes": self._notes(),
             "bytes": self.bytes_by_kind() | {"total": self.nbytes},
             "saturated": {i: s for i, s in enumerate(self.saturated) if any(s.values())},
@@ -167,6 +187,9 @@ class PagedCache(LayerSteps):
             PoolFullError: pages are missing; nothing changed.
             CacheStateError: the batch size changed, or the pass before was left unfinished.
         """
+        if self._found is not None:
+            found, self._found = self._found, None
+            raise found
         if self._forward is not None:
             missing = sorted(self._forward.pending)
             raise CacheStateError(
@@ -180,6 +203,9 @@ class PagedCache(LayerSteps):
                 f"the cache holds {counted(self.batch_size, 'sequence')} but was given {batch_size}; use batch_select_indices() or batch_repeat_interleave() "
                 "(PagedCache: select() or repeat()), or reset() first"
             )
+        if num_tokens == 1 and self._decode is not None and self._begin_on_device(valid):
+            return
+        self._single_passes = self._single_passes + 1 if num_tokens == 1 else 0
         if valid is not None:
             valid = valid.to("cpu", torch.bool)
             if valid.shape != (batch_size, num_tokens):
@@ -211,6 +237,115 @@ class PagedCache(LayerSteps):
         saturated = [dict(s) for s in self.saturated]
         self._forward = Forward(num_tokens, counts, valid, positions, steps, history_first, set(self._where), before, saturated)
 
+    # -- decoding on the device -------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        decode, self._decode, self._single_passes = self._decode, None, 0
+        assert decode is not None
+        self._found = decode.settle() or self._found
+
+    def attention_plan(
+        self, layouts: tuple[PageLayout, ...], max_pages: tuple[int, ...], batch_size: int, num_q_heads: int, dtype: torch.dtype, scaling: float,
+        sliding_window: int | None, softcap: float | None,
+    ) -> PagedAttention:  # fmt: skip
+        """A plan for decoding on the device, kept: pages are assigned again and again."""
+        key = (layouts, max_pages, batch_size, num_q_heads, dtype, scaling, sliding_window, softcap)
+        if key not in self._plans:
+            self._plans[key] = plan(
+                layouts, max_pages=max_pages, batch_size=batch_size, num_q_heads=num_q_heads, dtype=dtype, device=self.device, scaling=scaling,
+                sliding_window=sliding_window, softcap=softcap,
+            )  # fmt: skip
+        return self._plans[key]
+
+    def store_of(self, layer: int, pool: str) -> PageStore:
+        """A layer's pages of one pool."""
+        (place,) = self._where[layer]
+        return self._store(place, pool)
+
+    def _enter_device(self, q: torch.Tensor, scaling: float, softcap: float | None) -> None:
+        """Decode on the device from here on, if that can be done: two passes of a token in a row are taken for the beginning of many."""
+        if self.device.type != device_decode.DEVICE or self._found is not None:
+            return
+        capturing = torch.cuda.is_current_stream_capturing()
+        if (decode := self._decode) is not None:
+            if capturing or (decode.steps_left and decode.key == (q.shape[2], q.dtype, scaling, softcap)):
+                return
+            self._settle()
+            self._single_passes = 2  # on with other pages
+        why: str | None = f"{counted(self._single_passes, 'token')} came one by one so far; two must have"
+        if self._single_passes >= 2 and q.shape[0] == self.batch_size:
+            key = (q.shape[2], q.dtype)
+            if key not in self._decode_refusals:
+                self._decode_refusals[key] = device_decode.refuses(self, *key)
+            why = self._decode_refusals[key]
+            if why is None and not capturing:
+                made = device_decode.enter(self, q.shape[2], q.dtype, scaling, softcap)
+                if not isinstance(made, str):
+                    self._decode = made
+                    return
+                why = made
+        if capturing:
+            raise CacheStateError(f"a step of this cache cannot be captured in a graph now: {why or 'decode a token first'}")
+
+    def _begin_on_device(self, valid: torch.Tensor | None) -> bool:
+        """Begin a pass of one token on the device; False if the pages assigned ahead are used up, or may not be."""
+        decode = self._decode
+        assert decode is not None
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing and self._capacity[1] is None:
+            raise CacheStateError("a cache that grows assigns pages from the host again and again, so its steps cannot be captured; build it with max_tokens")
+        if not decode.steps_left and not capturing:
+            self._settle()
+            return False
+        if valid is not None:
+            if tuple(valid.shape) != (self.batch_size, 1):
+                raise DataError(f"valid has shape {tuple(valid.shape)}, expected {(self.batch_size, 1)}")
+            if valid.device.type == "cpu":
+                valid = None if bool(valid.all()) else valid.to(self.device)
+            elif valid.dtype != torch.bool:
+                valid = valid.bool()
+        if not capturing and decode.steps_taken % LOOK_EVERY == 0 and (found := decode.look()) is not None:
+            raise found
+        decode.begin(valid)
+        self._forward = Forward(
+            1, [1] * self.batch_size, None, _NO_POSITIONS, [], False, set(self._where), [], [dict(s) for s in self.saturated], device=decode
+        )  # fmt: skip
+        return True
+
+    def count_replays(self, steps: int) -> None:
+        """Call before a captured decode step is replayed `steps` times: the host cannot see replays.
+
+        Raises:
+            PoolFullError: the capacity has no room for so many tokens more. Nothing changed; do not replay.
+            CacheStateError: page lists were taken back from the device since the step was captured (by anything but decoding): capture again.
+        """
+        if self._decode is None:
+            raise CacheStateError("no captured step of this cache can be replayed: its pages have been assigned anew since; decode a token and capture again")
+        self._finished("replaying a step")
+        self._decode.count(steps)
+
+    def _step_on_device(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, f: Forward, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None
+    ) -> torch.Tensor:
+        decode = f.device
+        assert decode is not None
+        if layer not in f.pending:
+            raise CacheStateError(f"layer {layer} attended twice in one forward pass while {counted(len(f.pending), 'layer')} did not come; call reset()")
+        if (q.shape[2], q.dtype, scaling, softcap) != decode.key:
+            raise DataError(f"layer {layer} attends with {q.shape[2]} heads, scaling {scaling}, softcap {softcap}; this pass began with {decode.key}")
+        if self.nonfinite == "clamp":
+            k, v = _clamp(k), _clamp(v)
+        lse = None if sink_logits is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        try:
+            out = decode.step(layer, q, k, v, lse)
+        except BaseException:
+            self._fail()
+            raise
+        f.pending.discard(layer)
+        if not f.pending:
+            self._forward = None
+        return out if lse is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
+
     def _restore(self, before: list[tuple[list[Sequence], dict[str, Allocator]]]) -> None:
         for g, state in zip(self.groups, before, strict=True):
             g.restore(*state)
@@ -230,6 +365,10 @@ class PagedCache(LayerSteps):
         """
         f = self._forward
         if f is None:
+            return
+        if f.device is not None and f.before is not None:
+            f.device.take_back(set(self._where) - f.pending)
+            self._forward = None
             return
         if f.before is None:
             raise CacheStateError("abandon() after a sequence was freed during the pass; free() the others too, or call reset()")
@@ -286,6 +425,13 @@ class PagedCache(LayerSteps):
         self._check(layer, q, k, v)
         if softcap is not None and not softcap > 0:
             raise DataError(f"softcap={softcap} must be positive, or None for no cap")
+        if q.shape[1] == 1:
+            if self._forward is None:
+                self._enter_device(q, scaling, softcap)
+                if self._decode is not None:
+                    self.begin(q.shape[0], 1, valid)
+            if self._forward is not None and self._forward.device is not None:
+                return self._step_on_device(layer, q, k, v, self._forward, scaling, softcap, sink_logits)
         k, v, f = self._enter(layer, k, v, valid)
         try:
             if len(self._where[layer]) == 1:
@@ -345,6 +491,9 @@ class PagedCache(LayerSteps):
                 self.groups[g].observe(f.steps[g].history, np.mean(shares, axis=0))
 
     def _check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        given = (layer, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+        if given in self._checked:
+            return
         if layer not in self._where:
             raise DataError(f"layer {layer} does not exist; the cache has {len(self.spec.layers)} layers")
         g = self.spec.layers[layer]
@@ -364,14 +513,18 @@ class PagedCache(LayerSteps):
                 )
             if x.device.type != self.device.type:
                 raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {self.device}; build it with device={str(x.device)!r}")
+        if len(self._checked) < MOST_CHECKED:
+            self._checked.add(given)
 
     def __getstate__(self) -> dict[str, Any]:
         self._finished("copying or pickling a cache")
-        return self.__dict__
+        _ = self.groups
+        return self.__dict__ | {"_plans": {}, "_checked": set()}
 
     # -- sequences --------------------------------------------------------------------------------------------------
 
     def _finished(self, what: str) -> None:
+        self._single_passes = 0
         if self._forward is not None:
             left = counted(len(self._forward.pending), "layer")
             raise CacheStateError(f"{what} in the middle of a forward pass ({left} to go); finish it, or call reset() or abandon()")
@@ -519,7 +672,7 @@ class PagedCache(LayerSteps):
                 g.free(row)
             g.sequences = []
             g.settle()
-        self._forward = None
+        self._forward, self._found = None, None
         self.saturated = [{"k": 0, "v": 0} for _ in self.spec.layers]
 
     def swap_out(self, row: int) -> swap.SwappedSequence:
@@ -561,8 +714,7 @@ class PagedCache(LayerSteps):
 
 
 def _clamp(x: torch.Tensor) -> torch.Tensor:
+    """NaN to 0, infinity to the largest finite value. Does not wait for a GPU."""
     finite = torch.isfinite(x)
-    if bool(finite.all()):
-        return x
-    top = x[finite].abs().max().item() if bool(finite.any()) else 0.0
-    return torch.nan_to_num(x, nan=0.0, posinf=top, neginf=-top)
+    top = torch.where(finite, x.abs(), 0).amax()
+    return torch.where(finite, x, torch.where(torch.isnan(x), 0, x.sign() * top))

@@ -233,6 +233,14 @@ class GroupState:
                     for i, planes in enumerate(s.low):
                         self._give_back(f"low{i}", planes.pop(0))
 
+    def release_invisible(self, s: Sequence) -> None:
+        """Free what the newest token could not see any more."""
+        self._release_invisible(s, self._first_needed(s, s.length - 1))
+
+    def forget_tables(self) -> None:
+        """Page lists changed."""
+        self._closed_tables = None
+
     # -- zones ------------------------------------------------------------------------------------------------------
 
     def _give_back(self, pool: str, page_id: int | None) -> None:

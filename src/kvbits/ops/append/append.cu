@@ -1,8 +1,7 @@
 // Fresh keys and values to their slots in raw pages, straight from where the projections left them: one block per (run, kv head, keys or values). Raw pages hold the
 // tensors' own numbers, so bytes are moved and one binary serves every dtype, head_dim and page size.
 #include "ptx.cuh"
-
-struct Run { i64 page, row, token, slot, count; };  // page: bytes from `pages` to its first struct
+#include "runs.cuh"
 
 struct Args {
     const char* x[2];             // keys, values

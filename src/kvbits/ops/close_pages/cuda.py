@@ -68,8 +68,18 @@ class _Args(ctypes.Structure):
     ]  # fmt: skip
 
 
-def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> dict[str, int | str]:
-    """Macros of one instantiation of close.cu."""
+class StepArgs(_Args):
+    """struct Args of close.cu with APPENDS."""
+
+    _fields_ = [
+        ("closings", ctypes.c_void_p), ("closed", ctypes.c_void_p), ("tail", ctypes.c_void_p), ("runs", ctypes.c_void_p),
+        ("fresh", ctypes.c_void_p * 2), ("fresh_stride", ctypes.c_int64 * 2 * 2), ("before", ctypes.c_void_p * 2),
+        ("tail_head_bytes", ctypes.c_int64), ("tail_offset", ctypes.c_int * 2),
+    ]  # fmt: skip
+
+
+def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None, appends: bool = False) -> dict[str, int | str]:
+    """Macros of one instantiation of close.cu; `appends`: of `DecodeStep`."""
     d, page = layout.head_dim, layout.page_size
     octets = d // 8
     threads = max(128, min(512, -(-page * octets // 4 // 32) * 32), -(-page * octets // ROWS_PER_THREAD // 32) * 32)
@@ -82,13 +92,13 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
         "GROUP_SCALES": scales,
         "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "K_SIDE": side_arguments(layout, "k", layout.key),
         "V_SIDE": side_arguments(layout, "v", layout.value), "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
-        "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16,
+        "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16, "APPENDS": int(appends),
     }  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
-def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None) -> tuple[driver.Kernel, int]:
-    macros = defines(layout, dtype, low)
+def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None, appends: bool = False) -> tuple[driver.Kernel, int]:
+    macros = defines(layout, dtype, low, appends)
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
         binary = cuda_compile.compile_source(Path(__file__).parent, "close.cu", macros, arch)
@@ -130,6 +140,55 @@ def launch_close(
             if static is not None:
                 field[i] = static.data_ptr()
     kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(k.device).cuda_stream)
+
+
+class DecodeStep:
+    """What the pages of one layer need in every decode step: pages that close are quantized, the fresh tokens stored raw. One launch, which asks the device
+    what closes and where tokens go, so that it can be captured in a CUDA graph.
+
+    Args:
+        store: pages that close, or `tail` again where nothing does.
+        tail: raw pages.
+        closings: int64 [B, 2] on the device, struct Closing of runs.cuh; runs: int64 [B, 5], struct Run. Bytes count from the first slab of each store.
+        status: int32 [6] on the device, added to (see `launch_close`).
+    """
+
+    def __init__(self, store: PageStore, tail: PageStore, dtype: torch.dtype, closings: torch.Tensor, runs: torch.Tensor, status: torch.Tensor) -> None:
+        layout, raw = store.layout, tail.layout
+        self._kernel, self._threads = _load(layout, dtype, -1 if store.device.index is None else store.device.index, None, True)
+        self._grid = 2 * layout.num_kv_heads * len(runs)
+        self._keep = (store, tail, closings, runs, status)
+        self._args = StepArgs(
+            status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes, closings=closings.data_ptr(), runs=runs.data_ptr(),
+            closed=store.slabs[0].data_ptr(), tail=tail.slabs[0].data_ptr(), tail_head_bytes=raw.head_bytes,
+        )  # fmt: skip
+        for i, kind in enumerate("kv"):
+            self._args.tail_offset[i] = raw.sections[f"{kind}_raw"].offset
+            for name, field in (("scale", self._args.scale), ("bias", self._args.bias)):
+                static = store.static.get(f"{kind}_{name}")
+                if static is not None:
+                    field[i] = static.data_ptr()
+
+    def run(self, k: torch.Tensor, v: torch.Tensor, before: torch.Tensor | None, stream: int) -> None:
+        """Store keys and values [B, 1, H, D] of the pages' dtype.
+
+        Args:
+            before: [2, B, H, D] of that dtype, takes what the tokens replace (for `put_back`).
+        """
+        args, size = self._args, k.element_size()
+        for i, x in enumerate((k, v)):
+            if x.stride(3) != 1 or (x.data_ptr() | x.stride(0) * size | x.stride(2) * size) & 15:
+                x = x.contiguous()
+            args.fresh[i] = x.data_ptr()
+            args.fresh_stride[i][0], args.fresh_stride[i][1] = x.stride(0) * size, x.stride(2) * size
+            args.before[i] = None if before is None else before[i].data_ptr()
+        self._kernel.launch(self._grid, self._threads, args, stream)
+
+    def put_back(self, before: torch.Tensor, nothing_closes: torch.Tensor, stream: int) -> None:
+        """Write what `run` replaced; `nothing_closes`: as `closings`, all -1."""
+        self._args.closings = nothing_closes.data_ptr()
+        self.run(before[0][:, None], before[1][:, None], None, stream)
+        self._args.closings = self._keep[2].data_ptr()
 
 
 def close(

@@ -169,7 +169,7 @@ class DevicePlan:
             part.base, part.page_stride = slabs[0].data_ptr(), slabs[0].stride(0)
             part.num_pages = sum(len(s) for s in slabs)
             if len(slabs) > 1:
-                offsets = _offsets(tuple((s.data_ptr() - slabs[0].data_ptr(), s.stride(0), len(s)) for s in slabs), self.device)
+                offsets = page_offsets(tuple((s.data_ptr() - slabs[0].data_ptr(), s.stride(0), len(s)) for s in slabs), self.device)
                 part.page_offset = offsets.data_ptr()
                 kept.append(offsets)
             for name, pointer in attend_cuda.static_pointers(layout, {} if layout.key.is_raw else static, self.device).items():
@@ -239,7 +239,7 @@ class DevicePlan:
 
 
 @functools.lru_cache(maxsize=256)
-def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
+def page_offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
     """int64 [pages]: bytes from the first slab's start to every page, of (start, stride, pages) of each slab."""
     found = torch.cat([begin + stride * torch.arange(pages, dtype=torch.int64) for begin, stride, pages in slabs])
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

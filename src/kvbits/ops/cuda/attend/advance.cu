@@ -1,0 +1,59 @@
+// A decode step of a cache on the device: one token for every sequence. Says where the tokens go, which raw page is quantized and where to, and moves the lengths on.
+// One block; a few integers for each sequence.
+#include "ptx.cuh"
+#include "runs.cuh"
+
+struct Pages {
+    const int* table;            // [batch, width]: page numbers
+    const i64* offset;           // [pages] bytes to each page, where pools have several slabs; null: `stride` apart
+    i64 stride;
+    int width;
+
+    /// Bytes from the pool's start to page `at` of a sequence's; -1 past the last.
+    DEVICE i64 find(int b, int at) const {
+        if (at >= width) return -1;
+        const int id = table[b * width + at];
+        return id < 0 ? -1 : offset ? offset[id] : i64(id) * stride;
+    }
+    DEVICE i64 number(int b, int at) const { return at < width ? table[b * width + at] : -1; }
+};
+
+enum { TAIL, CLOSED, FIRST, TAIL_START, LENGTH, FIELDS };  // tokens in raw pages, in closed ones; page of the ring where the raw ones begin; position of their first
+
+struct Args {
+    int* state;                  // [FIELDS, batch]
+    int* before;                 // likewise: what it was
+    const int* residual;         // [batch]: newest tokens that stay raw; null if nothing is quantized later
+    const unsigned char* valid;  // [batch]: which tokens are real; null for all
+    Run* runs;                   // [batch]
+    Closing* closings;           // [batch]
+    int* query_lens;             // [batch]: 1 for real tokens, 0 for padding
+    i64* slots;                  // [batch]: page number * page_size + place, -1 for none; null if nobody asks
+    Pages tail, closed;
+    int batch, page_size, ring;  // ring: raw pages that are used again and again, twice in a row of the table; 0: a row has them in order
+    int valid_stride;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) advance(const __grid_constant__ Args a) {
+    for (int b = threadIdx.x; b < a.batch; b += THREADS) {
+        int s[FIELDS];
+        for (int i = 0; i < FIELDS; ++i) a.before[i * a.batch + b] = s[i] = a.state[i * a.batch + b];
+        const int n = a.valid ? a.valid[i64(b) * a.valid_stride] != 0 : 1;
+        Closing closing = {-1, -1};
+        if (n && a.residual && s[TAIL] - a.residual[b] >= a.page_size) {
+            closing = {a.tail.find(b, s[FIRST]), a.closed.find(b, s[CLOSED] / a.page_size)};
+            s[TAIL] -= a.page_size, s[CLOSED] += a.page_size, s[TAIL_START] += a.page_size;
+            s[FIRST] = s[FIRST] + 1 == a.ring ? 0 : s[FIRST] + 1;
+        }
+        const int at = s[FIRST] + s[TAIL] / a.page_size, slot = s[TAIL] % a.page_size;
+        const i64 page = n ? a.tail.find(b, at) : -1;
+        const bool fits = page >= 0 && (closing.from < 0) == (closing.to < 0);
+        a.runs[b] = {fits ? page : 0, b, 0, slot, fits};
+        a.closings[b] = fits ? closing : Closing{-1, -1};
+        a.query_lens[b] = fits;
+        if (a.slots) a.slots[b] = fits ? a.tail.number(b, at) * a.page_size + slot : -1;
+        if (!fits) continue;  // padding, or a table that ended: nothing is written, and the lengths stay
+        s[TAIL] += 1, s[LENGTH] += 1;
+        for (int i = 0; i < FIELDS; ++i) a.state[i * a.batch + b] = s[i];
+    }
+}

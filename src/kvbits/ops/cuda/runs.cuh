@@ -1,0 +1,7 @@
+// Where fresh tokens go: what append.cu reads, the host (append/cuda.py) or a kernel (attend/advance.cu) writes.
+#pragma once
+
+struct Run { i64 page, row, token, slot, count; };  // page: bytes from the pool's start to its first struct
+
+/// What a sequence of a decode step does beside that: the raw page that is quantized and where to, bytes from their pools' starts; -1 if none is.
+struct Closing { i64 from, to; };

@@ -1,0 +1,282 @@
+"""Decoding with lengths and pages on the device: kernels run on a CPU here, against the cache that is led by the host. tests/integrations/test_gpu_decode.py is
+the same on a GPU, with graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ops import test_cuda_emulated, test_paged_attention
+
+from kvbits import ops, schemes
+from kvbits.cache import device_decode
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import CacheStateError, DataError, PoolFullError
+from kvbits.ops import paged_attention
+from kvbits.ops.attend_pages import cuda as attend_cuda
+from kvbits.ops.close_pages import cuda as close_cuda
+from kvbits.ops.cuda.attend import plan as device_plan
+from kvbits.spec import CacheSpec, LayerGeometry
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+FOLDER = Path(ops.__file__).parent
+HERE = Path(test_cuda_emulated.__file__).parent / "emulated"
+list_library = test_paged_attention.list_library
+emulated_list = test_paged_attention.emulated_list
+HEADS, D, LAYERS, GROUP = 2, 64, 2, 2
+libraries: dict = {}
+
+
+def compiled(source: Path, headers: list[Path], macros: dict, entry: str, threads: str, folder: Path) -> ctypes.CDLL:
+    key = (source, *sorted(macros.items()))
+    if key in libraries:
+        return libraries[key]
+    folder = folder / f"{source.stem}{len(libraries)}"
+    folder.mkdir()
+    for path in (*headers, HERE / "ptx.cuh", HERE / "block.cpp"):
+        (folder / path.name).write_text(path.read_text())
+    text = source.read_text().replace('extern "C" __global__', "")
+    text = text.replace("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;")
+    (folder / "kernel.h").write_text(text)
+    lines = {"SHARED_BYTES": 64, **macros, "KERNEL": entry, "NUM_THREADS": threads}
+    (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
+    options = ["-std=c++17", "-O1", "-w", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC", f"-I{folder}"]
+    subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "k.so")], check=True)
+    libraries[key] = ctypes.CDLL(str(folder / "k.so"))
+    return libraries[key]
+
+
+def launcher(library):
+    return SimpleNamespace(launch=lambda grid, threads, args, stream, **_: library.launch(ctypes.byref(args), grid))
+
+
+@pytest.fixture
+def gpu(emulated_list, monkeypatch, tmp_path_factory):
+    """A GPU of three multiprocessors whose memory is the CPU's."""
+    folder, cuda = tmp_path_factory.mktemp("kernels"), FOLDER / "cuda"
+
+    def attend(kernel, device_index):
+        key = ("attend", kernel.defines)
+        if key not in libraries:
+            libraries[key] = test_cuda_emulated.compiled(kernel, tmp_path_factory.mktemp("attend"), (9, 0))
+        return launcher(libraries[key])
+
+    def close(layout, dtype, device_index, low=None, appends=False):
+        macros = close_cuda.defines(layout, dtype, low, appends)
+        headers = [FOLDER / "close_pages" / "stored.cuh", cuda / "side.cuh", cuda / "turn.cuh", cuda / "runs.cuh"]
+        return launcher(compiled(FOLDER / "close_pages" / "close.cu", headers, macros, "close_pages", "THREADS", folder)), int(macros["THREADS"])
+
+    advance = lambda *_: launcher(compiled(cuda / "attend" / "advance.cu", [cuda / "runs.cuh"], {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731
+
+    def host_plan(layouts, **options):
+        made = device_plan.DevicePlan(layouts, host_plan.max_pages, **options | {"device": torch.device("cpu", 0)})
+        made.device = torch.device("cpu")
+        return made
+
+    def plan(layouts, *, max_pages, **options):
+        host_plan.max_pages = max_pages
+        return original(layouts, max_pages=max_pages, **options)
+
+    original = paged_attention.plan
+    from kvbits.cache import paged_cache
+
+    for target, name, value in (
+        (attend_cuda, "load_kernel", attend), (close_cuda, "_load", close), (device_decode, "load_advance", advance), (paged_attention, "_HostPlan", host_plan),
+        (paged_cache, "plan", plan), (device_plan, "refuses", lambda *_: None), (close_cuda, "refuses", lambda *_: None), (device_decode, "DEVICE", "cpu"),
+        (device_decode, "_on_device", lambda x, device: torch.from_numpy(x.copy())), (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=3)),
+        (torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0)), (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True)),
+    ):  # fmt: skip
+        monkeypatch.setattr(target, name, value)
+    return monkeypatch
+
+
+def spec_of(scheme, window=None):
+    scheme = schemes.get(scheme) if isinstance(scheme, str) else scheme
+    return CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=HEADS, head_dim=D, sliding_window=window),) * LAYERS)
+
+
+class Tokens:
+    """The same random tokens for several caches."""
+
+    def __init__(self, batch, seed=0):
+        self.gen, self.batch = torch.Generator().manual_seed(seed), batch
+
+    def __call__(self, count):
+        return [
+            tuple(torch.randn(self.batch, count, n, D, generator=self.gen).bfloat16() for n in (HEADS * GROUP, HEADS, HEADS)) for _ in range(LAYERS)
+        ]  # fmt: skip
+
+
+def feed(cache, layers, valid=None):
+    return torch.stack([cache.step(i, q, k, v, scaling=D**-0.5, valid=valid) for i, (q, k, v) in enumerate(layers)])
+
+
+def same_pages(one, other):
+    assert one.seq_lens == other.seq_lens
+    for layer in range(LAYERS):
+        for row in range(one.batch_size):
+            for a, b in zip(one.dequantize(layer, row), other.dequantize(layer, row), strict=True):
+                assert torch.equal(a, b), (layer, row)
+    for a, b in zip(one.groups, other.groups, strict=True):
+        for s, t in zip(a.sequences, b.sequences, strict=True):
+            assert (s.length, s.closed_lengths, s.tail_lengths, s.released) == (t.length, t.closed_lengths, t.tail_lengths, t.released)
+        assert {n: p.allocator.num_used for n, p in a.pools.items()} == {n: p.allocator.num_used for n, p in b.pools.items()}
+
+
+def both(scheme, batch, window=None, **options):
+    return PagedCache(spec_of(scheme, window), **options), PagedCache(spec_of(scheme, window), backend="reference", **options)
+
+
+def run(ours, theirs, tokens, steps, start=0, limit=2e-2):
+    for i in range(steps):
+        layers = tokens(1)
+        got, want = feed(ours, layers), feed(theirs, layers)
+        assert ((got - want).norm() / want.norm()).item() < limit, (start + i, ours._decode is not None)
+
+
+SCHEMES = ["raw", "int8", "int8_centered", "int4", "kivi4", "fp8", schemes.get("int4", num_sink_tokens=3, residual_length=20)]
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["grows", "fixed"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s if isinstance(s, str) else "int4_sinks")
+def test_pages_are_those_of_the_host(scheme, fixed, gpu):
+    options = {"max_tokens": 400, "batch_size": 3} if fixed else {}
+    ours, theirs = both(scheme, 3, **options)
+    tokens = Tokens(3)
+    prompt = tokens(90)
+    feed(ours, prompt), feed(theirs, prompt)
+    run(ours, theirs, tokens, 150)
+    assert ours._decode is not None and ours._decode.steps_taken > 10
+    assert any("paged attention by cuda" in op for op in ours.explain()["ops"])
+    same_pages(ours, theirs)
+    run(ours, theirs, tokens, 5)  # and on
+    same_pages(ours, theirs)
+
+
+def test_ragged_prompts_padding_and_windows(gpu):
+    ours, theirs = both("int8", 3, window=100)
+    tokens = Tokens(3, 1)
+    prompt, valid = tokens(150), torch.ones(3, 150, dtype=torch.bool)
+    valid[0, :149], valid[1, :60] = False, False
+    feed(ours, prompt, valid), feed(theirs, prompt, valid)
+    run(ours, theirs, tokens, 90)
+    for i in range(70):
+        layers, real = tokens(1), torch.tensor([[i % 3 > 0], [True], [i % 5 > 3]])
+        got, want = feed(ours, layers, real), feed(theirs, layers, real)
+        assert not got[:, ~real[:, 0]].any()
+        assert ((got - want).norm() / want.norm()).item() < 2e-2
+    assert ours._decode is not None
+    assert ours.seq_lens == theirs.seq_lens
+    same = [(s.length, s.tail_lengths) for s in ours.groups[0].sequences]
+    assert same == [(s.length, s.tail_lengths) for s in theirs.groups[0].sequences]
+
+
+def test_other_operations_take_the_pages_back(gpu):
+    ours, theirs = both("int4", 2)
+    tokens = Tokens(2, 2)
+    prompt = tokens(100)
+    feed(ours, prompt), feed(theirs, prompt)
+    for change in (lambda c: c.crop([150, 140]), lambda c: c.select([1, 0]), lambda c: c.select([0, 0]), lambda c: feed(c, chunk), lambda c: c.free(1)):
+        run(ours, theirs, tokens, 70)
+        chunk = tokens(7)
+        assert ours._decode is not None
+        change(ours), change(theirs)
+        assert ours._decode is None
+        same_pages(ours, theirs)
+    run(ours, theirs, tokens, 70)
+    same_pages(ours, theirs)
+
+
+def test_a_shared_raw_page_is_copied_before_it_is_written(gpu):
+    ours, theirs = both("int8", 1)
+    tokens = Tokens(1, 3)
+    prompt = tokens(30)
+    feed(ours, prompt), feed(theirs, prompt)
+    for c in (ours, theirs):
+        c.fork(0)
+    tokens.batch = 2
+    run(ours, theirs, tokens, 80)
+    assert ours._decode is not None
+    same_pages(ours, theirs)
+
+
+@pytest.mark.parametrize("reach", [0, 1])
+def test_a_pass_that_fails_is_taken_back(reach, gpu):
+    """At every place of a page, so also when one closes and its place is used again."""
+    ours, theirs = both("int8", 2, max_tokens=300, batch_size=2)
+    tokens = Tokens(2, 4)
+    prompt = tokens(60)
+    feed(ours, prompt), feed(theirs, prompt)
+    for _ in range(70):
+        bad = tokens(1)
+        for i, (q, k, v) in enumerate(bad[: 1 + reach]):
+            if i < reach:
+                ours.step(i, q, k, v, scaling=D**-0.5)
+        if ours.in_pass:
+            ours.abandon()
+        run(ours, theirs, tokens, 1)
+    assert ours._decode is not None
+    same_pages(ours, theirs)
+
+
+def test_the_capacity_ends_where_it_did(gpu):
+    ours, theirs = both("int4", 2, max_tokens=200, batch_size=2)
+    tokens = Tokens(2, 5)
+    prompt = tokens(100)
+    feed(ours, prompt), feed(theirs, prompt)
+    run(ours, theirs, tokens, 3)
+    done = 0
+    with pytest.raises(PoolFullError):
+        for _ in range(400):
+            layers = tokens(1)
+            feed(theirs, layers)
+            feed(ours, layers)
+            done += 1
+    with pytest.raises(PoolFullError, match="built for 2 sequences of 200 tokens"):
+        feed(ours, layers)
+    assert ours.seq_lens == theirs.seq_lens and done > 90
+    same_pages(ours, theirs)
+    ours.crop(50), theirs.crop(50)
+    run(ours, theirs, tokens, 40)
+
+
+def test_replays_are_counted_before_they_run(gpu):
+    ours, _ = both("int4", 1, max_tokens=200, batch_size=1)
+    with pytest.raises(CacheStateError, match="decode a token and capture again"):
+        ours.count_replays(1)
+    tokens = Tokens(1, 6)
+    feed(ours, tokens(100))
+    for _ in range(4):
+        feed(ours, tokens(1))
+    with pytest.raises(PoolFullError, match="larger max_tokens"):
+        ours.count_replays(10_000)
+    left = ours._decode.steps_left
+    ours.count_replays(left)
+    with pytest.raises(PoolFullError):
+        ours.count_replays(1)
+
+
+def test_numbers_that_cannot_be_stored_are_reported(gpu):
+    ours, _ = both("int8", 1)
+    tokens = Tokens(1, 7)
+    feed(ours, tokens(40))
+    for _ in range(4):
+        feed(ours, tokens(1))
+    assert ours._decode is not None
+    bad = tokens(1)
+    bad[1][1][0, 0, 0, 3] = float("nan")
+    gpu.setattr("kvbits.cache.paged_cache.require_finite", lambda *_: None)  # on a GPU single tokens are not asked
+    feed(ours, bad)
+    with pytest.raises(DataError, match=r"keys of layer 1 held NaN or infinity"):
+        for _ in range(120):
+            feed(ours, tokens(1))
+    ours.free(0)
+    ours.reset()
+    feed(ours, tokens(3))
