@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..errors import DataError, PoolFullError, counted
+from ..later import Later
 from ..ops import paged_attention
 from ..ops.close_pages import cuda as close_cuda
 from ..ops.cuda import compile as cuda_compile
@@ -136,7 +137,7 @@ class DeviceDecode:
                 self.of_layer[layer] = (g, i)
         self._advance = load_advance(-1 if cache.device.index is None else cache.device.index)
         self._statuses = [g.status for g in groups]
-        self._seen: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._status = Later()
         self._valid: torch.Tensor | None = None
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -187,18 +188,8 @@ class DeviceDecode:
 
     def look(self) -> DataError | None:
         """What closing had found when last asked, if it was bad; asks again. Never waits."""
-        if self._seen is not None:
-            found, event = self._seen
-            if not event.query():
-                return None
-            self._seen = None
-            if error := self._judge(found):
-                return error
-        found = torch.cat(self._statuses).to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._seen = found, event
-        return None
+        found = self._status.ask(torch.cat(self._statuses))
+        return None if found is None else self._judge(found)
 
     def _judge(self, found: torch.Tensor) -> DataError | None:
         rows = iter(found.tolist())

@@ -28,12 +28,18 @@ from .. import schemes
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, SpecError, UnsupportedError
 from ..geometry import layer_geometries
+from ..later import Later
 from ..spec import CacheSpec, Scheme
 from .rotary import with_rotary
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
 
+LOOK_EVERY = 16
+"""Tokens between two looks at what masks on a GPU said."""
+_OTHER_MASK = (
+    "tokens that are already cached (or shows padding that was not stored); kvbits keeps what it was told when they came; build a fresh cache for another mask"
+)
 NAME = "kvbits"
 """Name of the attention and mask functions in Transformers' registries."""
 
@@ -80,36 +86,61 @@ class _Columns:
 
     Attributes:
         seen: before the pass under way.
-        valid: bool [B, seen], which of them are real; None while no padding was seen.
+        valid: bool [B, seen], which of them are real, wherever the mask was; None for all.
         new, been: positions of the pass under way, and the layers that have been through it.
+        mask: bool [B, seen + new] that the pass under way was given.
     """
 
     seen: int = 0
     valid: torch.Tensor | None = None
     new: int = 0
     been: set[int] = field(default_factory=set)
-    fresh: torch.Tensor | None = None  # bool [B, new], None for all real
+    mask: torch.Tensor | None = None
+    _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
+    _later: Later = field(default_factory=Later)
+    _passes: int = 0
 
     def seen_by(self, layer: int) -> int:
         return self.seen + (self.new if layer in self.been else 0)
 
-    def note(self, layer: int, new: int, valid: torch.Tensor | None) -> None:
-        """A layer has stored `new` positions per sequence."""
-        self.new, self.fresh = new, valid
+    def check(self, mask: torch.Tensor, num_tokens: int) -> None:
+        """Refuse a mask bool [B, seen + num_tokens] that says something else about what is cached than the masks before. For a single token on a GPU, which
+        nobody waits for, some passes later.
+
+        Raises:
+            UnsupportedError: it does.
+        """
+        past = mask[:, : self.seen]
+        differs = (past != self.valid.to(past.device)).any() if self.valid is not None else ~past.all()
+        if mask.device.type == "cpu" or num_tokens > 1:
+            if bool(differs):
+                raise UnsupportedError(f"attention_mask hides {_OTHER_MASK}")
+            return
+        self._differs = differs if self._differs is None else self._differs | differs
+        self._passes += 1
+        if self._passes % LOOK_EVERY == 0 and not torch.cuda.is_current_stream_capturing():
+            found = self._later.ask(self._differs)
+            if found is not None and bool(found):
+                self._differs = None
+                raise UnsupportedError(f"the attention_mask of an earlier token hid {_OTHER_MASK}")
+
+    def note(self, layer: int, new: int, mask: torch.Tensor | None) -> None:
+        """A layer has stored `new` positions per sequence; `mask` bool [B, seen + new], None for all real."""
+        self.new, self.mask = new, mask
         self.been.add(layer)
 
-    def keep(self, batch_size: int) -> None:
+    def keep(self) -> None:
         """The pass is over: all layers have stored it."""
-        if self.valid is not None or (self.fresh is not None and not bool(self.fresh.all())):
-            old = torch.ones(batch_size, self.seen, dtype=torch.bool) if self.valid is None else self.valid
-            fresh = torch.ones(batch_size, self.new, dtype=torch.bool) if self.fresh is None else self.fresh.cpu()
-            self.valid = torch.cat([old, fresh], 1)
+        if self.mask is not None:
+            self.valid = None if self.mask.device.type == "cpu" and bool(self.mask.all()) else self.mask
+        elif self.valid is not None:
+            self.valid = torch.cat([self.valid, self.valid.new_ones(len(self.valid), self.new)], 1)
         self.seen += self.new
         self.take_back()
 
     def take_back(self) -> None:
         """Forget the pass under way."""
-        self.new, self.fresh = 0, None
+        self.new, self.mask = 0, None
         self.been.clear()
 
 
@@ -128,8 +159,8 @@ class Mask(_NotATensor):
     arguments: dict[str, Any]
     made: list[torch.Tensor | None] = field(default_factory=list)  # the dense mask, once a layer wanted it
 
-    def valid(self, columns: _Columns) -> torch.Tensor | None:
-        """Bool [B, T]: which of the new tokens are real; None for all.
+    def known(self, columns: _Columns) -> torch.Tensor | None:
+        """Bool [B, tokens seen + T]: which tokens are real; None for all.
 
         Raises:
             UnsupportedError: a mask that ends before the new tokens, or hides tokens that are already cached.
@@ -142,14 +173,10 @@ class Mask(_NotATensor):
             raise UnsupportedError(
                 f"attention_mask covers {mask.shape[1]} tokens, but {seen} are cached and {self.q_length} new ones came; pass the mask of all of them"
             )
+        mask = mask[:, : seen + self.q_length]
         if columns.seen == seen and not columns.been:  # once per pass: the first layer asks
-            past = mask[:, :seen]
-            if not bool((past.cpu() == columns.valid).all() if columns.valid is not None else past.all()):
-                raise UnsupportedError(
-                    "attention_mask hides tokens that are already cached (or shows padding that was not stored); kvbits keeps what it was told "
-                    "when they came; build a fresh cache for another mask"
-                )
-        return mask[:, seen : seen + self.q_length]
+            columns.check(mask, self.q_length)
+        return mask
 
     def dense(self) -> torch.Tensor | None:
         if not self.made:  # one for all layers of a pass
@@ -203,7 +230,8 @@ def attention(
             "(None: full attention); this model's config does not say what its layers do, so build the cache from a CacheSpec of your own"
         )
     key.stored = True
-    valid = attention_mask.valid(layer.columns)
+    known = attention_mask.known(layer.columns)
+    valid = None if known is None else known[:, -query.shape[2] :]
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     try:
         out = layer.store.step(
@@ -214,9 +242,9 @@ def attention(
         if not layer.store.in_pass:  # the store took the whole pass back
             layer.columns.take_back()
         raise
-    layer.columns.note(layer.index, query.shape[2], valid)
+    layer.columns.note(layer.index, query.shape[2], known)
     if not layer.store.in_pass:
-        layer.columns.keep(query.shape[0])
+        layer.columns.keep()
     return out, None
 
 
@@ -425,7 +453,7 @@ class KVCache(Cache):
         if self.store.batch_size:
             lengths = torch.tensor(self.store.seq_lens)
             if n:
-                lengths = lengths + n if columns.valid is None else lengths - columns.valid[:, n:].sum(1)
+                lengths = lengths + n if columns.valid is None else lengths - columns.valid[:, n:].sum(1).cpu()
             self.store.crop(lengths.tolist())
         if n:
             columns.valid = None if columns.valid is None else columns.valid[:, :n]
@@ -441,7 +469,7 @@ class KVCache(Cache):
         if self.store.batch_size:
             self.store.select(indices.tolist())
             if self._columns.valid is not None:
-                self._columns.valid = self._columns.valid[indices.to("cpu")]
+                self._columns.valid = self._columns.valid[indices.to(self._columns.valid.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store.batch_size:
