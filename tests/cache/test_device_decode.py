@@ -183,9 +183,9 @@ def test_other_operations_take_the_pages_back(gpu):
     tokens = Tokens(2, 2)
     prompt = tokens(100)
     feed(ours, prompt), feed(theirs, prompt)
+    chunk = tokens(7)
     for change in (lambda c: c.crop([150, 140]), lambda c: c.select([1, 0]), lambda c: c.select([0, 0]), lambda c: feed(c, chunk), lambda c: c.free(1)):
         run(ours, theirs, tokens, 70)
-        chunk = tokens(7)
         assert ours._decode is not None
         change(ours), change(theirs)
         assert ours._decode is None

@@ -1,0 +1,314 @@
+"""Decode attention of presets in a real cache on a GPU, raw tail included, beside closed pages alone and the fastest 16-bit kernel.
+
+    python benchmarks/bench_decode_gpu.py [presets ...] [--shapes 0 1 ..] [--out benchmarks/results/<gpu>/attend_decode.json]
+    python benchmarks/bench_decode_gpu.py --steps [--out .../decode_steps.json]      what a step costs on the host, and its slowest one
+    python benchmarks/bench_decode_gpu.py --store [--out .../store_tokens.json]      single tokens into partly filled pages
+
+A row is a preset by its name: `PagedCache` with that scheme, filled through `append`, in the middle of a page, decoding on the device. Its attention is compared with
+the float64 reference over the same pages before anything is timed. Times are medians of CUDA-graph replays over all layers of a cache larger than L2;
+`closed_only` reads as many tokens from closed pages alone; `between_matmuls` has a product of 117 MB before every launch, as in a model, whose own time is
+taken off. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_attend_gpu import HEAD_DIM, KV_HEADS, bench_16_bit, copy_bandwidth, time_us
+from result_file import write_result
+
+from kvbits import schemes
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.ops import paged_attention
+from kvbits.ops.attend_pages import cuda, reference
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerGroup, QuantSpec, Scheme
+
+SHAPES = ((1, 32, 32768), (8, 32, 32768), (32, 32, 8192), (32, 64, 4096), (64, 32, 4096), (128, 32, 2048))  # sequences, query heads, tokens
+PRESETS = ("raw", "int8", "int8_centered", "fp8", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "nuq4", "nuq4-1%")
+STUDIES = {"int3_g64": QuantSpec(format="int3", granularity=PerGroup(64)), "int4_g64": QuantSpec(format="int4", granularity=PerGroup(64)),
+           "int2_g64": QuantSpec(format="int2", granularity=PerGroup(64))}  # fmt: skip
+"""Formats that no preset has."""
+ROTATE_BYTES = 400 << 20
+ERROR_LIMIT = 5e-3
+MATMUL = (4096, 14336)  # 117 MB in bf16
+
+
+def scheme_of(name: str) -> Scheme:
+    if name in STUDIES:
+        return Scheme(name=name, key=STUDIES[name], value=STUDIES[name])
+    return schemes.get(name)
+
+
+def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | None:
+    """What calibration would give for normal numbers: even codebooks."""
+    if not scheme.needs_calibration:
+        return None
+    book = torch.linspace(-1, 1, 2**scheme.key.bits, device="cuda").expand(KV_HEADS, -1).contiguous()
+    return [{"k_codebook": book, "v_codebook": book} for _ in range(layers)]
+
+
+def filled(scheme: Scheme, batch: int, tokens: int, layers: int, room: int = 256) -> PagedCache:
+    """A cache of fixed capacity that holds `tokens` random tokens of every sequence."""
+    from kvbits.spec import Rotary
+
+    rotary = Rotary(theta=500_000.0) if scheme.pre_rope else None
+    spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rotary=rotary),) * layers)
+    cache = PagedCache(spec, batch_size=batch, max_tokens=tokens + room, device="cuda", static=calibration(scheme, layers))
+    whole = max(1, (1 << 28) // (batch * KV_HEADS * HEAD_DIM * 2)) // 64 * 64 or 64
+    for first in range(0, tokens, whole):
+        n = min(whole, tokens - first)
+        k, v = (torch.randn(batch, n, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        for layer in range(layers):
+            cache.append(layer, k, v)
+    return cache
+
+
+def layers_for(scheme: Scheme, batch: int, tokens: int) -> int:
+    layout = PageLayout(key=scheme.key, value=scheme.value, page_size=scheme.page_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    return max(2, -(-ROTATE_BYTES // (batch * tokens // scheme.page_size * layout.page_size_bytes)))
+
+
+def call_of(cache: PagedCache, layer: int, rows: list[int]) -> AttendCall:
+    """Host lists of some sequences, for the reference."""
+    state = cache.groups[0]
+    parts = []
+    for (pool, _), t in state.tables().items():
+        keep = np.concatenate([np.arange(t.indptr[r], t.indptr[r + 1]) for r in rows])
+        indptr = np.concatenate([[0], np.cumsum([t.indptr[r + 1] - t.indptr[r] for r in rows])]).astype(np.int64)
+        store: PageStore = cache.store_of(layer, pool)
+        parts.append(Part(store, PageTable(indptr, t.page_ids[keep], t.starts[keep], t.lengths[keep])))
+    return AttendCall(tuple(parts), HEAD_DIM**-0.5)
+
+
+def decode_a_little(cache: PagedCache, q_heads: int, layers: int, steps: int = 4) -> torch.Tensor:
+    batch = cache.batch_size
+    for _ in range(steps):
+        q, k, v = (torch.randn(batch, 1, n, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for n in (q_heads, KV_HEADS, KV_HEADS))
+        for layer in range(layers):
+            cache.step(layer, q, k, v, scaling=HEAD_DIM**-0.5)
+    return q
+
+
+def check(cache: PagedCache, q: torch.Tensor, out: torch.Tensor, what: str) -> float:
+    """Against float64, first and last sequence of the last layer. Takes the pages back from the device."""
+    rows = sorted({0, cache.batch_size - 1})
+    lengths = cache.seq_lens
+    layer = len(cache.spec.layers) - 1
+    positions = torch.tensor([[lengths[r] - 1] for r in rows])
+    want, _ = reference.attend(q[rows], call_of(cache, layer, rows), positions, torch.float64)
+    error = float((out[rows].double() - want).norm() / want.norm())
+    if not error < ERROR_LIMIT:
+        raise SystemExit(f"{what}: error {error} against float64; a wrong kernel has no speed")
+    return error
+
+
+def matmuls() -> Any:
+    x = torch.randn(16, MATMUL[0], device="cuda", dtype=torch.bfloat16)
+    weights = [torch.randn(*MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    outs = [torch.empty(16, MATMUL[1], device="cuda", dtype=torch.bfloat16) for _ in weights]
+    return lambda i: torch.mm(x, weights[i % 4], out=outs[i % 4])
+
+
+def bench_preset(name: str, batch: int, q_heads: int, tokens: int, product: Any) -> dict[str, Any]:
+    scheme = scheme_of(name)
+    layers = layers_for(scheme, batch, tokens)
+    repeat = max(1, 12 // layers)
+    # Half a page waits beyond the newest tokens that stay raw: what a cache holds on average.
+    cache = filled(scheme, batch, tokens - 4, layers)
+    if name != "raw":
+        short = scheme.page_size // 2 - (tokens - scheme.residual_length - scheme.num_sink_tokens) % scheme.page_size
+        cache.crop(tokens - 4 + short - (scheme.page_size if short > 0 else 0))
+    q = decode_a_little(cache, q_heads, layers)
+    found: dict[str, Any] = {"layers": layers}
+    decode = cache._decode
+    if decode is None:  # a scheme that the host leads: the plan of a step, made once
+        found["led_by"] = next(iter(cache._decode_refusals.values()))
+        return found | host_led(cache, q, scheme, layers, repeat)
+    (group,) = decode.groups
+    run = group.attention.run
+    out = torch.empty_like(q)
+    launches = [lambda i=i: run(q, i, out=out) for i in range(layers)] * repeat
+    found["tail_tokens"] = int(group.numbers[0, 0])
+    found["time_us"] = time_us(launches)
+    rounds = [f for i, launch in enumerate(launches) for f in (lambda i=i: product(i), launch)]
+    alone = time_us([lambda i=i: product(i) for i in range(len(launches))])
+    found["between_matmuls_us"] = 2 * time_us(rounds) - alone
+    found["error"] = check(cache, q, run(q, layers - 1), f"{name} at {batch} x {tokens}")
+    if not scheme.key.is_raw:
+        found["closed_only_us"] = closed_only(scheme, batch, tokens, layers, q, repeat)
+    return found
+
+
+def host_led(cache: PagedCache, q: torch.Tensor, scheme: Scheme, layers: int, repeat: int) -> dict[str, Any]:
+    calls = [call_of(cache, i, list(range(cache.batch_size))) for i in range(layers)]
+    strides = tuple(p.store.layout.page_size_bytes for p in calls[0].parts)
+    plan = cuda.plan(calls[0], q.shape[2], q.dtype, q.device, layer_strides=strides)
+    launches = [lambda i=i: plan.run(q, layer=i, static=[p.store.static for p in calls[i].parts]) for i in range(layers)] * repeat
+    time_real = time_us(launches)
+    return {"time_us": time_real, "error": check(cache, q, plan.run(q, layer=layers - 1, static=[p.store.static for p in calls[-1].parts])[0], scheme.name)}
+
+
+def closed_only(scheme: Scheme, batch: int, tokens: int, layers: int, q: torch.Tensor, repeat: int) -> float:
+    """The kernel alone: as many tokens, all of them in closed pages."""
+    none = dataclasses.replace(scheme, residual_length=0, num_sink_tokens=0)
+    cache = filled(none, batch, tokens + 1, layers, room=64)
+    state = cache.groups[0]
+    layout = state.group.layouts["closed"]
+    plan = paged_attention.plan([layout], max_pages=[tokens // scheme.page_size], batch_size=batch, num_q_heads=q.shape[2], dtype=q.dtype, device="cuda")
+    for i in range(layers):
+        store = cache.store_of(i, "closed")
+        plan.bind(i, [store.slabs], store.static)
+    table = torch.tensor([s.closed for s in state.sequences], dtype=torch.int32, device="cuda")
+    plan.update([table], [torch.full((batch,), tokens, dtype=torch.int32, device="cuda")])
+    out = torch.empty_like(q)
+    return time_us([lambda i=i: plan.run(q, i, out=out) for i in range(layers)] * repeat)
+
+
+def bench_shapes(args: argparse.Namespace) -> dict[str, Any]:
+    rows, peers, product = [], [], matmuls()
+    for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes):
+        shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
+        times = bench_16_bit(batch, q_heads, tokens, False)
+        best = min(times.values())
+        peers += [{"kernel": name, "shape": shape, "time_us": t} for name, t in times.items()]
+        print(f"{shape}: " + ", ".join(f"{name} {t:.1f} us" for name, t in times.items()), flush=True)
+        torch.cuda.empty_cache()
+        for name in args.presets:
+            r = bench_preset(name, batch, q_heads, tokens, product)
+            row = {"scheme": name, "shape": shape, **r, "speedup_real_cache": best / r["time_us"]}
+            for key, field in (("closed_only_us", "speedup_closed_only"), ("between_matmuls_us", "speedup_between_matmuls")):
+                if key in r:
+                    row[field] = best / r[key]
+            rows.append(row)
+            more = f" x{r['time_us'] / r['closed_only_us']:.3f} of closed" if "closed_only_us" in r else ""
+            print(
+                f"  {name:14s} {r['time_us']:8.1f} us  real x{row['speedup_real_cache']:.2f}  closed x{row.get('speedup_closed_only', 0):.2f}  "
+                f"matmuls x{row.get('speedup_between_matmuls', 0):.2f}  tail {r.get('tail_tokens', '-')}{more}  error {r['error']:.1e}",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+    return {"peers": peers, "rows": rows}
+
+
+def host_ms(work: Any, repeats: int = 20) -> float:
+    """Time until `work` returns, nothing waited for; the GPU is idle before each."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def bench_steps(args: argparse.Namespace) -> dict[str, Any]:
+    """Host time of a step of 32 layers, the work list, and the slowest of 200 steps."""
+    rows = []
+    for name in args.presets:
+        for batch, tokens in ((1, 2048), (8, 2048), (32, 2048), (128, 2048), (128, 4096)):
+            layers = 32
+            if CacheSpec(scheme=scheme_of(name), layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM),) * layers).nbytes(tokens + 512, batch) > 90 << 30:
+                continue
+            cache = filled(scheme_of(name), batch, tokens, layers, room=512)
+            q = decode_a_little(cache, 32, layers, 6)
+            k, v = (torch.randn(batch, 1, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+
+            def step(cache=cache, q=q, k=k, v=v, layers=layers) -> None:
+                for layer in range(layers):
+                    cache.step(layer, q, k, v, scaling=HEAD_DIM**-0.5)
+
+            def begin(cache=cache, batch=batch) -> None:
+                cache.begin(batch, 1)
+
+            python = host_ms(step)
+            begins = []
+            for _ in range(10):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                begin()
+                begins.append(1e3 * (time.perf_counter() - start))
+                step()
+            walls = []
+            for _ in range(200):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                step()
+                torch.cuda.synchronize()
+                walls.append(1e3 * (time.perf_counter() - start))
+            torch.cuda.set_sync_debug_mode("error")
+            waits = 0
+            try:
+                step()
+            except RuntimeError:
+                waits = -1
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            row = {
+                "scheme": name, "batch": batch, "tokens": tokens, "layers": layers, "on_device": cache._decode is not None, "python_ms": python,
+                "begin_and_update_ms": statistics.median(begins), "median_step_ms": statistics.median(walls), "slowest_step_ms": max(walls),
+                "waits_for_gpu": waits,
+            }  # fmt: skip
+            rows.append(row)
+            print("  " + "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+            del cache
+            torch.cuda.empty_cache()
+    return {"rows": rows, "work_list": bench_work_list()}
+
+
+def bench_work_list() -> list[dict[str, Any]]:
+    """Device time of the work list, and of attention with it against a list of the host."""
+    rows = []
+    spec = QuantSpec(format="int4", granularity=PerGroup(32))
+    layout = PageLayout(key=spec, value=spec, page_size=64, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    for batch, q_heads, tokens in (*SHAPES, (1024, 32, 256)):
+        pages = tokens // 64
+        n = batch * pages
+        layers = max(2, -(-ROTATE_BYTES // (n * layout.page_size_bytes)))
+        slab = torch.randint(0, 64, (n, layers, KV_HEADS, layout.head_bytes), dtype=torch.uint8, device="cuda")
+        ids = torch.randperm(n, device="cuda").int().view(batch, pages)
+        q = torch.randn(batch, 1, q_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(q)
+        plan = paged_attention.plan([layout], max_pages=[pages], batch_size=batch, num_q_heads=q_heads, dtype=q.dtype, device="cuda")
+        for i in range(layers):
+            plan.bind(i, [slab[:, i]])
+        lens = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
+        listing = time_us([lambda plan=plan, ids=ids, lens=lens: plan.update([ids], [lens])] * 20)
+        repeat = max(1, 12 // layers)
+        plan.update([ids], [lens])
+        device = time_us([lambda i=i, plan=plan, q=q, out=out: plan.run(q, i, out=out) for i in range(layers)] * repeat)
+        indptr = np.arange(batch + 1, dtype=np.int64) * pages
+        table = PageTable(indptr, ids.cpu().numpy().ravel().astype(np.int64), np.tile(np.arange(pages, dtype=np.int64) * 64, batch), np.full(n, 64, np.int32))
+        call = AttendCall((Part(PageStore(layout, (slab[:, 0],)), table),), HEAD_DIM**-0.5)
+        host = cuda.Plan(call, q_heads, q.dtype, q.device, layer_strides=(layout.page_size_bytes,))
+        by_host = time_us([lambda i=i, host=host, q=q: host.run(q, layer=i) for i in range(layers)] * repeat)
+        same = torch.equal(plan.run(q, 1).nan_to_num(), host.run(q, layer=1)[0].nan_to_num())
+        rows.append({"batch": batch, "tokens": tokens, "work_list_us": listing, "attend_us": device, "attend_by_host_list_us": by_host, "same": same})
+        print(f"  {batch} x {tokens}: list {listing:.1f} us, attention {device:.1f} us, by the host's list {by_host:.1f} ({device / by_host:.3f})", flush=True)
+        del slab
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("presets", nargs="*", default=list(PRESETS))
+    parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
+    parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    found = bench_steps(args) if args.steps else bench_shapes(args)
+    result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_per_s": copy_bandwidth() / 1e12, **found}
+    write_result(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Decoding on the device, on a GPU: the contract of paged_attention, the cache against the one that the host leads, graphs over page closings, fresh pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.test_paged_attention import CASES, HEADS, LIMIT, Cache, D, relative_error
+
+from kvbits import schemes
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import CacheStateError, PoolFullError
+from kvbits.ops import paged_attention
+from kvbits.spec import CacheSpec, LayerGeometry
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+PRESETS = ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "fp8"]
+
+
+def on_gpu(x):
+    return [None if y is None else y.to("cuda") for y in x]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("group, num_queries, window, softcap", [(2, 1, None, None), (4, 1, 150, None), (2, 3, None, 20.0), (4, 8, 100, None)])
+def test_attention_over_anybodys_pages(name, group, num_queries, window, softcap):
+    case = CASES[name]
+    cache = Cache(**case)
+    batch = len(cache.newest)
+    q = torch.randn(batch, num_queries, HEADS * group, D, generator=torch.Generator().manual_seed(5)).bfloat16()
+    lens = torch.tensor([max(0, min(num_queries, int(n)) - i % 2) for i, n in enumerate(cache.newest)], dtype=torch.int32)
+    plan = paged_attention.plan(
+        case["layouts"], max_pages=case["max_pages"], batch_size=batch + 3, num_q_heads=q.shape[2], dtype=q.dtype, device="cuda", num_queries=num_queries,
+        sliding_window=window, softcap=softcap,
+    )  # fmt: skip
+    pages = [x.to("cuda") for x in cache.pages]
+    plan.bind(0, pages)
+    plan.bind(1, [(x[:2], x[2:]) for x in pages])  # in two slabs
+    plan.update(on_gpu(cache.tables), on_gpu(cache.tokens), starts=on_gpu(cache.starts), offsets=on_gpu(cache.offsets), query_lens=lens.to("cuda"))
+    want, want_lse = cache.want(q, lens, window, softcap)
+    for layer in (0, 1):
+        lse = torch.full(q.shape[:3], torch.nan, device="cuda")
+        out = plan.run(q.to("cuda"), layer, lse=lse).cpu()
+        assert relative_error(out, want) < LIMIT
+        finite = torch.isfinite(want_lse)
+        assert torch.equal(torch.isfinite(lse.cpu()), finite)
+        torch.testing.assert_close(lse.cpu()[finite].double(), want_lse[finite], rtol=1e-3, atol=1e-2)
+
+
+LAYERS, HQ, H, DIM = 3, 8, 2, 128
+
+
+def spec_of(scheme, window=None):
+    scheme = schemes.get(scheme) if isinstance(scheme, str) else scheme
+    return CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=H, head_dim=DIM, sliding_window=window),) * LAYERS)
+
+
+def random_tokens(batch, count, gen):
+    return [tuple(torch.randn(batch, count, n, DIM, generator=gen, device="cuda").bfloat16() for n in (HQ, H, H)) for _ in range(LAYERS)]
+
+
+def feed(cache, layers):
+    return torch.stack([cache.step(i, q, k, v, scaling=DIM**-0.5) for i, (q, k, v) in enumerate(layers)])
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["grows", "fixed"])
+@pytest.mark.parametrize("scheme", PRESETS)
+def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
+    options = {"max_tokens": 700, "batch_size": 5} if fixed else {}
+    ours, theirs = PagedCache(spec_of(scheme), device="cuda", **options), PagedCache(spec_of(scheme), device="cuda", backend="reference", **options)
+    gen = torch.Generator("cuda").manual_seed(0)
+    prompt = random_tokens(5, 300, gen)
+    feed(ours, prompt), feed(theirs, prompt)
+    for step in range(300):
+        layers = random_tokens(5, 1, gen)
+        torch.cuda.set_sync_debug_mode("error" if step > 10 and (fixed or step % 128 not in range(2, 8)) and ours._decode and ours._decode.steps_left > 1 else "default")
+        try:
+            got = feed(ours, layers)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        want = feed(theirs, layers)
+        assert ((got - want).norm() / want.norm()).item() < 2e-2, step
+    assert ours._decode is not None, ours._decode_refusals
+    for layer in range(LAYERS):
+        for row in range(5):
+            for a, b in zip(ours.dequantize(layer, row), theirs.dequantize(layer, row), strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "int4", "kivi2"])
+def test_one_graph_decodes_500_tokens_over_page_closings(scheme, batch):
+    """Captured once: the same numbers as eager, bit for bit."""
+    ours, eager = (PagedCache(spec_of(scheme), device="cuda", max_tokens=900, batch_size=batch) for _ in range(2))
+    gen = torch.Generator("cuda").manual_seed(1)
+    prompt = random_tokens(batch, 300, gen)
+    feed(ours, prompt), feed(eager, prompt)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(CacheStateError, match="cannot be captured"):
+        feed(ours, [tuple(x[:, :1] for x in layer) for layer in prompt])
+    for _ in range(4):
+        layers = random_tokens(batch, 1, gen)
+        assert torch.equal(feed(ours, layers), feed(eager, layers))
+    static = random_tokens(batch, 1, gen)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = feed(ours, static)
+    for step in range(500):
+        layers = random_tokens(batch, 1, gen)
+        for to, x in zip(static, layers, strict=True):
+            for a, b in zip(to, x, strict=True):
+                a.copy_(b)
+        ours.count_replays(1)
+        graph.replay()
+        assert torch.equal(out, feed(eager, layers)), step
+    with pytest.raises(PoolFullError):
+        ours.count_replays(900)
+    assert ours.seq_lens == eager.seq_lens == [804] * batch
+    for a, b in zip(ours.dequantize(1, batch - 1), eager.dequantize(1, batch - 1), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(CacheStateError, match="capture again"):
+        ours.count_replays(1)
+
+
+def test_a_growing_cache_is_not_captured():
+    cache = PagedCache(spec_of("int4"), device="cuda")
+    gen = torch.Generator("cuda").manual_seed(1)
+    feed(cache, random_tokens(1, 100, gen))
+    for _ in range(4):
+        feed(cache, random_tokens(1, 1, gen))
+    layers = random_tokens(1, 1, gen)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(CacheStateError, match="build it with max_tokens"):
+        feed(cache, layers)
+    feed(cache, layers)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_tokens_of_the_kernel_just_ahead_are_never_read_early(scheme):
+    """100,000 steps in graphs: every step overwrites the newest token and attends to it at once, over one page, so that the ring reads it first."""
+    cache = PagedCache(CacheSpec(scheme=schemes.get(scheme), layers=(LayerGeometry(num_kv_heads=H, head_dim=DIM),)), device="cuda", max_tokens=400, batch_size=8)
+    gen = torch.Generator("cuda").manual_seed(2)
+    q, k, v = (torch.randn(8, 1, n, DIM, generator=gen, device="cuda").bfloat16() for n in (HQ, H, H))
+    cache.step(0, q.expand(-1, 3, -1, -1).contiguous(), k.expand(-1, 3, -1, -1).contiguous(), v.expand(-1, 3, -1, -1).contiguous(), scaling=4.0)
+    for _ in range(4):
+        cache.step(0, q, k, v, scaling=4.0)
+    keys = torch.randn(64, *k.shape, generator=gen, device="cuda").bfloat16()
+    values = torch.randn(64, *v.shape, generator=gen, device="cuda").bfloat16()
+    decode = cache._decode
+    (group,) = decode.groups
+    state = group.numbers.clone()
+
+    def one(i):
+        group.numbers.copy_(state)  # the same place again
+        return cache.step(0, q, keys[i], values[i], scaling=4.0)
+
+    want = []
+    for i in range(64):
+        group.numbers.copy_(state)
+        decode.begin(None)
+        group.writers[0].run(keys[i], values[i], None, torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        want.append(group.attention.run(q, 0))
+    want = torch.stack(want)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrong = torch.zeros((), dtype=torch.bool, device="cuda")
+        for i in range(64):
+            wrong |= (one(i) != want[i]).any()
+    seen = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(100_000 // 64 + 1):
+        graph.replay()
+        seen |= wrong
+    assert not bool(seen)
