@@ -105,9 +105,10 @@ def joined():
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_the_kernel_computes_what_the_reference_does(case, emulated):
+def test_the_kernel_computes_what_the_reference_does(case, emulated, ask=False, backwards=False):
     call, q, _ = build(case, "cpu")
-    shares = case.low is not None and asked(call, q)
+    call = dataclasses.replace(call, parts=call.parts[::-1]) if backwards else call
+    shares = (ask or case.low is not None) and asked(call, q)
     plan = cuda.Plan(shares or call, q.shape[2], q.dtype, torch.device("cpu", 0), num_queries=case.num_queries)
     plan.device = q.device
     plan.out.fill_(float("nan"))
@@ -148,6 +149,12 @@ def test_one_plan_serves_layers_with_parameters_of_their_own(emulated):
 def test_rings_without_the_copy_engine(emulated):
     """Lanes copy and arrive one by one, in rings of two slots a warp: a chunk and its low plane take both."""
     test_the_kernel_computes_what_the_reference_does(Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=3, low=(4, 4), group=2), None)
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["", "backwards"])
+def test_shares_of_pages_where_raw_tokens_join(backwards, emulated):
+    """Whatever the order of parts."""
+    test_the_kernel_computes_what_the_reference_does(Case(**both("int2"), lengths=(20, 333), tail=70, sinks=3), None, ask=True, backwards=backwards)
 
 
 @pytest.mark.parametrize("emulated", [(8, 0)], indirect=True, ids=["sm_80"])

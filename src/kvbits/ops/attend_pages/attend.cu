@@ -353,21 +353,21 @@ DEVICE void walk_chunk(const Args& a, Unit u, PackedWalk& walk, const Visible& s
 /// The raw parts that end a unit, added to the outputs of its packed ones. Here the walk's own queries are needed no more: raw ones get their registers.
 DEVICE void join_raw(const Args& a, Unit u, const Segment& s, PackedWalk& walk, const Staged& staged, const Visible& see, Softmax& softmax, Ring& ring,
                      const unsigned char* slots, Merge& merge, int warp, int lane) {
-    const QueryRows queries(a, staged, u, lane / 4);
-    RawWalk raw;
-    raw.start(a, queries, lane % 4);
-    bool units_of_raw = false;  // the outputs are: a warp that has none of few tokens need not change them
     for (;; join_next(a, merge, warp, lane)) {
-        each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
-            if (!units_of_raw) walk.change_units(true);
-            units_of_raw = true;
-            u32 p[NT][4];
-            raw.weights(p, a, queries, see, softmax, rows, position, lse, lane / 4, lane % 4, [&](const float (&scale)[NT][2]) { walk.rescale(scale); });
-            walk.add_raw(p, rows, lane / 4, lane % 4);
-        });
+        if (first_chunk_of(s, warp) < s.num_chunks) {  // few tokens are a chunk of some of the warps
+            const QueryRows queries(a, staged, u, lane / 4);
+            RawWalk raw;
+            raw.start(a, queries, lane % 4);
+            walk.change_units(true);
+            each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
+                u32 p[NT][4];
+                raw.weights(p, a, queries, see, softmax, rows, position, lse, lane / 4, lane % 4, [&](const float (&scale)[NT][2]) { walk.rescale(scale); });
+                walk.add_raw(p, rows, lane / 4, lane % 4);
+            });
+            walk.change_units(false);
+        }
         if (!s.joins) break;
     }
-    if (units_of_raw) walk.change_units(false);
 }
 #endif
 

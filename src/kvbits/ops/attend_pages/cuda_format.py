@@ -196,12 +196,12 @@ def is_wide(head_dim: int, layouts: list[PageLayout]) -> bool:
     ) and not any(kvquant_extras(layout) for layout in layouts)  # fmt: skip
 
 
-def joins_raw(layout: PageLayout) -> bool:
-    """Whether a kernel adds raw tokens to the running outputs of this layout's (RAW_JOINS of walk.cuh): those of one plane, not scaled by page, and queries
-    and results that no calibrated scale belongs to."""
-    values = layout.value
-    one_sum = len(values.number_format.planes) == 1 and _scale_kind(values) != CHANNEL
-    return one_sum and not layout.key.static and not values.static and kvquant_extras(layout) is None
+def joins_raw(layout: PageLayout, cols: int) -> bool:
+    """Whether a kernel adds raw tokens to the running outputs of this layout (RAW_JOINS of walk.cuh): values of one plane, not scaled by page, queries and
+    results that no calibrated scale belongs to, and registers. Three column tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining."""
+    key, value = layout.key, layout.value
+    one_sum = len(value.number_format.planes) == 1 and _scale_kind(value) != CHANNEL and not key.static and not value.static
+    return one_sum and layout.head_dim * cols <= 2048 and kvquant_extras(layout) is None
 
 
 def _fragments(layout: PageLayout | None, cols: int) -> int:
@@ -246,7 +246,7 @@ def kernel_for(
         defines |= {"HAS_PACKED": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
         return Kernel(tuple(defines.items()), shape, (), shared)
     chunk = shape.chunk if shape else _chunk_tokens(layout)
-    raw_joins = joins_raw(layout) and (raw or low is not None)
+    raw_joins = joins_raw(layout, cols) and (raw or low is not None)
     raw_in_ring = raw_joins or low is not None
     least = 64 * head_dim if low else 4 * head_dim * RAW_TOKENS[-1] if raw_joins else 0  # raw rows of 32 tokens beside low planes, or keys and values of a few
     slot = -(-max(_used_bytes(chunk_layout(layout, chunk)), least) // 128) * 128
