@@ -5,6 +5,7 @@ By default a representative set; KVBITS_TEST_ALL_KERNELS=1 compiles all instanti
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -44,11 +45,12 @@ def layout_of(key, value, head_dim=128, page_size=64, **_):
     return PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=8, head_dim=head_dim)
 
 
-def attend_kernel(key, value, capability, head_dim=128, columns=8, page_size=64, softcap=False, fold=False):
+def attend_kernel(key, value, capability, head_dim=128, columns=8, page_size=64, softcap=False, fold=False, raw=False):
     layout = layout_of(key, value, head_dim, page_size)
     packed = [] if key.is_raw else [layout]
     cols = cuda_format.columns(head_dim, columns, packed)
-    return cuda_format.kernel_for(packed[0] if packed else None, head_dim, cols, "bfloat16", "bfloat16", softcap, driver.shared_limit(capability), fold=fold)
+    limit = driver.shared_limit(capability)
+    return cuda_format.kernel_for(packed[0] if packed else None, head_dim, cols, "bfloat16", "bfloat16", softcap, limit, fold=fold, raw=raw)
 
 
 def variants():
@@ -106,6 +108,58 @@ def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, page_
     resources = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability)).resources("attend")
     assert resources.spill_bytes == 0, resources
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+
+
+def joined():
+    """(key, value, options) of attention kernels that add raw tokens to the outputs of packed ones."""
+    int4, int2 = (spec(f, PerGroup(32), symmetric=False) for f in ("int4", "int2"))
+    few = [
+        (spec("int8", center="channel"), spec("int8"), {}), (spec("int4", PerGroup(32)), spec("int4", PerGroup(32)), {}),
+        (spec("int2", PerChannel(), symmetric=False), spec("int2", symmetric=False), {}), (spec("int2", PerChannel(), symmetric=False), int2, {"page_size": 32}),
+    ]  # fmt: skip
+    if not ALL:
+        return few
+    many = [(spec(f), spec(f), o) for f in ("int8", "int4", "int2") for o in ({}, {"softcap": True}, {"columns": 16}, {"columns": 64, "head_dim": 64})]
+    many += [(spec(f, PerToken()), spec(f, PerToken()), {"head_dim": d}) for f in ("int8", "int4", "int2", "fp8_e4m3") for d in (64, 80, 96, 128, 256)]
+    many += [(spec(k, PerChannel(), symmetric=False), v, {"page_size": n}) for k, v in (("int4", int4), ("int2", int2)) for n in (32, 64)]
+    return [*few, *many, (dataclasses.replace(int4, center="channel"), int4, {}), (spec("int8", PerGroup(32)), spec("int4", PerGroup(32)), {})]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES[::2], ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("key, value, options", joined(), ids=lambda x: x.format if isinstance(x, QuantSpec) else str(x))
+def test_kernels_that_join_raw_tokens_compile_without_spills(key, value, options, capability):
+    if not ALL and capability < (9, 0) and key.format != "int2":
+        pytest.skip("the fullest registers by default")
+    packed, kernel = (attend_kernel(key, value, capability, raw=raw, **options) for raw in (False, True))
+    assert kernel.raw_joins and not packed.raw_joins
+    assert kernel.shape.warps == packed.shape.warps and kernel.shared_bytes <= driver.shared_limit(capability)
+    if options.get("page_size") != 32:
+        assert kernel.shape == packed.shape, "a few raw tokens take a slot no larger than a packed chunk's"
+    values = dict(kernel.defines)
+    assert 4 * values["HEAD_DIM"] * kernel.raw_tokens <= values["SLOT_BYTES"]
+    resources = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", values, driver.arch_of(capability)).resources("attend")
+    # Where all 255 registers are taken, a few values of a segment's set-up: head_dim 256 (also without raw tokens) and three column tiles.
+    assert resources.spill_bytes <= (32 if options.get("head_dim") == 256 or options.get("columns") == 64 else 0), resources
+    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+
+
+@pytest.mark.parametrize(
+    "key, value, cols, joins",
+    [
+        (spec("int4"), spec("int4"), 8, True),
+        (spec("int3"), spec("int4"), 8, True),
+        (spec("int4"), spec("int3"), 8, False),
+        (spec("int4"), spec("int4", PerChannel()), 8, False),
+        (spec("int4", PerChannel(), static=True), spec("int4"), 8, False),
+        (spec("int4"), spec("int4", static=True), 8, False),
+        (spec("int4"), spec("int4"), cuda_format.WIDE, False),
+        (schemes.get("nuq4").key, schemes.get("nuq4").value, 8, False),
+    ],
+)
+def test_which_kernels_join_raw_tokens(key, value, cols, joins):
+    kernel = cuda_format.kernel_for(layout_of(key, value), 128, cols, "bfloat16", "bfloat16", False, driver.shared_limit((9, 0)), raw=True)
+    assert kernel.raw_joins == kernel.raw_in_ring == joins
+    assert dict(kernel.defines)["HAS_RAW"] == joins
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")

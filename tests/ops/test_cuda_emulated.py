@@ -83,14 +83,32 @@ def cases():
     yield Case(**both("int8"), lengths=(333, 70), tail=20, group=5, num_queries=11, head_dim=64, softcap=20.0)  # three column tiles
     yield Case(key=spec("int4", PerGroup(32), symmetric=False), value=spec("int8"), **ragged, low=(4, 0))
     yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **ragged, low=(0, 4))
+    yield from joined()
     if os.environ.get("KVBITS_TEST_ALL_KERNELS"):
         yield from (dataclasses.replace(c, lengths=(500 if c.window else 333, 70)) for c in direct())
 
 
+def joined():
+    """Raw tokens in the walk over packed pages: sequences of both, of one of them and of neither, several units to a block, and one over several blocks."""
+    mixed = {"lengths": (20, 333, 0, 64, 150, 1), "group": 3}
+    yield Case(**both("int8", center="channel"), **mixed, tail=20, sinks=4)
+    yield Case(**both("int4", PerGroup(32)), **mixed, tail=64)
+    asymmetric = spec("int4", PerGroup(32), symmetric=False)
+    yield Case(key=dataclasses.replace(asymmetric, center="channel"), value=asymmetric, **mixed, tail=150, sinks=64)
+    yield Case(key=spec("int2", PerChannel(), symmetric=False), value=spec("int2", symmetric=False), lengths=(700, 333, 70), tail=1, sinks=3)
+    long = {"lengths": (900,), "heads": 1, "tail": 150, "num_queries": 8, "window": 700}
+    yield Case(key=spec("int4", PerChannel(), symmetric=False), value=spec("int4", symmetric=False), **long)
+    yield Case(key=spec("int2", PerChannel(), symmetric=False), value=spec("int2", PerGroup(32), symmetric=False), **mixed, tail=40, page_size=32, sinks=2)
+    yield Case(key=spec("int8", PerGroup(32)), value=spec("int4", PerGroup(32)), **mixed, tail=64, softcap=20.0, num_queries=2, dtype=torch.float16)
+    yield Case(key=spec("int3", PerToken()), value=spec("fp8_e5m2", PerToken(), center="channel"), **mixed, tail=20, head_dim=80, sinks=1, crop=13)
+    yield Case(**both("int2"), lengths=(333, 70), tail=40, group=5, num_queries=11, head_dim=64)  # three column tiles
+
+
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_the_kernel_computes_what_the_reference_does(case, emulated):
+def test_the_kernel_computes_what_the_reference_does(case, emulated, ask=False, backwards=False):
     call, q, _ = build(case, "cpu")
-    shares = case.low is not None and asked(call, q)
+    call = dataclasses.replace(call, parts=call.parts[::-1]) if backwards else call
+    shares = (ask or case.low is not None) and asked(call, q)
     plan = cuda.Plan(shares or call, q.shape[2], q.dtype, torch.device("cpu", 0), num_queries=case.num_queries)
     plan.device = q.device
     plan.out.fill_(float("nan"))
@@ -131,6 +149,19 @@ def test_one_plan_serves_layers_with_parameters_of_their_own(emulated):
 def test_rings_without_the_copy_engine(emulated):
     """Lanes copy and arrive one by one, in rings of two slots a warp: a chunk and its low plane take both."""
     test_the_kernel_computes_what_the_reference_does(Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=3, low=(4, 4), group=2), None)
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["", "backwards"])
+def test_shares_of_pages_where_raw_tokens_join(backwards, emulated):
+    """Whatever the order of parts."""
+    test_the_kernel_computes_what_the_reference_does(Case(**both("int2"), lengths=(20, 333), tail=70, sinks=3), None, ask=True, backwards=backwards)
+
+
+@pytest.mark.parametrize("emulated", [(8, 0)], indirect=True, ids=["sm_80"])
+@pytest.mark.parametrize("fmt", ["int8", "int2"])
+def test_raw_tokens_in_rings_without_the_copy_engine(fmt, emulated):
+    """Keys and values of a chunk lie in one slot."""
+    test_the_kernel_computes_what_the_reference_does(Case(**both(fmt), lengths=(20, 333, 0, 150), tail=64, sinks=3, group=2), None)
 
 
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])

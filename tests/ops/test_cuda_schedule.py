@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -29,7 +30,15 @@ def work(draw):
     counts = draw(st.lists(st.lists(st.integers(0, 30), min_size=batch, max_size=batch), min_size=launches, max_size=4))
     costs = draw(st.lists(st.sampled_from([512, 4608, 16896, 300_000]), min_size=len(counts), max_size=len(counts)))
     parts = [
-        PartWork(np.arange(batch) * 100 + 1000 * i, np.array(c), cost, i % launches, in_ring=i != 1, walk=draw(st.sampled_from([None, 0, 1])))
+        PartWork(
+            np.arange(batch) * 100 + 1000 * i,
+            np.array(c),
+            cost,
+            i % launches,
+            in_ring=i != 1,
+            walk=draw(st.sampled_from([None, 0, 1])),
+            ends_walk=draw(st.booleans()),
+        )
         for i, (c, cost) in enumerate(zip(counts, costs, strict=True))
     ]
     return parts, draw(st.integers(1, 6)), [draw(st.integers(1, 40)) for _ in range(launches)]
@@ -100,6 +109,18 @@ def test_zones_of_one_sequence_are_two_results():
     order = [(s["unit"], s["part"], s["joins"], s["slot"]) for _, s in walk(segments, 1)]
     assert order == [(u, part, int(part in (0, 2)), 2 * u + (part < 2)) for u in range(6) for part in (2, 3, 0, 1)]
     assert num_slots == 12
+
+
+def test_raw_tokens_end_the_walk_they_join():
+    """Whatever the order of parts: closed pages, then sinks and tail, one result; a block that begins inside a unit, or has raw tokens alone, too."""
+    counts = [np.array([2, 0, 300]), np.array([40, 7, 0]), np.array([3, 5, 1])]
+    parts = [PartWork(1000 * i + 0 * n, n, 4000, 0, walk=0, ends_walk=i != 1) for i, n in enumerate(counts)]
+    (segments,), _ = schedule(parts, 2, [4])
+    order = [(block, s["unit"], s["part"], s["joins"]) for block, s in walk(segments, 4)]
+    assert {part for _, _, part, _ in order} == {0, 1, 2}
+    for (block, unit, part, joins), (*place, after, _) in itertools.pairwise([*order, (4, 6, 0, 0)]):
+        assert joins == (place == [block, unit])
+        assert not joins or (part, after) in ((1, 0), (1, 2), (0, 2))
 
 
 def test_invisible_chunks_at_the_end_are_not_scheduled():

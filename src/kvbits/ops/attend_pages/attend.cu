@@ -82,12 +82,13 @@ struct Source {
     bool low = false;            // of low planes
     bool fresh = false;          // the kernel just ahead may have written it
     int raw_bytes = -1;          // of rows of raw tokens, -1 if packed
+    int to_values = 0;           // from a raw token's key to its value
 
     DEVICE Source() {}
     DEVICE Source(const Args& a, const Segment& s, int k, bool second) {
         const Part& part = a.parts[s.part];
         const bool raw = RAW_ZONES && part.raw;
-        const int chunks_per_page = raw ? part.chunks_per_page : CHUNKS_PER_PAGE, size = raw ? 32 : CHUNK;
+        const int chunks_per_page = raw ? part.chunks_per_page : CHUNKS_PER_PAGE, size = raw ? RAW_TOKENS : CHUNK;
         const int at = s.first_chunk + k, entry = s.first_entry + at / chunks_per_page;
         chunk = at % chunks_per_page;
         low = HAS_LOW && second && !raw;
@@ -97,19 +98,21 @@ struct Source {
         fresh = entry >= s.last_entry - 1;
         tokens = {all.x + chunk * size, min(all.y - chunk * size, size)};
         if (raw) {
-            address += (second ? part.v_raw : part.k_raw) + i64(chunk) * (32 * D * 2);
+            address += (second ? part.v_raw : part.k_raw) + i64(chunk) * (RAW_TOKENS * D * 2);
             raw_bytes = max(tokens.y, 0) * (D * 2);
+            to_values = part.v_raw - part.k_raw;
         }
         const int later = min(entry + 8 * WARPS / chunks_per_page, s.first_entry + (s.first_chunk + s.num_chunks - 1) / chunks_per_page);
         Page::prefetch_tables(a, part, later, low);
     }
-    DEVICE int bytes() const { return RAW_ZONES && raw_bytes >= 0 ? raw_bytes : HAS_LOW && low ? LOW_BYTES : CHUNK_BYTES; }
+    DEVICE int bytes() const { return RAW_ZONES && raw_bytes >= 0 ? raw_bytes * (2 / RAW_SLOTS) : HAS_LOW && low ? LOW_BYTES : CHUNK_BYTES; }
 
     /// f(where in the slot, address, bytes) for every contiguous run.
     template <class F>
     DEVICE void each_piece(const Args& a, F f) const {
         if (RAW_ZONES && raw_bytes >= 0) {
             if (raw_bytes) f(0, address, raw_bytes);
+            if (raw_bytes && RAW_SLOTS == 1) f(RAW_TOKENS * D * 2, address + to_values, raw_bytes);
             return;
         }
         auto piece = [&](const Piece& p) { f(p.to, address + p.from + chunk * p.step, p.bytes); };
@@ -189,6 +192,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             theirs.chunk = __shfl_sync(ALL_LANES, from.chunk, w);
             theirs.low = __shfl_sync(ALL_LANES, from.low, w);
             theirs.raw_bytes = __shfl_sync(ALL_LANES, from.raw_bytes, w);
+            theirs.to_values = __shfl_sync(ALL_LANES, from.to_values, w);
             theirs.each_piece(a, [&](int to, i64 address, int bytes) {
                 for (int at16 = lane * 16; at16 < bytes; at16 += 512) copy_async_16(slot + to + at16, address + at16);
             });
@@ -214,6 +218,17 @@ struct Place {
 };
 #endif
 
+#if HAS_PACKED && !HAS_LEVELS
+/// Which chunk of the block chunk k of a segment is, its warp's next one; one of two slots counts as two.
+DEVICE u32 next_chunk(const Segment& s, const Ring& ring, int k, int warp) {
+#if HAS_LOW
+    return ring.next[warp];
+#else
+    return s.chunks_before + k;
+#endif
+}
+#endif
+
 /// After a segment that joins the next: that one, once no one looks at this one any more.
 DEVICE void join_next(const Args& a, Merge& merge, int warp, int lane) {
     if (OWN_START) __syncwarp();
@@ -224,7 +239,7 @@ DEVICE void join_next(const Args& a, Merge& merge, int warp, int lane) {
     else sync_threads(CONSUMERS);
 }
 
-#if HAS_PACKED && HAS_LOW
+#if HAS_PACKED && HAS_RAW
 /// f(rows, position of the first, where log-sum-exps go) for each of a warp's chunks of raw tokens in the ring.
 template <class F>
 DEVICE void each_raw_chunk(const Args& a, Unit u, const Segment& s, Ring& ring, const unsigned char* slots, int warp, int lane, F f) {
@@ -232,15 +247,19 @@ DEVICE void each_raw_chunk(const Args& a, Unit u, const Segment& s, Ring& ring, 
 #pragma unroll 1
     for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
         const int at = s.first_chunk + k;
-        const Place keys(ring.next[warp]), values(ring.next[warp] + WARPS);
+        const u32 chunk = next_chunk(s, ring, k, warp);
+        const Place keys(chunk), values(chunk + (RAW_SLOTS - 1) * WARPS);
         keys.wait(ring);
         const int2 tokens = ring.tokens[keys.slot];
-        RowsInRing rows = {slots + keys.slot * SLOT_BYTES, slots + values.slot * SLOT_BYTES, tokens.y, shared_address(&ring.empty[keys.slot]), shared_address(&ring.full[values.slot]), values.turn};
+        const unsigned char* first_value = slots + values.slot * SLOT_BYTES + (RAW_SLOTS > 1 ? 0 : RAW_TOKENS * D * 2);
+        RowsInRing rows = {slots + keys.slot * SLOT_BYTES, first_value, tokens.y, shared_address(&ring.empty[keys.slot]), shared_address(&ring.full[values.slot]), values.turn};
         f(rows, tokens.x, LseRow::of(a, u, s.first_entry + at / chunks_per_page, at % chunks_per_page));
         __syncwarp();
         if (lane == 0) {
             values.give_back(ring);
-            ring.next[warp] += 2 * WARPS;
+#if HAS_LOW
+            ring.next[warp] = chunk + RAW_SLOTS * WARPS;
+#endif
         }
         __syncwarp();
     }
@@ -263,7 +282,7 @@ DEVICE int walk_raw(const Args& a, Unit u, Merge& merge, int warp, int lane) {
     RawWalk walk;
     const QueryRows queries(a, staged, u, g);
     walk.start(a, queries, c);
-#if HAS_PACKED && HAS_LOW
+#if HAS_PACKED && HAS_RAW
     for (;; join_next(a, merge, warp, lane)) {
         each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) { walk.step(a, queries, see, softmax, rows, position, lse, g, c); });
         if (!s.joins) break;
@@ -332,6 +351,28 @@ DEVICE void walk_chunk(const Args& a, Unit u, PackedWalk& walk, const Visible& s
     if (LOW && lane == 0) fine.give_back(ring);
 }
 
+#if HAS_RAW
+/// The raw parts that end a unit, added to the outputs of its packed ones. Here the walk's own queries are needed no more: raw ones get their registers.
+DEVICE void join_raw(const Args& a, Unit u, const Segment& s, PackedWalk& walk, const Staged& staged, const Visible& see, Softmax& softmax, Ring& ring,
+                     const unsigned char* slots, Merge& merge, int warp, int lane) {
+    for (;; join_next(a, merge, warp, lane)) {
+        if (first_chunk_of(s, warp) < s.num_chunks) {  // few tokens are a chunk of some of the warps
+            const QueryRows queries(a, staged, u, lane / 4);
+            RawWalk raw;
+            raw.start(a, queries, lane % 4);
+            walk.change_units(true);
+            each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
+                u32 p[NT][4];
+                raw.weights(p, a, queries, see, softmax, rows, position, lse, lane / 4, lane % 4, [&](const float (&scale)[NT][2]) { walk.rescale(scale); });
+                walk.add_raw(p, rows, lane / 4, lane % 4);
+            });
+            walk.change_units(false);
+        }
+        if (!s.joins) break;
+    }
+}
+#endif
+
 DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int warp, int lane) {
     const Segment& s = merge.segments[Merge::own(warp)];
     Staged& staged = merge.staged[Merge::own(warp)];
@@ -341,47 +382,25 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     softmax.clear();
     PackedWalk walk;
     walk.start(a, staged, u, part, lane / 4, lane % 4);
-#if HAS_LOW
-    const QueryRows queries(a, staged, u, lane / 4);
-    RawWalk raw;
-    if (RAW_JOINS) raw.start(a, queries, lane % 4);
-    bool units_of_raw = false;
-#endif
-    for (;; join_next(a, merge, warp, lane)) {
-#if HAS_LOW
-        if (RAW_JOINS) {
-            const bool is_raw = a.parts[s.part].raw;
-            if (is_raw != units_of_raw) walk.change_units(is_raw);
-            units_of_raw = is_raw;
-            if (is_raw) {
-                each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
-                    u32 p[NT][4];
-                    raw.weights(p, a, queries, see, softmax, rows, position, lse, lane / 4, lane % 4, [&](const float (&scale)[NT][2]) { walk.rescale(scale); });
-                    walk.add_raw(p, rows, lane / 4, lane % 4);
-                });
-                if (!s.joins) break;
-                continue;
-            }
-        }
-#endif
+    for (; !RAW_JOINS || !a.parts[s.part].raw; join_next(a, merge, warp, lane)) {  // raw parts of a unit are its last
 #pragma unroll 1
         for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
             const int of_page = s.first_entry * CHUNKS_PER_PAGE + s.first_chunk + k;
 #if HAS_LOW
-            const u32 chunk = ring.next[warp];
+            const u32 chunk = next_chunk(s, ring, k, warp);
             const bool low = a.parts[s.part].low_head_bytes != 0;
             if (low) walk_chunk<true>(a, u, walk, see, softmax, ring, slots, of_page, chunk, lane);
             else walk_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, chunk, lane);
             if (lane == 0) ring.next[warp] = chunk + (low ? 2 * WARPS : WARPS);
             __syncwarp();
 #else
-            walk_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, s.chunks_before + k, lane);
+            walk_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, next_chunk(s, ring, k, warp), lane);
 #endif
         }
         if (!RAW_ZONES || !s.joins) break;
     }
-#if HAS_LOW
-    if (units_of_raw) walk.change_units(false);
+#if HAS_RAW
+    if (RAW_JOINS && a.parts[s.part].raw) join_raw(a, u, s, walk, staged, see, softmax, ring, slots, merge, warp, lane);
 #endif
     constexpr bool has_bias_sum = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
     constexpr bool may_leave = OWN_START && ROUNDS_AT_ONCE >= PackedWalk::ROUNDS && PackedWalk::ROUNDS == PackedWalk::FIRST_PLANE_ROUNDS;

@@ -10,10 +10,15 @@ constexpr int D = HEAD_DIM;
 constexpr int NT = COLS / 8;       // matrix-instruction column tiles
 constexpr int CONSUMERS = WARPS * 32;
 constexpr float NOT_SEEN = -3.0e38f;
-#if HAS_PACKED && HAS_LOW
-constexpr bool RAW_ZONES = true;   // of tiered caches: thousands of raw tokens beside packed ones, and parts that join
+#if HAS_PACKED && HAS_RAW
+constexpr bool RAW_ZONES = true;   // raw tokens come through the ring, in chunks of RAW_TOKENS, and parts join
 #else
-constexpr bool RAW_ZONES = false;  // the registers of other kernels are full: the 2-bit and the raw one spilled
+constexpr bool RAW_ZONES = false;
+#endif
+#if HAS_PACKED && HAS_LOW
+constexpr int RAW_SLOTS = 2;       // of a chunk of raw tokens: zones of thousands have keys and values in slots of their own
+#else
+constexpr int RAW_SLOTS = 1;       // the few of a tail share one, so that no warp of the producer's comes to have more slots to fill than another
 #endif
 
 #if HAS_PACKED && !HAS_LEVELS

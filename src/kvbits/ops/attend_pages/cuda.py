@@ -29,7 +29,6 @@ from .cuda_format import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses
 from .schedule import PartWork, chunks_per_sequence, schedule
 
 MAX_PARTS = 4
-RAW_CHUNK = 32
 NO_WINDOW = 2**30
 LayerStatic = Sequence[Mapping[str, torch.Tensor]]
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -191,7 +190,9 @@ class Plan:
         low: dict[PageLayout | None, LowLayout] = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
         common = (d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
         fold = num_queries * group <= 4 and _is_kvquant(call)
-        kernels = [kernel_for(k, *common, fold=fold, low=low.get(k), page_lse=call.page_lse is not None) for k in layouts]
+        raw = any(p.store.layout.key.is_raw for p in call.parts)  # the first kernel reads such parts
+        options = {"fold": fold, "page_lse": call.page_lse is not None}
+        kernels = [kernel_for(k, *common, **options, low=low.get(k), raw=raw and i == 0) for i, k in enumerate(layouts)]
         work = self._work(call.parts, packed, kernels)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         chunks = [sum(int(w.num_chunks.sum()) for w in work if w.launch == i) * heads * column_blocks for i in range(len(kernels))]
@@ -274,15 +275,16 @@ class Plan:
         for part in parts:
             layout, table = part.store.layout, part.table
             launch = packed.index(layout) if layout in packed else 0
-            tokens = RAW_CHUNK if layout.key.is_raw else kernels[launch].shape.chunk
+            raw = layout.key.is_raw
+            tokens = kernels[launch].raw_tokens if raw else kernels[launch].shape.chunk
             count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
             cost = (layout.head_bytes + sum(s.layout.head_bytes for s in part.low)) * tokens // layout.page_size
-            # What a walk starts with, calibrated scales, is alike in all its parts. Other kernels have no registers for joining.
-            joins = bool(kernels[launch].low_pieces) and not part.store.static
-            walk = int(not layout.key.is_raw and not kernels[launch].raw_joins) if joins else None
-            in_ring = not layout.key.is_raw or bool(kernels[launch].low_pieces)
+            # What a walk starts with, calibrated scales, is alike in all its parts.
+            joins = kernels[launch].raw_in_ring and not part.store.static
+            walk = int(not raw and not kernels[launch].raw_joins) if joins else None
+            in_ring = not raw or kernels[launch].raw_in_ring
             begin, last = (first + x.astype(np.int64) for x in (table.indptr[:-1], table.indptr[1:] - 1))
-            work.append(PartWork(begin, count, cost, launch, in_ring, walk, last))
+            work.append(PartWork(begin, count, cost, launch, in_ring, walk, last, ends_walk=raw))
             first += table.num_pages
         return work
 
@@ -299,7 +301,7 @@ class Plan:
         """Where each step over a page's tokens puts its log-sum-exps: -inf where no query sees any of them, since such steps are left out."""
 
         def step(layout: PageLayout, launch: int) -> int:
-            return RAW_CHUNK if layout.key.is_raw else 32 * kernels[launch].shape.units
+            return kernels[launch].raw_tokens if layout.key.is_raw else 32 * kernels[launch].shape.units
 
         steps = [-(-p.store.layout.page_size // step(p.store.layout, w.launch)) for p, w in zip(self.call.parts, work, strict=True)]
         pages = sum(p.table.num_pages for p in self.call.parts)
@@ -316,7 +318,7 @@ class Plan:
     def _part(self, part: Part, kernels: list[Kernel], packed: list[PageLayout], layer_stride: int) -> PartArgs:
         layout = part.store.layout
         raw = layout.key.is_raw
-        tokens = RAW_CHUNK if raw else kernels[packed.index(layout)].shape.chunk
+        tokens = kernels[0].raw_tokens if raw else kernels[packed.index(layout)].shape.chunk
         offsets = {"k_raw": layout.sections["k_raw"].offset, "v_raw": layout.sections["v_raw"].offset} if raw else {}
         static = self._kept(constants(layout, self.device)) if kvquant_extras(layout) else {}
         fine = part.low[0].layout if part.low else None

@@ -28,6 +28,8 @@ PREFETCH_BYTES, PREFETCH_CHUNKS = 104 << 10, 12
 WIDE = 24
 """Query columns of a warp for chunks: a page is unpacked for three column tiles at once. 128 queries of 4 heads over 32,768 tokens took 372 us (int8),
 341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill) 393, 380 and 403."""
+RAW_TOKENS = (32, 16, 8)
+"""Raw tokens of a chunk: the most of a step, or what a slot of the ring has room for."""
 STATIC, GROUP, CHANNEL = 0, 1, 2
 LOW_BITS = 4
 """Width of the low planes that attend.cu reads, and of the codes they refine."""
@@ -170,6 +172,8 @@ class Kernel:
     shared_bytes: int
     low_pieces: tuple[tuple[int, int, int, int], ...] = ()
     raw_joins: bool = False  # raw and packed tokens of a unit come to one result (RAW_JOINS of walk.cuh)
+    raw_in_ring: bool = False  # raw tokens come through the ring (RAW_ZONES of config.cuh)
+    raw_tokens: int = RAW_TOKENS[0]  # of a chunk of raw pages
 
     @property
     def threads(self) -> int:
@@ -190,6 +194,14 @@ def is_wide(head_dim: int, layouts: list[PageLayout]) -> bool:
     return bool(specs) and head_dim <= 128 and all(
         len(s.number_format.planes) == 1 and s.symmetric and not s.center and not s.static and _scale_kind(s) == GROUP for s in specs
     ) and not any(kvquant_extras(layout) for layout in layouts)  # fmt: skip
+
+
+def joins_raw(layout: PageLayout, cols: int) -> bool:
+    """Whether a kernel adds raw tokens to the running outputs of this layout (RAW_JOINS of walk.cuh): values of one plane, not scaled by page, queries and
+    results that no calibrated scale belongs to, and registers. Three column tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining."""
+    key, value = layout.key, layout.value
+    one_sum = len(value.number_format.planes) == 1 and _scale_kind(value) != CHANNEL and not key.static and not value.static
+    return one_sum and layout.head_dim * cols <= 2048 and kvquant_extras(layout) is None
 
 
 def _fragments(layout: PageLayout | None, cols: int) -> int:
@@ -224,6 +236,7 @@ def kernel_for(
         fold: there are at most four query columns (formats of KVQuant).
         low: of the low planes that some of the pages have.
         page_lse: it gives the log-sum-exp of every page too.
+        raw: it reads raw pages too, in the walk over packed ones where it can.
         tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
     """
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
@@ -235,7 +248,11 @@ def kernel_for(
         defines |= {"HAS_PACKED": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
         return Kernel(tuple(defines.items()), shape, (), shared)
     chunk = shape.chunk if shape else _chunk_tokens(layout)
-    slot = -(-max(_used_bytes(chunk_layout(layout, chunk)), 64 * head_dim if low else 0) // 128) * 128  # raw rows of 32 tokens beside low planes
+    raw_joins = joins_raw(layout, cols) and (raw or low is not None)
+    raw_in_ring = raw_joins or low is not None
+    least = 64 * head_dim if low else 4 * head_dim * RAW_TOKENS[-1] if raw_joins else 0  # raw rows of 32 tokens beside low planes, or keys and values of a few
+    slot = -(-max(_used_bytes(chunk_layout(layout, chunk)), least) // 128) * 128
+    raw_tokens = RAW_TOKENS[0] if low or not raw_joins else next(n for n in RAW_TOKENS if 4 * head_dim * n <= slot)
     with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
     has_levels = kvquant_extras(layout) is not None
     bias_groups, wide = with_bias and not has_levels, shared_limit >= levels_format.WIDE_FROM
@@ -253,7 +270,7 @@ def kernel_for(
     pieces = [*levels_format.pieces(layout, "k"), *levels_format.pieces(layout, "v")] if has_levels else _pieces(layout, chunk)
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
     low_pieces = _pieces(low, chunk) if low else []
-    defines["HAS_LOW"] = int(low is not None)
+    defines |= {"HAS_LOW": int(low is not None), "HAS_RAW": int(raw_in_ring), "RAW_TOKENS": raw_tokens}
     defines["LOW_BYTES"] = sum(p[3] for p in low_pieces)
     for prefix, spec in (("K", layout.key), ("V", layout.value)):
         defines |= _format_defines(prefix, spec, chunk_layout(layout, chunk))
@@ -262,8 +279,7 @@ def kernel_for(
             defines |= {f"{prefix}_LOW_BITS": LOW_BITS if plane else 0, f"{prefix}_LOW_OFFSET": plane.offset if plane else 0}
     if has_levels:
         defines |= levels_format.defines(layout, fold, wide)
-    raw_joins = low is not None and len(layout.value.number_format.planes) == 1 and _scale_kind(layout.value) != CHANNEL
-    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins)
+    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens)
 
 
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool) -> Shape:

@@ -1,5 +1,5 @@
-// 16-bit pages (sinks, newest tokens, raw layers): 32 tokens per step, straight from memory into operand registers, or through the ring where zones of raw
-// tokens are long (RAW_ZONES: warps that wait for keys, then for values, read a third less than memory gives).
+// 16-bit pages (sinks, newest tokens, raw layers): up to 32 tokens per step, straight from memory into operand registers, or through the ring beside packed
+// ones (RAW_ZONES: warps that wait for keys, then for values, read a third less than memory gives, and a walk of its own costs each unit microseconds).
 //
 // Lane (g, c) holds the scores of tokens 4g .. 4g + 3, so that keys need 16-byte loads of four rows and values eight: see docs/formats.md for the
 // token order, which is the packed pages' own. Loads past the visible length give 0: such memory may hold anything, NaN included.
@@ -21,10 +21,11 @@ struct RowsInMemory {
     DEVICE void keys_done() {}
     DEVICE void wait_for_values() {}
 };
+#if HAS_PACKED && HAS_RAW
 struct RowsInRing {
     const unsigned char *keys, *values;
     int visible;
-    u32 keys_empty, values_full, turn;  // barriers: where the keys' slot is given back, where values arrive
+    u32 keys_empty, values_full, turn;  // barriers, of two slots: where the keys' slot is given back, where values arrive
 
     DEVICE static uint4 row(const unsigned char* p, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(p) : uint4{0, 0, 0, 0}; }
     DEVICE uint4 key(int j, int i, int g, int c) const { return row(keys + ((4 * g + j) * D + 32 * i + 8 * c) * 2, 4 * g + j < visible && 32 * i + 8 * c < D); }
@@ -34,11 +35,15 @@ struct RowsInRing {
         return wanted && 8 * c + token < visible ? *reinterpret_cast<const uint2*>(values + ((8 * c + token) * D + channel) * 2) : uint2{0, 0};
     }
     DEVICE void keys_done() {
+        if (RAW_SLOTS == 1) return;
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(keys_empty);
     }
-    DEVICE void wait_for_values() { barrier_wait(values_full, turn); }
+    DEVICE void wait_for_values() {
+        if (RAW_SLOTS > 1) barrier_wait(values_full, turn);
+    }
 };
+#endif
 
 DEVICE void mma_raw(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     if (RAW_TYPE == BFLOAT16) mma_bf16(d, a0, a1, a2, a3, b0, b1);

@@ -39,6 +39,7 @@ class PartWork:
         in_ring: read through the ring of shared memory.
         walk: segments of parts of one launch and walk join; None joins nothing.
         last_entry: int64 [B]: a sequence's last entry. It and the one before are not read before the kernel just ahead has ended; None: nothing is.
+        ends_walk: it comes after the parts of its walk that do not: raw tokens after packed ones, whose queries then need no registers any more.
     """
 
     first_entry: np.ndarray
@@ -48,10 +49,11 @@ class PartWork:
     in_ring: bool = True
     walk: int | None = None
     last_entry: np.ndarray | None = None
+    ends_walk: bool = False
 
     def key(self) -> tuple[Any, ...]:
         last = None if self.last_entry is None else self.last_entry.tobytes()
-        return self.first_entry.tobytes(), self.num_chunks.tobytes(), self.chunk_cost, self.launch, self.in_ring, self.walk, last
+        return self.first_entry.tobytes(), self.num_chunks.tobytes(), self.chunk_cost, self.launch, self.in_ring, self.walk, last, self.ends_walk
 
 
 def chunks_per_sequence(indptr: np.ndarray, lengths: np.ndarray, chunk_tokens: int, chunks_per_page: int) -> np.ndarray:
@@ -85,7 +87,8 @@ def _schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tup
     batch = len(parts[0].num_chunks)
     starts, segments = [], []
     for launch, blocks in enumerate(num_blocks):
-        mine = np.array(sorted((i for i, p in enumerate(parts) if p.launch == launch), key=lambda i: (parts[i].walk is None, parts[i].walk)))
+        order = [(p.walk is None, p.walk, p.ends_walk, i) for i, p in enumerate(parts) if p.launch == launch]
+        mine = np.array([i for *_, i in sorted(order)])
         chunks = np.repeat(np.stack([parts[i].num_chunks for i in mine], 1), repeats, axis=0).ravel()  # [unit, part]
         walks = [i if parts[i].walk is None else -1 - (parts[i].walk or 0) for i in mine]
         start, cut = _cut(chunks, np.array([parts[i].chunk_cost for i in mine]), mine, walks, blocks)

@@ -325,6 +325,7 @@ struct PackedWalk {
         }
     }
 
+#if HAS_RAW
     /// Raw tokens: weights `p` as RawWalk::weights gives them times four channels of a row at a time, where the packed values' outputs lie.
     template <class Rows>
     DEVICE void add_raw(const u32 (&p)[NT][4], const Rows& rows, int g, int c) {
@@ -358,6 +359,7 @@ struct PackedWalk {
             x *= to_raw ? power_of_two(exponent) : power_of_two(-exponent);
         });
     }
+#endif
 
     /// Scale pairs of the lane's value tokens, 0 for hidden ones; returns the largest, as float16 bits.
     template <bool MASKED>

@@ -10,6 +10,7 @@ import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,6 +99,9 @@ class DevicePlan:
         num_queries: int, scaling: float, sliding_window: int | None, softcap: float | None,
     ) -> None:  # fmt: skip
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        # Raw tokens end a walk over packed ones, whose queries then need no registers any more.
+        self._order = sorted(range(len(layouts)), key=lambda i: layouts[i].key.is_raw)
+        layouts, max_pages = self._sorted(layouts), self._sorted(max_pages)
         self.layouts, self.batch_size, self.num_queries, self.dtype = tuple(layouts), batch_size, num_queries, dtype
         first = layouts[0]
         d, heads = first.head_dim, first.num_kv_heads
@@ -143,10 +147,10 @@ class DevicePlan:
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
         for i, (layout, pages) in enumerate(zip(layouts, max_pages, strict=True)):
             raw = layout.key.is_raw
-            chunk = attend_cuda.RAW_CHUNK if raw else self.kernel.shape.chunk
+            chunk = self.kernel.raw_tokens if raw else self.kernel.shape.chunk
             self._work.parts[i] = _PartWork(
                 chunk_cost=layout.head_bytes * chunk // layout.page_size, max_tokens=pages * layout.page_size, page_size=layout.page_size,
-                chunk=min(chunk, layout.page_size), in_ring=int(not raw or joins), walk=walks[i],
+                chunk=min(chunk, layout.page_size), in_ring=int(not raw or self.kernel.raw_in_ring), walk=walks[i],
             )  # fmt: skip
             part = attend_cuda.PartArgs(head_bytes=layout.head_bytes, chunks_per_page=-(-layout.page_size // chunk), raw=raw, page_size=layout.page_size)
             if raw:
@@ -161,7 +165,11 @@ class DevicePlan:
         self._in_order = True
         self._accepted: tuple | None = None
 
+    def _sorted(self, parts: Sequence[Any]) -> list[Any]:
+        return [parts[i] for i in self._order]
+
     def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
+        pages = self._sorted(pages)
         args = attend_cuda.Args.from_buffer_copy(self._args)
         kept = []
         for i, (layout, slabs) in enumerate(zip(self.layouts, pages, strict=True)):
@@ -185,6 +193,7 @@ class DevicePlan:
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
         offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
     ) -> None:  # fmt: skip
+        block_tables, tokens, starts, offsets = (self._sorted(x) for x in (block_tables, tokens, starts, offsets))
         kept = (tuple(block_tables), tuple(tokens), tuple(starts), tuple(offsets), query_lens)
         work = self._work
         pointers = [x.data_ptr() for x in block_tables]
