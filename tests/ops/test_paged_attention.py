@@ -222,6 +222,7 @@ def lists(batch, parts, *, blocks, repeats=4, num_queries=1, window=2**30, lens=
     positions = np.full((batch, num_queries), -7, np.int32)
     work.segments, work.q_positions = segments.ctypes.data, positions.ctypes.data
     library[len(parts)].launch(ctypes.byref(work), 2)
+    assert not ((segments[:blocks, 0] == -1) & (segments[:blocks, 8] != -1)).any(), "a block without work has no next segment either"
     found = []
     for block in range(blocks):
         i, mine = block, []

@@ -312,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) work_list(const __grid_con
     for (i64 row = i64(blockIdx.x) * THREADS + threadIdx.x; row < rows; row += i64(a.grid) * THREADS) {
         if (row < a.blocks) {
             if (line.start[row] < line.start[row + 1]) a.segments[row] = segment_at(a, line, line.start[row], int(row));
-            else a.segments[row].unit = -1;
+            else a.segments[row].unit = -1, a.segments[row].next = -1;
             continue;
         }
         const int unit = int((row - a.blocks) / PARTS), part = int((row - a.blocks) % PARTS);
