@@ -77,9 +77,9 @@ class _WorkArgs(ctypes.Structure):
     ]  # fmt: skip
 
 
-def list_shared_bytes(batch: int, blocks: int) -> int:
+def list_shared_bytes(batch: int, blocks: int, num_parts: int) -> int:
     """Shared memory of work_list.cu (struct Line)."""
-    return 8 * THREADS + 16 + 8 * (batch + 1 + blocks + 1) + 4 * (2 * (batch + 1) + blocks + 1)
+    return 24 * THREADS // 32 + 16 + 8 * (batch + 1 + blocks + 1) + 4 * (2 * (batch + 1) + blocks + 1) + 4 * (2 * num_parts + 1) * batch
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,7 +119,7 @@ class DevicePlan:
         self.kernel = kernel_for(packed, *common, fold=fold, raw=packed is not None and has_raw, tables=True)
         self._attend = attend_cuda.load_kernel(self.kernel, self.device.index)
         self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self._list = load_list_kernel(len(layouts), list_shared_bytes(batch_size, self.blocks), self.device.index)
+        self._list = load_list_kernel(len(layouts), list_shared_bytes(batch_size, self.blocks, len(layouts)), self.device.index)
         self._q_shape = (num_queries, num_q_heads, d)
 
         joins = self.kernel.raw_joins

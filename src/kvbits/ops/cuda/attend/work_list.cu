@@ -39,7 +39,7 @@ DEVICE int chunk_of(const PartWork& part, int token) {
 }
 
 /// Chunks that some query of the sequence sees, per part, and how many tokens there are.
-DEVICE Chunks chunks_of(const Args& a, int b) {
+DEVICE Chunks count_chunks(const Args& a, int b) {
     Chunks c;
     c.newest = 0;
 #pragma unroll
@@ -61,17 +61,22 @@ DEVICE int first_part(const Args& a, const Chunks& c) {
         if (c.end[p] > c.first[p]) return p;
     return 0;
 }
-/// Of a unit; `start`: what beginning a walk counts.
-DEVICE i64 cost_of(const Args& a, const Chunks& c, i64 start) {
+DEVICE i64 bytes_of(const Args& a, const Chunks& c) {
     i64 sum = 0;
-    int walk = -1;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) sum += (c.end[p] - c.first[p]) * a.parts[p].chunk_cost;
+    return sum ? sum : EMPTY;
+}
+/// How many walks a unit begins.
+DEVICE int walks_of(const Args& a, const Chunks& c) {
+    int count = 0, walk = -1;
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
         if (c.end[p] == c.first[p]) continue;
-        sum += (c.end[p] - c.first[p]) * a.parts[p].chunk_cost + (a.parts[p].walk != walk ? start : 0);
+        count += a.parts[p].walk != walk;
         walk = a.parts[p].walk;
     }
-    return sum ? sum : EMPTY;
+    return count;
 }
 DEVICE int ring_chunks(const Args& a, const Chunks& c, int parts) {
     int sum = 0;
@@ -87,9 +92,10 @@ DEVICE int chunk_of(i64 key) { return int(key & 0xfffffff); }
 
 struct Line {
     i64* cost;                   // [batch + 1]: of all units before a sequence's
-    int *ring, *pieces;          // likewise: chunks that come through the ring; blocks, if units have whole numbers of them
     i64* start;                  // [blocks + 1]: where blocks begin
+    int *ring, *pieces;          // [batch + 1]: chunks that come through the ring; blocks, if units have whole numbers of them; of all units before
     int* rank;                   // [blocks + 1]: how many blocks before have anything to do
+    Chunks* chunks;              // [batch]
 
     DEVICE Line(unsigned char* shared, int batch, int blocks) {
         cost = reinterpret_cast<i64*>(shared);
@@ -97,6 +103,7 @@ struct Line {
         ring = reinterpret_cast<int*>(start + blocks + 1);
         pieces = ring + batch + 1;
         rank = pieces + batch + 1;
+        chunks = reinterpret_cast<Chunks*>(rank + blocks + 1);
     }
     /// The last index whose entry is not above `x`; ascending[0] is not.
     template <class T>
@@ -126,9 +133,9 @@ DEVICE i64 place_in(const Args& a, const Chunks& c, i64 unit, i64 rest, i64 star
     const int p = first_part(a, c);
     return key_of(unit, p, c.first[p]);
 }
-DEVICE i64 begin_of(const Args& a, i64 unit) {
+DEVICE i64 begin_of(const Args& a, const Line& line, i64 unit) {
     if (unit >= i64(a.batch) * a.repeats) return key_of(i64(a.batch) * a.repeats, 0, 0);
-    const Chunks c = chunks_of(a, int(unit) / a.repeats);
+    const Chunks& c = line.chunks[int(unit) / a.repeats];
     const int p = first_part(a, c);
     return key_of(unit, p, c.first[p]);
 }
@@ -159,91 +166,114 @@ DEVICE i64 cost_before(const Args& a, const Line& line, i64 unit) {
 DEVICE int pieces_of(const Args& a, i64 bytes, i64 total) { return max(1, int(i64(a.blocks) * bytes / total)); }
 DEVICE u32 kilobytes(i64 bytes) { return u32(min(bytes >> 10, i64(0x7fffffff))); }
 
-/// Replaces each thread's `x` by the sum of those of all threads before it; returns the sum of all.
-DEVICE i64 sum_before(i64& x, i64* scratch) {
-    const int thread = threadIdx.x;
-    i64 mine = x;
-    __syncthreads();
-    scratch[thread] = mine;
-    for (int step = 1; step < THREADS; step *= 2) {
-        __syncthreads();
-        const i64 other = thread >= step ? scratch[thread - step] : 0;
-        __syncthreads();
-        scratch[thread] += other;
+/// Replaces each thread's x[] by the sums of those of all threads before it; `all` becomes the sums of all.
+template <int N>
+DEVICE void sum_before(i64 (&x)[N], i64 (&all)[N], i64* scratch) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    i64 through[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        i64 sum = x[n];
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int from = max(lane - step, 0);
+            const i64 other = __shfl_sync(ALL_LANES, sum, from);
+            if (lane >= step) sum += other;
+        }
+        through[n] = sum;
     }
+    __syncthreads();  // nobody reads what another call left
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        if (lane == 31) scratch[warp * N + n] = through[n];
     __syncthreads();
-    x = scratch[thread] - mine;
-    return scratch[THREADS - 1];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        i64 before = 0, sum = 0;
+#pragma unroll
+        for (int w = 0; w < THREADS / 32; ++w) {
+            before += w < warp ? scratch[w * N + n] : 0;
+            sum += scratch[w * N + n];
+        }
+        x[n] = before + through[n] - x[n];
+        all[n] = sum;
+    }
 }
 
 DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest) {
     const int thread = threadIdx.x, each = (a.batch + THREADS - 1) / THREADS, from = min(thread * each, a.batch), to = min(from + each, a.batch);
-    i64 bytes = 0;
-    for (int b = from; b < to; ++b) bytes += cost_of(a, chunks_of(a, b), 0) * a.repeats;
-    const i64 total = sum_before(bytes, scratch);
-    // Where blocks have less to read than starting costs, all that counts is that every block has as little: starting is no part of the line then.
-    const i64 start = total >= 2 * a.segment_cost * a.blocks ? a.segment_cost : 0;
-    i64 cost = 0, ring = 0, pieces = 0;
-    u32 most = 0;
+    i64 sums[3] = {0, 0, 0}, all[3];  // bytes, walks, chunks through the ring
     for (int b = from; b < to; ++b) {
-        const Chunks c = chunks_of(a, b);
-        const i64 unit = cost_of(a, c, 0);
-        const int n = pieces_of(a, unit, total);
-        cost += cost_of(a, c, start) * a.repeats;
-        ring += i64(ring_chunks(a, c, PARTS)) * a.repeats;
-        pieces += i64(n) * a.repeats;
-        most = max(most, kilobytes((unit + n - 1) / n + a.segment_cost));
+        const Chunks c = count_chunks(a, b);
+        line.chunks[b] = c;
+        sums[0] += bytes_of(a, c) * a.repeats;
+        sums[1] += i64(walks_of(a, c)) * a.repeats;
+        sums[2] += i64(ring_chunks(a, c, PARTS)) * a.repeats;
     }
     if (thread < 2) longest[thread] = 0;
-    sum_before(cost, scratch);
-    sum_before(ring, scratch);
-    sum_before(pieces, scratch);
-    atomicMax(&longest[1], most);
-    for (int b = from; b <= to; ++b) {
-        if (b == to && b < a.batch) break;
-        line.cost[b] = cost, line.ring[b] = int(ring), line.pieces[b] = int(min(pieces, i64(0x7fffffff)));
-        if (b == to) break;
-        const Chunks c = chunks_of(a, b);
-        cost += cost_of(a, c, start) * a.repeats;
-        ring += i64(ring_chunks(a, c, PARTS)) * a.repeats;
-        pieces += i64(pieces_of(a, cost_of(a, c, 0), total)) * a.repeats;
+    sum_before(sums, all, scratch);
+    const i64 total = all[0];
+    // Where blocks have less to read than starting costs, all that counts is that every block has as little: starting is no part of the line then.
+    const i64 start = total >= 2 * a.segment_cost * a.blocks ? a.segment_cost : 0;
+    i64 pieces[1] = {0}, all_pieces[1];
+    u32 most = 0;
+    for (int b = from; b < to; ++b) {
+        const i64 unit = bytes_of(a, line.chunks[b]);
+        const int n = pieces_of(a, unit, total);
+        pieces[0] += i64(n) * a.repeats;
+        most = max(most, kilobytes((unit + n - 1) / n + a.segment_cost));
     }
+    sum_before(pieces, all_pieces, scratch);
+    if (most) atomicMax(&longest[1], most);
+    for (int b = from; b < to; ++b) {
+        const Chunks& c = line.chunks[b];
+        line.cost[b] = sums[0] + sums[1] * start, line.ring[b] = int(sums[2]), line.pieces[b] = int(min(pieces[0], i64(0x7fffffff)));
+        sums[0] += bytes_of(a, c) * a.repeats;
+        sums[1] += i64(walks_of(a, c)) * a.repeats;
+        sums[2] += i64(ring_chunks(a, c, PARTS)) * a.repeats;
+        pieces[0] += i64(pieces_of(a, bytes_of(a, c), total)) * a.repeats;
+    }
+    if (thread == 0) line.cost[a.batch] = all[0] + all[1] * start, line.ring[a.batch] = int(all[2]), line.pieces[a.batch] = int(min(all_pieces[0], i64(0x7fffffff)));
+    __syncthreads();
+    const i64 units = i64(a.batch) * a.repeats;
+    for (int i = thread; i < a.blocks; i += THREADS) line.start[i] = Point(a, line, i).nearest_unit();
+    if (thread == 0) line.start[a.blocks] = units;
     __syncthreads();
     for (int i = thread; i < a.blocks; i += THREADS) {
-        const i64 mine = Point(a, line, i).nearest_unit(), next = i + 1 < a.blocks ? Point(a, line, i + 1).nearest_unit() : i64(a.batch) * a.repeats;
+        const i64 mine = line.start[i], next = line.start[i + 1];
         // a line without starts: each unit has one all the same
-        const i64 load = cost_before(a, line, next) - cost_before(a, line, mine) + (start ? 0 : (next - mine) * a.segment_cost);
-        atomicMax(&longest[0], kilobytes(load));
+        atomicMax(&longest[0], kilobytes(cost_before(a, line, next) - cost_before(a, line, mine) + (start ? 0 : (next - mine) * a.segment_cost)));
     }
     __syncthreads();
     const u32 whole = longest[0], own = line.pieces[a.batch] <= a.blocks ? longest[1] : 0xffffffffu;
     const u32 cut = kilobytes(line.cost[a.batch] / a.blocks + (start ? 1 : 2) * a.segment_cost);
     for (int i = thread; i <= a.blocks; i += THREADS) {
-        i64 key = key_of(i64(a.batch) * a.repeats, 0, 0);
+        i64 key = key_of(units, 0, 0);
         if (i == a.blocks) {
         } else if (own <= whole && own <= cut) {
             if (i < line.pieces[a.batch]) {
                 const int b = Line::last_at_most(line.pieces, a.batch, i), at = i - line.pieces[b], n = (line.pieces[b + 1] - line.pieces[b]) / a.repeats;
-                const Chunks c = chunks_of(a, b);
-                key = place_in(a, c, i64(b) * a.repeats + at / n, cost_of(a, c, 0) * (at % n) / n, 0);
+                const Chunks& c = line.chunks[b];
+                key = place_in(a, c, i64(b) * a.repeats + at / n, bytes_of(a, c) * (at % n) / n, 0);
             }
+        } else if (whole <= cut) {
+            key = begin_of(a, line, line.start[i]);
         } else {
             const Point p(a, line, i);
-            if (whole <= cut) key = begin_of(a, p.nearest_unit());
-            else if (p.rest - start < start / 2) key = begin_of(a, p.unit);  // a piece of less than half of what it costs to start one
-            else if (p.each - p.rest < start / 2) key = begin_of(a, p.unit + 1);
-            else key = place_in(a, chunks_of(a, p.b), p.unit, p.rest, start);
+            if (p.rest - start < start / 2) key = begin_of(a, line, p.unit);  // a piece of less than half of what it costs to start one
+            else if (p.each - p.rest < start / 2) key = begin_of(a, line, p.unit + 1);
+            else key = place_in(a, line.chunks[p.b], p.unit, p.rest, start);
         }
-        line.start[i] = key;
+        line.start[i] = key;  // its own alone has been read
     }
     __syncthreads();
-    i64 working = 0;
     const int share = (a.blocks + THREADS) / THREADS, first = min(thread * share, a.blocks + 1), last = min(first + share, a.blocks + 1);
-    for (int i = first; i < last; ++i) working += i < a.blocks && line.start[i] < line.start[i + 1];
-    sum_before(working, scratch);
+    i64 working[1] = {0}, ignored[1];
+    for (int i = first; i < last; ++i) working[0] += i < a.blocks && line.start[i] < line.start[i + 1];
+    sum_before(working, ignored, scratch);
     for (int i = first; i < last; ++i) {
-        line.rank[i] = int(working);
-        working += i < a.blocks && line.start[i] < line.start[i + 1];
+        line.rank[i] = int(working[0]);
+        working[0] += i < a.blocks && line.start[i] < line.start[i + 1];
     }
     __syncthreads();
 }
@@ -254,7 +284,7 @@ DEVICE int block_of(const Args& a, const Line& line, i64 key) { return Line::las
 DEVICE i64 ring_before(const Args& a, const Line& line, i64 key) {
     const int unit = unit_of(key), b = unit / a.repeats, part = part_of(key);
     if (b >= a.batch) return line.ring[a.batch];
-    const Chunks c = chunks_of(a, b);
+    const Chunks& c = line.chunks[b];
     const i64 of_units = i64(unit - b * a.repeats) * ring_chunks(a, c, PARTS);
     return line.ring[b] + of_units + ring_chunks(a, c, part) + (a.parts[part].in_ring ? chunk_of(key) - c.first[part] : 0);
 }
@@ -262,7 +292,7 @@ DEVICE i64 ring_before(const Args& a, const Line& line, i64 key) {
 /// The segment that begins at `key` in block i.
 DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
     const int unit = unit_of(key), part = part_of(key), first = chunk_of(key), b = unit / a.repeats;
-    const Chunks c = chunks_of(a, b);
+    const Chunks& c = line.chunks[b];
     const PartWork& p = a.parts[part];
     const i64 end = line.start[i + 1];
     const bool cut = (end >> 28) == (key >> 28);
@@ -278,7 +308,7 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
     if (!cut) {
         int next = part + 1;
         while (next < PARTS && c.end[next] == c.first[next]) ++next;
-        const i64 begin = next < PARTS ? key_of(unit, next, c.first[next]) : begin_of(a, i64(unit) + 1);
+        const i64 begin = next < PARTS ? key_of(unit, next, c.first[next]) : begin_of(a, line, i64(unit) + 1);
         if (begin < end) {
             s.next = a.blocks + unit_of(begin) * PARTS + part_of(begin);
             s.joins = next < PARTS && a.parts[next].walk == p.walk;
@@ -305,7 +335,7 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
 extern "C" __global__ void __launch_bounds__(THREADS) work_list(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char shared[];
     i64* scratch = reinterpret_cast<i64*>(shared);
-    u32* longest = reinterpret_cast<u32*>(scratch + THREADS);
+    u32* longest = reinterpret_cast<u32*>(scratch + THREADS / 32 * 3);
     const Line line(reinterpret_cast<unsigned char*>(longest + 4), a.batch, a.blocks);
     lay_out(a, line, scratch, longest);
     const i64 units = i64(a.batch) * a.repeats, rows = a.blocks + units * PARTS;
@@ -316,14 +346,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) work_list(const __grid_con
             continue;
         }
         const int unit = int((row - a.blocks) / PARTS), part = int((row - a.blocks) % PARTS);
-        const Chunks c = chunks_of(a, unit / a.repeats);
+        const Chunks& c = line.chunks[unit / a.repeats];
         if (c.end[part] == c.first[part] && part != first_part(a, c)) continue;
         const i64 key = key_of(unit, part, c.first[part]);
         const int i = block_of(a, line, key);
         if (line.start[i] < key) a.segments[row] = segment_at(a, line, key, i);  // else it is the block's first
     }
     for (i64 at = i64(blockIdx.x) * THREADS + threadIdx.x; at < i64(a.batch) * a.num_queries; at += i64(a.grid) * THREADS) {
-        const int b = int(at / a.num_queries), t = int(at % a.num_queries), n = queries_of(a, b), newest = chunks_of(a, b).newest;
+        const int b = int(at / a.num_queries), t = int(at % a.num_queries), n = queries_of(a, b), newest = line.chunks[b].newest;
         a.q_positions[at] = t < n && newest >= n ? newest - n + t : -1;
     }
 }
