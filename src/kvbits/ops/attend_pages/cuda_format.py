@@ -282,7 +282,8 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
     units = 1 if large or chunk % 64 else 2
     spills_at_168 = two_planes or chunk < 64 or layout.head_dim % 64 or (layout.value.has_bias and _scale_kind(layout.value) == CHANNEL)
     spills_at_168 |= (low and cols > 8) or layout.key.static or any(_scale_kind(s) == GROUP and s.num_groups(layout.head_dim) > 2 for s in specs)
-    most = 7 if large or slot > 5 << 10 or spills_at_168 else 11
+    joined = any(len(s.number_format.planes) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
+    most = 7 if large or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168 else 11
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
         ring = 32 + 4 * warps if low else 16
         stages = (shared_limit - ring - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))

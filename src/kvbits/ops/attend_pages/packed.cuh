@@ -199,19 +199,19 @@ struct Keys {
     DEVICE void multiply(float (&acc)[UNITS][2][NT][4], const float (&start)[NT][4], const Query<KeyPlane>& query, int group) const {
         bool first = FIRST;
 #pragma unroll
-        for (int f = 0; f < KeyPlane::FIELDS; ++f)
+        for (int at = 0; at < KeyPlane::FIELDS * KeyPlane::STEPS; ++at) {
+            // A step's fields follow one another where its words are joined, which takes registers for fewer of them at a time.
+            const int f = KeyPlane::JOINED ? at % KeyPlane::FIELDS : at / KeyPlane::STEPS, i = KeyPlane::JOINED ? at / KeyPlane::FIELDS : at % KeyPlane::STEPS;
+            if (!Query<KeyPlane>::used(f, i) || Query<KeyPlane>::group_of(f, i) != group) continue;
 #pragma unroll
-            for (int i = 0; i < KeyPlane::STEPS; ++i) {
-                if (!Query<KeyPlane>::used(f, i) || Query<KeyPlane>::group_of(f, i) != group) continue;
-#pragma unroll
-                for (int u = 0; u < UNITS; ++u) {
-                    const uint4 w = HELD ? words[HELD ? u : 0][HELD ? i : 0] : load(u, i), low = load_low(u, i);
-                    const int of = second(i);
-                    two_rows(acc[u][0], start, first, {w.x, low.x, of}, {w.y, low.y, of}, query, f, i);
-                    two_rows(acc[u][1], start, first, {w.z, low.z, of}, {w.w, low.w, of}, query, f, i);
-                }
-                first = false;
+            for (int u = 0; u < UNITS; ++u) {
+                const uint4 w = HELD ? words[HELD ? u : 0][HELD ? i : 0] : load(u, i), low = load_low(u, i);
+                const int of = second(i);
+                two_rows(acc[u][0], start, first, {w.x, low.x, of}, {w.y, low.y, of}, query, f, i);
+                two_rows(acc[u][1], start, first, {w.z, low.z, of}, {w.w, low.w, of}, query, f, i);
             }
+            first = false;
+        }
     }
     using Row = Fields<KeyPlane, K_FLOAT>;
     static DEVICE void two_rows(float (&acc)[NT][4], const float (&start)[NT][4], bool first, const Row& row, const Row& row8, const Query<KeyPlane>& query, int f, int i) {
