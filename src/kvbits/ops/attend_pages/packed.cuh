@@ -8,8 +8,8 @@
 // at the end would subtract two large sums whose roundings (toward zero, in the matrix units) do not cancel.
 //
 // A 3-bit code lies in a 2-bit and a 1-bit plane. Where a token's bytes in the second are half of those in the first (head_dim a multiple of 32), field f of
-// byte r there is field 2 f of the second plane's byte r, or field 2 f + 1 of byte r - LOW_ROW: both planes' words are joined by two bitwise selections,
-// fields 0 and 2 at bits 0 and 4 of a byte, fields 1 and 3 at bits 1 and 5, and there is one walk, over 3-bit fields. Elsewhere each plane has its own.
+// byte r there is field 2 f of the second plane's byte r, or field 2 f + 1 of byte r - LOW_ROW. Two bitwise selections join words of both planes to one of
+// fields 0 and 2 and one of fields 1 and 3, at bits 1 and 5 of every byte, and there is one walk, over 3-bit fields. Elsewhere each plane has its own.
 #pragma once
 #include "columns.cuh"
 
@@ -30,7 +30,7 @@ struct Plane {
     static constexpr int LOW_ROW = ROW / 2;                    // bytes of one token in the joined plane
 
     /// A field's operands are codes times 2**exponent.
-    static constexpr int exponent(int field) { return JOINED ? field % 2 + field / 2 * 4 : BITS * field - LOW_BITS; }
+    static constexpr int exponent(int field) { return JOINED ? 1 + field / 2 * 4 : BITS * field - LOW_BITS; }
     /// The operand of a code alike in all channels.
     static DEVICE u32 constant(u32 code, int field) { return JOINED ? code * 0x00010001u << exponent(field) : ((code >> LOW_BITS) & ((1u << BITS) - 1)) * 0x00010001u << BITS * field; }
 };
@@ -60,8 +60,9 @@ struct Fields {
 
     /// low: the joined plane's word of these bytes; second: they are in the row's second half.
     DEVICE Fields(u32 w, u32 low, int second) {
-        even[0] = JOINED ? select_bits(0x66666666u, w << 1, low >> second) : w;
-        if (JOINED) even[WORDS - 1] = select_bits(0xccccccccu, w, low >> (second + 1));
+        low *= 2 - second;  // field f at bit 2 f + 1; not a shift, which would be one more for the half-rate integer pipe
+        even[0] = JOINED ? select_bits(0xccccccccu, w << 2, low) : w;
+        if (JOINED) even[WORDS - 1] = select_bits(0xccccccccu, w, low >> 2);
         for (int k = 0; k < WORDS; ++k) odd[k] = odd_bytes<FLOAT, CodePlane::BITS>(even[k]);
     }
     DEVICE u32 operand(int is_odd, int field) const {
