@@ -32,7 +32,10 @@ struct Plane {
     /// A field's operands are codes times 2**exponent.
     static constexpr int exponent(int field) { return JOINED ? 1 + field / 2 * 4 : BITS * field - LOW_BITS; }
     /// The operand of a code alike in all channels.
-    static DEVICE u32 constant(u32 code, int field) { return JOINED ? code * 0x00010001u << exponent(field) : ((code >> LOW_BITS) & ((1u << BITS) - 1)) * 0x00010001u << BITS * field; }
+    static DEVICE u32 constant(u32 code, int field) {
+        if (JOINED) return code * 0x00010001u << exponent(field);
+        return ((code >> LOW_BITS) & ((1u << BITS) - 1)) * 0x00010001u << BITS * field;
+    }
 };
 
 template <int FLOAT, int BITS>
@@ -49,8 +52,6 @@ DEVICE u32 operand(u32 even, u32 odd, int is_odd, int field) {
 template <int FLOAT, int BITS>
 DEVICE u32 odd_bytes(u32 w) { return FLOAT == INTEGER && BITS < 8 ? w >> 8 : w; }
 
-DEVICE u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
-
 /// A word of codes and what to mask its operands out of: with joined planes two words, of even and of odd fields.
 template <class CodePlane, int FLOAT>
 struct Fields {
@@ -59,10 +60,9 @@ struct Fields {
     u32 even[WORDS], odd[WORDS];
 
     /// low: the joined plane's word of these bytes; second: they are in the row's second half.
-    DEVICE Fields(u32 w, u32 low, int second) {
-        low *= 2 - second;  // field f at bit 2 f + 1; not a shift, which would be one more for the half-rate integer pipe
-        even[0] = JOINED ? select_bits(0xccccccccu, w << 2, low) : w;
-        if (JOINED) even[WORDS - 1] = select_bits(0xccccccccu, w, low >> 2);
+    DEVICE Fields(u32 w, u32 low = 0, int second = 0) {
+        even[0] = JOINED ? select_bits(0xccccccccu, w << 2, low * (2 - second)) : w;  // a product goes to another pipe than shifts
+        if (JOINED) even[WORDS - 1] = select_bits(0xccccccccu, w, low >> (1 + second));
         for (int k = 0; k < WORDS; ++k) odd[k] = odd_bytes<FLOAT, CodePlane::BITS>(even[k]);
     }
     DEVICE u32 operand(int is_odd, int field) const {
@@ -200,18 +200,39 @@ struct Keys {
     DEVICE void multiply(float (&acc)[UNITS][2][NT][4], const float (&start)[NT][4], const Query<KeyPlane>& query, int group) const {
         bool first = FIRST;
 #pragma unroll
-        for (int at = 0; at < KeyPlane::FIELDS * KeyPlane::STEPS; ++at) {
-            // A step's fields follow one another where its words are joined, which takes registers for fewer of them at a time.
-            const int f = KeyPlane::JOINED ? at % KeyPlane::FIELDS : at / KeyPlane::STEPS, i = KeyPlane::JOINED ? at / KeyPlane::FIELDS : at % KeyPlane::STEPS;
-            if (!Query<KeyPlane>::used(f, i) || Query<KeyPlane>::group_of(f, i) != group) continue;
+        for (int f = 0; f < KeyPlane::FIELDS; ++f)
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int i = 0; i < KeyPlane::STEPS; ++i) {
+                if (!Query<KeyPlane>::used(f, i) || Query<KeyPlane>::group_of(f, i) != group) continue;
+#pragma unroll
+                for (int u = 0; u < UNITS; ++u) {
+                    const uint4 w = HELD ? words[HELD ? u : 0][HELD ? i : 0] : load(u, i);
+                    two_rows(acc[u][0], start, first, {w.x}, {w.y}, query, f, i);
+                    two_rows(acc[u][1], start, first, {w.z}, {w.w}, query, f, i);
+                }
+                first = false;
+            }
+    }
+    /// The same for all groups, of joined planes: a word is joined once for all fields, which are of several groups.
+    DEVICE void multiply_joined(float (&acc)[K_GROUPS][UNITS][2][NT][4], const float (&start)[K_GROUPS][NT][4], const Query<KeyPlane>& query) const {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            bool first[K_GROUPS];
+            for (int gr = 0; gr < K_GROUPS; ++gr) first[gr] = true;
+#pragma unroll
+            for (int i = 0; i < KeyPlane::STEPS; ++i) {
                 const uint4 w = HELD ? words[HELD ? u : 0][HELD ? i : 0] : load(u, i), low = load_low(u, i);
                 const int of = second(i);
-                two_rows(acc[u][0], start, first, {w.x, low.x, of}, {w.y, low.y, of}, query, f, i);
-                two_rows(acc[u][1], start, first, {w.z, low.z, of}, {w.w, low.w, of}, query, f, i);
+                const Row x(w.x, low.x, of), y(w.y, low.y, of), z(w.z, low.z, of), w3(w.w, low.w, of);
+#pragma unroll
+                for (int f = 0; f < KeyPlane::FIELDS; ++f) {
+                    if (!Query<KeyPlane>::used(f, i)) continue;
+                    const int gr = Query<KeyPlane>::group_of(f, i);
+                    two_rows(acc[gr][u][0], start[gr], first[gr], x, y, query, f, i);
+                    two_rows(acc[gr][u][1], start[gr], first[gr], z, w3, query, f, i);
+                    first[gr] = false;
+                }
             }
-            first = false;
         }
     }
     using Row = Fields<KeyPlane, K_FLOAT>;

@@ -287,9 +287,11 @@ struct PackedWalk {
 #if K_BITS1
         const Keys<Key1> words1(slot, Key1::OFFSET, t, g, c);
 #endif
+        float sums[K_GROUPS][UNITS][2][NT][4];
+        if (Key0::JOINED) words0.multiply_joined(sums, keys.start_sum, keys.query0);
 #pragma unroll
         for (int gr = 0; gr < K_GROUPS; ++gr) {
-            float acc[UNITS][2][NT][4];
+            float (&acc)[UNITS][2][NT][4] = sums[gr];
             if (LOW && K_LOW) {
                 const Keys<Key0> words(low, K_LOW_OFFSET, t, g, c);
                 words.template multiply<true>(acc, K_ZERO == LOW_ZERO ? keys.start_sum[gr] : keys.low_start[gr], keys.query0, gr);
@@ -299,7 +301,7 @@ struct PackedWalk {
                         for (int n = 0; n < NT; ++n)
                             for (int r = 0; r < 4; ++r) acc[u][tile][n][r] = acc[u][tile][n][r] * LOW_STEP + keys.start_sum[gr][n][r];
                 words0.template multiply<false>(acc, keys.start_sum[gr], keys.query0, gr);
-            } else {
+            } else if (!Key0::JOINED) {
                 words0.template multiply<true>(acc, keys.start_sum[gr], keys.query0, gr);
             }
 #if K_BITS1
