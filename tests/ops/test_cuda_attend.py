@@ -45,17 +45,16 @@ def cases():
     for f in FORMATS:
         yield Case(**both(f), lengths=LENGTHS, tail=64, sinks=4)
         yield Case(**both(f, PerToken()), lengths=LENGTHS)
-        yield Case(key=spec(f, PerChannel()), value=spec(f, PerChannel() if f != "int3" else PerToken()), lengths=LENGTHS)
+        yield Case(key=spec(f, PerChannel()), value=spec(f, PerChannel()), lengths=LENGTHS)
     for f in INTEGERS:
         yield Case(**both(f, PerGroup(32), symmetric=False), lengths=LENGTHS, group=8)
         yield Case(key=spec(f, PerChannel(), symmetric=False), value=spec(f, PerToken(), symmetric=False), lengths=LENGTHS, tail=20, magnitude=50.0)
         yield Case(**both(f, center="channel"), lengths=LENGTHS, tail=20, magnitude=1e-3)
-        if f != "int3":
-            yield Case(**both(f, PerChannel(), symmetric=False), lengths=LENGTHS)
+        yield Case(**both(f, PerChannel(), symmetric=False), lengths=LENGTHS)
         yield Case(**both(f, PerChannel(), static=True), lengths=LENGTHS)
         yield Case(key=spec(f, PerChannel(), static=True, symmetric=False), value=spec(f, static=True, symmetric=False), lengths=LENGTHS, tail=20)
         yield Case(key=spec(f, scale_dtype="float32"), value=spec(f, scale_dtype="bfloat16"), lengths=LENGTHS)
-    for f in ("int8", "int4", "int2"):
+    for f in INTEGERS:
         for d in (64, 80, 96, 256):
             yield Case(**both(f, PerGroup(d // 2) if d in (64, 256) else PerToken()), lengths=(1000, 70), head_dim=d, tail=20)
         for group in (1, 2, 8, 12, 16):

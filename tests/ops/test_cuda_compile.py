@@ -59,7 +59,7 @@ def variants():
     few = [
         (spec("int8"), spec("int8"), {}), (spec("int4"), spec("int4"), {}), (spec("int2"), spec("int2"), {}), (spec("fp8_e4m3"), spec("fp8_e4m3"), {}),
         (spec("int2", PerChannel(), symmetric=False), spec("int2", symmetric=False), {}), (raw, raw, {}), (spec("int4"), spec("int4"), {"columns": 64}),
-        (spec("int2", PerGroup(32)), spec("int2", PerGroup(32)), {}),
+        (spec("int2", PerGroup(32)), spec("int2", PerGroup(32)), {}), (spec("int3"), spec("int3"), {}), (spec("int3", PerToken()), spec("int3", PerToken()), {"head_dim": 80}),
     ]  # fmt: skip
     if not ALL:
         return few
@@ -247,8 +247,8 @@ def test_a_source_that_does_not_compile_says_why(tmp_path):
     [
         (dict(key=spec("int8"), value=spec("int8"), head_dim=320), "above 256"),
         (dict(key=QuantSpec.raw(), value=spec("int8"), head_dim=128), "one of keys and values is raw"),
-        (dict(key=spec("int3", PerChannel()), value=spec("int3", PerChannel()), head_dim=128), "more registers"),
-        (dict(key=spec("int4", PerToken()), value=spec("int3", PerToken()), head_dim=256), "at most 128"),
+        (dict(key=spec("int3", PerChannel()), value=spec("int3", PerChannel()), head_dim=80), "more registers"),
+        (dict(key=spec("int4", PerToken()), value=spec("int3", PerToken()), head_dim=208), "at most 128"),
         (dict(key=spec("int4", PerGroup(16)), value=spec("int4", PerToken()), head_dim=80), "16 channels cut"),
         (dict(key=spec("int8"), value=spec("int8", PerGroup(16)), head_dim=128), "16 channels cut"),
         (dict(key=QuantSpec.raw(), value=QuantSpec.raw(), head_dim=128, raw_dtype="float32"), "float32"),

@@ -84,6 +84,14 @@ def cases():
     yield Case(key=spec("int4", PerGroup(32), symmetric=False), value=spec("int8"), **ragged, low=(4, 0))
     yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **ragged, low=(0, 4))
     yield from joined()
+    yield Case(key=spec("int4"), value=spec("int3"), **ragged, low=(4, 0))
+    few = {"lengths": (333, 70), "tail": 20}  # planes of 3-bit codes: joined with halves of a row that are whole 16-byte steps, that are not, not joined
+    yield Case(**both("int3", PerGroup(32), symmetric=False), **few, group=5, num_queries=11)
+    yield Case(key=spec("int3", PerChannel(), symmetric=False), value=spec("int3", PerChannel(), symmetric=False), **few)
+    yield Case(**both("int3", center="channel"), **few, head_dim=256)
+    yield Case(**both("int3", PerGroup(32), symmetric=False), **few, head_dim=64, group=8)
+    yield Case(key=spec("int3", PerChannel()), value=spec("int3", PerToken()), **few, head_dim=96)
+    yield Case(key=spec("int3", PerChannel(), symmetric=False), value=spec("int3", PerToken(), symmetric=False), **few, head_dim=80)
     if os.environ.get("KVBITS_TEST_ALL_KERNELS"):
         yield from (dataclasses.replace(c, lengths=(500 if c.window else 333, 70)) for c in direct())
 

@@ -59,15 +59,15 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
         return None if layout.raw_dtype != "float32" else "raw pages are float32; the kernel multiplies float16 and bfloat16"
     if layout.key.is_raw or layout.value.is_raw:
         return "one of keys and values is raw and the other is not"
-    if len(layout.value.number_format.planes) > 1 and _scale_kind(layout.value) == CHANNEL:
-        return f"{layout.value.format} values with a scale per channel need more registers than a thread has; per token or per group they fit"
-    if d > 128 and any(len(s.number_format.planes) > 1 for s in (layout.key, layout.value)):
-        return f"3-bit codes at head_dim={d} need more registers than a thread has; at most 128"
+    if len(_walked_planes(layout.value, d)) > 1 and _scale_kind(layout.value) == CHANNEL:
+        return f"head_dim={d}: {layout.value.format} values with a scale per channel need more registers than a thread has; per token or per group they fit"
+    if d > 128 and _two_planes(layout):
+        return f"3-bit codes at head_dim={d} need more registers than a thread has; at most 128, or a multiple of 32"
     for kind, spec, step in (("key", layout.key, 16), ("value", layout.value, 32)):
         if _scale_kind(spec) != GROUP:
             continue
         size = d // spec.num_groups(d)
-        for bits in spec.number_format.planes if size < d else ():
+        for bits in _walked_planes(spec, d) if size < d else ():
             row = plane_row_bytes(d, bits)
             starts = [f * row + r for f in range(8 // bits) for r in range(0, row, step) if f * row + r < d]
             if any(s // size != (min(s + step, (s // row + 1) * row, d) - 1) // size for s in starts):
@@ -93,6 +93,16 @@ def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:
         if len(_pieces(layout, tokens)) + len(_pieces(fine, tokens)) > MAX_PIECES:
             return f"a chunk of this layout and its low planes is cut from more than {MAX_PIECES} places of their pages"
     return None
+
+
+def _walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
+    """Bits of the planes that are walked one by one. Two whose rows are 2 : 1 bytes, without padding, are joined to one (packed.cuh), walked as the first."""
+    planes = spec.number_format.planes
+    return planes[:1] if planes == (2, 1) and head_dim % 32 == 0 else planes
+
+
+def _two_planes(layout: PageLayout) -> bool:
+    return any(len(_walked_planes(s, layout.head_dim)) > 1 for s in (layout.key, layout.value))
 
 
 def _scale_kind(spec: QuantSpec) -> int:
@@ -184,7 +194,7 @@ def columns(head_dim: int, num_columns: int, layouts: list[PageLayout], low: boo
     """Query columns of a warp: 16 or 24 where more are wanted and the registers of two or three column tiles are there."""
     if num_columns > 2 * WIDE and is_wide(head_dim, layouts) and not low:
         return WIDE
-    two_planes = any(len(s.number_format.planes) > 1 for layout in layouts for s in (layout.key, layout.value))
+    two_planes = any(_two_planes(layout) for layout in layouts)
     return 16 if num_columns > 8 and head_dim <= 128 and not two_planes and not any(kvquant_extras(layout) for layout in layouts) else 8
 
 
@@ -192,7 +202,7 @@ def is_wide(head_dim: int, layouts: list[PageLayout]) -> bool:
     """Whether three column tiles fit a thread's registers: one plane, no terms that count weights or scale queries by page."""
     specs = [s for layout in layouts for s in (layout.key, layout.value)]
     return bool(specs) and head_dim <= 128 and all(
-        len(s.number_format.planes) == 1 and s.symmetric and not s.center and not s.static and _scale_kind(s) == GROUP for s in specs
+        len(_walked_planes(s, head_dim)) == 1 and s.symmetric and not s.center and not s.static and _scale_kind(s) == GROUP for s in specs
     ) and not any(kvquant_extras(layout) for layout in layouts)  # fmt: skip
 
 
@@ -200,7 +210,7 @@ def joins_raw(layout: PageLayout, cols: int) -> bool:
     """Whether a kernel adds raw tokens to the running outputs of this layout (RAW_JOINS of walk.cuh): values of one plane, not scaled by page, queries and
     results that no calibrated scale belongs to, and registers. Three column tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining."""
     key, value = layout.key, layout.value
-    one_sum = len(value.number_format.planes) == 1 and _scale_kind(value) != CHANNEL and not key.static and not value.static
+    one_sum = len(_walked_planes(value, layout.head_dim)) == 1 and _scale_kind(value) != CHANNEL and not key.static and not value.static
     return one_sum and layout.head_dim * cols <= 2048 and kvquant_extras(layout) is None
 
 
@@ -273,7 +283,8 @@ def kernel_for(
     defines |= {"HAS_LOW": int(low is not None), "HAS_RAW": int(raw_in_ring), "RAW_TOKENS": raw_tokens}
     defines["LOW_BYTES"] = sum(p[3] for p in low_pieces)
     for prefix, spec in (("K", layout.key), ("V", layout.value)):
-        defines |= _format_defines(prefix, spec, chunk_layout(layout, chunk))
+        planes = spec.number_format.planes if has_levels else _walked_planes(spec, head_dim)
+        defines |= _format_defines(prefix, spec, planes, chunk_layout(layout, chunk))
         if low:
             plane = chunk_layout(low, chunk).sections.get(f"{prefix.lower()}_plane0")
             defines |= {f"{prefix}_LOW_BITS": LOW_BITS if plane else 0, f"{prefix}_LOW_OFFSET": plane.offset if plane else 0}
@@ -283,14 +294,15 @@ def kernel_for(
 
 
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool) -> Shape:
-    two_planes = any(len(s.number_format.planes) > 1 for s in (layout.key, layout.value))
+    two_planes = _two_planes(layout)
     specs = (layout.key, layout.value)
     extras = any(s.center or (two_planes and (s.has_bias or _scale_kind(s) == CHANNEL or s.num_groups(layout.head_dim) > 2)) for s in specs)
     large = layout.head_dim * cols > 128 * 8 or extras  # what more registers are needed for
     units = 1 if large or chunk % 64 else 2
     spills_at_168 = two_planes or chunk < 64 or layout.head_dim % 64 or (layout.value.has_bias and _scale_kind(layout.value) == CHANNEL)
     spills_at_168 |= (low and cols > 8) or layout.key.static or any(_scale_kind(s) == GROUP and s.num_groups(layout.head_dim) > 2 for s in specs)
-    most = 7 if large or slot > 5 << 10 or spills_at_168 else 11
+    joined = any(len(s.number_format.planes) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
+    most = 7 if large or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168 else 11
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
         ring = 32 + 4 * warps if low else 16
         stages = (shared_limit - ring - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))
@@ -310,9 +322,9 @@ def _levels_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) 
     return None
 
 
-def _format_defines(prefix: str, spec: QuantSpec, chunk: PageLayout) -> dict[str, int]:
+def _format_defines(prefix: str, spec: QuantSpec, planes: tuple[int, ...], chunk: PageLayout) -> dict[str, int]:
+    """Macros of a format. planes: bits of those walked one by one."""
     d, kind, name = chunk.head_dim, _scale_kind(spec), prefix.lower()
-    planes = spec.number_format.planes
     groups = spec.num_groups(d) if kind == GROUP else 1
 
     def offset(section: str) -> int:
@@ -324,6 +336,7 @@ def _format_defines(prefix: str, spec: QuantSpec, chunk: PageLayout) -> dict[str
         f"{prefix}_BITS1": planes[1] if len(planes) > 1 else 0,
         f"{prefix}_OFFSET0": offset("plane0"),
         f"{prefix}_OFFSET1": offset("plane1"),
+        f"{prefix}_JOINED_OFFSET": offset("plane1") if planes != spec.number_format.planes else 0,
         f"{prefix}_FLOAT": FLOATS.get(spec.format, 0),
         f"{prefix}_ZERO": spec.zero,
         f"{prefix}_SCALE": kind,

@@ -3,8 +3,8 @@
 #include "packed.cuh"
 #include "raw.cuh"
 
-using Key0 = Plane<K_BITS0, K_OFFSET0, K_BITS1>;
-using Value0 = Plane<V_BITS0, V_OFFSET0, V_BITS1>;
+using Key0 = Plane<K_BITS0, K_OFFSET0, K_BITS1, K_JOINED_OFFSET>;
+using Value0 = Plane<V_BITS0, V_OFFSET0, V_BITS1, V_JOINED_OFFSET>;
 #if K_BITS1
 using Key1 = Plane<K_BITS1, K_OFFSET1, 0>;
 #endif
@@ -116,7 +116,7 @@ struct PackedWalk {
 
     /// sum over channels of q times a stored channel vector (a bias or a mean), added to `page_constant`.
     DEVICE void add_channel_vector(float (&page_constant)[NT][2], const unsigned char* section, int c) const {
-        constexpr int TOP_FIELD = Key0::BITS * (Key0::FIELDS - 1);
+        constexpr int TOP_FIELD = Key0::exponent(Key0::FIELDS - 1);
         float acc[NT][4];
         for (int n = 0; n < NT; ++n)
             for (int r = 0; r < 4; ++r) acc[n][r] = 0.f;
@@ -127,8 +127,8 @@ struct PackedWalk {
                 if (!Query<Key0>::used(f, i)) continue;
                 float x[4];
                 load_channels(x, section, f, i, c);
-                // q carries 2**(-BITS f); undo it here, scaled down by the top field's factor so that nothing overflows float16.
-                float undo = power_of_two(Key0::BITS * f - TOP_FIELD);
+                // q carries 2**-exponent; undo it here, scaled down by the top field's factor so that nothing overflows float16.
+                float undo = power_of_two(Key0::exponent(f) - TOP_FIELD);
                 u32 a0 = pack_f16(x[0] * undo, x[2] * undo), a2 = pack_f16(x[1] * undo, x[3] * undo);
                 for (int n = 0; n < NT; ++n) {
                     const uint2 b = query0.operand(n, f * Key0::STEPS + i);
@@ -136,7 +136,7 @@ struct PackedWalk {
                 }
             }
         for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e) page_constant[n][e] += acc[n][e] * (real_factor * power_of_two(TOP_FIELD - Key0::LOW_BITS));
+            for (int e = 0; e < 2; ++e) page_constant[n][e] += acc[n][e] * (real_factor * power_of_two(TOP_FIELD));
     }
     static DEVICE void load_channels(float (&x)[4], const unsigned char* section, int f, int i, int c) {
         int r = 16 * i + 4 * c, ch = f * Key0::ROW + r;
@@ -261,9 +261,9 @@ struct PackedWalk {
         u32 weights[V_GROUPS][NT][UNITS][2][2];
         value_weights<MASKED>(weights, packed, slot, t, pairs, visible, g, c);
         if (V_ZERO) subtract_zero<V_ZERO>(weights);
-        values0.accumulate(slot + Value0::OFFSET, t, weights, g, c);
+        values0.accumulate(slot, Value0::OFFSET, t, weights, g, c);
 #if V_BITS1
-        values1.accumulate(slot + Value1::OFFSET, t, weights, g, c);
+        values1.accumulate(slot, Value1::OFFSET, t, weights, g, c);
 #endif
         if (LOW && V_LOW) {
             const u32 step = pack_f16(LOW_STEP, LOW_STEP);
@@ -275,7 +275,7 @@ struct PackedWalk {
                     for (int u = 0; u < UNITS; ++u)
                         for (int k = 0; k < 4; ++k) weights[gr][n][u][k / 2][k % 2] = mul_f16x2(weights[gr][n][u][k / 2][k % 2], step);
             subtract_zero<LOW_ZERO>(weights);
-            values0.accumulate(low + V_LOW_OFFSET, t, weights, g, c);
+            values0.accumulate(low, V_LOW_OFFSET, t, weights, g, c);
         }
     }
 
@@ -283,15 +283,17 @@ struct PackedWalk {
     template <bool LOW>
     DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, const unsigned char* low, int t, const PackedWalk& keys,
                        float score_factor, const float (&page_constant)[NT][2], int g, int c) const {
-        const Keys<Key0> words0(slot + Key0::OFFSET, t, g, c);
+        const Keys<Key0> words0(slot, Key0::OFFSET, t, g, c);
 #if K_BITS1
-        const Keys<Key1> words1(slot + Key1::OFFSET, t, g, c);
+        const Keys<Key1> words1(slot, Key1::OFFSET, t, g, c);
 #endif
+        float sums[K_GROUPS][UNITS][2][NT][4];
+        if (Key0::JOINED) words0.multiply_joined(sums, keys.start_sum, keys.query0);
 #pragma unroll
         for (int gr = 0; gr < K_GROUPS; ++gr) {
-            float acc[UNITS][2][NT][4];
+            float (&acc)[UNITS][2][NT][4] = sums[gr];
             if (LOW && K_LOW) {
-                const Keys<Key0> words(low + K_LOW_OFFSET, t, g, c);
+                const Keys<Key0> words(low, K_LOW_OFFSET, t, g, c);
                 words.template multiply<true>(acc, K_ZERO == LOW_ZERO ? keys.start_sum[gr] : keys.low_start[gr], keys.query0, gr);
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u)
@@ -299,7 +301,7 @@ struct PackedWalk {
                         for (int n = 0; n < NT; ++n)
                             for (int r = 0; r < 4; ++r) acc[u][tile][n][r] = acc[u][tile][n][r] * LOW_STEP + keys.start_sum[gr][n][r];
                 words0.template multiply<false>(acc, keys.start_sum[gr], keys.query0, gr);
-            } else {
+            } else if (!Key0::JOINED) {
                 words0.template multiply<true>(acc, keys.start_sum[gr], keys.query0, gr);
             }
 #if K_BITS1
@@ -355,7 +357,7 @@ struct PackedWalk {
     /// Running outputs from units of packed values to those of raw ones (1), or back: powers of two.
     DEVICE void change_units(bool to_raw) {
         values0.each([&](float& x, int, int, int field, int, int) {
-            const int exponent = operand_exponent(V_FLOAT) + Value0::LOW_BITS - Value0::BITS * field;
+            const int exponent = operand_exponent(V_FLOAT) - Value0::exponent(field);
             x *= to_raw ? power_of_two(exponent) : power_of_two(-exponent);
         });
     }
@@ -443,9 +445,9 @@ struct PackedWalk {
                 sums[gr][n][0] = acc[0];
                 sums[gr][n][1] = acc[1];
             }
-        constexpr int zero = ZERO >> Value0::LOW_BITS;  // a power of two: later planes hold none of it
+        // A power of two: of two planes that are not joined, the second holds none of it.
         values0.each([&](float& x, int n, int e, int field, int pair, int) {
-            x -= sums[Values<Value0>::group_of(field, pair)][n][e] * (zero * power_of_two(Value0::BITS * field - 24));
+            x -= sums[Values<Value0>::group_of(field, pair)][n][e] * (int(ZERO) * power_of_two(Value0::exponent(field) - 24));
         });
     }
 
@@ -464,7 +466,7 @@ struct PackedWalk {
                 if (V_PER_CHUNK) load_scales4<V_SCALE_TYPE>(scale, slot + V_SCALE_OFFSET, at);
                 if (V_PER_CHUNK && V_HAS_BIAS) load_scales4<V_SCALE_TYPE>(bias, slot + V_BIAS_OFFSET, at);
                 if (V_HAS_MEAN) load_scales4<V_SCALE_TYPE>(mean, slot + V_MEAN_OFFSET, at);
-                const float unit = power_of_two(ValuePlane::BITS * field - operand_exponent(V_FLOAT) - ValuePlane::LOW_BITS);
+                const float unit = power_of_two(ValuePlane::exponent(field) - operand_exponent(V_FLOAT));
                 for (int n = 0; n < NT; ++n)
                     for (int k = 0; k < 4; ++k)
                         for (int e = 0; e < 2; ++e) {
@@ -487,7 +489,7 @@ struct PackedWalk {
     DEVICE float4 four(const Values<ValuePlane>& v, int r, int n, int e) const {
         int field = r / ValuePlane::PAIRS;
         const auto& x = v.o[n][field][r % ValuePlane::PAIRS];
-        float m = power_of_two(operand_exponent(V_FLOAT) + ValuePlane::LOW_BITS - ValuePlane::BITS * field);
+        float m = power_of_two(operand_exponent(V_FLOAT) - ValuePlane::exponent(field));
         return {x[0][e] * m, x[0][2 + e] * m, x[1][e] * m, x[1][2 + e] * m};
     }
     /// The channel at place x of round r; -1 past the row or the head.

@@ -40,6 +40,8 @@ DEVICE u32 min_nan_bf16x2(u32 a, u32 b) { u32 d; asm("min.NaN.bf16x2 %0, %1, %2;
 DEVICE u16 to_e4m3(float x) { u16 d; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(0.f), "f"(x)); return d; }
 DEVICE u16 to_e5m2(float x) { u16 d; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(d) : "f"(0.f), "f"(x)); return d; }
 #endif
+/// Bits of `a` where the mask has them, of b elsewhere. With a constant mask the compiler makes two instructions of it.
+DEVICE u32 select_bits(u32 mask, u32 a, u32 b) { u32 d; asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(d) : "r"(mask), "r"(a), "r"(b)); return d; }
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { u32 d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector)); return d; }
 
 /// One half of `a` times both of b (plus c): a broadcast half is an operand's modifier, where a byte permutation would be an instruction.
