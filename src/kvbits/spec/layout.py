@@ -94,6 +94,11 @@ class PageLayout:
         return found
 
     @property
+    def token_local(self) -> bool:
+        """True where a page can be filled token by token (`QuantSpec.token_local`)."""
+        return self.key.token_local and self.value.token_local
+
+    @property
     def outlier_index_dtype(self) -> str:
         """Wide enough for token * head_dim + channel."""
         return "uint16" if self.page_size * self.head_dim <= 2**16 else "int32"
