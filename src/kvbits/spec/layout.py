@@ -94,6 +94,15 @@ class PageLayout:
         return found
 
     @property
+    def is_raw(self) -> bool:
+        return self.key.is_raw and self.value.is_raw
+
+    @property
+    def is_centered(self) -> bool:
+        """True where a page holds a mean of its keys or values."""
+        return self.key.center is not None or self.value.center is not None
+
+    @property
     def token_local(self) -> bool:
         """True where a page can be filled token by token (`QuantSpec.token_local`)."""
         return self.key.token_local and self.value.token_local

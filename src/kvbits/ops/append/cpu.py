@@ -13,6 +13,8 @@ from ..types import PageStore, SlotMapping
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
     """Why tokens like k [B, T, H, D] cannot be written to pages of this store here, or None."""
+    if not store.layout.is_raw:
+        return "packed pages are filled token by token by the reference"
     return refuses_writing(k, store)
 
 

@@ -30,6 +30,8 @@ def refuses(k: torch.Tensor, store: PageStore) -> str | None:
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
     if torch.version.hip:
         return "the GPU is not an NVIDIA GPU"
+    if not store.layout.is_raw:
+        return "packed pages are filled token by token by the reference"
     if k.dtype not in DTYPES:
         return f"keys are {k.dtype}; the kernel takes float32, float16 and bfloat16"
     return cuda_compile.missing()
