@@ -18,8 +18,8 @@ def refuses(k: torch.Tensor, store: PageStore) -> str | None:
     return refuses_writing(k, store)
 
 
-def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> None:
-    """Write tokens in place; arguments and errors of the reference. Copies nothing where the tensors' last dims are dense."""
+def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
+    """Write tokens in place; arguments, result and errors of the reference. Copies nothing where the tensors' last dims are dense."""
     slot_mapping.check(k, v, store)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     batch, tokens, heads, head_dim = k.shape
@@ -27,3 +27,4 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
         ctypes.addressof(store_struct(store)), slot_mapping.address, len(slot_mapping.runs), batch, tokens, heads, head_dim, TORCH_DTYPES[k.dtype],
         torch.get_num_threads(), k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
     )))  # fmt: skip
+    return {}
