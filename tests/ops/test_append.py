@@ -142,7 +142,7 @@ def test_the_library_checks_runs_itself():
     for page in (5, -1, big):
         with pytest.raises(UnsupportedError, match="page that its store does not have"):
             call([0, 0, page, 0, 1])
-    with pytest.raises(UnsupportedError, match="not raw ones of the same type"):
+    with pytest.raises(UnsupportedError, match="neither raw ones of the same type nor token-local"):
         call([0, 0, 0, 0, 1], dtype=0)
     assert bool((buffer == 0xFF).all())
 

@@ -7,20 +7,22 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from ops.cpu_cases import needs_library
 from ops.test_cuda_close import HEADS, RAW, spec, static_of
 
 from kvbits import schemes
 from kvbits.errors import DataError
-from kvbits.ops.append import reference
+from kvbits.ops.append import cpu, reference
 from kvbits.ops.append.reference import store_tokens
 from kvbits.ops.close_pages.reference import close_pages
+from kvbits.ops.cpu import library
 from kvbits.ops.dequantize_pages.reference import dequantize_pages, section
 from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.quant.packing import row_positions
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Rotary, plane_row_bytes
 
-APPENDS = [pytest.param(reference.append, id="reference")]
+APPENDS = [pytest.param(reference.append, id="reference"), pytest.param(cpu.append, id="cpu", marks=needs_library)]
 
 
 def cases():
@@ -238,3 +240,44 @@ def test_no_two_tokens_share_a_byte():
             for head_dim in (8, 40, 72, 80, 128):
                 row = plane_row_bytes(head_dim, bits)
                 assert row_positions(64, row, kind).flatten().sort().values.tolist() == list(range(64 * row))
+
+
+@needs_library
+def test_every_tier_stores_the_same_bytes():
+    k, v = tokens_of(11, 72, torch.bfloat16)
+    mapping = SlotMapping(np.array([[0, 0, 3, 29, 3], [0, 3, 1, 0, 8]]), np.array([-1, 3]))
+    now = library.tier()
+    for key, value in (
+        (spec("int3", PerToken(), center="channel", symmetric=False), spec("int2", PerToken(), scale_dtype="float32")),
+        (spec("fp8_e4m3", PerToken()), spec("int4", PerGroup(8), symmetric=False, scale_dtype="bfloat16")),
+    ):
+        layout = layout_of(key, value, 72, 32)
+        stores = [store_of(layout) for _ in "ab"]
+        for store in stores:
+            for slab in store.slabs:
+                slab.fill_(0x11)
+        wanted = reference.append(k, v, stores[0], mapping)
+        try:
+            for tier in library.runnable_tiers():
+                library.set_tier(tier)
+                for slab in stores[1].slabs:
+                    slab.fill_(0x11)
+                assert cpu.append(k, v, stores[1], mapping) == wanted
+                assert all(torch.equal(a, b) for a, b in zip(stores[0].slabs, stores[1].slabs, strict=True)), tier
+        finally:
+            library.set_tier(now)
+
+
+@needs_library
+def test_the_cpu_backend_names_bad_numbers_and_layouts():
+    layout = layout_of(spec("int8"), spec("int8"), 64, 32)
+    store = store_of(layout)
+    k, v = tokens_of(2, 64, torch.float32)
+    mapping = SlotMapping(np.array([[0, 0, 1, 0, 2]]))
+    with pytest.raises(DataError, match="keys overflows float16"):
+        cpu.append(torch.full_like(k, 1e9), v, store, mapping)
+    v[0, 1, 2, 3] = float("nan")
+    with pytest.raises(DataError, match="values holds nan"):
+        cpu.append(k, v, store, mapping)
+    assert cpu.refuses(k, store) is None
+    assert "cannot be stored one by one" in cpu.refuses(k, store_of(layout_of(spec("int8", PerChannel()), RAW, 64, 32)))

@@ -138,12 +138,11 @@ def defines(layout: PageLayout, dtype: torch.dtype, tokens: int) -> dict[str, in
     span = max(4, 1 << (d // 8 - 1).bit_length())
     threads = 16 * span
     groups = max(s.num_groups(d) if scale_kind(s) != STATIC and not s.is_raw else 0 for s in (layout.key, layout.value))
-    last = list(layout.sections.values())[-1]
     image = max(_image_bytes(layout, kind, s) for kind, s in (("k", layout.key), ("v", layout.value)))
     union = max(8 * threads // span * d if layout.is_centered else 8, tokens * (d + 4))
     return {
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "TOKENS": tokens, "SPAN": span, "X_TYPE": TYPES[dtype],
-        "RAW_TYPE": TYPE_NAMES[layout.raw_dtype], "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4,
+        "RAW_TYPE": TYPE_NAMES[layout.raw_dtype], "USED_BYTES": -(-layout.used_bytes // 4) * 4,
         "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
         "SHARED_BYTES": -(-union // 16) * 16 + (16 + 8 * max(1, groups)) * tokens + (4 * d if layout.is_centered else 4) + image + 4 * tokens + 112,
     }  # fmt: skip

@@ -97,6 +97,27 @@ def store_tokens(
         status += torch.tensor([saturated.get("k", 0), saturated.get("v", 0), 0, 0, 0, 0, int((slots >= len(pages) * layout.page_size).sum())])
 
 
+def open_pages(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> None:
+    """Store the means of the pages that open in a call of `append`, ahead of their tokens, for backends that take every page's mean as given.
+
+    Raises:
+        DataError: NaN or infinity, or a mean that overflows its storage dtype. Nothing is written.
+    """
+    row, token, pages, slots, before = slot_mapping.tokens.T
+    if len(slots) and slots.all():
+        return
+    rows, tokens = (torch.from_numpy(np.ascontiguousarray(x)).to(k.device) for x in (row, token))
+    given = _Tokens(k[rows, tokens], v[rows, tokens], pages, slots, before)
+    found = {}
+    for kind, spec, x in (("k", store.layout.key, given.k), ("v", store.layout.value, given.v)):
+        require_finite(x, "keys" if kind == "k" else "values")
+        if spec.center:
+            found[kind] = given.means(kind, spec, store.layout, store.page, store.static, store.turn if kind == "k" else None)
+    for kind, means in found.items():
+        for page_id, mean in means.items():
+            section(store.page(page_id), store.layout, f"{kind}_mean").copy_(mean)
+
+
 def check_tokens(
     k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, layout: PageLayout, slot_mapping: torch.Tensor, static: Any, previous_page: torch.Tensor | None
 ) -> None:
@@ -148,8 +169,8 @@ class _Tokens:
                 continue
             x, means = x.float(), {}
             if spec.center and len(x):
-                means, mean = self._means(kind, spec, layout, page_of, static, turn if kind == "k" else None)
-                x = x - mean
+                means = self.means(kind, spec, layout, page_of, static, turn if kind == "k" else None)
+                x = x - self._mean_of_each(kind, layout, page_of, means)
             known = QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias")) if spec.static and f"{kind}_scale" in static else None
             found = encode(x.unsqueeze(-2), dataclasses.replace(spec, center=None), known, None) if len(x) else None  # each token a page of its own
             saturated[kind] = found.saturated if found else 0
@@ -169,19 +190,17 @@ class _Tokens:
         found, first = np.unique(self.pages[order], return_index=True)
         return list(zip(found.tolist(), np.split(order, first[1:]), strict=True))
 
-    def _means(
+    def means(
         self, kind: str, spec: QuantSpec, layout: PageLayout, page_of: Callable[[int], torch.Tensor], static: dict[str, torch.Tensor], turn: torch.Tensor | None
-    ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Means [H, D] of the pages that open in this call, by page, and that of each token's page, [n, H, D]."""
+    ) -> dict[int, torch.Tensor]:
+        """Means [H, D], float32, of the pages that open in this call, by page."""
         x = (self.k if kind == "k" else self.v).float()
         members = dict(self._by_page())
-        opened, each = {}, torch.empty_like(x)
+        opened = {}
         for page_id, index in members.items():
-            at = torch.from_numpy(index).to(x.device)
             if self.slots[index[0]]:
-                each[at] = section(page_of(page_id), layout, f"{kind}_mean").float()
                 continue
-            whole, before = x[at], int(self.before[index[0]])
+            whole, before = x[torch.from_numpy(index).to(x.device)], int(self.before[index[0]])
             follows = before >= 0 and len(index) < layout.page_size
             if follows:
                 whole = dequantize_pages(page_of(before)[None], layout, static)[kind == "v"][0].transpose(0, 1)  # [page_size, H, D]
@@ -190,8 +209,15 @@ class _Tokens:
                     whole[torch.from_numpy(self.slots[members[before]]).to(x.device)] = x[fresh]
             mean = whole.double().mean(0).float()
             opened[page_id] = rounded(turned_by(mean, turn.to(x.device)) if follows and turn is not None else mean, spec.scale_dtype)
-            each[at] = opened[page_id]
-        return opened, each
+        return opened
+
+    def _mean_of_each(self, kind: str, layout: PageLayout, page_of: Callable[[int], torch.Tensor], opened: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The mean of each token's page, [n, H, D]: of pages that open in this call, else the stored one."""
+        each = torch.empty(self.k.shape, dtype=torch.float32, device=self.k.device)
+        for page_id, index in self._by_page():
+            stored = opened[page_id] if page_id in opened else section(page_of(page_id), layout, f"{kind}_mean").float()
+            each[torch.from_numpy(index).to(each.device)] = stored
+        return each
 
 
 def _zero_padding(page: torch.Tensor, layout: PageLayout) -> None:
