@@ -81,7 +81,7 @@ def orders(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
 
 def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
     """`PageStore.turn` of the layers that can use one: centred keys stored token by token, of a known rotary embedding."""
-    found = {}
+    found: dict[int, torch.Tensor] = {}
     for group in spec.groups:
         if group.token_local and group.key.center and (rotary := group.geometry.rotary) is not None:
             made = turn_by(rotary, group.geometry.head_dim, group.page_size).to(device)

@@ -30,7 +30,7 @@ from ..errors import FileFormatError, SpecError
 from ..files import require_file
 from ..ops.dequantize_pages.reference import section
 from ..quant.packing import row_positions
-from ..spec import FORMATS_VERSION, CacheSpec, PageLayout
+from ..spec import FORMATS_VERSION, CacheSpec, LowLayout, PageLayout
 from .pool import Pool
 from .state import GroupState, Sequence
 
@@ -164,7 +164,7 @@ def _chunks(cache: PagedCache, used: list[dict[str, list[int]]]) -> Iterator[byt
                 yield block.cpu().contiguous().numpy().tobytes()
 
 
-def _clear(block: torch.Tensor, layout: PageLayout, first: int) -> None:
+def _clear(block: torch.Tensor, layout: PageLayout | LowLayout, first: int) -> None:
     """Zero what belongs to the slots from `first` on: tokens that no sequence shows, or what lay there before there were pages."""
     for name, s in layout.sections.items():
         x = section(block, layout, name)

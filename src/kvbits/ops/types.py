@@ -137,7 +137,7 @@ class SlotMapping:
         return np.stack([row, token + ranks, page, slot + ranks, before], 1)
 
     @functools.cached_property
-    def tables(self) -> dict[Any, torch.Tensor]:
+    def tables(self) -> dict[Any, Any]:
         """The runs on devices, kept by backends that need them there."""
         return {}
 

@@ -136,9 +136,9 @@ def check_tokens(
     ):
         raise DataError(f"pages must be uint8 [pages, {layout.num_kv_heads}, {layout.head_bytes}], dense inside a page, got {pages.dtype} {list(pages.shape)}")
     count = k.shape[:-2].numel()
-    for name, x in (("slot_mapping", slot_mapping), ("previous_page", previous_page)):
-        if x is not None and (x.dtype != torch.int64 or x.shape != (count,) or not x.is_contiguous()):
-            raise DataError(f"{name} must be dense int64 [{count}], one entry for each token, got {x.dtype} {list(x.shape)}")
+    for name, numbers in (("slot_mapping", slot_mapping), ("previous_page", previous_page)):
+        if numbers is not None and (numbers.dtype != torch.int64 or numbers.shape != (count,) or not numbers.is_contiguous()):
+            raise DataError(f"{name} must be dense int64 [{count}], one entry for each token, got {numbers.dtype} {list(numbers.shape)}")
     if layout.is_centered and previous_page is None:
         raise DataError("centred keys take the mean of the page before when a page opens; give previous_page")
     for kind, spec in (("k", layout.key), ("v", layout.value)):
@@ -158,7 +158,8 @@ class _Tokens:
 
     def write(self, layout: PageLayout, page_of: Callable[[int], torch.Tensor], static: dict[str, torch.Tensor], turn: torch.Tensor | None) -> dict[str, int]:
         """Everything is computed before a byte is written, so that an error leaves the pages as they were."""
-        sides, saturated = [], {}
+        sides: list[tuple[str, QuantSpec, torch.Tensor, dict[str, torch.Tensor], dict[int, torch.Tensor]]] = []
+        saturated: dict[str, int] = {}
         for kind, spec, x in (("k", layout.key, self.k), ("v", layout.value, self.v)):
             if layout.is_raw:
                 sides.append((kind, spec, x, {}, {}))
@@ -167,7 +168,8 @@ class _Tokens:
             if spec.is_raw:
                 sides.append((kind, spec, x, {}, {}))
                 continue
-            x, means = x.float(), {}
+            x = x.float()
+            means: dict[int, torch.Tensor] = {}
             if spec.center and len(x):
                 means = self.means(kind, spec, layout, page_of, static, turn if kind == "k" else None)
                 x = x - self._mean_of_each(kind, layout, page_of, means)
