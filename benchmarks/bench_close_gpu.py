@@ -7,6 +7,7 @@ medians of CUDA-graph replays over several inputs and pools in turn, larger than
 
 Then append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a cache calls it (one mapping a pass, uploaded), by the wall
 clock; the kernel alone in a graph; and the reference's slices.
+Last store_tokens, tokens quantized into their slots: a decoding step of 48 sequences and a prompt of 16,384 tokens, the kernel alone in a graph.
 The last line is one JSON object; it is also written to --out.
 """
 
@@ -71,6 +72,30 @@ def bench(key: QuantSpec, value: QuantSpec, nested: bool) -> dict[str, Any]:
     return {"time_us": time_us(launches * 4), "bytes": moved}
 
 
+def bench_store_tokens(name: str, count: int) -> float:
+    """Microseconds of storing `count` tokens as the preset `name` says, checked: single ones of as many sequences, each in another page; or one prompt."""
+    scheme = schemes.get(name)
+    layout = PageLayout(key=scheme.key, value=scheme.value, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
+    single = count < PAGE
+    num_pages = 2 * count if single else count // PAGE
+    places = torch.arange(count, device="cuda")
+    slots = places * 2 * PAGE + places % PAGE if single else places
+    previous = slots // PAGE + 1 if single else slots // PAGE - 1
+    append_cuda.prepare(layout, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
+    launches = []
+    for _ in range(COPIES if not single else 64):
+        k, v = (torch.randn(count, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        pages = torch.zeros(num_pages, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
+        launches.append(lambda k=k, v=v, pages=pages: append_cuda.store_tokens(k, v, pages, layout, slots, previous_page=previous))
+        want = pages.cpu()
+        launches[-1]()
+        n = min(count, 4 * PAGE)
+        append_reference.store_tokens(k[:n].cpu(), v[:n].cpu(), want, layout, slots[:n].cpu(), previous_page=previous[:n].cpu())
+        if not torch.equal(pages.cpu()[slots[:n].cpu() // PAGE], want[slots[:n].cpu() // PAGE]):
+            raise SystemExit(f"store_tokens as {name}: other bytes than the reference's; a wrong kernel has no speed")
+    return time_us(launches * 4)
+
+
 def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
     """Times of writing one token of each of `batch` sequences."""
     layout = PageLayout(key=QuantSpec.raw(), value=QuantSpec.raw(), page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
@@ -119,7 +144,12 @@ def main() -> None:
         print(
             f"  append of {a['batch']:3d} tokens  {a['cuda_us']:8.1f} us a layer (kernel {a['kernel_us']:.1f}; reference {a['reference_us']:.1f})", flush=True
         )
-    report(args.out, copy, {"append": appends, "pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM, "rows": rows})
+    stores = [{"scheme": name, "tokens": n, "us": bench_store_tokens(name, n)} for name in ("int8", "int8_centered", "int4") for n in (48, 16384)]
+    for s in stores:
+        print(f"  store_tokens of {s['tokens']:6,d} tokens as {s['scheme']:14s} {s['us']:8.1f} us", flush=True)
+    report(
+        args.out, copy, {"append": appends, "store_tokens": stores, "pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM, "rows": rows}
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a paged cache must hold, kept densely: the judge of the cache tests.
 
 A sequence of a layer is sink tokens (raw), closed pages (quantized once, from the raw tokens they closed over, with low planes while they are young) and tail
-tokens (raw). Nothing here knows page ids or windows; every token stays.
+tokens (raw, or quantized as they came where the scheme is token-local). Nothing here knows page ids or windows; every token stays.
 """
 
 from __future__ import annotations
@@ -55,17 +55,25 @@ class DenseSequence:
         tokens = list(zip(k, v, strict=True))
         sinks = max(0, g.num_sink_tokens - self.length)
         self.sink += tokens[:sinks]
-        self.tail += tokens[sinks:]
+        self.tail += tokens[sinks:] if not g.token_local else self.stored(tokens[sinks:])
         self.speculated += len(tokens) if owner.speculating else 0
         waits = self.residual_length + g.page_size + (min(self.speculated, g.page_size) if owner.speculating and not owner.fixed else 0)
         fresh = 0
-        while not g.is_raw and len(self.tail) > waits:
+        while not g.fills_pages and len(self.tail) > waits:
             page, self.tail = self.tail[: g.page_size], self.tail[g.page_size :]
             self.closed.append(self.close(page))
             fresh += 1
         if fresh:
             self.closed_since += fresh if owner.speculating else 0
             self.demote(min(self.closed_since, 1 if owner.fixed else 16))
+
+    def stored(self, tokens: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tokens as pages hold them that are filled token by token: each as the first of a page (no centred keys, whose mean pages share)."""
+        found = []
+        for token in tokens:
+            page = self.close([token] * self.group.page_size)
+            found.append((page.k[0][0], page.v[0][0]))
+        return found
 
     def close(self, page: list[tuple[torch.Tensor, torch.Tensor]]) -> ClosedPage:
         g = self.group

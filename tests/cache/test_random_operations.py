@@ -68,18 +68,23 @@ class CacheMachine(RuleBasedStateMachine):
         window=st.sampled_from([1, 7, 32, 33, 50, 100]),
         tiers=st.sampled_from([(), *TIERS]),
         keep_raw=st.booleans(),
+        token_local=st.booleans(),
         fixed=st.booleans(),
         dtype=st.sampled_from(["float32", "float32", "bfloat16", "float16"]),
         softcap=st.sampled_from([None, 5.0]),
         seed=st.integers(0, 2**16),
     )
-    def build(self, pair, sinks, residual, window, tiers, keep_raw, fixed, dtype, softcap, seed):
+    def build(self, pair, sinks, residual, window, tiers, keep_raw, token_local, fixed, dtype, softcap, seed):
         torch.manual_seed(seed)
         overrides = (Override(layers=(-1,), key=RAW, value=RAW),) if keep_raw else ()
         if any(s.number_format.kind != "int" for s in pair):
             tiers = ()
+        token_local = token_local and all(s.token_local and not s.center for s in pair)  # a page's mean is not the dense model's to know
+        if token_local:
+            residual, tiers = 0, ()
         scheme = Scheme(
-            name="random", key=pair[0], value=pair[1], num_sink_tokens=sinks, residual_length=residual, page_size=32, tiers=tiers, overrides=overrides
+            name="random", key=pair[0], value=pair[1], num_sink_tokens=sinks, residual_length=residual, page_size=32, tiers=tiers, overrides=overrides,
+            token_local=token_local,
         )  # fmt: skip
         full = LayerGeometry(num_kv_heads=2, head_dim=16)
         sliding = LayerGeometry(num_kv_heads=1, head_dim=16, sliding_window=window)

@@ -13,7 +13,7 @@ from kvbits.ops.cpu import library
 from kvbits.ops.cpu.structs import store_struct
 from kvbits.ops.dequantize_pages.reference import section
 from kvbits.ops.types import PageStore, SlotMapping
-from kvbits.spec import PageLayout, QuantSpec
+from kvbits.spec import PageLayout, PerChannel, QuantSpec
 
 BACKENDS = [pytest.param(cpu.append, id="cpu", marks=needs_library), pytest.param(reference.append, id="reference")]
 RUNS = [[0, 3, 4, 0, 30], [0, 33, 1, 2, 1], [2, 0, 0, 31, 1], [1, 5, 3, 7, 9], [1, 20, 3, 16, 2]]
@@ -104,7 +104,7 @@ def test_what_leads_out_of_tensors_or_pages_is_refused(append):
     with pytest.raises(DataError, match=r"k is torch.float32; append writes raw pages of the same dtype"):
         append(k.float(), v.float(), store, good)
     assert bool((buffer == 0xFF).all())
-    packed = PageLayout(key=QuantSpec(format="int8"), value=RAW, page_size=32, num_kv_heads=3, head_dim=64)
+    packed = PageLayout(key=QuantSpec(format="int8", granularity=PerChannel()), value=RAW, page_size=32, num_kv_heads=3, head_dim=64)
     with pytest.raises(DataError, match="append writes raw pages"):
         wide = torch.zeros(3, 40, 3, 64, dtype=torch.bfloat16)
         append(wide, wide, PageStore(packed, (torch.zeros(5, 3, packed.head_bytes, dtype=torch.uint8),)), good)
@@ -142,7 +142,7 @@ def test_the_library_checks_runs_itself():
     for page in (5, -1, big):
         with pytest.raises(UnsupportedError, match="page that its store does not have"):
             call([0, 0, page, 0, 1])
-    with pytest.raises(UnsupportedError, match="not raw ones of the same type"):
+    with pytest.raises(UnsupportedError, match="neither raw ones of the same type nor token-local"):
         call([0, 0, 0, 0, 1], dtype=0)
     assert bool((buffer == 0xFF).all())
 

@@ -96,6 +96,7 @@ def emulated(monkeypatch, tmp_path):
         here, macros = Path(__file__).parent / "emulated", cuda_levels.defines(layout, dtype)
         for path in (
             *((FOLDER / "close_pages").glob("*.cuh")),
+            FOLDER / "cuda" / "stored.cuh",
             FOLDER / "cuda" / "side.cuh",
             FOLDER / "cuda" / "turn.cuh",
             here / "ptx.cuh",

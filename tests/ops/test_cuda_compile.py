@@ -203,6 +203,33 @@ def test_the_append_kernel_compiles_without_spills(capability):
     assert resources.spill_bytes == 0 and resources.registers <= 40, resources
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize(
+    "key, value, head_dim, dtype",
+    [
+        (spec("int8"), spec("int8"), 128, torch.bfloat16),
+        (spec("int8", center="channel"), spec("int4", PerGroup(32), symmetric=False), 128, torch.bfloat16),
+        (spec("int3", PerGroup(32), symmetric=False, center="channel"), spec("int2", PerToken(), center="channel"), 256, torch.float32),
+        (spec("fp8_e4m3", PerToken(), center="channel"), spec("fp8_e5m2", PerToken()), 80, torch.float16),
+        (spec("int4", PerChannel(), static=True), spec("int8", static=True, symmetric=False), 128, torch.bfloat16),
+        (QuantSpec.raw(), QuantSpec.raw(), 64, torch.bfloat16),
+    ],
+    ids=["int8", "centred", "wide", "fp8", "static", "raw"],
+)
+def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_dim, dtype, capability):
+    layout = layout_of(key, value, head_dim)
+    if why := append_cuda.refuses_layout(layout, capability):
+        assert "fp8" in why
+        return
+    for tokens in (append_cuda.FEW, append_cuda.tokens_of_prompts(layout, dtype)):
+        defines = append_cuda.defines(layout, dtype, tokens)
+        assert int(defines["SHARED_BYTES"]) <= driver.shared_limit(capability)
+        resources = cuda_compile.compile_source(FOLDER / "append", "store_tokens.cu", defines, driver.arch_of(capability)).resources("store_tokens")
+        assert resources.spill_bytes == 0, resources
+        if not layout.is_centered:
+            assert resources.registers <= 64, resources
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "key, value",

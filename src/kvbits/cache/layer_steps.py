@@ -66,15 +66,16 @@ class Forward:
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
 
     def slots_of(self, group: int) -> dict[str, SlotMapping]:
-        """Where the group's raw tokens go, by pool."""
+        """Where the group's tokens go that are stored as they come, by pool."""
         if group not in self.slots:
             real = None if self.valid is None else [x.nonzero().flatten().tolist() for x in self.valid]
             runs: dict[str, list[tuple[int, ...]]] = {}
             for w in self.steps[group].writes:
                 tokens = range(w.fresh, w.fresh + w.count) if real is None else real[w.row][w.fresh : w.fresh + w.count]
                 cuts = [0, *(i for i in range(1, w.count) if tokens[i] != tokens[i - 1] + 1), w.count] if real is not None else [0, w.count]
-                runs.setdefault(w.pool, []).extend((w.row, tokens[a], w.page_id, w.slot + a, b - a) for a, b in itertools.pairwise(cuts))
-            self.slots[group] = {pool: SlotMapping(np.array(found, np.int64)) for pool, found in runs.items()}
+                runs.setdefault(w.pool, []).extend((w.row, tokens[a], w.page_id, w.slot + a, b - a, w.before) for a, b in itertools.pairwise(cuts))
+            tables = {pool: np.array(found, np.int64) for pool, found in runs.items()}
+            self.slots[group] = {pool: SlotMapping(np.ascontiguousarray(x[:, :5]), x[:, 5]) for pool, x in tables.items()}
         return self.slots[group]
 
 
@@ -133,6 +134,7 @@ class LayerSteps:
     _where: dict[int, tuple[Place, ...]]
     _shared: list[dict[str, torch.Tensor]]
     _orders: dict[int, torch.Tensor]
+    _turns: dict[int, torch.Tensor]
     _choices: dict[Any, dispatch.Choice]
 
     def _step(
@@ -245,7 +247,8 @@ class LayerSteps:
             key = ("append", place.group, pool, k.dtype)
             if key not in self._choices:
                 self._choices[key] = dispatch.choose("append", k, store, backend=self._writer)
-            self._choices[key].run(k, v, store, slots)
+            for kind, n in self._choices[key].run(k, v, store, slots).items():
+                self.saturated[place.layer][kind] += n
 
     @property
     def _writer(self) -> str:
@@ -305,7 +308,9 @@ class LayerSteps:
         return np.concatenate([np.zeros(0, np.int64), *positions]), torch.empty_like(k).index_copy_(-1, order, k), torch.cat(values)
 
     def _store(self, place: Place, pool: str) -> PageStore:
-        return self.held_groups[place.group].pools[pool].store(place.index, self._static(place) if pool == "closed" else {})
+        state = self.held_groups[place.group]
+        packed = pool == state.group.packed_pool
+        return state.pools[pool].store(place.index, self._static(place) if packed else {}, self._turns.get(place.layer) if packed else None)
 
     def _low_store(self, place: Place, pool: str) -> LowStore:
         return self.held_groups[place.group].pools[pool].store(place.index, {})

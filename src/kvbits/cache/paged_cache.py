@@ -49,8 +49,8 @@ class PagedCache(LayerSteps):
             `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more. Without them the cache grows.
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales or codebooks.
-        nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes), or
-            "clamp" them (NaN to 0, infinity to the largest finite value).
+        nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes, so not where nothing
+            closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
 
     Attributes:
@@ -88,6 +88,7 @@ class PagedCache(LayerSteps):
         self.static = static or [{} for _ in spec.layers]
         self._shared = parameters.shared(spec, self.static, self.device)
         self._orders = parameters.orders(spec, self.device)
+        self._turns = parameters.turns(spec, self.device)
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
         self._where: dict[int, tuple[Place, ...]] = {}
         self.held_groups: list[GroupState] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import SpecError
+from ..quant.rotary import turn_by
 from ..spec import CacheSpec, LayerGeometry, LayerGroup, QuantSpec
 
 
@@ -75,6 +76,16 @@ def orders(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
         order = geometry.rotary.order(geometry.head_dim) if geometry.rotary else ()
         if order != tuple(range(geometry.head_dim)):
             found[layer] = torch.tensor(order, device=device)
+    return found
+
+
+def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
+    """`PageStore.turn` of the layers that can use one: centred keys stored token by token, of a known rotary embedding."""
+    found: dict[int, torch.Tensor] = {}
+    for group in spec.groups:
+        if group.token_local and group.key.center and (rotary := group.geometry.rotary) is not None:
+            made = turn_by(rotary, group.geometry.head_dim, group.page_size).to(device)
+            found |= dict.fromkeys(group.layers, made)
     return found
 
 

@@ -82,11 +82,11 @@ class Pool:
             )
         self._add(max(missing, self.allocator.capacity // GROWTH))
 
-    def store(self, layer: int, static: dict[str, torch.Tensor]) -> Any:
+    def store(self, layer: int, static: dict[str, torch.Tensor], turn: torch.Tensor | None = None) -> Any:
         """The pages of one layer (its index inside the group): a PageStore, or a LowStore in a pool of low planes."""
         if layer not in self._stores:
             slabs = tuple(s[:, layer] for s in self.slabs)
-            self._stores[layer] = LowStore(self.layout, slabs) if isinstance(self.layout, LowLayout) else PageStore(self.layout, slabs, static)
+            self._stores[layer] = LowStore(self.layout, slabs) if isinstance(self.layout, LowLayout) else PageStore(self.layout, slabs, static, turn)
         return self._stores[layer]
 
     def block(self, page_id: int) -> torch.Tensor:

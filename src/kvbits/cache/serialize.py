@@ -6,8 +6,8 @@
     metadata "kvbits"                one JSON object: versions, the spec, page lists (indices into the tensors), capacities
 
 The header is written by hand (it is 8 bytes of length, JSON, then the data), so that pages stream from the pool to the file and back without a second
-copy of the cache in memory, and so that equal caches give equal files. Slots of raw pages that no sequence shows are written as zeros: they may hold
-tokens of sequences freed long ago. A file appears under its name only when it is complete.
+copy of the cache in memory, and so that equal caches give equal files. Slots that no sequence shows of pages that fill token by token are written as zeros:
+they may hold tokens of sequences freed long ago. A file appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from safetensors import SafetensorError, safe_open
 from ..errors import FileFormatError, SpecError
 from ..files import require_file
 from ..ops.dequantize_pages.reference import section
-from ..spec import FORMATS_VERSION, CacheSpec
+from ..quant.packing import row_positions
+from ..spec import FORMATS_VERSION, CacheSpec, LowLayout, PageLayout
 from .pool import Pool
 from .state import GroupState, Sequence
 
@@ -159,13 +160,24 @@ def _chunks(cache: PagedCache, used: list[dict[str, list[int]]]) -> Iterator[byt
                 block = pool.block(page_id)
                 if name in ("sink", "tail") and shown[page_id] < pool.layout.page_size:
                     block = block.clone()
-                    for side in ("k_raw", "v_raw"):
-                        section(block, pool.layout, side)[..., shown[page_id] :, :] = 0
+                    _clear(block, pool.layout, shown[page_id])
                 yield block.cpu().contiguous().numpy().tobytes()
 
 
+def _clear(block: torch.Tensor, layout: PageLayout | LowLayout, first: int) -> None:
+    """Zero what belongs to the slots from `first` on: tokens that no sequence shows, or what lay there before there were pages."""
+    for name, s in layout.sections.items():
+        x = section(block, layout, name)
+        if name.endswith("_raw"):
+            x[..., first:, :] = 0
+        elif "_plane" in name:
+            x.flatten(-2)[..., row_positions(layout.page_size, s.shape[1], name[0])[first:].flatten().to(x.device)] = 0
+        elif not name.endswith("_mean"):
+            x[..., first:] = 0
+
+
 def _shown(group: GroupState, pool: str) -> dict[int, int]:
-    """Most tokens that any sequence shows of each raw page."""
+    """Most tokens that any sequence shows of each page that fills token by token."""
     shown: dict[int, int] = {}
     for s in group.sequences:
         lengths = [min(s.length, group.group.num_sink_tokens)] if pool == "sink" else s.tail_lengths

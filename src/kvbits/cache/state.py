@@ -6,6 +6,8 @@ A sequence is three runs of pages, in token order: the sink page, closed pages, 
     [ sinks | closed | closed | ... | tail | tail ]
       raw     quantized once          raw, newest tokens
 
+Where tokens are quantized as they come (`Scheme.token_local`), as where all stay raw, nothing closes: the tail holds them all.
+
 A forward pass is one `Step`, planned once for all layers of the group before any byte is written: `advance` moves the integers and says which bytes each
 layer must copy, close and write. If pages are missing nothing moves. Layers then carry out the step one after the other, each in the order
 closes, copies, writes, so a page freed by a step can be handed out again within it. `Step.reused` lists those: a layer copies them first, so that a pass
@@ -105,7 +107,10 @@ class Close:
 
 @dataclass(frozen=True)
 class Write:
-    """Store `count` fresh tokens of a batch row, from `fresh` on, raw from slot `slot` of a sink or tail page on."""
+    """Store `count` fresh tokens of a batch row, from `fresh` on, from slot `slot` of a sink or tail page on: raw, or each quantized by itself.
+
+    `before` is the page before it in the tail, or -1.
+    """
 
     pool: str
     row: int
@@ -113,6 +118,7 @@ class Write:
     slot: int
     fresh: int
     count: int
+    before: int = -1
 
 
 @dataclass
@@ -212,7 +218,7 @@ class GroupState:
         waiting = tail_tokens + n - sinks - s.residual_length - 1
         if self.keep_past and self.pools["tail"].fixed_capacity is None:
             waiting -= min(s.speculated + n, g.page_size)  # what a token that is taken back would close stays raw
-        closings = 0 if g.is_raw else max(0, waiting // g.page_size)
+        closings = 0 if g.fills_pages else max(0, waiting // g.page_size)
         return sinks, closings, closings if closings * g.page_size <= tail_tokens else len(s.tail)
 
     def _release_invisible(self, s: Sequence, need: int) -> None:
@@ -221,7 +227,7 @@ class GroupState:
             self.pools["sink"].allocator.release(s.sink.pop())
             s.released = self.group.num_sink_tokens
         runs: list[tuple[str, Any, list[int]]] = [("closed", s.closed, s.closed_lengths)]
-        if self.group.is_raw:
+        if self.group.fills_pages:
             runs.append(("tail", s.tail, s.tail_lengths))
         for pool, ids, lengths in runs:
             while ids and not s.sink and s.released + lengths[0] <= need:
@@ -356,8 +362,8 @@ class GroupState:
                 s.closed_lengths.append(size)
                 self._closed_tables = None
             fresh += size - from_tail
-        if g.is_raw and need > s.length - n + sinks and not s.tail and not s.sink:
-            skip = (need - (s.length - n + fresh)) // size * size  # raw groups: whole pages no query will see
+        if g.fills_pages and need > s.length - n + sinks and not s.tail and not s.sink:
+            skip = (need - (s.length - n + fresh)) // size * size  # whole pages no query will see
             fresh += max(0, skip)
             s.released = s.length - n + fresh
         self._write_tail(row, n, fresh, step)
@@ -371,7 +377,7 @@ class GroupState:
                 s.tail.append(self._allocate("tail", step))
                 s.tail_lengths.append(0)
             count = min(n - fresh, size - s.tail_lengths[-1])
-            step.writes.append(Write("tail", row, s.tail[-1], s.tail_lengths[-1], fresh, count))
+            step.writes.append(Write("tail", row, s.tail[-1], s.tail_lengths[-1], fresh, count, s.tail[-2] if len(s.tail) > 1 else -1))
             s.tail_lengths[-1] += count
             fresh += count
 
@@ -407,7 +413,7 @@ class GroupState:
             start, tokens = s.length - s.tail_tokens, s.tail_tokens + n - sinks - closings * size
             kept, lengths = s.tail[consumed:], s.tail_lengths[consumed:]
             wanted["tail"] -= sum(self.pools["tail"].allocator.count(i) == 1 for i in s.tail[:consumed])
-            if g.is_raw:
+            if g.fills_pages:
                 wanted["tail"] -= self._freed("tail", kept, lengths, start, need)
                 while kept and start + lengths[0] <= need:
                     start, tokens = start + lengths[0], tokens - lengths.pop(0)

@@ -30,7 +30,7 @@ from ..errors import CalibrationError, DataError, FileFormatError, SpecError, Un
 from ..geometry import layer_geometries
 from ..later import Later
 from ..spec import CacheSpec, Scheme
-from .rotary import with_rotary
+from .rotary import stored_layers
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -387,8 +387,7 @@ class KVCache(Cache):
         config = model.config.get_text_config(decoder=True)
         layers = layer_geometries(config)
         chosen = schemes.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
-        if chosen.pre_rope:
-            layers = with_rotary(layers, model)
+        layers = stored_layers(layers, chosen, model)
         spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
         static = None
         if calibration is not None:
@@ -417,8 +416,7 @@ class KVCache(Cache):
         _require_loaded(model)
         layers = layer_geometries(model.config.get_text_config(decoder=True))
         store = PagedCache.load(path, device=model.device, grow=grow)
-        if store.spec.scheme.pre_rope:
-            layers = with_rotary(layers, model)
+        layers = stored_layers(layers, store.spec.scheme, model)
         if store.spec.layers != layers:
             raise FileFormatError(
                 f"{path} holds {len(store.spec.layers)} layers of another shape than this model's {len(layers)}; load it with the model it was made for"

@@ -18,7 +18,19 @@ import torch
 
 from ..errors import UnsupportedError
 from ..geometry import layer_types, text_config
-from ..spec import LayerGeometry, Rotary
+from ..spec import LayerGeometry, Rotary, Scheme
+
+
+def stored_layers(layers: tuple[LayerGeometry, ...], scheme: Scheme, model: Any) -> tuple[LayerGeometry, ...]:
+    """`layers` of a loaded Transformers model with their rotary embeddings as far as the scheme needs them (see `with_rotary`) or has use for them."""
+    if scheme.pre_rope:
+        return with_rotary(layers, model)
+    if not scheme.knows_rotary:
+        return layers
+    try:
+        return with_rotary(layers, model)
+    except UnsupportedError:  # means of keys then start as they are
+        return layers
 
 
 def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeometry, ...]:

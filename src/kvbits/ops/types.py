@@ -66,11 +66,14 @@ class PageStore(_Slabs):
         slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids count through them in order.
         static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias`
             [H, groups or channels], `k_codebook`, `v_codebook` [H, entries], and `k_inv_freq` [head_dim / 2], radians per token.
+        turn: for centred keys stored token by token, float32 [3, head_dim]: how the mean key of a page is turned on to the next one
+            (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known, which costs code range and nothing else.
     """
 
     layout: PageLayout
     slabs: tuple[torch.Tensor, ...]
     static: dict[str, torch.Tensor] = field(default_factory=dict)
+    turn: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -149,13 +152,16 @@ def _check_ids(name: str, ids: np.ndarray, store: PageStore | LowStore) -> None:
 
 @dataclass(frozen=True)
 class SlotMapping:
-    """Where fresh tokens go in raw pages of one store.
+    """Where fresh tokens go in pages of one store: raw ones, or such that each token is quantized by itself (`PageLayout.token_local`).
 
     Attributes:
         runs: int64 [N, 5], dense, on the host. Each row is (sequence of the batch, first token of it, page id, first slot of the page, number of tokens).
+            Runs of a sequence follow each other in the order of its tokens.
+        previous: int64 [N], needed by centred layouts: the page before each run's page in its sequence, full once this call is over; -1 for none.
     """
 
     runs: np.ndarray
+    previous: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         runs = self.runs
@@ -165,6 +171,9 @@ class SlotMapping:
             raise DataError(f"runs must name nothing above {MOST_COUNTED}, got {runs[(runs > MOST_COUNTED).any(1)][0].tolist()}")
         if len(runs) and (runs.min() < 0 or runs[:, 4].min() < 1):
             raise DataError(f"runs must count at least 1 token each and name nothing below 0, got {runs[(runs < 0).any(1) | (runs[:, 4] < 1)][0].tolist()}")
+        before = self.previous
+        if before is not None and (before.dtype != np.int64 or before.shape != (len(runs),)):
+            raise DataError(f"previous must be int64 [{len(runs)}], a page for each run, got {before.dtype} {list(before.shape)}")
 
     @functools.cached_property
     def address(self) -> int:
@@ -172,7 +181,16 @@ class SlotMapping:
         return self.runs.ctypes.data
 
     @functools.cached_property
-    def tables(self) -> dict[Any, torch.Tensor]:
+    def tokens(self) -> np.ndarray:
+        """int64 [tokens, 5], of each token in the order of the runs: sequence of the batch, token of it, page id, slot of the page, page before (or -1)."""
+        row, token, page, slot, count = self.runs.T
+        ranks = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+        before = np.full(len(count), -1) if self.previous is None else self.previous
+        row, token, page, slot, before = (np.repeat(x, count) for x in (row, token, page, slot, before))
+        return np.stack([row, token + ranks, page, slot + ranks, before], 1)
+
+    @functools.cached_property
+    def tables(self) -> dict[Any, Any]:
         """The runs on devices, kept by backends that need them there."""
         return {}
 
@@ -182,6 +200,8 @@ class SlotMapping:
         if not len(self.runs):
             return (0, 0, 0, 0)
         row, token, page, slot, count = self.runs.T
+        if self.previous is not None:
+            page = np.maximum(page, self.previous)
         return int(row.max()) + 1, int((token + count).max()), int(page.max()) + 1, int((slot + count).max())
 
     def check(self, k: torch.Tensor, v: torch.Tensor, store: PageStore) -> None:
@@ -197,8 +217,14 @@ class SlotMapping:
         for name, x in (("k", k), ("v", v)):
             if x.dim() != 4 or x.shape != k.shape or x.shape[2] != layout.num_kv_heads or x.shape[3] != layout.head_dim or x.device != store.device:
                 raise DataError(f"{name} must be [B, T, {layout.num_kv_heads}, {layout.head_dim}] on {store.device}, got {list(x.shape)} on {x.device}")
-            if not (layout.key.is_raw and layout.value.is_raw) or str(x.dtype) != f"torch.{layout.raw_dtype}":
-                raise DataError(f"{name} is {x.dtype}; append writes raw pages of the same dtype, not {layout.key}, {layout.value} in {layout.raw_dtype}")
+            if not layout.token_local:
+                raise DataError(f"append writes raw pages and those whose tokens are quantized one by one, not {layout.key}, {layout.value}; use close_pages")
+            if layout.is_raw and str(x.dtype) != f"torch.{layout.raw_dtype}":
+                raise DataError(f"{name} is {x.dtype}; append writes raw pages of the same dtype, not {layout.raw_dtype}")
+            if x.dtype != k.dtype:
+                raise DataError(f"k is {k.dtype}, v {x.dtype}; both must be of one dtype")
+        if layout.is_centered and self.previous is None and len(self.runs):
+            raise DataError("centred keys take the mean of the page before when a page opens; give SlotMapping(runs, previous=..)")
         has = (k.shape[0], k.shape[1], store.num_pages, layout.page_size)
         if any(n > h for n, h in zip(self._reach, has, strict=True)):
             raise DataError(f"runs reach (sequences, tokens, pages, slots) = {self._reach}, but there are only {has}")

@@ -6,6 +6,8 @@ values in blocks of 16 bytes by four tokens. All functions keep leading dimensio
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..spec import KEY_TILE, VALUE_BLOCK, VALUE_TOKEN_ORDER, NumberFormat, plane_row_bytes
@@ -37,6 +39,14 @@ def unpack(planes: list[torch.Tensor], fmt: NumberFormat, kind: str, tokens: int
         codes = field if codes is None else (codes << bits) | field
     assert codes is not None
     return codes
+
+
+@functools.lru_cache(maxsize=64)
+def row_positions(tokens: int, row_bytes: int, kind: str) -> torch.Tensor:
+    """int64 [tokens, row_bytes]: where a stored plane of keys ("k") or values ("v") has each byte of each token's row. No two tokens share a byte."""
+    rows = torch.arange(tokens * row_bytes).view(tokens, row_bytes)
+    stored = _interleave_keys(rows) if kind == "k" else _interleave_values(rows)
+    return stored.argsort().view(tokens, row_bytes)
 
 
 def pack_rows(fields: torch.Tensor, bits: int) -> torch.Tensor:

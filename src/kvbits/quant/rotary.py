@@ -12,6 +12,8 @@ import functools
 import numpy as np
 import torch
 
+from ..spec import Rotary
+
 _PAD = 16
 """Angles of a row are padded to a multiple of this, so that kernels can read whole vectors."""
 
@@ -25,6 +27,25 @@ def turn(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, *, ba
     angles = positions.to(x.device).double().unsqueeze(-1) * inv_freq.to(x.device).double()
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return _turned(x, cos, -sin if back else sin)
+
+
+def turn_by(rotary: Rotary, head_dim: int, distance: int) -> torch.Tensor:
+    """float32 [3, head_dim], how a key is turned on by `distance` positions: channel c becomes x[c] * row0[c] + x[row2[c]] * row1[c].
+
+    Channels are the model's own, whatever pairs they form; the angles' cosines and sines are taken in float64.
+    """
+    first, second = np.array(rotary.order(head_dim)).reshape(2, -1)
+    angles = np.array(rotary.frequencies(head_dim), np.float32).astype(np.float64) * distance
+    found = np.zeros((3, head_dim))
+    found[0, first] = found[0, second] = np.cos(angles)
+    found[1, first], found[1, second] = -np.sin(angles), np.sin(angles)
+    found[2, first], found[2, second] = second, first
+    return torch.from_numpy(found.astype(np.float32))
+
+
+def turned_by(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Keys `x` [..., head_dim], float32, turned on as `turn_by` says."""
+    return x * turn[0] + x[..., turn[2].long()] * turn[1]
 
 
 def turn_pages_back(x: torch.Tensor, starts: np.ndarray, inv_freq: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ def presets() -> dict[str, Any]:
                 break  # overrides by layer: no uniform arithmetic
             (group,) = spec.groups
             entry |= {
-                "page_size": group.page_size, "residual": group.residual_length, "sinks": group.num_sink_tokens, "raw": group.is_raw,
+                "page_size": group.page_size, "residual": group.residual_length, "sinks": group.num_sink_tokens, "raw": group.fills_pages,
                 "description": schemes.PRESETS[name].description,
             }  # fmt: skip
             entry.setdefault("heads", {})[head_dim] = {pool: layout.page_size_bytes for pool, layout in group.layouts.items()}

@@ -54,7 +54,7 @@ class LayerGroup:
     """Layers that store alike and therefore share one page table: a page id names one page in each of these layers.
 
     `heads` are the kv heads that the group holds of each layer: all of them, unless the scheme has overrides by head.
-    `tiers` are the scheme's, and none for layers with an override.
+    `tiers` are the scheme's, and none for layers with an override; `token_local` is the scheme's.
     """
 
     layers: tuple[int, ...]
@@ -68,6 +68,7 @@ class LayerGroup:
     raw_dtype: str
     tiers: tuple[Tier, ...] = ()
     demote: str = "age"
+    token_local: bool = False
 
     SPECULATED_PAGES: ClassVar[int] = 1
     """Pages by which a tier may outgrow its size while tokens are speculative, so that taking back up to a page of them is exact."""
@@ -91,18 +92,29 @@ class LayerGroup:
         """True where nothing is ever quantized: all tokens after the sinks live in tail pages."""
         return self.key.is_raw and self.value.is_raw
 
+    @property
+    def fills_pages(self) -> bool:
+        """True where nothing ever closes: all tokens after the sinks live in tail pages, raw ones or such that are quantized token by token."""
+        return self.is_raw or self.token_local
+
+    @property
+    def packed_pool(self) -> str:
+        """The pool whose pages hold codes."""
+        return "tail" if self.token_local else "closed"
+
     def _layout(self, key: QuantSpec, value: QuantSpec, page_size: int) -> PageLayout:
         g = self.geometry
         return PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=g.num_kv_heads, head_dim=g.head_dim, raw_dtype=self.raw_dtype)
 
     @functools.cached_property
     def layouts(self) -> dict[str, PageLayout]:
-        """Page layout of each pool of pages: raw sink pages, closed pages, raw tail pages."""
+        """Page layout of each pool of pages: raw sink pages, closed pages, tail pages (raw, or packed where these are filled token by token)."""
         raw = QuantSpec.raw()
+        tail = (self.key, self.value) if self.fills_pages else (raw, raw)
         return {
             "sink": self._layout(raw, raw, max(self.num_sink_tokens, 1)),
             "closed": self._layout(self.key, self.value, self.page_size),
-            "tail": self._layout(raw, raw, self.page_size),
+            "tail": self._layout(*tail, self.page_size),
         }
 
     @functools.cached_property
@@ -121,12 +133,12 @@ class LayerGroup:
 
     @property
     def tail_pages(self) -> int:
-        """Tail pages a sequence can hold at once (not for raw groups, whose tail grows)."""
+        """Tail pages a sequence can hold at once (not where these fill and stay: there the tail grows)."""
         return -(-(self.residual_length + self.page_size) // self.page_size)
 
     def closed_after(self, num_tokens: int) -> int:
         """Pages ever closed once a sequence has `num_tokens` tokens: the newest token is always raw."""
-        if self.is_raw:
+        if self.fills_pages:
             return 0
         return max(0, (num_tokens - self.num_sink_tokens - self.residual_length - 1) // self.page_size)
 
@@ -143,18 +155,18 @@ class LayerGroup:
 
         def alive(n: int) -> int:
             dead = max(0, self.first_visible(max(0, n - 1)) - sinks) // size  # what the newest token itself could see
-            if self.is_raw:
+            if self.fills_pages:
                 return max(0, -(-(n - sinks) // size) - dead)
             return max(0, self.closed_after(n) - dead)
 
         grown = alive(num_tokens) if w is None else max((alive(n) for n in range(max(0, num_tokens - 2 * size), num_tokens + 1)), default=0)
-        if w is not None and self.is_raw:
+        if w is not None and self.fills_pages:
             grown = max(grown, 1 if num_tokens > sinks else 0)
-        closed = 0 if self.is_raw else grown
+        closed = 0 if self.fills_pages else grown
         return {
             "sink": 1 if sinks and num_tokens else 0,
             "closed": closed,
-            "tail": grown if self.is_raw else min(self.tail_pages, max(0, -(-(num_tokens - sinks) // size))),
+            "tail": grown if self.fills_pages else min(self.tail_pages, max(0, -(-(num_tokens - sinks) // size))),
         } | {name: min(closed, n + self.SPECULATED_PAGES) for name, n in zip(self.low_pools, self.boundaries, strict=True)}
 
 
@@ -195,7 +207,7 @@ class CacheSpec:
             LayerGroup(
                 layers=tuple(i for i, _ in parts), heads=tuple(heads for _, heads in parts), geometry=geometry, key=key, value=value,
                 num_sink_tokens=s.num_sink_tokens, residual_length=s.residual_length, page_size=s.page_size, raw_dtype=self.raw_dtype,
-                tiers=s.tiers if (key, value) == (s.key, s.value) else (), demote=s.demote,
+                tiers=s.tiers if (key, value) == (s.key, s.value) else (), demote=s.demote, token_local=s.token_local,
             )
             for (geometry, key, value), parts in members.items()
         )  # fmt: skip
@@ -236,12 +248,12 @@ class CacheSpec:
     def bytes_per_token(self) -> float:
         """Bytes one more token costs at long context: closed pages of the full-attention layers (all layers if none is)."""
         full = [g for g in self.groups if g.geometry.sliding_window is None] or list(self.groups)
-        return sum(g.block_bytes("tail" if g.is_raw else "closed") / g.page_size for g in full)
+        return sum(g.block_bytes("tail" if g.fills_pages else "closed") / g.page_size for g in full)
 
     @property
     def bits_per_element(self) -> float:
         """Stored bits per cached number in closed pages over all layers, metadata and padding included."""
-        bits = sum(8 * g.block_bytes("tail" if g.is_raw else "closed") for g in self.groups)
+        bits = sum(8 * g.block_bytes("tail" if g.fills_pages else "closed") for g in self.groups)
         elements = sum(2 * len(g.layers) * g.geometry.num_kv_heads * g.geometry.head_dim * g.page_size for g in self.groups)
         return bits / elements
 

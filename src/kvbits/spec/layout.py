@@ -104,15 +104,34 @@ class PageLayout:
         return found
 
     @property
+    def is_raw(self) -> bool:
+        return self.key.is_raw and self.value.is_raw
+
+    @property
+    def is_centered(self) -> bool:
+        """True where a page holds a mean of its keys or values."""
+        return self.key.center is not None or self.value.center is not None
+
+    @property
+    def token_local(self) -> bool:
+        """True where a page can be filled token by token (`QuantSpec.token_local`)."""
+        return self.key.token_local and self.value.token_local
+
+    @property
     def outlier_index_dtype(self) -> str:
         """Wide enough for token * head_dim + channel."""
         return "uint16" if self.page_size * self.head_dim <= 2**16 else "int32"
 
     @functools.cached_property
+    def used_bytes(self) -> int:
+        """Bytes of one kv head's struct up to its padding."""
+        last = list(self.sections.values())[-1]
+        return last.offset + last.nbytes
+
+    @functools.cached_property
     def head_bytes(self) -> int:
         """Bytes of one kv head's struct, padding included."""
-        last = list(self.sections.values())[-1]
-        return _round_up(last.offset + last.nbytes, STRUCT_ALIGNMENT)
+        return _round_up(self.used_bytes, STRUCT_ALIGNMENT)
 
     @property
     def page_size_bytes(self) -> int:

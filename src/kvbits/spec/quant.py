@@ -192,6 +192,17 @@ class QuantSpec:
     def needs_calibration(self) -> bool:
         return self.static or self.has_codebook
 
+    @property
+    def token_local(self) -> bool:
+        """True where a token's bytes depend on no other token of its page, so that tokens can be stored one by one, quantized as they come.
+
+        That is where scales belong to a token or come from calibration. A mean (`center`) is the page's own, but any number does for it: one fixed when
+        the page opens. Codebooks, outliers and keys before the rotary embedding are left to whole pages.
+        """
+        if self.has_codebook or self.outliers or self.pre_rope:
+            return False
+        return self.is_raw or self.static or not isinstance(self.granularity, PerChannel)
+
     def num_outliers(self, page_size: int, head_dim: int) -> int:
         """Outliers listed in one page of one kv head: always that many."""
         return max(1, round(self.outliers * page_size * head_dim)) if self.outliers else 0

@@ -85,6 +85,8 @@ class Scheme:
         page_size: tokens quantized together, once; a multiple of 32.
         tiers: zones of closed pages that keep low planes, youngest first; older pages are stored as `key` and `value` say. Layers with an override have none.
         demote: which page leaves a full tier: the oldest ("age"), or the one that attention uses least ("attention", see `cache.mass`).
+        token_local: quantize every token as it comes, straight into its slot of a packed page, so that nothing waits raw. Only for specs whose scales belong to
+            a token or are calibrated (`QuantSpec.token_local`), without residual_length and tiers. Centred keys take the mean of the page before.
         overrides: exceptions by layer and head; the last match wins.
         source: link to the paper or document the scheme comes from.
     """
@@ -97,6 +99,7 @@ class Scheme:
     page_size: int = 64
     tiers: tuple[Tier, ...] = ()
     demote: str = "age"
+    token_local: bool = False
     overrides: tuple[Override, ...] = ()
     source: str = ""
     description: str = field(default="", compare=False)
@@ -114,6 +117,20 @@ class Scheme:
         choice("demote", self.demote, ("age", "attention"))
         for tier in self.tiers:
             self._check_tier(tier)
+        if self.token_local:
+            self._check_token_local()
+
+    def _check_token_local(self) -> None:
+        if self.residual_length:
+            raise SpecError(f"token_local=True keeps no token raw, but residual_length={self.residual_length}; use residual_length=0")
+        if self.tiers:
+            raise SpecError("token_local=True has no closed pages that could keep low planes; use tiers=()")
+        for spec in self._specs:
+            if not spec.token_local:
+                raise SpecError(
+                    f"token_local=True, but {spec!r} needs the other tokens of a page; use PerToken(), PerGroup(size) or calibrated scales of an integer or "
+                    "fp8 format without outliers or pre_rope, or token_local=False"
+                )
 
     def _check_tier(self, tier: Tier) -> None:
         if not isinstance(tier, Tier):
@@ -146,6 +163,11 @@ class Scheme:
     def pre_rope(self) -> bool:
         """True if any layer's keys are stored before the rotary embedding, so that the cache must know it."""
         return any(s.pre_rope for s in self._specs)
+
+    @property
+    def knows_rotary(self) -> bool:
+        """True if the rotary embedding is of use without being needed: centred keys stored token by token start from a mean turned on by it."""
+        return self.token_local and any(s.center for s in self._specs)
 
     @property
     def _specs(self) -> list[QuantSpec]:

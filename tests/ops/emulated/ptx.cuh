@@ -221,6 +221,7 @@ template <class T>
 inline T __reduce_min_sync(u32, T v) { return folded(3, v, [](T a, T b) { return min(a, b); }); }
 inline bool __any_sync(u32, bool p) { return folded(4, int(p), [](int a, int b) { return a | b; }); }
 inline bool __all_sync(u32, bool p) { return folded(5, int(p), [](int a, int b) { return a & b; }); }
+inline u32 __ballot_sync(u32, bool p) { return folded(18, u32(p) << my_lane(), [](u32 a, u32 b) { return a | b; }); }
 inline u32 __match_any_sync(u32, int v) {
   my_warp().in[my_lane()][0] = v;
   together(6, [](Warp& w) {

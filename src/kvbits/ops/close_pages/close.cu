@@ -3,7 +3,7 @@
 // A thread holds eight neighbouring channels of ROWS tokens in registers, as they came. Extremes (and means) meet in shared memory, the chosen scales are rounded to
 // their storage type and written, codes are taken against the ROUNDED scales in float32 exactly as kvbits/quant/qparams.py does, and go to shared memory
 // as bytes [token][channel], from which whole stored words are put together (docs/formats.md has the order).
-#include "stored.cuh"
+#include "octets.cuh"
 #if APPENDS
 #include "runs.cuh"
 #endif
@@ -61,64 +61,6 @@ struct Shared {
     float mean[D];
 };
 
-/// Eight neighbouring values as they came: 16-bit ones stay packed, which halves the registers and lets one instruction compare two.
-struct Octet {
-    static constexpr int WORDS = X_TYPE == FLOAT32 ? 8 : 4;
-    u32 w[WORDS];
-
-    DEVICE void load(const void* p, i64 i) {
-        const char* at = static_cast<const char*>(p) + i * (X_TYPE == FLOAT32 ? 4 : 2);
-        for (int k = 0; k < WORDS; k += 4) {
-            uint4 v = *reinterpret_cast<const uint4*>(at + k * 4);
-            w[k] = v.x; w[k + 1] = v.y; w[k + 2] = v.z; w[k + 3] = v.w;
-        }
-    }
-    DEVICE float operator[](int k) const {
-        if (X_TYPE == FLOAT32) return __uint_as_float(w[k]);
-        u32 word = w[k / 2];
-        return X_TYPE == FLOAT16 ? (k % 2 ? high_f16(word) : low_f16(word)) : __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
-    }
-    /// Largest magnitude; NaN if any value is NaN.
-    DEVICE float largest() const {
-        u32 m = w[0] & ABS;
-        for (int k = 1; k < WORDS; ++k) m = X_TYPE == FLOAT32 ? max(m, w[k] & ABS) : larger(m, w[k] & ABS);
-        return unpack(m, true);
-    }
-    DEVICE float highest() const {
-        u32 m = w[0];
-        for (int k = 1; k < WORDS; ++k) m = larger(m, w[k]);
-        return unpack(m, true);
-    }
-    DEVICE float lowest() const {
-        u32 m = w[0];
-        for (int k = 1; k < WORDS; ++k) m = smaller(m, w[k]);
-        return unpack(m, false);
-    }
-    static constexpr u32 ABS = X_TYPE == FLOAT32 ? 0x7fffffffu : 0x7fff7fffu;
-    static DEVICE u32 larger(u32 a, u32 b) {
-        if (X_TYPE == FLOAT32) return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
-        return X_TYPE == FLOAT16 ? max_nan_f16x2(a, b) : max_nan_bf16x2(a, b);
-    }
-    static DEVICE u32 smaller(u32 a, u32 b) {
-        if (X_TYPE == FLOAT32) return __float_as_uint(fminf(__uint_as_float(a), __uint_as_float(b)));
-        return X_TYPE == FLOAT16 ? min_nan_f16x2(a, b) : min_nan_bf16x2(a, b);
-    }
-    static DEVICE float unpack(u32 m, bool most) {
-        if (X_TYPE == FLOAT32) return __uint_as_float(m);
-        u32 d = most ? larger(m, m >> 16 | m << 16) : smaller(m, m >> 16 | m << 16);
-        return X_TYPE == FLOAT16 ? low_f16(d) : __uint_as_float(d << 16);
-    }
-};
-
-template <int FLOAT>
-DEVICE unsigned char to_fp8(float x) {
-#if __CUDA_ARCH__ >= 890
-    return (unsigned char)(FLOAT == E4M3 ? to_e4m3(x) : to_e5m2(x));
-#else
-    return 0;  // `refuses` lets no such format come here
-#endif
-}
-
 /// Scales (and biases) of every group or channel, stored and, as reciprocals, in shared memory. x: this thread's values, less `mean`.
 template <class S>
 DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int team, int octet, bool works, unsigned char* out, Shared& shared, bool& overflow) {
@@ -142,17 +84,8 @@ DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int te
         for (int i = 0; i < ROWS; ++i) {
             int token = team + i * TEAMS;
             if (token >= PAGE) break;
-            float lo = 0.f, hi = 0.f;
-            if (S::HAS_MEAN) {
-                for (int k = 0; k < 8; ++k) {
-                    float y = x[i][k] - mean[k];
-                    lo = k ? fminf(lo, y) : y;
-                    hi = k ? fmaxf(hi, S::HAS_BIAS ? y : fabsf(y)) : S::HAS_BIAS ? y : fabsf(y);
-                }
-            } else {
-                if (S::HAS_BIAS) lo = x[i].lowest();
-                hi = S::HAS_BIAS ? x[i].highest() : x[i].largest();
-            }
+            float lo, hi;
+            ends_of<S>(x[i], mean, lo, hi);
             if (S::HAS_BIAS) low[token * OCTETS + octet] = lo;
             high[token * OCTETS + octet] = hi;
         }
@@ -167,30 +100,14 @@ DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int te
             if (S::HAS_BIAS) lo = fminf(lo, low[first + i * STEP]);
             hi = fmaxf(hi, high[first + i * STEP]);
         }
-        float bias = S::HAS_BIAS ? stored_bias<S::TYPE>(lo) : 0.f;
-        float scale = stored_scale<S::TYPE>(__fdiv_rn(hi - bias, S::Q_MAX));
-        overflow |= !finite(scale) || !finite(bias);
+        float scale, bias;
+        parameters_of<S>(lo, hi, scale, bias, overflow);
         store<S::TYPE>(out + S::SCALE_OFFSET, at, scale);
         if (S::HAS_BIAS) store<S::TYPE>(out + S::BIAS_OFFSET, at, bias);
         shared.inverse[at] = __fdiv_rn(1.f, scale);
         shared.bias[at] = bias;
     }
     __syncthreads();  // codes overwrite the extremes
-}
-
-/// The code of a value in units of its scale, in the low byte.
-template <class S>
-DEVICE u32 code_of(float y, int& saturated) {
-    if (S::FLOAT != INTEGER) {
-        saturated += fabsf(y) >= S::SATURATES;
-        return to_fp8<S::FLOAT>(y);
-    }
-    // 1.5 * 2**23 leaves no room for a fraction: the addition rounds half to even (ZERO is even) and the low bits are the integer.
-    constexpr float MAGIC = 12582912.f;
-    if (S::NEVER_SATURATES) return __float_as_uint(y + (MAGIC + float(S::ZERO)));
-    float c = rintf(y) + float(S::ZERO), inside = fminf(fmaxf(c, float(S::LOW)), float(S::HIGH));
-    saturated += c != inside;
-    return u32(inside);
 }
 
 /// The low plane's code of a value whose code is `code`: what that misses, in steps of 1 / LEVELS (kvbits/quant/nested.py).
@@ -226,10 +143,7 @@ DEVICE void write_codes(const Octet (&x)[ROWS], const float (&mean)[8], int team
             if (WHICH == LOW_CODES) codes[k] = low_code_of<S, L>(y, codes[k]);
             if (WHICH == BOTH_CODES) codes[k] = (codes[k] & 255) | low_code_of<S, L>(y, codes[k]) << S::BITS;
         }
-        for (int w = 0; w < 2; ++w) {
-            u32 low = permute_bytes(codes[4 * w], codes[4 * w + 1], 0x0040), high = permute_bytes(codes[4 * w + 2], codes[4 * w + 3], 0x0040);
-            *reinterpret_cast<u32*>(&shared.codes[token][octet * 8 + w * 4]) = permute_bytes(low, high, 0x5410);
-        }
+        put_codes(codes, &shared.codes[token][octet * 8]);
     }
 }
 

@@ -43,14 +43,19 @@ def _offsets(layout: PageLayout, prefix: str, *names: str) -> list[int]:
     return [section.offset if section else 0 for section in found]
 
 
+def scale_kind(spec: QuantSpec) -> int:
+    """STATIC, GROUP or CHANNEL."""
+    return STATIC if spec.static else CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
+
+
 def side_arguments(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:
     """For keys (prefix "k") or values ("v") of a layout."""
     planes = (*spec.number_format.planes, 0, 0)
-    scale = STATIC if spec.static else CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
     groups = spec.num_groups(layout.head_dim)
     values = [
-        FLOATS.get(spec.format, 0), planes[0] or 8, planes[1], scale, layout.head_dim // groups, spec.zero, int(spec.has_bias), int(spec.center is not None),
-        TYPE_NAMES[spec.scale_dtype], *_offsets(layout, prefix, "raw" if spec.is_raw else "plane0", "plane1", "scale", "bias", "mean"),
+        FLOATS.get(spec.format, 0), planes[0] or 8, planes[1], scale_kind(spec), layout.head_dim // groups, spec.zero, int(spec.has_bias),
+        int(spec.center is not None), TYPE_NAMES[spec.scale_dtype],
+        *_offsets(layout, prefix, "raw" if spec.is_raw else "plane0", "plane1", "scale", "bias", "mean"),
     ]  # fmt: skip
     return ", ".join(map(str, values))
 

@@ -17,6 +17,16 @@ struct ClosePart {
   uint8_t* low_head;     // its head struct
 };
 
+// Tokens of one tensor of one kv head that go to neighbouring slots of a token-local page.
+struct TokensPart {
+  const kvbits_tensor* tensor;
+  bool is_key;
+  int kv_head, page_size, head_dim, dtype, slot, count;
+  const void* source;    // [count, head_dim], rows token_stride elements apart
+  int64_t token_stride;
+  uint8_t* head;         // the head struct; its mean, if it has one, is there already
+};
+
 struct CloseResult {
   int64_t saturated;
   bool nonfinite, overflow;
@@ -25,6 +35,7 @@ struct CloseResult {
 struct PageKernels {
   size_t (*close_scratch_bytes)(int page_size, int head_dim);
   void (*close)(const ClosePart& part, void* scratch, CloseResult& result);
+  void (*store)(const TokensPart& part, void* scratch, CloseResult& result);
   // Rows of a row-major fp32 matrix (matrix_rows.h). `stream`: write past the caches; rows of `to` begin at multiples of 64 bytes.
   void (*column_largest)(const float* x, int64_t rows, int64_t columns, float* largest);
   void (*quantize_columns)(const float* x, int64_t rows, int64_t columns, const float* inverse, int8_t* to, bool stream);

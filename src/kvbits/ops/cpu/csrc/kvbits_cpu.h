@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 7 };
+enum { KVBITS_ABI_VERSION = 8 };
 
 enum kvbits_dtype { KVBITS_FP32 = 0, KVBITS_FP16 = 1, KVBITS_BF16 = 2 };
 enum kvbits_format {
@@ -122,6 +122,10 @@ typedef struct {
   int32_t batch, num_tokens, num_kv_heads, head_dim, dtype, num_threads;
   const void* source[2];
   int64_t stride[2][3];       // elements: sequence, token, head
+  // Of packed pages only:
+  int64_t used_bytes;         // of a head struct; what follows is zeroed where a run begins at slot 0
+  int64_t saturated[2];       // out, as in kvbits_close_call
+  int32_t nonfinite[2], overflow[2];  // out: whether any number was not finite, any scale too large for its type; such tokens are left half written
 } kvbits_append_call;
 
 KVBITS_EXPORT int32_t kvbits_abi_version(void);
@@ -139,7 +143,7 @@ KVBITS_EXPORT int32_t kvbits_uses_openmp(void);
 KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
 // Closes pages. Pages named in `nonfinite` or affected by `overflow` are left half written.
 KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
-KVBITS_EXPORT int32_t kvbits_append(const kvbits_append_call* call);
+KVBITS_EXPORT int32_t kvbits_append(kvbits_append_call* call);
 
 // The INT8 paper's matrices: row-major fp32 [rows, columns], one scale per column. A column of zeros has scale 1.
 enum kvbits_matrix_kernel {

@@ -11,6 +11,6 @@ namespace {
 }  // namespace
 
 const PageKernels* pages_generic() {
-  static const PageKernels kernels = {close_scratch_bytes, close_item, column_largest, quantize_columns, dequantize_columns, quantize_groups};
+  static const PageKernels kernels = {close_scratch_bytes, close_item, store_item, column_largest, quantize_columns, dequantize_columns, quantize_groups};
   return &kernels;
 }

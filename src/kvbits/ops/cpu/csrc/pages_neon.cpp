@@ -12,6 +12,6 @@ namespace {
 }  // namespace
 
 const PageKernels* pages_neon() {
-  static const PageKernels kernels = {close_scratch_bytes, close_item, column_largest, quantize_columns, dequantize_columns, quantize_groups};
+  static const PageKernels kernels = {close_scratch_bytes, close_item, store_item, column_largest, quantize_columns, dequantize_columns, quantize_groups};
   return &kernels;
 }

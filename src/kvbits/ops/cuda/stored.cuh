@@ -1,4 +1,4 @@
-// What both closing kernels store: numbers in their storage type and planes of codes.
+// What kernels that write pages store: numbers in their storage type and planes of codes.
 #pragma once
 #include "side.cuh"
 
