@@ -68,7 +68,7 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
 
     def close(layout, dtype, device_index, low=None, appends=False):
         macros = close_cuda.defines(layout, dtype, low, appends)
-        headers = [FOLDER / "close_pages" / "stored.cuh", cuda / "side.cuh", cuda / "turn.cuh", cuda / "runs.cuh"]
+        headers = [cuda / f"{name}.cuh" for name in ("octets", "stored", "side", "turn", "runs")]
         return launcher(compiled(FOLDER / "close_pages" / "close.cu", headers, macros, "close_pages", "THREADS", folder)), int(macros["THREADS"])
 
     advance = lambda *_: launcher(compiled(cuda / "attend" / "advance.cu", [cuda / "runs.cuh"], {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731

@@ -13,6 +13,7 @@ from kvbits.ops import paged_attention
 from kvbits.spec import CacheSpec, LayerGeometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TOKEN_LOCAL = [schemes.get(name, residual_length=0, token_local=True) for name in ("int8", "int8_centered", "int4")]
 PRESETS = ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "fp8"]
 
 
@@ -63,7 +64,7 @@ def feed(cache, layers):
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["grows", "fixed"])
-@pytest.mark.parametrize("scheme", PRESETS)
+@pytest.mark.parametrize("scheme", [*PRESETS, *TOKEN_LOCAL], ids=lambda s: s if isinstance(s, str) else f"{s.name}_token_local")
 def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
     options = {"max_tokens": 700, "batch_size": 5} if fixed else {}
     ours, theirs = PagedCache(spec_of(scheme), device="cuda", **options), PagedCache(spec_of(scheme), device="cuda", backend="reference", **options)
@@ -80,14 +81,16 @@ def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
         want = feed(theirs, layers)
         assert ((got - want).norm() / want.norm()).item() < 2e-2, step
     assert ours._decode is not None, ours._decode_refusals
+    assert ours.seq_lens == theirs.seq_lens
     for layer in range(LAYERS):
         for row in range(5):
             for a, b in zip(ours.dequantize(layer, row), theirs.dequantize(layer, row), strict=True):
-                assert torch.equal(a, b)
+                different = (a != b).flatten(1).any(1).nonzero().flatten().tolist()
+                assert not different, (layer, row, len(different), different[:20], different[-5:])
 
 
 @pytest.mark.parametrize("batch", [1, 6])
-@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "int4", "kivi2"])
+@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "int4", "kivi2", TOKEN_LOCAL[1]], ids=lambda s: s if isinstance(s, str) else f"{s.name}_token_local")
 def test_one_graph_decodes_500_tokens_over_page_closings(scheme, batch):
     """Captured once: the same numbers as eager, bit for bit."""
     ours, eager = (PagedCache(spec_of(scheme), device="cuda", max_tokens=900, batch_size=batch) for _ in range(2))

@@ -20,11 +20,12 @@ import torch
 from ..errors import DataError, PoolFullError, counted
 from ..later import Later
 from ..ops import paged_attention
+from ..ops.append import cuda as append_cuda
 from ..ops.close_pages import cuda as close_cuda
 from ..ops.cuda import compile as cuda_compile
 from ..ops.cuda import driver
 from ..ops.cuda.attend import plan as device_plan
-from ..ops.types import kvquant_extras
+from ..ops.types import PageStore, kvquant_extras
 from .state import GroupState, Sequence
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class _AdvanceArgs(ctypes.Structure):
     """struct Args of advance.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("state", "before", "residual", "valid", "runs", "closings", "query_lens", "slots")),
+        *((name, ctypes.c_void_p) for name in ("state", "before", "residual", "valid", "runs", "closings", "query_lens", "slots", "previous")),
         ("tail", _Pages), ("closed", _Pages), *((name, ctypes.c_int) for name in ("batch", "page_size", "ring", "valid_stride")),
     ]  # fmt: skip
 
@@ -72,14 +73,14 @@ def refuses(cache: PagedCache, num_q_heads: int, dtype: torch.dtype) -> str | No
         return "zones and the attention of pages are followed on the host"
     for state in cache.held_groups:
         g = state.group
-        layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.is_raw]
+        layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.fills_pages]
         if kvquant_extras(g.layouts["closed"]):
             return "pages of KVQuant's formats are closed from the host"
         if why := device_plan.refuses(layouts, num_q_heads, dtype, 1, cache.device):
             return why
-        if not g.is_raw and (why := close_cuda.refuses(torch.empty(0, dtype=dtype, device=cache.device), state.pools["closed"].store(0, {}))):
+        if not g.fills_pages and (why := close_cuda.refuses(torch.empty(0, dtype=dtype, device=cache.device), state.pools["closed"].store(0, {}))):
             return why
-        if not g.is_raw and g.raw_dtype != str(dtype).removeprefix("torch."):
+        if g.raw_dtype != str(dtype).removeprefix("torch."):
             return f"raw pages are {g.raw_dtype}, queries {dtype}"
     return None
 
@@ -90,7 +91,7 @@ def _refuses_sequence(state: GroupState, s: Sequence) -> str | None:
         return "attention sinks are not complete"
     if None in s.closed or any(n != size for n in s.closed_lengths) or any(n != size for n in s.tail_lengths[:-1]):
         return "pages were cut or dropped in the middle"
-    if not g.is_raw and s.tail_tokens > s.residual_length + size:
+    if not g.fills_pages and s.tail_tokens > s.residual_length + size:
         return "more raw tokens than usual wait"
     return None
 
@@ -101,6 +102,25 @@ class _Row:
 
     closed: list[int]
     tail: list[int]  # of groups that quantize: a ring
+
+
+class _StoreStep:
+    """`close_cuda.DecodeStep` for pages that are filled token by token: nothing closes, and what a token replaces nobody sees."""
+
+    def __init__(self, store: PageStore, dtype: torch.dtype, slots: torch.Tensor, previous: torch.Tensor, status: torch.Tensor) -> None:
+        append_cuda.prepare(store.layout, dtype, store.device)
+        self._to = store.slabs[0], store.layout, slots
+        self._options = {"static": store.static, "previous_page": previous if store.layout.is_centered else None, "turn": store.turn, "status": status}
+
+    def run(self, k: torch.Tensor, v: torch.Tensor, before: torch.Tensor | None, stream: int) -> None:
+        k, v = (
+            x if x.stride(3) == 1 and not (x.data_ptr() | x.stride(0) * x.element_size() | x.stride(2) * x.element_size()) & 15 else x.contiguous()
+            for x in (k, v)
+        )
+        append_cuda.store_tokens(k, v, *self._to, **self._options)
+
+    def put_back(self, before: torch.Tensor, nothing_closes: torch.Tensor, stream: int) -> None:
+        """Nothing to do."""
 
 
 @dataclass
@@ -118,8 +138,8 @@ class _Group:
     starts: list[torch.Tensor | None]
     offsets: list[torch.Tensor | None]
     query_lens: torch.Tensor
-    status: torch.Tensor  # int32 [layers, 6]
-    writers: list[close_cuda.DecodeStep]
+    status: torch.Tensor  # int32 [layers, STATUS_FIELDS]
+    writers: list[close_cuda.DecodeStep | _StoreStep]
     undo: torch.Tensor  # [layers, 2, B, H, D] rows that the pass under way replaced
     nothing_closes: torch.Tensor
     keep: list[Any] = field(default_factory=list)
@@ -257,6 +277,8 @@ def enter(cache: PagedCache, num_q_heads: int, dtype: torch.dtype, scaling: floa
         for s in state.sequences:
             if why := _refuses_sequence(state, s):
                 return why
+    if any(state.group.fills_pages and not state.group.is_raw and state.pools["tail"].fixed_capacity is None for state in cache.held_groups):
+        return "pages that are filled token by token lie in one piece on a GPU: build the cache with max_tokens"
     steps = min((_steps(state) for state in cache.held_groups), default=0)
     if not steps:
         return "no pages are left to assign ahead"
@@ -273,7 +295,7 @@ def enter(cache: PagedCache, num_q_heads: int, dtype: torch.dtype, scaling: floa
 
 
 def _closings(state: GroupState, s: Sequence, steps: int) -> int:
-    return 0 if state.group.is_raw else max(0, (s.tail_tokens + steps - s.residual_length - 1) // state.group.page_size)
+    return 0 if state.group.fills_pages else max(0, (s.tail_tokens + steps - s.residual_length - 1) // state.group.page_size)
 
 
 def _ring(state: GroupState, s: Sequence) -> int:
@@ -287,8 +309,8 @@ def _missing(state: GroupState, steps: int) -> dict[str, int]:
     found = {"closed": 0, "tail": 0}
     for s in state.sequences:
         found["closed"] += _closings(state, s, steps)
-        want = -(-(s.tail_tokens + steps) // size) if state.group.is_raw else _ring(state, s)
-        shared = s.tail if not state.group.is_raw else s.tail[-1:]
+        want = -(-(s.tail_tokens + steps) // size) if state.group.fills_pages else _ring(state, s)
+        shared = s.tail if not state.group.fills_pages else s.tail[-1:]
         found["tail"] += max(0, want - len(s.tail)) + sum(tail.count(page) > 1 for page in shared)
     return found
 
@@ -314,13 +336,13 @@ def _take(state: GroupState, pool: str, count: int) -> list[int]:
 
 def _enter_row(state: GroupState, s: Sequence, steps: int) -> _Row:
     size, tail = state.group.page_size, state.pools["tail"]
-    for i in range(len(s.tail)) if not state.group.is_raw else range(len(s.tail) - 1, len(s.tail)):
+    for i in range(len(s.tail)) if not state.group.fills_pages else range(len(s.tail) - 1, len(s.tail)):
         if i >= 0 and tail.allocator.count(s.tail[i]) > 1:  # pages that will be written are this sequence's own
             (own,) = _take(state, "tail", 1)
             tail.block(own).copy_(tail.block(s.tail[i]))
             tail.allocator.release(s.tail[i])
             s.tail[i] = own
-    want = -(-(s.tail_tokens + steps) // size) if state.group.is_raw else _ring(state, s)
+    want = -(-(s.tail_tokens + steps) // size) if state.group.fills_pages else _ring(state, s)
     closed = s.closed + _take(state, "closed", _closings(state, s, steps))  # type: ignore[operator]
     return _Row(closed, s.tail + _take(state, "tail", max(0, want - len(s.tail))))
 
@@ -343,7 +365,7 @@ def _enter_group(
     for name, n in _missing(state, steps).items():
         state.pools[name].reserve(n)
     rows = [_enter_row(state, s, steps) for s in state.sequences]
-    ring = 0 if g.is_raw else max(len(r.tail) for r in rows)
+    ring = 0 if g.fills_pages else max(len(r.tail) for r in rows)
     if ring and any(len(r.tail) != ring for r in rows):
         for r in rows:  # sequences that keep fewer raw tokens than others: one ring serves all
             extra = ring - len(r.tail)
@@ -376,11 +398,13 @@ def _enter_group(
     before = torch.empty_like(state_d)
     runs, closings = (torch.empty(batch, n, dtype=torch.int64, device=device) for n in (5, 2))
     query_lens = torch.empty(batch, dtype=torch.int32, device=device)
+    slots, previous = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
     args = _AdvanceArgs(
-        state=state_d.data_ptr(), before=before.data_ptr(), residual=None if g.is_raw else residual_d.data_ptr(), runs=runs.data_ptr(),
-        closings=closings.data_ptr(), query_lens=query_lens.data_ptr(), batch=batch, page_size=g.page_size, ring=ring,
+        state=state_d.data_ptr(), before=before.data_ptr(), residual=None if g.fills_pages else residual_d.data_ptr(), runs=runs.data_ptr(),
+        closings=closings.data_ptr(), query_lens=query_lens.data_ptr(), slots=slots.data_ptr(), previous=previous.data_ptr(),
+        batch=batch, page_size=g.page_size, ring=ring,
     )  # fmt: skip
-    keep: list[Any] = [whole, runs, closings]
+    keep: list[Any] = [whole, runs, closings, slots, previous]
     for name, of_pool in (("tail", args.tail), ("closed", args.closed)):
         if name not in names:
             continue
@@ -391,12 +415,16 @@ def _enter_group(
             of_pool.offset = found.data_ptr()
             keep.append(found)
     layers = len(g.layers)
-    status = torch.zeros(layers, close_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
+    status = torch.zeros(layers, append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
     writers = []
     for i in range(layers):
         stores = {name: cache.store_of(g.layers[i], name) for name in names}
-        attention.bind(i, [stores[name].slabs for name in names], stores["closed"].static if "closed" in stores else None)
-        writers.append(close_cuda.DecodeStep(stores.get("closed", stores["tail"]), stores["tail"], dtype, closings, runs, status[i]))
+        packed = stores.get("closed", stores["tail"])
+        attention.bind(i, [stores[name].slabs for name in names], packed.static)
+        fills = g.fills_pages and not g.is_raw
+        writers.append(
+            _StoreStep(packed, dtype, slots, previous, status[i]) if fills else close_cuda.DecodeStep(packed, stores["tail"], dtype, closings, runs, status[i])
+        )
     undo = torch.empty(layers, 2, batch, g.geometry.num_kv_heads, g.geometry.head_dim, dtype=dtype, device=device)
     return _Group(
         state, rows, state_d, before, attention, args, [on_device[n] for n in names], [tokens[n] for n in names], [starts[n] for n in names],

@@ -28,7 +28,7 @@ struct Args {
     Run* runs;                   // [batch]
     Closing* closings;           // [batch]
     int* query_lens;             // [batch]: 1 for real tokens, 0 for padding
-    i64* slots;                  // [batch]: page number * page_size + place, -1 for none; null if nobody asks
+    i64 *slots, *previous;       // [batch]: page number * page_size + place, -1 for none; the page before the one that the token opens. Null if nobody asks
     Pages tail, closed;
     int batch, page_size, ring;  // ring: raw pages that are used again and again, twice in a row of the table; 0: a row has them in order
     int valid_stride;
@@ -51,7 +51,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) advance(const __grid_const
         a.runs[b] = {fits ? page : 0, b, 0, slot, fits};
         a.closings[b] = fits ? closing : Closing{-1, -1};
         a.query_lens[b] = fits;
-        if (a.slots) a.slots[b] = fits ? a.tail.number(b, at) * a.page_size + slot : -1;
+        if (a.slots) {
+            a.slots[b] = fits ? a.tail.number(b, at) * a.page_size + slot : -1;
+            a.previous[b] = fits && slot == 0 && at > 0 ? a.tail.number(b, at - 1) : -1;
+        }
         if (!fits) continue;  // padding, or a table that ended: nothing is written, and the lengths stay
         s[TAIL] += 1, s[LENGTH] += 1;
         for (int i = 0; i < FIELDS; ++i) a.state[i * a.batch + b] = s[i];
