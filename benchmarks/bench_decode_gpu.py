@@ -2,7 +2,7 @@
 
     python benchmarks/bench_decode_gpu.py [presets ...] [--shapes 0 1 ..] [--out benchmarks/results/<gpu>/attend_decode.json]
     python benchmarks/bench_decode_gpu.py --steps [--out .../decode_steps.json]      what a step costs on the host, and its slowest one
-    python benchmarks/bench_decode_gpu.py --store [--out .../store_tokens.json]      single tokens into partly filled pages
+    python benchmarks/bench_decode_gpu.py --lists [--out .../work_lists.json]        work lists made on the device, and attention by them and by the host's
 
 A row is a preset by its name: `PagedCache` with that scheme, filled through `append`, in the middle of a page, decoding on the device. Its attention is compared with
 the float64 reference over the same pages before anything is timed. Times are medians of CUDA-graph replays over all layers of a cache larger than L2;
@@ -260,7 +260,7 @@ def bench_steps(args: argparse.Namespace) -> dict[str, Any]:
             print("  " + "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
             del cache
             torch.cuda.empty_cache()
-    return {"rows": rows, "work_list": bench_work_list()}
+    return {"rows": rows}
 
 
 def bench_work_list() -> list[dict[str, Any]]:
@@ -302,10 +302,11 @@ def main() -> None:
     parser.add_argument("presets", nargs="*", default=list(PRESETS))
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--lists", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    found = bench_steps(args) if args.steps else bench_shapes(args)
+    found = bench_steps(args) if args.steps else {"rows": bench_work_list()} if args.lists else bench_shapes(args)
     result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_per_s": copy_bandwidth() / 1e12, **found}
     write_result(result, args.out)
 

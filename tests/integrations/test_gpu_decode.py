@@ -12,7 +12,10 @@ from kvbits.errors import CacheStateError, PoolFullError
 from kvbits.ops import paged_attention
 from kvbits.spec import CacheSpec, LayerGeometry
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:.*CUDA Graph is empty", "ignore:.*Synchronization debug mode"),
+]
 TOKEN_LOCAL = [schemes.get(name, residual_length=0, token_local=True) for name in ("int8", "int8_centered", "int4")]
 PRESETS = ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "fp8"]
 
@@ -66,12 +69,14 @@ def feed(cache, layers):
 @pytest.mark.parametrize("fixed", [False, True], ids=["grows", "fixed"])
 @pytest.mark.parametrize("scheme", [*PRESETS, *TOKEN_LOCAL], ids=lambda s: s if isinstance(s, str) else f"{s.name}_token_local")
 def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
+    if not fixed and not isinstance(scheme, str):
+        pytest.skip("pages that are filled token by token are led by the host in a cache that grows")
     options = {"max_tokens": 700, "batch_size": 5} if fixed else {}
     ours, theirs = PagedCache(spec_of(scheme), device="cuda", **options), PagedCache(spec_of(scheme), device="cuda", backend="reference", **options)
     gen = torch.Generator("cuda").manual_seed(0)
     prompt = random_tokens(5, 300, gen)
     feed(ours, prompt), feed(theirs, prompt)
-    for step in range(300):
+    for step in range(160):
         layers = random_tokens(5, 1, gen)
         torch.cuda.set_sync_debug_mode("error" if step > 10 and (fixed or step % 128 not in range(2, 8)) and ours._decode and ours._decode.steps_left > 1 else "default")
         try:

@@ -78,7 +78,7 @@ def refuses(cache: PagedCache, num_q_heads: int, dtype: torch.dtype) -> str | No
             return "pages of KVQuant's formats are closed from the host"
         if why := device_plan.refuses(layouts, num_q_heads, dtype, 1, cache.device):
             return why
-        if not g.fills_pages and (why := close_cuda.refuses(torch.empty(0, dtype=dtype, device=cache.device), state.pools["closed"].store(0, {}))):
+        if not g.fills_pages and (why := close_cuda.refuses_on(g.layouts["closed"], dtype, cache.device)):
             return why
         if g.raw_dtype != str(dtype).removeprefix("torch."):
             return f"raw pages are {g.raw_dtype}, queries {dtype}"

@@ -35,14 +35,19 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
         return f"{extras} with low planes have no GPU kernel"
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
+    return refuses_on(store.layout, k.dtype, k.device)
+
+
+def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The part of `refuses` that needs no pages."""
     if torch.version.hip:
         return "the GPU is not an NVIDIA GPU"
     if why := cuda_compile.missing():
         return why
-    capability = torch.cuda.get_device_capability(k.device)
-    if capability < (8, 9) and any(spec.format.startswith("fp8") for spec in (store.layout.key, store.layout.value)):
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9) and any(spec.format.startswith("fp8") for spec in (layout.key, layout.value)):
         return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
-    return refuses_layout(store.layout, k.dtype)
+    return refuses_layout(layout, dtype)
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:

@@ -215,15 +215,17 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
     const i64 total = all[0];
     // Where blocks have less to read than starting costs, all that counts is that every block has as little: starting is no part of the line then.
     const i64 start = total >= 2 * a.segment_cost * a.blocks ? a.segment_cost : 0;
-    i64 pieces[1] = {0}, all_pieces[1];
+    const i64 units = i64(a.batch) * a.repeats;
+    const bool few = units <= a.blocks;  // else no unit has blocks of its own
+    i64 pieces[1] = {0}, all_pieces[1] = {0};
     u32 most = 0;
-    for (int b = from; b < to; ++b) {
+    for (int b = from; b < to && few; ++b) {
         const i64 unit = bytes_of(a, line.chunks[b]);
         const int n = pieces_of(a, unit, total);
         pieces[0] += i64(n) * a.repeats;
         most = max(most, kilobytes((unit + n - 1) / n + a.segment_cost));
     }
-    sum_before(pieces, all_pieces, scratch);
+    if (few) sum_before(pieces, all_pieces, scratch);
     if (most) atomicMax(&longest[1], most);
     for (int b = from; b < to; ++b) {
         const Chunks& c = line.chunks[b];
@@ -231,11 +233,10 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
         sums[0] += bytes_of(a, c) * a.repeats;
         sums[1] += i64(walks_of(a, c)) * a.repeats;
         sums[2] += i64(ring_chunks(a, c, PARTS)) * a.repeats;
-        pieces[0] += i64(pieces_of(a, bytes_of(a, c), total)) * a.repeats;
+        if (few) pieces[0] += i64(pieces_of(a, bytes_of(a, c), total)) * a.repeats;
     }
     if (thread == 0) line.cost[a.batch] = all[0] + all[1] * start, line.ring[a.batch] = int(all[2]), line.pieces[a.batch] = int(min(all_pieces[0], i64(0x7fffffff)));
     __syncthreads();
-    const i64 units = i64(a.batch) * a.repeats;
     for (int i = thread; i < a.blocks; i += THREADS) line.start[i] = Point(a, line, i).nearest_unit();
     if (thread == 0) line.start[a.blocks] = units;
     __syncthreads();
@@ -245,7 +246,7 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
         atomicMax(&longest[0], kilobytes(cost_before(a, line, next) - cost_before(a, line, mine) + (start ? 0 : (next - mine) * a.segment_cost)));
     }
     __syncthreads();
-    const u32 whole = longest[0], own = line.pieces[a.batch] <= a.blocks ? longest[1] : 0xffffffffu;
+    const u32 whole = longest[0], own = few && line.pieces[a.batch] <= a.blocks ? longest[1] : 0xffffffffu;
     const u32 cut = kilobytes(line.cost[a.batch] / a.blocks + (start ? 1 : 2) * a.segment_cost);
     for (int i = thread; i <= a.blocks; i += THREADS) {
         i64 key = key_of(units, 0, 0);
