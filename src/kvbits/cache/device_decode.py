@@ -38,6 +38,8 @@ MOST_AHEAD = 1 << 20
 THREADS = 256
 TAIL, CLOSED, FIRST, TAIL_START, LENGTH, FIELDS = range(6)  # rows of the state, as in advance.cu
 PARTS = ("sink", "closed", "tail")
+NOWHERE = 1
+"""Of runs.cuh."""
 
 
 class _Pages(ctypes.Structure):
@@ -428,7 +430,7 @@ def _enter_group(
     undo = torch.empty(layers, 2, batch, g.geometry.num_kv_heads, g.geometry.head_dim, dtype=dtype, device=device)
     return _Group(
         state, rows, state_d, before, attention, args, [on_device[n] for n in names], [tokens[n] for n in names], [starts[n] for n in names],
-        [offsets[n] for n in names], query_lens, status, writers, undo, torch.full_like(closings, -1), keep,
+        [offsets[n] for n in names], query_lens, status, writers, undo, torch.full_like(closings, NOWHERE), keep,
     )  # fmt: skip
 
 

@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
     i64 item = blockIdx.x;
     int side = item % 2, head = item / 2 % a.num_heads, page = item / 2 / a.num_heads;
 #if APPENDS
-    if (a.closings[page].to < 0) {
+    if (a.closings[page].to == NOWHERE) {
         append_row(a, side, page, head, threadIdx.x);
         return;
     }

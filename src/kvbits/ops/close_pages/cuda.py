@@ -190,7 +190,7 @@ class DecodeStep:
         self._kernel.launch(self._grid, self._threads, args, stream)
 
     def put_back(self, before: torch.Tensor, nothing_closes: torch.Tensor, stream: int) -> None:
-        """Write what `run` replaced; `nothing_closes`: as `closings`, all -1."""
+        """Write what `run` replaced; `nothing_closes`: as `closings`, NOWHERE alone."""
         self._args.closings = nothing_closes.data_ptr()
         self.run(before[0][:, None], before[1][:, None], None, stream)
         self._args.closings = self._keep[2].data_ptr()

@@ -9,13 +9,13 @@ struct Pages {
     i64 stride;
     int width;
 
-    /// Bytes from the pool's start to page `at` of a sequence's; -1 past the last.
-    DEVICE i64 find(int b, int at) const {
-        if (at >= width) return -1;
-        const int id = table[b * width + at];
-        return id < 0 ? -1 : offset ? offset[id] : i64(id) * stride;
-    }
+    /// Of page `at` of a sequence's; -1 past the last.
     DEVICE i64 number(int b, int at) const { return at < width ? table[b * width + at] : -1; }
+    /// Bytes from the pool's start to page `at` of a sequence's.
+    DEVICE i64 find(int b, int at) const {
+        const i64 id = number(b, at);
+        return id < 0 ? NOWHERE : offset ? offset[id] : id * stride;
+    }
 };
 
 enum { TAIL, CLOSED, FIRST, TAIL_START, LENGTH, FIELDS };  // tokens in raw pages, in closed ones; page of the ring where the raw ones begin; position of their first
@@ -39,17 +39,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) advance(const __grid_const
         int s[FIELDS];
         for (int i = 0; i < FIELDS; ++i) a.before[i * a.batch + b] = s[i] = a.state[i * a.batch + b];
         const int n = a.valid ? a.valid[i64(b) * a.valid_stride] != 0 : 1;
-        Closing closing = {-1, -1};
+        Closing closing = {NOWHERE, NOWHERE};
         if (n && a.residual && s[TAIL] - a.residual[b] >= a.page_size) {
             closing = {a.tail.find(b, s[FIRST]), a.closed.find(b, s[CLOSED] / a.page_size)};
             s[TAIL] -= a.page_size, s[CLOSED] += a.page_size, s[TAIL_START] += a.page_size;
             s[FIRST] = s[FIRST] + 1 == a.ring ? 0 : s[FIRST] + 1;
         }
         const int at = s[FIRST] + s[TAIL] / a.page_size, slot = s[TAIL] % a.page_size;
-        const i64 page = n ? a.tail.find(b, at) : -1;
-        const bool fits = page >= 0 && (closing.from < 0) == (closing.to < 0);
+        const i64 page = n ? a.tail.find(b, at) : NOWHERE;
+        const bool fits = page != NOWHERE && (closing.from == NOWHERE) == (closing.to == NOWHERE);
         a.runs[b] = {fits ? page : 0, b, 0, slot, fits};
-        a.closings[b] = fits ? closing : Closing{-1, -1};
+        a.closings[b] = fits ? closing : Closing{NOWHERE, NOWHERE};
         a.query_lens[b] = fits;
         if (a.slots) {
             a.slots[b] = fits ? a.tail.number(b, at) * a.page_size + slot : -1;

@@ -79,7 +79,7 @@ class _WorkArgs(ctypes.Structure):
 
 def list_shared_bytes(batch: int, blocks: int, num_parts: int) -> int:
     """Shared memory of work_list.cu (struct Line)."""
-    return 24 * THREADS // 32 + 16 + 8 * (batch + 1 + blocks + 1) + 4 * (2 * (batch + 1) + blocks + 1) + 4 * (2 * num_parts + 1) * batch
+    return 24 * THREADS // 32 + 16 + 8 * (batch + 1 + blocks + 1) + 4 * (2 * (batch + 1) + 2 * blocks + 1) + 4 * (2 * num_parts + 1) * batch
 
 
 @functools.lru_cache(maxsize=64)

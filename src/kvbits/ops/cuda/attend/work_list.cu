@@ -95,6 +95,7 @@ struct Line {
     i64* start;                  // [blocks + 1]: where blocks begin
     int *ring, *pieces;          // [batch + 1]: chunks that come through the ring; blocks, if units have whole numbers of them; of all units before
     int* rank;                   // [blocks + 1]: how many blocks before have anything to do
+    int* before;                 // [blocks]: chunks through the ring before a block's first
     Chunks* chunks;              // [batch]
 
     DEVICE Line(unsigned char* shared, int batch, int blocks) {
@@ -103,7 +104,8 @@ struct Line {
         ring = reinterpret_cast<int*>(start + blocks + 1);
         pieces = ring + batch + 1;
         rank = pieces + batch + 1;
-        chunks = reinterpret_cast<Chunks*>(rank + blocks + 1);
+        before = rank + blocks + 1;
+        chunks = reinterpret_cast<Chunks*>(before + blocks);
     }
     /// The last index whose entry is not above `x`; ascending[0] is not.
     template <class T>
@@ -200,6 +202,15 @@ DEVICE void sum_before(i64 (&x)[N], i64 (&all)[N], i64* scratch) {
     }
 }
 
+/// Chunks through the ring before a place of the line.
+DEVICE i64 ring_before(const Args& a, const Line& line, i64 key) {
+    const int unit = unit_of(key), b = unit / a.repeats, part = part_of(key);
+    if (b >= a.batch) return line.ring[a.batch];
+    const Chunks& c = line.chunks[b];
+    const i64 of_units = i64(unit - b * a.repeats) * ring_chunks(a, c, PARTS);
+    return line.ring[b] + of_units + ring_chunks(a, c, part) + (a.parts[part].in_ring ? chunk_of(key) - c.first[part] : 0);
+}
+
 DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest) {
     const int thread = threadIdx.x, each = (a.batch + THREADS - 1) / THREADS, from = min(thread * each, a.batch), to = min(from + each, a.batch);
     i64 sums[3] = {0, 0, 0}, all[3];  // bytes, walks, chunks through the ring
@@ -272,6 +283,7 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
     i64 working[1] = {0}, ignored[1];
     for (int i = first; i < last; ++i) working[0] += i < a.blocks && line.start[i] < line.start[i + 1];
     sum_before(working, ignored, scratch);
+    for (int i = thread; i < a.blocks; i += THREADS) line.before[i] = int(ring_before(a, line, line.start[i]));
     for (int i = first; i < last; ++i) {
         line.rank[i] = int(working[0]);
         working[0] += i < a.blocks && line.start[i] < line.start[i + 1];
@@ -280,15 +292,8 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
 }
 
 DEVICE int block_of(const Args& a, const Line& line, i64 key) { return Line::last_at_most(line.start, a.blocks, key); }
-
-/// Chunks through the ring before a place of the line.
-DEVICE i64 ring_before(const Args& a, const Line& line, i64 key) {
-    const int unit = unit_of(key), b = unit / a.repeats, part = part_of(key);
-    if (b >= a.batch) return line.ring[a.batch];
-    const Chunks& c = line.chunks[b];
-    const i64 of_units = i64(unit - b * a.repeats) * ring_chunks(a, c, PARTS);
-    return line.ring[b] + of_units + ring_chunks(a, c, part) + (a.parts[part].in_ring ? chunk_of(key) - c.first[part] : 0);
-}
+/// The same, if it is likely block i.
+DEVICE int block_near(const Args& a, const Line& line, i64 key, int i) { return line.start[i] <= key && key < line.start[i + 1] ? i : block_of(a, line, key); }
 
 /// The segment that begins at `key` in block i.
 DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
@@ -305,7 +310,7 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
     s.last_entry = s.first_entry + max(0, s.tokens - 1) / p.page_size;
     s.next = -1;
     s.slot = -1;
-    s.chunks_before = int(ring_before(a, line, key) - ring_before(a, line, line.start[i]));
+    s.chunks_before = int(ring_before(a, line, key)) - line.before[i];
     if (!cut) {
         int next = part + 1;
         while (next < PARTS && c.end[next] == c.first[next]) ++next;
@@ -321,7 +326,7 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
         int to = from;
         for (int q = from; q < PARTS && (c.end[q] == c.first[q] || a.parts[q].walk == a.parts[from].walk); ++q)
             if (c.end[q] > c.first[q]) to = q;
-        const int f = block_of(a, line, key_of(unit, from, c.first[from])), l = block_of(a, line, key_of(unit, to, c.end[to] - 1));
+        const int f = block_near(a, line, key_of(unit, from, c.first[from]), i), l = block_near(a, line, key_of(unit, to, c.end[to] - 1), i);
         if (first_block < 0) first_block = f;
         if (from <= part && part <= to) mine = results + line.rank[i] - line.rank[f];
         results += line.rank[l] - line.rank[f] + 1;
