@@ -296,13 +296,14 @@ def kernel_for(
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool) -> Shape:
     two_planes = _two_planes(layout)
     specs = (layout.key, layout.value)
-    extras = any(s.center or (two_planes and (s.has_bias or _scale_kind(s) == CHANNEL or s.num_groups(layout.head_dim) > 2)) for s in specs)
+    centered = any(s.center for s in specs)
+    extras = two_planes and any(s.center or s.has_bias or _scale_kind(s) == CHANNEL or s.num_groups(layout.head_dim) > 2 for s in specs)
     large = layout.head_dim * cols > 128 * 8 or extras  # what more registers are needed for
     units = 1 if large or chunk % 64 else 2
     spills_at_168 = two_planes or chunk < 64 or layout.head_dim % 64 or (layout.value.has_bias and _scale_kind(layout.value) == CHANNEL)
     spills_at_168 |= (low and cols > 8) or layout.key.static or any(_scale_kind(s) == GROUP and s.num_groups(layout.head_dim) > 2 for s in specs)
     joined = any(len(s.number_format.planes) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
-    most = 7 if large or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168 else 11
+    most = 7 if large or centered or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168 else 11
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
         ring = 32 + 4 * warps if low else 16
         stages = (shared_limit - ring - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))

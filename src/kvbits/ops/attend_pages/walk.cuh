@@ -125,11 +125,10 @@ struct PackedWalk {
 #pragma unroll
             for (int i = 0; i < Key0::STEPS; ++i) {
                 if (!Query<Key0>::used(f, i)) continue;
-                float x[4];
-                load_channels(x, section, f, i, c);
                 // q carries 2**-exponent; undo it here, scaled down by the top field's factor so that nothing overflows float16.
-                float undo = power_of_two(Key0::exponent(f) - TOP_FIELD);
-                u32 a0 = pack_f16(x[0] * undo, x[2] * undo), a2 = pack_f16(x[1] * undo, x[3] * undo);
+                const float undo = power_of_two(Key0::exponent(f) - TOP_FIELD);
+                u32 a0, a2;
+                load_channels(a0, a2, section, f, i, undo, c);
                 for (int n = 0; n < NT; ++n) {
                     const uint2 b = query0.operand(n, f * Key0::STEPS + i);
                     mma_f16(acc[n], a0, a0, a2, a2, b.x, b.y);
@@ -138,11 +137,22 @@ struct PackedWalk {
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e) page_constant[n][e] += acc[n][e] * (real_factor * power_of_two(TOP_FIELD));
     }
-    static DEVICE void load_channels(float (&x)[4], const unsigned char* section, int f, int i, int c) {
-        int r = 16 * i + 4 * c, ch = f * Key0::ROW + r;
-        bool inside = r < Key0::ROW && ch < D;
+    /// Channels 0, 2 and 1, 3 of a lane's four, times a power of two; 0 past the row.
+    static DEVICE void load_channels(u32& even, u32& odd, const unsigned char* section, int f, int i, float times, int c) {
+        const int r = 16 * i + 4 * c, ch = f * Key0::ROW + r;
+        const bool inside = r < Key0::ROW && ch < D;
+        if (K_SCALE_TYPE == FLOAT16) {  // as it is stored
+            const uint2 w = *reinterpret_cast<const uint2*>(section + (inside ? ch : 0) * 2);
+            even = inside ? permute_bytes(w.x, w.y, 0x5410) : 0, odd = inside ? permute_bytes(w.x, w.y, 0x7632) : 0;
+            if (times == 1.f) return;
+            const u32 factor = pack_f16(times, times);
+            even = mul_f16x2(even, factor), odd = mul_f16x2(odd, factor);
+            return;
+        }
+        float x[4];
         load_scales4<K_SCALE_TYPE>(x, section, inside ? ch : 0);
-        for (int k = 0; k < 4; ++k) x[k] = inside ? x[k] : 0.f;
+        for (int k = 0; k < 4; ++k) x[k] = inside ? x[k] * times : 0.f;
+        even = pack_f16(x[0], x[2]), odd = pack_f16(x[1], x[3]);
     }
 
     /// q times this page's channel scales, brought to at most 1 by a power of two; returns the factor that undoes it.
