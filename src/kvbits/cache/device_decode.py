@@ -148,10 +148,11 @@ class _Group:
 
 
 class DeviceDecode:
-    """A cache that decodes on the device. Made by `enter`."""
+    """A cache that decodes on the device. Made by `enter`; knows nothing of the cache itself, whose pages a cycle would keep alive."""
 
     def __init__(self, cache: PagedCache, steps: int, groups: list[_Group], key: tuple[Any, ...]) -> None:
-        self.cache, self.steps_left, self.groups, self.key = cache, steps, groups, key
+        self.steps_left, self.groups, self.key = steps, groups, key
+        self._device, self._scheme = cache.device, cache.spec.scheme.name
         self.steps_taken = 0
         self.of_layer: dict[int, tuple[_Group, int]] = {}
         for g in groups:
@@ -170,7 +171,7 @@ class DeviceDecode:
         if not capturing:
             self.count(1)
         self._valid = valid  # kept as long as the launch may read it
-        stream = torch.cuda.current_stream(self.cache.device).cuda_stream
+        stream = torch.cuda.current_stream(self._device).cuda_stream
         for g in self.groups:
             g.args.valid = None if valid is None else valid.data_ptr()
             g.args.valid_stride = 0 if valid is None else valid.stride(0)
@@ -191,13 +192,13 @@ class DeviceDecode:
     def step(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
         """Store the tokens k, v [B, 1, H, D] of a layer and attend with q [B, 1, Hq, D]."""
         g, i = self.of_layer[layer]
-        stream = torch.cuda.current_stream(self.cache.device).cuda_stream
+        stream = torch.cuda.current_stream(self._device).cuda_stream
         g.writers[i].run(k, v, g.undo[i], stream)
         return g.attention.run(q, i, lse=lse)
 
     def take_back(self, layers: set[int]) -> None:
         """Undo the step under way, of which `layers` have been through: rows that fresh tokens replaced, then the lengths."""
-        stream = torch.cuda.current_stream(self.cache.device).cuda_stream
+        stream = torch.cuda.current_stream(self._device).cuda_stream
         for layer in layers:
             g, i = self.of_layer[layer]
             g.writers[i].put_back(g.undo[i], g.nothing_closes, stream)
@@ -228,15 +229,18 @@ class DeviceDecode:
                         spec = (g.state.group.key, g.state.group.value)[i]
                         return DataError(
                             f"a scale, bias or mean of the {name} of layer {layer} overflowed {spec.scale_dtype} when a page was quantized while decoding; use "
-                            f"scale_dtype='float32' or 'bfloat16' in the specs of scheme {self.cache.spec.scheme.name!r}, or keep layer {layer} raw "
+                            f"scale_dtype='float32' or 'bfloat16' in the specs of scheme {self._scheme!r}, or keep layer {layer} raw "
                             f"(an Override). {way_out}"
                         )
         return None
 
     # -- back to page lists -----------------------------------------------------------------------------------------
 
-    def settle(self) -> DataError | None:
+    def settle(self, saturated: list[dict[str, int]]) -> DataError | None:
         """Give the sequences their page lists again, and the pools what was assigned ahead and not used. Waits for the GPU.
+
+        Args:
+            saturated: of every layer, added to: elements of keys and values that were clamped.
 
         Returns:
             What closing found, if it was bad.
@@ -251,7 +255,7 @@ class DeviceDecode:
         for g in self.groups:
             for layer, row in zip(g.state.group.layers, rows, strict=False):
                 for kind, n in zip("kv", row[:2], strict=True):
-                    self.cache.saturated[layer][kind] += n
+                    saturated[layer][kind] += n
         return self._judge(found)
 
 

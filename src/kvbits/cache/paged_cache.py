@@ -243,7 +243,7 @@ class PagedCache(LayerSteps):
     def _settle(self) -> None:
         decode, self._decode, self._single_passes = self._decode, None, 0
         assert decode is not None
-        self._found = decode.settle() or self._found
+        self._found = decode.settle(self.saturated) or self._found
 
     def attention_plan(
         self, layouts: tuple[PageLayout, ...], max_pages: tuple[int, ...], batch_size: int, num_q_heads: int, dtype: torch.dtype, scaling: float,
