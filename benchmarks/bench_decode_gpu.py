@@ -29,7 +29,7 @@ from kvbits.cache.paged_cache import PagedCache
 from kvbits.ops import paged_attention
 from kvbits.ops.attend_pages import cuda, reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
-from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerGroup, QuantSpec, Scheme
+from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerGroup, QuantSpec, Rotary, Scheme
 
 SHAPES = ((1, 32, 32768), (8, 32, 32768), (32, 32, 8192), (32, 64, 4096), (64, 32, 4096), (128, 32, 2048))  # sequences, query heads, tokens
 PRESETS = ("raw", "int8", "int8_centered", "fp8", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "nuq4", "nuq4-1%")
@@ -57,9 +57,7 @@ def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | 
 
 def filled(scheme: Scheme, batch: int, tokens: int, layers: int, room: int = 256) -> PagedCache:
     """A cache of fixed capacity that holds `tokens` random tokens of every sequence."""
-    from kvbits.spec import Rotary
-
-    rotary = Rotary(theta=500_000.0) if scheme.pre_rope else None
+    rotary = Rotary(inv_freq=tuple(500_000.0 ** (-i / (HEAD_DIM // 2)) for i in range(HEAD_DIM // 2))) if scheme.pre_rope else None
     spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rotary=rotary),) * layers)
     cache = PagedCache(spec, batch_size=batch, max_tokens=tokens + room, device="cuda", static=calibration(scheme, layers))
     whole = max(1, (1 << 28) // (batch * KV_HEADS * HEAD_DIM * 2)) // 64 * 64 or 64
@@ -181,7 +179,7 @@ def bench_shapes(args: argparse.Namespace) -> dict[str, Any]:
         peers += [{"kernel": name, "shape": shape, "time_us": t} for name, t in times.items()]
         print(f"{shape}: " + ", ".join(f"{name} {t:.1f} us" for name, t in times.items()), flush=True)
         torch.cuda.empty_cache()
-        for name in args.presets:
+        for name in [*args.presets, *(STUDIES if not args.presets_given else ())]:
             r = bench_preset(name, batch, q_heads, tokens, product)
             row = {"scheme": name, "shape": shape, **r, "speedup_real_cache": best / r["time_us"]}
             for key, field in (("closed_only_us", "speedup_closed_only"), ("between_matmuls_us", "speedup_between_matmuls")):
@@ -305,6 +303,7 @@ def main() -> None:
     parser.add_argument("--lists", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    args.presets_given = args.presets != list(PRESETS)
     torch.manual_seed(0)
     found = bench_steps(args) if args.steps else {"rows": bench_work_list()} if args.lists else bench_shapes(args)
     result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_per_s": copy_bandwidth() / 1e12, **found}
