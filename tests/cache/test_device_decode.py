@@ -75,21 +75,14 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
 
     advance = lambda *_: launcher(compiled(cuda / "attend" / "advance.cu", [cuda / "runs.cuh"], {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731
 
-    def host_plan(layouts, **options):
-        made = device_plan.DevicePlan(layouts, host_plan.max_pages, **options | {"device": torch.device("cpu", 0)})
+    def host_plan(layouts, max_pages, **options):
+        made = device_plan.DevicePlan(layouts, max_pages, **options | {"device": torch.device("cpu", 0)})
         made.device = torch.device("cpu")
         return made
 
-    def plan(layouts, *, max_pages, **options):
-        host_plan.max_pages = max_pages
-        return original(layouts, max_pages=max_pages, **options)
-
-    original = paged_attention.plan
-    from kvbits.cache import paged_cache
-
     for target, name, value in (
         (attend_cuda, "load_kernel", attend), (close_cuda, "_load", close), (device_decode, "load_advance", advance), (paged_attention, "_HostPlan", host_plan),
-        (paged_cache, "plan", plan), (device_plan, "refuses", lambda *_: None), (close_cuda, "refuses_on", lambda *_: None), (device_decode, "DEVICE", "cpu"),
+        (device_plan, "refuses", lambda *_: None), (close_cuda, "refuses_on", lambda *_: None), (device_decode, "DEVICE", "cpu"),
         (device_decode, "_on_device", lambda x, device: torch.from_numpy(x.copy())), (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=3)),
         (torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0)), (torch.cuda, "is_current_stream_capturing", lambda: False),

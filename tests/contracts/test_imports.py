@@ -14,7 +14,7 @@ LAYERS = [
     {"errors", "progress", "files"},
     {"spec"},
     {"schemes"},
-    {"quant"},
+    {"quant", "later"},
     {"ops"},
     {"cache"},
     {"integrations", "geometry", "planner"},

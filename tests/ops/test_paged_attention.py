@@ -171,7 +171,7 @@ def gpu(emulated_attention, emulated_list, monkeypatch):
         own.device = torch.device("cpu")
         return own
 
-    monkeypatch.setattr(paged_attention, "_HostPlan", lambda layouts, **options: made(layouts, monkeypatch.max_pages, **options))
+    monkeypatch.setattr(paged_attention, "_HostPlan", made)
     return monkeypatch
 
 
@@ -214,7 +214,7 @@ def lists(batch, parts, *, blocks, repeats=4, num_queries=1, window=2**30, lens=
         keep += [tokens, first := start.copy()]
         start = start + tokens
         work.parts[i] = device_plan._PartWork(
-            tokens=tokens.ctypes.data, positions=first.ctypes.data, chunk_cost=cost, table_stride=10_000, max_tokens=1 << 24, page_size=size, chunk=chunk,
+            tokens=tokens.ctypes.data, positions=first.ctypes.data, chunk_cost=cost, table_stride=10_000, table_width=10_000, max_tokens=1 << 24, page_size=size, chunk=chunk,
             in_ring=in_ring, walk=walk,
         )  # fmt: skip
     units = batch * repeats
@@ -334,12 +334,52 @@ def test_bad_input_is_refused():
     ):  # fmt: skip
         with pytest.raises(DataError, match=message):
             made.update(tables, tokens)
+    with pytest.raises(DataError, match="one on meta for a plan on cpu"):
+        made.update([table], [lens.to("meta")])
+    with pytest.raises(DataError, match="pages on meta"):
+        made.bind(0, [pages.to("meta")])
+    for changes, message in (({"device": "meta"}, "are for 'cpu' and 'cuda'"), ({"sliding_window": 1.5}, "whole number"), ({"dtype": torch.int32}, "floating-point"), ({"scaling": 1e300}, "scaling")):
+        with pytest.raises(SpecError, match=message):
+            paged_attention.plan([INT8], **good | changes)
     made.update([table], [lens])
     with pytest.raises(DataError, match="the plan is for"):
         made.run(q[:, :, :2], 0)
     with pytest.raises(DataError, match="out must be dense"):
         made.run(q, 0, out=q.float())
     assert not made.run(q, 0).any()
+
+
+def outside_rows():
+    """Tokens and offsets that lead out of the rows of a table: they end with the row."""
+    cache = Cache(**CASES["one part"])
+    table = torch.nn.functional.pad(cache.tables[0].clamp(min=0), (0, 3))
+    plan = paged_attention.plan(cache.layouts, max_pages=[6], batch_size=5, num_q_heads=4, dtype=torch.bfloat16, device="cpu")
+    plan.bind(0, cache.pages)
+    q, found = torch.randn(5, 1, 4, D, generator=torch.Generator().manual_seed(3)).bfloat16(), []
+    for offsets, tokens in (([0, 3, 20, -5, 2], [2**31 - 1, 400, 64, 70, -1]), ([-(2**31), 2**31 - 1, 5, 0, 10], [300, 64, 10**6, 1, 500])):
+        plan.update([table], [torch.tensor(tokens, dtype=torch.int32)], offsets=[torch.tensor(offsets, dtype=torch.int32)])
+        lse = torch.zeros(5, 1, 4)
+        found.append((plan.run(q, 0, lse=lse).float(), lse))
+    return found
+
+
+def test_what_leads_out_of_a_table_ends_with_its_row(request):
+    want = outside_rows()
+    request.getfixturevalue("gpu")
+    for (out, lse), (ours, our_lse) in zip(want, outside_rows(), strict=True):
+        torch.testing.assert_close(ours, out, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(our_lse, lse, rtol=1e-2, atol=2e-2)
+
+
+def test_parts_that_come_later_find_their_backend():
+    """A format that the CPU kernels refuse, in a part that is empty at first."""
+    odd = layout_of(spec("int4", PerGroup(2)), spec("int4"))
+    plan = paged_attention.plan([INT8, odd], max_pages=[1, 1], batch_size=1, num_q_heads=2, dtype=torch.float32, device="cpu")
+    plan.bind(0, [torch.zeros(1, HEADS, x.head_bytes, dtype=torch.uint8) for x in (INT8, odd)])
+    table, one, none = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for tokens in ([one, none], [one, one]):
+        plan.update([table, table], tokens)
+        plan.run(torch.ones(1, 1, 2, D), 0)
 
 
 def test_every_subset_of_parts_may_be_empty(gpu):

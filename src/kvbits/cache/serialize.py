@@ -115,7 +115,8 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", backend: str =
                 if name.startswith("static."):
                     _, layer, parameter = name.split(".")
                     static[int(layer)][parameter] = file.get_tensor(name).to(device)
-            cache = PagedCache(saved, device=device, static=static if any(static) else None, nonfinite=about["nonfinite"], backend=backend)
+            calibrated = static if any(static) or saved.scheme.needs_calibration else None
+            cache = PagedCache(saved, device=device, static=calibrated, nonfinite=about["nonfinite"], backend=backend)
             _fill(cache, about, file, grow)
     except FileFormatError:
         raise

@@ -62,6 +62,8 @@ def plan(
         UnsupportedError: no kernel on this GPU; the message says why.
     """
     device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise SpecError(f"device={str(device)!r}: plans are for 'cpu' and 'cuda'")
     if not layouts or len(layouts) != len(max_pages):
         raise SpecError(f"{len(layouts)} layouts and {len(max_pages)} numbers of pages; give one of each for every part, and at least one part")
     for name, n in (("batch_size", batch_size), ("num_q_heads", num_q_heads), ("num_queries", num_queries), *(("max_pages", n) for n in max_pages)):
@@ -72,15 +74,19 @@ def plan(
         raise SpecError(f"parts of one plan have the same kv heads and head size, got {[(x.num_kv_heads, x.head_dim) for x in layouts]}")
     if num_q_heads % heads:
         raise SpecError(f"{num_q_heads} query heads are no multiple of {heads} kv heads")
-    for name, x in (("softcap", softcap), ("scaling", scaling), ("sliding_window", sliding_window)):
-        if x is not None and not (math.isfinite(x) and x > 0):
+    for name, x in (("softcap", softcap), ("scaling", scaling)):
+        if x is not None and not (math.isfinite(x) and 0 < x < 1e30):
             raise SpecError(f"{name}={x} must be a positive number, or None")
+    if sliding_window is not None and (not isinstance(sliding_window, int) or isinstance(sliding_window, bool) or sliding_window < 1):
+        raise SpecError(f"sliding_window={sliding_window!r} must be a whole number of at least 1, or None")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise SpecError(f"dtype={dtype!r} must be a floating-point torch dtype, that of the queries")
     options: dict[str, Any] = {
         "batch_size": batch_size, "num_q_heads": num_q_heads, "dtype": dtype, "device": device, "num_queries": num_queries,
         "scaling": d**-0.5 if scaling is None else scaling, "sliding_window": sliding_window, "softcap": softcap,
     }  # fmt: skip
     if device.type != "cuda":
-        return PagedAttention(_HostPlan(layouts, **options), layouts, max_pages, options)
+        return PagedAttention(_HostPlan(layouts, max_pages, **options), layouts, max_pages, options)
     from .cuda.attend.plan import DevicePlan, refuses
 
     if why := refuses(layouts, num_q_heads, dtype, num_queries, device):
@@ -96,6 +102,7 @@ class PagedAttention:
         self.layouts, self.max_pages = tuple(layouts), tuple(max_pages)
         self.batch_size: int = options["batch_size"]
         self.num_queries: int = options["num_queries"]
+        self.device: torch.device = options["device"]
         self._accepted: tuple[Any, ...] | None = None
 
     def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -119,6 +126,7 @@ class PagedAttention:
             if not slabs:
                 raise DataError("a part without slabs has no pages")
             for x in slabs:
+                self._require_device("pages", x)
                 if x.dtype != torch.uint8 or x.dim() != 3 or tuple(x.shape[1:]) != want or x.stride()[1:] != (layout.head_bytes, 1) or not len(x):
                     raise DataError(
                         f"pages must be uint8 [num_pages, {want[0]}, {want[1]}] with dense structs, got {x.dtype} {list(x.shape)} of strides {x.stride()}"
@@ -130,6 +138,10 @@ class PagedAttention:
             found.append(slabs)
         self._backend.bind(layer, found, static or {})
 
+    def _require_device(self, name: str, x: torch.Tensor) -> None:
+        if x.device.type != self.device.type or (self.device.index is not None and x.device.index != self.device.index):
+            raise DataError(f"{name} on {x.device} for a plan on {self.device}")
+
     def update(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], *, starts: Sequence[torch.Tensor | None] | None = None,
         offsets: Sequence[torch.Tensor | None] | None = None, query_lens: torch.Tensor | None = None,
@@ -140,9 +152,10 @@ class PagedAttention:
             block_tables: of each part int32 [B, at least max_pages], rows dense: page numbers. A number that the pool has not reads the pool's last page, never
                 other memory.
             tokens: of each part int32 [B]: visible tokens, this step's included; 0 for a sequence that reads nothing of the part. In no part: a padding
-                row, whose output is 0. Numbers past the table count as its end.
+                row, whose output is 0. Numbers past max_pages, or past the row, count as their end.
             starts: of each part int32 [B] or None for 0: position of the part's first token.
-            offsets: of each part int32 [B] or None for 0: entry of the row where the part's first page stands (a ring of pages, say).
+            offsets: of each part int32 [B] or None for 0: entry of the row where the part's first page stands (a ring of pages, say). One outside the row
+                counts as the row's first or last entry; tokens then end with the row.
             query_lens: int32 [B]: queries of each sequence, at most the plan's; they are its newest tokens. Rows of q after them are padding.
 
         Raises:
@@ -166,6 +179,9 @@ class PagedAttention:
         batch = tokens[0].shape[0] if tokens[0].dim() else 0
         if not 1 <= batch <= self.batch_size:
             raise DataError(f"{batch} sequences for a plan of at most {self.batch_size}; make a plan with a larger batch_size")
+        for x in (*block_tables, *tokens, *starts, *offsets, query_lens):
+            if x is not None:
+                self._require_device("tables and lengths must be where the pages are: one", x)
         for i, (table, pages) in enumerate(zip(block_tables, self.max_pages, strict=True)):
             if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < batch or table.shape[1] < pages or table.stride(1) != 1:
                 raise DataError(
@@ -204,15 +220,15 @@ class PagedAttention:
 class _HostPlan:
     """The contract with host lists, for devices whose kernels take those."""
 
-    def __init__(self, layouts: Sequence[PageLayout], **options: Any) -> None:
-        self.layouts, self.options = tuple(layouts), options
+    def __init__(self, layouts: Sequence[PageLayout], max_pages: Sequence[int], **options: Any) -> None:
+        self.layouts, self.max_pages, self.options = tuple(layouts), tuple(max_pages), options
         self._layers: dict[int, tuple[PageStore, ...]] = {}
         self._tables: list[PageTable] = []
-        self._choice: dispatch.Choice | None = None
+        self._choices: dict[tuple[PageLayout, ...], dispatch.Choice] = {}
 
     def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
         self._layers[layer] = tuple(
-            PageStore(layout, tuple(slabs), {} if layout.key.is_raw else dict(static)) for layout, slabs in zip(self.layouts, pages, strict=True)
+            PageStore(layout, tuple(slabs), {} if layout.is_raw else dict(static)) for layout, slabs in zip(self.layouts, pages, strict=True)
         )
 
     def update(
@@ -221,18 +237,20 @@ class _HostPlan:
     ) -> None:  # fmt: skip
         batch, t = len(tokens[0]), self.options["num_queries"]
         newest = np.zeros(batch, np.int64)
-        self._tables = []
-        for layout, table, n, start, offset in zip(self.layouts, block_tables, tokens, starts, offsets, strict=True):
+        tables = []
+        for layout, most, table, n, start, offset in zip(self.layouts, self.max_pages, block_tables, tokens, starts, offsets, strict=True):
             size = layout.page_size
-            visible = n.numpy().astype(np.int64).clip(0, table.shape[1] * size)
             first, at = (np.zeros(batch, np.int64) if x is None else x.numpy().astype(np.int64) for x in (start, offset))
+            at = at.clip(0, table.shape[1] - 1)
+            visible = n.numpy().astype(np.int64).clip(0, np.minimum(most, table.shape[1] - at) * size)
             newest = np.maximum(newest, np.where(visible > 0, first + visible, 0))
             pages = -(-visible // size)
             row = np.repeat(np.arange(batch), pages)
             page = np.arange(len(row)) - np.repeat(np.cumsum(pages) - pages, pages)
             ids = table.numpy()[row, at[row] + page].astype(np.int64)
             lengths = np.minimum(visible[row] - page * size, size).astype(np.int32)
-            self._tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, first[row] + page * size, lengths))
+            tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, first[row] + page * size, lengths))
+        self._tables = tables
         count = np.full(batch, t) if query_lens is None else query_lens.numpy().clip(0, t)
         positions = newest[:, None] - count[:, None] + np.arange(t)
         self._positions = torch.from_numpy(np.where((np.arange(t) < count[:, None]) & (newest >= count)[:, None], positions, -1))
@@ -256,12 +274,14 @@ class _HostPlan:
             out.zero_()
             return out if lse is None else (lse.fill_(-torch.inf), out)[1]
         call = AttendCall(tuple(parts), self.options["scaling"], self.options["sliding_window"], self.options["softcap"])
-        self._choice = self._choice or dispatch.choose("attend_pages", q, call)
-        found, found_lse = self._choice.run(q, call, self._positions)
+        key = tuple(p.store.layout for p in parts)
+        if key not in self._choices:
+            self._choices[key] = dispatch.choose("attend_pages", q, call)
+        found, found_lse = self._choices[key].run(q, call, self._positions)
         out.copy_(found)
         if lse is not None:
             lse.copy_(found_lse)
         return out
 
     def explain(self) -> str:
-        return "paged attention by host lists" + (f": {self._choice}" if self._choice else "")
+        return "paged attention by host lists: " + ", ".join(sorted({str(c) for c in self._choices.values()}) or ["not yet run"])

@@ -28,6 +28,10 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
     """
     slot_mapping.check(k, v, store)
     layout = store.layout
+    if k.dtype not in TORCH_DTYPES:
+        raise DataError(f"k is {k.dtype}; the CPU kernels take float32, float16 and bfloat16")
+    if not len(slot_mapping.runs):
+        return {} if layout.is_raw else {kind: 0 for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw}
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     if layout.is_centered:
         open_pages(k, v, store, slot_mapping)

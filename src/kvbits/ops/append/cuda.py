@@ -196,11 +196,9 @@ def store_tokens(
     Raises:
         DataError: arguments that do not fit together.
     """
-    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page)
+    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, status)
     if turn is not None and (turn.dtype != torch.float32 or tuple(turn.shape) != (3, layout.head_dim) or not turn.is_contiguous()):
         raise DataError(f"turn must be dense float32 [3, {layout.head_dim}], got {turn.dtype} {list(turn.shape)}")
-    if status is not None and (status.dtype != torch.int32 or tuple(status.shape) != (STATUS_FIELDS,)):
-        raise DataError(f"status must be int32 [{STATUS_FIELDS}], got {status.dtype} {list(status.shape)}")
     for name, x in (("k", k), ("v", v)):
         if not _aligned(x):
             raise DataError(f"rows of {name} must be dense and lie at multiples of 16 bytes, got strides {x.stride()}")

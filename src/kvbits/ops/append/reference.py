@@ -84,7 +84,7 @@ def store_tokens(
     Raises:
         DataError: arguments that do not fit; NaN, infinity or scales that overflow (the kernel notes these in `status`).
     """
-    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page)
+    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, status)
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     slots = slot_mapping.cpu().numpy()
     wanted = np.flatnonzero((slots >= 0) & (slots < len(pages) * layout.page_size))
@@ -119,7 +119,14 @@ def open_pages(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping:
 
 
 def check_tokens(
-    k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, layout: PageLayout, slot_mapping: torch.Tensor, static: Any, previous_page: torch.Tensor | None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    slot_mapping: torch.Tensor,
+    static: Any,
+    previous_page: torch.Tensor | None,
+    status: torch.Tensor | None,
 ) -> None:
     """Refuse arguments of `store_tokens` that do not fit together."""
     if not layout.token_local:
@@ -141,9 +148,21 @@ def check_tokens(
             raise DataError(f"{name} must be dense int64 [{count}], one entry for each token, got {numbers.dtype} {list(numbers.shape)}")
     if layout.is_centered and previous_page is None:
         raise DataError("centred keys take the mean of the page before when a page opens; give previous_page")
+    for name, x in (("v", v), ("pages", pages), ("slot_mapping", slot_mapping), ("previous_page", previous_page), ("status", status)):
+        if x is not None and x.device != k.device:
+            raise DataError(f"{name} is on {x.device}, k on {k.device}; all must be on one device")
     for kind, spec in (("k", layout.key), ("v", layout.value)):
-        if spec.static and f"{kind}_scale" not in (static or {}):
-            raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
+        if not spec.static:
+            continue
+        want = (layout.num_kv_heads, *spec.scale_shape(0, layout.head_dim))
+        for name in (f"{kind}_scale", *([f"{kind}_bias"] if spec.has_bias else [])):
+            found = (static or {}).get(name)
+            if found is None:
+                raise DataError(f"{spec.format} with static scales was given no calibrated {name}; calibrate first or use static=False")
+            if tuple(found.shape) != want or found.dtype != torch.float32 or found.device != k.device or not found.is_contiguous():
+                raise DataError(f"{name} must be dense float32 {list(want)} on {k.device}, got {found.dtype} {list(found.shape)} on {found.device}")
+    if status is not None and (status.dtype != torch.int32 or tuple(status.shape) != (STATUS_FIELDS,)):
+        raise DataError(f"status must be int32 [{STATUS_FIELDS}], got {status.dtype} {list(status.shape)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +207,8 @@ class _Tokens:
 
     def _by_page(self) -> list[tuple[int, np.ndarray]]:
         """(page, its tokens by slot) of each page in the call."""
+        if not len(self.pages):
+            return []
         order = np.lexsort((self.slots, self.pages))
         found, first = np.unique(self.pages[order], return_index=True)
         return list(zip(found.tolist(), np.split(order, first[1:]), strict=True))

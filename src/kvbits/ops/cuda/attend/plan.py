@@ -63,7 +63,7 @@ class _PartWork(ctypes.Structure):
 
     _fields_ = [
         ("tokens", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("offsets", ctypes.c_void_p), ("chunk_cost", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("table_stride", "max_tokens", "page_size", "chunk", "in_ring", "walk")),
+        *((name, ctypes.c_int) for name in ("table_stride", "table_width", "max_tokens", "page_size", "chunk", "in_ring", "walk")),
     ]  # fmt: skip
 
 
@@ -180,7 +180,7 @@ class DevicePlan:
                 offsets = page_offsets(tuple((s.data_ptr() - slabs[0].data_ptr(), s.stride(0), len(s)) for s in slabs), self.device)
                 part.page_offset = offsets.data_ptr()
                 kept.append(offsets)
-            for name, pointer in attend_cuda.static_pointers(layout, {} if layout.key.is_raw else static, self.device).items():
+            for name, pointer in attend_cuda.static_pointers(layout, {} if layout.is_raw else static, self.device).items():
                 setattr(part, name, pointer)
         for i, table in enumerate(self._tables()):
             args.parts[i].block_table = table
@@ -202,7 +202,7 @@ class DevicePlan:
                 for i, pointer in enumerate(pointers):
                     args.parts[i].block_table = pointer
         for part, table, n, start, offset in zip(work.parts, block_tables, tokens, starts, offsets, strict=False):
-            part.table_stride, part.tokens = table.stride(0), n.data_ptr()
+            part.table_stride, part.table_width, part.tokens = table.stride(0), table.shape[1], n.data_ptr()
             part.positions, part.offsets = (None if x is None else x.data_ptr() for x in (start, offset))
         self._keep = kept
         work.query_lens = None if query_lens is None else query_lens.data_ptr()

@@ -16,7 +16,7 @@ constexpr i64 EMPTY = 64 << 10;  // bytes that a unit without tokens counts: its
 struct PartWork {
     const int *tokens, *positions, *offsets;  // [batch]: visible tokens; position of the first; its entry in the row. The last two null for 0
     i64 chunk_cost;              // bytes
-    int table_stride, max_tokens, page_size, chunk;  // entries of a row; tokens that it can hold, of a page, of a chunk
+    int table_stride, table_width, max_tokens, page_size, chunk;  // entries from row to row, of a row; most tokens; of a page, of a chunk
     int in_ring, walk;           // parts of one walk join
 };
 
@@ -31,7 +31,12 @@ struct Args {
 
 struct Chunks { int first[PARTS], end[PARTS], newest; };
 
-DEVICE int tokens_of(const PartWork& part, int b) { return max(0, min(part.tokens[b], part.max_tokens)); }
+/// Entry of the row where the sequence begins, and its tokens: both end with the row.
+DEVICE int offset_of(const PartWork& part, int b) { return part.offsets ? max(0, min(part.offsets[b], part.table_width - 1)) : 0; }
+DEVICE int tokens_of(const PartWork& part, int b) {
+    const i64 room = i64(part.table_width - offset_of(part, b)) * part.page_size;
+    return int(max(i64(0), min(i64(min(part.tokens[b], part.max_tokens)), room)));
+}
 DEVICE int position_of(const PartWork& part, int b) { return part.positions ? part.positions[b] : 0; }
 DEVICE int queries_of(const Args& a, int b) { return a.query_lens ? max(0, min(a.query_lens[b], a.num_queries)) : a.num_queries; }
 DEVICE int chunk_of(const PartWork& part, int token) {
@@ -305,7 +310,7 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
     Segment s = {};
     s.unit = unit, s.part = part, s.first_chunk = first;
     s.num_chunks = (cut ? chunk_of(end) : c.end[part]) - first;
-    s.first_entry = b * p.table_stride + (p.offsets ? p.offsets[b] : 0);
+    s.first_entry = b * p.table_stride + offset_of(p, b);
     s.position = position_of(p, b), s.tokens = tokens_of(p, b);
     s.last_entry = s.first_entry + max(0, s.tokens - 1) / p.page_size;
     s.next = -1;
