@@ -1,6 +1,6 @@
-"""Decode attention on a GPU: every scheme against the fastest 16-bit kernel on the same shapes, and against the copy bandwidth of the same run.
+"""Decode attention on a GPU over closed pages alone (bench_decode_gpu.py times whole caches): every scheme against the fastest 16-bit kernel on the same shapes, and against the copy bandwidth of the same run.
 
-    python benchmarks/bench_attend_gpu.py [--flashinfer] [--out benchmarks/results/<gpu>/attend_decode.json]
+    python benchmarks/bench_attend_gpu.py [--flashinfer] [--out benchmarks/results/<gpu>/attend_closed_pages.json]
     python benchmarks/bench_attend_gpu.py --small [--out .../attend_small.json]        where 16-bit attention is faster: small batches and contexts
     python benchmarks/bench_attend_gpu.py --tiers [--out .../attend_tiers.json]        preset tiered, against what each zone's bytes cost at its own bandwidth
     python benchmarks/bench_attend_gpu.py --prefill [--out .../attend_prefill.json]    chunks of many query tokens over packed history

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_attend_gpu import HEAD_DIM, KV_HEADS, bench_16_bit, copy_bandwidth, time_us
-from result_file import write_result
+from result_file import command, write_result
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -306,7 +306,7 @@ def main() -> None:
     args.presets_given = args.presets != list(PRESETS)
     torch.manual_seed(0)
     found = bench_steps(args) if args.steps else {"rows": bench_work_list()} if args.lists else bench_shapes(args)
-    result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_per_s": copy_bandwidth() / 1e12, **found}
+    result = {"command": command(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_per_s": copy_bandwidth() / 1e12, **found}
     write_result(result, args.out)
 
 

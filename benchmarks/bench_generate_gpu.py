@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import write_result
+from result_file import command, write_result
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -121,7 +121,7 @@ def main() -> None:
             )
             del cache
             torch.cuda.empty_cache()
-    write_result({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out)
+    write_result({"command": command(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out)
 
 
 if __name__ == "__main__":
