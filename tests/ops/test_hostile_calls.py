@@ -289,3 +289,15 @@ def test_a_page_below_zero_is_no_page():
     for bad in (-1, 4):
         with pytest.raises(IndexError):
             store.page(bad)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"scaling": float("inf")}, "scaling=inf"), ({"softcap": 0.0}, "softcap=0.0"), ({"softcap": float("nan")}, "softcap=nan"), ({"softcap": float("inf")}, "softcap=inf"),
+        ({"sliding_window": 0}, "sliding_window=0"), ({"sliding_window": 1.5}, "sliding_window=1.5"),
+    ],
+)  # fmt: skip
+def test_options_that_mean_different_things_to_different_kernels(options, message):
+    with pytest.raises(DataError, match=message):
+        AttendCall((), **{"scaling": 1.0} | options)

@@ -6,6 +6,7 @@ Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv hea
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -263,6 +264,16 @@ class AttendCall:
     sliding_window: int | None = None
     softcap: float | None = None
     page_lse: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scaling):
+            raise DataError(f"scaling={self.scaling} must be a finite number")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise DataError(f"softcap={self.softcap} must be a positive number, or None for no cap")
+        if self.sliding_window is not None and (int(self.sliding_window) != self.sliding_window or self.sliding_window < 1):
+            raise DataError(f"sliding_window={self.sliding_window} must be a whole number of at least 1, or None for no window")
+        if self.page_lse is not None and not self.page_lse.flags.writeable:
+            raise DataError("page_lse is an output and must be writeable")
 
 
 def check_call(call: AttendCall, shape: Sequence[int]) -> None:
