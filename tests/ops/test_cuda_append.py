@@ -38,7 +38,7 @@ RAW = QuantSpec.raw()
 def library(tmp_path_factory):
     """The kernel for a CPU, at 16-byte loads and stores that fault where an address is no multiple."""
     folder, here = tmp_path_factory.mktemp("append"), Path(__file__).parent / "emulated"
-    for path in (here / "ptx.cuh", here / "block.cpp"):
+    for path in (FOLDER / "cuda" / "runs.cuh", here / "ptx.cuh", here / "block.cpp"):
         (folder / path.name).write_text(path.read_text())
     text = (FOLDER / "append" / "append.cu").read_text()
     assert 'extern "C" __global__' in text

@@ -111,15 +111,18 @@ class _StoreStep:
 
     def __init__(self, store: PageStore, dtype: torch.dtype, slots: torch.Tensor, previous: torch.Tensor, status: torch.Tensor) -> None:
         append_cuda.prepare(store.layout, dtype, store.device)
-        self._to = store.slabs[0], store.layout, slots
-        self._options = {"static": store.static, "previous_page": previous if store.layout.is_centered else None, "turn": store.turn, "status": status}
+        self._store, self._slots, self._status = store, slots, status
+        self._previous = previous if store.layout.is_centered else None
 
     def run(self, k: torch.Tensor, v: torch.Tensor, before: torch.Tensor | None, stream: int) -> None:
         k, v = (
             x if x.stride(3) == 1 and not (x.data_ptr() | x.stride(0) * x.element_size() | x.stride(2) * x.element_size()) & 15 else x.contiguous()
             for x in (k, v)
         )
-        append_cuda.store_tokens(k, v, *self._to, **self._options)
+        to = self._store
+        append_cuda.store_tokens(
+            k, v, to.slabs[0], to.layout, self._slots, static=to.static, previous_page=self._previous, turn=to.turn, status=self._status
+        )  # fmt: skip
 
     def put_back(self, before: torch.Tensor, nothing_closes: torch.Tensor, stream: int) -> None:
         """Nothing to do."""
@@ -349,7 +352,7 @@ def _enter_row(state: GroupState, s: Sequence, steps: int) -> _Row:
             tail.allocator.release(s.tail[i])
             s.tail[i] = own
     want = -(-(s.tail_tokens + steps) // size) if state.group.fills_pages else _ring(state, s)
-    closed = s.closed + _take(state, "closed", _closings(state, s, steps))  # type: ignore[operator]
+    closed = [page for page in s.closed if page is not None] + _take(state, "closed", _closings(state, s, steps))  # none was dropped (`_refuses_sequence`)
     return _Row(closed, s.tail + _take(state, "tail", max(0, want - len(s.tail))))
 
 

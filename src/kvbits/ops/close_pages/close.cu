@@ -158,7 +158,6 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     const i64 from = octet * 8;
 #else
     unsigned char* out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
-    const void* raw = a.x[side];
     const i64 from = page * a.stride[side][0] + head * a.stride[side][1] + octet * 8;
 #endif
     Octet x[ROWS];
@@ -168,7 +167,11 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     for (int i = 0; i < ROWS; ++i) {
         int token = team + i * TEAMS;
         for (int k = 0; k < Octet::WORDS; ++k) x[i].w[k] = 0;
-        if (works && token < PAGE) x[i].load(raw, from + token * (APPENDS ? D : a.stride[side][2]));
+#if APPENDS
+        if (works && token < PAGE) x[i].load(raw, from + token * D);
+#else
+        if (works && token < PAGE) x[i].load(a.x[side], from + token * a.stride[side][2]);
+#endif
     }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) bad |= !finite(x[i].largest());
@@ -245,12 +248,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
         append_row(a, side, page, head, threadIdx.x);
         return;
     }
-    unsigned char* first = reinterpret_cast<unsigned char*>(a.closed) + a.closings[page].to + i64(head) * a.head_bytes;
-#else
-    unsigned char* first = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
 #endif
     if (side == 0)  // nothing of the pool's earlier content stays in a page
-        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(first)[i] = 0;
+#if APPENDS
+        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.closed + a.closings[page].to + i64(head) * a.head_bytes)[i] = 0;
+#else
+        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.page_address[page] + i64(head) * a.head_bytes)[i] = 0;
+#endif
     if (side == 0) close_side<Side<K_SIDE, false>, Low<K_LOW>>(a, 0, page, head, shared);
     else close_side<Side<V_SIDE, true>, Low<V_LOW>>(a, 1, page, head, shared);
 #if APPENDS
