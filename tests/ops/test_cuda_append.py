@@ -378,7 +378,7 @@ def test_packed_arguments_that_do_not_fit_are_refused(device):
     k = torch.randn(4, token_local.HEADS, 64, device=device)
     good = {"static": static, "previous_page": slots}
     for change, message in (
-        ({"static": {}}, "no calibrated scales"), ({"previous_page": None}, "give previous_page"), ({"previous_page": slots[:3]}, "one entry for each token"),
+        ({"static": {}}, "no calibrated v_scale"), ({"previous_page": None}, "give previous_page"), ({"previous_page": slots[:3]}, "one entry for each token"),
         ({"turn": torch.zeros(3, 32)}, r"turn must be dense float32 \[3, 64\]"), ({"status": torch.zeros(6)}, r"status must be int32 \[7\]"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=message):
