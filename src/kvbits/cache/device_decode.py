@@ -25,6 +25,7 @@ from ..ops.close_pages import cuda as close_cuda
 from ..ops.cuda import compile as cuda_compile
 from ..ops.cuda import driver
 from ..ops.cuda.attend import plan as device_plan
+from ..ops.cuda.side import with_aligned_rows
 from ..ops.types import PageStore, kvquant_extras
 from .state import GroupState, Sequence
 
@@ -71,8 +72,8 @@ def refuses(cache: PagedCache, num_q_heads: int, dtype: torch.dtype) -> str | No
         return f"backend={cache.backend!r} was asked for"
     if cache.has_head_overrides:
         return "kv heads of a layer are stored in different ways"
-    if cache.watching or any(g.group.tiers for g in cache.held_groups):
-        return "zones and the attention of pages are followed on the host"
+    if any(g.group.tiers for g in cache.held_groups):
+        return "zones are followed on the host"
     for state in cache.held_groups:
         g = state.group
         layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.fills_pages]
@@ -115,11 +116,7 @@ class _StoreStep:
         self._previous = previous if store.layout.is_centered else None
 
     def run(self, k: torch.Tensor, v: torch.Tensor, before: torch.Tensor | None, stream: int) -> None:
-        k, v = (
-            x if x.stride(3) == 1 and not (x.data_ptr() | x.stride(0) * x.element_size() | x.stride(2) * x.element_size()) & 15 else x.contiguous()
-            for x in (k, v)
-        )
-        to = self._store
+        to, k, v = self._store, with_aligned_rows(k), with_aligned_rows(v)
         append_cuda.store_tokens(
             k, v, to.slabs[0], to.layout, self._slots, static=to.static, previous_page=self._previous, turn=to.turn, status=self._status
         )  # fmt: skip
@@ -304,7 +301,7 @@ def enter(cache: PagedCache, num_q_heads: int, dtype: torch.dtype, scaling: floa
 
 
 def _closings(state: GroupState, s: Sequence, steps: int) -> int:
-    return 0 if state.group.fills_pages else max(0, (s.tail_tokens + steps - s.residual_length - 1) // state.group.page_size)
+    return state.uses(s, steps)[1]
 
 
 def _ring(state: GroupState, s: Sequence) -> int:
@@ -419,10 +416,9 @@ def _enter_group(
             continue
         slabs = state.pools[name].slabs
         of_pool.table, of_pool.width, of_pool.stride = on_device[name].data_ptr(), on_device[name].shape[1], slabs[0].stride(0)
-        if len(slabs) > 1:
-            found = device_plan.page_offsets(tuple((x.data_ptr() - slabs[0].data_ptr(), x.stride(0), len(x)) for x in slabs), device)
-            of_pool.offset = found.data_ptr()
-            keep.append(found)
+        if (offsets_of_pages := device_plan.page_offsets(slabs, device)) is not None:
+            of_pool.offset = offsets_of_pages.data_ptr()
+            keep.append(offsets_of_pages)
     layers = len(g.layers)
     status = torch.zeros(layers, append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
     writers = []

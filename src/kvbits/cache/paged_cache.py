@@ -104,6 +104,7 @@ class PagedCache(LayerSteps):
         self._choices: dict[Any, dispatch.Choice] = {}
         self._decode: device_decode.DeviceDecode | None = None
         self._decode_refusals: dict[Any, str | None] = {}
+        self._host_leads: str | None = None  # why the last token was not decoded on the device
         self._single_passes = 0  # passes of one token since anything else was done
         self._plans: dict[Any, PagedAttention] = {}
         self._checked: set[tuple[Any, ...]] = set()  # what `_check` has let pass
@@ -123,8 +124,7 @@ class PagedCache(LayerSteps):
     @property
     def groups(self) -> list[GroupState]:
         """Page lists of every layer group. A cache that decodes on the device takes them back from there first, which waits for the GPU."""
-        if self._decode is not None:
-            self._settle()
+        self._settle()
         return self.held_groups
 
     @property
@@ -169,12 +169,13 @@ class PagedCache(LayerSteps):
         }
 
     def _notes(self) -> list[str]:
-        """Where another cache would serve better at the present size."""
+        """Why tokens are slower than they could be, and where another cache would serve better at the present size."""
+        notes = [f"single tokens are led by the host: {self._host_leads}"] if self._host_leads else []
         tokens = max(self.seq_lens, default=0)
         if self.device.type != "cuda" or not tokens:
-            return []
+            return notes
         sizes = {(min(tokens, g.group.geometry.sliding_window or tokens), g.group.geometry.num_kv_heads, g.group.geometry.head_dim) for g in self.groups}
-        return [note for n, heads, d in sorted(sizes) if (note := small_on_gpu(self.batch_size, n, heads, d))]
+        return notes + [note for n, heads, d in sorted(sizes) if (note := small_on_gpu(self.batch_size, n, heads, d))]
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class PagedCache(LayerSteps):
                 f"the cache holds {counted(self.batch_size, 'sequence')} but was given {batch_size}; use batch_select_indices() or batch_repeat_interleave() "
                 "(PagedCache: select() or repeat()), or reset() first"
             )
-        if num_tokens == 1 and self._decode is not None and self._begin_on_device(valid):
+        if num_tokens == 1 and self._decode is not None and self._begin_on_device(self._decode, valid):
             return
         self._single_passes = self._single_passes + 1 if num_tokens == 1 else 0
         if valid is not None:
@@ -241,9 +242,10 @@ class PagedCache(LayerSteps):
     # -- decoding on the device -------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        decode, self._decode, self._single_passes = self._decode, None, 0
-        assert decode is not None
-        self._found = decode.settle(self.saturated) or self._found
+        """Take the page lists back from the device, if they are there."""
+        if self._decode is not None:
+            decode, self._decode, self._single_passes = self._decode, None, 0
+            self._found = decode.settle(self.saturated) or self._found
 
     def attention_plan(
         self, layouts: tuple[PageLayout, ...], max_pages: tuple[int, ...], batch_size: int, num_q_heads: int, dtype: torch.dtype, scaling: float,
@@ -269,7 +271,7 @@ class PagedCache(LayerSteps):
             return
         capturing = torch.cuda.is_current_stream_capturing()
         if (decode := self._decode) is not None:
-            if capturing or (decode.steps_left and decode.key == (q.shape[2], q.dtype, scaling, softcap)):
+            if capturing or (decode.steps_left and not self.watching and decode.key == (q.shape[2], q.dtype, scaling, softcap)):
                 return
             self._settle()
             self._single_passes = 2  # on with other pages
@@ -278,20 +280,19 @@ class PagedCache(LayerSteps):
             key = (q.shape[2], q.dtype)
             if key not in self._decode_refusals:
                 self._decode_refusals[key] = device_decode.refuses(self, *key)
-            why = self._decode_refusals[key]
+            why = "the attention of pages is watched" if self.watching else self._decode_refusals[key]
             if why is None and not capturing:
                 made = device_decode.enter(self, q.shape[2], q.dtype, scaling, softcap)
                 if not isinstance(made, str):
-                    self._decode = made
+                    self._decode, self._host_leads = made, None
                     return
                 why = made
+            self._host_leads = why
         if capturing:
             raise CacheStateError(f"a step of this cache cannot be captured in a graph now: {why or 'decode a token first'}")
 
-    def _begin_on_device(self, valid: torch.Tensor | None) -> bool:
-        """Begin a pass of one token on the device; False if the pages assigned ahead are used up, or may not be."""
-        decode = self._decode
-        assert decode is not None
+    def _begin_on_device(self, decode: device_decode.DeviceDecode, valid: torch.Tensor | None) -> bool:
+        """Begin a pass of one token on the device; False if the pages assigned ahead are used up."""
         capturing = torch.cuda.is_current_stream_capturing()
         if capturing and self._capacity[1] is None:
             raise CacheStateError("a cache that grows assigns pages from the host again and again, so its steps cannot be captured; build it with max_tokens")
@@ -326,10 +327,9 @@ class PagedCache(LayerSteps):
         self._decode.count(steps)
 
     def _step_on_device(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, f: Forward, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None
-    ) -> torch.Tensor:
-        decode = f.device
-        assert decode is not None
+        self, decode: device_decode.DeviceDecode, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, f: Forward, scaling: float,
+        softcap: float | None, sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         if layer not in f.pending:
             raise CacheStateError(f"layer {layer} attended twice in one forward pass while {counted(len(f.pending), 'layer')} did not come; call reset()")
         if (q.shape[2], q.dtype, scaling, softcap) != decode.key:
@@ -367,12 +367,12 @@ class PagedCache(LayerSteps):
         f = self._forward
         if f is None:
             return
-        if f.device is not None and f.before is not None:
+        if f.before is None:
+            raise CacheStateError("abandon() after a sequence was freed during the pass; free() the others too, or call reset()")
+        if f.device is not None:
             f.device.take_back(set(self._where) - f.pending)
             self._forward = None
             return
-        if f.before is None:
-            raise CacheStateError("abandon() after a sequence was freed during the pass; free() the others too, or call reset()")
         for store, page_id, page in f.overwritten:
             store.page(page_id).copy_(page)
         self._restore(f.before)
@@ -431,8 +431,8 @@ class PagedCache(LayerSteps):
                 self._enter_device(q, scaling, softcap)
                 if self._decode is not None:
                     self.begin(q.shape[0], 1, valid)
-            if self._forward is not None and self._forward.device is not None:
-                return self._step_on_device(layer, q, k, v, self._forward, scaling, softcap, sink_logits)
+            if (f := self._forward) is not None and f.device is not None:
+                return self._step_on_device(f.device, layer, q, k, v, f, scaling, softcap, sink_logits)
         k, v, f = self._enter(layer, k, v, valid)
         try:
             if len(self._where[layer]) == 1:

@@ -196,7 +196,7 @@ class GroupState:
         """Move the length and free what the step uses up."""
         s = self.sequences[row]
         tail_tokens = s.tail_tokens
-        sinks, closings, num_consumed = self._uses(s, n)
+        sinks, closings, num_consumed = self.uses(s, n)
         consumed = s.tail[:num_consumed]
         s.length += n
         if self.keep_past:
@@ -211,7 +211,7 @@ class GroupState:
                 num_low = self._demote(s, closings)
         return Uses(sinks, closings, consumed, tail_tokens, num_low)
 
-    def _uses(self, s: Sequence, n: int) -> tuple[int, int, int]:
+    def uses(self, s: Sequence, n: int) -> tuple[int, int, int]:
         """(sink tokens, closings, tail pages these consume) of n more tokens."""
         g, tail_tokens = self.group, s.tail_tokens
         sinks = min(n, max(0, g.num_sink_tokens - s.length))
@@ -402,7 +402,7 @@ class GroupState:
             if not n:
                 continue
             g, size = self.group, self.group.page_size
-            sinks, closings, consumed = self._uses(s, n)
+            sinks, closings, consumed = self.uses(s, n)
             wanted["sink"] += sinks > 0 and (not s.sink or self.pools["sink"].allocator.count(s.sink[0]) > 1)
             first = s.length + sinks - s.tail_tokens
             stored = closings - min(closings, max(0, (need - first) // size))

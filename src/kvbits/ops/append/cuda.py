@@ -19,7 +19,7 @@ from ...quant.qparams import require_finite
 from ...spec import PageLayout, QuantSpec
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..cuda.side import STATIC, TYPE_NAMES, TYPES, as_float32, scale_kind, side_arguments
+from ..cuda.side import STATIC, TYPE_NAMES, TYPES, as_float32, has_aligned_rows, scale_kind, side_arguments, with_aligned_rows
 from ..types import PageStore, SlotMapping
 from .reference import STATUS_FIELDS, check_tokens
 
@@ -200,7 +200,7 @@ def store_tokens(
     if turn is not None and (turn.dtype != torch.float32 or tuple(turn.shape) != (3, layout.head_dim) or not turn.is_contiguous()):
         raise DataError(f"turn must be dense float32 [3, {layout.head_dim}], got {turn.dtype} {list(turn.shape)}")
     for name, x in (("k", k), ("v", v)):
-        if not _aligned(x):
+        if not has_aligned_rows(x):
             raise DataError(f"rows of {name} must be dense and lie at multiples of 16 bytes, got strides {x.stride()}")
     args = _StoreArgs(pages=pages.data_ptr(), page_stride=pages.stride(0), num_pages=len(pages))
     _launch_store(args, k, v, layout, slot_mapping, previous_page, static or {}, turn, status)
@@ -232,12 +232,6 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _aligned(x: torch.Tensor) -> bool:
-    """Whether 16-byte loads along the last dim are possible."""
-    size = x.element_size()
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
-
-
 def _slots(slot_mapping: SlotMapping, store: PageStore, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots and pages before, int64 [2, batch * tokens], and each page's bytes from the first slab's start, int64 [num_pages]. On the store's device, made once
     per mapping, pool and shape."""
@@ -261,7 +255,7 @@ def _append_packed(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapp
     for kind, spec in sides:
         if spec.static and f"{kind}_scale" not in store.static:
             raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
-    k, v = (x if _aligned(x) else x.contiguous() for x in (k, v))
+    k, v = with_aligned_rows(k), with_aligned_rows(v)
     waits = k.shape[1] > 1
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device) if waits else None
     (slots, previous), offsets = _slots(slot_mapping, store, *k.shape[:2])

@@ -19,7 +19,7 @@ from ...quant.qparams import require_finite
 from ...spec import LowLayout, PageLayout, PerChannel
 from ..cuda import compile as cuda_compile
 from ..cuda import driver
-from ..cuda.side import TYPE_NAMES, TYPES, low_arguments, refuses_low, side_arguments
+from ..cuda.side import TYPE_NAMES, TYPES, low_arguments, refuses_low, side_arguments, with_aligned_rows
 from ..types import LowStore, PageStore, check_closing, check_low, kvquant_extras
 from . import cuda_levels
 
@@ -111,12 +111,6 @@ def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLay
         return driver.Kernel(binary, "close_pages", shared), int(macros["THREADS"])
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """x itself if 16-byte loads along its last dim are possible, else a copy."""
-    step = 16 // x.element_size()
-    return x if x.stride(-1) == 1 and all(s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0 else x.contiguous()
-
-
 def launch_close(
     k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, low: tuple[LowLayout, torch.Tensor] | None = None
 ) -> None:
@@ -182,8 +176,7 @@ class DecodeStep:
         """
         args, size = self._args, k.element_size()
         for i, x in enumerate((k, v)):
-            if x.stride(3) != 1 or (x.data_ptr() | x.stride(0) * size | x.stride(2) * size) & 15:
-                x = x.contiguous()
+            x = with_aligned_rows(x)
             args.fresh[i] = x.data_ptr()
             args.fresh_stride[i][0], args.fresh_stride[i][1] = x.stride(0) * size, x.stride(2) * size
             args.before[i] = None if before is None else before[i].data_ptr()
@@ -227,7 +220,7 @@ def close(
     for spec, kind in ((layout.key, "k"), (layout.value, "v")):
         if spec.static and f"{kind}_scale" not in store.static:
             raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
-    k, v = _dense(k), _dense(v)
+    k, v = with_aligned_rows(k), with_aligned_rows(v)
     addresses = torch.from_numpy(store.addresses()[page_ids]).to(k.device)
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
     fine = next(((s.layout, torch.from_numpy(s.addresses()[ids]).to(k.device)) for (s, _), ids in zip(low, low_ids, strict=True)), None)

@@ -93,3 +93,14 @@ def turns_of(inv_freq: torch.Tensor) -> torch.Tensor:
     turns = inv_freq.double() / (2 * math.pi)
     high = turns.float()
     return torch.stack([high, (turns - high.double()).float()], -1).contiguous()
+
+
+def has_aligned_rows(x: torch.Tensor) -> bool:
+    """Whether 16-byte loads along the last dim are possible."""
+    size = x.element_size()
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
+
+
+def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself if 16-byte loads along its last dim are possible, else a copy."""
+    return x if has_aligned_rows(x) else x.contiguous()

@@ -176,8 +176,7 @@ class DevicePlan:
             part = args.parts[i]
             part.base, part.page_stride = slabs[0].data_ptr(), slabs[0].stride(0)
             part.num_pages = sum(len(s) for s in slabs)
-            if len(slabs) > 1:
-                offsets = page_offsets(tuple((s.data_ptr() - slabs[0].data_ptr(), s.stride(0), len(s)) for s in slabs), self.device)
+            if (offsets := page_offsets(slabs, self.device)) is not None:
                 part.page_offset = offsets.data_ptr()
                 kept.append(offsets)
             for name, pointer in attend_cuda.static_pointers(layout, {} if layout.is_raw else static, self.device).items():
@@ -247,8 +246,13 @@ class DevicePlan:
         return f"paged attention by cuda: {what}, {self.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight"
 
 
+def page_offsets(slabs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """int64 [pages] on `device`: bytes from the first slab's start to every page; None for one slab, whose pages lie a stride apart."""
+    return None if len(slabs) == 1 else _offsets(tuple((x.data_ptr() - slabs[0].data_ptr(), x.stride(0), len(x)) for x in slabs), device)
+
+
 @functools.lru_cache(maxsize=256)
-def page_offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
-    """int64 [pages]: bytes from the first slab's start to every page, of (start, stride, pages) of each slab."""
+def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
+    """Of (start, stride, pages) of each slab."""
     found = torch.cat([begin + stride * torch.arange(pages, dtype=torch.int64) for begin, stride, pages in slabs])
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
