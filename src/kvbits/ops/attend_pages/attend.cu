@@ -161,17 +161,25 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
 #endif
     Source from;
     if (more) from = Source(a, a.segments[at.segment], at.k, false);
+    Cursor next = at;
+    Source ahead;
+    bool another = false, looked = false;
     for (int round = 0; __any_sync(ALL_LANES, more); ++round) {
         if (round == SLOTS / WARPS) prefetch_after_ring(a, lane);
         const u32 place = u32(at.chunk) % SLOTS, parity = (u32(at.chunk) / SLOTS & 1) ^ 1;
-        Cursor next = more ? at.next(a) : at;
-        Source ahead;  // looked up now, needed after this round's waiting
-        const bool another = more && next.settle(a, lane);
-        if (another) ahead = Source(a, a.segments[next.segment], next.k, next.second);
+        if (!looked) {  // ahead of this round's waiting
+            next = more ? at.next(a) : at;
+            another = more && next.settle(a, lane);
+            if (another) ahead = Source(a, a.segments[next.segment], next.k, next.second);
+        }
+        // Chunks of one slot and of two: a lane comes to be rounds ahead of another, whose warp its own may wait for. So none waits for a slot here.
+        const bool ready = more && (!HAS_LOW || barrier_test(shared_address(&ring.empty[place]), parity));
+        looked = HAS_LOW && !ready;
+        if (HAS_LOW && !__any_sync(ALL_LANES, ready)) pause();
 #if __CUDA_ARCH__ >= 900
-        if (more) {
+        if (ready) {
             if (from.fresh) wait_for_previous_kernel();
-            barrier_wait(shared_address(&ring.empty[place]), parity);
+            if (!HAS_LOW) barrier_wait(shared_address(&ring.empty[place]), parity);
             const u32 full = shared_address(&ring.full[place]), slot = shared_address(slots + place * SLOT_BYTES);
             ring.tokens[place] = from.tokens;
             barrier_arrive_expect(full, from.bytes());
@@ -179,7 +187,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
         }
 #else
         for (int w = 0; w < WARPS; ++w) {
-            if (!__shfl_sync(ALL_LANES, more, w)) continue;
+            if (!__shfl_sync(ALL_LANES, ready, w)) continue;
             const int at_w = __shfl_sync(ALL_LANES, int(place), w);
             const u32 slot = shared_address(slots + at_w * SLOT_BYTES), full = shared_address(&ring.full[at_w]);
             barrier_wait(shared_address(&ring.empty[at_w]), __shfl_sync(ALL_LANES, int(parity), w));
@@ -199,6 +207,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             copy_async_arrive(full);
         }
 #endif
+        if (looked) continue;
         at = next;
         more = another;
         from = ahead;

@@ -32,6 +32,19 @@ enum { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };  // *_SCALE
 enum { INTEGER = 0, E4M3 = 1, E5M2 = 2 };                       // *_FLOAT
 enum { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };                // *_SCALE_TYPE, Q_TYPE, RAW_TYPE
 
+/// Pages of a block table on the device.
+struct Pages {
+    const int* table;            // page numbers by entry
+    const i64* offset;           // [count]: bytes from `base` to a page, where pages lie in several slabs; null for one
+    i64 base, stride;            // address of page 0 of the layer, bytes from a page to the next
+    i64 count;                   // a number past the last reads the last: never other memory
+
+    DEVICE i64 address(int entry) const {
+        const u32 id = min(u32(table[entry]), u32(count - 1));
+        return base + (offset ? offset[id] : i64(id) * stride);
+    }
+};
+
 struct Part {
     i64 layer_stride;            // bytes from a page of one layer to the same page of the next
     int head_bytes, chunks_per_page, raw;
@@ -41,10 +54,8 @@ struct Part {
     const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D]; null if none
     const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; kernels with HAS_LEVELS
     const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; kernels with HAS_LEVELS
-    const int* block_table;      // page numbers by entry; kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
-    i64 base, page_stride;       // address of page 0 of the layer, bytes from a page to the next
-    const i64* page_offset;      // [num_pages]: bytes from `base` to a page, where pages lie in several slabs; null for one
-    int num_pages, page_size;    // a number past the last reads the last: never other memory
+    Pages pages, low_pages;      // kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
+    int page_size;
 };
 
 /// One run of bytes of a chunk, or of its low planes: from `page + from + chunk * step` to `slot + to`.
@@ -81,9 +92,8 @@ struct Page {
         const Part& part = a.parts[s.part];
         const i64 head = s.unit / a.column_blocks % a.num_kv_heads;
         if (BLOCK_TABLES) {
-            const u32 id = min(u32(part.block_table[entry]), u32(part.num_pages - 1));
             const int before = (entry - s.first_entry) * part.page_size;
-            address = part.base + (part.page_offset ? part.page_offset[id] : i64(id) * part.page_stride) + head * part.head_bytes;
+            address = low ? part.low_pages.address(entry) + head * part.low_head_bytes : part.pages.address(entry) + head * part.head_bytes;
             tokens = {s.position + before, min(s.tokens - before, part.page_size)};
         } else {
             address = low ? a.low_address[entry] + a.layer * part.low_layer_stride + head * part.low_head_bytes
@@ -94,7 +104,7 @@ struct Page {
     /// Under load a miss waits behind all the ring's bytes, microseconds: the tables are fetched rounds ahead.
     static DEVICE void prefetch_tables(const Args& a, const Part& part, int entry, bool low) {
         if (BLOCK_TABLES) {
-            prefetch_l1(part.block_table + entry);
+            prefetch_l1((low ? part.low_pages : part.pages).table + entry);
         } else {
             prefetch_l1((low ? a.low_address : a.page_address) + entry);
             prefetch_l1(a.page_tokens + entry);

@@ -83,6 +83,14 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
     return None
 
 
+class PagesArgs(ctypes.Structure):
+    """struct Pages of config.cuh."""
+
+    _fields_ = [
+        ("table", ctypes.c_void_p), ("offset", ctypes.c_void_p), ("base", ctypes.c_int64), ("stride", ctypes.c_int64), ("count", ctypes.c_int64),
+    ]  # fmt: skip
+
+
 class PartArgs(ctypes.Structure):
     """struct Part of config.cuh."""
 
@@ -91,8 +99,7 @@ class PartArgs(ctypes.Structure):
         ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int), ("low_head_bytes", ctypes.c_int), ("low_layer_stride", ctypes.c_int64),
         ("k_scale", ctypes.c_void_p), ("k_bias", ctypes.c_void_p), ("v_scale", ctypes.c_void_p), ("v_bias", ctypes.c_void_p),
         ("k_level", ctypes.c_void_p), ("v_level", ctypes.c_void_p), ("turns", ctypes.c_void_p),
-        ("block_table", ctypes.c_void_p), ("base", ctypes.c_int64), ("page_stride", ctypes.c_int64), ("page_offset", ctypes.c_void_p),
-        ("num_pages", ctypes.c_int), ("page_size", ctypes.c_int),
+        ("pages", PagesArgs), ("low_pages", PagesArgs), ("page_size", ctypes.c_int),
     ]  # fmt: skip
 
 

@@ -15,21 +15,23 @@ from typing import Any
 import torch
 
 from ....errors import DataError, UnsupportedError
-from ....spec import PageLayout
+from ....spec import LowLayout, PageLayout
 from ...attend_pages import cuda as attend_cuda
-from ...attend_pages.cuda_format import columns, kernel_for, refuses_layout
+from ...attend_pages.cuda_format import columns, kernel_for, refuses_layout, refuses_low
 from ...attend_pages.schedule import SEGMENT_COST, SEGMENT_FIELDS
 from ...types import kvquant_extras
 from .. import compile as cuda_compile
 from .. import driver
 
+Slabs = Sequence[torch.Tensor]
+Low = Sequence[LowLayout | None]
 MAX_QUERIES = 8
 MAX_BATCH = 4096
 THREADS = 256
 MOST_LIST_BLOCKS = 64
 
 
-def refuses(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device) -> str | None:
+def refuses(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device, low: Low = ()) -> str | None:
     """Why the CUDA kernels do not serve such a plan, or None."""
     if device.type != "cuda":
         return f"the pages are on {device.type}"
@@ -37,10 +39,12 @@ def refuses(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype,
         return "the GPU is not an NVIDIA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
-    return cuda_compile.missing() or refuses_plan(layouts, num_q_heads, dtype, num_queries, driver.shared_limit(torch.cuda.get_device_capability(device)))
+    return cuda_compile.missing() or refuses_plan(layouts, num_q_heads, dtype, num_queries, low, driver.shared_limit(torch.cuda.get_device_capability(device)))
 
 
-def refuses_plan(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, shared_limit: int | None = None) -> str | None:
+def refuses_plan(
+    layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, low: Low = (), shared_limit: int | None = None
+) -> str | None:
     """The part of `refuses` that needs no GPU."""
     if dtype not in attend_cuda.DTYPES:
         return f"queries are {dtype}, not float16 or bfloat16"
@@ -55,7 +59,10 @@ def refuses_plan(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.d
         return f"{len(packed)} packed formats in one plan; make one for each and merge their results"
     if len({x.raw_dtype for x in layouts if x.key.is_raw}) > 1:
         return "raw parts differ in dtype"
-    return next((why for x in layouts if (why := refuses_layout(x, shared_limit))), None)
+    if len({x for x in low if x}) > 1:
+        return "low planes of different widths in one plan"
+    fine = [(x, (planes,)) for x, planes in zip(layouts, low, strict=False) if planes]
+    return next((why for x in layouts if (why := refuses_layout(x, shared_limit))), None) or next((why for x in fine if (why := refuses_low(*x))), None)
 
 
 class _PartWork(ctypes.Structure):
@@ -95,13 +102,14 @@ class DevicePlan:
     """See `ops.paged_attention.plan`; arguments as there, checked there."""
 
     def __init__(
-        self, layouts: Sequence[PageLayout], max_pages: Sequence[int], *, batch_size: int, num_q_heads: int, dtype: torch.dtype, device: torch.device,
+        self, layouts: Sequence[PageLayout], max_pages: Sequence[int], *, low: Low, batch_size: int, num_q_heads: int, dtype: torch.dtype, device: torch.device,
         num_queries: int, scaling: float, sliding_window: int | None, softcap: float | None,
     ) -> None:  # fmt: skip
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         # Raw tokens end a walk over packed ones, whose queries then need no registers any more.
         self._order = sorted(range(len(layouts)), key=lambda i: layouts[i].key.is_raw)
-        layouts, max_pages = self._sorted(layouts), self._sorted(max_pages)
+        layouts, max_pages, self.low = self._sorted(layouts), self._sorted(max_pages), self._sorted(low)
+        fine = next((x for x in self.low if x), None)
         self.layouts, self.batch_size, self.num_queries, self.dtype = tuple(layouts), batch_size, num_queries, dtype
         first = layouts[0]
         d, heads = first.head_dim, first.num_kv_heads
@@ -110,13 +118,13 @@ class DevicePlan:
         packed = next((x for x in layouts if not x.key.is_raw), None)
         raw_dtype = next((x.raw_dtype for x in layouts if x.key.is_raw), attend_cuda.DTYPES[dtype])
         group = num_q_heads // heads
-        cols = columns(d, num_queries * group, [packed] if packed else [])
+        cols = columns(d, num_queries * group, [packed] if packed else [], fine is not None)
         column_blocks = -(-num_queries * group // cols)
         limit = driver.shared_limit(torch.cuda.get_device_capability(self.device))
         fold = num_queries * group <= 4 and packed is not None and kvquant_extras(packed) is not None
         has_raw = any(x.key.is_raw for x in layouts)
         common = (d, cols, attend_cuda.DTYPES[dtype], raw_dtype, softcap is not None, limit)
-        self.kernel = kernel_for(packed, *common, fold=fold, raw=packed is not None and has_raw, tables=True)
+        self.kernel = kernel_for(packed, *common, fold=fold, low=fine, raw=packed is not None and has_raw, tables=True)
         self._attend = attend_cuda.load_kernel(self.kernel, self.device.index)
         self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._list = load_list_kernel(len(layouts), list_shared_bytes(batch_size, self.blocks, len(layouts)), self.device.index)
@@ -141,18 +149,21 @@ class DevicePlan:
         self._args = attend_cuda.Args(
             q_positions=self.q_positions.data_ptr(), segments=self._segments.data_ptr(), partial=self._partial.data_ptr(),
             partial_ml=self._partial_ml.data_ptr(), arrived=self._arrived.data_ptr(), num_queries=num_queries, group=group, num_kv_heads=heads,
-            column_blocks=column_blocks, window=self._work.window, scaling=scaling, softcap=softcap or 1.0, num_pieces=len(self.kernel.pieces),
+            column_blocks=column_blocks, window=self._work.window, scaling=scaling, softcap=softcap or 1.0,
+            num_pieces=len(self.kernel.pieces), num_low_pieces=len(self.kernel.low_pieces),
         )  # fmt: skip
-        for i, piece in enumerate(self.kernel.pieces):
+        for i, piece in enumerate((*self.kernel.pieces, *self.kernel.low_pieces)):
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
-        for i, (layout, pages) in enumerate(zip(layouts, max_pages, strict=True)):
-            raw = layout.key.is_raw
+        for i, (layout, planes, pages) in enumerate(zip(layouts, self.low, max_pages, strict=True)):
+            raw, low_head_bytes = layout.key.is_raw, planes.head_bytes if planes else 0
             chunk = self.kernel.raw_tokens if raw else self.kernel.shape.chunk
             self._work.parts[i] = _PartWork(
-                chunk_cost=layout.head_bytes * chunk // layout.page_size, max_tokens=pages * layout.page_size, page_size=layout.page_size,
+                chunk_cost=(layout.head_bytes + low_head_bytes) * chunk // layout.page_size, max_tokens=pages * layout.page_size, page_size=layout.page_size,
                 chunk=min(chunk, layout.page_size), in_ring=int(not raw or self.kernel.raw_in_ring), walk=walks[i],
             )  # fmt: skip
-            part = attend_cuda.PartArgs(head_bytes=layout.head_bytes, chunks_per_page=-(-layout.page_size // chunk), raw=raw, page_size=layout.page_size)
+            part = attend_cuda.PartArgs(
+                head_bytes=layout.head_bytes, low_head_bytes=low_head_bytes, chunks_per_page=-(-layout.page_size // chunk), raw=raw, page_size=layout.page_size
+            )
             if raw:
                 part.k_raw, part.v_raw = (layout.sections[name].offset for name in ("k_raw", "v_raw"))
             elif self._constants:
@@ -162,48 +173,51 @@ class DevicePlan:
         self._max_pages = tuple(max_pages)
         self._layers: dict[int, tuple[attend_cuda.Args, tuple]] = {}
         self._keep: tuple = ()  # what the last list points to
+        self._pointers: list[int | None] = []
         self._in_order = True
         self._accepted: tuple | None = None
 
     def _sorted(self, parts: Sequence[Any]) -> list[Any]:
         return [parts[i] for i in self._order]
 
-    def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
-        pages = self._sorted(pages)
+    def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor], low: Sequence[Slabs | None]) -> None:
+        pages, low = self._sorted(pages), self._sorted(low)
         args = attend_cuda.Args.from_buffer_copy(self._args)
-        kept = []
-        for i, (layout, slabs) in enumerate(zip(self.layouts, pages, strict=True)):
-            part = args.parts[i]
-            part.base, part.page_stride = slabs[0].data_ptr(), slabs[0].stride(0)
-            part.num_pages = sum(len(s) for s in slabs)
-            if (offsets := page_offsets(slabs, self.device)) is not None:
-                part.page_offset = offsets.data_ptr()
-                kept.append(offsets)
+        kept: list[Any] = [pages, low, static]
+        for part, layout, slabs, planes in zip(args.parts, self.layouts, pages, low, strict=False):
+            for into, where in ((part.pages, slabs), (part.low_pages, planes)):
+                if where is None:
+                    continue
+                into.base, into.stride, into.count = where[0].data_ptr(), where[0].stride(0), sum(len(s) for s in where)
+                if (offsets := page_offsets(where, self.device)) is not None:
+                    into.offset = offsets.data_ptr()
+                    kept.append(offsets)
             for name, pointer in attend_cuda.static_pointers(layout, {} if layout.is_raw else static, self.device).items():
                 setattr(part, name, pointer)
-        for i, table in enumerate(self._tables()):
-            args.parts[i].block_table = table
-        self._layers[layer] = (args, (kept, tuple(pages), static))
+        self._point(args)
+        self._layers[layer] = (args, tuple(kept))
 
-    def _tables(self) -> list[int | None]:
-        return [x.data_ptr() for x in self._keep[0]] if self._keep else [None] * len(self.layouts)
+    def _point(self, args: attend_cuda.Args) -> None:
+        """Have a layer read the tables of the last update."""
+        if self._keep:
+            for part, table, fine in zip(args.parts, self._keep[0], self._keep[1], strict=False):
+                part.pages.table, part.low_pages.table = table.data_ptr(), None if fine is None else fine.data_ptr()
 
     def update(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
-        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
     ) -> None:  # fmt: skip
-        block_tables, tokens, starts, offsets = (self._sorted(x) for x in (block_tables, tokens, starts, offsets))
-        kept = (tuple(block_tables), tuple(tokens), tuple(starts), tuple(offsets), query_lens)
+        block_tables, tokens, starts, offsets, low_tables = (self._sorted(x) for x in (block_tables, tokens, starts, offsets, low_tables))
         work = self._work
-        pointers = [x.data_ptr() for x in block_tables]
-        if pointers != self._tables():
+        pointers = [None if x is None else x.data_ptr() for x in (*block_tables, *low_tables)]
+        self._keep = (tuple(block_tables), tuple(low_tables), tuple(tokens), tuple(starts), tuple(offsets), query_lens)
+        if pointers != self._pointers:
+            self._pointers = pointers
             for args, _ in self._layers.values():
-                for i, pointer in enumerate(pointers):
-                    args.parts[i].block_table = pointer
+                self._point(args)
         for part, table, n, start, offset in zip(work.parts, block_tables, tokens, starts, offsets, strict=False):
             part.table_stride, part.table_width, part.tokens = table.stride(0), table.shape[1], n.data_ptr()
             part.positions, part.offsets = (None if x is None else x.data_ptr() for x in (start, offset))
-        self._keep = kept
         work.query_lens = None if query_lens is None else query_lens.data_ptr()
         work.batch = len(tokens[0])
         rows = self.blocks + work.batch * work.repeats * len(self.layouts)
@@ -241,7 +255,7 @@ class DevicePlan:
 
     def explain(self) -> str:
         packed = next((x for x in self.layouts if not x.key.is_raw), None)
-        what = "raw pages" if packed is None else f"{packed.key.format}/{packed.value.format} pages"
+        what = "raw pages" if packed is None else f"{packed.key.format}/{packed.value.format} pages" + " with low planes" * any(self.low)
         s = self.kernel.shape
         return f"paged attention by cuda: {what}, {self.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight"
 
