@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import FORMATS, INTEGERS, both, spec
 
-from kvbits.ops.attend_pages import chunk, cuda, reference
-from kvbits.ops.dequantize_pages.cuda import Unpacker, refuses_layout
-from kvbits.ops.dequantize_pages.reference import dequantize_pages
+from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.attend import unpack_then_flash as chunk
+from kvbits.ops.cuda.dequantize.unpacker import Unpacker, refuses_layout
+from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from kvbits import ops, schemes
-from kvbits.ops.append import cuda as append_cuda
-from kvbits.ops.attend_pages import cuda_format
-from kvbits.ops.close_pages import cuda as close_cuda
-from kvbits.ops.cuda import compile as cuda_compile
-from kvbits.ops.cuda import driver
-from kvbits.ops.dequantize_pages import cuda as dequantize_cuda
+from kvbits.ops.cuda.append import tokens as append_cuda
+from kvbits.ops.cuda.attend import kernel_choice as cuda_format
+from kvbits.ops.cuda.close import packed as close_cuda
+from kvbits.ops.cuda.dequantize import unpacker as dequantize_cuda
+from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.cuda.runtime import driver
 from kvbits.ops.matrix import cuda as matrix_cuda
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -80,7 +80,7 @@ def test_attention_kernels_compile_without_spills(key, value, options, capabilit
         pytest.skip("sm_89 runs the code of sm_80; one format by default")
     kernel = attend_kernel(key, value, capability, **options)
     assert kernel.shared_bytes <= driver.shared_limit(capability)
-    binary = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability))
+    binary = cuda_compile.compile_source(FOLDER / "cuda" / "attend", "attend.cu", dict(kernel.defines), driver.arch_of(capability))
     resources = binary.resources("attend")
     # At head_dim 256 and with two column tiles all 255 registers are taken and ptxas keeps a few values of a segment's set-up in local memory, with three
     # (chunks) some of a step's too.
@@ -105,7 +105,7 @@ def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, page_
     cols = cuda_format.columns(head_dim, columns, [layout])
     kernel = cuda_format.kernel_for(layout, head_dim, cols, "bfloat16", "bfloat16", False, limit, low=low, page_lse=page_lse)
     assert kernel.shared_bytes <= limit
-    resources = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability)).resources("attend")
+    resources = cuda_compile.compile_source(FOLDER / "cuda" / "attend", "attend.cu", dict(kernel.defines), driver.arch_of(capability)).resources("attend")
     assert resources.spill_bytes == 0, resources
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
 
@@ -137,7 +137,7 @@ def test_kernels_that_join_raw_tokens_compile_without_spills(key, value, options
         assert kernel.shape == packed.shape, "a few raw tokens take a slot no larger than a packed chunk's"
     values = dict(kernel.defines)
     assert 4 * values["HEAD_DIM"] * kernel.raw_tokens <= values["SLOT_BYTES"]
-    resources = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", values, driver.arch_of(capability)).resources("attend")
+    resources = cuda_compile.compile_source(FOLDER / "cuda" / "attend", "attend.cu", values, driver.arch_of(capability)).resources("attend")
     # Where all 255 registers are taken, a few values of a segment's set-up: head_dim 256 (also without raw tokens) and three column tiles.
     assert resources.spill_bytes <= (32 if options.get("head_dim") == 256 or options.get("columns") == 64 else 0), resources
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
@@ -177,7 +177,7 @@ def test_look_up_kernels_compile_and_spill_nothing_in_the_loop_over_pages(fold, 
         return
     kernel = attend_kernel(scheme.key, scheme.value, capability, head_dim, fold=fold)
     assert kernel.shared_bytes <= limit
-    binary = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability))
+    binary = cuda_compile.compile_source(FOLDER / "cuda" / "attend", "attend.cu", dict(kernel.defines), driver.arch_of(capability))
     resources = binary.resources("attend")
     # All 168 registers are taken; ptxas keeps a few values of the kernel's set-up in local memory (18 in the worst, nuq2-1%).
     assert resources.spill_bytes <= 80, resources
@@ -189,17 +189,17 @@ def test_look_up_kernels_compile_and_spill_nothing_in_the_loop_over_pages(fold, 
 def test_close_kernels_compile_without_spills(dtype, capability):
     for key, value in ((spec("int4"), spec("int8")), (spec("int3", PerChannel(), symmetric=False), spec("int2", center="channel"))):
         layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
-        binary = cuda_compile.compile_source(FOLDER / "close_pages", "close.cu", close_cuda.defines(layout, dtype), driver.arch_of(capability))
+        binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close.cu", close_cuda.defines(layout, dtype), driver.arch_of(capability))
         assert binary.resources("close_pages").spill_bytes == 0
     tiered = schemes.get("tiered")
     for key, value, bits in ((tiered.key, tiered.value, (4, 4)), (spec("int3"), spec("int2", center="channel"), (2, 4))):
         defines = close_cuda.defines(layout_of(key, value), dtype, nested(bits))
-        assert cuda_compile.compile_source(FOLDER / "close_pages", "close.cu", defines, driver.arch_of(capability)).resources("close_pages").spill_bytes == 0
+        assert cuda_compile.compile_source(FOLDER / "cuda" / "close", "close.cu", defines, driver.arch_of(capability)).resources("close_pages").spill_bytes == 0
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
 def test_the_append_kernel_compiles_without_spills(capability):
-    resources = cuda_compile.compile_source(FOLDER / "append", "append.cu", append_cuda.DEFINES, driver.arch_of(capability)).resources("append_tokens")
+    resources = cuda_compile.compile_source(FOLDER / "cuda" / "append", "append.cu", append_cuda.DEFINES, driver.arch_of(capability)).resources("append_tokens")
     assert resources.spill_bytes == 0 and resources.registers <= 40, resources
 
 
@@ -224,7 +224,7 @@ def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_d
     for tokens in (append_cuda.FEW, append_cuda.tokens_of_prompts(layout, dtype)):
         defines = append_cuda.defines(layout, dtype, tokens)
         assert int(defines["SHARED_BYTES"]) <= driver.shared_limit(capability)
-        resources = cuda_compile.compile_source(FOLDER / "append", "store_tokens.cu", defines, driver.arch_of(capability)).resources("store_tokens")
+        resources = cuda_compile.compile_source(FOLDER / "cuda" / "append", "store_tokens.cu", defines, driver.arch_of(capability)).resources("store_tokens")
         assert resources.spill_bytes == 0, resources
         if not layout.is_centered:
             assert resources.registers <= 64, resources
@@ -243,7 +243,7 @@ def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_d
 def test_dequantize_kernels_compile_without_spills(key, value, dtype):
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
     for low in (None, nested((4, 2))) if key.number_format.kind == "int" else (None,):
-        binary = cuda_compile.compile_source(FOLDER / "dequantize_pages", "dequantize.cu", dequantize_cuda.defines(layout, dtype, low), "sm_80")
+        binary = cuda_compile.compile_source(FOLDER / "cuda" / "dequantize", "dequantize.cu", dequantize_cuda.defines(layout, dtype, low), "sm_80")
         assert binary.resources("dequantize_pages").spill_bytes == 0
 
 

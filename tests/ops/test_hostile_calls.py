@@ -10,15 +10,17 @@ import torch
 from ops.cpu_cases import needs_library, random_call
 
 from kvbits.errors import DataError, SpecError, UnsupportedError
-from kvbits.ops.append import cpu as append_cpu
-from kvbits.ops.append import cuda as append_cuda
-from kvbits.ops.append import reference as append_reference
-from kvbits.ops.attend_pages import cpu, cuda, reference
-from kvbits.ops.attend_pages.chunk import ChunkPlan
-from kvbits.ops.close_pages import cpu as close_cpu
-from kvbits.ops.close_pages import cuda as close_cuda
-from kvbits.ops.close_pages import reference as close_reference
+from kvbits.ops.cpu import append as append_cpu
+from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.cpu import close as close_cpu
+from kvbits.ops.cuda.append import tokens as append_cuda
+from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.attend.unpack_then_flash import ChunkPlan
+from kvbits.ops.cuda.close import packed as close_cuda
 from kvbits.ops.matrix import cpu as matrix_cpu
+from kvbits.ops.reference import append as append_reference
+from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import close as close_reference
 from kvbits.ops.types import AttendCall, LowStore, PageStore, Part, SlotMapping
 from kvbits.spec import LayerGeometry, LowLayout, PageLayout, QuantSpec
 

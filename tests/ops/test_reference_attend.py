@@ -9,10 +9,10 @@ from dense_model import dense_attention
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbits.ops.attend_pages.reference import PAGES_PER_STEP, attend, attend_fresh
-from kvbits.ops.close_pages.reference import close_pages
-from kvbits.ops.dequantize_pages.reference import dequantize_pages
-from kvbits.ops.merge_partials.reference import add_sink_logit, merge_partials
+from kvbits.ops.reference.attend import PAGES_PER_STEP, attend, attend_fresh
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.reference.dequantize import dequantize_pages
+from kvbits.ops.reference.merge import add_sink_logit, merge_partials
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 

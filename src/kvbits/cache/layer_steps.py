@@ -17,10 +17,10 @@ import torch
 
 from ..errors import DataError
 from ..ops import dispatch
-from ..ops.attend_pages.reference import attend_fresh
-from ..ops.close_pages.reference import encode_side
-from ..ops.dequantize_pages.reference import dequantize_pages, section
-from ..ops.merge_partials.reference import merge_partials
+from ..ops.reference.attend import attend_fresh
+from ..ops.reference.close import encode_side
+from ..ops.reference.dequantize import dequantize_pages, section
+from ..ops.reference.merge import merge_partials
 from ..ops.types import AttendCall, LowStore, PageStore, Part, SlotMapping
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec, Scheme

@@ -22,9 +22,9 @@ import torch
 
 from ..errors import CacheStateError, DataError, PoolFullError, SpecError, counted
 from ..ops import dispatch
-from ..ops.attend_pages.break_even import small_on_gpu
-from ..ops.merge_partials.reference import add_sink_logit
+from ..ops.break_even import small_on_gpu
 from ..ops.paged_attention import PagedAttention, plan
+from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec, PageLayout

@@ -105,7 +105,7 @@ def _plan_notes(found: Plan, longest: int | None) -> list[str]:
         notes.append(f"The model itself was made for {longest:,} tokens.")
     if longest is not None and found.context > longest:
         notes.append(f"{found.context:,} tokens are more than the {longest:,} the model was made for.")
-    from ..ops.attend_pages.break_even import small_on_gpu
+    from ..ops.break_even import small_on_gpu
 
     sizes = {(min(found.context, g.sliding_window or found.context), g.num_kv_heads, g.head_dim) for g in found.layers}
     notes += [f"Speed: {note}." for n, heads, d in sorted(sizes) if (note := small_on_gpu(found.batch, n, heads, d))]

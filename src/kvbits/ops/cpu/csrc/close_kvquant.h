@@ -1,6 +1,6 @@
 // What KVQuant's formats add to closing a page (arXiv:2401.18079): keys turned back by their positions, ranges that leave out a page's worst elements,
 // codes of the nearest codebook entries, listed outliers, a stretch per token. The definition is src/kvbits/quant/{rotary,outliers,qparams}.py and
-// close_pages/reference.py, which this matches bit for bit. Included inside a tier's namespace by close_pages.h.
+// reference/close.py, which this matches bit for bit. Included inside a tier's namespace by close_pages.h.
 
 typedef double vd __attribute__((vector_size(VL * 8)));
 typedef double vd_mem __attribute__((vector_size(VL * 8), aligned(8), may_alias));

@@ -15,8 +15,8 @@ from ...quant.packing import pack
 from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normalize, quantize, require_finite, rounded, rounded_scale
 from ...quant.rotary import turn_pages_back
 from ...spec import LowLayout, NumberFormat, PageLayout, QuantSpec
-from ..dequantize_pages.reference import require_starts, section
 from ..types import LowStore, PageStore, check_closing
+from .dequantize import require_starts, section
 
 PAGES_PER_STEP = 64
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...errors import DataError, UnsupportedError
-from ...quant.qparams import require_finite
-from ...spec import LowLayout, PageLayout, PerChannel
-from ..cuda import compile as cuda_compile
-from ..cuda import driver
-from ..cuda.side import TYPE_NAMES, TYPES, low_arguments, refuses_low, side_arguments, with_aligned_rows
-from ..types import LowStore, PageStore, check_closing, check_low, kvquant_extras
-from . import cuda_levels
+from ....errors import DataError, UnsupportedError
+from ....quant.qparams import require_finite
+from ....spec import LowLayout, PageLayout, PerChannel
+from ...types import LowStore, PageStore, check_closing, check_low, kvquant_extras
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from ..side import TYPE_NAMES, TYPES, low_arguments, refuses_low, side_arguments, with_aligned_rows
+from . import codebook
 
 ROWS_PER_THREAD = 8
 STATUS_FIELDS = 6
@@ -53,7 +53,7 @@ def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     """The part of `refuses` that needs no GPU."""
     if kvquant_extras(layout):
-        return cuda_levels.refuses_layout(layout, dtype)
+        return codebook.refuses_layout(layout, dtype)
     if dtype not in TYPES:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     if layout.page_size * layout.head_dim > 512 * 8 * ROWS_PER_THREAD:
@@ -225,8 +225,8 @@ def close(
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
     fine = next(((s.layout, torch.from_numpy(s.addresses()[ids]).to(k.device)) for (s, _), ids in zip(low, low_ids, strict=True)), None)
     if kvquant_extras(layout):
-        first = cuda_levels.first_angles(store, starts, len(page_ids), k.device)
-        cuda_levels.launch(k, v, store, addresses, status, first)
+        first = codebook.first_angles(store, starts, len(page_ids), k.device)
+        codebook.launch(k, v, store, addresses, status, first)
     else:
         launch_close(k, v, store, addresses, status, fine)
     found = status.tolist()

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import KernelError
+from ....errors import KernelError
 
-COMMON = Path(__file__).parent
+COMMON = Path(__file__).parent.parent / "shared"
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--extra-device-vectorization")
 
 
@@ -52,7 +52,7 @@ class Binary:
 
 
 def compile_source(folder: Path, name: str, defines: Mapping[str, int | str], arch: str) -> Binary:
-    """Compile `folder / name` with its `#include`s (from `folder` and from this package), or take it from the disk cache.
+    """Compile `folder / name` with its `#include`s (from `folder` and from `shared`), or take it from the disk cache.
 
     Args:
         defines: macros of this instantiation.

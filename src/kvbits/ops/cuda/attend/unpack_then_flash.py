@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...errors import DataError
-from ..cuda.side import refuses_low
-from ..dequantize_pages.cuda import Unpacker, refuses_layout
-from ..merge_partials.reference import merge_partials
-from ..types import AttendCall, check_call, last_positions
-from .cuda_format import is_wide
+from ....errors import DataError
+from ...reference.merge import merge_partials
+from ...types import AttendCall, check_call, last_positions
+from ..dequantize.unpacker import Unpacker, refuses_layout
+from ..side import refuses_low
+from .kernel_choice import is_wide
 
 MAX_ROWS = 1 << 16
 """Rows of scratch: 268 MB of keys and values at 8 kv heads of 128. Fewer make slices whose merging shows."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from ...errors import DataError
-from ...spec import LowLayout, PageLayout
-from ..cuda import compile as cuda_compile
-from ..cuda import driver
-from ..cuda.side import TYPES, as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
-from ..types import LowStore, PageStore
+from ....errors import DataError
+from ....spec import LowLayout, PageLayout
+from ...types import LowStore, PageStore
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from ..side import TYPES, as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
 
 THREADS = 256
 MAX_HEADS = 65_535

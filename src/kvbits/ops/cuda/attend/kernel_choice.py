@@ -10,11 +10,11 @@ import functools
 from dataclasses import dataclass
 from typing import overload
 
-from ...errors import UnsupportedError
-from ...spec import DTYPE_BYTES, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
-from ..cuda import side
-from ..types import kvquant_extras
-from . import levels_format
+from ....errors import UnsupportedError
+from ....spec import DTYPE_BYTES, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ...types import kvquant_extras
+from .. import side
+from . import codebook_format
 
 MAX_PIECES = 40
 SCALE_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
@@ -51,7 +51,7 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
     if d > 256:
         return f"head_dim={d} is above 256"
     if extras := kvquant_extras(layout):
-        why = levels_format.refuses(layout)
+        why = codebook_format.refuses(layout)
         if not why and shared_limit and _levels_shape(layout, 8, shared_limit, False) is None:
             why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
         return why and f"{extras}: {why}"
@@ -265,19 +265,19 @@ def kernel_for(
     raw_tokens = RAW_TOKENS[0] if low or not raw_joins else next(n for n in RAW_TOKENS if 4 * head_dim * n <= slot)
     with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
     has_levels = kvquant_extras(layout) is not None
-    bias_groups, wide = with_bias and not has_levels, shared_limit >= levels_format.WIDE_FROM
+    bias_groups, wide = with_bias and not has_levels, shared_limit >= codebook_format.WIDE_FROM
     if shape is None:
         shape = _levels_shape(layout, cols, shared_limit, fold) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None)
         if shape is None:
             raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
-    tables = levels_format.shared_bytes(layout, fold, wide) if has_levels else 0
+    tables = codebook_format.shared_bytes(layout, fold, wide) if has_levels else 0
     ring = shape.slots * (slot + (40 if has_levels else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + tables
     rounds = _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds)
     defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "SLOTS": shape.slots}
     defines |= {"CHUNK": chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
     defines["PREFETCH_CHUNKS"] = min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS)
-    pieces = [*levels_format.pieces(layout, "k"), *levels_format.pieces(layout, "v")] if has_levels else _pieces(layout, chunk)
+    pieces = [*codebook_format.pieces(layout, "k"), *codebook_format.pieces(layout, "v")] if has_levels else _pieces(layout, chunk)
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
     low_pieces = _pieces(low, chunk) if low else []
     defines |= {"HAS_LOW": int(low is not None), "HAS_RAW": int(raw_in_ring), "RAW_TOKENS": raw_tokens}
@@ -289,7 +289,7 @@ def kernel_for(
             plane = chunk_layout(low, chunk).sections.get(f"{prefix.lower()}_plane0")
             defines |= {f"{prefix}_LOW_BITS": LOW_BITS if plane else 0, f"{prefix}_LOW_OFFSET": plane.offset if plane else 0}
     if has_levels:
-        defines |= levels_format.defines(layout, fold, wide)
+        defines |= codebook_format.defines(layout, fold, wide)
     return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens)
 
 
@@ -315,9 +315,9 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
 
 def _levels_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) -> Shape | None:
     """As many warps as fit with a slot each, and two if they do."""
-    slot, wide = -(-_used_bytes(layout) // 128) * 128, shared_limit >= levels_format.WIDE_FROM
-    for warps in (levels_format.MAX_WARPS, 7, 3):
-        room = shared_limit - 16 - levels_format.shared_bytes(layout, fold, wide) - merge_bytes(warps, cols, layout.head_dim, False)
+    slot, wide = -(-_used_bytes(layout) // 128) * 128, shared_limit >= codebook_format.WIDE_FROM
+    for warps in (codebook_format.MAX_WARPS, 7, 3):
+        room = shared_limit - 16 - codebook_format.shared_bytes(layout, fold, wide) - merge_bytes(warps, cols, layout.head_dim, False)
         if stages := max(room, 0) // (warps * (slot + 40)):
             return Shape(warps, warps * min(stages, 2), layout.page_size, 2)
     return None

@@ -104,7 +104,7 @@ template <class KeyPlane>
 struct Query {
     static constexpr int COUNT = KeyPlane::FIELDS * KeyPlane::STEPS;
     static constexpr bool HELD = Q_FRAGMENTS == 0;
-    static_assert(HELD || Q_FRAGMENTS == COUNT, "cuda_format.py counts other steps");
+    static_assert(HELD || Q_FRAGMENTS == COUNT, "kernel_choice.py counts other steps");
     u32 q[HELD ? NT : 1][HELD ? COUNT : 1][2];
     const uint2* fragments;      // of this lane, unless held: [NT][COUNT] times 32 lanes
     u32 scales[HELD ? 1 : COUNT][2];  // factors of a page's channels, if `scaled`

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from ...errors import KernelError
+from ....errors import KernelError
 from .compile import Binary
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -27,9 +27,9 @@ from ...quant.packing import pack_rows, row_positions
 from ...quant.qparams import QParams, require_finite, rounded
 from ...quant.rotary import turned_by
 from ...spec import PageLayout, QuantSpec
-from ..close_pages.reference import encode
-from ..dequantize_pages.reference import dequantize_pages, section
 from ..types import PageStore, SlotMapping
+from .close import encode
+from .dequantize import dequantize_pages, section
 
 STATUS_FIELDS = 7
 """Of `store_tokens`: clamped elements of keys and values; whether their scales overflowed (two), and whether they held NaN or infinity (two); entries that were

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from ...errors import DataError, UnsupportedError
-from ..cpu.library import AttendStruct, PartStruct, check, library, unavailable
-from ..cpu.structs import MAX_QUERY_GROUP, TORCH_DTYPES, low_struct, refuses_layout, refuses_low, store_struct, table_struct
 from ..types import AttendCall, check_call
+from .library import AttendStruct, PartStruct, check, library, unavailable
+from .structs import MAX_QUERY_GROUP, TORCH_DTYPES, low_struct, refuses_layout, refuses_low, store_struct, table_struct
 
 
 def refuses(q: torch.Tensor, call: AttendCall) -> str | None:

@@ -8,10 +8,10 @@ import torch
 
 from ...errors import DataError
 from ...quant.qparams import require_finite
-from ..cpu.library import AppendStruct, check, library
-from ..cpu.structs import TORCH_DTYPES, refuses_writing, store_struct
+from ..reference.append import open_pages
 from ..types import PageStore, SlotMapping
-from .reference import open_pages
+from .library import AppendStruct, check, library
+from .structs import TORCH_DTYPES, refuses_writing, store_struct
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:

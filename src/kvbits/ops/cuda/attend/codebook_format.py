@@ -1,13 +1,13 @@
 """From a page layout to an instantiation of attend.cu that reads codes as levels of a table (levels_walk.cuh): the formats of KVQuant.
 
-Layouts with these techniques that it cannot read are unpacked to 16-bit rows (chunk.py).
+Layouts with these techniques that it cannot read are unpacked to 16-bit rows (unpack_then_flash.py).
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...spec import PageLayout, PerChannel, PerToken, QuantSpec
+from ....spec import PageLayout, PerChannel, PerToken, QuantSpec
 
 PAGE = 64
 HEAD_DIMS = (64, 128)
@@ -44,7 +44,7 @@ def shared_bytes(layout: PageLayout, fold: bool, wide: bool) -> int:
 
 
 def pieces(layout: PageLayout, prefix: str) -> list[tuple[int, int, int, int]]:
-    """Runs of bytes, as cuda_format._pieces has them, that belong to keys ("k") or values ("v"): their planes, then the rest."""
+    """Runs of bytes, as kernel_choice._pieces has them, that belong to keys ("k") or values ("v"): their planes, then the rest."""
     found = []
     names = [n for n in layout.sections if n.startswith(prefix)]
     for some in ([n for n in names if "plane" in n], [n for n in names if "plane" not in n]):

@@ -16,12 +16,12 @@ import torch
 
 from ....errors import DataError, UnsupportedError
 from ....spec import LowLayout, PageLayout
-from ...attend_pages import cuda as attend_cuda
-from ...attend_pages.cuda_format import columns, kernel_for, refuses_layout, refuses_low
-from ...attend_pages.schedule import SEGMENT_COST, SEGMENT_FIELDS
 from ...types import kvquant_extras
-from .. import compile as cuda_compile
-from .. import driver
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from . import host_plan as attend_cuda
+from .kernel_choice import columns, kernel_for, refuses_layout, refuses_low
+from .schedule import SEGMENT_COST, SEGMENT_FIELDS
 
 Slabs = Sequence[torch.Tensor]
 Low = Sequence[LowLayout | None]

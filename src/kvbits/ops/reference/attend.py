@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ..dequantize_pages.reference import dequantize_pages
 from ..types import AttendCall, Part, check_call
+from .dequantize import dequantize_pages
 
 PAGES_PER_STEP = 16
 
@@ -139,7 +139,7 @@ def _fresh_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend_fresh` by FlashAttention: no mask of T x T is made. Padding is cut out of its sequence."""
-    from .chunk import flash_attention
+    from ..cuda.attend.unpack_then_flash import flash_attention
 
     real = (positions >= 0).cpu()
     if bool(real.all()):

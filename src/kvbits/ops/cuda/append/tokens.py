@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...errors import DataError
-from ...quant.qparams import require_finite
-from ...spec import PageLayout, QuantSpec
-from ..cuda import compile as cuda_compile
-from ..cuda import driver
-from ..cuda.side import STATIC, TYPE_NAMES, TYPES, as_float32, has_aligned_rows, scale_kind, side_arguments, with_aligned_rows
-from ..types import PageStore, SlotMapping
-from .reference import STATUS_FIELDS, check_tokens
+from ....errors import DataError
+from ....quant.qparams import require_finite
+from ....spec import PageLayout, QuantSpec
+from ...reference.append import STATUS_FIELDS, check_tokens
+from ...types import PageStore, SlotMapping
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from ..side import STATIC, TYPE_NAMES, TYPES, as_float32, has_aligned_rows, scale_kind, side_arguments, with_aligned_rows
 
 THREADS = 128
 DEFINES = {"THREADS": THREADS}

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...quant.rotary import page_turns, step_turns
-from ...spec import PageLayout, PerChannel
-from ..cuda import compile as cuda_compile
-from ..cuda import driver
-from ..cuda.side import TYPES, as_float32, extra_arguments, prepared, side_arguments
-from ..dequantize_pages.reference import require_starts
-from ..types import PageStore
+from ....quant.rotary import page_turns, step_turns
+from ....spec import PageLayout, PerChannel
+from ...reference.dequantize import require_starts
+from ...types import PageStore
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from ..side import TYPES, as_float32, extra_arguments, prepared, side_arguments
 
 ELEMENTS_PER_THREAD = 32
 RESIDENT_THREADS = 1024

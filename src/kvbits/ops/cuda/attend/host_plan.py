@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import DataError, UnsupportedError
-from ...spec import LowLayout, PageLayout
-from ..cuda import compile as cuda_compile
-from ..cuda import driver
-from ..cuda.side import as_float32, turns_on, widened
-from ..types import AttendCall, Part, check_call, kvquant_extras, last_positions
-from . import chunk, levels_format
-from .break_even import small_on_gpu
-from .chunk import ChunkPlan
-from .cuda_format import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout, refuses_low
+from ....errors import DataError, UnsupportedError
+from ....spec import LowLayout, PageLayout
+from ...break_even import small_on_gpu
+from ...types import AttendCall, Part, check_call, kvquant_extras, last_positions
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from ..side import as_float32, turns_on, widened
+from . import codebook_format, unpack_then_flash
+from .kernel_choice import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout, refuses_low
 from .schedule import PartWork, chunks_per_sequence, schedule
+from .unpack_then_flash import ChunkPlan
 
 MAX_PARTS = 4
 NO_WINDOW = 2**30
@@ -56,7 +56,7 @@ def _is_kvquant(call: AttendCall) -> bool:
 
 def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) -> str | None:
     """Why not even unpacking to 16-bit rows serves one query, or queries past all pages."""
-    return chunk.refuses(call, num_q_heads, q_dtype, chunk.MIN_COLUMNS, True)
+    return unpack_then_flash.refuses(call, num_q_heads, q_dtype, unpack_then_flash.MIN_COLUMNS, True)
 
 
 def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit: int | None = None) -> str | None:
@@ -136,7 +136,7 @@ def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
 
 def constants(layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
     """By field of `PartArgs`, for kernels of KVQuant's formats: what codes of formats without codebooks stand for, and angles of keys that are not turned."""
-    found = {f"{k}_level": levels_format.integer_levels(s, layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value)) if not s.has_codebook}
+    found = {f"{k}_level": codebook_format.integer_levels(s, layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value)) if not s.has_codebook}
     if not layout.key.pre_rope:
         found["turns"] = torch.zeros(layout.head_dim // 2, 2)
     return {name: x.to(device) for name, x in found.items()}
@@ -355,7 +355,7 @@ def plan(
     Args:
         history_only: every query that is no padding comes after all pages of the call.
     """
-    unpacks = chunk.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
+    unpacks = unpack_then_flash.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
     if not unpacks and _is_kvquant(call) and (num_queries == 1 or history_only):
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
         packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit) is None
