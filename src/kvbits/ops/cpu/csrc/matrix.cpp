@@ -4,7 +4,7 @@
 #include <new>
 #include <vector>
 
-#include "close_plan.h"
+#include "close/plan.h"
 #include "dispatch.h"
 #include "pool.h"
 

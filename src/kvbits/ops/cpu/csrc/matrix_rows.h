@@ -1,5 +1,11 @@
 // Rows of a matrix [rows, columns] fp32, row-major: the INT8 paper's column scales, quantization and dequantization, and
 // quantization with a scale per row and group of columns. Rounding as in quant/qparams.py: x * (1 / scale), half to even.
+#pragma once
+#include <stdint.h>
+
+#include "vec/vec.h"
+
+namespace {
 
 // largest[c] = max(largest[c], |x[r][c]|), in memory order: several rows at once saved loads but lost a third of the bandwidth.
 static void column_largest(const float* x, int64_t rows, int64_t columns, float* largest) {
@@ -113,3 +119,5 @@ static void quantize_groups(const float* x, int64_t rows, int64_t columns, int s
   else if (size == 64) quantize_group_rows(x, rows, columns, 64, 4, scales, to, stream);
   else quantize_group_rows(x, rows, columns, size, bits, scales, to, stream);
 }
+
+}  // namespace
