@@ -63,8 +63,7 @@ def attention(
             "(None: full attention); this model's config does not say what its layers do, so build the cache from a CacheSpec of your own"
         )
     key.stored = True
-    known = attention_mask.known(layer.columns)
-    valid = None if known is None else known[:, -query.shape[2] :]
+    known, valid = attention_mask.known(layer.columns)
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     try:
         out = layer.store.step(

@@ -87,6 +87,7 @@ class KVCache(Cache):
 
     Attributes:
         store: the `PagedCache` underneath.
+        columns: positions seen, padding included.
     """
 
     layers: list[KVLayer]  # type: ignore[assignment]
@@ -97,9 +98,9 @@ class KVCache(Cache):
         seen = int(lengths.max())
         ragged = bool((lengths != seen).any())
         valid = torch.arange(seen) >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
-        self._columns = Columns(seen, valid)
+        self.columns = Columns(seen, valid)
         self._recording = False
-        super().__init__(layers=[KVLayer(store, self._columns, i) for i in range(len(store.spec.layers))])  # type: ignore[arg-type]
+        super().__init__(layers=[KVLayer(store, self.columns, i) for i in range(len(store.spec.layers))])  # type: ignore[arg-type]
 
     @classmethod
     def for_model(
@@ -129,7 +130,7 @@ class KVCache(Cache):
             SpecError: unknown scheme, or one that does not fit the model's head_dim.
             CalibrationError: calibration missing or made for something else.
         """
-        _require_loaded(model)
+        require_loaded(model)
         if not isinstance(scheme, (str, Scheme)):
             raise SpecError(f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}")
         if calibration is not None and not hasattr(calibration, "static"):
@@ -163,7 +164,7 @@ class KVCache(Cache):
         Raises:
             FileFormatError: a damaged or foreign file, or a cache of another geometry than the model's.
         """
-        _require_loaded(model)
+        require_loaded(model)
         layers = layer_geometries(model.config.get_text_config(decoder=True))
         store = PagedCache.load(path, device=model.device, grow=grow)
         layers = stored_layers(layers, store.spec.scheme, model)
@@ -195,7 +196,7 @@ class KVCache(Cache):
         n = int(tokens_to_remove)
         if n > 0:
             raise DataError(f"crop({n}): pass how many tokens to remove as a negative number")
-        columns = self._columns
+        columns = self.columns
         if -n > columns.seen:
             raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")
         if self.store.batch_size:
@@ -216,32 +217,32 @@ class KVCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.store.batch_size:
             self.store.select(indices.tolist())
-            if self._columns.valid is not None:
-                self._columns.valid = self._columns.valid[indices.to(self._columns.valid.device)]
+            if self.columns.valid is not None:
+                self.columns.valid = self.columns.valid[indices.to(self.columns.valid.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store.batch_size:
             self.store.repeat(repeats)
-            if self._columns.valid is not None:
-                self._columns.valid = self._columns.valid.repeat_interleave(repeats, 0)
+            if self.columns.valid is not None:
+                self.columns.valid = self.columns.valid.repeat_interleave(repeats, 0)
 
     def reset(self) -> None:
         self.store.reset()
-        self._columns.take_back()
-        self._columns.seen, self._columns.valid = 0, None
+        self.columns.take_back()
+        self.columns.seen, self.columns.valid = 0, None
         self._recording = False
 
     def abandon(self) -> None:
         """Take back a forward pass that was interrupted between its layers (see `PagedCache.abandon`): the cache is what it was before it."""
         self.store.abandon()
-        self._columns.take_back()
+        self.columns.take_back()
 
     def activate_past_recording(self) -> None:
         self._recording = True
         self.store.keep_past()
 
 
-def _require_loaded(model: Any) -> None:
+def require_loaded(model: Any) -> None:
     if not hasattr(model, "config"):
         raise DataError(f"model={model!r} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or kvbits.load_model returned")
 

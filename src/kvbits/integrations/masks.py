@@ -52,6 +52,7 @@ class Columns:
         valid: bool [B, seen], which of them are real, wherever the mask was; None for all.
         new, been: positions of the pass under way, and the layers that have been through it.
         mask: bool [B, seen + new] that the pass under way was given.
+        captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every replay).
     """
 
     seen: int = 0
@@ -59,12 +60,29 @@ class Columns:
     new: int = 0
     been: set[int] = field(default_factory=set)
     mask: torch.Tensor | None = None
+    captured: bool = False
     _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
     _later: Later = field(default_factory=Later)
     _passes: int = 0
 
     def seen_by(self, layer: int) -> int:
         return self.seen + (self.new if layer in self.been else 0)
+
+    def known(self, mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Bool [B, seen + num_tokens] of a mask that may be longer, checked against the masks before.
+
+        Raises:
+            UnsupportedError: a mask that ends before the new tokens, or hides tokens that are already cached.
+        """
+        wanted = self.seen + num_tokens
+        if mask.shape[1] < wanted:
+            raise UnsupportedError(
+                f"attention_mask covers {mask.shape[1]} tokens, but {self.seen} are cached and {num_tokens} new ones came; pass the mask of all of them"
+            )
+        mask = mask[:, :wanted]
+        if not self.captured and not self.been:
+            self.check(mask, num_tokens)
+        return mask
 
     def check(self, mask: torch.Tensor, num_tokens: int) -> None:
         """Refuse a mask bool [B, seen + num_tokens] that says something else about what is cached than the masks before. For a single token on a GPU, which
@@ -89,17 +107,26 @@ class Columns:
 
     def note(self, layer: int, new: int, mask: torch.Tensor | None) -> None:
         """A layer has stored `new` positions per sequence; `mask` bool [B, seen + new], None for all real."""
+        if self.captured:
+            return
         self.new, self.mask = new, mask
         self.been.add(layer)
 
     def keep(self) -> None:
         """The pass is over: all layers have stored it."""
+        if self.captured:
+            return
         if self.mask is not None:
             self.valid = None if self.mask.device.type == "cpu" and bool(self.mask.all()) else self.mask
         elif self.valid is not None:
             self.valid = torch.cat([self.valid, self.valid.new_ones(len(self.valid), self.new)], 1)
         self.seen += self.new
         self.take_back()
+
+    def replayed(self, mask: torch.Tensor | None) -> None:
+        """A captured pass of one token has run; `mask` bool [B, seen + 1] as `known` gave it, None for all real."""
+        self.new, self.mask = 1, mask
+        self.keep()
 
     def take_back(self) -> None:
         """Forget the pass under way."""
@@ -121,25 +148,20 @@ class Mask(NotATensor):
     unusual: str | None  # why this is not a causal mask with padding and window
     arguments: dict[str, Any]
     made: list[torch.Tensor | None] = field(default_factory=list)  # the dense mask, once a layer wanted it
+    _known: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def known(self, columns: Columns) -> torch.Tensor | None:
-        """Bool [B, tokens seen + T]: which tokens are real; None for all.
+    def known(self, columns: Columns) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(bool [B, tokens seen + T], bool [B, T]): which tokens are real, of all and of those of this pass; None for all. The same for all layers.
 
         Raises:
             UnsupportedError: a mask that ends before the new tokens, or hides tokens that are already cached.
         """
         if self.attention_mask is None:
-            return None
-        seen = self.arguments["q_offset"]
-        mask = self.attention_mask
-        if mask.shape[1] < seen + self.q_length:
-            raise UnsupportedError(
-                f"attention_mask covers {mask.shape[1]} tokens, but {seen} are cached and {self.q_length} new ones came; pass the mask of all of them"
-            )
-        mask = mask[:, : seen + self.q_length]
-        if columns.seen == seen and not columns.been:  # once per pass: the first layer asks
-            columns.check(mask, self.q_length)
-        return mask
+            return None, None
+        if self._known is None:  # the first layer asks
+            known = columns.known(self.attention_mask, self.q_length)
+            self._known = known, known[:, -self.q_length :]
+        return self._known
 
     def dense(self) -> torch.Tensor | None:
         if not self.made:  # one for all layers of a pass
