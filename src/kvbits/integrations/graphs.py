@@ -159,8 +159,11 @@ class GraphDecoder:
         captured = self._captured
         if captured is None or captured.decoding is not decoding or captured.key != key:
             self._captured = None  # its memory serves the next
-            captured = self._captured = self._capture(kwargs, tensors, known, decoding, key)
+            captured = _Captured(decoding, key, tensors, known)
         captured.fill(tensors, known)
+        if self._captured is None:
+            captured.graph = self._capture(kwargs | captured.inputs)
+            self._captured = captured
         self._store.count_replays(1)
         captured.graph.replay()
         columns.replayed(known)
@@ -168,42 +171,31 @@ class GraphDecoder:
         self._fresh, self._eager_tokens = False, 0
         return _copy(captured.graph.output)
 
-    def _capture(
-        self, kwargs: dict[str, Any], tensors: dict[str, torch.Tensor], known: torch.Tensor | None, decoding: device_decode.DeviceDecode, key: tuple[Any, ...]
-    ) -> _Captured:
-        if torch.is_autocast_enabled(self._weight.device.type):
+    def _capture(self, inputs: dict[str, Any]) -> CapturedWork:
+        device, columns = self._weight.device, self._cache.columns
+        if torch.is_autocast_enabled(device.type):
             raise UnsupportedError("graphed() under torch.autocast, which keeps casts that a graph cannot see; load the model in the dtype it should run in")
-        with torch.inference_mode(False):
-            buffers = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in tensors.items()}
-            mask = None if known is None else torch.ones(known.shape, dtype=torch.bool, device=known.device)
-        inputs = kwargs | buffers | {"attention_mask": mask, "past_key_values": self._cache}
-        columns = self._cache.columns
 
         def work() -> Any:
             columns.captured = True
             try:
                 with torch.no_grad():
-                    return self.eager(**inputs)
+                    return self.eager(**inputs, past_key_values=self._cache)
             finally:
                 columns.captured = False
 
-        captured = _Captured(decoding, key, buffers, mask)
         try:
-            captured.graph = CapturedWork(work, self._weight.device)
-        except KvbitsError:
+            graph = CapturedWork(work, device)
+        except BaseException as error:
             self._store.abandon()
-            raise
-        except RuntimeError as error:
-            self._store.abandon()
+            if not isinstance(error, RuntimeError) or isinstance(error, KvbitsError):
+                raise
             reason = str(error).strip().partition("\n")[0]
             raise UnsupportedError(
-                f"the forward pass of {self._name} for one token cannot be captured in a CUDA graph ({reason}); decode outside of graphed()"
+                f"the forward pass of {self._name} for one token cannot be captured in a CUDA graph ({reason}); leave graphed() out"
             ) from error
-        except BaseException:
-            self._store.abandon()
-            raise
         self.captures += 1
-        return captured
+        return graph
 
 
 class CapturedWork:
@@ -228,20 +220,24 @@ class _Captured:
     Attributes:
         decoding: what the device held when it was captured.
         key: the arguments it was captured with.
-        buffers: what tensor arguments are copied into.
-        mask: bool [B, positions], of which only the last column is read; None for all real.
+        inputs: what tensor arguments are copied into; of `attention_mask`, bool [B, positions], only the last column is read.
     """
 
     graph: CapturedWork
 
-    def __init__(self, decoding: device_decode.DeviceDecode, key: tuple[Any, ...], buffers: dict[str, torch.Tensor], mask: torch.Tensor | None) -> None:
-        self.decoding, self.key, self.buffers, self.mask = decoding, key, buffers, mask
+    def __init__(
+        self, decoding: device_decode.DeviceDecode, key: tuple[Any, ...], tensors: dict[str, torch.Tensor], known: torch.Tensor | None
+    ) -> None:  # fmt: skip
+        self.decoding, self.key = decoding, key
+        with torch.inference_mode(False):
+            self.inputs: dict[str, torch.Tensor | None] = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in tensors.items()}
+            self._mask = self.inputs["attention_mask"] = None if known is None else torch.ones(known.shape, dtype=torch.bool, device=known.device)
 
     def fill(self, tensors: dict[str, torch.Tensor], known: torch.Tensor | None) -> None:
         for name, x in tensors.items():
-            self.buffers[name].copy_(x)
-        if self.mask is not None and known is not None:
-            self.mask[:, -1].copy_(known[:, -1])
+            self.inputs[name].copy_(x)  # type: ignore[union-attr]
+        if self._mask is not None and known is not None:
+            self._mask[:, -1].copy_(known[:, -1])
 
 
 def _split(
