@@ -29,6 +29,7 @@ _HOME = {
     "PagedCache": "cache.paged_cache",
     "KVCache": "integrations.huggingface",
     "Calibration": "calibrate",
+    "graphed": "integrations.graphs",
     "load_model": "integrations.models",
 }
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .cache.paged_cache import PagedCache as PagedCache
     from .calibrate import Calibration as Calibration
     from .errors import KvbitsError as KvbitsError
+    from .integrations.graphs import graphed as graphed
     from .integrations.huggingface import KVCache as KVCache
     from .integrations.models import load_model as load_model
     from .spec import CacheSpec as CacheSpec

@@ -162,13 +162,14 @@ class DeviceDecode:
         self._statuses = [g.status for g in groups]
         self._status = Later()
         self._valid: torch.Tensor | None = None
+        self._captured = False  # the step under way is recorded, not run
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def begin(self, valid: torch.Tensor | None) -> None:
         """Move all groups on by a token: valid bool [B, 1] on the device, None for all."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        if not capturing:
+        self._captured = torch.cuda.is_current_stream_capturing()
+        if not self._captured:
             self.count(1)
         self._valid = valid  # kept as long as the launch may read it
         stream = torch.cuda.current_stream(self._device).cuda_stream
@@ -197,7 +198,9 @@ class DeviceDecode:
         return g.attention.run(q, i, lse=lse)
 
     def take_back(self, layers: set[int]) -> None:
-        """Undo the step under way, of which `layers` have been through: rows that fresh tokens replaced, then the lengths."""
+        """Undo the step under way, of which `layers` have been through: rows that fresh tokens replaced, then lengths. A captured one has not run."""
+        if self._captured:
+            return
         stream = torch.cuda.current_stream(self._device).cuda_stream
         for layer in layers:
             g, i = self.of_layer[layer]

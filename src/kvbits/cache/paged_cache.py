@@ -54,6 +54,7 @@ class PagedCache(LayerSteps):
         backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
 
     Attributes:
+        led_by_host: why the last single token was not decoded on the device, or None.
         watching: note which pages attention uses (`mass`), also for schemes that do not need it. Costs a look at the newest queries of every chunk, and
             at one in `layer_steps.OBSERVE_EVERY` tokens.
     """
@@ -104,7 +105,7 @@ class PagedCache(LayerSteps):
         self._choices: dict[Any, dispatch.Choice] = {}
         self._decode: device_decode.DeviceDecode | None = None
         self._decode_refusals: dict[Any, str | None] = {}
-        self._host_leads: str | None = None  # why the last token was not decoded on the device
+        self.led_by_host: str | None = None
         self._single_passes = 0  # passes of one token since anything else was done
         self._plans: dict[Any, PagedAttention] = {}
         self._checked: set[tuple[Any, ...]] = set()  # what `_check` has let pass
@@ -120,6 +121,11 @@ class PagedCache(LayerSteps):
     def seq_lens(self) -> list[int]:
         """Tokens of each sequence, those that left a sliding window included."""
         return [s.length for s in self.groups[0].sequences]
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of each sequence that the capacity was fixed for; None for a cache that grows."""
+        return self._capacity[1]
 
     @property
     def groups(self) -> list[GroupState]:
@@ -170,7 +176,7 @@ class PagedCache(LayerSteps):
 
     def _notes(self) -> list[str]:
         """Why tokens are slower than they could be, and where another cache would serve better at the present size."""
-        notes = [f"single tokens are led by the host: {self._host_leads}"] if self._host_leads else []
+        notes = [f"single tokens are led by the host: {self.led_by_host}"] if self.led_by_host else []
         tokens = max(self.seq_lens, default=0)
         if self.device.type != "cuda" or not tokens:
             return notes
@@ -247,6 +253,22 @@ class PagedCache(LayerSteps):
             decode, self._decode, self._single_passes = self._decode, None, 0
             self._found = decode.settle(self.saturated) or self._found
 
+    @property
+    def decoding(self) -> device_decode.DeviceDecode | None:
+        """What decodes single tokens on the device, while it does. A step captured under one cannot be replayed under another."""
+        return self._decode
+
+    def cannot_decode_on_device(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
+        """Why single tokens are led by the host, whatever the sequences hold, or None."""
+        key = (num_q_heads, dtype)
+        if key not in self._decode_refusals:
+            self._decode_refusals[key] = device_decode.refuses(self, num_q_heads, dtype)
+        return self._decode_refusals[key]
+
+    def expect_tokens(self) -> None:
+        """Take the next single token for the beginning of many: decode on the device from it on, not from the third in a row."""
+        self._single_passes = max(self._single_passes, 2)
+
     def attention_plan(
         self, layouts: tuple[PageLayout, ...], max_pages: tuple[int, ...], batch_size: int, num_q_heads: int, dtype: torch.dtype, scaling: float,
         sliding_window: int | None, softcap: float | None,
@@ -277,24 +299,21 @@ class PagedCache(LayerSteps):
             self._single_passes = 2  # on with other pages
         why: str | None = f"{counted(self._single_passes, 'token')} came one by one so far; two must have"
         if self._single_passes >= 2 and q.shape[0] == self.batch_size:
-            key = (q.shape[2], q.dtype)
-            if key not in self._decode_refusals:
-                self._decode_refusals[key] = device_decode.refuses(self, *key)
-            why = "the attention of pages is watched" if self.watching else self._decode_refusals[key]
+            why = "the attention of pages is watched" if self.watching else self.cannot_decode_on_device(q.shape[2], q.dtype)
             if why is None and not capturing:
                 made = device_decode.enter(self, q.shape[2], q.dtype, scaling, softcap)
                 if not isinstance(made, str):
-                    self._decode, self._host_leads = made, None
+                    self._decode, self.led_by_host = made, None
                     return
                 why = made
-            self._host_leads = why
+            self.led_by_host = why
         if capturing:
             raise CacheStateError(f"a step of this cache cannot be captured in a graph now: {why or 'decode a token first'}")
 
     def _begin_on_device(self, decode: device_decode.DeviceDecode, valid: torch.Tensor | None) -> bool:
         """Begin a pass of one token on the device; False if the pages assigned ahead are used up."""
         capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and self._capacity[1] is None:
+        if capturing and self.max_tokens is None:
             raise CacheStateError("a cache that grows assigns pages from the host again and again, so its steps cannot be captured; build it with max_tokens")
         if not decode.steps_left and not capturing:
             self._settle()
@@ -320,10 +339,14 @@ class PagedCache(LayerSteps):
         Raises:
             PoolFullError: the capacity has no room for so many tokens more. Nothing changed; do not replay.
             CacheStateError: page lists were taken back from the device since the step was captured (by anything but decoding): capture again.
+            DataError: what closing found some tokens ago. Nothing changed.
         """
         if self._decode is None:
             raise CacheStateError("no captured step of this cache can be replayed: its pages have been assigned anew since; decode a token and capture again")
-        self._finished("replaying a step")
+        if self._forward is not None:
+            self._finished("replaying a step")
+        if self._decode.steps_taken % LOOK_EVERY + steps >= LOOK_EVERY and (found := self._decode.look()) is not None:
+            raise found
         self._decode.count(steps)
 
     def _step_on_device(

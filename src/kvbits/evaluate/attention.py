@@ -21,7 +21,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from ..errors import DataError, UnsupportedError
-from ..integrations.huggingface import KVCache, attention, mask
+from ..integrations.attention import attention
+from ..integrations.huggingface import KVCache
+from ..integrations.masks import mask
 
 OBSERVER = "kvbits_observe"
 """Name of the observing attention in Transformers' registries, while `observe` runs."""

@@ -14,273 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from .. import schemes
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, SpecError, UnsupportedError
 from ..geometry import layer_geometries
-from ..later import Later
 from ..spec import CacheSpec, Scheme
+from .attention import Handle
+from .masks import NAME, Columns
 from .rotary import stored_layers
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
-
-LOOK_EVERY = 16
-"""Tokens between two looks at what masks on a GPU said."""
-_OTHER_MASK = (
-    "tokens that are already cached (or shows padding that was not stored); kvbits keeps what it was told when they came; build a fresh cache for another mask"
-)
-NAME = "kvbits"
-"""Name of the attention and mask functions in Transformers' registries."""
-
-
-class _NotATensor:
-    """Raises a clear error wherever code that is not ours treats it as a tensor."""
-
-    _why: ClassVar[str]
-
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedError(self._why)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._refuse()
-
-    def __getitem__(self, index: object) -> NoReturn:
-        self._refuse()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        cls._refuse(cls)  # type: ignore[arg-type]
-
-
-class Handle(_NotATensor):
-    """Keys and values on their way from `update()` to the attention function, which stores them."""
-
-    _why = (
-        f"keys and values of a KVCache reached code that expects tensors: either the model's attention implementation is not {NAME!r} "
-        f"(call model.set_attn_implementation({NAME!r}), or KVCache.for_model(model, ...) again), or this model changes keys or values after "
-        "caching them, which kvbits does not support; use the stock cache for it"
-    )
-
-    def __init__(self, layer: KVLayer, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.layer, self.k, self.v = layer, k, v
-        self.stored = False
-
-
-@dataclass
-class _Columns:
-    """Positions the cache has seen, padding included: shared by the cache and its layers, which know nothing else of it (a cycle
-    between them would keep pages alive until the garbage collector comes by).
-
-    Attributes:
-        seen: before the pass under way.
-        valid: bool [B, seen], which of them are real, wherever the mask was; None for all.
-        new, been: positions of the pass under way, and the layers that have been through it.
-        mask: bool [B, seen + new] that the pass under way was given.
-    """
-
-    seen: int = 0
-    valid: torch.Tensor | None = None
-    new: int = 0
-    been: set[int] = field(default_factory=set)
-    mask: torch.Tensor | None = None
-    _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
-    _later: Later = field(default_factory=Later)
-    _passes: int = 0
-
-    def seen_by(self, layer: int) -> int:
-        return self.seen + (self.new if layer in self.been else 0)
-
-    def check(self, mask: torch.Tensor, num_tokens: int) -> None:
-        """Refuse a mask bool [B, seen + num_tokens] that says something else about what is cached than the masks before. For a single token on a GPU, which
-        nobody waits for, some passes later.
-
-        Raises:
-            UnsupportedError: it does.
-        """
-        past = mask[:, : self.seen]
-        differs = (past != self.valid.to(past.device)).any() if self.valid is not None else ~past.all()
-        if mask.device.type == "cpu" or num_tokens > 1:
-            if bool(differs):
-                raise UnsupportedError(f"attention_mask hides {_OTHER_MASK}")
-            return
-        self._differs = differs if self._differs is None else self._differs | differs
-        self._passes += 1
-        if self._passes % LOOK_EVERY == 0 and not torch.cuda.is_current_stream_capturing():
-            found = self._later.ask(self._differs)
-            if found is not None and bool(found):
-                self._differs = None
-                raise UnsupportedError(f"the attention_mask of an earlier token hid {_OTHER_MASK}")
-
-    def note(self, layer: int, new: int, mask: torch.Tensor | None) -> None:
-        """A layer has stored `new` positions per sequence; `mask` bool [B, seen + new], None for all real."""
-        self.new, self.mask = new, mask
-        self.been.add(layer)
-
-    def keep(self) -> None:
-        """The pass is over: all layers have stored it."""
-        if self.mask is not None:
-            self.valid = None if self.mask.device.type == "cpu" and bool(self.mask.all()) else self.mask
-        elif self.valid is not None:
-            self.valid = torch.cat([self.valid, self.valid.new_ones(len(self.valid), self.new)], 1)
-        self.seen += self.new
-        self.take_back()
-
-    def take_back(self) -> None:
-        """Forget the pass under way."""
-        self.new, self.mask = 0, None
-        self.been.clear()
-
-
-@dataclass
-class Mask(_NotATensor):
-    """What the mask function was told; becomes a real mask only for caches that are not ours."""
-
-    _why: ClassVar[str] = (
-        f"the {NAME!r} attention builds no mask tensor, but this model or cache wants one (static and compiled caches do); "
-        "call model.set_attn_implementation('sdpa') for it, or use a KVCache or DynamicCache"
-    )
-    batch_size: int
-    q_length: int
-    attention_mask: torch.Tensor | None  # bool [B, tokens seen + q_length]
-    unusual: str | None  # why this is not a causal mask with padding and window
-    arguments: dict[str, Any]
-    made: list[torch.Tensor | None] = field(default_factory=list)  # the dense mask, once a layer wanted it
-
-    def known(self, columns: _Columns) -> torch.Tensor | None:
-        """Bool [B, tokens seen + T]: which tokens are real; None for all.
-
-        Raises:
-            UnsupportedError: a mask that ends before the new tokens, or hides tokens that are already cached.
-        """
-        if self.attention_mask is None:
-            return None
-        seen = self.arguments["q_offset"]
-        mask = self.attention_mask
-        if mask.shape[1] < seen + self.q_length:
-            raise UnsupportedError(
-                f"attention_mask covers {mask.shape[1]} tokens, but {seen} are cached and {self.q_length} new ones came; pass the mask of all of them"
-            )
-        mask = mask[:, : seen + self.q_length]
-        if columns.seen == seen and not columns.been:  # once per pass: the first layer asks
-            columns.check(mask, self.q_length)
-        return mask
-
-    def dense(self) -> torch.Tensor | None:
-        if not self.made:  # one for all layers of a pass
-            self.made.append(sdpa_mask(**self.arguments))
-        return self.made[0]
-
-
-def mask(**arguments: Any) -> Mask:
-    """Mask function of the "kvbits" attention (signature of `transformers.masking_utils.sdpa_mask`)."""
-    unusual = None
-    if arguments.get("use_vmap"):
-        unusual = "a custom mask pattern"
-    elif arguments.get("allow_is_bidirectional_skip") is not None and "allow_is_causal_skip" not in arguments:
-        unusual = "bidirectional attention"
-    elif not arguments.get("allow_is_causal_skip", True):
-        unusual = "a packed, blockwise or otherwise modified causal mask"
-    return Mask(arguments["batch_size"], arguments["q_length"], arguments.get("attention_mask"), unusual, arguments)
-
-
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: Handle | torch.Tensor,
-    value: Handle | torch.Tensor,
-    attention_mask: Mask | torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention function of the registry: query [B, Hq, T, D] -> ([B, T, Hq, D], None)."""
-    if kwargs.get("output_attentions"):
-        raise UnsupportedError(
-            "attention weights are never formed over packed pages; use output_attentions=False or the stock cache with attn_implementation='eager'"
-        )
-    if not isinstance(key, Handle):
-        return _dense_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs)  # type: ignore[arg-type]
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedError(f"{type(module).__name__} adds a position bias to its scores, which kvbits does not support; use the stock cache")
-    if not isinstance(attention_mask, Mask):
-        what = "no mask at all" if attention_mask is None else f"a ready-made mask of shape {tuple(attention_mask.shape)}"
-        raise UnsupportedError(f"{type(module).__name__} passed {what}; kvbits needs the 2D padding mask (attention_mask of shape [batch, tokens])")
-    if attention_mask.unusual is not None:
-        raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}; kvbits supports causal attention with padding and sliding windows")
-    if key.stored:
-        raise UnsupportedError(f"{type(module).__name__} shares another layer's keys and values, which kvbits does not support; use the stock cache")
-    layer = key.layer
-    window = attention_mask.arguments.get("local_size")
-    if window != layer.sliding_window:
-        raise UnsupportedError(
-            f"layer {layer.index} attends with a sliding window of {window}, but the cache was built for {layer.sliding_window} "
-            "(None: full attention); this model's config does not say what its layers do, so build the cache from a CacheSpec of your own"
-        )
-    key.stored = True
-    known = attention_mask.known(layer.columns)
-    valid = None if known is None else known[:, -query.shape[2] :]
-    sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
-    try:
-        out = layer.store.step(
-            layer.index, query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2),
-            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=kwargs.get("softcap"), sink_logits=sink_logits, valid=valid,
-        )  # fmt: skip
-    except BaseException:
-        if not layer.store.in_pass:  # the store took the whole pass back
-            layer.columns.take_back()
-        raise
-    layer.columns.note(layer.index, query.shape[2], known)
-    if not layer.store.in_pass:
-        layer.columns.keep()
-    return out, None
-
-
-def _dense_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    scaling: float | None,
-    dropout: float,
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    """What a model switched to "kvbits" does with any other cache: SDPA, or plain matmuls where SDPA lacks an option."""
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedError(f"{type(module).__name__} adds a position bias; call model.set_attn_implementation('eager') for other caches")
-    dense = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
-    if softcap is None and sinks is None:
-        return sdpa_attention_forward(module, query, key, value, dense, dropout=dropout, scaling=scaling, **kwargs)
-    group = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if dense is None:
-        t, n = scores.shape[-2:]
-        dense = torch.ones(t, n, dtype=torch.bool, device=scores.device).tril(n - t)
-    scores = scores.masked_fill(~dense, torch.finfo(scores.dtype).min) if dense.dtype == torch.bool else scores + dense
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    p = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
-    return (p @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, mask)
 
 
 class KVLayer(CacheLayerMixin):
@@ -289,7 +39,7 @@ class KVLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, store: PagedCache, columns: _Columns, index: int) -> None:
+    def __init__(self, store: PagedCache, columns: Columns, index: int) -> None:
         super().__init__()
         self.store = store
         self.columns = columns
@@ -337,6 +87,7 @@ class KVCache(Cache):
 
     Attributes:
         store: the `PagedCache` underneath.
+        columns: positions seen, padding included.
     """
 
     layers: list[KVLayer]  # type: ignore[assignment]
@@ -347,9 +98,9 @@ class KVCache(Cache):
         seen = int(lengths.max())
         ragged = bool((lengths != seen).any())
         valid = torch.arange(seen) >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
-        self._columns = _Columns(seen, valid)
+        self.columns = Columns(seen, valid)
         self._recording = False
-        super().__init__(layers=[KVLayer(store, self._columns, i) for i in range(len(store.spec.layers))])  # type: ignore[arg-type]
+        super().__init__(layers=[KVLayer(store, self.columns, i) for i in range(len(store.spec.layers))])  # type: ignore[arg-type]
 
     @classmethod
     def for_model(
@@ -379,7 +130,7 @@ class KVCache(Cache):
             SpecError: unknown scheme, or one that does not fit the model's head_dim.
             CalibrationError: calibration missing or made for something else.
         """
-        _require_loaded(model)
+        require_loaded(model)
         if not isinstance(scheme, (str, Scheme)):
             raise SpecError(f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}")
         if calibration is not None and not hasattr(calibration, "static"):
@@ -413,7 +164,7 @@ class KVCache(Cache):
         Raises:
             FileFormatError: a damaged or foreign file, or a cache of another geometry than the model's.
         """
-        _require_loaded(model)
+        require_loaded(model)
         layers = layer_geometries(model.config.get_text_config(decoder=True))
         store = PagedCache.load(path, device=model.device, grow=grow)
         layers = stored_layers(layers, store.spec.scheme, model)
@@ -445,7 +196,7 @@ class KVCache(Cache):
         n = int(tokens_to_remove)
         if n > 0:
             raise DataError(f"crop({n}): pass how many tokens to remove as a negative number")
-        columns = self._columns
+        columns = self.columns
         if -n > columns.seen:
             raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")
         if self.store.batch_size:
@@ -466,32 +217,32 @@ class KVCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.store.batch_size:
             self.store.select(indices.tolist())
-            if self._columns.valid is not None:
-                self._columns.valid = self._columns.valid[indices.to(self._columns.valid.device)]
+            if self.columns.valid is not None:
+                self.columns.valid = self.columns.valid[indices.to(self.columns.valid.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store.batch_size:
             self.store.repeat(repeats)
-            if self._columns.valid is not None:
-                self._columns.valid = self._columns.valid.repeat_interleave(repeats, 0)
+            if self.columns.valid is not None:
+                self.columns.valid = self.columns.valid.repeat_interleave(repeats, 0)
 
     def reset(self) -> None:
         self.store.reset()
-        self._columns.take_back()
-        self._columns.seen, self._columns.valid = 0, None
+        self.columns.take_back()
+        self.columns.seen, self.columns.valid = 0, None
         self._recording = False
 
     def abandon(self) -> None:
         """Take back a forward pass that was interrupted between its layers (see `PagedCache.abandon`): the cache is what it was before it."""
         self.store.abandon()
-        self._columns.take_back()
+        self.columns.take_back()
 
     def activate_past_recording(self) -> None:
         self._recording = True
         self.store.keep_past()
 
 
-def _require_loaded(model: Any) -> None:
+def require_loaded(model: Any) -> None:
     if not hasattr(model, "config"):
         raise DataError(f"model={model!r} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or kvbits.load_model returned")
 

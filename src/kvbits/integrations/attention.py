@@ -1,0 +1,114 @@
+"""The attention function registered as "kvbits": stores what a `KVCache` layer handed out and attends over its pages; SDPA for any other cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ..errors import UnsupportedError
+from .masks import NAME, Mask, NotATensor
+
+if TYPE_CHECKING:
+    from .huggingface import KVLayer
+
+
+class Handle(NotATensor):
+    """Keys and values on their way from `update()` to the attention function, which stores them."""
+
+    _why = (
+        f"keys and values of a KVCache reached code that expects tensors: either the model's attention implementation is not {NAME!r} "
+        f"(call model.set_attn_implementation({NAME!r}), or KVCache.for_model(model, ...) again), or this model changes keys or values after "
+        "caching them, which kvbits does not support; use the stock cache for it"
+    )
+
+    def __init__(self, layer: KVLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.layer, self.k, self.v = layer, k, v
+        self.stored = False
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Handle | torch.Tensor,
+    value: Handle | torch.Tensor,
+    attention_mask: Mask | torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function of the registry: query [B, Hq, T, D] -> ([B, T, Hq, D], None)."""
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError(
+            "attention weights are never formed over packed pages; use output_attentions=False or the stock cache with attn_implementation='eager'"
+        )
+    if not isinstance(key, Handle):
+        return _dense_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs)  # type: ignore[arg-type]
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedError(f"{type(module).__name__} adds a position bias to its scores, which kvbits does not support; use the stock cache")
+    if not isinstance(attention_mask, Mask):
+        what = "no mask at all" if attention_mask is None else f"a ready-made mask of shape {tuple(attention_mask.shape)}"
+        raise UnsupportedError(f"{type(module).__name__} passed {what}; kvbits needs the 2D padding mask (attention_mask of shape [batch, tokens])")
+    if attention_mask.unusual is not None:
+        raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}; kvbits supports causal attention with padding and sliding windows")
+    if key.stored:
+        raise UnsupportedError(f"{type(module).__name__} shares another layer's keys and values, which kvbits does not support; use the stock cache")
+    layer = key.layer
+    window = attention_mask.arguments.get("local_size")
+    if window != layer.sliding_window:
+        raise UnsupportedError(
+            f"layer {layer.index} attends with a sliding window of {window}, but the cache was built for {layer.sliding_window} "
+            "(None: full attention); this model's config does not say what its layers do, so build the cache from a CacheSpec of your own"
+        )
+    key.stored = True
+    known, valid = attention_mask.known(layer.columns)
+    sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    try:
+        out = layer.store.step(
+            layer.index, query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2),
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=kwargs.get("softcap"), sink_logits=sink_logits, valid=valid,
+        )  # fmt: skip
+    except BaseException:
+        if not layer.store.in_pass:  # the store took the whole pass back
+            layer.columns.take_back()
+        raise
+    layer.columns.note(layer.index, query.shape[2], known)
+    if not layer.store.in_pass:
+        layer.columns.keep()
+    return out, None
+
+
+def _dense_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """What a model switched to "kvbits" does with any other cache: SDPA, or plain matmuls where SDPA lacks an option."""
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedError(f"{type(module).__name__} adds a position bias; call model.set_attn_implementation('eager') for other caches")
+    dense = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, dense, dropout=dropout, scaling=scaling, **kwargs)
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if dense is None:
+        t, n = scores.shape[-2:]
+        dense = torch.ones(t, n, dtype=torch.bool, device=scores.device).tril(n - t)
+    scores = scores.masked_fill(~dense, torch.finfo(scores.dtype).min) if dense.dtype == torch.bool else scores + dense
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    p = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    return (p @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)

@@ -1,0 +1,184 @@
+"""Which tokens are padding: the mask function registered as "kvbits", and what a cache remembers of the masks it has seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from ..errors import UnsupportedError
+from ..later import Later
+
+LOOK_EVERY = 16
+"""Tokens between two looks at what masks on a GPU said."""
+_OTHER_MASK = (
+    "tokens that are already cached (or shows padding that was not stored); kvbits keeps what it was told when they came; build a fresh cache for another mask"
+)
+NAME = "kvbits"
+"""Name of the attention and mask functions in Transformers' registries."""
+
+
+class NotATensor:
+    """Raises a clear error wherever code that is not ours treats it as a tensor."""
+
+    _why: ClassVar[str]
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedError(self._why)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        cls._refuse(cls)  # type: ignore[arg-type]
+
+
+@dataclass
+class Columns:
+    """Positions the cache has seen, padding included: shared by the cache and its layers, which know nothing else of it (a cycle
+    between them would keep pages alive until the garbage collector comes by).
+
+    Attributes:
+        seen: before the pass under way.
+        valid: bool [B, seen], which of them are real, wherever the mask was; None for all.
+        new, been: positions of the pass under way, and the layers that have been through it.
+        mask: bool [B, seen + new] that the pass under way was given.
+        captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every replay).
+    """
+
+    seen: int = 0
+    valid: torch.Tensor | None = None
+    new: int = 0
+    been: set[int] = field(default_factory=set)
+    mask: torch.Tensor | None = None
+    captured: bool = False
+    _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
+    _later: Later = field(default_factory=Later)
+    _passes: int = 0
+
+    def seen_by(self, layer: int) -> int:
+        return self.seen + (self.new if layer in self.been else 0)
+
+    def known(self, mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Bool [B, seen + num_tokens] of a mask that may be longer, checked against the masks before.
+
+        Raises:
+            UnsupportedError: a mask that ends before the new tokens, or hides tokens that are already cached.
+        """
+        wanted = self.seen + num_tokens
+        if mask.shape[1] < wanted:
+            raise UnsupportedError(
+                f"attention_mask covers {mask.shape[1]} tokens, but {self.seen} are cached and {num_tokens} new ones came; pass the mask of all of them"
+            )
+        mask = mask[:, :wanted]
+        if not self.captured and not self.been:
+            self.check(mask, num_tokens)
+        return mask
+
+    def check(self, mask: torch.Tensor, num_tokens: int) -> None:
+        """Refuse a mask bool [B, seen + num_tokens] that says something else about what is cached than the masks before. For a single token on a GPU, which
+        nobody waits for, some passes later.
+
+        Raises:
+            UnsupportedError: it does.
+        """
+        past = mask[:, : self.seen]
+        differs = (past != self.valid.to(past.device)).any() if self.valid is not None else ~past.all()
+        if mask.device.type == "cpu" or num_tokens > 1:
+            if bool(differs):
+                raise UnsupportedError(f"attention_mask hides {_OTHER_MASK}")
+            return
+        self._differs = differs if self._differs is None else self._differs | differs
+        self._passes += 1
+        if self._passes % LOOK_EVERY == 0 and not torch.cuda.is_current_stream_capturing():
+            found = self._later.ask(self._differs)
+            if found is not None and bool(found):
+                self._differs = None
+                raise UnsupportedError(f"the attention_mask of an earlier token hid {_OTHER_MASK}")
+
+    def note(self, layer: int, new: int, mask: torch.Tensor | None) -> None:
+        """A layer has stored `new` positions per sequence; `mask` bool [B, seen + new], None for all real."""
+        if self.captured:
+            return
+        self.new, self.mask = new, mask
+        self.been.add(layer)
+
+    def keep(self) -> None:
+        """The pass is over: all layers have stored it."""
+        if self.captured:
+            return
+        if self.mask is not None:
+            self.valid = None if self.mask.device.type == "cpu" and bool(self.mask.all()) else self.mask
+        elif self.valid is not None:
+            self.valid = torch.cat([self.valid, self.valid.new_ones(len(self.valid), self.new)], 1)
+        self.seen += self.new
+        self.take_back()
+
+    def replayed(self, mask: torch.Tensor | None) -> None:
+        """A captured pass of one token has run; `mask` bool [B, seen + 1] as `known` gave it, None for all real."""
+        self.new, self.mask = 1, mask
+        self.keep()
+
+    def take_back(self) -> None:
+        """Forget the pass under way."""
+        self.new, self.mask = 0, None
+        self.been.clear()
+
+
+@dataclass
+class Mask(NotATensor):
+    """What the mask function was told; becomes a real mask only for caches that are not ours."""
+
+    _why: ClassVar[str] = (
+        f"the {NAME!r} attention builds no mask tensor, but this model or cache wants one (static and compiled caches do); "
+        "call model.set_attn_implementation('sdpa') for it, or use a KVCache or DynamicCache"
+    )
+    batch_size: int
+    q_length: int
+    attention_mask: torch.Tensor | None  # bool [B, tokens seen + q_length]
+    unusual: str | None  # why this is not a causal mask with padding and window
+    arguments: dict[str, Any]
+    made: list[torch.Tensor | None] = field(default_factory=list)  # the dense mask, once a layer wanted it
+    _known: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def known(self, columns: Columns) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(bool [B, tokens seen + T], bool [B, T]): which tokens are real, of all and of those of this pass; None for all. The same for all layers.
+
+        Raises:
+            UnsupportedError: a mask that ends before the new tokens, or hides tokens that are already cached.
+        """
+        if self.attention_mask is None:
+            return None, None
+        if self._known is None:  # the first layer asks
+            known = columns.known(self.attention_mask, self.q_length)
+            self._known = known, known[:, -self.q_length :]
+        return self._known
+
+    def dense(self) -> torch.Tensor | None:
+        if not self.made:  # one for all layers of a pass
+            self.made.append(sdpa_mask(**self.arguments))
+        return self.made[0]
+
+
+def mask(**arguments: Any) -> Mask:
+    """Mask function of the "kvbits" attention (signature of `transformers.masking_utils.sdpa_mask`)."""
+    unusual = None
+    if arguments.get("use_vmap"):
+        unusual = "a custom mask pattern"
+    elif arguments.get("allow_is_bidirectional_skip") is not None and "allow_is_causal_skip" not in arguments:
+        unusual = "bidirectional attention"
+    elif not arguments.get("allow_is_causal_skip", True):
+        unusual = "a packed, blockwise or otherwise modified causal mask"
+    return Mask(arguments["batch_size"], arguments["q_length"], arguments.get("attention_mask"), unusual, arguments)
+
+
+AttentionMaskInterface.register(NAME, mask)

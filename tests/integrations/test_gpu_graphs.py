@@ -1,0 +1,198 @@
+"""The graph decoder on a GPU: the tokens of eager decoding, through Transformers' own generate. KVBITS_TEST_MODEL=<directory> adds a real model."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.generation.streamers import BaseStreamer
+
+from kvbits import schemes
+from kvbits.errors import PoolFullError, UnsupportedError
+from kvbits.integrations.graphs import graphed
+from kvbits.integrations.huggingface import KVCache
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:.*Synchronization debug mode", "ignore:.*CUDA Graph is empty"),
+]
+PRESETS = ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "fp8"]
+REAL = os.environ.get("KVBITS_TEST_MODEL")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=128, vocab_size=1024,
+        max_position_embeddings=4096, bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.05,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda").eval()
+
+
+@pytest.fixture(scope="module")
+def real():
+    if not REAL:
+        pytest.skip("KVBITS_TEST_MODEL names no model")
+    return AutoModelForCausalLM.from_pretrained(REAL, dtype=torch.bfloat16).to("cuda").eval()
+
+
+def prompts(lengths, seed=1, vocab=1024):
+    width = max(lengths)
+    ids = torch.randint(2, vocab, (len(lengths), width), generator=torch.Generator().manual_seed(seed))
+    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
+    return {"input_ids": (ids * mask).cuda(), "attention_mask": mask.cuda()}
+
+
+def fixed(model, scheme="int8_centered", batch=1, tokens=900):
+    return KVCache.for_model(model, scheme, batch_size=batch, max_tokens=tokens)
+
+
+@contextmanager
+def eagerly(model, cache):
+    """Decoding on the device from the first token on, as inside graphed(): other kernels round otherwise."""
+    hook = model.register_forward_pre_hook(lambda *_: cache.store.expect_tokens())
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def generate(model, inputs, cache, count=128, **options):
+    torch.manual_seed(3)
+    return model.generate(**inputs, past_key_values=cache, min_new_tokens=count, max_new_tokens=count, **{"do_sample": False, "pad_token_id": 0, **options})
+
+
+def both(model, inputs, scheme, batch, count, **options):
+    eager, cache = fixed(model, scheme, batch), fixed(model, scheme, batch)
+    with eagerly(model, eager):
+        want = generate(model, inputs, eager, count, **options)
+    with graphed(model, cache) as decoder:
+        got = generate(model, inputs, cache, count, **options)
+    assert (decoder.captures, decoder.replays) == (1, count - 2)
+    assert torch.equal(got, want), f"differs first at {(got != want).any(0).nonzero()[0].item() - inputs['input_ids'].shape[1]}"
+    assert cache.store.seq_lens == eager.store.seq_lens
+    return want
+
+
+@pytest.mark.parametrize("lengths", [[300], [250, 131, 7]], ids=["one", "left_padded"])
+@pytest.mark.parametrize(
+    "scheme", [*PRESETS, schemes.get("int8", residual_length=0, token_local=True)], ids=lambda s: s if isinstance(s, str) else "token_local"
+)
+def test_512_greedy_tokens_are_the_eager_ones(model, scheme, lengths):
+    both(model, prompts(lengths), scheme, len(lengths), 512)
+
+
+@pytest.mark.parametrize("lengths", [[300], [250, 131, 7]], ids=["one", "left_padded"])
+def test_sampled_tokens_are_the_eager_ones(model, lengths):
+    both(model, prompts(lengths), "int8_centered", len(lengths), 256, do_sample=True, temperature=1.3, top_p=0.95)
+
+
+@pytest.mark.parametrize("scheme", PRESETS)
+def test_512_tokens_of_a_real_model_are_the_eager_ones(real, scheme):
+    both(real, prompts([200], vocab=20_000), scheme, 1, 512)
+
+
+def test_logits_are_the_eager_ones_and_nothing_waits(model):
+    inputs = prompts([200, 150])
+    eager, cache = fixed(model, batch=2), fixed(model, batch=2)
+    tokens = torch.randint(2, 1024, (300, 2, 1), generator=torch.Generator().manual_seed(5)).cuda()
+    masks = torch.cat([inputs["attention_mask"], torch.ones(2, 300, dtype=torch.long, device="cuda")], 1)
+    with torch.no_grad(), eagerly(model, eager):
+        want, got = [], []
+        for used, found in ((eager, want), (cache, got)):
+            with graphed(model, cache) as decoder:
+                model(**inputs, past_key_values=used)
+                for i, token in enumerate(tokens):
+                    torch.cuda.set_sync_debug_mode("error" if decoder.replays > 1 else "default")
+                    try:
+                        found.append(model(token, attention_mask=masks[:, : 201 + i], past_key_values=used).logits)
+                    finally:
+                        torch.cuda.set_sync_debug_mode("default")
+    assert decoder.replays == 299
+    for i, (a, b) in enumerate(zip(want, got, strict=True)):
+        assert torch.equal(a, b), i
+
+
+def test_a_streamer_in_another_thread(model):
+    class Collects(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens.append(value.flatten())
+
+        def end(self):
+            self.tokens.append(None)
+
+    cache, streamer, found = fixed(model), Collects(), []
+    with graphed(model, cache) as decoder:
+        thread = threading.Thread(target=lambda: found.append(generate(model, prompts([100]), cache, 100, streamer=streamer)))
+        thread.start()
+        while thread.is_alive():  # the main thread uses the GPU meanwhile
+            torch.ones(1000, device="cuda").sum().item()
+            time.sleep(0.001)
+        thread.join()
+    assert decoder.replays == 98 and streamer.tokens.pop() is None
+    assert torch.equal(torch.cat(streamer.tokens), found[0][0].cpu())
+
+
+def test_turns_crops_and_resets_in_between(model):
+    eager, cache = fixed(model), fixed(model)
+    results = []
+    for used in (eager, cache):
+        with graphed(model, cache) as decoder, eagerly(model, eager):
+            first = generate(model, prompts([200]), used, 100)
+            turn = torch.cat([first, prompts([30], seed=2)["input_ids"]], 1)
+            second = generate(model, {"input_ids": turn, "attention_mask": torch.ones_like(turn)}, used, 100)
+            used.reset()
+            third = generate(model, prompts([200]), used, 100)
+            used.crop(-1)
+            fourth = generate(model, {"input_ids": third, "attention_mask": torch.ones_like(third)}, used, 50)
+        results.append((first, second, third, fourth))
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want, got)
+    assert decoder.captures == 4
+    assert torch.equal(results[1][0], results[1][2])
+
+
+def test_the_capacity_ends_in_a_sentence(model):
+    cache = fixed(model, tokens=256)
+    with graphed(model, cache) as decoder, pytest.raises(PoolFullError, match="built for 1 sequence of 256 tokens"):
+        generate(model, prompts([200]), cache, 400)
+    assert decoder.replays > 40 and cache.store.seq_lens[0] >= 256 and cache.get_seq_length() == cache.store.seq_lens[0]
+
+
+def test_a_forward_pass_that_waits_is_refused_and_the_cache_stays(model):
+    cache, clean = fixed(model), fixed(model)
+    inputs, token = prompts([100]), torch.tensor([[7]], device="cuda")
+    with torch.no_grad():
+        for used in (cache, clean):
+            model(**inputs, past_key_values=used)
+            used.store.expect_tokens()
+            model(token, past_key_values=used)
+        hook = model.model.layers[2].register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
+        with graphed(model, cache), pytest.raises(UnsupportedError, match="LlamaForCausalLM for one token cannot be captured in a CUDA graph"):
+            model(token, past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 101
+        with graphed(model, cache) as decoder:
+            for _ in range(100):
+                assert torch.equal(model(token, past_key_values=cache).logits, model(token, past_key_values=clean).logits)
+        assert decoder.replays == 100
+
+
+def test_what_a_graph_held_is_given_back(model):
+    cache = fixed(model)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with graphed(model, cache):
+        generate(model, prompts([100]), cache, 20)
+    cache.reset()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 16 << 20
