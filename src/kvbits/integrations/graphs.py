@@ -198,6 +198,12 @@ class GraphDecoder:
         return graph
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class CapturedWork:
     """What `work` launches, to be launched again.
 
@@ -207,7 +213,7 @@ class CapturedWork:
 
     def __init__(self, work: Callable[[], Any], device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
+        with torch.cuda.device(device), torch.cuda.graph(self._graph, stream=_side_stream(device), capture_error_mode="thread_local"):
             self.output = work()  # other threads may use the GPU meanwhile
 
     def replay(self) -> None:
