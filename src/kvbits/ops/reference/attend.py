@@ -139,17 +139,17 @@ def _fresh_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend_fresh` by FlashAttention: no mask of T x T is made. Padding is cut out of its sequence."""
-    from ..cuda.attend.unpack_then_flash import flash_attention
+    from ..cuda.attend.dense import attention
 
     real = (positions >= 0).cpu()
     if bool(real.all()):
-        out, lse = flash_attention(q, k, v, scaling, causal=True, window=sliding_window)
+        out, lse = attention(q, k, v, scaling, causal=True, window=sliding_window)
         return out.float(), lse
     out, lse = torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     for b in range(len(q)):
         rows = real[b].nonzero().squeeze(1).to(q.device)
         if len(rows):
-            o, m = flash_attention(q[b : b + 1, rows], k[b : b + 1, rows], v[b : b + 1, rows], scaling, causal=True, window=sliding_window)
+            o, m = attention(q[b : b + 1, rows], k[b : b + 1, rows], v[b : b + 1, rows], scaling, causal=True, window=sliding_window)
             out[b, rows], lse[b, rows] = o[0].float(), m[0]
     return out, lse
 

@@ -1,4 +1,4 @@
-"""Many query tokens over packed history on a GPU: pages are unpacked once to 16-bit rows, a bounded number at a time, and FlashAttention reads those.
+"""Many query tokens over packed history on a GPU: pages are unpacked once to 16-bit rows, a bounded number at a time, and a dense kernel reads those.
 
 The decode kernel unpacks a page for every 16 query columns, which is right for a few tokens and four times slower than 16-bit attention for a chunk of
 hundreds (docs/log-gpu.md). Softmax does not care about the order of keys, so pages of all formats go to one run of rows per sequence; sequences of a batch
@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from ....errors import DataError
-from ...reference.merge import merge_partials
 from ...types import AttendCall, check_call, last_positions
 from ..dequantize.unpacker import Unpacker, refuses_layout
 from ..side import refuses_low
+from .dense import attention
 from .kernel_choice import is_wide
+from .merge import merge_partials
 
 MAX_ROWS = 1 << 16
 """Rows of scratch: 268 MB of keys and values at 8 kv heads of 128. Fewer make slices whose merging shows."""
@@ -44,26 +45,6 @@ def refuses(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_querie
     if call.page_lse is not None:
         return "it asks for log-sum-exps by page"
     return next((why for p in call.parts if (why := refuses_layout(p.store.layout, q_dtype) or refuses_low(len(p.low)))), None)
-
-
-def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool = False, window: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's FlashAttention, float16 or bfloat16 on a GPU. Where queries are few it splits the keys.
-
-    Args:
-        q: [B, T, Hq, D]; k, v: [B, S, H, D].
-        causal: the last query sees the last key, the one before one less.
-        window: how many newest keys a query sees, with `causal`.
-
-    Returns:
-        out [B, T, Hq, D] and lse float32 [B, T, Hq].
-    """
-    left, right = (None, None) if window is None else (window - 1, 0)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scaling, window_size_left=left, window_size_right=right
-    )
-    return out, lse.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -117,7 +98,7 @@ class ChunkPlan:
             step = len(lengths) if (lengths == lengths[0]).all() else 1  # one call for sequences of one length
             for b in range(0, len(lengths), step):
                 k, v = (x[p.starts[b] : p.starts[b + step]].unflatten(0, (step, -1)) for x in (self._keys, self._values))
-                outs, lses = flash_attention(q[p.first + b : p.first + b + step], k, v, self.call.scaling)
+                outs, lses = attention(q[p.first + b : p.first + b + step], k, v, self.call.scaling)
                 for i in range(step):
                     found.setdefault(p.first + b + i, []).append((outs[i], lses[i]))
         out, lse = (torch.stack(x) for x in zip(*(self._merged(found.get(b, [])) for b in range(self.shape[0])), strict=True))
@@ -127,7 +108,7 @@ class ChunkPlan:
     def explain(self) -> str:
         """How the history is read, in a line."""
         rows, dtype = max((p.starts[-1] for p in self._passes), default=0), str(self.dtype)[6:]
-        return f"attend_pages by cuda: {len(self._passes)} x up to {rows} tokens unpacked to {dtype}, then FlashAttention of {self.shape[1]} queries"
+        return f"attend_pages by cuda: {len(self._passes)} x up to {rows} tokens unpacked to {dtype}, then dense attention of {self.shape[1]} queries"
 
     def _merged(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         t, heads, d = self.shape[1:]
@@ -135,8 +116,8 @@ class ChunkPlan:
             return torch.zeros(t, heads, d, dtype=self.dtype, device=self.device), torch.full((t, heads), -torch.inf, device=self.device)
         if len(found) == 1:
             return found[0]
-        out, lse = merge_partials([o for o, _ in found], [m for _, m in found])
-        return out.to(self.dtype), lse
+        out, lse = merge_partials([o[None] for o, _ in found], [m[None] for _, m in found])
+        return out[0], lse[0]
 
     def _pass(self, found: tuple[int, int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]], strides: tuple[int, ...]) -> _Pass:
         first, last, starts, entries = found
