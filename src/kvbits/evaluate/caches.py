@@ -21,7 +21,7 @@ from .. import schemes as presets
 from ..errors import SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
-from ..spec import Scheme
+from ..spec import Scheme, to_dict
 from .simulated import SimulatedCache
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class CacheFactory:
         name: what results call it.
         kind: "base", "kvbits", "stock" or "simulated".
         make: (batch_size, max_tokens) -> a fresh Transformers cache; None for both: one that grows.
-        info: JSON data about it: bits per element, source, calibration.
+        info: JSON data about it: bits per element, the scheme and the heads' sizes, calibration.
     """
 
     name: str
@@ -116,7 +116,8 @@ def factory(
 
     store = make(1, 1).store
     spec = store.spec
-    info = {"bits_per_element": spec.bits_per_element, "source": scheme.source, "description": scheme.description, "spec": spec.to_json()}
+    head_dims = list(dict.fromkeys(g.head_dim for g in layers))
+    info = {"bits_per_element": spec.bits_per_element, "scheme": to_dict(scheme), "head_dims": head_dims}
     info |= {"calibration": found.info | {"id": found.id}} if found else {}
     if not simulate:
         return CacheFactory(scheme.name, "kvbits", make, info)
