@@ -17,6 +17,7 @@ from kvbits.cli import app
 from kvbits.errors import DataError
 from kvbits.planner import uniform
 from kvbits.spec import CacheSpec
+from kvbits.studies.source_figures import source_figures
 
 GEOMETRY = ["--layers", "4", "--kv-heads", "2", "--head-dim", "64"]
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -146,7 +147,7 @@ def test_plan_errors_are_one_line(args, message):
 
 def test_sources_as_table_and_json():
     figures = run_json("plan", "--sources")["sources"]
-    assert len(figures) == len(planner.source_figures())
+    assert len(figures) == len(source_figures())
     paper = next(f for f in figures if f["printed"] == "about 137 GB")
     assert paper["nbytes"] == 137_438_953_472 and paper["gib"] == 128 and paper["agrees"]
     text = run("plan", "--sources").stdout

@@ -21,11 +21,12 @@ from kvbits.ops.close_pages import cuda as close_cuda
 from kvbits.ops.cuda import compile as cuda_compile
 from kvbits.ops.cuda import driver
 from kvbits.ops.dequantize_pages import cuda as dequantize_cuda
-from kvbits.ops.matrix import cuda as matrix_cuda
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.studies.int8_paper import cuda as matrix_cuda
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 FOLDER = Path(ops.__file__).parent
+STUDY = Path(matrix_cuda.__file__).parent
 ALL = bool(os.environ.get("KVBITS_TEST_ALL_KERNELS"))
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 
@@ -250,14 +251,14 @@ def test_dequantize_kernels_compile_without_spills(key, value, dtype):
 @pytest.mark.parametrize("columns", [128, 127])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrix_kernels_compile_without_spills(dtype, columns):
-    binary = cuda_compile.compile_source(FOLDER / "matrix", "matrix.cu", matrix_cuda.defines(dtype, columns), "sm_90")
+    binary = cuda_compile.compile_source(STUDY, "matrix.cu", matrix_cuda.defines(dtype, columns), "sm_90")
     names = [f"{what}_{k}" for what in ("quantize", "dequantize") for k in matrix_cuda.PRINTED]
     for name in (*names, "quantize", "dequantize", "column_maxima", "scales_of_maxima", "scales_warp", "quantize_groups"):
         assert binary.resources(name).spill_bytes == 0
 
 
 def test_a_binary_is_compiled_once_and_then_read_from_disk(monkeypatch):
-    args = (FOLDER / "matrix", "matrix.cu", matrix_cuda.defines(torch.float16, 8), "sm_90")
+    args = (STUDY, "matrix.cu", matrix_cuda.defines(torch.float16, 8), "sm_90")
     first = cuda_compile.compile_source(*args)
     monkeypatch.setattr(cuda_compile, "_compile", lambda *a: pytest.fail("compiled again"))
     assert cuda_compile.compile_source(*args) == first

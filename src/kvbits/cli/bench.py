@@ -47,7 +47,7 @@ def paper(
         out.write_text(json.dumps(result, indent=1) + "\n")
     notes = [] if result["device"] else [f"No GPU kernels were measured: {result['gpu_missing']}."]
     if figures:
-        from ..evaluate.paper_figures import draw
+        from ..studies.int8_paper.figures import draw
 
         paths, left_out = draw(result, figures)
         notes += [f"wrote {p}" for p in paths] + left_out
@@ -58,7 +58,7 @@ def paper(
 
 
 def _measure(cases: str, cpu_rows: int, threads: int | None) -> dict[str, Any]:
-    from ..evaluate import paper as study
+    from ..studies.int8_paper import study
 
     set_threads(threads)
     names = list(study.CASES) if cases == "all" else [c.strip() for c in cases.split(",") if c.strip()]

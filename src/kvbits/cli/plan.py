@@ -113,7 +113,8 @@ def _plan_notes(found: Plan, longest: int | None) -> list[str]:
 
 
 def _sources(as_json: bool) -> None:
-    from ..planner import GB, GIB, source_figures
+    from ..planner import GB, GIB
+    from ..studies.source_figures import source_figures
 
     figures = source_figures()
     if as_json:

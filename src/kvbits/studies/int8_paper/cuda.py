@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from ...errors import DataError, SpecError
-from ..cuda import compile as cuda_compile
-from ..cuda import driver
+from ...ops.cuda import compile as cuda_compile
+from ...ops.cuda import driver
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 PRINTED = ("naive", "tiled", "coarsened", "vectorized")
