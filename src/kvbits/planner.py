@@ -25,6 +25,9 @@ GIB = 2**30
 DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Plain dense caches and their bytes per element."""
 
+GROUPS = {"all": (*DENSE, *presets.PRESETS)}
+"""What a plan knows by name (see `schemes.expand`)."""
+
 UNBOUNDED = 2**40
 """A context this long that fits is called unbounded: every layer slides, so more tokens cost nothing."""
 
@@ -133,22 +136,6 @@ def human_bytes(n: float) -> str:
     return f"{n:.0f} B"
 
 
-def expand_schemes(names: Iterable[str]) -> list[str]:
-    """Scheme names with "all" replaced by the dense caches and every preset, each once.
-
-    Raises:
-        SpecError: an unknown name.
-    """
-    found: list[str] = []
-    for name in names:
-        found += [*DENSE, *presets.PRESETS] if name == "all" else [name]
-    known = [*DENSE, *presets.PRESETS]
-    for name in found:
-        if name not in known:
-            raise SpecError(f"unknown scheme {name!r}; known: all, {', '.join(known)}")
-    return list(dict.fromkeys(found))
-
-
 def plan(
     layers: Sequence[LayerGeometry],
     schemes: Iterable[str | Scheme],
@@ -198,7 +185,8 @@ def _cache(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], raw_dtype: s
     if isinstance(scheme, str) and scheme in DENSE:
         return _Dense(scheme, layers)
     if isinstance(scheme, str):
-        scheme = presets.for_layers(expand_schemes([scheme])[0], layers, **changes)
+        (known,) = presets.expand([scheme], GROUPS)
+        scheme = presets.for_layers(known, layers, **changes)
     return CacheSpec(scheme=scheme, layers=layers, raw_dtype=raw_dtype)
 
 
