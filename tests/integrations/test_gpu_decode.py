@@ -78,7 +78,9 @@ def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
     feed(ours, prompt), feed(theirs, prompt)
     for step in range(140):
         layers = random_tokens(5, 1, gen)
-        torch.cuda.set_sync_debug_mode("error" if step > 10 and (fixed or step % 128 not in range(2, 8)) and ours._decode and ours._decode.steps_left > 1 else "default")
+        torch.cuda.set_sync_debug_mode(
+            "error" if step > 10 and (fixed or step % 128 not in range(2, 8)) and ours._decode and ours._decode.steps_left > 1 else "default"
+        )
         try:
             got = feed(ours, layers)
         finally:
@@ -95,7 +97,9 @@ def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
 
 
 @pytest.mark.parametrize("batch", [1, 6])
-@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "int4", "kivi2", TOKEN_LOCAL[1]], ids=lambda s: s if isinstance(s, str) else f"{s.name}_token_local")
+@pytest.mark.parametrize(
+    "scheme", ["raw", "int8_centered", "int4", "kivi2", TOKEN_LOCAL[1]], ids=lambda s: s if isinstance(s, str) else f"{s.name}_token_local"
+)
 def test_one_graph_decodes_500_tokens_over_page_closings(scheme, batch):
     """Captured once: the same numbers as eager, bit for bit."""
     ours, eager = (PagedCache(spec_of(scheme), device="cuda", max_tokens=900, batch_size=batch) for _ in range(2))
@@ -144,7 +148,9 @@ def test_a_growing_cache_is_not_captured():
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_tokens_of_the_kernel_just_ahead_are_never_read_early(scheme):
     """100,000 steps in graphs: every step overwrites the newest token and attends to it at once, over one page, so that the ring reads it first."""
-    cache = PagedCache(CacheSpec(scheme=schemes.get(scheme), layers=(LayerGeometry(num_kv_heads=H, head_dim=DIM),)), device="cuda", max_tokens=400, batch_size=8)
+    cache = PagedCache(
+        CacheSpec(scheme=schemes.get(scheme), layers=(LayerGeometry(num_kv_heads=H, head_dim=DIM),)), device="cuda", max_tokens=400, batch_size=8
+    )
     gen = torch.Generator("cuda").manual_seed(2)
     q, k, v = (torch.randn(8, 1, n, DIM, generator=gen, device="cuda").bfloat16() for n in (HQ, H, H))
     cache.step(0, q.expand(-1, 3, -1, -1).contiguous(), k.expand(-1, 3, -1, -1).contiguous(), v.expand(-1, 3, -1, -1).contiguous(), scaling=4.0)

@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 @register_model("kvbits")
-class KvbitsLM(HFLM):  # type: ignore[misc]
+class KvbitsLM(HFLM):
     """`HFLM` whose model reads and writes a cache of one kind.
 
     Args:
