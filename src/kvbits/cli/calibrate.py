@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import SpecError, counted
 from ..files import require_file
 from .common import Json, Threads, app, print_json, require_model, set_threads, show
+
+if TYPE_CHECKING:
+    from ..calibrate import Calibration
+    from ..spec import Scheme
 
 
 @app.command()
@@ -47,11 +51,7 @@ def calibrate(
     require_file(out, "--out")
     from .. import schemes
 
-    named = schemes.find(scheme)
-    chosen = schemes.get(named) if isinstance(named, str) else named
-    if not chosen.needs_calibration:
-        static = [s.name for s in schemes.PRESETS.values() if s.needs_calibration]
-        raise SpecError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
+    named, chosen = _with_calibration(scheme)
     if out.exists() and not force:
         _may_replace(out, model, chosen.name)
     from ..evaluate.calibrator import Calibrator, Sample, thorough
@@ -77,13 +77,27 @@ def calibrate(
     found.save(out)
     if as_json:
         print_json({"out": str(out), "id": found.id, "file_bytes": out.stat().st_size, "seconds": seconds, "layers": len(found.static)} | found.info)
-        return
+    else:
+        _print(found, out, seconds)
+
+
+def _print(found: Calibration, out: Path, seconds: float) -> None:
     info = found.info
-    show(
-        f"{chosen.name} scales of {len(found.static)} layers over {info['tokens']:,} tokens in {counted(info['prompts'], 'window')}, "
-        f"{'maximum' if info['percentile'] == 100 else 'percentile {:g}'.format(info['percentile'])}, {seconds:.1f} s",
-        f"wrote {out} (id {found.id})",
-    )
+    share = "maximum" if info["percentile"] == 100 else f"percentile {info['percentile']:g}"
+    tokens = f"{info['tokens']:,} tokens in {counted(info['prompts'], 'window')}"
+    show(f"{info['scheme']} scales of {len(found.static)} layers over {tokens}, {share}, {seconds:.1f} s", f"wrote {out} (id {found.id})")
+
+
+def _with_calibration(scheme: str) -> tuple[str | Scheme, Scheme]:
+    """(what a list of schemes would hold, the scheme) of one that needs a calibration."""
+    from .. import schemes
+
+    named = schemes.find(scheme)
+    chosen = schemes.get(named) if isinstance(named, str) else named
+    if not chosen.needs_calibration:
+        static = [s.name for s in schemes.PRESETS.values() if s.needs_calibration]
+        raise SpecError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
+    return named, chosen
 
 
 def _may_replace(out: Path, model: str, scheme: str) -> None:

@@ -80,7 +80,11 @@ def evaluate(
     )  # fmt: skip
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})
-        return
+    else:
+        _print(found, out)
+
+
+def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:
     tables = [part for task, rows in found.items() for part in (_table(task, rows), _LEGENDS.get(task)) if part]
     show(*tables, f"results in {out}; `kvbits report {out}` draws them")
 
