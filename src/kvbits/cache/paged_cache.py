@@ -368,7 +368,7 @@ class PagedCache(LayerSteps):
         f.pending.discard(layer)
         if not f.pending:
             self._forward = None
-        return out if lse is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
+        return out if lse is None or sink_logits is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
 
     def _restore(self, before: list[tuple[list[Sequence], dict[str, Allocator]]]) -> None:
         for g, state in zip(self.groups, before, strict=True):

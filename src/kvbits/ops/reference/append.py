@@ -148,9 +148,9 @@ def check_tokens(
             raise DataError(f"{name} must be dense int64 [{count}], one entry for each token, got {numbers.dtype} {list(numbers.shape)}")
     if layout.is_centered and previous_page is None:
         raise DataError("centred keys take the mean of the page before when a page opens; give previous_page")
-    for name, x in (("v", v), ("pages", pages), ("slot_mapping", slot_mapping), ("previous_page", previous_page), ("status", status)):
-        if x is not None and x.device != k.device:
-            raise DataError(f"{name} is on {x.device}, k on {k.device}; all must be on one device")
+    for name, given in (("v", v), ("pages", pages), ("slot_mapping", slot_mapping), ("previous_page", previous_page), ("status", status)):
+        if given is not None and given.device != k.device:
+            raise DataError(f"{name} is on {given.device}, k on {k.device}; all must be on one device")
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         if not spec.static:
             continue

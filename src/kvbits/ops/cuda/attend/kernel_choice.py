@@ -270,8 +270,8 @@ def kernel_for(
         shape = _levels_shape(layout, cols, shared_limit, fold) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None)
         if shape is None:
             raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
-    tables = codebook_format.shared_bytes(layout, fold, wide) if has_levels else 0
-    ring = shape.slots * (slot + (40 if has_levels else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + tables
+    table_bytes = codebook_format.shared_bytes(layout, fold, wide) if has_levels else 0
+    ring = shape.slots * (slot + (40 if has_levels else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + table_bytes
     rounds = _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds)
     defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "SLOTS": shape.slots}

@@ -1,6 +1,6 @@
 // Page closing and matrix quantization of the avx2 tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
 #define KVBITS_AVX2
-#include "../matrix_rows.h"
+#include "matrix_rows.h"
 #include "close_page.h"
 #include "plan.h"
 #include "store_tokens.h"

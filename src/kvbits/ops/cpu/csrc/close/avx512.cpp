@@ -1,6 +1,6 @@
 // Page closing and matrix quantization of the avx512 tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
 #define KVBITS_AVX512
-#include "../matrix_rows.h"
+#include "matrix_rows.h"
 #include "close_page.h"
 #include "plan.h"
 #include "store_tokens.h"

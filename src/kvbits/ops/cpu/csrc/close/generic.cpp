@@ -1,5 +1,5 @@
 // Page closing and matrix quantization of the generic tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
-#include "../matrix_rows.h"
+#include "matrix_rows.h"
 #include "close_page.h"
 #include "plan.h"
 #include "store_tokens.h"

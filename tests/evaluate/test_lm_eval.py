@@ -12,7 +12,7 @@ pytest.importorskip("datasets", reason="datasets is not installed (pip install d
 
 from kvbits.errors import SpecError
 from kvbits.evaluate.caches import base_factory, factory
-from kvbits.evaluate.harness import KvbitsLM
+from kvbits.evaluate.lm_eval import KvbitsLM
 from kvbits.evaluate.tasks import Context, Options, load, questions
 from kvbits.evaluate.texts import Text
 

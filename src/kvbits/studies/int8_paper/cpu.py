@@ -7,12 +7,32 @@ differs by one code in about 3 of a million elements.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from ctypes import c_int32, c_int64, c_void_p
+
 import torch
 
 from ...errors import DataError, SpecError
-from ..cpu.library import check, library, unavailable
+from ...ops.cpu.library import check, unavailable
+from ...ops.cpu.library import library as cpu_library
 
 KERNELS = {"fast": 0, "column_outer": 1, "row_order": 2}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The CPU library, its matrix functions typed (csrc/matrix.h).
+
+    Raises:
+        UnsupportedError: there is none here.
+    """
+    lib = cpu_library()
+    lib.kvbits_matrix_scales.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32]
+    lib.kvbits_matrix_quantize.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32]
+    lib.kvbits_matrix_dequantize.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32]
+    lib.kvbits_matrix_quantize_groups.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32]
+    return lib
 
 
 def refuses(x: torch.Tensor) -> str | None:

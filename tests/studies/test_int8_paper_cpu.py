@@ -7,7 +7,7 @@ import torch
 from ops.cpu_cases import needs_library
 
 from kvbits.errors import DataError, SpecError
-from kvbits.ops.matrix import cpu, reference
+from kvbits.studies.int8_paper import cpu, reference
 
 pytestmark = needs_library
 SHAPES = [(1, 1), (3, 5), (64, 64), (257, 100), (1000, 96), (5000, 257), (0, 8)]
@@ -80,3 +80,27 @@ def test_bad_input_is_refused():
         cpu.compute_scales(x, kernel="slow")
     with pytest.raises(SpecError, match="multiple of 16"):
         cpu.quantize_groups(x, 24)
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+def test_matrices_without_columns(rows):
+    x, none = torch.zeros(rows, 0), torch.zeros(0)
+    calls = [lambda: cpu.quantize_groups(x, 64), lambda: cpu.quantize_groups(x, 16, 4)]
+    for kernel in cpu.KERNELS:
+        calls.append(lambda kernel=kernel: cpu.compute_scales(x, kernel=kernel))
+        calls.append(lambda kernel=kernel: cpu.quantize(x, none, kernel=kernel))
+        calls.append(lambda kernel=kernel: cpu.dequantize(x.to(torch.int8), none, kernel=kernel))
+    for call in calls:
+        with pytest.raises(DataError, match=rf"is \[{rows}, 0\]: a matrix without columns has no scales; give it at least 1 column"):
+            call()
+
+
+def test_matrices_without_rows_are_empty():
+    x = torch.zeros(0, 64)
+    for kernel in cpu.KERNELS:
+        scales = cpu.compute_scales(x, kernel=kernel)
+        assert torch.equal(scales, torch.ones(64))
+        assert cpu.dequantize(cpu.quantize(x, scales, kernel=kernel), scales, kernel=kernel).shape == (0, 64)
+    for bits, width in ((8, 64), (4, 32)):
+        codes, scales = cpu.quantize_groups(x, 16, bits)
+        assert codes.shape == (0, width) and scales.shape == (0, 4)

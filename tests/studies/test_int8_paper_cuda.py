@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbits.errors import DataError, SpecError
-from kvbits.ops.matrix import cuda, reference
+from kvbits.studies.int8_paper import cuda, reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 PRINTED = ("naive", "tiled", "coarsened", "vectorized")

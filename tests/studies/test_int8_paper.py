@@ -9,9 +9,9 @@
 | scales by hand, of zero columns too | test_scales_codes_and_values_by_hand |
 | rounding and clamping by hand | test_scales_codes_and_values_by_hand, test_rounding_goes_to_even_or_away_from_zero |
 | dequantization by hand | test_scales_codes_and_values_by_hand |
-| each GPU kernel within one code of the CPU; variants identical | test_cuda_matrix.py::test_every_kernel_agrees_with_the_reference |
-| 1 x 1, the smallest vector, all zeros, all ones, alternating signs | test_patterns (CPU), test_cuda_matrix.py (GPU; 1 x 1 and 1 x 4 among its shapes) |
-| stress | test_stress (CPU), test_cuda_matrix.py::test_stress_and_round_trip_metrics |
+| each GPU kernel within one code of the CPU; variants identical | test_int8_paper_cuda.py::test_every_kernel_agrees_with_the_reference |
+| 1 x 1, the smallest vector, all zeros, all ones, alternating signs | test_patterns (CPU), test_int8_paper_cuda.py (GPU; 1 x 1 and 1 x 4 among its shapes) |
+| stress | test_stress (CPU), test_int8_paper_cuda.py::test_stress_and_round_trip_metrics |
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from typer.testing import CliRunner
 
 from kvbits.cli import app
 from kvbits.errors import DataError
-from kvbits.evaluate import paper
 from kvbits.ops.cpu import library
-from kvbits.ops.matrix import cpu, reference
+from kvbits.studies.int8_paper import cpu, reference, study
 
 needs_cpu = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
 TINY = {"a": (64, 32), "b": (200, 64), "c": (300, 127)}
@@ -37,13 +36,13 @@ TINY = {"a": (64, 32), "b": (200, 64), "c": (300, 127)}
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(paper, "CASES", TINY)
+    monkeypatch.setattr(study, "CASES", TINY)
 
 
 @needs_cpu
 @pytest.mark.parametrize("rows, columns", [(1, 1), (7, 5), (64, 128)])
 def test_matrices_are_allocated_as_asked(rows, columns):
-    x = paper.random_matrix(rows, columns)
+    x = study.random_matrix(rows, columns)
     q = cpu.quantize(x, cpu.compute_scales(x))
     assert x.shape == q.shape == (rows, columns) and x.dtype == torch.float32 and q.dtype == torch.int8
     assert x.nbytes == 4 * rows * columns and q.nbytes * 4 == x.nbytes
@@ -51,26 +50,26 @@ def test_matrices_are_allocated_as_asked(rows, columns):
 
 
 def test_fill_stays_within_bounds():
-    x = paper.random_matrix(1000, 257)
+    x = study.random_matrix(1000, 257)
     assert float(x.min()) >= -1 and float(x.max()) <= 1 and abs(float(x.mean())) < 0.01
     assert (x[:, 1] == 0).all() and float(x[:, 0].abs().max()) > 0.9
-    assert torch.equal(x, paper.random_matrix(1000, 257)) and not torch.equal(x, paper.random_matrix(1000, 257, seed=1))
+    assert torch.equal(x, study.random_matrix(1000, 257)) and not torch.equal(x, study.random_matrix(1000, 257, seed=1))
 
 
-@pytest.mark.parametrize("metric", [paper.l2_error, paper.max_error, paper.attention_error])
+@pytest.mark.parametrize("metric", [study.l2_error, study.max_error, study.attention_error])
 def test_errors_of_a_matrix_with_itself_are_zero(metric):
-    x = paper.random_matrix(300, 65)
+    x = study.random_matrix(300, 65)
     assert metric(x, x.clone()) == 0
 
 
 def test_errors_of_known_differences():
     x = torch.zeros(20_000, 4)
-    assert paper.l2_error(x, x + 0.5) == pytest.approx(0.5 * math.sqrt(80_000))
-    assert paper.max_error(x, x.index_fill(0, torch.tensor([17_000]), -3.0)) == 3
+    assert study.l2_error(x, x + 0.5) == pytest.approx(0.5 * math.sqrt(80_000))
+    assert study.max_error(x, x.index_fill(0, torch.tensor([17_000]), -3.0)) == 3
     one = torch.zeros(1, 4)
     one[0, 2] = 2.0
-    queries = torch.rand(paper.QUERIES, 4, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    assert paper.attention_error(torch.zeros(1, 4), one) == pytest.approx(float((2 * queries[:, 2]).abs().mean()), rel=1e-6)
+    queries = torch.rand(study.QUERIES, 4, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    assert study.attention_error(torch.zeros(1, 4), one) == pytest.approx(float((2 * queries[:, 2]).abs().mean()), rel=1e-6)
 
 
 @needs_cpu
@@ -106,18 +105,18 @@ def test_patterns(shape, kernel):
 
 @needs_cpu
 def test_stress():
-    x = paper.random_matrix(20_000, 300)
+    x = study.random_matrix(20_000, 300)
     scales = cpu.compute_scales(x)
-    assert paper.max_error(x, cpu.dequantize(cpu.quantize(x, scales), scales)) <= paper.ERROR_BOUND * 1.0001
+    assert study.max_error(x, cpu.dequantize(cpu.quantize(x, scales), scales)) <= study.ERROR_BOUND * 1.0001
 
 
 @needs_cpu
 def test_attention_error_grows_with_the_square_root_of_d():
     found = []
     for d in (128, 512, 2048):
-        x = paper.random_matrix(1000, d)
+        x = study.random_matrix(1000, d)
         scales = cpu.compute_scales(x)
-        found.append(paper.attention_error(x, cpu.dequantize(cpu.quantize(x, scales), scales)))
+        found.append(study.attention_error(x, cpu.dequantize(cpu.quantize(x, scales), scales)))
     assert found[1] / found[0] == pytest.approx(2, rel=0.1) and found[2] / found[1] == pytest.approx(2, rel=0.1)
 
 
@@ -129,7 +128,7 @@ def test_the_command_reports_every_stage_and_kernel(tiny, tmp_path):
     assert found["command"].startswith("kvbits") and [e["case"] for e in found["errors"]] == list(TINY)
     assert [e["error_rows"] for e in found["errors"]] == [64, 100, 100] or found["device"]
     on_cpu = [r for r in found["rows"] if r["device"] == "cpu"]
-    assert len(on_cpu) == len(TINY) * len(paper.CPU_KERNELS) * 4
+    assert len(on_cpu) == len(TINY) * len(study.CPU_KERNELS) * 4
     for r in on_cpu:
         per_element = {"scales": 4, "quantize": 5, "dequantize": 5, "with_scales": 9}[r["stage"]]
         assert r["bytes"] == per_element * r["rows"] * r["columns"] and r["gbytes_per_s"] == pytest.approx(r["bytes"] / r["time_us"] / 1e3)
@@ -144,8 +143,8 @@ def test_the_command_reports_every_stage_and_kernel(tiny, tmp_path):
 def test_a_wrong_kernel_has_no_speed(tiny, monkeypatch):
     good = cpu.quantize
     monkeypatch.setattr(cpu, "quantize", lambda *a, **k: good(*a, **k) + 1)
-    with pytest.raises(paper.KernelError, match="differs from the reference"):
-        paper.run(["a"])
+    with pytest.raises(study.KernelError, match="differs from the reference"):
+        study.run(["a"])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_a_wrong_kernel_has_no_speed(tiny, monkeypatch):
 )
 def test_bad_input_is_named(options, message):
     with pytest.raises(DataError, match=message):
-        paper.run(**options)
+        study.run(**options)
 
 
 def test_bad_files_are_named(tmp_path):
@@ -166,10 +165,10 @@ def test_bad_files_are_named(tmp_path):
 
 def test_all_five_figures_are_drawn_from_a_gpu_result(tmp_path):
     pytest.importorskip("matplotlib")
-    from kvbits.evaluate.paper_figures import draw
+    from kvbits.studies.int8_paper.figures import draw
 
     rows, errors = [], []
-    for case, (t, d) in list(paper.CASES.items())[:6]:
+    for case, (t, d) in list(study.CASES.items())[:6]:
         errors.append({"case": case, "rows": t, "columns": d, "error_rows": t, "max_error": 0.0039, "l2_error": 1.0, "attention_error": 0.001 * d**0.5})
         for device, kernels in (("cpu", ("cpu_column_outer", "cpu_fast")), ("gpu", ("naive", "fast"))):
             for i, k in enumerate(kernels):

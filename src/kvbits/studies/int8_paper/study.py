@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import DataError, KernelError
-from ..ops.matrix import cpu, cuda, reference
+from ...errors import DataError, KernelError
+from . import cpu, cuda, reference
 
 CASES: dict[str, tuple[int, int]] = {
     "small": (2048, 128),

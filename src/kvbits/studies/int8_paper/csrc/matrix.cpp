@@ -6,6 +6,7 @@
 
 #include "close/plan.h"
 #include "dispatch.h"
+#include "matrix.h"
 #include "pool.h"
 
 namespace {

@@ -1,6 +1,6 @@
 """The cache inside lm-eval (EleutherAI's lm-evaluation-harness): its Transformers backend with one more argument.
 
-    from kvbits.evaluate.harness import KvbitsLM
+    from kvbits.evaluate.lm_eval import KvbitsLM
     lm_eval.simple_evaluate(model=KvbitsLM(pretrained="Qwen/Qwen2.5-0.5B-Instruct", scheme="kivi4"), tasks=["arc_challenge"])
 
 Importing this module also registers the model as "kvbits", so `lm_eval.simple_evaluate(model="kvbits", model_args="pretrained=...,scheme=kivi4", ...)`
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..errors import SpecError, UnsupportedError
-from .caches import CacheFactory, factory
+from .caches import CacheFactory, base_factory, factory
+from .calibrator import Calibrator
 from .texts import read_text
 
 try:
@@ -26,7 +27,7 @@ except ImportError as error:
 
 
 @register_model("kvbits")
-class KvbitsLM(HFLM):  # type: ignore[misc]
+class KvbitsLM(HFLM):
     """`HFLM` whose model reads and writes a cache of one kind.
 
     Args:
@@ -56,20 +57,10 @@ class KvbitsLM(HFLM):  # type: ignore[misc]
         self.factory = cache_factory or self._factory(scheme, calibration_text)
 
     def _factory(self, scheme: str, calibration_text: str | None) -> CacheFactory:
-        from .caches import base_factory
-
         if scheme == "base":
             return base_factory(self.model)
-
-        def calibrated(chosen: Any) -> Any:
-            from ..calibrate import calibrate, prompts_from_text
-
-            if calibration_text is None:
-                raise UnsupportedError(f"scheme {chosen.name!r} needs calibration; pass calibration_text=FILE, never the benchmark's text")
-            content = read_text(calibration_text).content
-            return calibrate(self.model, prompts_from_text(self.tokenizer, content, num_prompts=32, length=512), chosen)
-
-        return factory(self.model, scheme, calibration=calibrated)
+        text = None if calibration_text is None else read_text(calibration_text)
+        return factory(self.model, scheme, calibration=Calibrator(self.model, self.tokenizer, text))
 
     @torch.no_grad()
     def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from ...errors import DataError, SpecError
-from ..cuda.runtime import compile as cuda_compile
-from ..cuda.runtime import driver
+from ...ops.cuda.runtime import compile as cuda_compile
+from ...ops.cuda.runtime import driver
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 PRINTED = ("naive", "tiled", "coarsened", "vectorized")

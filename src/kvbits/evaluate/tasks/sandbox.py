@@ -23,7 +23,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-from ..errors import DataError
+from ...errors import DataError
 
 _RUNNER = r"""
 import os, resource, sys
