@@ -134,7 +134,7 @@ class PagedAttention:
         if any((x is None) != (planes is None) for x, planes in zip(low, self.low, strict=True)):
             raise DataError(f"parts planned with low planes: {[x is not None for x in self.low]}, given: {[x is not None for x in low]}")
         own = [self._slabs(layout, x) for layout, x in zip(self.layouts, pages, strict=True)]
-        fine = [x if x is None or planes is None else self._slabs(planes, x) for planes, x in zip(self.low, low, strict=True)]
+        fine = [None if x is None or planes is None else self._slabs(planes, x) for planes, x in zip(self.low, low, strict=True)]
         self._backend.bind(layer, own, static or {}, fine)
 
     def _slabs(self, layout: PageLayout | LowLayout, given: Slabs) -> tuple[torch.Tensor, ...]:
@@ -293,7 +293,8 @@ class _HostPlan:
         stores = self._layers[layer]
         parts = []
         for (store, low), table in zip(stores, self._tables, strict=True):
-            ids, *fine = (_inside(x, s) for x, s in zip((table.page_ids, *table.low), (store, *low), strict=True))
+            ids = _inside(table.page_ids, store.num_pages)
+            fine = (_inside(x, s.num_pages) for x, s in zip(table.low, low, strict=True))
             if table.num_pages:
                 parts.append(Part(store, PageTable(table.indptr, ids, table.starts, table.lengths, tuple(fine)), low))
         out = torch.empty_like(q) if out is None else out
@@ -314,6 +315,6 @@ class _HostPlan:
         return "paged attention by host lists: " + ", ".join(sorted({str(c) for c in self._choices.values()}) or ["not yet run"])
 
 
-def _inside(ids: np.ndarray, store: PageStore | LowStore) -> np.ndarray:
+def _inside(ids: np.ndarray, num_pages: int) -> np.ndarray:
     """A number that the pool has not is the last page's."""
-    return np.minimum(ids.astype(np.uint64), store.num_pages - 1).astype(np.int64)
+    return np.minimum(ids.astype(np.uint64), num_pages - 1).astype(np.int64)
