@@ -213,7 +213,10 @@ def bench_steps(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.presets:
         for batch, tokens in ((1, 2048), (8, 2048), (32, 2048), (128, 2048), (128, 4096)):
             layers = 32
-            if CacheSpec(scheme=scheme_of(name), layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM),) * layers).nbytes(tokens + 512, batch) > 90 << 30:
+            if (
+                CacheSpec(scheme=scheme_of(name), layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM),) * layers).nbytes(tokens + 512, batch)
+                > 90 << 30
+            ):
                 continue
             cache = filled(scheme_of(name), batch, tokens, layers, room=512)
             q = decode_a_little(cache, 32, layers, 6)
