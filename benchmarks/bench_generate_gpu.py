@@ -1,10 +1,17 @@
-"""Decoding through Transformers on a GPU: milliseconds a token of a model of Llama-3.1-8B's geometry with random weights, the packed cache beside the stock one.
+"""Prefill and decoding through Transformers on a GPU: a model of Llama-3.1-8B's geometry with random weights, packed caches beside 16-bit ones.
 
-    python benchmarks/bench_generate_gpu.py [presets ...] [--out benchmarks/results/<gpu>/generate.json]
+    python benchmarks/bench_generate_gpu.py [rows ..] [--modes eager graph] [--shapes 0 1 2] [--out benchmarks/results/<gpu>/generate.json]
+    python benchmarks/bench_generate_gpu.py stock_flash int8_centered --generate [--out ..]      generate() from a prompt of 2,048 tokens, one sequence
 
-`stock` is DynamicCache with PyTorch's FlashAttention forced: the default picks cuDNN and plans anew for every length. Caches are filled with random keys and values,
-then tokens are decoded one by one, eagerly, with a padding mask as `generate()` passes it. `ms_per_token` is wall time over steps that are not waited for one by
-one; `slowest_ms` is of steps that are. The last line is one JSON object.
+Rows are presets by name, and:
+    stock         DynamicCache, SDPA as torch chooses it (cuDNN, which plans anew for every length of a decode step)
+    stock_flash   DynamicCache with PyTorch's FlashAttention forced
+    static        StaticCache, compiled by generate() itself (mode "compiled")
+    fa3           a 16-bit cache allocated once and FlashAttention-3 (fa3_fwd_interface), eager and in a graph
+
+Mode "graph" is `kvbits.graphed`; "eager" the plain call. The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
+steps that are not waited for one by one; `slowest_ms` and `median_ms` are of steps that are. Peaks are of the whole process, weights included. With --out rows are
+replaced in the file, others stay, so the benchmark can be run in parts. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -12,27 +19,34 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import command, write_result
+from result_file import command, merge_result
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.generation.streamers import BaseStreamer
 
+from kvbits.errors import KvbitsError
+from kvbits.integrations.graphs import graphed
 from kvbits.integrations.huggingface import KVCache
 
 SHAPES = ((1, 32768), (8, 16384), (32, 8192))  # sequences, tokens
-PRESETS = ("raw", "int8_centered", "int4", "kivi4")
+ROWS = ("stock_flash", "raw", "int8_centered", "int4", "kivi4")
+KEY = ("scheme", "mode", "batch", "context", "through")
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
 WARM, STEPS, WATCHED = 24, 40, 140
+ROOM = 320
+PROMPT, NEW_TOKENS = 2048, 256
 
 
 def llama() -> LlamaForCausalLM:
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=LAYERS, num_attention_heads=32, num_key_value_heads=KV_HEADS, vocab_size=128256,
-        max_position_embeddings=131072,
+        max_position_embeddings=131072, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
@@ -46,82 +60,224 @@ def llama() -> LlamaForCausalLM:
     return model.eval()
 
 
-def rows(batch: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(torch.randn(batch, count, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")  # type: ignore[return-value]
+class Flash16:
+    """16-bit keys and values allocated once, read by FlashAttention-3: an attention function that needs no cache object."""
+
+    def __init__(self, batch: int, tokens: int) -> None:
+        from fa3_fwd_interface import flash_attn_func, flash_attn_with_kvcache
+
+        self._fresh, self._decode = flash_attn_func, flash_attn_with_kvcache
+        self.kv = torch.empty(LAYERS, 2, batch, tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        self.seen = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        self.slots = torch.arange(batch, device="cuda") * tokens
+        AttentionInterface.register("bench_fa3", self.attend)
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float | None = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+        held = self.kv[module.layer_idx]
+        if q.shape[1] > 1:  # a whole prompt
+            held[0][:, : q.shape[1]], held[1][:, : q.shape[1]] = k, v
+            out = self._fresh(q, k, v, softmax_scale=scaling, causal=True)
+            return (out[0] if isinstance(out, tuple) else out), None
+        for to, x in zip(held, (k, v), strict=True):
+            to.flatten(0, 1).index_copy_(0, self.slots + self.seen, x[:, 0])
+        out = self._decode(q, held[0], held[1], cache_seqlens=self.seen + 1, softmax_scale=scaling)
+        return (out[0] if isinstance(out, tuple) else out), None
 
 
-def packed(model: LlamaForCausalLM, scheme: str, batch: int, context: int) -> KVCache:
-    store = KVCache.for_model(model, scheme, batch_size=batch, max_tokens=context + 512).store
-    for first in range(0, context, 8192):
-        k, v = rows(batch, min(8192, context - first))
-        for layer in range(LAYERS):
-            store.append(layer, k, v)
-    return KVCache(store)
+def forward(model: LlamaForCausalLM, cache: Any, ids: torch.Tensor, seen: int) -> Any:
+    """One pass after `seen` tokens, with the mask that generate() passes for padded batches."""
+    if isinstance(cache, Flash16):
+        return model(ids, position_ids=seen + torch.arange(ids.shape[1], device="cuda")[None], use_cache=False, logits_to_keep=1)
+    mask = torch.ones(len(ids), seen + ids.shape[1], device="cuda", dtype=torch.long)
+    return model(ids, past_key_values=cache, attention_mask=mask, use_cache=True, logits_to_keep=1)
 
 
-def stock(batch: int, context: int) -> DynamicCache:
-    cache = DynamicCache()
-    k, v = (x.transpose(1, 2) for x in rows(batch, context))
-    for layer in range(LAYERS):
-        cache.update(k.clone(), v.clone(), layer)
-    return cache
+def prefill(model: LlamaForCausalLM, cache: Any, batch: int, context: int) -> float:
+    """Tokens a second of one prompt of `context` tokens per sequence, in one pass."""
+    ids = torch.randint(0, 1000, (batch, context), device="cuda")
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    forward(model, cache, ids, 0)
+    torch.cuda.synchronize()
+    if isinstance(cache, Flash16):
+        cache.seen.fill_(context)
+    return batch * context / (time.perf_counter() - start)
 
 
-@torch.inference_mode()
-def decode(model: LlamaForCausalLM, cache: Any, batch: int, context: int, force_flash: bool) -> dict[str, float]:
+def time_steps(step: Callable[[], Any], watched: int) -> dict[str, float]:
+    for _ in range(WARM):
+        step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    mean = 1e3 * (time.perf_counter() - start) / STEPS
+    walls = []
+    for _ in range(watched):
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        walls.append(1e3 * (time.perf_counter() - start))
+    return {"ms_per_token": mean, "median_ms": statistics.median(walls), "slowest_ms": max(walls)}
+
+
+def decode(model: LlamaForCausalLM, cache: Any, batch: int, context: int, watched: int) -> dict[str, float]:
     ids = torch.randint(0, 1000, (batch, 1), device="cuda")
     seen = context
-    torch.cuda.reset_peak_memory_stats()
 
     def step() -> None:
         nonlocal seen
+        forward(model, cache, ids, seen)
         seen += 1
-        model(ids, past_key_values=cache, attention_mask=torch.ones(batch, seen, device="cuda", dtype=torch.long), use_cache=True)
 
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if force_flash else nullcontext():
-        for _ in range(WARM):
-            step()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
-        mean = 1e3 * (time.perf_counter() - start) / STEPS
-        walls = []
-        for _ in range(WATCHED if not force_flash else 20):
-            start = time.perf_counter()
-            step()
-            torch.cuda.synchronize()
-            walls.append(1e3 * (time.perf_counter() - start))
-    return {"ms_per_token": mean, "median_ms": statistics.median(walls), "slowest_ms": max(walls), "peak_bytes": torch.cuda.max_memory_allocated()}
+    return time_steps(step, watched)
+
+
+def decode_fa3(model: LlamaForCausalLM, cache: Flash16, batch: int, in_graph: bool) -> dict[str, float]:
+    ids = torch.randint(0, 1000, (batch, 1), device="cuda")
+
+    def step() -> None:
+        model(ids, position_ids=cache.seen[:, None].long(), use_cache=False)
+        cache.seen.add_(1)
+
+    if not in_graph:
+        return time_steps(step, WATCHED)
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return time_steps(graph.replay, WATCHED)
+
+
+class Stamps(BaseStreamer):
+    """When tokens came."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def generate(model: LlamaForCausalLM, cache: Any, batch: int, context: int, new_tokens: int) -> dict[str, float]:
+    """Through generate(), after a cache that holds all but the last of `context` tokens, or an empty one."""
+    ids, stamps = torch.randint(0, 1000, (batch, context), device="cuda"), Stamps()
+    options = {} if batch > 1 else {"streamer": stamps}  # streamers take one sequence
+    start = time.perf_counter()
+    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, **options)
+    torch.cuda.synchronize()
+    if batch > 1:
+        return {"ms_per_token": 1e3 * (time.perf_counter() - start) / new_tokens, "median_ms": 0.0, "slowest_ms": 0.0}
+    walls = [1e3 * (b - a) for a, b in zip(stamps.at[1:], stamps.at[2:], strict=False)]
+    late = walls[8:]  # without what is compiled or captured
+    return {"ms_per_token": statistics.mean(late), "median_ms": statistics.median(late), "slowest_ms": max(late), "ms_per_token_all": statistics.mean(walls)}
+
+
+@contextmanager
+def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int, mode: str) -> Iterator[Any]:
+    """The row's empty cache, the model switched to it."""
+    with ExitStack() as stack:
+        KVCache.detach(model)
+        if row == "fa3":
+            cache: Any = Flash16(batch, tokens)
+            model.set_attn_implementation("bench_fa3")
+        elif row in ("stock", "stock_flash", "static"):
+            model.set_attn_implementation("sdpa")
+            cache = StaticCache(config=model.config, max_cache_len=tokens) if row == "static" else DynamicCache(config=model.config)
+            stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION) if row == "stock_flash" else nullcontext())
+        else:
+            model.set_attn_implementation("sdpa")
+            cache = KVCache.for_model(model, row, batch_size=batch, max_tokens=tokens)
+            if mode == "graph":
+                stack.enter_context(graphed(model, cache))
+        yield cache
+
+
+def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int) -> dict[str, Any]:
+    """Prefill and decoding of one row."""
+    for _ in range(2):  # kernels are compiled, libraries chosen
+        with prepared(model, row, batch, 512 + ROOM, "eager") as cache:
+            prefill(model, cache, batch, 512)
+        del cache
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with prepared(model, row, batch, context + ROOM, mode) as cache:
+        speed = prefill(model, cache, batch, context)
+        prefill_peak = torch.cuda.max_memory_allocated()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        if row == "fa3":
+            found: dict[str, Any] = decode_fa3(model, cache, batch, mode == "graph")
+        elif row == "static":
+            found = {"through": "generate"} | compiled(model, cache, batch, context)
+        else:
+            found = decode(model, cache, batch, context, 20 if row == "stock_flash" and mode == "eager" else WATCHED)
+        on_device = cache.store.decoding is not None if isinstance(cache, KVCache) else None
+    return {
+        "scheme": row, "mode": mode, "batch": batch, "context": context, "through": "forward", "on_device": on_device, "prefill_tokens_per_s": speed,
+        "prefill_peak_bytes": prefill_peak, "peak_bytes": torch.cuda.max_memory_allocated(), **found,
+    }  # fmt: skip
+
+
+def compiled(model: LlamaForCausalLM, cache: StaticCache, batch: int, context: int) -> dict[str, float]:
+    """generate() compiles a static cache's decoding; its first run pays for that."""
+    generate(model, cache, batch, context + 1, 12)
+    seen = int(cache.get_seq_length())
+    return generate(model, cache, batch, seen + 1, 64)
+
+
+def measure_generate(model: LlamaForCausalLM, row: str, mode: str) -> dict[str, Any]:
+    """generate() from an empty cache, twice: the first compiles kernels."""
+    for new_tokens in (24, NEW_TOKENS):
+        torch.cuda.reset_peak_memory_stats()
+        with prepared(model, row, 1, PROMPT + ROOM, mode) as cache:
+            found = generate(model, cache, 1, PROMPT, new_tokens)
+        del cache
+    peak = torch.cuda.max_memory_allocated()
+    return {"scheme": row, "mode": mode, "batch": 1, "context": PROMPT, "through": "generate", "peak_bytes": peak, **found}
+
+
+def modes_of(row: str, asked: list[str]) -> list[str]:
+    has = {"stock": ["eager"], "stock_flash": ["eager"], "static": ["compiled"]}.get(row, ["eager", "graph"])
+    return has if row == "static" else [m for m in has if m in asked]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("presets", nargs="*", default=list(PRESETS))
+    parser.add_argument("rows", nargs="*", default=list(ROWS))
+    parser.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=["eager", "graph"])
+    parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
+    parser.add_argument("--generate", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     model = llama()
     found = []
-    for batch, context in SHAPES:
-        for scheme in ("stock", *args.presets):
-            if scheme == "stock":
-                model.set_attn_implementation("sdpa")
-                cache: Any = stock(batch, context)
-            else:
-                cache = packed(model, scheme, batch, context)
-            r = decode(model, cache, batch, context, scheme == "stock")
-            on_device = None if scheme == "stock" else cache.store._decode is not None
-            found.append({"scheme": scheme, "mode": "eager", "batch": batch, "context": context, "on_device": on_device, **r})
+    for batch, context in [(1, PROMPT)] if args.generate else [SHAPES[i] for i in args.shapes]:
+        for row, mode in [(name, mode) for name in args.rows for mode in modes_of(name, args.modes) if not (args.generate and name in ("fa3", "static"))]:
+            try:
+                with torch.no_grad():
+                    r = measure_generate(model, row, mode) if args.generate else measure(model, row, mode, batch, context)
+            except (ImportError, RuntimeError, KvbitsError) as error:  # the other rows are worth having
+                print(f"{batch} x {context} {row:14s} {mode:8s} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                torch.cuda.empty_cache()
+                continue
+            found.append(r)
             print(
-                f"{batch} x {context} {scheme:14s} {r['ms_per_token']:6.2f} ms a token, watched: median {r['median_ms']:.2f}, slowest {r['slowest_ms']:.2f}, "
-                f"peak {r['peak_bytes'] / 2**30:.1f} GiB, on the device: {on_device}",
+                f"{batch} x {context} {row:14s} {mode:8s} {r['ms_per_token']:6.2f} ms a token (median {r['median_ms']:.2f}, slowest {r['slowest_ms']:.2f}), "
+                f"prefill {r.get('prefill_tokens_per_s', 0):,.0f} tokens/s, peak {r['peak_bytes'] / 2**30:.1f} GiB",
                 flush=True,
             )
-            del cache
             torch.cuda.empty_cache()
-    write_result({"command": command(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out)
+    merge_result({"command": command(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out, KEY)
 
 
 if __name__ == "__main__":

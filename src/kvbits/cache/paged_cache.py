@@ -55,6 +55,7 @@ class PagedCache(LayerSteps):
 
     Attributes:
         led_by_host: why the last single token was not decoded on the device, or None.
+        made_for: fingerprint of the model that fills the cache, kept in files; None if nobody said.
         watching: note which pages attention uses (`mass`), also for schemes that do not need it. Costs a look at the newest queries of every chunk, and
             at one in `layer_steps.OBSERVE_EVERY` tokens.
     """
@@ -106,6 +107,7 @@ class PagedCache(LayerSteps):
         self._decode: device_decode.DeviceDecode | None = None
         self._decode_refusals: dict[Any, str | None] = {}
         self.led_by_host: str | None = None
+        self.made_for: str | None = None
         self._single_passes = 0  # passes of one token since anything else was done
         self._plans: dict[Any, PagedAttention] = {}
         self._checked: set[tuple[Any, ...]] = set()  # what `_check` has let pass
@@ -207,10 +209,7 @@ class PagedCache(LayerSteps):
         if num_tokens < 1 or batch_size < 1:
             raise DataError(f"a forward pass of {counted(batch_size, 'sequence')} x {counted(num_tokens, 'token')} is empty; pass at least one token")
         if self.batch_size and batch_size != self.batch_size:
-            raise CacheStateError(
-                f"the cache holds {counted(self.batch_size, 'sequence')} but was given {batch_size}; use batch_select_indices() or batch_repeat_interleave() "
-                "(PagedCache: select() or repeat()), or reset() first"
-            )
+            raise CacheStateError(f"the cache holds {counted(self.batch_size, 'sequence')} but was given {batch_size}; {self.other_batch_text(batch_size)}")
         if num_tokens == 1 and self._decode is not None and self._begin_on_device(self._decode, valid):
             return
         self._single_passes = self._single_passes + 1 if num_tokens == 1 else 0
@@ -413,6 +412,16 @@ class PagedCache(LayerSteps):
         if batch_size is not None and max_tokens is not None:
             built = f"a cache built for {counted(batch_size, 'sequence')} of {counted(max_tokens, 'token')}"
         return f"{built}, now empty," if not self.batch_size else f"{built}, now of {counted(max(self.seq_lens), 'token')},"
+
+    def other_batch_text(self, batch_size: int) -> str:
+        """What to call before a pass of another batch size."""
+        n, rest = divmod(batch_size, self.batch_size)
+        if rest:
+            return "use batch_select_indices() (PagedCache: select()), or reset() first"
+        return (
+            f"call batch_repeat_interleave({n}) first (PagedCache: repeat({n})) if each is to be continued in {n} ways, as num_beams={n} and "
+            f"num_return_sequences={n} do; or reset()"
+        )
 
     def _speculation_text(self) -> str:
         windows = sorted({w for g in self.groups if g.keep_past and (w := g.group.geometry.sliding_window) is not None})

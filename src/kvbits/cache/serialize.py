@@ -144,6 +144,7 @@ def _describe(cache: PagedCache, used: list[dict[str, list[int]]]) -> dict[str, 
         "spec": json.loads(cache.spec.to_json()),
         "nonfinite": cache.nonfinite,
         "built_for": list(cache._capacity),
+        **({} if cache.made_for is None else {"made_for": cache.made_for}),
         "saturated": cache.saturated,
         "groups": groups,
     }
@@ -247,6 +248,9 @@ def _fill(cache: PagedCache, about: dict[str, Any], file: Any, grow: bool) -> No
         raise ValueError(f"its CRC-32 is {crc:#010x}, but the file says {stated:#010x}")
     if not grow:
         cache._capacity = _built_for(about)
+    cache.made_for = about.get("made_for")
+    if not isinstance(cache.made_for, (str, type(None))):
+        raise ValueError(f"made_for is {cache.made_for!r}")
     cache.saturated = [{"k": int(s["k"]), "v": int(s["v"])} for s in about["saturated"]]
 
 

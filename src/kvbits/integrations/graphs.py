@@ -120,8 +120,7 @@ class GraphDecoder:
         store, weight = self._store, self._weight
         if store.batch_size and tokens.shape[0] != store.batch_size:
             raise CacheStateError(
-                f"the cache holds {counted(store.batch_size, 'sequence')} but was given {tokens.shape[0]}; "
-                "reset() it, or use batch_select_indices() or batch_repeat_interleave()"
+                f"the cache holds {counted(store.batch_size, 'sequence')} but was given {tokens.shape[0]}; {store.other_batch_text(tokens.shape[0])}"
             )
         if tokens.device != weight.device:
             raise DataError(f"inputs on {tokens.device} for a model on {weight.device}; move them there")

@@ -27,10 +27,14 @@ from ..geometry import layer_geometries
 from ..spec import CacheSpec, Scheme
 from .attention import Handle
 from .masks import NAME, Columns
+from .models import weights_fingerprint
 from .rotary import stored_layers
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
+
+_BEFORE = "_attention_before_kvbits"
+"""Where a model keeps the attention implementations that it had."""
 
 
 class KVLayer(CacheLayerMixin):
@@ -114,7 +118,7 @@ class KVCache(Cache):
         nonfinite: str = "refuse",
         backend: str = "auto",
     ) -> KVCache:
-        """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache).
+        """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until `detach`.
 
         Args:
             model: a Transformers decoder model.
@@ -147,22 +151,33 @@ class KVCache(Cache):
         elif chosen.needs_calibration:
             raise CalibrationError(f"scheme {chosen.name!r} has static scales or codebooks; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)")
         use_kvbits_attention(model)
-        return cls(
-            PagedCache(
-                spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend
-            )
-        )  # fmt: skip
+        store = PagedCache(spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend)
+        store.made_for = weights_fingerprint(model)
+        return cls(store)
+
+    @staticmethod
+    def detach(model: Any) -> None:
+        """Undo what `for_model` and `load` did to `model`: give it the attention implementation back that it had. Its KVCaches are refused from then on, and
+        what needs the model's own attention (`generate_batch`, static caches, compiled decoding) works as before. Does nothing to a model never attached.
+        """
+        require_loaded(model)
+        before = model.__dict__.pop(_BEFORE, None)
+        if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
+            model.set_attn_implementation(before or "sdpa")  # without a note: whoever set "kvbits" by hand, SDPA is what it was for other caches
 
     def save(self, path: str | Path) -> None:
         """Write the cache to a safetensors file (see `cache.serialize`). Padding is not written: `load` takes shorter rows as left-padded."""
         self.store.save(path)
 
     @classmethod
-    def load(cls, path: str | Path, model: Any, *, grow: bool = False) -> KVCache:
+    def load(cls, path: str | Path, model: Any, *, grow: bool = False, check_weights: bool = True) -> KVCache:
         """The cache that `save` wrote, on `model`'s device, ready to be continued, with the capacity it had or, with `grow`, none.
 
+        Args:
+            check_weights: refuse a cache that a model of other weights filled (see `weights_fingerprint`; files that say nothing about it are taken).
+
         Raises:
-            FileFormatError: a damaged or foreign file, or a cache of another geometry than the model's.
+            FileFormatError: a damaged or foreign file, or a cache of another geometry, dtype or other weights than the model's.
         """
         require_loaded(model)
         layers = layer_geometries(model.config.get_text_config(decoder=True))
@@ -171,6 +186,13 @@ class KVCache(Cache):
         if store.spec.layers != layers:
             raise FileFormatError(
                 f"{path} holds {len(store.spec.layers)} layers of another shape than this model's {len(layers)}; load it with the model it was made for"
+            )
+        if str(model.dtype) != f"torch.{store.spec.raw_dtype}":
+            raise FileFormatError(f"{path} holds a cache of a {store.spec.raw_dtype} model, this one is {model.dtype}; load the model in that dtype")
+        if check_weights and store.made_for is not None and store.made_for != weights_fingerprint(model):
+            raise FileFormatError(
+                f"{path} was filled by a model of the same shape with other weights, so its keys and values mean nothing to this one; "
+                "load that model, or pass check_weights=False if they are near enough"
             )
         use_kvbits_attention(model)
         return cls(store)
@@ -275,16 +297,20 @@ def default_cache(model: Any, scheme: str | Scheme = "int4", **options: Any) -> 
 
 
 def use_kvbits_attention(model: Any) -> None:
-    """Switch a model to the "kvbits" attention.
+    """Switch a model to the "kvbits" attention, and note on it what it had (`KVCache.detach`).
 
     Raises:
         UnsupportedError: the model does not take attention functions from Transformers' registry.
     """
     if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
         return
+    config = model.config
+    parts = {name: part for name in getattr(config, "sub_configs", {}) if (part := getattr(config, name, None)) is not None}
+    before = {"": config._attn_implementation} | {name: part._attn_implementation for name, part in parts.items()}
     try:
         model.set_attn_implementation(NAME)
     except ValueError as error:
         raise UnsupportedError(f"{type(model).__name__} cannot use a custom attention: {error}") from error
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         raise UnsupportedError(f"{type(model).__name__} ignored the attention implementation {NAME!r}; it does not use Transformers' attention registry")
+    model.__dict__[_BEFORE] = before

@@ -78,6 +78,28 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     return model.to(device or "cpu").eval(), tokenizer
 
 
+SAMPLED = 8
+"""Numbers of each parameter that a fingerprint looks at."""
+
+
+def weights_fingerprint(model: Any) -> str:
+    """SHA-256, in hex, over names and shapes of a model's parameters and a few values of each, at the price of one copy from the GPU.
+
+    The same weights in another dtype give another one. Of parameters without values here (on `meta`, or spread over ranks) only name and shape count.
+    """
+    import torch
+
+    digest, values = hashlib.sha256(), []
+    for name, p in model.named_parameters():
+        digest.update(f"{name}{tuple(p.shape)}".encode())
+        if type(p.data) is torch.Tensor and p.numel() and not p.is_meta:
+            flat = p.data.flatten()
+            values.append(flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].double())
+    for device in sorted({x.device for x in values}, key=str):  # one wait each
+        digest.update(torch.cat([x for x in values if x.device == device]).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _check(dtype: str, device: str | None) -> None:
     """Refuse a dtype or device that cannot be, before weights are read."""
     import torch

@@ -1,0 +1,140 @@
+"""What a KVCache changes about a model can be undone, and a saved prefix knows whose it is."""
+
+import pytest
+import torch
+import transformers
+from integrations.test_huggingface import ours, prompts, stock, tiny
+from packaging.version import Version
+
+from kvbits.errors import CacheStateError, DataError, FileFormatError, UnsupportedError
+from kvbits.integrations.huggingface import KVCache
+from kvbits.integrations.models import weights_fingerprint
+
+
+@pytest.mark.parametrize("family, implementation", [("llama", "sdpa"), ("gemma2", "eager")])
+def test_a_detached_model_is_what_it_was(family, implementation):
+    model = tiny(family)
+    model.set_attn_implementation(implementation)
+    inputs = prompts([20, 9])
+    want = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    cache = KVCache.for_model(model, "raw")
+    KVCache.for_model(model, "int8")  # again: what it had before the first counts
+    assert model.config._attn_implementation == "kvbits"
+    KVCache.detach(model)
+    assert model.config._attn_implementation == implementation
+    KVCache.detach(model)
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), want)
+    with pytest.raises(UnsupportedError, match=r"KVCache\.for_model\(model, \.\.\.\) again"):
+        model(**inputs, past_key_values=cache)
+    KVCache.for_model(model, "raw")
+    model(**inputs, past_key_values=KVCache.for_model(model, "raw"))
+
+
+def test_static_caches_and_batches_work_again_after_detach():
+    model = tiny("llama")
+    model.set_attn_implementation("sdpa")
+    inputs = prompts([12])
+    want = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    KVCache.for_model(model, "int8")
+    with pytest.raises(UnsupportedError, match="static and compiled caches do"):
+        model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static")
+    KVCache.detach(model)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static"), want)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="continuous batching on a CPU is new there")
+def test_generate_batch_works_again_after_detach():
+    model = tiny("llama")
+    model.set_attn_implementation("sdpa")
+    KVCache.for_model(model, "int8")
+    KVCache.detach(model)
+    config = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=-1, pad_token_id=0, do_sample=False)
+    found = model.generate_batch(inputs=[[3, 4, 5], [6, 7]], generation_config=config)
+    assert [len(x.generated_tokens) for x in found.values()] == [3, 3]
+
+
+def test_detach_takes_models_only():
+    with pytest.raises(DataError, match="not a loaded model"):
+        KVCache.detach(None)
+    model = tiny("llama")
+    KVCache.detach(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=["beams", "samples"])
+def test_a_loaded_prefix_is_repeated_for_beams_and_samples(tmp_path, options):
+    model = tiny("llama")
+    inputs = prompts([30])
+    with torch.no_grad():
+        cache = KVCache.for_model(model, "raw")
+        model(**inputs, past_key_values=cache)
+    cache.save(tmp_path / "prefix")
+    whole = {"input_ids": torch.cat([inputs["input_ids"], prompts([4], seed=2)["input_ids"]], 1)}
+    loaded = KVCache.load(tmp_path / "prefix", model)
+    with pytest.raises(CacheStateError, match=r"holds 1 sequence but was given 3; call batch_repeat_interleave\(3\) first"):
+        ours(model, whole, cache=loaded, **options)
+    loaded.batch_repeat_interleave(3)
+    assert torch.equal(ours(model, whole, cache=loaded, **options), stock(model, whole, **options))
+
+
+def test_a_batch_that_no_repeat_gives_is_said():
+    model = tiny("llama")
+    cache = KVCache.for_model(model, "raw")
+    with torch.no_grad():
+        model(**prompts([9, 9]), past_key_values=cache)
+        with pytest.raises(CacheStateError, match=r"holds 2 sequences but was given 3; use batch_select_indices\(\)"):
+            model(torch.ones(3, 1, dtype=torch.long), past_key_values=cache)
+
+
+def filled(model, path):
+    cache = KVCache.for_model(model, "int8")
+    with torch.no_grad():
+        model(**prompts([70]), past_key_values=cache)
+    cache.save(path)
+    return cache
+
+
+def test_a_prefix_of_other_weights_is_refused_unless_asked_for(tmp_path):
+    model, other = tiny("llama"), tiny("llama")
+    filled(model, tmp_path / "c")
+    assert weights_fingerprint(model) == weights_fingerprint(other)
+    assert KVCache.load(tmp_path / "c", other).store.seq_lens == [70]
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    with pytest.raises(FileFormatError, match="same shape with other weights.*check_weights=False"):
+        KVCache.load(tmp_path / "c", other)
+    taken = KVCache.load(tmp_path / "c", other, check_weights=False)
+    taken.save(tmp_path / "again")  # still the first model's
+    KVCache.load(tmp_path / "again", model)
+    with pytest.raises(FileFormatError, match="other weights"):
+        KVCache.load(tmp_path / "again", other)
+
+
+def test_a_prefix_of_another_dtype_is_refused(tmp_path):
+    model = tiny("llama")
+    filled(model, tmp_path / "c")
+    with pytest.raises(FileFormatError, match="a cache of a float32 model, this one is torch.bfloat16"):
+        KVCache.load(tmp_path / "c", model.bfloat16(), check_weights=False)
+
+
+def test_files_that_do_not_say_whose_they_are_still_load(tmp_path):
+    model, other = tiny("llama"), tiny("llama")
+    cache = filled(model, tmp_path / "with")
+    cache.store.made_for = None
+    cache.save(tmp_path / "without")
+    about = (tmp_path / "without").read_bytes()
+    assert b"made_for" in (tmp_path / "with").read_bytes() and b"made_for" not in about
+    with torch.no_grad():
+        other.lm_head.weight.add_(1)
+    assert KVCache.load(tmp_path / "without", other).store.seq_lens == [70]
+
+
+def test_a_fingerprint_follows_values_shapes_and_names():
+    model = tiny("llama")
+    first = weights_fingerprint(model)
+    assert len(first) == 64 and first == weights_fingerprint(model)
+    assert weights_fingerprint(tiny("llama", intermediate_size=64)) != first
+    assert weights_fingerprint(tiny("qwen3")) != first
+    meta = tiny("llama").to("meta")
+    assert weights_fingerprint(meta) != first
