@@ -19,8 +19,9 @@ BACKENDS = {
     "attend_pages": {"cpu": "attend_pages.cpu", "cuda": "attend_pages.cuda", "triton": "attend_pages.triton", "reference": "attend_pages.reference"},
     "close_pages": {"cpu": "close_pages.cpu", "cuda": "close_pages.cuda", "reference": "close_pages.reference"},
     "append": {"cpu": "append.cpu", "cuda": "append.cuda", "reference": "append.reference"},
+    "attend_fresh": {"cpu": "attend_fresh.cpu", "cuda": "attend_fresh.cuda", "reference": "attend_fresh.reference"},
 }
-FUNCTIONS = {"attend_pages": "attend", "close_pages": "close", "append": "append"}
+FUNCTIONS = {"attend_pages": "attend", "close_pages": "close", "append": "append", "attend_fresh": "attend_fresh"}
 
 
 @dataclass(frozen=True)
