@@ -68,7 +68,8 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, s
     out = torch.empty(*q.shape[:2], tokens, v.shape[3])
     lse = torch.empty(q.shape[:3])
     # The first window sees all that is older.
-    out[:, :, :sliding_window], lse[:, :, :sliding_window] = _flash(*(x[:, :, :sliding_window] for x in (q, k, v)), scaling, None)
+    old = slice(0, sliding_window)
+    out[:, :, old], lse[:, :, old] = _flash(q[:, :, old], k[:, :, old], v[:, :, old], scaling, None)
     band = _band(min(WINDOW_ROWS, tokens - sliding_window), sliding_window, q.dtype)
     for first in range(sliding_window, tokens, WINDOW_ROWS):
         end = min(first + WINDOW_ROWS, tokens)
