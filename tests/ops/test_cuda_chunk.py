@@ -91,22 +91,6 @@ def test_layers_and_other_kernels_for_other_calls():
     assert isinstance(cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=140), cuda.Plan)
 
 
-@needs_gpu
-@pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("heads, head_dim", [(2, 64), (8, 80)])
-def test_the_fresh_chunk_needs_no_mask_of_its_own_size(heads, head_dim, padded, window):
-    q, k, v = (torch.randn(3, 200, h, head_dim, dtype=torch.bfloat16) for h in (8, heads, heads))
-    positions = torch.arange(500, 700).repeat(3, 1)
-    if padded:
-        positions[1], positions[2, :50] = -1, -1
-        positions[2, 50:] = torch.arange(150)
-    out, lse = reference.attend_fresh(q.cuda(), k.cuda(), v.cuda(), positions, 0.1, window, None)
-    want, want_lse = reference.attend_fresh(q.float(), k.float(), v.float(), positions, 0.1, window, None)
-    assert relative_error(out.cpu(), want) < 5e-3
-    torch.testing.assert_close(lse.cpu(), want_lse, rtol=1e-3, atol=1e-2)
-
-
 def table_of(lengths: list[list[int]]) -> PageTable:
     counts, flat = [len(x) for x in lengths], np.array([n for x in lengths for n in x], np.int32)
     return PageTable(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), np.arange(len(flat)), np.zeros(len(flat), np.int64), flat)

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvbits.ops.cuda.attend import dense, merge
+from kvbits.ops.cuda import merge
+from kvbits.ops.cuda.attend import dense
 from kvbits.ops.cuda.runtime import compile as cuda_compile
 from kvbits.ops.reference.merge import merge_partials
 

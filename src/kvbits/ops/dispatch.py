@@ -15,8 +15,11 @@ from typing import Any
 
 from ..errors import SpecError
 
-BACKENDS = {"attend_pages": ("cpu", "cuda", "triton", "reference"), "close_pages": ("cpu", "cuda", "reference"), "append": ("cpu", "cuda", "reference")}
-FUNCTIONS = {"attend_pages": "attend", "close_pages": "close", "append": "append"}
+BACKENDS = {
+    "attend_pages": ("cpu", "cuda", "triton", "reference"), "attend_fresh": ("cpu", "cuda", "reference"),
+    "close_pages": ("cpu", "cuda", "reference"), "append": ("cpu", "cuda", "reference"),
+}  # fmt: skip
+FUNCTIONS = {"attend_pages": "attend", "attend_fresh": "attend_fresh", "close_pages": "close", "append": "append"}
 
 
 @dataclass(frozen=True)

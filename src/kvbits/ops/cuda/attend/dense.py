@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .merge import merge_partials
+from ..merge import merge_partials
 
 CUDNN_QUERIES = 512
 """Fewest query tokens that cuDNN is asked for."""

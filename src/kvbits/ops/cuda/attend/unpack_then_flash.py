@@ -16,10 +16,10 @@ import torch
 from ....errors import DataError
 from ...types import AttendCall, check_call, last_positions
 from ..dequantize.unpacker import Unpacker, refuses_layout
+from ..merge import merge_partials
 from ..side import refuses_low
 from .dense import attention
 from .kernel_choice import is_wide
-from .merge import merge_partials
 
 MAX_ROWS = 1 << 16
 """Rows of scratch: 268 MB of keys and values at 8 kv heads of 128. Fewer make slices whose merging shows."""
