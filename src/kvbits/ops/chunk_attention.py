@@ -1,7 +1,7 @@
 """Attention of a chunk of fresh tokens to itself, in its own precision: the op `attend_fresh`.
 
-A prompt sees itself before any page holds it: `attend_pages` reads the history, `attend_fresh` the chunk, `merge_partials` joins them. A backend is a module
-of `ops/attend_fresh` with
+A prompt sees itself before any page holds it: `attend_pages` reads the history, `attend_fresh` the chunk, `merge_partials` joins them. A backend has a module
+`attend_fresh` with
 
     refuses(q, v, softcap) -> str | None
     attend_fresh(q, k, v, positions, scaling, sliding_window, softcap) -> (out, lse)
@@ -14,8 +14,8 @@ whose arguments are
     sliding_window  newest tokens that a query sees, itself included; None for all
     softcap         scores become softcap * tanh(score / softcap); None for none
 
-and whose results are out [B, T, Hq, D] in float32, or in q's 16 bits where a backend computes in them, and lse float32 [B, T, Hq], natural log; 0 and -inf for padding. Memory grows with T, never with T * T: no backend
-makes scores or a mask of the whole chunk.
+and whose results are out [B, T, Hq, D] in float32, or in q's 16 bits where a backend computes in them, and lse float32 [B, T, Hq], natural log; 0 and -inf
+for padding. Memory grows with T, never with T * T: no backend makes scores or a mask of the whole chunk.
 """
 
 from __future__ import annotations
