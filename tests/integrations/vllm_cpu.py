@@ -25,6 +25,20 @@ def _slots(query_start_loc: torch.Tensor, positions: torch.Tensor, block_table: 
     slot_mapping[n:] = -1
 
 
+def _accepted(
+    output: torch.Tensor, ends: torch.Tensor, drafts: torch.Tensor, targets: torch.Tensor, bonus: torch.Tensor, greedy: torch.Tensor | None, most: int
+) -> None:  # fmt: skip
+    """Drafts up to the first that is not the model's own choice, that choice, and the bonus token where all are right."""
+    begin = 0
+    for row, end in enumerate(ends.tolist()):
+        same = int((drafts[begin:end] == targets[begin:end]).long().cumprod(0).sum())
+        kept = targets[begin : begin + min(same + 1, end - begin)]
+        output[row, : len(kept)] = kept
+        if same == end - begin:
+            output[row, same] = bonus[row].squeeze()
+        begin = end
+
+
 def install() -> None:
     """The environment and the operators; before vLLM is imported."""
     os.environ.update({k: v for k, v in SETTINGS.items() if k not in os.environ})
@@ -37,6 +51,10 @@ def install() -> None:
     library.impl("init_cpu_memory_env", lambda nodes: [], "CompositeExplicitAutograd")
     library.impl("compute_slot_mapping_kernel_impl", _slots, "CPU")
     library.impl("greedy_argmax", lambda logits: logits.argmax(-1), "CPU")
+    library.define(
+        "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor ends, Tensor drafts, Tensor targets, Tensor bonus, Tensor? greedy, int most) -> ()"
+    )
+    library.impl("rejection_greedy_sample_kernel_impl", _accepted, "CPU")
     install.library = library  # type: ignore[attr-defined]
 
 
@@ -49,7 +67,11 @@ def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
         "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024, "block_size": 64, "max_num_seqs": 8, "seed": 0,
         "compilation_config": {"custom_ops": ["none"]}, "disable_log_stats": False,
     }  # fmt: skip
-    return LLM(model=str(model), kv_cache_dtype=kv_cache_dtype, **(settings | options))
+    found = LLM(model=str(model), kv_cache_dtype=kv_cache_dtype, **(settings | options))
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides = lambda: None  # done, and its search through all modules stumbles the second time
+    return found
 
 
 def save(model: Any, path: Path) -> Path:

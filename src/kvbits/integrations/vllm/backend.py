@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -87,8 +86,4 @@ class KVBitsBackend(AttentionBackend):
             return f"kvbits' pages hold {formats.PAGE_SIZE} tokens; leave --block-size away, or pass --block-size {formats.PAGE_SIZE}"
         if device_capability is not None and device_capability < (8, 0):
             return "kvbits' kernels need compute capability 8.0"
-        if kv_cache_dtype not in formats.FORMATS:
-            return None
-        config = get_current_vllm_config_or_none()
-        biased = config is not None and config.model_config is not None and formats.has_key_bias(config.model_config.hf_text_config)
-        return formats.FORMATS[kv_cache_dtype].refuses(head_size, biased)
+        return formats.FORMATS[kv_cache_dtype].refuses(head_size) if kv_cache_dtype in formats.FORMATS else None

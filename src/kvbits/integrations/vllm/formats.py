@@ -50,7 +50,7 @@ class Format:
         fitted = schemes.fitted(self.scheme, head_dim)
         return PageLayout(key=fitted.key, value=fitted.value, page_size=PAGE_SIZE, num_kv_heads=num_kv_heads, head_dim=head_dim, raw_dtype=raw_dtype)
 
-    def refuses(self, head_dim: int, has_key_bias: bool) -> str | None:
+    def refuses(self, head_dim: int, has_key_bias: bool = False) -> str | None:
         """Why a model cannot be served in this format, or None."""
         if head_dim % 8 or not 64 <= head_dim <= 256:
             return f"head_dim={head_dim} is no multiple of 8 from 64 to 256; use --kv-cache-dtype auto"

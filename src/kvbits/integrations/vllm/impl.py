@@ -71,6 +71,8 @@ class KVBitsImpl(AttentionImpl):  # type: ignore[type-arg]
         layout = formats.layout_for(kv_cache_dtype, kv_heads, head_size, dtype)
         device = torch.device("cpu") if current_platform.is_cpu() else torch.device(current_platform.device_type, torch.accelerator.current_device_index())
         form = formats.FORMATS.get(kv_cache_dtype)
+        if form and (why := form.refuses(head_size, formats.has_key_bias(config.model_config.hf_text_config))):
+            raise UnsupportedError(why)
         self._rotations = rotations(head_size, dtype, device) if form and form.rotated else None
         scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, sliding_window)
         self.call = call_for(layout, num_heads, dtype, float(scale), sliding_window, logits_soft_cap or None, scratch)

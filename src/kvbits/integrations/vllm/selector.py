@@ -25,18 +25,17 @@ def install(platform: Any) -> None:
     def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        ours = attn_selector_config.kv_cache_dtype in FORMATS or _engine_dtype() in FORMATS
-        named = selected_backend not in (None, AttentionBackendEnum.CUSTOM)
-        if attn_selector_config.kv_cache_dtype in FORMATS and named:
+        dtype, custom = attn_selector_config.kv_cache_dtype, AttentionBackendEnum.CUSTOM
+        if dtype in FORMATS and selected_backend not in (None, custom):
             raise ValueError(
-                f"--kv-cache-dtype {attn_selector_config.kv_cache_dtype} is read by kvbits' attention backend alone, not by {selected_backend.name}; "
+                f"--kv-cache-dtype {dtype} is read by kvbits' attention backend alone, not by {selected_backend.name}; "
                 "leave --attention-backend away or pass --attention-backend CUSTOM"
             )
-        if not ours or named:
-            return original(selected_backend, attn_selector_config=attn_selector_config, num_heads=num_heads)
-        if cls.device_type == "cpu":  # whose own selection knows one backend only
+        if selected_backend is None and (dtype in FORMATS or _engine_dtype() in FORMATS):
+            selected_backend = custom
+        if selected_backend is custom and cls.device_type == "cpu":  # whose own selection knows one backend only
             return _checked(attn_selector_config)
-        return original(AttentionBackendEnum.CUSTOM, attn_selector_config=attn_selector_config, num_heads=num_heads)
+        return original(selected_backend, attn_selector_config=attn_selector_config, num_heads=num_heads)
 
     get_attn_backend_cls.kvbits_original = original  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
