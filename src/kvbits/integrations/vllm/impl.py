@@ -32,6 +32,7 @@ class Call:
         num_heads: query heads of this rank.
         dtype: of the model.
         scratch: 16-bit rows that histories are unpacked to, shared by layers of one shape.
+        fa_version: of FlashAttention, on a GPU.
     """
 
     layout: PageLayout
@@ -41,6 +42,7 @@ class Call:
     sliding_window: int | None
     softcap: float | None
     scratch: Scratch
+    fa_version: int | None
 
 
 call_for = functools.lru_cache(maxsize=256)(Call)
@@ -75,7 +77,7 @@ class KVBitsImpl(AttentionImpl):  # type: ignore[type-arg]
             raise UnsupportedError(why)
         self._rotations = rotations(head_size, dtype, device) if form and form.rotated else None
         scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, sliding_window)
-        self.call = call_for(layout, num_heads, dtype, float(scale), sliding_window, logits_soft_cap or None, scratch)
+        self.call = call_for(layout, num_heads, dtype, float(scale), sliding_window, logits_soft_cap or None, scratch, _fa_version(device, head_size))
         self._turn: torch.Tensor | None = None
         self._device = device
         if device.type == "cuda":
@@ -118,3 +120,11 @@ class KVBitsImpl(AttentionImpl):  # type: ignore[type-arg]
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, m: KVBitsMetadata) -> None:
         store = append_cuda.store_tokens if key.device.type == "cuda" else append_reference.store_tokens
         store(key, value, pages, self.call.layout, m.slot_mapping, previous_page=m.previous_page, turn=self._turn)
+
+
+def _fa_version(device: torch.device, head_size: int) -> int | None:
+    if device.type != "cuda":
+        return None
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return get_flash_attn_version(head_size=head_size)

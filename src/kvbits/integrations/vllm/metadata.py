@@ -24,8 +24,23 @@ from .impl import Call, KVBitsImpl
 from .prefill import Prefill
 
 
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of fewer tokens than a plan has queries.
+
+    Attributes:
+        query_lens: int32 [rows].
+        token_of: int64 [rows * num_queries]: which token stands there; any where there is none.
+        place_of: int64 [tokens]: where each token stands.
+    """
+
+    query_lens: torch.Tensor
+    token_of: torch.Tensor
+    place_of: torch.Tensor
+
+
 class Decode:
-    """Attention of rows of `num_queries` tokens over their pages, for all layers of one `Call`."""
+    """Attention of rows of up to `num_queries` tokens over their pages, for all layers of one `Call`."""
 
     def __init__(self, call: Call, max_pages: int, batch_size: int, num_queries: int, device: torch.device) -> None:
         self.num_queries = num_queries
@@ -35,17 +50,22 @@ class Decode:
         )  # fmt: skip
         self._bound: dict[str, tuple[int, int]] = {}  # layer: its number and the address of its pages
 
-    def update(self, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        self._plan.update([block_table], [seq_lens])
+    def update(self, block_table: torch.Tensor, seq_lens: torch.Tensor, ragged: Ragged | None) -> None:
+        self._ragged = ragged
+        self._plan.update([block_table], [seq_lens], query_lens=None if ragged is None else ragged.query_lens)
 
     def run(self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor) -> None:
-        """q, out: [rows * num_queries, Hq, D]."""
+        """q, out: [tokens, Hq, D]."""
         number, address = self._bound.get(layer, (len(self._bound), 0))
         if address != pages.data_ptr():
             self._plan.bind(number, [pages])
             self._bound[layer] = number, pages.data_ptr()
         shape = (-1, self.num_queries)
-        self._plan.run(q.unflatten(0, shape), number, out=out.unflatten(0, shape))
+        if self._ragged is None:
+            self._plan.run(q.unflatten(0, shape), number, out=out.unflatten(0, shape))
+        else:
+            found = self._plan.run(q[self._ragged.token_of].unflatten(0, shape), number)
+            out.copy_(found.flatten(0, 1)[self._ragged.place_of])
 
 
 @dataclass
@@ -112,15 +132,17 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         if m.causal is not True:
             raise UnsupportedError("kvbits' attention is causal; this model asks for attention in both directions")
         threshold = self.reorder_batch_threshold or 1
-        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(m, decode_threshold=threshold, require_uniform=threshold > 1)
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
         num_queries = num_decode_tokens // num_decodes if num_decodes else 1
-        if num_queries not in self._decodes:  # fewer speculative tokens than usual
-            num_decodes, num_prefills, num_decode_tokens = 0, m.num_reqs, 0
-        found = KVBitsMetadata(m.num_actual_tokens, num_decode_tokens, m.slot_mapping[: m.num_actual_tokens], self._pages_before(m, num_queries, num_prefills))
+        lens = m.query_start_loc_cpu[: num_decodes + 1].diff()
+        uniform = num_queries in self._decodes and bool(((lens == num_queries) | (lens == 0)).all()) and num_queries * num_decodes == num_decode_tokens
+        ragged = None if uniform or not num_decodes else self._ragged(m, num_decodes, num_decode_tokens, threshold)
+        before = self._pages_before(m, num_queries if uniform and not num_prefills else None)
+        found = KVBitsMetadata(m.num_actual_tokens, num_decode_tokens, m.slot_mapping[: m.num_actual_tokens], before)
         if num_decodes:
-            found.decodes = self._decodes[num_queries]
+            found.decodes = self._decodes[num_queries if uniform else threshold]
             for decode in found.decodes.values():
-                decode.update(m.block_table_tensor[:num_decodes], m.seq_lens[:num_decodes])
+                decode.update(m.block_table_tensor[:num_decodes], m.seq_lens[:num_decodes], ragged)
         if num_prefills:
             query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
             table = m.block_table_tensor[num_decodes : m.num_reqs]
@@ -135,24 +157,35 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
             raise UnsupportedError("this model runner gives attention backends no lengths on the host; use vLLM's default runner")
         return np.diff(starts)[first:], bound[first : m.num_reqs].numpy().astype(np.int64)
 
-    def _pages_before(self, m: CommonAttentionMetadata, num_queries: int, num_prefills: int) -> torch.Tensor | None:
-        """int64 [num_tokens]: for tokens that open a page, the page before it in their sequence, or -1."""
+    def _ragged(self, m: CommonAttentionMetadata, rows: int, tokens: int, num_queries: int) -> Ragged:
+        starts, places = m.query_start_loc[: rows + 1].long(), torch.arange(num_queries, device=self.device)
+        token_of = (starts[:-1, None] + places).clamp_(max=tokens - 1).view(-1)
+        row = self._row_of_each(m, rows, tokens)
+        return Ragged(starts.diff().int(), token_of, row * num_queries + torch.arange(tokens, device=self.device) - starts[row])
+
+    def _row_of_each(self, m: CommonAttentionMetadata, rows: int, tokens: int) -> torch.Tensor:
+        """int64 [tokens]: the row of each token; the last one's for padding."""
+        each = torch.arange(tokens, device=self.device, dtype=torch.int32)
+        return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
+
+    def _pages_before(self, m: CommonAttentionMetadata, num_queries: int | None) -> torch.Tensor | None:
+        """int64 [num_tokens]: for tokens that open a page, the page before it in their sequence, or -1. num_queries: where all rows have as many tokens."""
         if self._previous is None:
             return None
         n, rows = m.num_actual_tokens, m.num_reqs
         seq_lens, table = m.seq_lens[:rows], m.block_table_tensor[:rows]
         out = self._previous[:n]
-        if not num_prefills:
+        if num_queries is not None:
             position = (seq_lens[:, None] - num_queries + torch.arange(num_queries, device=self.device)).view(-1)[:n]
             row = torch.arange(n, device=self.device) // num_queries if num_queries > 1 else None
         else:
-            row = torch.searchsorted(m.query_start_loc[1 : rows + 1], torch.arange(n, device=self.device, dtype=torch.int32), right=True).clamp_(max=rows - 1)
+            row = self._row_of_each(m, rows, n)
             position = seq_lens[row] - m.query_start_loc[row + 1] + torch.arange(n, device=self.device)
         page = position.div(PAGE_SIZE, rounding_mode="floor").long() - 1
         at = page.clamp(0, table.shape[1] - 1)
         before = table.gather(1, at[:, None])[:, 0] if row is None else table[row, at]
         out.copy_(before.long().masked_fill_(page < 0, -1))
-        if num_prefills:
+        if num_queries is None:
             # A row may start behind a prefix that another row of this step only writes now; its mean cannot be read, so the page takes its own.
             starts = m.query_start_loc[:rows].long().clamp_(max=max(n - 1, 0))
             written = m.slot_mapping[:n].div(PAGE_SIZE, rounding_mode="floor")

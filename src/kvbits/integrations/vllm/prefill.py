@@ -218,12 +218,12 @@ def attend(
     """
     if q.device.type != "cuda":
         return _attend_reference(call, q, k, v, q_starts.tolist(), k_starts.tolist(), causal, out)
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     window = [call.sliding_window - 1, 0] if causal and call.sliding_window else [-1, -1]
     found = flash_attn_varlen_func(
         q=q, k=k, v=v, max_seqlen_q=max_q, cu_seqlens_q=q_starts, max_seqlen_k=max_k, cu_seqlens_k=k_starts, softmax_scale=call.scaling, causal=causal,
-        window_size=window, softcap=call.softcap or 0.0, out=out, return_softmax_lse=out is None, fa_version=get_flash_attn_version(head_size=q.shape[-1]),
+        window_size=window, softcap=call.softcap or 0.0, out=out, return_softmax_lse=out is None, fa_version=call.fa_version,
     )  # fmt: skip
     return (found[0], found[1].transpose(0, 1)) if out is None else (out, torch.empty(0))
 
