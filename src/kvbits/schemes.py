@@ -131,8 +131,11 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
     if unknown := set(changes) - fields:
         raise SpecError(f"a scheme has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(fields))}")
     scheme = dataclasses.replace(PRESETS[name], **changes)
-    if head_dim is None:
-        return scheme
+    return scheme if head_dim is None else fitted(scheme, head_dim)
+
+
+def fitted(scheme: Scheme, head_dim: int) -> Scheme:
+    """A scheme whose groups divide head_dim: those that do not shrink to the largest power of two that does."""
     return dataclasses.replace(scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, head_dim))
 
 
