@@ -77,7 +77,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def reference_ops(monkeypatch):
-    monkeypatch.setitem(dispatch.BACKENDS, "attend_pages", {"reference": "attend_pages.reference"})
+    monkeypatch.setitem(dispatch.BACKENDS, "attend_pages", ("reference",))
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...errors import UnsupportedError
-from ...ops.append import cuda as append_cuda
-from ...ops.append import reference as append_reference
+from ...ops.cuda.append import tokens as append_cuda
+from ...ops.reference import append as append_reference
 from ...spec import PageLayout
 from . import formats
 from .prefill import Scratch, scratch_for
@@ -49,7 +49,7 @@ call_for = functools.lru_cache(maxsize=256)(Call)
 """The one `Call` of these fields."""
 
 
-class KVBitsImpl(AttentionImpl):  # type: ignore[type-arg]
+class KVBitsImpl(AttentionImpl):
     """One attention layer."""
 
     def __init__(

@@ -91,6 +91,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
     """Owns the decode plans of a KV-cache group, of fixed size."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int | None
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -196,6 +197,6 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
 
 def paged_attention_queries() -> int:
     """Queries of a sequence that one plan takes."""
-    from ...ops.cuda.attend.plan import MAX_QUERIES
+    from ...ops.cuda.attend.device_plan import MAX_QUERIES
 
     return MAX_QUERIES

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ...ops.dequantize_pages.reference import dequantize_pages
-from ...ops.merge_partials.reference import merge_partials
+from ...ops.reference.dequantize import dequantize_pages
+from ...ops.reference.merge import merge_partials
 from ...ops.types import PageStore
 from ...spec import PageLayout
 from .formats import PAGE_SIZE
@@ -143,7 +143,7 @@ class _Placed:
                 for (row, count), page in zip(self.rows_host.tolist(), x, strict=True):
                     into[row : row + count] = page[:, :count].transpose(0, 1).to(into.dtype)
             return
-        from ...ops.dequantize_pages.cuda import Unpacker
+        from ...ops.cuda.dequantize.unpacker import Unpacker
 
         key = (call.layout, pages.stride(0))
         if key not in self._unpackers:  # addresses from 0 on; a layer is where its pages begin
