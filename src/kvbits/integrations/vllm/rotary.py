@@ -26,8 +26,8 @@ def turn_of(module: Any, head_dim: int) -> torch.Tensor | None:
     n = rows.shape[1] // 2
     cos, sin = (rows[1] / rows[0, :n].repeat(2)).split(n)
     first, second = (torch.arange(n), torch.arange(n, 2 * n)) if module.is_neox_style else (torch.arange(0, 2 * n, 2), torch.arange(1, 2 * n, 2))
-    turn = torch.zeros(3, head_dim)
-    turn[0], turn[2] = 1, torch.arange(head_dim)
+    turn = torch.zeros(3, head_dim, dtype=torch.float32)
+    turn[0], turn[2] = 1, torch.arange(head_dim, dtype=torch.float32)
     turn[0, first], turn[0, second] = cos, cos
     turn[1, first], turn[1, second] = -sin, sin
     turn[2, first], turn[2, second] = second.float(), first.float()
