@@ -26,7 +26,7 @@ constexpr CodebookKernels codebook_kernels_by_source() {
   CodebookKernels k = {};
 #define TILES(source, turned) \
   k.tile[source][turned] = {{key_tile<source, turned, 1>, key_tile<source, turned, 2>, key_tile<source, turned, 3>, key_tile<source, turned, 4>, \
-                             key_tile<source, turned, 5>, key_tile<source, turned, 6>, key_tile<source, turned, 7>, key_tile<source, turned, 8>}}
+                             key_tile<source, turned, 5>, key_tile<source, turned, 6>, key_tile<source, turned, 7>, key_tile<source, turned, 8>}, true}
   TILES(DECODED, false);
   TILES(DECODED, true);
   TILES(UNPACKED, false);
@@ -34,14 +34,14 @@ constexpr CodebookKernels codebook_kernels_by_source() {
   TILES(NIBBLES, false);
   TILES(NIBBLES, true);
 #undef TILES
-  k.value = {{value_decoded<1>, value_decoded<2>, value_decoded<3>, value_decoded<4>, value_decoded<5>, value_decoded<6>, value_decoded<7>, value_decoded<8>}};
+  k.value = {{value_decoded<1>, value_decoded<2>, value_decoded<3>, value_decoded<4>, value_decoded<5>, value_decoded<6>, value_decoded<7>, value_decoded<8>}, true};
   return k;
 }
 
 constexpr CodebookKernels codebook_kernels = codebook_kernels_by_source();
-static_assert(codebook_kernels.tile[DECODED][0].complete() && codebook_kernels.tile[DECODED][1].complete(), "decoded keys have no kernel");
-static_assert(codebook_kernels.tile[UNPACKED][0].complete() && codebook_kernels.tile[UNPACKED][1].complete(), "unpacked codes of keys have no kernel");
-static_assert(codebook_kernels.tile[NIBBLES][0].complete() && codebook_kernels.tile[NIBBLES][1].complete(), "keys in nibbles have no kernel");
+static_assert(codebook_kernels.tile[DECODED][0].there && codebook_kernels.tile[DECODED][1].there, "decoded keys have no kernel");
+static_assert(codebook_kernels.tile[UNPACKED][0].there && codebook_kernels.tile[UNPACKED][1].there, "unpacked codes of keys have no kernel");
+static_assert(codebook_kernels.tile[NIBBLES][0].there && codebook_kernels.tile[NIBBLES][1].there, "keys in nibbles have no kernel");
 
 static void load_stretch(Decoded& w, const kvbits_tensor& t, const uint8_t* page, int token, int n) {
   token_factors(t, page, token, n, w.factor);
