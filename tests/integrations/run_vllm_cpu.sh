@@ -7,7 +7,7 @@ base=${PYTHON:-.venv/bin/python} environment=${1:-build/vllm-cpu}
 if [ ! -f "$environment/.done" ]; then
   "$base" -m venv --without-pip "$environment"
   site=$("$environment/bin/python" -c 'import site; print(site.getsitepackages()[0])')
-  "$base" -c 'import site; print("\n".join(site.getsitepackages()))' > "$site/base.pth"
+  "$base" -c 'import site; print("\n".join(["'"$PWD"'/src", *site.getsitepackages()]))' > "$site/base.pth"
   # vLLM without what it names for a GPU; its compiled operators that a CPU needs are in tests/integrations/vllm_cpu.py.
   "$base" -m pip --python "$environment/bin/python" install -q --no-deps vllm==0.33.0 apache-tvm-ffi==0.1.11 cachetools cbor2 cloudpickle compressed-tensors==0.17.0 \
     einops fastapi==0.136.3 httpcore httpx jsonschema jsonschema-specifications referencing rpds-py attrs jiter lark==1.2.2 "llvmlite>=0.47,<0.48" llguidance==1.7.6 \
