@@ -17,7 +17,7 @@ from kvbits.integrations.vllm import formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.rotary import turn_of
 from kvbits.integrations.vllm.rotation import rotations
-from kvbits.integrations.vllm.selector import install, remove
+from kvbits.integrations.vllm.selector import BACKEND, install, remove
 from kvbits.ops.append.reference import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import Rotary
@@ -173,6 +173,10 @@ class Platform:
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
         return "original"
 
+    @classmethod
+    def _align_heterogeneous_kv_block_size(cls, vllm_config, backend_cls):
+        vllm_config.grown = True
+
 
 def test_the_selector_is_installed_once_and_taken_off():
     original = Platform.get_attn_backend_cls
@@ -180,6 +184,10 @@ def test_the_selector_is_installed_once_and_taken_off():
     wrapped = Platform.get_attn_backend_cls
     install(Platform)
     assert Platform.get_attn_backend_cls == wrapped != original
+    for name, grows in ((BACKEND, False), ("vllm.v1.FlashAttentionBackend", True)):
+        config, backend = SimpleNamespace(grown=False), SimpleNamespace(full_cls_name=lambda name=name: name.rsplit(".", 1))
+        Platform._align_heterogeneous_kv_block_size(config, backend)
+        assert config.grown == grows
     remove(Platform)
     assert Platform.get_attn_backend_cls == original
     remove(Platform)
