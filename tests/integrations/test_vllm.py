@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,6 +37,12 @@ def test_registering_under_another_version_only_says_so(monkeypatch, caplog):
     monkeypatch.setattr("kvbits.integrations.vllm.metadata.version", lambda name: "0.99.0")
     vllm.register()
     assert "0.99.0" in caplog.text
+
+
+def test_the_entry_point_names_the_function():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '[project.entry-points."vllm.general_plugins"]\nkvbits = "kvbits.integrations.vllm:register"\n' in text
+    assert callable(vllm.register)
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("kvbits_int8", 264), ("kvbits_int8_centered", 268), ("kvbits_int4", 144), ("kvbits_int4_rotated", 148)])
