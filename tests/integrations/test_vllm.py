@@ -17,7 +17,7 @@ from kvbits.integrations import vllm
 from kvbits.integrations.vllm import formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.rotary import turn_of
-from kvbits.integrations.vllm.rotation import rotations
+from kvbits.integrations.vllm.rotation import rotated_turn, rotations
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
 from kvbits.ops.append.reference import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
@@ -34,7 +34,7 @@ def test_other_versions_are_refused_with_the_way_out(version, served):
 
 
 def test_registering_under_another_version_only_says_so(monkeypatch, caplog):
-    monkeypatch.setattr("kvbits.integrations.vllm.metadata.version", lambda name: "0.99.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
     vllm.register()
     assert "0.99.0" in caplog.text
 
@@ -99,6 +99,14 @@ def test_rotations_are_exact_and_undo_each_other(head_dim, dtype):
     keys, queries = rotations(head_dim, dtype, torch.device("cpu"))
     assert torch.equal(keys.double() @ queries.double().T, torch.eye(head_dim).double())
     assert keys.abs().unique().numel() == queries.abs().unique().numel() == 1
+
+
+def test_means_of_rotated_keys_turn_as_the_keys_do():
+    turn = turn_by(Rotary(inv_freq=tuple(100.0 ** -(i / 32) for i in range(32))), 64, PAGE_SIZE)
+    matrices = rotations(64, torch.float32, torch.device("cpu"))
+    x = torch.randn(7, 64)
+    got = turned_by(x @ matrices[0], rotated_turn(turn, matrices))
+    torch.testing.assert_close(got, turned_by(x, turn) @ matrices[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pairs", ["half", "interleaved"])
