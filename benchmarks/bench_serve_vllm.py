@@ -131,12 +131,14 @@ def run_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
         fits = total // (-(-(args.largest + STEPS // 2) // 64) * 64)
         shapes.append((min(fits // args.largest_step * args.largest_step, args.max_batch), args.largest))
     rows = []
-    for batch, context in shapes:
+    for i, (batch, context) in enumerate(shapes):
+        largest = bool(args.largest) and i == len(shapes) - 1
         if batch * (context + STEPS) > total:
             print(f"{batch} x {context} does not fit {total} tokens", flush=True)
             continue
         ms = decode_step(llm, batch, context)
-        rows.append(row(args, "decode", batch, context, step_ms=round(ms, 3), tokens_per_s=round(1000 * batch / ms, 1), capacity_tokens=total))
+        rate = round(1000 * batch / ms, 1)
+        rows.append(row(args, "decode", batch, context, step_ms=round(ms, 3), tokens_per_s=rate, capacity_tokens=total, largest=largest))
         print(json.dumps(rows[-1]), flush=True)
     return rows
 

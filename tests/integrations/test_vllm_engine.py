@@ -24,6 +24,7 @@ from kvbits.errors import UnsupportedError
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.vllm.formats import FORMATS
 from kvbits.ops import dispatch
+from kvbits.spec import Override, QuantSpec
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 vllm_cpu.install()
@@ -195,6 +196,18 @@ def test_raw_pages_are_the_model_itself(model, engine):
     for length in (30, 64, 200):
         prompt = random_ids(length, length)
         check(model("llama")[0], None, prompt, generate(llm, [prompt])[0])
+
+
+@pytest.mark.parametrize("skipped", [["0"], ["0", "1"]])
+def test_skipped_layers_share_blocks_with_the_others(model, engine, skipped):
+    llm = engine("llama", "kvbits_int8_centered", kv_cache_dtype_skip_layers=skipped, max_num_batched_tokens=48, enable_prefix_caching=False)
+    raw = QuantSpec.raw()
+    override = Override(layers=tuple(map(int, skipped)), key=raw, value=raw)
+    scheme = dataclasses.replace(scheme_of("kvbits_int8_centered"), overrides=(override,))
+    for length in (30, 96, 200):
+        prompt = random_ids(length, length)
+        chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])
+        check(model("llama")[0], scheme, prompt, generate(llm, [prompt])[0], chunks)
 
 
 def test_a_tiny_pool_preempts_and_recomputes(model, engine):

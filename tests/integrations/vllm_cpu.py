@@ -63,6 +63,9 @@ def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
     install()
     from vllm import LLM
 
+    from kvbits.integrations.vllm import register
+
+    register()  # vLLM does, where kvbits is installed with its entry points
     settings: dict[str, Any] = {
         "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024, "block_size": 64, "max_num_seqs": 8, "seed": 0,
         "compilation_config": {"custom_ops": ["none"]}, "disable_log_stats": False,

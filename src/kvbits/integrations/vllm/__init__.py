@@ -16,8 +16,8 @@ vLLM loads `register` as a plugin (entry point `vllm.general_plugins`) in every 
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
-from importlib import metadata
 
 VERSIONS = ">=0.33,<0.34"
 """Of vLLM; the interface of attention backends changes with every minor release."""
@@ -34,7 +34,7 @@ def refuses_version(version: str) -> str | None:
 
 def register() -> None:
     """Make the kvbits_* dtypes and their backend known to vLLM. Elsewhere than in `VERSIONS` it says so in the log and does nothing else."""
-    if why := refuses_version(metadata.version("vllm")):
+    if why := refuses_version(importlib.metadata.version("vllm")):
         logger.warning(why)
         return
     from vllm.config.cache import get_kv_cache_dtype_handler, register_kv_cache_dtype

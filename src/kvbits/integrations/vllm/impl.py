@@ -18,7 +18,7 @@ from ...spec import PageLayout
 from . import formats
 from .prefill import Scratch, scratch_for
 from .rotary import page_turn
-from .rotation import rotations
+from .rotation import rotated_turn, rotations
 
 if TYPE_CHECKING:
     from .metadata import KVBitsMetadata
@@ -84,9 +84,9 @@ class KVBitsImpl(AttentionImpl):
             append_cuda.prepare(layout, dtype, device)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self.call.layout.is_centered and self._rotations is None:
-            turn = page_turn(self.head_size)
-            self._turn = None if turn is None else turn.to(self._device)
+        turn = page_turn(self.head_size) if self.call.layout.is_centered else None
+        if turn is not None:
+            self._turn = (turn if self._rotations is None else rotated_turn(turn, self._rotations)).to(self._device)
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: KVBitsMetadata | None,

@@ -12,6 +12,8 @@ import functools
 
 import torch
 
+from ...quant.rotary import turned_by
+
 
 @functools.lru_cache(maxsize=16)
 def rotations(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,3 +23,9 @@ def rotations(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
     bits = head_dim.bit_length() - 1
     return tuple((signs * 2.0**-n).to(device, dtype) for n in (bits // 2, bits - bits // 2))  # type: ignore[return-value]
+
+
+def rotated_turn(turn: torch.Tensor, matrices: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """float32 [head_dim, head_dim], on the CPU: what turning by `turn` (`quant.rotary.turn_by`) is for keys that were multiplied by the matrix for keys."""
+    for_keys, for_queries = (m.cpu().double() for m in matrices)
+    return (for_queries.T @ turned_by(torch.eye(turn.shape[1]), turn).double() @ for_keys).float()

@@ -1,8 +1,9 @@
 """The attention backend chosen by the dtype: whoever asks for `--kv-cache-dtype kvbits_*` need not name `--attention-backend CUSTOM`.
 
-vLLM never selects its CUSTOM backend by itself, so `install` wraps the one function of its platform that selects backends; `remove` takes the wrapper off. It
+vLLM never selects its CUSTOM backend by itself, so `install` wraps the function of its platform that selects backends; `remove` takes the wrapper off. It
 steps in where no backend is named and the engine's cache dtype is one of ours. Layers that are skipped (`--kv-cache-dtype-skip-layers`) and draft models then
-get the same backend, whose raw pages share a pool with the packed ones.
+get the same backend, whose raw pages share blocks with the packed ones, side by side. A second wrapper keeps vLLM from growing blocks until a packed page is as
+large as a raw one, which backends need whose pages cannot share a block.
 """
 
 from __future__ import annotations
@@ -39,13 +40,23 @@ def install(platform: Any) -> None:
 
     get_attn_backend_cls.kvbits_original = original  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    align = platform._align_heterogeneous_kv_block_size
+
+    @functools.wraps(align)
+    def _align_heterogeneous_kv_block_size(cls: Any, vllm_config: Any, backend_cls: Any) -> None:
+        if ".".join(backend_cls.full_cls_name()) != BACKEND:
+            align(vllm_config, backend_cls)
+
+    _align_heterogeneous_kv_block_size.kvbits_original = align  # type: ignore[attr-defined]
+    platform._align_heterogeneous_kv_block_size = classmethod(_align_heterogeneous_kv_block_size)
 
 
 def remove(platform: Any) -> None:
     """Undo `install`."""
-    original = getattr(platform.get_attn_backend_cls, "kvbits_original", None)
-    if original is not None:
-        platform.get_attn_backend_cls = original
+    for name in ("get_attn_backend_cls", "_align_heterogeneous_kv_block_size"):
+        original = getattr(getattr(platform, name), "kvbits_original", None)
+        if original is not None:
+            setattr(platform, name, original)
 
 
 def _engine_dtype() -> str | None:

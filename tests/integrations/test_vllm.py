@@ -1,0 +1,208 @@
+"""The parts of the vLLM plugin that need no vLLM: formats, refusals, rotations, and how prefill is cut into passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbits import schemes
+from kvbits.errors import UnsupportedError
+from kvbits.integrations import vllm
+from kvbits.integrations.vllm import formats, prefill
+from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
+from kvbits.integrations.vllm.rotary import turn_of
+from kvbits.integrations.vllm.rotation import rotated_turn, rotations
+from kvbits.integrations.vllm.selector import BACKEND, install, remove
+from kvbits.ops.reference.append import store_tokens
+from kvbits.quant.rotary import turn_by, turned_by
+from kvbits.spec import Rotary
+
+
+@pytest.mark.parametrize(("version", "served"), [("0.33.0", True), ("0.33.1.dev4", True), ("0.34.0", False), ("0.32.1", False), ("1.33.0", False)])
+def test_other_versions_are_refused_with_the_way_out(version, served):
+    why = vllm.refuses_version(version)
+    assert (why is None) == served
+    if why:
+        assert version in why
+        assert "pip install 'vllm>=0.33,<0.34'" in why
+
+
+def test_registering_under_another_version_only_says_so(monkeypatch, caplog):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
+    vllm.register()
+    assert "0.99.0" in caplog.text
+
+
+def test_the_entry_point_names_the_function():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '[project.entry-points."vllm.general_plugins"]\nkvbits = "kvbits.integrations.vllm:register"\n' in text
+    assert callable(vllm.register)
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("kvbits_int8", 264), ("kvbits_int8_centered", 268), ("kvbits_int4", 144), ("kvbits_int4_rotated", 148)])
+def test_bytes_per_token_and_head_are_whole_and_pinned(name, nbytes):
+    layout = FORMATS[name].layout(8, 128)
+    assert layout.head_bytes == nbytes * PAGE_SIZE
+    assert layout.token_local
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_a_page_is_found_by_its_tag_as_by_its_name(form, head_dim):
+    if form.refuses(head_dim):
+        return
+    layout = formats.layout_for(form.name, 2, head_dim, torch.bfloat16)
+    assert formats.layout_by_tag(form.tag, 2, head_dim) == layout
+    assert layout.head_bytes % PAGE_SIZE == 0
+    if (preset := form.name.removeprefix("kvbits_")) in schemes.PRESETS:
+        fitted = schemes.get(preset, head_dim=head_dim)
+        assert (layout.key, layout.value) == (fitted.key, fitted.value)
+
+
+def test_tags_are_no_dtype_of_other_caches():
+    tags = {f.tag for f in FORMATS.values()}
+    assert len(tags) == len(FORMATS)
+    assert not tags & {torch.uint8, *formats.RAW_DTYPES}
+    with pytest.raises(UnsupportedError, match="no format of kvbits"):
+        formats.layout_by_tag(torch.uint8, 2, 64)
+
+
+@pytest.mark.parametrize("name", ["auto", "bfloat16"])
+def test_skipped_layers_are_raw(name):
+    layout = formats.layout_for(name, 2, 64, torch.bfloat16)
+    assert layout.is_raw
+    assert layout == formats.layout_by_tag(torch.bfloat16, 2, 64)
+    with pytest.raises(UnsupportedError, match="kvbits_int8"):
+        formats.layout_for("fp8", 2, 64, torch.bfloat16)
+
+
+def test_refusals_give_the_way_out():
+    assert "use kvbits_int8_centered or kvbits_int4_rotated" in FORMATS["kvbits_int4"].refuses(128, has_key_bias=True)
+    assert FORMATS["kvbits_int4"].refuses(128) is None
+    assert FORMATS["kvbits_int8_centered"].refuses(128, has_key_bias=True) is None
+    assert "no power of two" in FORMATS["kvbits_int4_rotated"].refuses(96)
+    assert "--kv-cache-dtype auto" in FORMATS["kvbits_int8"].refuses(512)
+    assert formats.has_key_bias(SimpleNamespace(model_type="qwen2"))
+    assert formats.has_key_bias(SimpleNamespace(attention_bias=True))
+    assert not formats.has_key_bias(SimpleNamespace(model_type="llama", attention_bias=False))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotations_are_exact_and_undo_each_other(head_dim, dtype):
+    keys, queries = rotations(head_dim, dtype, torch.device("cpu"))
+    assert torch.equal(keys.double() @ queries.double().T, torch.eye(head_dim).double())
+    assert keys.abs().unique().numel() == queries.abs().unique().numel() == 1
+
+
+def test_means_of_rotated_keys_turn_as_the_keys_do():
+    turn = turn_by(Rotary(inv_freq=tuple(100.0 ** -(i / 32) for i in range(32))), 64, PAGE_SIZE)
+    matrices = rotations(64, torch.float32, torch.device("cpu"))
+    x = torch.randn(7, 64)
+    got = turned_by(x @ matrices[0], rotated_turn(turn, matrices))
+    torch.testing.assert_close(got, turned_by(x, turn) @ matrices[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pairs", ["half", "interleaved"])
+def test_a_page_turns_as_the_rotary_embedding_of_vllm_does(pairs):
+    inv_freq = 10000.0 ** (-torch.arange(0, 48, 2) / 48)
+    angles = torch.arange(100)[:, None] * inv_freq
+    cache = 1.3 * torch.cat([angles.cos(), angles.sin()], 1)  # yarn scales both
+    module = SimpleNamespace(cos_sin_cache=cache, head_size=64, is_neox_style=pairs == "half")
+    want = turn_by(Rotary(inv_freq=tuple(inv_freq.tolist()), pairs=pairs), 64, PAGE_SIZE)
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(turned_by(x, turn_of(module, 64)), turned_by(x, want), atol=1e-4, rtol=0)
+    assert turn_of(module, 128) is None
+
+
+lengths = st.lists(st.tuples(st.integers(1, 130), st.integers(0, 700)), min_size=1, max_size=6)
+
+
+@given(lengths, st.integers(0, 3), st.sampled_from([None, 70, 200]))
+def test_passes_hold_every_key_that_is_seen_once_and_fit(rows, spare, window):
+    query_lens, history = (np.array(x) for x in zip(*rows, strict=True))
+    most = query_lens.max() + PAGE_SIZE * (1 + spare) + (0 if window is None else window + PAGE_SIZE)
+    seen = {row: [] for row in range(len(rows))}
+    for p in prefill.passes(query_lens, query_lens + history, window, int(most)):
+        assert p.starts[-1] <= most
+        at = 0
+        for row, entry, first, count in p.pages.tolist():
+            assert first == at if row == p.first else first >= p.starts[row - p.first]
+            seen[row] += range(entry * PAGE_SIZE, entry * PAGE_SIZE + count)
+            at = first + count
+        for i, row in enumerate(range(p.first, p.last)):
+            mine = sum(p.pages[p.pages[:, 0] == row, 3]) + (query_lens[row] if p.fresh else 0)
+            assert p.starts[i + 1] - p.starts[i] == mine
+            seen[row] += ["fresh"] * int(p.fresh)
+    for row, (q, n) in enumerate(rows):
+        begin = 0 if window is None else min(max(n - window + 1, 0) // PAGE_SIZE * PAGE_SIZE, n)
+        assert seen[row] == [*range(begin, n), "fresh"], (q, n)
+
+
+def dense(q, k, v, scaling, window, softcap):
+    """One row in float64: q [T, Hq, D] are the newest of k, v [S, H, D]."""
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(group, 1)) * scaling
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or len(k) + 1)), -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.double().repeat_interleave(group, 1))
+
+
+@pytest.mark.parametrize(("window", "softcap", "rows"), [(None, None, 1000), (None, 20.0, 256), (None, None, 200), (100, None, 320)])
+def test_prefill_over_history_is_dense_attention(window, softcap, rows):
+    """Scratch for all rows together, for some, and for slices of one row."""
+    layout = formats.raw_layout(2, 64, "float32")
+    scratch = prefill.Scratch(*(torch.full((rows, 2, 64), torch.nan) for _ in "kv"))
+    call = SimpleNamespace(layout=layout, scratch=scratch, scaling=0.2, sliding_window=window, softcap=softcap, dtype=torch.float32, fa_version=None)
+    query_lens, history = np.array([5, 100, 1, 64]), np.array([130, 400, 64, 0])
+    pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
+    table, free, given, want = torch.zeros(4, 8, dtype=torch.int32), 1, [], []
+    for row, (t, n) in enumerate(zip(query_lens, history, strict=True)):
+        k, v, q = torch.randn(n + t, 2, 64), torch.randn(n + t, 2, 64), torch.randn(t, 4, 64)
+        count = -(-int(n + t) // PAGE_SIZE)
+        table[row, :count] = torch.arange(free, free + count)
+        slots = table[row, torch.arange(n + t) // PAGE_SIZE].long() * PAGE_SIZE + torch.arange(n + t) % PAGE_SIZE
+        store_tokens(k, v, pages, layout, slots)
+        free += count
+        given.append((q, k[n:], v[n:]))
+        want.append(dense(q, k, v, 0.2, window, softcap))
+    found = prefill.Prefill(query_lens, query_lens + history, table, window, scratch)
+    q, k, v = (torch.cat(x) for x in zip(*given, strict=True))
+    out = torch.full_like(q, torch.nan)
+    found.run(call, q, k, v, out, pages)
+    torch.testing.assert_close(out.double(), torch.cat(want), atol=1e-5, rtol=1e-5)
+
+
+class Platform:
+    device_type = "cuda"
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        return "original"
+
+    @classmethod
+    def _align_heterogeneous_kv_block_size(cls, vllm_config, backend_cls):
+        vllm_config.grown = True
+
+
+def test_the_selector_is_installed_once_and_taken_off():
+    original = Platform.get_attn_backend_cls
+    install(Platform)
+    wrapped = Platform.get_attn_backend_cls
+    install(Platform)
+    assert Platform.get_attn_backend_cls == wrapped != original
+    for name, grows in ((BACKEND, False), ("vllm.v1.FlashAttentionBackend", True)):
+        config, backend = SimpleNamespace(grown=False), SimpleNamespace(full_cls_name=lambda name=name: name.rsplit(".", 1))
+        Platform._align_heterogeneous_kv_block_size(config, backend)
+        assert config.grown == grows
+    remove(Platform)
+    assert Platform.get_attn_backend_cls == original
+    remove(Platform)
