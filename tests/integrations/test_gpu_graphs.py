@@ -187,12 +187,12 @@ def test_a_forward_pass_that_waits_is_refused_and_the_cache_stays(model):
         assert decoder.replays == 100
 
 
-def test_what_a_graph_held_is_given_back(model):
-    cache = fixed(model)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    with graphed(model, cache):
-        generate(model, prompts([100]), cache, 20)
-    cache.reset()
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() - before < 16 << 20
+def test_what_graphs_held_is_given_back(model):
+    cache, held = fixed(model), []
+    for _ in range(4):
+        with graphed(model, cache):
+            generate(model, prompts([100]), cache, 20)
+        cache.reset()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[3] - held[1] < 1 << 20, held

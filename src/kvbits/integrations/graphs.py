@@ -197,6 +197,12 @@ class GraphDecoder:
         return graph
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: libraries keep a workspace for every stream that they have seen."""
+    return torch.cuda.Stream(device)
+
+
 class CapturedWork:
     """What `work` launches, to be launched again.
 
@@ -206,8 +212,9 @@ class CapturedWork:
 
     def __init__(self, work: Callable[[], Any], device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
-            self.output = work()  # other threads may use the GPU meanwhile
+        with torch.cuda.stream(torch.cuda.current_stream(device)):  # set again at the end: torch.cuda.graph leaves its own stream set when capturing fails
+            with torch.cuda.graph(self._graph, stream=_capture_stream(device), capture_error_mode="thread_local"):  # other threads may use the GPU meanwhile
+                self.output = work()
 
     def replay(self) -> None:
         self._graph.replay()
