@@ -212,9 +212,10 @@ class CapturedWork:
 
     def __init__(self, work: Callable[[], Any], device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.current_stream(device)):  # set again at the end: torch.cuda.graph leaves its own stream set when capturing fails
-            with torch.cuda.graph(self._graph, stream=_capture_stream(device), capture_error_mode="thread_local"):  # other threads may use the GPU meanwhile
-                self.output = work()
+        caller = torch.cuda.stream(torch.cuda.current_stream(device))  # set again: torch.cuda.graph leaves its own stream set when capturing fails
+        captured = torch.cuda.graph(self._graph, stream=_capture_stream(device), capture_error_mode="thread_local")  # other threads may use the GPU meanwhile
+        with caller, captured:
+            self.output = work()
 
     def replay(self) -> None:
         self._graph.replay()
