@@ -101,7 +101,9 @@ def test_another_batch_size_is_refused_with_the_ways_to_change_it():
     pair = Pair(make())
     pair.append(2, 5)
     before = picture(pair.cache)
-    with pytest.raises(CacheStateError, match=r"holds 2 sequences but was given 3; use batch_select_indices\(\) \(PagedCache: select\(\)\), or reset\(\) first"):
+    with pytest.raises(
+        CacheStateError, match=r"holds 2 sequences but was given 3; use batch_select_indices\(\) \(PagedCache: select\(\)\), or reset\(\) first"
+    ):
         pair.cache.step(0, *qkv(batch=3), scaling=1.0)
     assert picture(pair.cache) == before
     pair.append(2, 1)

@@ -338,7 +338,12 @@ def test_bad_input_is_refused():
         made.update([table], [lens.to("meta")])
     with pytest.raises(DataError, match="pages on meta"):
         made.bind(0, [pages.to("meta")])
-    for changes, message in (({"device": "meta"}, "are for 'cpu' and 'cuda'"), ({"sliding_window": 1.5}, "whole number"), ({"dtype": torch.int32}, "floating-point"), ({"scaling": 1e300}, "scaling")):
+    for changes, message in (
+        ({"device": "meta"}, "are for 'cpu' and 'cuda'"),
+        ({"sliding_window": 1.5}, "whole number"),
+        ({"dtype": torch.int32}, "floating-point"),
+        ({"scaling": 1e300}, "scaling"),
+    ):
         with pytest.raises(SpecError, match=message):
             paged_attention.plan([INT8], **good | changes)
     made.update([table], [lens])
