@@ -1,5 +1,7 @@
 # make demo   set up an environment and run the main job on an embedded real model, offline after the installation
-# make test   set up an environment and run every test
+# make test   set up an environment, lint, and run every test
+# make lint   style, format and types
+# make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails on spills (NVRTC, no GPU; an hour and more)
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +9,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 MODEL = $(VENV)/.model
 
-.PHONY: setup demo test test-sanitized lint clean
+.PHONY: setup demo lint test kernels test-sanitized clean
 
 setup: $(STAMP) $(MODEL)
 
@@ -26,9 +28,16 @@ $(MODEL): $(STAMP)
 demo: setup
 	$(BIN)/kvbits demo
 
-test: setup
+lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/mypy
+
+test: setup lint
 	$(BIN)/python -m pytest -q -n 2
+
+kernels: $(STAMP)
+	KVBITS_TEST_ALL_KERNELS=1 $(BIN)/python -m pytest -q -n 2 tests/ops/test_cuda_compile.py
 
 test-sanitized: setup
 	PYTHON=$(abspath $(BIN)/python) tests/ops/run_sanitized.sh

@@ -39,10 +39,11 @@ import torch.nn.functional as F
 
 from kvbits import schemes
 from kvbits.cache.pool import allocate_slab
-from kvbits.ops.attend_pages import cpu, reference
-from kvbits.ops.close_pages import cpu as close_cpu
-from kvbits.ops.close_pages import reference as close_reference
+from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cpu import library
+from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import close as close_reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.schemes import PRESETS
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec, Scheme

@@ -22,9 +22,11 @@ import torch
 from result_file import write_result
 
 from kvbits import schemes
-from kvbits.ops.attend_pages import cuda, reference, triton
-from kvbits.ops.attend_pages.cuda_format import Shape
-from kvbits.ops.close_pages.reference import close_nested, close_pages
+from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.attend.kernel_choice import Shape
+from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference.close import close_nested, close_pages
+from kvbits.ops.triton import attend as triton
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.schemes import PRESETS
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, QuantSpec, Scheme

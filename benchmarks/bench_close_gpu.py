@@ -24,9 +24,11 @@ import torch
 from bench_attend_gpu import KVQUANT, calibrated, copy_bandwidth, report, time_us
 
 from kvbits import schemes
-from kvbits.ops.append import cuda as append_cuda
-from kvbits.ops.append import reference as append_reference
-from kvbits.ops.close_pages import cuda, cuda_levels, reference
+from kvbits.ops.cuda.append import tokens as append_cuda
+from kvbits.ops.cuda.close import codebook as cuda_levels
+from kvbits.ops.cuda.close import packed as cuda
+from kvbits.ops.reference import append as append_reference
+from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore, SlotMapping, kvquant_extras
 from kvbits.spec import LowLayout, PageLayout, PerGroup, PerToken, QuantSpec
 

@@ -27,7 +27,8 @@ from result_file import command, write_result
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.ops import paged_attention
-from kvbits.ops.attend_pages import cuda, reference
+from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.reference import attend as reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerGroup, QuantSpec, Rotary, Scheme
 

@@ -20,7 +20,7 @@ from result_file import write_result
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.ops.attend_pages import schedule
+from kvbits.ops.cuda.attend import schedule
 from kvbits.spec import CacheSpec, LayerGeometry
 
 SHAPES = ((1, 4096), (1, 131072), (8, 32768), (32, 4096), (128, 4096))  # sequences, tokens of the longest

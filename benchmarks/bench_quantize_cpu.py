@@ -25,14 +25,14 @@ import torch
 
 from kvbits import schemes
 from kvbits.cache.pool import allocate_slab
-from kvbits.ops.append import cpu as append_cpu
-from kvbits.ops.append import reference as append_reference
-from kvbits.ops.close_pages import cpu as close_cpu
-from kvbits.ops.close_pages import reference as close_reference
+from kvbits.ops.cpu import append as append_cpu
+from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cpu import library
-from kvbits.ops.matrix import cpu, reference
+from kvbits.ops.reference import append as append_reference
+from kvbits.ops.reference import close as close_reference
 from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
+from kvbits.studies.int8_paper import cpu, reference
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--rows", type=int, default=131072)

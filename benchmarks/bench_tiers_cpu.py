@@ -22,7 +22,7 @@ import torch
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.ops import dispatch
-from kvbits.ops.attend_pages import reference
+from kvbits.ops.reference import attend as reference
 from kvbits.spec import CacheSpec, LayerGeometry, Scheme, Tier
 
 SCALING = 0.1

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvbits.ops.close_pages.reference import close_nested
-from kvbits.ops.dequantize_pages.reference import dequantize_pages
+from kvbits.ops.reference.close import close_nested
+from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.spec import CacheSpec, LayerGroup
 
 

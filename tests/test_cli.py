@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from kvbits import planner, schemes
@@ -17,6 +18,7 @@ from kvbits.cli import app
 from kvbits.errors import DataError
 from kvbits.planner import uniform
 from kvbits.spec import CacheSpec
+from kvbits.studies.source_figures import source_figures
 
 GEOMETRY = ["--layers", "4", "--kv-heads", "2", "--head-dim", "64"]
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -46,9 +48,11 @@ def error(*args):
 
 def test_help_lists_every_command():
     text = run("--help").stdout
-    for command in ("plan", "schemes", "calibrate", "demo", "eval", "check", "report"):
+    commands = ["bench", "calibrate", "check", "demo", "eval", "plan", "report", "schemes"]
+    assert sorted(typer.main.get_command(app).commands) == commands
+    for command in commands:
         assert command in text
-        assert "--json" in run(command, "--help").stdout
+        assert "--json" in run(*{"bench": ["bench", "paper"]}.get(command, [command]), "--help").stdout
 
 
 def test_version():
@@ -105,7 +109,7 @@ def test_plan_rows_are_the_specs_bytes():
 
 def test_plan_takes_every_scheme_and_option():
     data = run_json("plan", *GEOMETRY, "--sliding-window", 256, "--residual", 128, "--page-size", 32, "--raw-dtype", "float32", "--memory", "2GiB")
-    assert [r["scheme"] for r in data["rows"]] == planner.expand_schemes(["all"])
+    assert [r["scheme"] for r in data["rows"]] == schemes.expand(["all"], planner.GROUPS)
     assert all(r["unbounded"] and r["max_context"] is None for r in data["rows"])
     assert data["layers"] == [{"count": 4, "num_kv_heads": 2, "head_dim": 64, "sliding_window": 256}]
 
@@ -132,7 +136,7 @@ def test_plan_reads_a_model_directory(tmp_path):
         (["/no/such/model"], "no such file or directory: '/no/such/model'"),
         (["model", "--layers", 2], "already says what --layers says"),
         ([*GEOMETRY, "--scheme", "int5"], "unknown scheme 'int5'; known: all, fp32"),
-        ([*GEOMETRY, "--scheme", " , "], "names no scheme"),
+        ([*GEOMETRY, "--scheme", " , "], "--schemes ' , ' names nothing"),
         ([*GEOMETRY, "--memory", "24G"], "write 24GB"),
         ([*GEOMETRY, "--context", 0], "context=0"),
         ([*GEOMETRY, "--page-size", 5], "page_size=5"),
@@ -146,7 +150,7 @@ def test_plan_errors_are_one_line(args, message):
 
 def test_sources_as_table_and_json():
     figures = run_json("plan", "--sources")["sources"]
-    assert len(figures) == len(planner.source_figures())
+    assert len(figures) == len(source_figures())
     paper = next(f for f in figures if f["printed"] == "about 137 GB")
     assert paper["nbytes"] == 137_438_953_472 and paper["gib"] == 128 and paper["agrees"]
     text = run("plan", "--sources").stdout

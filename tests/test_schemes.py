@@ -1,5 +1,7 @@
 """Presets: documented, with the bits per element their tables promise."""
 
+import dataclasses
+
 import pytest
 
 from kvbits import schemes
@@ -22,6 +24,9 @@ BITS = {  # head_dim 128, counted by hand from docs/formats.md: codes + scales +
     "int8k_int4v": (8 + 16 / 64 + 4 + 16 / 32) / 2,
     "kivi4": 4 + 32 / 32,
     "kivi2": 2 + 32 / 32,
+    **{f"nuq{bits}": bits + (32 / 64 + 32 / 128) / 2 for bits in (4, 3, 2)},
+    # 82 of a page's 64 x 128 numbers are listed: their indices and values, 164 bytes each, end at multiples of 16
+    **{f"nuq{bits}-1%": bits + (32 / 64 + 32 / 128) / 2 + 2 * 176 * 8 / (64 * 128) for bits in (4, 3, 2)},
     "tiered": 4 + (32 / 64 + 32 / 128) / 2,  # the oldest zone
     "tiered_8k": 4 + (32 / 64 + 32 / 128) / 2,
     "tiered_8k_adaptive": 4 + (32 / 64 + 32 / 128) / 2,
@@ -29,7 +34,7 @@ BITS = {  # head_dim 128, counted by hand from docs/formats.md: codes + scales +
 
 
 def test_every_preset_has_hand_counted_bits():
-    assert set(BITS) <= set(PRESETS)
+    assert set(BITS) == set(PRESETS)
 
 
 @pytest.mark.parametrize("name", BITS)
@@ -80,3 +85,26 @@ def test_only_static_and_codebook_presets_need_calibration():
     wanted = [n for n, s in PRESETS.items() if any(x.static or x.format.startswith("nuq") for x in (s.key, s.value))]
     assert [n for n, s in PRESETS.items() if s.needs_calibration] == wanted
     assert PRESETS["int8_static"].needs_calibration and PRESETS["nuq4-1%"].needs_calibration
+
+
+def test_a_list_of_schemes_is_expanded_in_order_each_once(tmp_path):
+    mine = dataclasses.replace(PRESETS["int4"], name="mine", num_sink_tokens=4)
+    path = tmp_path / "any.json"
+    path.write_text(mine.to_json())
+    assert schemes.expand(["kivi2", "all", str(path), mine]) == ["kivi2", *(n for n in PRESETS if n != "kivi2"), mine]
+    assert schemes.expand(["few", "int4"], {"few": ["int8", "int4"]}) == ["int8", "int4"]
+    assert schemes.find(str(path)) == mine and schemes.find("int4") == "int4"
+
+
+@pytest.mark.parametrize("name", ["int4", "", "a/b", ".."])
+def test_a_scheme_of_ones_own_needs_a_name_that_results_can_go_by(name):
+    with pytest.raises(SpecError, match="results go by names"):
+        schemes.expand([dataclasses.replace(PRESETS["int4"], name=name)])
+
+
+def test_names_and_files_that_are_no_schemes(tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
+    mine, other = (dataclasses.replace(PRESETS["int4"], name="mine", num_sink_tokens=n) for n in (1, 2))
+    for names in (["int5"], [str(tmp_path / "bad.json")], [str(tmp_path / "none.json")], [mine, other]):
+        with pytest.raises(SpecError):
+            schemes.expand(names)

@@ -1,9 +1,12 @@
-"""Where results are to go: looked at before the work, not after it."""
+"""Where results are to go, looked at before the work, not after it; and what they are as JSON."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 from .errors import SpecError
 
@@ -36,3 +39,20 @@ def require_folder(path: str | os.PathLike[str], what: str) -> Path:
         if part.exists() and not part.is_dir():
             raise SpecError(f"{what} {found}: {part} is a file; name a folder")
     return found
+
+
+def to_json(data: Any, *, indent: int | None = None, compact: bool = False) -> str:
+    """Data as JSON, which has no NaN or infinity: they become null.
+
+    Args:
+        compact: no spaces after commas and colons.
+    """
+    return json.dumps(_finite(data), allow_nan=False, indent=indent, separators=(",", ":") if compact else None)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

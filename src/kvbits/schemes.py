@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from .errors import SpecError
@@ -129,14 +131,64 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
     if unknown := set(changes) - fields:
         raise SpecError(f"a scheme has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(fields))}")
     scheme = dataclasses.replace(PRESETS[name], **changes)
-    if head_dim is None:
-        return scheme
+    return scheme if head_dim is None else fitted(scheme, head_dim)
+
+
+def fitted(scheme: Scheme, head_dim: int) -> Scheme:
+    """A scheme whose groups divide head_dim: those that do not shrink to the largest power of two that does."""
     return dataclasses.replace(scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, head_dim))
 
 
-def for_layers(name: str, layers: tuple[LayerGeometry, ...], **changes: Any) -> Scheme:
-    """The preset `name` fitted to a model's layers (see `get`)."""
-    return get(name, head_dim=math.gcd(*(g.head_dim for g in layers)), **changes)
+def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | None = None) -> list[str | Scheme]:
+    """Schemes with names checked, groups written out and files read: in order, each once.
+
+    Args:
+        names: names known here, names of groups, files that `Scheme.to_json` wrote (whatever ends in .json), schemes.
+        groups: name of a group -> the names it stands for; what is in no group is unknown. None: `all`, the presets.
+
+    Raises:
+        SpecError: an unknown name, a file that holds no scheme, or a scheme of one's own that is called like another.
+    """
+    groups = {"all": PRESETS} if groups is None else groups
+    known = list(dict.fromkeys(name for members in groups.values() for name in members))
+    found: dict[str, str | Scheme] = {}
+    for given in names:
+        one = read(given) if isinstance(given, str) and given.endswith(".json") else given
+        if isinstance(one, Scheme):
+            if one.name in known or found.get(one.name, one) != one or one.name in ("", "..") or "/" in one.name:
+                raise SpecError(f"a scheme of your own is called {one.name!r}; results go by names: give it one that no other has and that a file can have")
+            found[one.name] = one
+            continue
+        if one not in known and one not in groups:
+            raise SpecError(f"unknown scheme {one!r}; known: {', '.join([*groups, *known])}, or a file like mine.json")
+        found |= {name: name for name in groups.get(one, [one])}
+    return list(found.values())
+
+
+def find(name: str) -> str | Scheme:
+    """What one name on a command line means: a preset's name, as it is, or the scheme in a file that ends in .json.
+
+    Raises:
+        SpecError: no such preset or file.
+    """
+    return read(name) if name.endswith(".json") else get(name).name
+
+
+def read(path: str) -> Scheme:
+    """The scheme in a JSON file that `Scheme.to_json` wrote.
+
+    Raises:
+        SpecError: no such file, or no scheme in it.
+    """
+    try:
+        return Scheme.from_json(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise SpecError(f"cannot read a scheme from {path}: {e}; write one with Scheme.to_json()") from e
+
+
+def for_layers(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], **changes: Any) -> Scheme:
+    """The preset of that name fitted to a model's layers (see `get`); a scheme of one's own is taken as it is."""
+    return scheme if isinstance(scheme, Scheme) else get(scheme, head_dim=math.gcd(*(g.head_dim for g in layers)), **changes)
 
 
 def within(scheme: Scheme, layers: tuple[LayerGeometry, ...], memory_bytes: int, *, context: int, batch: int = 1, raw_dtype: str = "bfloat16") -> Scheme:

@@ -7,8 +7,8 @@ from cache_checks import Pair
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import DataError
-from kvbits.ops.close_pages import reference
-from kvbits.ops.dequantize_pages.reference import section
+from kvbits.ops.reference import close as reference
+from kvbits.ops.reference.dequantize import section
 from kvbits.spec import CacheSpec, LayerGeometry, PerToken, QuantSpec, Scheme, Tier
 
 LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 2

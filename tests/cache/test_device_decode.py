@@ -20,9 +20,9 @@ from kvbits.cache import device_decode
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError
 from kvbits.ops import paged_attention
-from kvbits.ops.attend_pages import cuda as attend_cuda
-from kvbits.ops.close_pages import cuda as close_cuda
-from kvbits.ops.cuda.attend import plan as device_plan
+from kvbits.ops.cuda.attend import device_plan
+from kvbits.ops.cuda.attend import host_plan as attend_cuda
+from kvbits.ops.cuda.close import packed as close_cuda
 from kvbits.spec import CacheSpec, LayerGeometry
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -70,10 +70,10 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
 
     def close(layout, dtype, device_index, low=None, appends=False):
         macros = close_cuda.defines(layout, dtype, low, appends)
-        headers = [cuda / f"{name}.cuh" for name in ("octets", "stored", "side", "turn", "runs")]
-        return launcher(compiled(FOLDER / "close_pages" / "close.cu", headers, macros, "close_pages", "THREADS", folder)), int(macros["THREADS"])
+        headers = [cuda / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn", "runs")]
+        return launcher(compiled(FOLDER / "cuda" / "close" / "close.cu", headers, macros, "close_pages", "THREADS", folder)), int(macros["THREADS"])
 
-    advance = lambda *_: launcher(compiled(cuda / "attend" / "advance.cu", [cuda / "runs.cuh"], {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731
+    advance = lambda *_: launcher(compiled(cuda / "attend" / "advance.cu", [cuda / "shared" / "runs.cuh"], {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731
 
     def host_plan(layouts, max_pages, **options):
         made = device_plan.DevicePlan(layouts, max_pages, **options | {"device": torch.device("cpu", 0)})

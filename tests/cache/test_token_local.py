@@ -13,7 +13,7 @@ from ops.cpu_cases import needs_library
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import DataError, PoolFullError, SpecError
-from kvbits.ops.append import reference
+from kvbits.ops.reference import append as reference
 from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.quant.rotary import turn_by
 from kvbits.spec import CacheSpec, LayerGeometry, Override, PerChannel, QuantSpec, Rotary, Scheme

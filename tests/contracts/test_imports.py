@@ -19,7 +19,7 @@ LAYERS = [
     {"cache"},
     {"integrations", "geometry", "planner"},
     {"calibrate", "evaluate"},
-    {"report"},
+    {"report", "studies"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -1,15 +1,20 @@
 """The demo on the embedded real model: planned bytes are held bytes, eight bits are close, fewer bits are smaller and further."""
 
+import dataclasses
 import importlib.metadata
 import json
 import subprocess
 import sys
 
 import pytest
+import tiny
 
+from kvbits import schemes
 from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.evaluate import demo
-from kvbits.evaluate.texts import novel
+from kvbits.evaluate.calibrator import Sample
+from kvbits.evaluate.run import evaluate
+from kvbits.evaluate.texts import novel, novel_end, novel_start
 from kvbits.integrations import models
 
 KEYS = {
@@ -69,11 +74,25 @@ def test_the_demo_text_is_long_enough_for_a_long_context():
     assert len(novel()) > 100_000
 
 
+@embedded
 def test_schemes_that_need_a_calibration_get_one_from_text_that_is_not_scored(monkeypatch):
-    from kvbits.evaluate import demo
-
-    monkeypatch.setattr(demo, "CALIBRATION_LENGTH", 128)
+    assert novel_start().content + novel_end().content == novel()
+    seen = []
+    monkeypatch.setattr(demo, "evaluate", lambda *a, **k: seen.append(k) or evaluate(*a, **k))
+    monkeypatch.setattr(demo, "QUICK", Sample(4, 128))
     result = demo.run(schemes=["nuq4-1%"], context=200, new_tokens=4, threads=1, progress=False)
+    assert seen[0]["calibration_text"] == novel_end() and seen[0]["texts"] == (novel_start(),)
     row = result["rows"][1]
     assert row["scheme"] == "nuq4-1%" and row["bytes_measured"] == row["bytes_predicted"]
     assert row["kl_mean"] < 0.05
+
+
+def test_a_scheme_of_ones_own_is_shown_as_an_object_and_from_a_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "load_model", lambda model: (tiny.model(), tiny.tokenizer()))
+    mine = dataclasses.replace(schemes.get("int4", head_dim=64), name="mine", page_size=32, residual_length=0)
+    (tmp_path / "theirs.json").write_text(dataclasses.replace(mine, name="theirs", num_sink_tokens=4).to_json())
+    result = demo.run(schemes=["int4", mine, str(tmp_path / "theirs.json")], context=150, new_tokens=4, progress=False)
+    base, preset, ours, theirs = result["rows"]
+    assert [r["scheme"] for r in result["rows"]] == ["32-bit", "int4", "mine", "theirs"] and base["kl_mean"] == 0
+    assert ours["kl_mean"] > 0 and ours["bits_per_element"] == preset["bits_per_element"]
+    assert ours["bytes_measured"] == ours["bytes_predicted"] < theirs["bytes_measured"] == theirs["bytes_predicted"] < preset["bytes_measured"]

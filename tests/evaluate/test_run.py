@@ -9,10 +9,12 @@ import pytest
 import tiny
 import torch
 
+from kvbits import schemes
 from kvbits.errors import CalibrationError, FileFormatError, SpecError, UnsupportedError
 from kvbits.evaluate import results
-from kvbits.evaluate.caches import STOCK, base_factory, expand_names, factory, held_bytes
-from kvbits.evaluate.run import Calibrator, evaluate
+from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, factory, held_bytes
+from kvbits.evaluate.calibrator import Calibrator
+from kvbits.evaluate.run import evaluate
 from kvbits.evaluate.tasks import TASKS, Options, load, names_of
 from kvbits.evaluate.tasks import text as text_tasks
 from kvbits.evaluate.texts import Text, novel
@@ -122,13 +124,13 @@ def test_schemes_that_need_it_are_calibrated_on_other_text_and_the_file_is_kept(
     before = path.stat().st_mtime_ns
     run(model, tmp_path, schemes=["int8_static"], calibration_text=other, windows=3)
     assert path.stat().st_mtime_ns == before
-    Calibrator(model, tiny.tokenizer(), path.parent, Text("third", novel()[90_000:99_000]), TEXTS)(factory_scheme(model))
+    Calibrator(model, tiny.tokenizer(), Text("third", novel()[90_000:99_000]), tests=TEXTS, directory=path.parent)(factory_scheme(model))
     assert path.stat().st_mtime_ns != before
 
 
 def test_a_calibration_that_another_run_replaced_is_said(model, tmp_path, monkeypatch):
-    calibrator = Calibrator(model, tiny.tokenizer(), tmp_path, Text("mine", novel()[90_000:99_000]), TEXTS)
-    theirs = Calibrator(model, tiny.tokenizer(), tmp_path, Text("theirs", novel()[50_000:59_000]), TEXTS)
+    calibrator = Calibrator(model, tiny.tokenizer(), Text("mine", novel()[90_000:99_000]), tests=TEXTS, directory=tmp_path)
+    theirs = Calibrator(model, tiny.tokenizer(), Text("theirs", novel()[50_000:59_000]), tests=TEXTS, directory=tmp_path)
     monkeypatch.setattr(calibrator, "prepare", theirs.prepare)
     with pytest.raises(CalibrationError, match=r"int8_static.safetensors was replaced by one of another text meanwhile; give every run a folder of its own"):
         calibrator(factory_scheme(model))
@@ -150,7 +152,6 @@ def test_all_schemes_are_calibrated_in_one_pass(model, tmp_path, monkeypatch):
 
 
 def factory_scheme(model):
-    from kvbits import schemes
     from kvbits.geometry import layer_geometries
 
     return schemes.for_layers("int8_static", layer_geometries(model.config))
@@ -188,9 +189,9 @@ def test_held_bytes_of_known_caches(model):
 
 
 def test_names():
-    assert expand_names(["int8", "all"])[0] == "int8" and set(expand_names(["stock"])) == set(STOCK)
+    assert schemes.expand(["int8", "all"], GROUPS)[0] == "int8" and set(schemes.expand(["stock"], GROUPS)) == set(STOCK)
     with pytest.raises(SpecError, match="unknown scheme 'nope'"):
-        expand_names(["nope"])
+        schemes.expand(["nope"], GROUPS)
     assert names_of(["ppl", "kl", "decode"]) == ["fidelity", "decode"]
     with pytest.raises(SpecError, match="unknown task 'nope'"):
         names_of(["nope"])

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from kvbits.errors import DataError
-from kvbits.evaluate.sandbox import namespaces, run_program
+from kvbits.evaluate.tasks.sandbox import namespaces, run_program
 
 FAST = {"seconds": 5}
 

@@ -61,7 +61,7 @@ def test_zones_run_through_gpu_kernels_alone(model, demote):
     ops = fast.explain()["ops"]
     print(f"{demote}: relative difference {error:.4f}; {ops}")
     assert error < (0.05 if demote == "age" else 0.1), "which page leaves a zone may hang on a rounding"
-    assert {op.split(" (")[0] for op in ops} == {"append by cuda", "attend_pages by cuda", "close_pages by cuda"}
+    assert {op.split(" (")[0] for op in ops} == {"append by cuda", "attend_fresh by cuda", "attend_pages by cuda", "close_pages by cuda"}
     (layers,) = fast.explain()["layers"]
     used = {name: pages["used"] for name, pages in layers["pages"].items()}
     assert all(used.values()) and used["low0"] < used["closed"], "all zones are there"
@@ -87,7 +87,7 @@ def test_codebooks_of_each_layer_run_through_gpu_kernels_alone(model, name):
     ops = fast.explain()["ops"]
     print(f"{name}: relative difference {error:.4f}; {ops}")
     assert error < 0.05
-    assert {op.split(" (")[0] for op in ops} == {"append by cuda", "attend_pages by cuda", "close_pages by cuda"}
+    assert {op.split(" (")[0] for op in ops} == {"append by cuda", "attend_fresh by cuda", "attend_pages by cuda", "close_pages by cuda"}
 
 
 def test_generation_runs_on_the_gpu(model):

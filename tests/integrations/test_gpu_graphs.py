@@ -1,4 +1,4 @@
-"""The graph decoder on a GPU: the tokens of eager decoding, through Transformers' own generate. KVBITS_TEST_MODEL=<directory> adds a real model."""
+"""The graph decoder on a GPU: the tokens of eager decoding, through Transformers' own generate. KVBITS_TEST_MODEL=<folder or GGUF file> adds a real model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvbits import schemes
 from kvbits.errors import PoolFullError, UnsupportedError
 from kvbits.integrations.graphs import graphed
 from kvbits.integrations.huggingface import KVCache
+from kvbits.integrations.models import load_model
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -39,7 +40,7 @@ def model():
 def real():
     if not REAL:
         pytest.skip("KVBITS_TEST_MODEL names no model")
-    return AutoModelForCausalLM.from_pretrained(REAL, dtype=torch.bfloat16).to("cuda").eval()
+    return load_model(REAL, dtype="bfloat16", device="cuda")[0]
 
 
 def prompts(lengths, seed=1, vocab=1024):
@@ -187,7 +188,7 @@ def test_a_forward_pass_that_waits_is_refused_and_the_cache_stays(model):
         assert decoder.replays == 100
 
 
-def test_what_graphs_held_is_given_back(model):
+def test_what_a_graph_held_is_given_back(model):
     cache, held = fixed(model), []
     for _ in range(4):
         with graphed(model, cache):

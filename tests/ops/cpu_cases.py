@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvbits.ops.close_pages.reference import close_nested
 from kvbits.ops.cpu import library
+from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 

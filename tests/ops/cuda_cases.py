@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from kvbits.ops.close_pages.reference import close_nested
+from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.spec import LowLayout, PageLayout, PerChannel, QuantSpec
 

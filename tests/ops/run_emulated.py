@@ -23,10 +23,10 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from ops.cpu_cases import CODEBOOKS, FORMATS, NOISE, RAW, kvquant, kvquant_specs, random_call, specs_of, static_params  # noqa: E402
 
-from kvbits.ops.attend_pages import reference as attend_reference  # noqa: E402
-from kvbits.ops.close_pages.reference import close_nested  # noqa: E402
 from kvbits.ops.cpu.library import DTYPES  # noqa: E402
 from kvbits.ops.cpu.structs import TORCH_DTYPES, low_struct, rotations, store_struct  # noqa: E402
+from kvbits.ops.reference import attend as attend_reference  # noqa: E402
+from kvbits.ops.reference.close import close_nested  # noqa: E402
 from kvbits.ops.types import LowStore, PageStore  # noqa: E402
 from kvbits.quant.rotary import page_turns, step_turns  # noqa: E402
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, QuantSpec  # noqa: E402

@@ -8,10 +8,11 @@ import torch
 from ops.cpu_cases import RAW, needs_library
 
 from kvbits.errors import DataError, UnsupportedError
-from kvbits.ops.append import cpu, reference
+from kvbits.ops.cpu import append as cpu
 from kvbits.ops.cpu import library
 from kvbits.ops.cpu.structs import store_struct
-from kvbits.ops.dequantize_pages.reference import section
+from kvbits.ops.reference import append as reference
+from kvbits.ops.reference.dequantize import section
 from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.spec import PageLayout, PerChannel, QuantSpec
 

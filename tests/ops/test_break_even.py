@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvbits.cli import app
-from kvbits.ops.attend_pages import break_even
+from kvbits.ops import break_even
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200/attend_small.json"
 

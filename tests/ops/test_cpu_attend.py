@@ -18,9 +18,10 @@ from ops.cpu_cases import CODEBOOKS, FORMATS, NOISE, RAW, TIERS, kvquant, kvquan
 
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
-from kvbits.ops.attend_pages import cpu, reference
-from kvbits.ops.close_pages import reference as close_reference
+from kvbits.ops.cpu import attend as cpu
 from kvbits.ops.cpu import library
+from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import close as close_reference
 from kvbits.ops.types import AttendCall, PageTable, Part
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -330,7 +331,7 @@ def test_works_after_fork(pool):
     done = run_python(
         "import os, torch\n"
         "torch.set_num_threads(2)\n"
-        "from kvbits.ops.attend_pages import cpu\n"
+        "from kvbits.ops.cpu import attend as cpu\n"
         "from kvbits.spec import QuantSpec\n"
         "from ops.cpu_cases import random_call\n"
         "case = random_call(QuantSpec(format='int8'), QuantSpec(format='int8'), pages=20)\n"

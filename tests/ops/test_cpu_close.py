@@ -11,8 +11,9 @@ from ops import by_hand
 from ops.cpu_cases import CODEBOOKS, FORMATS, RAW, kvquant, kvquant_specs, needs_library, specs_of, static_params
 
 from kvbits.errors import DataError
-from kvbits.ops.close_pages import cpu, reference
-from kvbits.ops.dequantize_pages.reference import section
+from kvbits.ops.cpu import close as cpu
+from kvbits.ops.reference import close as reference
+from kvbits.ops.reference.dequantize import section
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 

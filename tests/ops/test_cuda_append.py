@@ -21,9 +21,10 @@ from ops.test_cuda_close import spec, static_of
 from kvbits import ops, schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import DataError
-from kvbits.ops.append import cuda, reference
-from kvbits.ops.close_pages import cuda as close_cuda
-from kvbits.ops.dequantize_pages.reference import section
+from kvbits.ops.cuda.append import tokens as cuda
+from kvbits.ops.cuda.close import packed as close_cuda
+from kvbits.ops.reference import append as reference
+from kvbits.ops.reference.dequantize import section
 from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.quant.rotary import turn_by
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec, Rotary
@@ -38,9 +39,9 @@ RAW = QuantSpec.raw()
 def library(tmp_path_factory):
     """The kernel for a CPU, at 16-byte loads and stores that fault where an address is no multiple."""
     folder, here = tmp_path_factory.mktemp("append"), Path(__file__).parent / "emulated"
-    for path in (FOLDER / "cuda" / "runs.cuh", here / "ptx.cuh", here / "block.cpp"):
+    for path in (FOLDER / "cuda" / "shared" / "runs.cuh", here / "ptx.cuh", here / "block.cpp"):
         (folder / path.name).write_text(path.read_text())
-    text = (FOLDER / "append" / "append.cu").read_text()
+    text = (FOLDER / "cuda" / "append" / "append.cu").read_text()
     assert 'extern "C" __global__' in text
     (folder / "kernel.h").write_text(text.replace('extern "C" __global__', ""))
     macros = cuda.DEFINES | {"KERNEL": "append_tokens", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
@@ -53,9 +54,9 @@ def library(tmp_path_factory):
 def emulated_store(folder: Path, layout: PageLayout, dtype: torch.dtype, tokens: int) -> tuple[SimpleNamespace, int]:
     """What `cuda._load_store` gives, for a CPU."""
     here, macros = Path(__file__).parent / "emulated", cuda.defines(layout, dtype, tokens)
-    for path in (*(FOLDER / "cuda" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn")), here / "ptx.cuh", here / "block.cpp"):
+    for path in (*(FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn")), here / "ptx.cuh", here / "block.cpp"):
         (folder / path.name).write_text(path.read_text())
-    text = (FOLDER / "append" / "store_tokens.cu").read_text()
+    text = (FOLDER / "cuda" / "append" / "store_tokens.cu").read_text()
     for gpu_only, here_as in (('extern "C" __global__', ""), ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;")):
         assert gpu_only in text
         text = text.replace(gpu_only, here_as)

@@ -15,7 +15,8 @@ import torch
 from ops.cuda_cases import Case, build, relative_error
 
 from kvbits.errors import DataError, UnsupportedError
-from kvbits.ops.attend_pages import cuda, reference
+from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.reference import attend as reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 

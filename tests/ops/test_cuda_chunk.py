@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import FORMATS, INTEGERS, both, spec
 
-from kvbits.ops.attend_pages import chunk, cuda, reference
-from kvbits.ops.dequantize_pages.cuda import Unpacker, refuses_layout
-from kvbits.ops.dequantize_pages.reference import dequantize_pages
+from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.attend import unpack_then_flash as chunk
+from kvbits.ops.cuda.dequantize.unpacker import Unpacker, refuses_layout
+from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
 
@@ -87,22 +89,6 @@ def test_layers_and_other_kernels_for_other_calls():
     first = plan.run(q)[0].clone()
     assert torch.equal(plan.run(q, layer=2)[0], first), "all layers of this pool hold the same bytes"
     assert isinstance(cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=140), cuda.Plan)
-
-
-@needs_gpu
-@pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("heads, head_dim", [(2, 64), (8, 80)])
-def test_the_fresh_chunk_needs_no_mask_of_its_own_size(heads, head_dim, padded, window):
-    q, k, v = (torch.randn(3, 200, h, head_dim, dtype=torch.bfloat16) for h in (8, heads, heads))
-    positions = torch.arange(500, 700).repeat(3, 1)
-    if padded:
-        positions[1], positions[2, :50] = -1, -1
-        positions[2, 50:] = torch.arange(150)
-    out, lse = reference.attend_fresh(q.cuda(), k.cuda(), v.cuda(), positions, 0.1, window, None)
-    want, want_lse = reference.attend_fresh(q.float(), k.float(), v.float(), positions, 0.1, window, None)
-    assert relative_error(out.cpu(), want) < 5e-3
-    torch.testing.assert_close(lse.cpu(), want_lse, rtol=1e-3, atol=1e-2)
 
 
 def table_of(lengths: list[list[int]]) -> PageTable:

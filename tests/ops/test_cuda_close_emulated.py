@@ -20,7 +20,8 @@ from ops.test_cuda_close import HEADS, RAW, pairs, spec, static_of, ugly
 
 from kvbits import ops
 from kvbits.errors import DataError
-from kvbits.ops.close_pages import cuda, reference
+from kvbits.ops.cuda.close import packed as cuda
+from kvbits.ops.reference import close as reference
 from kvbits.ops.types import LowStore, PageStore
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerToken
 
@@ -34,9 +35,9 @@ def emulated(monkeypatch, tmp_path):
 
     def load(layout, dtype, device_index, low=None):
         here, macros = Path(__file__).parent / "emulated", cuda.defines(layout, dtype, low)
-        for path in (*(FOLDER / "cuda" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn")), here / "ptx.cuh", here / "block.cpp"):
+        for path in (*(FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn")), here / "ptx.cuh", here / "block.cpp"):
             (tmp_path / path.name).write_text(path.read_text())
-        text = (FOLDER / "close_pages" / "close.cu").read_text()
+        text = (FOLDER / "cuda" / "close" / "close.cu").read_text()
         for gpu_only, here_as in (
             ('extern "C" __global__', ""),
             ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;"),

@@ -16,8 +16,10 @@ import torch
 
 from kvbits import ops, schemes
 from kvbits.errors import DataError
-from kvbits.ops.close_pages import cuda, cuda_levels, reference
-from kvbits.ops.cuda import compile as cuda_compile
+from kvbits.ops.cuda.close import codebook as cuda_levels
+from kvbits.ops.cuda.close import packed as cuda
+from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -95,15 +97,15 @@ def emulated(monkeypatch, tmp_path):
     def load(layout, dtype, device_index):
         here, macros = Path(__file__).parent / "emulated", cuda_levels.defines(layout, dtype)
         for path in (
-            *((FOLDER / "close_pages").glob("*.cuh")),
-            FOLDER / "cuda" / "stored.cuh",
-            FOLDER / "cuda" / "side.cuh",
-            FOLDER / "cuda" / "turn.cuh",
+            *((FOLDER / "cuda" / "close").glob("*.cuh")),
+            FOLDER / "cuda" / "shared" / "stored.cuh",
+            FOLDER / "cuda" / "shared" / "side.cuh",
+            FOLDER / "cuda" / "shared" / "turn.cuh",
             here / "ptx.cuh",
             here / "block.cpp",
         ):
             (tmp_path / path.name).write_text(path.read_text())
-        text = (FOLDER / "close_pages" / "close_levels.cu").read_text()
+        text = (FOLDER / "cuda" / "close" / "close_levels.cu").read_text()
         for gpu_only, instead in (("extern __shared__ __align__(16) unsigned char memory[];", ""), ("(memory)", "(shared)"), ('extern "C" __global__', "")):
             assert gpu_only in text
             text = text.replace(gpu_only, instead)
@@ -163,7 +165,7 @@ def test_pages_of_nothing_but_bad_numbers_are_refused_and_touch_nothing_else(nam
 def test_compiles_with_few_spills(name, limit):
     """Some 40 words a thread once between phases: with the registers that take none fewer blocks fit, and pages took a tenth longer."""
     layout = PageLayout(**of(name), page_size=64, num_kv_heads=8, head_dim=128)
-    binary = cuda_compile.compile_source(FOLDER / "close_pages", "close_levels.cu", cuda_levels.defines(layout, torch.bfloat16), "sm_80")
+    binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close_levels.cu", cuda_levels.defines(layout, torch.bfloat16), "sm_80")
     assert binary.resources("close_levels").spill_bytes <= limit
 
 

@@ -1,6 +1,6 @@
 """Every CUDA kernel compiles for every architecture and keeps its values in registers. Needs NVRTC, no GPU.
 
-By default a representative set; KVBITS_TEST_ALL_KERNELS=1 compiles all instantiations (some minutes).
+By default a representative set; `make kernels` (KVBITS_TEST_ALL_KERNELS=1) compiles all instantiations, those of every preset among them.
 """
 
 from __future__ import annotations
@@ -8,24 +8,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvbits import ops, schemes
-from kvbits.ops.append import cuda as append_cuda
-from kvbits.ops.attend_pages import cuda_format
-from kvbits.ops.close_pages import cuda as close_cuda
-from kvbits.ops.cuda import compile as cuda_compile
-from kvbits.ops.cuda import driver
-from kvbits.ops.dequantize_pages import cuda as dequantize_cuda
-from kvbits.ops.matrix import cuda as matrix_cuda
+import kvbits
+from kvbits import schemes
+from kvbits.cache import device_decode
+from kvbits.ops.cuda.append import tokens as append_cuda
+from kvbits.ops.cuda.attend import device_plan as attend_plan
+from kvbits.ops.cuda.attend import kernel_choice as cuda_format
+from kvbits.ops.cuda.close import codebook as cuda_levels
+from kvbits.ops.cuda.close import packed as close_cuda
+from kvbits.ops.cuda.dequantize import unpacker as dequantize_cuda
+from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.cuda.runtime import driver
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.studies.int8_paper import cuda as matrix_cuda
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
-FOLDER = Path(ops.__file__).parent
+SOURCES = {p.name: p.parent for p in Path(kvbits.__file__).parent.rglob("*.cu")}
 ALL = bool(os.environ.get("KVBITS_TEST_ALL_KERNELS"))
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 
@@ -39,6 +42,10 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVBITS_CACHE", str(tmp_path_factory.mktemp("kernels")))
         yield
+
+
+def compiled(name, defines, capability):
+    return cuda_compile.compile_source(SOURCES[name], name, defines, driver.arch_of(capability))
 
 
 def layout_of(key, value, head_dim=128, page_size=64, **_):
@@ -80,7 +87,7 @@ def test_attention_kernels_compile_without_spills(key, value, options, capabilit
         pytest.skip("sm_89 runs the code of sm_80; one format by default")
     kernel = attend_kernel(key, value, capability, **options)
     assert kernel.shared_bytes <= driver.shared_limit(capability)
-    binary = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability))
+    binary = compiled("attend.cu", dict(kernel.defines), capability)
     resources = binary.resources("attend")
     # At head_dim 256 and with two column tiles all 255 registers are taken and ptxas keeps a few values of a segment's set-up in local memory, with three
     # (chunks) some of a step's too.
@@ -105,7 +112,7 @@ def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, page_
     cols = cuda_format.columns(head_dim, columns, [layout])
     kernel = cuda_format.kernel_for(layout, head_dim, cols, "bfloat16", "bfloat16", False, limit, low=low, page_lse=page_lse)
     assert kernel.shared_bytes <= limit
-    resources = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability)).resources("attend")
+    resources = compiled("attend.cu", dict(kernel.defines), capability).resources("attend")
     assert resources.spill_bytes == 0, resources
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
 
@@ -137,7 +144,7 @@ def test_kernels_that_join_raw_tokens_compile_without_spills(key, value, options
         assert kernel.shape == packed.shape, "a few raw tokens take a slot no larger than a packed chunk's"
     values = dict(kernel.defines)
     assert 4 * values["HEAD_DIM"] * kernel.raw_tokens <= values["SLOT_BYTES"]
-    resources = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", values, driver.arch_of(capability)).resources("attend")
+    resources = compiled("attend.cu", values, capability).resources("attend")
     # Where all 255 registers are taken, a few values of a segment's set-up: head_dim 256 (also without raw tokens) and three column tiles.
     assert resources.spill_bytes <= (32 if options.get("head_dim") == 256 or options.get("columns") == 64 else 0), resources
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
@@ -177,7 +184,7 @@ def test_look_up_kernels_compile_and_spill_nothing_in_the_loop_over_pages(fold, 
         return
     kernel = attend_kernel(scheme.key, scheme.value, capability, head_dim, fold=fold)
     assert kernel.shared_bytes <= limit
-    binary = cuda_compile.compile_source(FOLDER / "attend_pages", "attend.cu", dict(kernel.defines), driver.arch_of(capability))
+    binary = compiled("attend.cu", dict(kernel.defines), capability)
     resources = binary.resources("attend")
     # All 168 registers are taken; ptxas keeps a few values of the kernel's set-up in local memory (18 in the worst, nuq2-1%).
     assert resources.spill_bytes <= 80, resources
@@ -189,17 +196,17 @@ def test_look_up_kernels_compile_and_spill_nothing_in_the_loop_over_pages(fold, 
 def test_close_kernels_compile_without_spills(dtype, capability):
     for key, value in ((spec("int4"), spec("int8")), (spec("int3", PerChannel(), symmetric=False), spec("int2", center="channel"))):
         layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
-        binary = cuda_compile.compile_source(FOLDER / "close_pages", "close.cu", close_cuda.defines(layout, dtype), driver.arch_of(capability))
+        binary = compiled("close.cu", close_cuda.defines(layout, dtype), capability)
         assert binary.resources("close_pages").spill_bytes == 0
     tiered = schemes.get("tiered")
     for key, value, bits in ((tiered.key, tiered.value, (4, 4)), (spec("int3"), spec("int2", center="channel"), (2, 4))):
         defines = close_cuda.defines(layout_of(key, value), dtype, nested(bits))
-        assert cuda_compile.compile_source(FOLDER / "close_pages", "close.cu", defines, driver.arch_of(capability)).resources("close_pages").spill_bytes == 0
+        assert compiled("close.cu", defines, capability).resources("close_pages").spill_bytes == 0
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
 def test_the_append_kernel_compiles_without_spills(capability):
-    resources = cuda_compile.compile_source(FOLDER / "append", "append.cu", append_cuda.DEFINES, driver.arch_of(capability)).resources("append_tokens")
+    resources = compiled("append.cu", append_cuda.DEFINES, capability).resources("append_tokens")
     assert resources.spill_bytes == 0 and resources.registers <= 40, resources
 
 
@@ -224,7 +231,7 @@ def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_d
     for tokens in (append_cuda.FEW, append_cuda.tokens_of_prompts(layout, dtype)):
         defines = append_cuda.defines(layout, dtype, tokens)
         assert int(defines["SHARED_BYTES"]) <= driver.shared_limit(capability)
-        resources = cuda_compile.compile_source(FOLDER / "append", "store_tokens.cu", defines, driver.arch_of(capability)).resources("store_tokens")
+        resources = compiled("store_tokens.cu", defines, capability).resources("store_tokens")
         assert resources.spill_bytes == 0, resources
         if not layout.is_centered:
             assert resources.registers <= 64, resources
@@ -243,21 +250,21 @@ def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_d
 def test_dequantize_kernels_compile_without_spills(key, value, dtype):
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
     for low in (None, nested((4, 2))) if key.number_format.kind == "int" else (None,):
-        binary = cuda_compile.compile_source(FOLDER / "dequantize_pages", "dequantize.cu", dequantize_cuda.defines(layout, dtype, low), "sm_80")
+        binary = compiled("dequantize.cu", dequantize_cuda.defines(layout, dtype, low), (8, 0))
         assert binary.resources("dequantize_pages").spill_bytes == 0
 
 
 @pytest.mark.parametrize("columns", [128, 127])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrix_kernels_compile_without_spills(dtype, columns):
-    binary = cuda_compile.compile_source(FOLDER / "matrix", "matrix.cu", matrix_cuda.defines(dtype, columns), "sm_90")
+    binary = compiled("matrix.cu", matrix_cuda.defines(dtype, columns), (9, 0))
     names = [f"{what}_{k}" for what in ("quantize", "dequantize") for k in matrix_cuda.PRINTED]
     for name in (*names, "quantize", "dequantize", "column_maxima", "scales_of_maxima", "scales_warp", "quantize_groups"):
         assert binary.resources(name).spill_bytes == 0
 
 
 def test_a_binary_is_compiled_once_and_then_read_from_disk(monkeypatch):
-    args = (FOLDER / "matrix", "matrix.cu", matrix_cuda.defines(torch.float16, 8), "sm_90")
+    args = (SOURCES["matrix.cu"], "matrix.cu", matrix_cuda.defines(torch.float16, 8), "sm_90")
     first = cuda_compile.compile_source(*args)
     monkeypatch.setattr(cuda_compile, "_compile", lambda *a: pytest.fail("compiled again"))
     assert cuda_compile.compile_source(*args) == first
@@ -285,8 +292,78 @@ def test_refusals_say_what_is_in_the_way(layout, why):
     assert why in cuda_format.refuses_layout(PageLayout(page_size=64, num_kv_heads=2, **layout))
 
 
-def test_only_attention_lets_the_next_kernel_start_before_it_has_ended():
+# -- every source, every preset -------------------------------------------------------------------------------------
+
+
+def examples():
+    """Source -> macros of one instantiation."""
+    int8, nuq = layout_of(spec("int8"), spec("int8")), layout_of(schemes.get("nuq4-1%").key, schemes.get("nuq4-1%").value)
+    return {
+        "advance.cu": {"THREADS": device_decode.THREADS},
+        "append.cu": append_cuda.DEFINES,
+        "attend.cu": dict(attend_kernel(int8.key, int8.value, (9, 0)).defines),
+        "close.cu": close_cuda.defines(int8, torch.bfloat16),
+        "close_levels.cu": cuda_levels.defines(nuq, torch.bfloat16),
+        "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
+        "matrix.cu": matrix_cuda.defines(torch.bfloat16, 128),
+        "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),
+        "work_list.cu": {"THREADS": attend_plan.THREADS, "NUM_PARTS": 2},
+    }
+
+
+def test_only_attention_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
     """Its producer reads pages before it waits for the kernel ahead (attend.cu), so no kernel that writes pages may let its successor start early."""
-    sources = [p for p in FOLDER.rglob("*") if p.suffix in (".cu", ".cuh")]
-    assert [p.name for p in sources if re.search(r"^\s*let_next_kernel_start\(\);", p.read_text(), re.MULTILINE)] == ["attend.cu"]
-    assert not [p for p in sources if p.name != "ptx.cuh" and "griddepcontrol" in p.read_text()]
+    assert set(examples()) == set(SOURCES), "a new source goes among the examples, and compiles below"
+    library = cuda_compile._library()
+
+    class ForPtx:  # the same compiler, asked for its assembly text
+        def __getattr__(self, name):
+            return getattr(library, name.replace("CUBIN", "PTX"))
+
+    monkeypatch.setattr(cuda_compile, "_library", ForPtx)
+    texts = {name: cuda_compile.compile_source(SOURCES[name], name, defines, "compute_90").cubin for name, defines in examples().items()}
+    assert all(b".entry" in text for text in texts.values())
+    assert [name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text] == ["attend.cu"]
+    assert [name for name, text in texts.items() if b"griddepcontrol.wait" in text] == ["attend.cu"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_kernels_that_lead_decoding_compile_without_spills(parts, capability):
+    if not ALL and parts != 2:
+        pytest.skip("two parts by default")
+    listed = compiled("work_list.cu", {"THREADS": attend_plan.THREADS, "NUM_PARTS": parts}, capability).resources("work_list")
+    moved = compiled("advance.cu", {"THREADS": device_decode.THREADS}, capability).resources("advance")
+    assert moved.spill_bytes == 0, moved
+    assert listed.spill_bytes <= 256, listed  # 128 bytes stored and loaded at 48 registers: around calls, not for want of registers
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("name", [n for n, s in schemes.PRESETS.items() if not s.key.is_raw])
+def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, capability):
+    if not ALL and (name, head_dim, capability) not in (("int8_centered", 128, (9, 0)), ("kivi2", 64, (8, 0))):
+        pytest.skip("two by default")
+    scheme, limit = schemes.get(name, head_dim=head_dim), driver.shared_limit(capability)
+    layout = layout_of(scheme.key, scheme.value, head_dim, scheme.page_size)
+    spills = {}
+    if cuda_format.refuses_layout(layout, limit) is None:
+        common = (layout, head_dim, cuda_format.columns(head_dim, 8, [layout]), "bfloat16", "bfloat16", False, limit)
+        for kind in ({}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}):
+            kernel = cuda_format.kernel_for(*common, **kind)
+            spills[("attend", *kind)] = compiled("attend.cu", dict(kernel.defines), capability).resources("attend").spill_bytes
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if close_cuda.refuses_layout(layout, dtype) is None and not (capability < (8, 9) and scheme.key.format.startswith("fp8")):
+            levels = cuda_levels.refuses_layout(layout, dtype) is None and scheme.key.has_codebook
+            for appends in (False,) if levels else (False, True):
+                source, entry = ("close_levels.cu", "close_levels") if levels else ("close.cu", "close_pages")
+                macros = cuda_levels.defines(layout, dtype) if levels else close_cuda.defines(layout, dtype, appends=appends)
+                spills[entry, dtype, appends] = compiled(source, macros, capability).resources(entry).spill_bytes
+        if dequantize_cuda.refuses_layout(layout, dtype) is None:
+            binary = compiled("dequantize.cu", dequantize_cuda.defines(layout, dtype), capability)
+            spills["dequantize", dtype] = binary.resources("dequantize_pages").spill_bytes
+    # Attention takes every register it can have where heads are widest or codes are looked up; ptxas keeps a few values of its set-up in local memory.
+    # Closing pages of float32 rows, which a model on a GPU hardly has, takes the 64 registers of a thread and some words of a row besides.
+    most = {"attend": 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 0}
+    rows = {("close_pages", torch.float32, False): 128, ("close_levels", torch.float32, False): 128}
+    assert spills and not {k: n for k, n in spills.items() if n > rows.get(k, most.get(k[0], 0))}

@@ -23,7 +23,8 @@ from ops.test_cuda_kvquant import direct, of, static
 
 from kvbits import ops
 from kvbits.errors import DataError
-from kvbits.ops.attend_pages import cuda, reference
+from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.reference import attend as reference
 from kvbits.spec import PerChannel, PerGroup, PerToken
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
@@ -33,10 +34,16 @@ BLOCKS = 3
 
 def compiled(kernel, folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
     here = Path(__file__).parent / "emulated"
-    sources = [*(FOLDER / "attend_pages").glob("*.cuh"), FOLDER / "cuda" / "turn.cuh", FOLDER / "cuda" / "work.cuh", here / "ptx.cuh", here / "block.cpp"]
+    sources = [
+        *(FOLDER / "cuda" / "attend").glob("*.cuh"),
+        FOLDER / "cuda" / "shared" / "turn.cuh",
+        FOLDER / "cuda" / "shared" / "work.cuh",
+        here / "ptx.cuh",
+        here / "block.cpp",
+    ]
     for path in sources:
         (folder / path.name).write_text(path.read_text())
-    text = (FOLDER / "attend_pages" / "attend.cu").read_text()
+    text = (FOLDER / "cuda" / "attend" / "attend.cu").read_text()
     for gpu_only in ("extern __shared__ __align__(128) unsigned char shared[];", 'extern "C" __global__', 'asm volatile("fence.proxy.async;" ::: "memory");'):
         assert gpu_only in text
         text = text.replace(gpu_only, "")

@@ -15,10 +15,14 @@ from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import check
 
 from kvbits import schemes
-from kvbits.ops.attend_pages import chunk, cuda, cuda_format, levels_format, reference
-from kvbits.ops.close_pages.reference import close_pages
-from kvbits.ops.dequantize_pages.cuda import Unpacker
-from kvbits.ops.dequantize_pages.reference import dequantize_pages
+from kvbits.ops.cuda.attend import codebook_format as levels_format
+from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.attend import kernel_choice as cuda_format
+from kvbits.ops.cuda.attend import unpack_then_flash as chunk
+from kvbits.ops.cuda.dequantize.unpacker import Unpacker
+from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")

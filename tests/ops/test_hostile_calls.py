@@ -10,15 +10,16 @@ import torch
 from ops.cpu_cases import needs_library, random_call
 
 from kvbits.errors import DataError, SpecError, UnsupportedError
-from kvbits.ops.append import cpu as append_cpu
-from kvbits.ops.append import cuda as append_cuda
-from kvbits.ops.append import reference as append_reference
-from kvbits.ops.attend_pages import cpu, cuda, reference
-from kvbits.ops.attend_pages.chunk import ChunkPlan
-from kvbits.ops.close_pages import cpu as close_cpu
-from kvbits.ops.close_pages import cuda as close_cuda
-from kvbits.ops.close_pages import reference as close_reference
-from kvbits.ops.matrix import cpu as matrix_cpu
+from kvbits.ops.cpu import append as append_cpu
+from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.cpu import close as close_cpu
+from kvbits.ops.cuda.append import tokens as append_cuda
+from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.attend.unpack_then_flash import ChunkPlan
+from kvbits.ops.cuda.close import packed as close_cuda
+from kvbits.ops.reference import append as append_reference
+from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import close as close_reference
 from kvbits.ops.types import AttendCall, LowStore, PageStore, Part, SlotMapping
 from kvbits.spec import LayerGeometry, LowLayout, PageLayout, QuantSpec
 
@@ -249,33 +250,7 @@ def test_runs_below_zero_or_past_counting():
             SlotMapping(run)
 
 
-# -- matrices and geometry --------------------------------------------------------------------------------------------
-
-
-@needs_library
-@pytest.mark.parametrize("rows", [0, 8])
-def test_matrices_without_columns(rows):
-    x, none = torch.zeros(rows, 0), torch.zeros(0)
-    calls = [lambda: matrix_cpu.quantize_groups(x, 64), lambda: matrix_cpu.quantize_groups(x, 16, 4)]
-    for kernel in matrix_cpu.KERNELS:
-        calls.append(lambda kernel=kernel: matrix_cpu.compute_scales(x, kernel=kernel))
-        calls.append(lambda kernel=kernel: matrix_cpu.quantize(x, none, kernel=kernel))
-        calls.append(lambda kernel=kernel: matrix_cpu.dequantize(x.to(torch.int8), none, kernel=kernel))
-    for call in calls:
-        with pytest.raises(DataError, match=rf"is \[{rows}, 0\]: a matrix without columns has no scales; give it at least 1 column"):
-            call()
-
-
-@needs_library
-def test_matrices_without_rows_are_empty():
-    x = torch.zeros(0, 64)
-    for kernel in matrix_cpu.KERNELS:
-        scales = matrix_cpu.compute_scales(x, kernel=kernel)
-        assert torch.equal(scales, torch.ones(64))
-        assert matrix_cpu.dequantize(matrix_cpu.quantize(x, scales, kernel=kernel), scales, kernel=kernel).shape == (0, 64)
-    for bits, width in ((8, 64), (4, 32)):
-        codes, scales = matrix_cpu.quantize_groups(x, 16, bits)
-        assert codes.shape == (0, width) and scales.shape == (0, 4)
+# -- geometry --------------------------------------------------------------------------------------------------------
 
 
 def test_more_heads_than_any_model_has():

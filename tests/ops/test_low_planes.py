@@ -12,11 +12,11 @@ from ops.test_cpu_attend import assert_close, judge
 from ops.test_cpu_close import static_params, ugly
 
 from kvbits.errors import DataError, UnsupportedError
-from kvbits.ops.attend_pages import cpu as attend_cpu
-from kvbits.ops.close_pages import cpu as close_cpu
-from kvbits.ops.close_pages import reference as close_reference
-from kvbits.ops.close_pages.reference import close_nested, close_pages
-from kvbits.ops.dequantize_pages.reference import dequantize_pages, section, stored_qparams
+from kvbits.ops.cpu import attend as attend_cpu
+from kvbits.ops.cpu import close as close_cpu
+from kvbits.ops.reference import close as close_reference
+from kvbits.ops.reference.close import close_nested, close_pages
+from kvbits.ops.reference.dequantize import dequantize_pages, section, stored_qparams
 from kvbits.ops.types import LowStore, PageStore, PageTable
 from kvbits.quant.qparams import error_bound, expand
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec

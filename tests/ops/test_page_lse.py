@@ -8,7 +8,8 @@ import torch
 from ops.cpu_cases import RAW, needs_library, random_call
 
 from kvbits.errors import DataError
-from kvbits.ops.attend_pages import cpu, reference
+from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.reference import attend as reference
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
 PAIRS = [

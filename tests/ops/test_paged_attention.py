@@ -18,12 +18,12 @@ from ops.cuda_cases import relative_error
 from kvbits import ops
 from kvbits.errors import DataError, SpecError
 from kvbits.ops import paged_attention
-from kvbits.ops.attend_pages import reference
-from kvbits.ops.attend_pages.schedule import SEGMENT_FIELDS
-from kvbits.ops.close_pages.reference import close_pages
-from kvbits.ops.cuda.attend import plan as device_plan
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
-from kvbits.spec import PageLayout, PerChannel, PerGroup, QuantSpec
+from kvbits.ops.cuda.attend import device_plan
+from kvbits.ops.cuda.attend.schedule import SEGMENT_FIELDS
+from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference.close import close_nested
+from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 FOLDER = Path(ops.__file__).parent
 emulated_attention = test_cuda_emulated.emulated
@@ -34,7 +34,7 @@ LIMIT = 5e-3
 def list_library(tmp_path_factory):
     """work_list.cu for a CPU."""
     folder, here = tmp_path_factory.mktemp("work_list"), Path(__file__).parent / "emulated"
-    for path in (FOLDER / "cuda" / "work.cuh", here / "ptx.cuh", here / "block.cpp"):
+    for path in (FOLDER / "cuda" / "shared" / "work.cuh", here / "ptx.cuh", here / "block.cpp"):
         (folder / path.name).write_text(path.read_text())
     text = (FOLDER / "cuda" / "attend" / "work_list.cu").read_text()
     for gpu_only in ("extern __shared__ __align__(16) unsigned char shared[];", 'extern "C" __global__'):
@@ -42,7 +42,7 @@ def list_library(tmp_path_factory):
         text = text.replace(gpu_only, "")
     (folder / "kernel.h").write_text(text)
     libraries = {}
-    for parts in (1, 2, 3):
+    for parts in (1, 2, 3, 4):
         lines = {"THREADS": 64, "SHARED_BYTES": 200_000, "KERNEL": "work_list", "NUM_THREADS": "THREADS", "NUM_PARTS": parts}
         (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
         made = folder / f"list{parts}.so"
@@ -73,9 +73,10 @@ HEADS, D = 2, 64
 class Cache:
     """Pages of several parts in shuffled pools, and the host's view of them."""
 
-    def __init__(self, layouts, lengths, max_pages, seed=0, ring=None, poison=None):
+    def __init__(self, layouts, lengths, max_pages, seed=0, poison=None, low=None):
         gen, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
         self.layouts, self.pages, self.tables, self.offsets, self.parts = layouts, [], [], [], []
+        self.low, self.low_pages, self.low_tables = low or [None] * len(layouts), [], []
         self.tokens = [torch.tensor([n[p] for n in lengths], dtype=torch.int32) for p in range(len(layouts))]
         before = torch.stack([torch.zeros(len(lengths), dtype=torch.int32), *self.tokens]).cumsum(0, dtype=torch.int32)
         self.starts = [before[p].contiguous() for p in range(len(layouts))]
@@ -86,10 +87,15 @@ class Cache:
             ids = rng.permutation(total)
             k, v = (torch.randn(total, HEADS, size, D, generator=gen) for _ in "kv")
             k += torch.randn(D, generator=gen)
-            slab = close_pages(k.bfloat16(), v.bfloat16(), layout)[0]
-            wide = torch.full((total, 3, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)  # of three layers, ours in the middle
-            wide[:, 1] = slab
-            self.pages.append(wide[:, 1])
+            planes = [self.low[p]] if self.low[p] else []
+            slabs = close_nested(k.bfloat16(), v.bfloat16(), layout, low=planes)[0]
+            fine = rng.permutation(total) if planes else np.zeros(total, np.int64)  # page of the low planes, by page
+            wide = [torch.full((total, 3, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8) for x in (layout, *planes)]  # of three layers, ours in the middle
+            wide[0][:, 1] = slabs[0]
+            for x, slab in zip(wide[1:], slabs[1:], strict=True):
+                x[fine, 1] = slab
+            self.pages.append(wide[0][:, 1])
+            self.low_pages.append(wide[1][:, 1] if planes else None)
             table = torch.full((batch, max_pages[p] + 2), -1 if poison is None else poison, dtype=torch.int32)
             offset = torch.tensor(rng.integers(0, 3, batch), dtype=torch.int32)
             rows, starts, sizes, at = [], [], [], 0
@@ -101,14 +107,14 @@ class Cache:
                 starts += [int(self.starts[p][b]) + i * size for i in range(n)]
                 sizes += [min(size, lengths[b][p] - i * size) for i in range(n)]
             self.tables.append(table)
+            known = torch.from_numpy(fine.astype(np.int32))[table.clamp(0, total - 1)]
+            self.low_tables.append(torch.where((table >= 0) & (table < total), known, table) if planes else None)
             self.offsets.append(offset)
             indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
             if rows:
-                self.parts.append(
-                    Part(
-                        PageStore(layout, (self.pages[p],)), PageTable(indptr, np.array(rows, np.int64), np.array(starts, np.int64), np.array(sizes, np.int32))
-                    )
-                )
+                ids = np.array(rows, np.int64)
+                own = PageTable(indptr, ids, np.array(starts, np.int64), np.array(sizes, np.int32), (fine[ids],) if planes else ())
+                self.parts.append(Part(PageStore(layout, (self.pages[p],)), own, tuple(LowStore(x, (self.low_pages[p],)) for x in planes)))
         self.newest = before[-1]
 
     def want(self, q, query_lens=None, window=None, softcap=None):
@@ -128,10 +134,10 @@ def check(cache, max_pages, *, limit=LIMIT, group=2, num_queries=1, query_lens=N
     q = torch.randn(batch, num_queries, HEADS * group, D, generator=torch.Generator().manual_seed(5)).bfloat16()
     made = paged_attention.plan(
         cache.layouts, max_pages=max_pages, batch_size=batch_size or batch, num_q_heads=HEADS * group, dtype=q.dtype, device=device,
-        num_queries=num_queries, sliding_window=window, softcap=softcap,
+        num_queries=num_queries, sliding_window=window, softcap=softcap, low=cache.low,
     )  # fmt: skip
-    made.bind(7, cache.pages)
-    made.update(cache.tables, cache.tokens, starts=cache.starts, offsets=cache.offsets, query_lens=query_lens)
+    made.bind(7, cache.pages, low=cache.low_pages)
+    made.update(cache.tables, cache.tokens, starts=cache.starts, offsets=cache.offsets, query_lens=query_lens, low_tables=cache.low_tables)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
     assert made.run(q, 7, out=out, lse=lse) is out
     want, want_lse = cache.want(q, query_lens, window, softcap)
@@ -144,6 +150,7 @@ def check(cache, max_pages, *, limit=LIMIT, group=2, num_queries=1, query_lens=N
 
 
 INT8 = layout_of(spec("int8"), spec("int8"))
+TIERED = layout_of(spec("int4", PerChannel(), symmetric=False), spec("int4", PerToken(), symmetric=False))
 CASES = {
     "one part": dict(layouts=[INT8], lengths=[(333,), (0,), (70,), (64,), (1,)], max_pages=[6]),
     "tail": dict(layouts=[layout_of(spec("int4"), spec("int4")), layout_of(RAW, RAW)], lengths=[(320, 13), (0, 64), (0, 0), (64, 100), (448, 0)], max_pages=[7, 2]),
@@ -153,6 +160,10 @@ CASES = {
     ),
     "centred": dict(layouts=[layout_of(spec("int8", center="channel"), spec("int8")), layout_of(RAW, RAW)], lengths=[(320, 33), (64, 1)], max_pages=[5, 1]),
     "raw": dict(layouts=[layout_of(RAW, RAW)], lengths=[(333,), (0,), (70,)], max_pages=[6]),
+    "tiers": dict(
+        layouts=[layout_of(RAW, RAW, 4), TIERED, TIERED, layout_of(RAW, RAW)], low=[None, None, LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=D), None],
+        lengths=[(4, 640, 128, 150), (4, 0, 64, 9), (2, 0, 0, 0), (4, 128, 320, 1)], max_pages=[1, 10, 5, 3],
+    ),
 }  # fmt: skip
 
 
@@ -179,6 +190,16 @@ def gpu(emulated_attention, emulated_list, monkeypatch):
 def test_the_cuda_kernels_serve_the_contract(name, gpu):
     gpu.max_pages = CASES[name]["max_pages"]
     check(Cache(**CASES[name]), gpu.max_pages)
+
+
+def test_pages_with_and_without_low_planes_in_any_order(gpu, monkeypatch):
+    """Chunks of one slot and of two: a producer lane that waited for a slot could hold up the one whose chunk the slot's reader waits for. One block here has
+    units of as many chunks as it has warps, the first with a low plane, so that the same warps take two slots each time."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=1))
+    low = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=D)
+    warps = device_plan.kernel_for(TIERED, D, 8, "bfloat16", "bfloat16", False, device_plan.driver.shared_limit((9, 0)), low=low, tables=True).shape.warps
+    case = dict(layouts=[TIERED, TIERED], low=[low, None], lengths=[(64, 64 * (warps - 1))] * 12, max_pages=[1, warps - 1])
+    check(Cache(**case), case["max_pages"])
 
 
 @pytest.mark.parametrize("options", [{"num_queries": 3, "window": 100}, {"num_queries": 8, "softcap": 20.0, "batch_size": 9}], ids=str)
@@ -293,7 +314,7 @@ def test_work_lists_cover_every_chunk_once_and_evenly(seed, list_library):
 
 def test_work_lists_are_as_even_as_those_of_the_host(list_library):
     """The six shapes of a decode step, int4: the longest block of 132 against the host's search."""
-    from kvbits.ops.attend_pages.schedule import PartWork, schedule
+    from kvbits.ops.cuda.attend.schedule import PartWork, schedule
 
     for batch, repeats, tokens in ((1, 8, 131_072), (8, 8, 32_768), (32, 8, 8192), (32, 8, 4096), (64, 8, 4096), (128, 8, 2048)):
         found, _ = lists(batch, [(np.full(batch, tokens), 64, 64, 9216, True, 0)], blocks=132, repeats=repeats, library=list_library)
@@ -317,6 +338,18 @@ def test_bad_input_is_refused():
     ):  # fmt: skip
         with pytest.raises(SpecError, match=message):
             paged_attention.plan([INT8], **good | changes)
+    with pytest.raises(DataError, match="page_size=32"):
+        paged_attention.plan([TIERED], **good, low=[LowLayout(key_bits=4, value_bits=4, page_size=32, num_kv_heads=HEADS, head_dim=D)])
+    fine = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=D)
+    tiers = paged_attention.plan([TIERED], **good, low=[fine])
+    tiered, planes = (torch.zeros(5, HEADS, x.head_bytes, dtype=torch.uint8) for x in (TIERED, fine))
+    with pytest.raises(DataError, match=r"planned with low planes: \[True\], given: \[False\]"):
+        tiers.bind(0, [tiered])
+    tiers.bind(0, [tiered], low=[planes])
+    with pytest.raises(DataError, match="part 0 is planned with low planes"):
+        tiers.update([torch.zeros(2, 4, dtype=torch.int32)], [torch.zeros(2, dtype=torch.int32)])
+    with pytest.raises(DataError, match="low table 0 must be like its block table"):
+        tiers.update([torch.zeros(2, 4, dtype=torch.int32)], [torch.zeros(2, dtype=torch.int32)], low_tables=[torch.zeros(2, 5, dtype=torch.int32)])
     made = paged_attention.plan([INT8], **good)
     pages = torch.zeros(5, HEADS, INT8.head_bytes, dtype=torch.uint8)
     table, lens, q = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 4, D, dtype=torch.bfloat16)

@@ -9,10 +9,11 @@ from dense_model import dense_attention
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbits.ops.attend_pages.reference import PAGES_PER_STEP, attend, attend_fresh
-from kvbits.ops.close_pages.reference import close_pages
-from kvbits.ops.dequantize_pages.reference import dequantize_pages
-from kvbits.ops.merge_partials.reference import add_sink_logit, merge_partials
+from kvbits.ops import chunk_attention
+from kvbits.ops.reference.attend import PAGES_PER_STEP, attend
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.reference.dequantize import dequantize_pages
+from kvbits.ops.reference.merge import add_sink_logit, merge_partials
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -152,41 +153,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish():
         agree((out, lse), expected(q, dense, [0], [[63]], scaling=1.0), 1e-12 * max(1.0, size * 20))
 
 
-# -- a chunk attending to itself ----------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(2, 12), st.none() | st.integers(1, 14), st.sampled_from([None, 3.0]), st.data())
-def test_a_fresh_chunk_matches_dense_softmax_with_padding_window_and_softcap(heads, group, tokens, window, softcap, data):
-    batch = data.draw(st.integers(1, 3))
-    before = [data.draw(st.sampled_from([0, 0, 7])) for _ in range(batch)]
-    valid = torch.tensor([[data.draw(st.integers(0, 3)) > 0 for _ in range(tokens)] for _ in range(batch)])
-    positions = (torch.tensor(before)[:, None] + valid.long().cumsum(1) - 1).masked_fill(~valid, -1)
-    q, k, v = torch.randn(batch, tokens, heads * group, DIM), torch.randn(batch, tokens, heads, DIM), torch.randn(batch, tokens, heads, DIM)
-    out, lse = attend_fresh(q, k, v, positions, 0.3, window, softcap)
-    for b in range(batch):
-        ranks = [p - before[b] if p >= 0 else -1 for p in positions[b].tolist()]
-        want = dense_attention(q[b], k[b, valid[b]], v[b, valid[b]], ranks, 0.3, window, softcap)
-        torch.testing.assert_close(out[b].double(), want[0], rtol=0, atol=1e-5)
-        torch.testing.assert_close(lse[b].double(), want[1], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_fresh_half_precision_chunk_has_float32_results(dtype):
-    q, k, v = (torch.randn(1, 40, h, DIM).to(dtype) for h in (4, 2, 2))
-    out, lse = attend_fresh(q, k, v, torch.arange(40)[None], 0.3, None, None)
-    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
-    want = dense_attention(q[0], k[0], v[0], list(range(40)), 0.3)
-    torch.testing.assert_close(out[0].double(), want[0], rtol=0, atol=3 * torch.finfo(dtype).eps)
-    torch.testing.assert_close(lse[0].double(), want[1], rtol=0, atol=3 * torch.finfo(dtype).eps)
-
-
-def test_queries_of_any_strides_are_read_as_they_are():
-    q = torch.randn(DIM, 1, 40, 4).permute(1, 2, 3, 0)
-    k, v = (torch.randn(1, 40, 2, DIM) for _ in range(2))
-    for a, b in zip(
-        attend_fresh(q, k, v, torch.arange(40)[None], 0.3, None, None), attend_fresh(q.contiguous(), k, v, torch.arange(40)[None], 0.3, None, None), strict=True
-    ):
-        torch.testing.assert_close(a, b)
+# -- history and the chunk itself --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -196,7 +163,7 @@ def test_a_chunk_with_history_is_history_merged_with_the_chunk(window):
     q, k, v = torch.randn(2, tokens, 4, DIM), torch.randn(2, tokens, 2, DIM), torch.randn(2, tokens, 2, DIM)
     positions = torch.tensor(before)[:, None] + torch.arange(tokens)
     past = attend(q, AttendCall((part,), 0.3, window), positions)
-    fresh = attend_fresh(q, k, v, positions, 0.3, window, None)
+    fresh = chunk_attention.choose(q, v, None).run(q, k, v, positions, 0.3, window, None)
     out, _ = merge_partials([past[0], fresh[0]], [past[1], fresh[1]])
     for b in range(2):
         whole = [torch.cat([a, x[b].double()]) for a, x in zip(dense[b], (k, v), strict=True)]

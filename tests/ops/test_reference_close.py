@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbits.errors import DataError, SpecError
-from kvbits.ops.close_pages.reference import PAGES_PER_STEP, close, close_pages
-from kvbits.ops.dequantize_pages.reference import dequantize_pages, section
+from kvbits.ops.reference.close import PAGES_PER_STEP, close, close_pages
+from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.types import PageStore
 from kvbits.quant.qparams import choose_qparams, dequantize, quantize
 from kvbits.schemes import PRESETS

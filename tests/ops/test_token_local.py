@@ -12,11 +12,12 @@ from ops.test_cuda_close import HEADS, RAW, spec, static_of
 
 from kvbits import schemes
 from kvbits.errors import DataError
-from kvbits.ops.append import cpu, reference
-from kvbits.ops.append.reference import store_tokens
-from kvbits.ops.close_pages.reference import close_pages
+from kvbits.ops.cpu import append as cpu
 from kvbits.ops.cpu import library
-from kvbits.ops.dequantize_pages.reference import dequantize_pages, section
+from kvbits.ops.reference import append as reference
+from kvbits.ops.reference.append import store_tokens
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.quant.packing import row_positions
 from kvbits.quant.rotary import turn_by, turned_by

@@ -44,7 +44,8 @@ def cases():
 def test_agrees_with_float64(index):
     from ops.cuda_cases import build, relative_error
 
-    from kvbits.ops.attend_pages import reference, triton
+    from kvbits.ops.reference import attend as reference
+    from kvbits.ops.triton import attend as triton
 
     case = list(cases())[index]
     call, q, _ = build(case, "cpu" if INTERPRETED else "cuda")
@@ -76,7 +77,7 @@ def test_compiles_for_hopper_without_a_gpu(key, value):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvbits.ops.attend_pages import triton
+    from kvbits.ops.triton import attend as triton
     from kvbits.spec import PageLayout
 
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
@@ -107,7 +108,7 @@ def test_compiles_for_hopper_without_a_gpu(key, value):
 def test_refusals_need_no_gpu():
     from ops.cuda_cases import Case, build
 
-    from kvbits.ops.attend_pages import triton
+    from kvbits.ops.triton import attend as triton
 
     call, q, _ = build(Case(key=spec("int8"), value=spec("int8"), lengths=(64,), head_dim=64), "cpu")
     why = triton.refuses(q, call)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import SpecError
-from kvbits.ops.close_pages.reference import close_pages
-from kvbits.ops.dequantize_pages.reference import dequantize_pages, section
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.quant.outliers import trimmed_ends, worst
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
 

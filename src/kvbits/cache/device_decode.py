@@ -20,11 +20,11 @@ import torch
 from ..errors import DataError, PoolFullError, counted
 from ..later import Later
 from ..ops import paged_attention
-from ..ops.append import cuda as append_cuda
-from ..ops.close_pages import cuda as close_cuda
-from ..ops.cuda import compile as cuda_compile
-from ..ops.cuda import driver
-from ..ops.cuda.attend import plan as device_plan
+from ..ops.cuda.append import tokens as append_cuda
+from ..ops.cuda.attend import device_plan
+from ..ops.cuda.close import packed as close_cuda
+from ..ops.cuda.runtime import compile as cuda_compile
+from ..ops.cuda.runtime import driver
 from ..ops.cuda.side import with_aligned_rows
 from ..ops.types import PageStore, kvquant_extras
 from .state import GroupState, Sequence

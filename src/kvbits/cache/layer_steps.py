@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from ..errors import DataError
-from ..ops import dispatch
-from ..ops.attend_pages.reference import attend_fresh
-from ..ops.close_pages.reference import encode_side
-from ..ops.dequantize_pages.reference import dequantize_pages, section
-from ..ops.merge_partials.reference import merge_partials
+from ..ops import chunk_attention, dispatch
+from ..ops.merging import merge_partials
+from ..ops.reference.close import encode_side
+from ..ops.reference.dequantize import dequantize_pages, section
 from ..ops.types import AttendCall, LowStore, PageStore, Part, SlotMapping
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec, Scheme
@@ -152,7 +151,10 @@ class LayerSteps:
             if observed:
                 self._note_shares(place, call, lse, f)
             return out, lse
-        out, lse = attend_fresh(q, k, v, f.positions, scaling, call.sliding_window, softcap)
+        key = ("attend_fresh", q.dtype, q.shape[3], v.shape[3], softcap is None)
+        if key not in self._choices:
+            self._choices[key] = chunk_attention.choose(q, v, softcap, self._writer)
+        out, lse = self._choices[key].run(q, k, v, f.positions, scaling, call.sliding_window, softcap)
         if call.parts:
             past = self._attend(place, q, call, f)
             out, lse = merge_partials([past[0], out], [past[1], lse])
@@ -252,7 +254,7 @@ class LayerSteps:
 
     @property
     def _writer(self) -> str:
-        """Backend of the ops that write pages; a backend named for attention may have none."""
+        """Backend of the ops that write pages or attend to fresh tokens; one named for attention to pages may have none."""
         return self.backend if self.backend == "reference" else "auto"
 
     def _close(self, place: Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close]) -> None:

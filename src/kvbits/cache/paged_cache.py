@@ -22,9 +22,9 @@ import torch
 
 from ..errors import CacheStateError, DataError, PoolFullError, SpecError, counted
 from ..ops import dispatch
-from ..ops.attend_pages.break_even import small_on_gpu
-from ..ops.merge_partials.reference import add_sink_logit
+from ..ops.break_even import small_on_gpu
 from ..ops.paged_attention import PagedAttention, plan
+from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec, PageLayout
@@ -367,7 +367,7 @@ class PagedCache(LayerSteps):
         f.pending.discard(layer)
         if not f.pending:
             self._forward = None
-        return out if lse is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
+        return out if lse is None or sink_logits is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
 
     def _restore(self, before: list[tuple[list[Sequence], dict[str, Allocator]]]) -> None:
         for g, state in zip(self.groups, before, strict=True):

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import FileFormatError, SpecError
 from ..files import require_file
-from ..ops.dequantize_pages.reference import section
+from ..ops.reference.dequantize import section
 from ..quant.packing import row_positions
 from ..spec import FORMATS_VERSION, CacheSpec, LowLayout, PageLayout
 from .pool import Pool

@@ -433,7 +433,7 @@ class GroupState:
         found = plan([planes[gone:] for planes in s.low], self._allowed(s, closings), closings, None if mass is None else mass[gone:])
         for i, planes in enumerate(s.low):
             given_back = [*range(gone), *(gone + j for j in found.given_back[i])]
-            freed = sum(planes[j] is not None and self.pools[f"low{i}"].allocator.count(planes[j]) == 1 for j in given_back)  # type: ignore[arg-type]
+            freed = sum(planes[j] is not None and self.pools[f"low{i}"].allocator.count(planes[j]) == 1 for j in given_back)
             wanted[f"low{i}"] += min(found.fresh[i], stored) - freed
 
     def _freed(self, pool: str, ids: Iterable[int | None], lengths: list[int], start: int, need: int) -> int:

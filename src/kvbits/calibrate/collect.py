@@ -155,7 +155,7 @@ def calibrate_all(
 
 def _target(model: Any, scheme: str | Scheme, given: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]], skip_tokens: int | None) -> Target:
     layers = layer_geometries(model.config)
-    chosen = presets.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
+    chosen = presets.for_layers(scheme, layers)
     if not chosen.needs_calibration:
         static = [s.name for s in presets.PRESETS.values() if s.needs_calibration]
         raise CalibrationError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SpecError
-from ..files import require_folder
-from .common import Json, Threads, app, new_table, print_json, set_threads, show
+from ..files import require_folder, to_json
+from .common import Json, Threads, app, names_of, new_table, print_json, set_threads, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,10 +44,10 @@ def paper(
     result = _load(data) if data else _measure(cases, cpu_rows, threads)
     if out and not data:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write_text(to_json(result, indent=1) + "\n")
     notes = [] if result["device"] else [f"No GPU kernels were measured: {result['gpu_missing']}."]
     if figures:
-        from ..evaluate.paper_figures import draw
+        from ..studies.int8_paper.figures import draw
 
         paths, left_out = draw(result, figures)
         notes += [f"wrote {p}" for p in paths] + left_out
@@ -58,10 +58,10 @@ def paper(
 
 
 def _measure(cases: str, cpu_rows: int, threads: int | None) -> dict[str, Any]:
-    from ..evaluate import paper as study
+    from ..studies.int8_paper import study
 
     set_threads(threads)
-    names = list(study.CASES) if cases == "all" else [c.strip() for c in cases.split(",") if c.strip()]
+    names = list(study.CASES) if cases == "all" else names_of("--cases", cases)
     result = study.run(names, cpu_rows=cpu_rows, progress=lambda text: typer.echo(text, err=True))
     return {"command": " ".join(["kvbits", *sys.argv[1:]])} | result
 

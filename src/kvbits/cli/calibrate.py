@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import DataError, SpecError, counted
+from ..errors import SpecError, counted
 from ..files import require_file
 from .common import Json, Threads, app, print_json, require_model, set_threads, show
+
+if TYPE_CHECKING:
+    from ..calibrate import Calibration
+    from ..spec import Scheme
 
 
 @app.command()
@@ -18,7 +22,7 @@ def calibrate(
     model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
     text: Annotated[str, typer.Option(help="Text like what the model will read, never what you evaluate on: a file, hub:ID, or novel (shipped).")] = "novel",
-    scheme: Annotated[str, typer.Option(help="A scheme with static scales or codebooks.")] = "int8_static",
+    scheme: Annotated[str, typer.Option(help="A scheme with static scales or codebooks: a preset, or a file of your own (.json).")] = "int8_static",
     windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks.", show_default=False, min=1)] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a window: 256, or 2,048 for codebooks.", show_default=False)] = None,
     percentile: Annotated[
@@ -47,45 +51,53 @@ def calibrate(
     require_file(out, "--out")
     from .. import schemes
 
-    if not schemes.get(scheme).needs_calibration:
-        static = [s.name for s in schemes.PRESETS.values() if s.needs_calibration]
-        raise SpecError(f"scheme {scheme!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
+    named, chosen = _with_calibration(scheme)
     if out.exists() and not force:
-        _may_replace(out, model, scheme)
-    from ..calibrate import calibrate as measure
-    from ..calibrate import prompts_from_text
-    from ..geometry import max_context
+        _may_replace(out, model, chosen.name)
+    from ..evaluate.calibrator import Calibrator, Sample, thorough
+    from ..geometry import layer_geometries
     from ..integrations.models import load_model
 
     set_threads(threads)
     lm, tokenizer = load_model(model, device=device)
-    chosen = schemes.get(scheme)
-    codebooks = any(spec.has_codebook for spec in (chosen.key, chosen.value))
-    wanted = (16 if codebooks else 128) if windows is None else windows
-    size = (2048 if codebooks else 256) if length is None else length
-    if (limit := max_context(lm.config)) is not None and size > limit:
-        raise DataError(f"windows of {size} tokens pass the model's {limit} positions; give --length, at most {limit}")
-    prompts = prompts_from_text(tokenizer, source.content, num_prompts=wanted, length=size, seed=seed, batch_size=1 if codebooks else 4)
+    usual = thorough(chosen)
+    sample = Sample(usual.windows if windows is None else windows, usual.length if length is None else length)
+    calibrator = Calibrator(lm, tokenizer, source, sample=sample)
+    prompts = calibrator.windows([chosen], seed=seed)
     start = time.perf_counter()
-    found = measure(
-        lm, prompts, scheme, percentile=percentile, skip_tokens=skip_tokens, weights=weights, per_head=per_head, checkpointing=checkpointing,
-        resume=out.with_name(out.name + ".partial"), progress=True,
+    (found,) = calibrator.measure(
+        [schemes.for_layers(named, layer_geometries(lm.config))], prompts, percentile=percentile, skip_tokens=skip_tokens, weights=weights,
+        per_head=per_head, checkpointing=checkpointing, resume=out.with_name(out.name + ".partial"),
     )  # fmt: skip
     seconds = time.perf_counter() - start
-    if (got := sum(len(p) for p in prompts)) < wanted or prompts[0].shape[1] < size:
-        typer.echo(f"note: {source.name} is short: it gives {counted(got, 'window')} of {prompts[0].shape[1]:,} tokens, not {wanted} of {size:,}", err=True)
+    got, size = sum(len(p) for p in prompts), prompts[0].shape[1]
+    if got < sample.windows or size < sample.length:
+        typer.echo(f"note: {source.name} is short: it gives {counted(got, 'window')} of {size:,} tokens, not {sample.windows} of {sample.length:,}", err=True)
     found.info["model"] = model
-    found.info.update({"text": source.name, "text_sha256": source.sha256})
     found.save(out)
     if as_json:
         print_json({"out": str(out), "id": found.id, "file_bytes": out.stat().st_size, "seconds": seconds, "layers": len(found.static)} | found.info)
-        return
+    else:
+        _print(found, out, seconds)
+
+
+def _print(found: Calibration, out: Path, seconds: float) -> None:
     info = found.info
-    show(
-        f"{scheme} scales of {len(found.static)} layers over {info['tokens']:,} tokens in {counted(info['prompts'], 'window')}, "
-        f"{'maximum' if info['percentile'] == 100 else 'percentile {:g}'.format(info['percentile'])}, {seconds:.1f} s",
-        f"wrote {out} (id {found.id})",
-    )
+    share = "maximum" if info["percentile"] == 100 else f"percentile {info['percentile']:g}"
+    tokens = f"{info['tokens']:,} tokens in {counted(info['prompts'], 'window')}"
+    show(f"{info['scheme']} scales of {len(found.static)} layers over {tokens}, {share}, {seconds:.1f} s", f"wrote {out} (id {found.id})")
+
+
+def _with_calibration(scheme: str) -> tuple[str | Scheme, Scheme]:
+    """(what a list of schemes would hold, the scheme) of one that needs a calibration."""
+    from .. import schemes
+
+    named = schemes.find(scheme)
+    chosen = schemes.get(named) if isinstance(named, str) else named
+    if not chosen.needs_calibration:
+        static = [s.name for s in schemes.PRESETS.values() if s.needs_calibration]
+        raise SpecError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
+    return named, chosen
 
 
 def _may_replace(out: Path, model: str, scheme: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 @app.command("check")
 def check(
     model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
-    scheme: Annotated[str, typer.Option(help="The scheme to screen.")] = "int4",
+    scheme: Annotated[str, typer.Option(help="The scheme to screen: a preset, or a file of your own (.json).")] = "int4",
     text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
     calibration: Annotated[Path | None, typer.Option(help="File of `kvbits calibrate`, for schemes that need one.", show_default=False)] = None,
     calibration_text: Annotated[
@@ -43,7 +42,7 @@ def check(
     require_model(model)
     from .. import schemes
 
-    schemes.get(scheme)  # refuses an unknown one before the model loads
+    chosen = schemes.find(scheme)  # refuses an unknown one before the model loads
     from ..calibrate import Calibration
     from ..errors import SpecError
     from ..evaluate.check import Limits
@@ -59,14 +58,13 @@ def check(
     source = read_text(text)
     to_calibrate = novel_end() if calibration_text is None else read_text(calibration_text)
     set_threads(threads)
-    from ..evaluate.run import Calibrator
+    from ..evaluate.calibrator import Calibrator
     from ..integrations.models import load_model
 
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     ids = cut(tokenizer, source, count=windows, length=length, limit=max_context(lm.config))
-    with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
-        calibrator = Calibrator(lm, tokenizer, Path(folder), to_calibrate, (source,)) if given is None else lambda _: given
-        found = screen(lm, ids, scheme, limits=limits, calibration=calibrator)
+    calibrator = Calibrator(lm, tokenizer, to_calibrate, tests=(source,)) if given is None else lambda _: given
+    found = screen(lm, ids, chosen, limits=limits, calibration=calibrator)
     if as_json:
         print_json({"model": model, "text": source.name} | found.to_dict())
     else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import KvbitsError, SpecError
+from ..files import to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,16 +68,7 @@ def _options(version: Annotated[bool, typer.Option("--version", callback=_versio
 
 
 def print_json(data: dict[str, Any]) -> None:
-    typer.echo(json.dumps(finite(data), allow_nan=False))
-
-
-def finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    typer.echo(to_json(data))
 
 
 def show(*things: Any) -> None:
@@ -99,10 +89,15 @@ def new_table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def names_of(text: str) -> list[str]:
+def names_of(option: str, text: str) -> list[str]:
+    """What a comma-separated option names.
+
+    Raises:
+        SpecError: nothing.
+    """
     names = [n.strip() for n in text.split(",") if n.strip()]
     if not names:
-        raise SpecError(f"--schemes {text!r} names no scheme; `kvbits schemes` lists them")
+        raise SpecError(f"{option} {text!r} names nothing; give names, comma-separated")
     return names
 
 

@@ -18,7 +18,10 @@ TASKS_HELP = "Comma-separated: fidelity (perplexity, KL), decode, greedy, attent
 def evaluate(
     model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
     out: Annotated[Path, typer.Option(help="Folder for results: MODEL/TASK/SCHEME.json. A run that stopped goes on there.")],
-    schemes: Annotated[str, typer.Option("--schemes", "--scheme", help="Caches, comma-separated; all: every preset, stock: quanto, HQQ, fp8.")] = "all",
+    schemes: Annotated[
+        str,
+        typer.Option("--schemes", "--scheme", help="Caches, comma-separated: presets, files of your own (.json), all: every preset, stock: quanto, HQQ, fp8."),
+    ] = "all",
     tasks: Annotated[str, typer.Option(help=TASKS_HELP)] = "fidelity",
     text: Annotated[list[str] | None, typer.Option(help="Text to evaluate on: a file, hub:ID, novel (shipped). Repeatable.", show_default="novel")] = None,
     calibration_text: Annotated[
@@ -51,12 +54,13 @@ def evaluate(
     """
     require_model(model)
     require_folder(out, "--out")
+    from .. import schemes as presets
     from ..evaluate import tasks as known
-    from ..evaluate.caches import expand_names
+    from ..evaluate.caches import GROUPS
     from ..evaluate.texts import read_text
 
-    wanted = known.names_of(names_of(tasks))
-    names = expand_names(names_of(schemes))
+    wanted = known.names_of(names_of("--tasks", tasks))
+    names = presets.expand(names_of("--schemes", schemes), GROUPS)
     options = known.Options(
         windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, contexts=_integers("--contexts", contexts),
         depths=_floats("--depths", depths), repeats=repeats, limit=limit, shots=shots, batch_size=batch_size,
@@ -76,7 +80,11 @@ def evaluate(
     )  # fmt: skip
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})
-        return
+    else:
+        _print(found, out)
+
+
+def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:
     tables = [part for task, rows in found.items() for part in (_table(task, rows), _LEGENDS.get(task)) if part]
     show(*tables, f"results in {out}; `kvbits report {out}` draws them")
 

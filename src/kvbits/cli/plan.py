@@ -25,7 +25,9 @@ def plan(
     sliding_window: Annotated[int | None, typer.Option(help="Window of every layer in tokens, with --layers.")] = None,
     context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.")] = 1,
-    scheme: Annotated[str, typer.Option("--schemes", "--scheme", help="Schemes, comma-separated: presets, fp32, fp16, bf16, or all.")] = "all",
+    scheme: Annotated[
+        str, typer.Option("--schemes", "--scheme", help="Schemes, comma-separated: presets, files of your own (.json), fp32, fp16, bf16, or all.")
+    ] = "all",
     memory: Annotated[str | None, typer.Option(help="Memory for the cache, like 24GB (10**9) or 24GiB (2**30): adds largest batch and context.")] = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens kept raw, in every preset.")] = None,
     residual: Annotated[int | None, typer.Option(help="Newest tokens kept raw, in every preset.")] = None,
@@ -38,7 +40,7 @@ def plan(
 
     Totals are what a cache of fixed capacity allocates to the byte: whole pages, scales, sinks, raw tail and padding included.
     """
-    from .. import planner
+    from .. import planner, schemes
 
     if sources:
         _sources(as_json)
@@ -46,7 +48,8 @@ def plan(
     geometry, name, longest = _geometry(model, layers, kv_heads, head_dim, sliding_window)
     given = {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}
     found = planner.plan(
-        geometry, planner.expand_schemes(names_of(scheme)), context=context, batch=batch, memory_bytes=None if memory is None else planner.parse_bytes(memory),
+        geometry, schemes.expand(names_of("--schemes", scheme), planner.GROUPS), context=context, batch=batch,
+        memory_bytes=None if memory is None else planner.parse_bytes(memory),
         raw_dtype=raw_dtype, **{k: v for k, v in given.items() if v is not None},
     )  # fmt: skip
     if as_json:
@@ -105,7 +108,7 @@ def _plan_notes(found: Plan, longest: int | None) -> list[str]:
         notes.append(f"The model itself was made for {longest:,} tokens.")
     if longest is not None and found.context > longest:
         notes.append(f"{found.context:,} tokens are more than the {longest:,} the model was made for.")
-    from ..ops.attend_pages.break_even import small_on_gpu
+    from ..ops.break_even import small_on_gpu
 
     sizes = {(min(found.context, g.sliding_window or found.context), g.num_kv_heads, g.head_dim) for g in found.layers}
     notes += [f"Speed: {note}." for n, heads, d in sorted(sizes) if (note := small_on_gpu(found.batch, n, heads, d))]
@@ -113,7 +116,8 @@ def _plan_notes(found: Plan, longest: int | None) -> list[str]:
 
 
 def _sources(as_json: bool) -> None:
-    from ..planner import GB, GIB, source_figures
+    from ..planner import GB, GIB
+    from ..studies.source_figures import source_figures
 
     figures = source_figures()
     if as_json:

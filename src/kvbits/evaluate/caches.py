@@ -11,17 +11,17 @@ A factory makes fresh caches; `held_bytes` counts what any of them really holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import schemes as presets
-from ..errors import SpecError, UnsupportedError
+from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
-from ..spec import Scheme
+from ..spec import Scheme, to_dict
 from .simulated import SimulatedCache
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ STOCK: dict[str, dict[str, Any]] = {
 }
 """Transformers' own quantized caches, with the axes its documentation gives each backend; groups of 64 and a residual of 128 are its defaults."""
 
+GROUPS = {"all": tuple(presets.PRESETS), "stock": tuple(STOCK)}
+"""What an evaluation knows by name (see `schemes.expand`)."""
+
 
 @dataclass(frozen=True)
 class CacheFactory:
@@ -46,13 +49,15 @@ class CacheFactory:
         name: what results call it.
         kind: "base", "kvbits", "stock" or "simulated".
         make: (batch_size, max_tokens) -> a fresh Transformers cache; None for both: one that grows.
-        info: JSON data about it: bits per element, source, calibration.
+        info: JSON data about it: bits per element, the scheme and the heads' sizes, calibration.
+        scheme: what it stores, if it is ours.
     """
 
     name: str
     kind: str
     make: Callable[[int | None, int | None], Any]
     info: dict[str, Any] = field(default_factory=dict)
+    scheme: Scheme | None = None
 
     @property
     def stores_padding(self) -> bool:
@@ -72,21 +77,6 @@ def base_factory(model: Any) -> CacheFactory:
     return CacheFactory(base_name(model), "base", lambda batch, tokens: DynamicCache(config=model.config), {"bits_per_element": float(bits)})
 
 
-def expand_names(names: Iterable[str]) -> list[str]:
-    """Names with `all` (every preset) and `stock` (every stock quantized cache) written out, in order, once each.
-
-    Raises:
-        SpecError: an unknown name.
-    """
-    found: list[str] = []
-    for name in names:
-        found += list(presets.PRESETS) if name == "all" else list(STOCK) if name == "stock" else [name]
-    for name in found:
-        if name not in presets.PRESETS and name not in STOCK:
-            raise SpecError(f"unknown scheme {name!r}; presets: {', '.join(presets.PRESETS)}; stock caches: {', '.join(STOCK)}; or all, stock")
-    return list(dict.fromkeys(found))
-
-
 def factory(
     model: Any, name: str | Scheme, *, calibration: Callable[[Scheme], Calibration] | None = None, backend: str = "auto", simulate: bool = False
 ) -> CacheFactory:
@@ -104,7 +94,7 @@ def factory(
     if isinstance(name, str) and name in STOCK:
         return _stock(model, name)
     layers = layer_geometries(model.config)
-    scheme = presets.for_layers(name, layers) if isinstance(name, str) else name
+    scheme = presets.for_layers(name, layers)
     found = None
     if scheme.needs_calibration:
         if calibration is None:
@@ -116,13 +106,14 @@ def factory(
 
     store = make(1, 1).store
     spec = store.spec
-    info = {"bits_per_element": spec.bits_per_element, "source": scheme.source, "description": scheme.description, "spec": spec.to_json()}
+    head_dims = list(dict.fromkeys(g.head_dim for g in layers))
+    info = {"bits_per_element": spec.bits_per_element, "scheme": to_dict(scheme), "head_dims": head_dims}
     info |= {"calibration": found.info | {"id": found.id}} if found else {}
     if not simulate:
-        return CacheFactory(scheme.name, "kvbits", make, info)
+        return CacheFactory(scheme.name, "kvbits", make, info, scheme)
     static = store.static
     SimulatedCache(spec, static, store.device)  # refuses what cannot be simulated
-    return CacheFactory(f"{scheme.name}-simulated", "simulated", lambda batch, tokens: SimulatedCache(spec, static, store.device), info)
+    return CacheFactory(f"{scheme.name}-simulated", "simulated", lambda batch, tokens: SimulatedCache(spec, static, store.device), info, scheme)
 
 
 def _stock(model: Any, name: str) -> CacheFactory:

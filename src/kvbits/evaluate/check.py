@@ -145,7 +145,7 @@ def check(
     """
     limits = Limits() if limits is None else limits
     layers = layer_geometries(model.config)
-    chosen = presets.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
+    chosen = presets.for_layers(scheme, layers)
     tried = factory(model, chosen, calibration=calibration)
     with bar(f"checking {chosen.name}", 4 + len(ids), enabled=progress) as advance:
         inputs = observe(model, ids[0])

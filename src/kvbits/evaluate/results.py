@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FileFormatError, SpecError
+from ..files import to_json
 
 FORMAT = "kvbits-eval"
 VERSION = 1
@@ -129,20 +129,11 @@ def dumps(data: dict[str, Any]) -> str:
     """JSON with a line per entry and per item: it reads and diffs well."""
 
     def one(value: Any) -> str:
-        return json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
+        return to_json(value, compact=True)
 
     items = ",\n".join(f"  {one(k)}:{one(v)}" for k, v in data["items"].items())
     lines = [f' "items":{{\n{items}\n }}' if key == "items" else f" {one(key)}:{one(value)}" for key, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}"
-
-
-def finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read(path: Path) -> dict[str, Any]:

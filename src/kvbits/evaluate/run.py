@@ -6,86 +6,24 @@ A run that stops goes on: what a file already holds is not computed again.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import schemes as presets
-from ..calibrate import Calibration, calibrate_all, prompts_from_text
-from ..errors import CalibrationError, SpecError, UnsupportedError
+from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..progress import bar
-from .caches import CacheFactory, base_factory, expand_names, factory
+from ..spec import Scheme, to_dict
+from .caches import GROUPS, STOCK, CacheFactory, base_factory, factory
+from .calibrator import USUAL, Calibrator, Sample
 from .results import ResultFile, environment, model_facts
 from .tasks import Context, Options, Task, load
 from .texts import Text
-
-if TYPE_CHECKING:
-    from ..spec import Scheme
-
-
-class Calibrator:
-    """Calibrates schemes that need it, on text that is never evaluated, and keeps the files beside the results.
-
-    Args:
-        directory: where calibration files are kept; one that fits is used again.
-        text: the calibration text; None refuses schemes that need one.
-        tests: the texts evaluated on.
-
-    Raises:
-        SpecError: the calibration text is one of the texts evaluated on.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any, directory: Path, text: Text | None, tests: tuple[Text, ...], prompts: int = 32, length: int = 512) -> None:
-        if text is not None and (same := [t.name for t in tests if t.sha256 == text.sha256]):
-            raise SpecError(f"--calibration-text is {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another text")
-        self.model, self.tokenizer, self.directory, self.text, self.prompts, self.length = model, tokenizer, directory, text, prompts, length
-
-    def prepare(self, schemes: list[Scheme]) -> None:
-        """Calibrate those of `schemes` that need it and have no file yet, all in one pass over the text."""
-        missing = [s for s in schemes if s.needs_calibration and self._kept(s) is None]
-        if not missing:
-            return
-        if self.text is None:
-            raise UnsupportedError(f"scheme {missing[0].name!r} needs calibration; give --calibration-text FILE or novel, never a text you evaluate on")
-        codebooks = any(spec.has_codebook for s in missing for spec in (s.key, s.value))
-        windows = prompts_from_text(
-            self.tokenizer, self.text.content, num_prompts=self.prompts, length=self.length, batch_size=1 if codebooks else 4
-        )  # fmt: skip
-        self.directory.mkdir(parents=True, exist_ok=True)
-        partial = self.directory / f"{hashlib.sha256(repr(missing).encode()).hexdigest()[:8]}.partial"
-        for scheme, found in zip(missing, calibrate_all(self.model, windows, missing, resume=partial, progress=True), strict=True):
-            found.info.update(self._about())
-            found.save(self._path(scheme))
-
-    def __call__(self, scheme: Scheme) -> Calibration:
-        self.prepare([scheme])
-        found = self._kept(scheme)
-        if found is None:
-            raise CalibrationError(f"{self._path(scheme)} was replaced by one of another text meanwhile; give every run a folder of its own")
-        return found
-
-    def _path(self, scheme: Scheme) -> Path:
-        return self.directory / f"{scheme.name}.safetensors"
-
-    def _about(self) -> dict[str, Any]:
-        assert self.text is not None
-        return {"text": self.text.name, "text_sha256": self.text.sha256, "windows": self.prompts, "length": self.length}
-
-    def _kept(self, scheme: Scheme) -> Calibration | None:
-        """The file of an earlier run, if it was made of this text for this model and scheme."""
-        if self.text is None or not self._path(scheme).exists():
-            return None
-        found, wanted = Calibration.load(self._path(scheme)), self._about()
-        if {k: found.info.get(k) for k in wanted} != wanted:
-            return None
-        found.check(self.model.config, scheme)
-        return found
 
 
 def evaluate(
@@ -93,12 +31,14 @@ def evaluate(
     tokenizer: Any,
     *,
     name: str,
-    schemes: list[str],
-    tasks: list[str],
+    schemes: Sequence[str | Scheme],
+    tasks: Sequence[str],
     texts: tuple[Text, ...],
     out: Path,
     options: Options | None = None,
     calibration_text: Text | None = None,
+    calibration_sample: Sample = USUAL,
+    backend: str = "auto",
     simulate: bool = False,
     overwrite: bool = False,
     progress: bool = True,
@@ -109,11 +49,12 @@ def evaluate(
     Args:
         model, tokenizer: from `load_model`.
         name: what results call the model.
-        schemes: preset names, stock caches, `all`, `stock`.
+        schemes: preset names, stock caches, `all`, `stock`, files of schemes, schemes of your own (see `schemes.expand`).
         tasks: task names, see `tasks.TASKS`.
         texts: texts of the text tasks.
         out: results go to OUT/NAME/TASK/SCHEME.json.
-        calibration_text: for schemes that need one.
+        calibration_text, calibration_sample: for schemes that need one.
+        backend: for presets and schemes of your own, see `KVCache.for_model`.
         simulate: measure presets also as a dense cache simulates them (see `evaluate.simulated`); `kvbits report` leaves such results out.
         on_skip: told about stock caches that this model cannot have, and schemes that cannot be simulated; a preset that cannot serve is an error.
 
@@ -131,28 +72,36 @@ def evaluate(
     kind = str(model.dtype).removeprefix("torch.")
     home = out / (name if kind == "bfloat16" else f"{name}-{kind}")
     facts = model_facts(model, name)
-    calibrator = Calibrator(model, tokenizer, home / "calibration", calibration_text, texts)
+    calibrator = Calibrator(model, tokenizer, calibration_text, tests=texts, sample=calibration_sample, directory=home / "calibration")
+    factories = _factories(model, presets.expand(schemes, GROUPS), calibrator, backend, simulate, on_skip)
+    context = Context(model, tokenizer, texts, options)
+    return {task: _run(load(task)(context), factories, home, facts, overwrite, progress) for task in tasks}
+
+
+def _factories(
+    model: Any, schemes: list[str | Scheme], calibrator: Calibrator, backend: str, simulate: bool, on_skip: Callable[[str], None]
+) -> list[CacheFactory]:
+    """The base and every cache of `schemes`, calibrated in one pass."""
     layers = layer_geometries(model.config)
-    calibrator.prepare([presets.for_layers(n, layers) for n in expand_names(schemes) if n in presets.PRESETS])
-    factories = [base_factory(model)]
-    for wanted in expand_names(schemes):
-        ours = wanted in presets.PRESETS
+    calibrator.prepare([presets.for_layers(one, layers) for one in schemes if one not in STOCK])
+    found = [base_factory(model)]
+    for wanted in schemes:
+        ours = wanted not in STOCK
         for simulated in (False, True) if simulate and ours else (False,):
             try:
-                factories.append(factory(model, wanted, calibration=calibrator, simulate=simulated))
+                found.append(factory(model, wanted, calibration=calibrator, backend=backend, simulate=simulated))
             except UnsupportedError as error:
                 if ours and not simulated:
                     raise
                 on_skip(str(error))
-    context = Context(model, tokenizer, texts, options)
-    return {task: _run(load(task)(context), factories, home, facts, overwrite, progress) for task in tasks}
+    return found
 
 
 def _run(task: Task, factories: list[CacheFactory], home: Path, facts: dict[str, Any], overwrite: bool, progress: bool) -> dict[str, dict[str, Any]]:
     model = task.context.model
     files = {}
     for f in factories:
-        header = {"task": task.name, "scheme": f.name, "kind": f.kind, "info": f.info, "settings": task.settings, "model": facts}
+        header = {"task": task.name, "scheme": f.name, "kind": f.kind, "info": f.info, "settings": task.settings | _own(f), "model": facts}
         files[f.name] = ResultFile(home / task.name / f"{f.name}.json", header, overwrite=overwrite)
     base = factories[0]
     keys = task.item_keys()
@@ -170,6 +119,11 @@ def _run(task: Task, factories: list[CacheFactory], home: Path, facts: dict[str,
                     files[f.name].add(key, records[key][f.name])
                 files[f.name].write(environment(model.device, seconds), task.summary(files[f.name].items, files[base.name].items))
     return {name: task.summary(file.items, files[base.name].items) if file.items else {} for name, file in files.items()}
+
+
+def _own(made: CacheFactory) -> dict[str, Any]:
+    """The scheme, where it is one's own: a name alone does not say what it is, and two of one name are not mixed in a file."""
+    return {} if made.scheme is None or made.scheme.name in presets.PRESETS else {"scheme": to_dict(made.scheme)}
 
 
 def _batches(task: Task, todo: dict[str, list[CacheFactory]]) -> list[tuple[list[str], list[CacheFactory]]]:

@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicLayer
 
 from ..cache import parameters
 from ..errors import UnsupportedError
-from ..ops.close_pages.reference import close_pages
-from ..ops.dequantize_pages.reference import dequantize_pages
+from ..ops.reference.close import close_pages
+from ..ops.reference.dequantize import dequantize_pages
 from ..spec import CacheSpec, LayerGroup
 
 

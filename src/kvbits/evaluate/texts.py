@@ -42,6 +42,12 @@ def novel() -> str:
     return importlib.resources.files("kvbits.evaluate").joinpath("data/pride_and_prejudice.txt").read_text(encoding="utf-8")
 
 
+def novel_start() -> Text:
+    """The first half of the novel: what is looked at beside a calibration on the second."""
+    content = novel()
+    return Text("novel-start", content[: len(content) // 2])
+
+
 def novel_end() -> Text:
     """The second half of the novel: what a command calibrates on that looks at its first pages."""
     content = novel()

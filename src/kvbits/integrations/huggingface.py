@@ -98,7 +98,7 @@ class KVLayer(CacheLayerMixin):
     def _whole_cache_only(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError("a layer of a KVCache cannot be changed alone; call the same method on the cache")
 
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = _whole_cache_only  # type: ignore[assignment]
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = _whole_cache_only
 
 
 class KVCache(Cache):
@@ -111,7 +111,7 @@ class KVCache(Cache):
         columns: positions seen, padding included.
     """
 
-    layers: list[KVLayer]  # type: ignore[assignment]
+    layers: list[KVLayer]
 
     def __init__(self, store: PagedCache) -> None:
         self.store = store
@@ -121,7 +121,7 @@ class KVCache(Cache):
         valid = torch.arange(seen) >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
         self.columns = Columns(seen, valid)
         self._recording = False
-        super().__init__(layers=[KVLayer(store, self.columns, i) for i in range(len(store.spec.layers))])  # type: ignore[arg-type]
+        super().__init__(layers=[KVLayer(store, self.columns, i) for i in range(len(store.spec.layers))])
 
     @classmethod
     def for_model(

@@ -75,7 +75,7 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     except (OSError, ValueError) as error:
         raise UnsupportedError(f"cannot load a model from {str(name or path)!r}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}") from error
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
-    return model.to(device or "cpu").eval(), tokenizer  # type: ignore[arg-type]
+    return model.to(device or "cpu").eval(), tokenizer
 
 
 SAMPLED = 8

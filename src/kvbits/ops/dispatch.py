@@ -1,7 +1,7 @@
 """Which backend serves an op, decided once per kind of call, with every refusal kept as text.
 
-A backend is a module with `refuses` and the op itself (`FUNCTIONS`), and `plan` if it plans once per step. The list order is the order of
-preference; the reference is last and takes everything.
+A backend is a folder of this package with a module for each op, named like the op's function (`FUNCTIONS`): that, `refuses`, and `plan` if it plans
+once a step. The order of the list is the order of preference; the reference is last and takes everything.
 A backend is skipped only for a reason it states, never because it raised.
 """
 
@@ -16,11 +16,10 @@ from typing import Any
 from ..errors import SpecError
 
 BACKENDS = {
-    "attend_pages": {"cpu": "attend_pages.cpu", "cuda": "attend_pages.cuda", "triton": "attend_pages.triton", "reference": "attend_pages.reference"},
-    "close_pages": {"cpu": "close_pages.cpu", "cuda": "close_pages.cuda", "reference": "close_pages.reference"},
-    "append": {"cpu": "append.cpu", "cuda": "append.cuda", "reference": "append.reference"},
-}
-FUNCTIONS = {"attend_pages": "attend", "close_pages": "close", "append": "append"}
+    "attend_pages": ("cpu", "cuda", "triton", "reference"), "attend_fresh": ("cpu", "cuda", "reference"),
+    "close_pages": ("cpu", "cuda", "reference"), "append": ("cpu", "cuda", "reference"),
+}  # fmt: skip
+FUNCTIONS = {"attend_pages": "attend", "attend_fresh": "attend_fresh", "close_pages": "close", "append": "append"}
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,14 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
     if backend != "auto" and backend not in backends:
         raise SpecError(f"unknown backend {backend!r} for {op}; known: auto, {', '.join(backends)}")
     refusals: dict[str, str] = {}
-    for name, path in backends.items():
+    for name in backends:
         if backend not in ("auto", name):
             continue
-        if importlib.util.find_spec(f"kvbits.ops.{path}") is None:
+        path = f"{__package__}.{name}.{FUNCTIONS[op]}"
+        if importlib.util.find_spec(path) is None:
             refusals[name] = "not part of this installation"
             continue
-        module = importlib.import_module(f"kvbits.ops.{path}")
+        module = importlib.import_module(path)
         why = module.refuses(*args)
         if why is None:
             return Choice(op, name, getattr(module, FUNCTIONS[op]), refusals, getattr(module, "plan", None) if op == "attend_pages" else None)

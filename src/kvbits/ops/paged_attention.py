@@ -27,18 +27,20 @@ import numpy as np
 import torch
 
 from ..errors import DataError, SpecError, UnsupportedError
-from ..spec import PageLayout
+from ..spec import LowLayout, PageLayout
 from . import dispatch
-from .types import AttendCall, PageStore, PageTable, Part
+from .types import AttendCall, LowStore, PageStore, PageTable, Part, check_low
 
 Slabs = torch.Tensor | Sequence[torch.Tensor]
 
 
 class _Backend(Protocol):
-    def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None: ...
+    def bind(
+        self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor], low: Sequence[Sequence[torch.Tensor] | None]
+    ) -> None: ...
     def update(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
-        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
     ) -> None: ...  # fmt: skip
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor: ...
     def explain(self) -> str: ...
@@ -47,6 +49,7 @@ class _Backend(Protocol):
 def plan(
     layouts: Sequence[PageLayout], *, max_pages: Sequence[int], batch_size: int, num_q_heads: int, dtype: torch.dtype, device: torch.device | str,
     num_queries: int = 1, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    low: Sequence[LowLayout | None] | None = None,
 ) -> PagedAttention:  # fmt: skip
     """Allocate everything that attention of up to `batch_size` sequences needs.
 
@@ -56,6 +59,7 @@ def plan(
         num_queries: query tokens of a sequence, 1 to 8 on a GPU; `update(query_lens=..)` says where a sequence has fewer.
         scaling: factor on the scores, 1 / sqrt(head_dim) if None.
         sliding_window, softcap: as in `AttendCall`.
+        low: of each part the low planes that refine all of its pages, or None.
 
     Raises:
         SpecError: numbers that cannot be.
@@ -81,15 +85,21 @@ def plan(
         raise SpecError(f"sliding_window={sliding_window!r} must be a whole number of at least 1, or None")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise SpecError(f"dtype={dtype!r} must be a floating-point torch dtype, that of the queries")
+    low = [None] * len(layouts) if low is None else list(low)
+    if len(low) != len(layouts):
+        raise SpecError(f"low planes of {len(low)} parts for {len(layouts)} layouts; give None for a part without them")
+    for layout, planes in zip(layouts, low, strict=True):
+        if planes:
+            check_low(layout, [planes])
     options: dict[str, Any] = {
-        "batch_size": batch_size, "num_q_heads": num_q_heads, "dtype": dtype, "device": device, "num_queries": num_queries,
+        "low": low, "batch_size": batch_size, "num_q_heads": num_q_heads, "dtype": dtype, "device": device, "num_queries": num_queries,
         "scaling": d**-0.5 if scaling is None else scaling, "sliding_window": sliding_window, "softcap": softcap,
     }  # fmt: skip
     if device.type != "cuda":
         return PagedAttention(_HostPlan(layouts, max_pages, **options), layouts, max_pages, options)
-    from .cuda.attend.plan import DevicePlan, refuses
+    from .cuda.attend.device_plan import DevicePlan, refuses
 
-    if why := refuses(layouts, num_q_heads, dtype, num_queries, device):
+    if why := refuses(layouts, num_q_heads, dtype, num_queries, device, low):
         raise UnsupportedError(f"paged attention on {device}: {why}")
     return PagedAttention(DevicePlan(layouts, max_pages, **options), layouts, max_pages, options)
 
@@ -99,13 +109,13 @@ class PagedAttention:
 
     def __init__(self, backend: _Backend, layouts: Sequence[PageLayout], max_pages: Sequence[int], options: dict[str, Any]) -> None:
         self._backend = backend
-        self.layouts, self.max_pages = tuple(layouts), tuple(max_pages)
+        self.layouts, self.max_pages, self.low = tuple(layouts), tuple(max_pages), tuple(options["low"])
         self.batch_size: int = options["batch_size"]
         self.num_queries: int = options["num_queries"]
         self.device: torch.device = options["device"]
         self._accepted: tuple[Any, ...] | None = None
 
-    def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor] | None = None) -> None:
+    def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor] | None = None, *, low: Sequence[Slabs | None] | None = None) -> None:
         """Say where a layer's pages lie; again when they move or their pool grew.
 
         Args:
@@ -113,30 +123,34 @@ class PagedAttention:
             pages: of each part: uint8 [num_pages, H, head_bytes], the last two dims dense, the first strided; or several such slabs, through which page
                 numbers count in order.
             static: calibrated parameters and codebooks of the layer's packed pages (`PageStore.static`).
+            low: of each part where its low planes lie, as `pages`; None for one that was planned without.
 
         Raises:
             DataError: pages of another shape, dtype or alignment than the layouts say.
         """
-        if len(pages) != len(self.layouts):
-            raise DataError(f"pages of {len(pages)} parts for a plan of {len(self.layouts)}")
-        found = []
-        for layout, given in zip(self.layouts, pages, strict=True):
-            slabs = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-            want = (layout.num_kv_heads, layout.head_bytes)
-            if not slabs:
-                raise DataError("a part without slabs has no pages")
-            for x in slabs:
-                self._require_device("pages", x)
-                if x.dtype != torch.uint8 or x.dim() != 3 or tuple(x.shape[1:]) != want or x.stride()[1:] != (layout.head_bytes, 1) or not len(x):
-                    raise DataError(
-                        f"pages must be uint8 [num_pages, {want[0]}, {want[1]}] with dense structs, got {x.dtype} {list(x.shape)} of strides {x.stride()}"
-                    )
-                if x.data_ptr() % 16 or x.stride(0) % 16:
-                    raise DataError(
-                        f"pages at address {x.data_ptr():#x} with stride {x.stride(0)}; kernels read 16 bytes at a time: both must be multiples of 16"
-                    )
-            found.append(slabs)
-        self._backend.bind(layer, found, static or {})
+        low = [None] * len(self.layouts) if low is None else low
+        if not len(pages) == len(low) == len(self.layouts):
+            raise DataError(f"pages of {len(pages)} and low planes of {len(low)} parts for a plan of {len(self.layouts)}")
+        if any((x is None) != (planes is None) for x, planes in zip(low, self.low, strict=True)):
+            raise DataError(f"parts planned with low planes: {[x is not None for x in self.low]}, given: {[x is not None for x in low]}")
+        own = [self._slabs(layout, x) for layout, x in zip(self.layouts, pages, strict=True)]
+        fine = [None if x is None or planes is None else self._slabs(planes, x) for planes, x in zip(self.low, low, strict=True)]
+        self._backend.bind(layer, own, static or {}, fine)
+
+    def _slabs(self, layout: PageLayout | LowLayout, given: Slabs) -> tuple[torch.Tensor, ...]:
+        slabs = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+        want = (layout.num_kv_heads, layout.head_bytes)
+        if not slabs:
+            raise DataError("a part without slabs has no pages")
+        for x in slabs:
+            self._require_device("pages", x)
+            if x.dtype != torch.uint8 or x.dim() != 3 or tuple(x.shape[1:]) != want or x.stride()[1:] != (layout.head_bytes, 1) or not len(x):
+                raise DataError(
+                    f"pages must be uint8 [num_pages, {want[0]}, {want[1]}] with dense structs, got {x.dtype} {list(x.shape)} of strides {x.stride()}"
+                )
+            if x.data_ptr() % 16 or x.stride(0) % 16:
+                raise DataError(f"pages at address {x.data_ptr():#x} with stride {x.stride(0)}; kernels read 16 bytes at a time: both must be multiples of 16")
+        return slabs
 
     def _require_device(self, name: str, x: torch.Tensor) -> None:
         if x.device.type != self.device.type or (self.device.index is not None and x.device.index != self.device.index):
@@ -145,6 +159,7 @@ class PagedAttention:
     def update(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], *, starts: Sequence[torch.Tensor | None] | None = None,
         offsets: Sequence[torch.Tensor | None] | None = None, query_lens: torch.Tensor | None = None,
+        low_tables: Sequence[torch.Tensor | None] | None = None,
     ) -> None:  # fmt: skip
         """Take other lengths and tables, for all layers.
 
@@ -157,29 +172,31 @@ class PagedAttention:
             offsets: of each part int32 [B] or None for 0: entry of the row where the part's first page stands (a ring of pages, say). One outside the row
                 counts as the row's first or last entry; tokens then end with the row.
             query_lens: int32 [B]: queries of each sequence, at most the plan's; they are its newest tokens. Rows of q after them are padding.
+            low_tables: of each part with low planes their page numbers, entry by entry those of its block table: of the same shape and strides.
 
         Raises:
             DataError: tensors of another shape, dtype or device than this, or more sequences than planned.
         """
         none: list[torch.Tensor | None] = [None] * len(self.layouts)
-        starts, offsets = none if starts is None else starts, none if offsets is None else offsets
-        given = tuple((None if x is None else (x.shape, x.stride(), x.dtype, x.device)) for x in (*block_tables, *tokens, *starts, *offsets, query_lens))
+        starts, offsets, low_tables = (none if x is None else x for x in (starts, offsets, low_tables))
+        tensors = (*block_tables, *tokens, *starts, *offsets, query_lens, *low_tables)
+        given = tuple((None if x is None else (x.shape, x.stride(), x.dtype, x.device)) for x in tensors)
         if given != self._accepted:
-            self._check(block_tables, tokens, starts, offsets, query_lens)
+            self._check(block_tables, tokens, starts, offsets, query_lens, low_tables)
             self._accepted = given
-        self._backend.update(block_tables, tokens, starts, offsets, query_lens)
+        self._backend.update(block_tables, tokens, starts, offsets, query_lens, low_tables)
 
     def _check(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
-        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
     ) -> None:  # fmt: skip
         n = len(self.layouts)
-        if any(len(x) != n for x in (block_tables, tokens, starts, offsets)):
-            raise DataError(f"update() takes {n} block tables, tokens, starts and offsets, one for each part of the plan")
+        if any(len(x) != n for x in (block_tables, tokens, starts, offsets, low_tables)):
+            raise DataError(f"update() takes {n} block tables, tokens, starts, offsets and low tables, one for each part of the plan")
         batch = tokens[0].shape[0] if tokens[0].dim() else 0
         if not 1 <= batch <= self.batch_size:
             raise DataError(f"{batch} sequences for a plan of at most {self.batch_size}; make a plan with a larger batch_size")
-        for x in (*block_tables, *tokens, *starts, *offsets, query_lens):
+        for x in (*block_tables, *tokens, *starts, *offsets, query_lens, *low_tables):
             if x is not None:
                 self._require_device("tables and lengths must be where the pages are: one", x)
         for i, (table, pages) in enumerate(zip(block_tables, self.max_pages, strict=True)):
@@ -188,6 +205,13 @@ class PagedAttention:
                     f"block table {i} must be int32 [at least {batch}, at least {pages}] with dense rows, got {table.dtype} {list(table.shape)}; "
                     "a plan with fewer max_pages takes narrower ones"
                 )
+        for i, (table, fine, planes) in enumerate(zip(block_tables, low_tables, self.low, strict=True)):
+            if (fine is None) != (planes is None):
+                raise DataError(
+                    f"part {i} is planned {'with' if planes else 'without'} low planes; update() was given {'no' if fine is None else 'a'} low table"
+                )
+            if fine is not None and (fine.dtype, fine.shape, fine.stride()) != (table.dtype, table.shape, table.stride()):
+                raise DataError(f"low table {i} must be like its block table, int32 {list(table.shape)}, got {fine.dtype} {list(fine.shape)}")
         vectors = {"tokens": tokens, "starts": starts, "offsets": offsets, "query_lens": [query_lens]}
         for name, xs in vectors.items():
             for x in xs:
@@ -222,23 +246,26 @@ class _HostPlan:
 
     def __init__(self, layouts: Sequence[PageLayout], max_pages: Sequence[int], **options: Any) -> None:
         self.layouts, self.max_pages, self.options = tuple(layouts), tuple(max_pages), options
-        self._layers: dict[int, tuple[PageStore, ...]] = {}
+        self._layers: dict[int, tuple[tuple[PageStore, tuple[LowStore, ...]], ...]] = {}
         self._tables: list[PageTable] = []
-        self._choices: dict[tuple[PageLayout, ...], dispatch.Choice] = {}
+        self._choices: dict[tuple[PageLayout | LowLayout, ...], dispatch.Choice] = {}
 
-    def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
-        self._layers[layer] = tuple(
-            PageStore(layout, tuple(slabs), {} if layout.is_raw else dict(static)) for layout, slabs in zip(self.layouts, pages, strict=True)
-        )
+    def bind(
+        self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor], low: Sequence[Sequence[torch.Tensor] | None]
+    ) -> None:
+        stores = [PageStore(layout, tuple(slabs), {} if layout.is_raw else dict(static)) for layout, slabs in zip(self.layouts, pages, strict=True)]
+        fine = [() if planes is None or x is None else (LowStore(planes, tuple(x)),) for planes, x in zip(self.options["low"], low, strict=True)]
+        self._layers[layer] = tuple(zip(stores, fine, strict=True))
 
     def update(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
-        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
     ) -> None:  # fmt: skip
         batch, t = len(tokens[0]), self.options["num_queries"]
         newest = np.zeros(batch, np.int64)
         tables = []
-        for layout, most, table, n, start, offset in zip(self.layouts, self.max_pages, block_tables, tokens, starts, offsets, strict=True):
+        parts = zip(self.layouts, self.max_pages, block_tables, tokens, starts, offsets, low_tables, strict=True)
+        for layout, most, table, n, start, offset, fine in parts:
             size = layout.page_size
             first, at = (np.zeros(batch, np.int64) if x is None else x.numpy().astype(np.int64) for x in (start, offset))
             at = at.clip(0, table.shape[1] - 1)
@@ -247,9 +274,9 @@ class _HostPlan:
             pages = -(-visible // size)
             row = np.repeat(np.arange(batch), pages)
             page = np.arange(len(row)) - np.repeat(np.cumsum(pages) - pages, pages)
-            ids = table.numpy()[row, at[row] + page].astype(np.int64)
+            ids, *low = (x.numpy()[row, at[row] + page].astype(np.int64) for x in (table, fine) if x is not None)
             lengths = np.minimum(visible[row] - page * size, size).astype(np.int32)
-            tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, first[row] + page * size, lengths))
+            tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, first[row] + page * size, lengths, tuple(low)))
         self._tables = tables
         count = np.full(batch, t) if query_lens is None else query_lens.numpy().clip(0, t)
         positions = newest[:, None] - count[:, None] + np.arange(t)
@@ -265,16 +292,17 @@ class _HostPlan:
             raise DataError(f"q is {list(q.shape)} {q.dtype}; the plan is for {list(want)} {self.options['dtype']}")
         stores = self._layers[layer]
         parts = []
-        for store, table in zip(stores, self._tables, strict=True):
-            inside = PageTable(table.indptr, np.minimum(table.page_ids.astype(np.uint64), store.num_pages - 1).astype(np.int64), table.starts, table.lengths)
+        for (store, low), table in zip(stores, self._tables, strict=True):
+            ids = _inside(table.page_ids, store.num_pages)
+            fine = (_inside(x, s.num_pages) for x, s in zip(table.low, low, strict=True))
             if table.num_pages:
-                parts.append(Part(store, inside))
+                parts.append(Part(store, PageTable(table.indptr, ids, table.starts, table.lengths, tuple(fine)), low))
         out = torch.empty_like(q) if out is None else out
         if not parts:
             out.zero_()
             return out if lse is None else (lse.fill_(-torch.inf), out)[1]
         call = AttendCall(tuple(parts), self.options["scaling"], self.options["sliding_window"], self.options["softcap"])
-        key = tuple(p.store.layout for p in parts)
+        key = tuple(x for p in parts for x in p.layouts)
         if key not in self._choices:
             self._choices[key] = dispatch.choose("attend_pages", q, call)
         found, found_lse = self._choices[key].run(q, call, self._positions)
@@ -285,3 +313,8 @@ class _HostPlan:
 
     def explain(self) -> str:
         return "paged attention by host lists: " + ", ".join(sorted({str(c) for c in self._choices.values()}) or ["not yet run"])
+
+
+def _inside(ids: np.ndarray, num_pages: int) -> np.ndarray:
+    """A number that the pool has not is the last page's."""
+    return np.minimum(ids.astype(np.uint64), num_pages - 1).astype(np.int64)

@@ -145,7 +145,7 @@ class PageTable:
         self.__dict__["_accepted"] = given
 
 
-def _check_ids(name: str, ids: np.ndarray, store: PageStore | LowStore) -> None:
+def _check_ids(name: str, ids: np.ndarray, store: _Slabs) -> None:
     pages = store.num_pages
     if len(ids) and (ids.min() < 0 or ids.max() >= pages):
         raise DataError(f"{name} names a page that its store does not have: {ids[(ids < 0) | (ids >= pages)][0]} of {pages}")

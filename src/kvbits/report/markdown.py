@@ -5,7 +5,6 @@ The README's table is what `readme_table` gives for benchmarks/results/eval; `kv
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -130,9 +129,9 @@ def _widths(models: dict[str, Model]) -> str:
     seen: set[str] = set()
     for m in models.values():
         for name, cell in _measured(m).items():
-            if name not in seen and "spec" in cell.info:
+            if name not in seen and "head_dims" in cell.info:
                 seen.add(name)
-                widths.setdefault(m.title, {}).update(dict.fromkeys(layer["head_dim"] for layer in json.loads(cell.info["spec"])["layers"]))
+                widths.setdefault(m.title, {}).update(dict.fromkeys(cell.info["head_dims"]))
     if not widths:
         return ""
     found = (f"{title} (`kvbits schemes --head-dim {' or '.join(map(str, dims))}`)" for title, dims in widths.items())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import html
 import importlib.resources
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..evaluate.results import finite
+from ..files import to_json
 from . import arithmetic, markdown
 from .collect import Cell, Model, Results, held_bits
 from .kernels import kernel_groups
@@ -66,7 +65,7 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
     sections.append(_section("Calculator", _calculator(data), "calculator-section"))
     sections.append(_section("Where the figures come from", _provenance(results), "provenance"))
     script = "".join(f"<script>{_asset(name)}</script>" for name in ("chart.umd.min.js", "report.js"))
-    embedded = json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    embedded = to_json(data, compact=True).replace("<", "\\u003c")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{html.escape(title)}</title><link rel="icon" href="data:,"><style>{_asset("report.css")}</style></head><body>'

@@ -1,4 +1,4 @@
-// ptx.cuh of src/kvbits/ops/cuda on a CPU: every thread of a block is a fiber, and what a warp or a block does together waits for all its fibers.
+// ptx.cuh of src/kvbits/ops/cuda/shared on a CPU: every thread of a block is a fiber, and what a warp or a block does together waits for all its fibers.
 // It checks what a kernel computes (layouts, indices, order of barriers), not memory ordering: a fiber runs until it waits.
 #pragma once
 #include <immintrin.h>

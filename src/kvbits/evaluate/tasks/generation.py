@@ -1,6 +1,6 @@
 """HumanEval pass@1: greedy completions through the cache, run against the benchmark's tests in a locked-down process.
 
-A record's `passed` is the verdict; `reason` says why not, `isolation` what held the program (see `evaluate.sandbox`).
+A record's `passed` is the verdict; `reason` says why not, `isolation` what held the program (see `sandbox`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from ...errors import SpecError
 from ..caches import CacheFactory
 from ..rows import generate
-from ..sandbox import run_program
 from ..texts import bos_of
 from . import Context, Record, Task
+from .sandbox import run_program
 
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(", "\nassert ", "\n```")
 MAX_NEW_TOKENS = 256

@@ -5,7 +5,7 @@
     gsm8k   --data gsm8k=FILE.jsonl {question, answer}; the number after #### in a greedy answer; shots from gsm8k_train=FILE.jsonl (5)
 
 Shots are what fills the cache: a question alone is shorter than what most schemes keep raw. A record says whether the question was answered right. For other
-benchmarks, the cache plugs into lm-eval itself (`evaluate.harness`), which a test holds equal to the scores here.
+benchmarks, the cache plugs into lm-eval itself (`evaluate.lm_eval`), which a test holds equal to the scores here.
 """
 
 from __future__ import annotations

@@ -117,11 +117,13 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
     tokens = int(total("num_tokens"))
     histogram: dict[str, int] = {}
     for r in records.values():
-        for b, n in r["kl_histogram"].items():
+        for b, n in r.get("kl_histogram", {}).items():
             histogram[b] = histogram.get(b, 0) + n
+    counted = sum(histogram.values()) == tokens  # a file that was trimmed for keeping has no histograms
     found: dict[str, Any] = {
         "windows": len(records), "tokens": tokens, "ppl": math.exp(total("nll") / tokens), "kl_mean": total("kl") / tokens,
-        "kl_p99": histogram_quantile(histogram, 0.99), "kl_max": max(r["kl_max"] for r in records.values()), "tvd_mean": total("tvd") / tokens,
+        "kl_p99": histogram_quantile(histogram, 0.99) if counted else None,
+        "kl_max": max(r["kl_max"] for r in records.values()), "tvd_mean": total("tvd") / tokens,
         "mass_matched": 1 - total("tvd") / tokens, "top1_agreement": total("top1_same") / tokens,
         "tokens_per_s": total("num_timed") / total("seconds") if total("seconds") else None,
         "bytes_held": max(r["bytes_held"] for r in records.values()),

@@ -125,10 +125,6 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
     lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
     lib.kvbits_append.argtypes = [POINTER(AppendStruct)]
-    lib.kvbits_matrix_scales.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32]
-    lib.kvbits_matrix_quantize.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32]
-    lib.kvbits_matrix_dequantize.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32]
-    lib.kvbits_matrix_quantize_groups.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32]
     if not lib.kvbits_tier():
         wanted = os.environ.get("KVBITS_CPU_TIER")
         return None, f"KVBITS_CPU_TIER={wanted!r} is not a tier that this machine and build can run; known: {', '.join(TIERS)}"

@@ -1,5 +1,4 @@
 #include "dispatch.h"
-#include "pool.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -9,6 +8,9 @@
 #endif
 
 #include <atomic>
+
+#include "pool.h"
+#include "store.h"
 
 namespace {
 

@@ -1,6 +1,9 @@
 // Which tier runs, and the errors of the C ABI.
 #pragma once
-#include "attend_plan.h"
+#include <stdint.h>
+
+#include "attend/plan.h"
+#include "kvbits_cpu.h"
 
 enum Error {
   KVBITS_BAD_FORMAT = 1,

@@ -1,4 +1,9 @@
-// Number formats and stored order, as docs/formats.md has them (included inside a tier's namespace).
+// Number formats and stored order, as docs/formats.md has them.
+#pragma once
+#include "kvbits_cpu.h"
+#include "vec/vec.h"
+
+namespace {
 
 constexpr int TILE = 16;  // tokens interleaved in a key tile
 
@@ -17,3 +22,5 @@ constexpr int plane_bits(int format, int plane) { return code_bits(format) == 3 
 INLINE int round_up(int n, int m) { return (n + m - 1) / m * m; }
 INLINE int row_bytes_of(int head_dim, int bits) { return (head_dim * bits + 31) / 32 * 4; }
 INLINE float int_zero(int format) { return (float)(1 << (code_bits(format) - 1)); }  // the middle of the code range
+
+}  // namespace

@@ -1,0 +1,53 @@
+"""Results of `kvbits eval` as they are committed: what a report or a table reads stays, per-window dumps go.
+
+    python benchmarks/trim_results.py benchmarks/results/eval ...
+
+Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later makes it null). Floats of items,
+not of summaries, keep 6 significant digits. Running it again changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from kvbits.evaluate.results import dumps, read
+
+DROPPED = ("kl_histogram",)
+DIGITS = 6
+
+
+def rounded(value: Any) -> Any:
+    """JSON data with every float to DIGITS significant digits."""
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def trimmed(data: dict[str, Any]) -> dict[str, Any]:
+    """One result file's data without what no report reads."""
+    items = {key: {k: rounded(v) for k, v in record.items() if k not in DROPPED} for key, record in data["items"].items()}
+    return data | {"items": items}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, help="folders that `kvbits eval --out` wrote")
+    before = after = 0
+    for path in (p for folder in parser.parse_args().folders for p in sorted(folder.glob("*/*/*.json"))):
+        before += path.stat().st_size
+        text = dumps(trimmed(read(path))) + "\n"
+        partial = path.with_suffix(".tmp")
+        partial.write_text(text)
+        os.replace(partial, path)
+        after += len(text.encode())
+    print(json.dumps({"bytes_before": before, "bytes_after": after}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Calibrations of schemes that need one, for every command: on which text, on how much of it, and where they are kept.
+
+    QUICK          4 windows of 512 tokens       the demo: seconds
+    USUAL          32 windows of 512 tokens      eval, check, lm-eval
+    thorough()     128 of 256, or 16 of 2,048 for codebooks, which see a gradient per token      `kvbits calibrate`, whose files last
+
+The text is never one that is evaluated on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..calibrate import Calibration, calibrate_all, prompts_from_text
+from ..errors import CalibrationError, DataError, SpecError, UnsupportedError
+from ..geometry import max_context
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ..spec import Scheme
+    from .texts import Text
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How much of a text is looked at: so many windows of so many tokens."""
+
+    windows: int
+    length: int
+
+
+QUICK, USUAL = Sample(4, 512), Sample(32, 512)
+
+
+def thorough(scheme: Scheme) -> Sample:
+    """What a calibration that is kept takes."""
+    return Sample(16, 2048) if _has_codebook([scheme]) else Sample(128, 256)
+
+
+def _has_codebook(schemes: Sequence[Scheme]) -> bool:
+    return any(spec.has_codebook for s in schemes for spec in (s.key, s.value))
+
+
+class Calibrator:
+    """Calibrates the schemes that need it, each once.
+
+    Args:
+        text: the calibration text; None refuses schemes that need one.
+        tests: the texts evaluated on.
+        sample: how much of the text is looked at.
+        directory: where files are kept and used again if they fit; None keeps calibrations in memory.
+
+    Raises:
+        SpecError: the calibration text is one of the texts evaluated on.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, text: Text | None, *, tests: tuple[Text, ...] = (), sample: Sample = USUAL, directory: Path | None = None
+    ) -> None:
+        if text is not None and (same := [t.name for t in tests if t.sha256 == text.sha256]):
+            raise SpecError(f"--calibration-text is {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another text")
+        self.model, self.tokenizer, self.text, self.sample, self.directory = model, tokenizer, text, sample, directory
+        self._made: dict[Scheme, Calibration] = {}
+
+    def windows(self, schemes: Sequence[Scheme], *, seed: int = 0) -> list[torch.Tensor]:
+        """int64 [windows of a batch, tokens] each: what `schemes` are calibrated on; fewer or shorter where the text is short.
+
+        Raises:
+            DataError: windows longer than the model's positions.
+            UnsupportedError: there is no text.
+        """
+        if self.text is None:
+            raise UnsupportedError(f"scheme {schemes[0].name!r} needs calibration; give --calibration-text FILE or novel, never a text you evaluate on")
+        size, limit = self.sample.length, max_context(self.model.config)
+        if limit is not None and size > limit:
+            raise DataError(f"windows of {size} tokens pass the model's {limit} positions; give --length, at most {limit}")
+        batch = 1 if _has_codebook(schemes) else 4
+        return prompts_from_text(self.tokenizer, self.text.content, num_prompts=self.sample.windows, length=size, seed=seed, batch_size=batch)
+
+    def measure(
+        self, schemes: Sequence[Scheme], windows: Sequence[torch.Tensor], *, resume: str | os.PathLike[str] | None = None, **how: Any
+    ) -> list[Calibration]:
+        """One calibration per scheme, all in one pass over `windows`; `how` and `resume` as `calibrate.calibrate` takes them."""
+        found = calibrate_all(self.model, windows, schemes, **how, resume=resume, progress=True)
+        for calibration in found:
+            calibration.info.update(self._about())
+        return found
+
+    def prepare(self, schemes: Sequence[Scheme]) -> None:
+        """Calibrate those of `schemes` that need it and are not kept yet, all in one pass over the text."""
+        missing = [s for s in schemes if s.needs_calibration and self._kept(s) is None]
+        if not missing:
+            return
+        windows = self.windows(missing)
+        if self.directory is None:
+            self._made |= dict(zip(missing, self.measure(missing, windows), strict=True))
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        partial = self.directory / f"{hashlib.sha256(repr(missing).encode()).hexdigest()[:8]}.partial"
+        for scheme, found in zip(missing, self.measure(missing, windows, resume=partial), strict=True):
+            found.save(self._path(self.directory, scheme))
+
+    def __call__(self, scheme: Scheme) -> Calibration:
+        """The calibration of a scheme, made if need be."""
+        self.prepare([scheme])
+        found = self._kept(scheme)
+        if found is None:
+            assert self.directory is not None
+            raise CalibrationError(f"{self._path(self.directory, scheme)} was replaced by one of another text meanwhile; give every run a folder of its own")
+        return found
+
+    @staticmethod
+    def _path(directory: Path, scheme: Scheme) -> Path:
+        return directory / f"{scheme.name}.safetensors"
+
+    def _about(self) -> dict[str, Any]:
+        assert self.text is not None
+        return {"text": self.text.name, "text_sha256": self.text.sha256, "windows": self.sample.windows, "length": self.sample.length}
+
+    def _kept(self, scheme: Scheme) -> Calibration | None:
+        """What was made before: here, or by an earlier run of this text for this model and scheme."""
+        if self.directory is None or self.text is None:
+            return self._made.get(scheme)
+        path = self._path(self.directory, scheme)
+        if not path.exists():
+            return None
+        found, wanted = Calibration.load(path), self._about()
+        if {k: found.info.get(k) for k in wanted} != wanted:
+            return None
+        found.check(self.model.config, scheme)
+        return found

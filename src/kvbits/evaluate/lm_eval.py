@@ -1,0 +1,76 @@
+"""The cache inside lm-eval (EleutherAI's lm-evaluation-harness): its Transformers backend with one more argument.
+
+    from kvbits.evaluate.lm_eval import KvbitsLM
+    lm_eval.simple_evaluate(model=KvbitsLM(pretrained="Qwen/Qwen2.5-0.5B-Instruct", scheme="kivi4"), tasks=["arc_challenge"])
+
+Importing this module also registers the model as "kvbits", so `lm_eval.simple_evaluate(model="kvbits", model_args="pretrained=...,scheme=kivi4", ...)`
+works after it. lm-eval scores a continuation in one forward pass without a cache; here prompt and continuation go through a fresh cache in chunks,
+so that what is scored has read its prompt as stored. Needs `pip install lm-eval`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import SpecError, UnsupportedError
+from .caches import CacheFactory, base_factory, factory
+from .calibrator import Calibrator
+from .texts import read_text
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    raise UnsupportedError(f"this needs lm-eval ({error}); run `pip install lm-eval`") from error
+
+
+@register_model("kvbits")
+class KvbitsLM(HFLM):
+    """`HFLM` whose model reads and writes a cache of one kind.
+
+    Args:
+        pretrained: as in HFLM: a directory, a hub id, or a loaded model (then give `tokenizer` too).
+        scheme: preset, stock quantized cache, or "base" for the model's own cache.
+        chunk: tokens per forward pass; older history is read as stored.
+        calibration_text: file for schemes that need calibration, never the benchmark's text.
+        cache_factory: a factory made elsewhere, instead of `scheme`.
+
+    Raises:
+        SpecError: a batch size other than 1: lm-eval pads batches on the right, and padding would share scales with real tokens.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        scheme: str = "int8",
+        chunk: int = 128,
+        calibration_text: str | None = None,
+        cache_factory: CacheFactory | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if int(kwargs.get("batch_size") or 1) != 1:
+            raise SpecError(f"batch_size={kwargs['batch_size']}: lm-eval pads batches on the right, which a packed cache would store; use batch_size=1")
+        super().__init__(pretrained, **({"device": "cpu"} | kwargs if not torch.cuda.is_available() else kwargs))
+        self.chunk = int(chunk)
+        self.factory = cache_factory or self._factory(scheme, calibration_text)
+
+    def _factory(self, scheme: str, calibration_text: str | None) -> CacheFactory:
+        if scheme == "base":
+            return base_factory(self.model)
+        text = None if calibration_text is None else read_text(calibration_text)
+        return factory(self.model, scheme, calibration=Calibrator(self.model, self.tokenizer, text))
+
+    @torch.no_grad()
+    def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
+        """Logits [1, tokens, vocabulary] of inps [1, tokens], fed through a fresh cache in chunks."""
+        cache = self.factory.make(1, inps.shape[1])
+        pieces = [self.model(piece, past_key_values=cache, use_cache=True).logits for piece in inps.split(self.chunk, dim=1)]
+        return torch.cat(pieces, 1)
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> torch.Tensor:
+        """As HFLM's, with a fresh cache and the prompt in chunks."""
+        cache = self.factory.make(len(context), max_length)
+        out: torch.Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, prefill_chunk_size=self.chunk, **generation_kwargs)
+        return out

@@ -1,0 +1,89 @@
+"""What vLLM asks before it allocates: `KVBitsBackend`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from ...errors import UnsupportedError
+from . import formats
+
+
+class KVBitsBackend(AttentionBackend):
+    """Blocks of 64 tokens, each head's struct of a kvbits page in one run of bytes (`[block, head, 64, head_bytes / 64]` of uint8).
+
+    Stored and attended in `impl`; vLLM knows it as its CUSTOM backend.
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *formats.FORMATS]
+    forward_includes_kv_cache_update = True  # a page that opens takes the mean of the one before it, which the step's metadata knows
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        from .impl import KVBitsImpl
+
+        return KVBitsImpl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        from .metadata import KVBitsMetadataBuilder
+
+        return KVBitsMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [formats.PAGE_SIZE]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """The bytes of a page, by the torch dtype that stands for its format."""
+        if spec.state_content_bytes is not None:
+            return spec
+        if spec.head_size_v != spec.head_size:
+            raise UnsupportedError(f"keys of width {spec.head_size} and values of width {spec.head_size_v}; kvbits stores them at one width")
+        layout = formats.layout_by_tag(spec.dtype, spec.num_kv_heads, spec.head_size)
+        return dataclasses.replace(spec, dtype=torch.uint8, state_content_bytes=layout.head_bytes // layout.page_size)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # prefill passes are laid out on the host
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        from vllm.platforms import current_platform
+
+        return dtype in (torch.float16, torch.bfloat16) or (dtype == torch.float32 and current_platform.is_cpu())
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool, has_sink: bool, use_sparse: bool,
+        use_mm_prefix: bool, device_capability: Any,
+    ) -> str | None:  # fmt: skip
+        """Why a model cannot be served, or None."""
+        if block_size not in (None, formats.PAGE_SIZE):
+            return f"kvbits' pages hold {formats.PAGE_SIZE} tokens; leave --block-size away, or pass --block-size {formats.PAGE_SIZE}"
+        if device_capability is not None and device_capability < (8, 0):
+            return "kvbits' kernels need compute capability 8.0"
+        return formats.FORMATS[kv_cache_dtype].refuses(head_size) if kv_cache_dtype in formats.FORMATS else None

@@ -1,0 +1,130 @@
+"""Once per layer: store the step's tokens in their pages, then attend."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from ...errors import UnsupportedError
+from ...ops.cuda.append import tokens as append_cuda
+from ...ops.reference import append as append_reference
+from ...spec import PageLayout
+from . import formats
+from .prefill import Scratch, scratch_for
+from .rotary import page_turn
+from .rotation import rotations
+
+if TYPE_CHECKING:
+    from .metadata import KVBitsMetadata
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What layers must have in common to be planned together.
+
+    Attributes:
+        num_heads: query heads of this rank.
+        dtype: of the model.
+        scratch: 16-bit rows that histories are unpacked to, shared by layers of one shape.
+        fa_version: of FlashAttention, on a GPU.
+    """
+
+    layout: PageLayout
+    num_heads: int
+    dtype: torch.dtype
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    scratch: Scratch
+    fa_version: int | None
+
+
+call_for = functools.lru_cache(maxsize=256)(Call)
+"""The one `Call` of these fields."""
+
+
+class KVBitsImpl(AttentionImpl):
+    """One attention layer."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None, kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, **extra: Any,
+    ) -> None:  # fmt: skip
+        for what, there in (
+            ("ALiBi", alibi_slopes is not None),
+            ("attention sinks", extra.pop("sinks", None) is not None),
+            (f"attention of type {attn_type}", attn_type != AttentionType.DECODER),
+            (f"attention with {', '.join(extra)}", bool(extra)),
+        ):
+            if there:
+                raise UnsupportedError(f"kvbits' attention backend does not do {what}; use another --kv-cache-dtype")
+        config = get_current_vllm_config()
+        dtype, kv_heads = torch.get_default_dtype(), num_kv_heads or num_heads
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self._stores = kv_sharing_target_layer_name is None
+        layout = formats.layout_for(kv_cache_dtype, kv_heads, head_size, dtype)
+        device = torch.device("cpu") if current_platform.is_cpu() else torch.device(current_platform.device_type, torch.accelerator.current_device_index())
+        form = formats.FORMATS.get(kv_cache_dtype)
+        if form and (why := form.refuses(head_size, formats.has_key_bias(config.model_config.hf_text_config))):
+            raise UnsupportedError(why)
+        self._rotations = rotations(head_size, dtype, device) if form and form.rotated else None
+        scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, sliding_window)
+        self.call = call_for(layout, num_heads, dtype, float(scale), sliding_window, logits_soft_cap or None, scratch, _fa_version(device, head_size))
+        self._turn: torch.Tensor | None = None
+        self._device = device
+        if device.type == "cuda":
+            append_cuda.prepare(layout, dtype, device)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self.call.layout.is_centered and self._rotations is None:
+            turn = page_turn(self.head_size)
+            self._turn = None if turn is None else turn.to(self._device)
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: KVBitsMetadata | None,
+        output: torch.Tensor, output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """query [N, Hq, D], key and value [N, H, D], kv_cache uint8 [pages, H, 64, head_bytes / 64] of any page stride, output [N, Hq, D], written."""
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("kvbits' attention backend does not quantize its output")
+        if attn_metadata is None:  # a run that measures memory
+            return output.fill_(0)
+        m = attn_metadata
+        pages = kv_cache.flatten(2)
+        stored, asked = key, query
+        if self._rotations is not None:
+            for_keys, for_queries = self._rotations
+            stored = key[: m.num_tokens] @ for_keys
+            asked = query[: m.num_tokens] @ for_queries
+        if self._stores:
+            self._store(stored[: m.num_tokens], value[: m.num_tokens], pages, m)
+        d = m.num_decode_tokens
+        if d:
+            m.decodes[self.call].run(asked[:d], output[:d], layer.layer_name, pages)
+        if m.prefills:
+            prefill = m.prefills[self.call]
+            plain = self._rotations is None or not prefill.has_history
+            q, k = (query, key) if plain else (asked, stored)
+            n = d + prefill.num_tokens
+            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages)
+        return output
+
+    def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, m: KVBitsMetadata) -> None:
+        store = append_cuda.store_tokens if key.device.type == "cuda" else append_reference.store_tokens
+        store(key, value, pages, self.call.layout, m.slot_mapping, previous_page=m.previous_page, turn=self._turn)
+
+
+def _fa_version(device: torch.device, head_size: int) -> int | None:
+    if device.type != "cuda":
+        return None
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return get_flash_attn_version(head_size=head_size)

@@ -1,0 +1,202 @@
+"""Once per step: which rows decode from pages and which prefill, and the page before each page that opens.
+
+vLLM puts the rows that decode first. Those of one query length (1, or 1 + the number of speculative tokens) are read by `ops.paged_attention`, whose work
+list is made on the device from `seq_lens` and the block table: nothing waits, so their steps are captured in full CUDA graphs and replayed after `build`. All
+other rows go through `prefill`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from ...errors import UnsupportedError
+from ...ops import paged_attention
+from .formats import PAGE_SIZE
+from .impl import Call, KVBitsImpl
+from .prefill import Prefill
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of fewer tokens than a plan has queries.
+
+    Attributes:
+        query_lens: int32 [rows].
+        token_of: int64 [rows * num_queries]: which token stands there; any where there is none.
+        place_of: int64 [tokens]: where each token stands.
+    """
+
+    query_lens: torch.Tensor
+    token_of: torch.Tensor
+    place_of: torch.Tensor
+
+
+class Decode:
+    """Attention of rows of up to `num_queries` tokens over their pages, for all layers of one `Call`."""
+
+    def __init__(self, call: Call, max_pages: int, batch_size: int, num_queries: int, device: torch.device) -> None:
+        self.num_queries = num_queries
+        self._plan = paged_attention.plan(
+            [call.layout], max_pages=[max_pages], batch_size=batch_size, num_q_heads=call.num_heads, dtype=call.dtype, device=device,
+            num_queries=num_queries, scaling=call.scaling, sliding_window=call.sliding_window, softcap=call.softcap,
+        )  # fmt: skip
+        self._bound: dict[str, tuple[int, int]] = {}  # layer: its number and the address of its pages
+
+    def update(self, block_table: torch.Tensor, seq_lens: torch.Tensor, ragged: Ragged | None) -> None:
+        self._ragged = ragged
+        self._plan.update([block_table], [seq_lens], query_lens=None if ragged is None else ragged.query_lens)
+
+    def run(self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor) -> None:
+        """q, out: [tokens, Hq, D]."""
+        number, address = self._bound.get(layer, (len(self._bound), 0))
+        if address != pages.data_ptr():
+            self._plan.bind(number, [pages])
+            self._bound[layer] = number, pages.data_ptr()
+        shape = (-1, self.num_queries)
+        if self._ragged is None:
+            self._plan.run(q.unflatten(0, shape), number, out=out.unflatten(0, shape))
+        else:
+            found = self._plan.run(q[self._ragged.token_of].unflatten(0, shape), number)
+            out.copy_(found.flatten(0, 1)[self._ragged.place_of])
+
+
+@dataclass
+class KVBitsMetadata(AttentionMetadata):
+    """One step of the layers of a KV-cache group.
+
+    Attributes:
+        num_tokens: of the step, padding of a graph included.
+        num_decode_tokens: the first of them, read by `decodes`; the others by `prefills`.
+        slot_mapping: int64 [num_tokens]; below 0: not stored.
+        previous_page: int64 [num_tokens] as `store_tokens` takes it; None where pages have no mean.
+    """
+
+    num_tokens: int
+    num_decode_tokens: int
+    slot_mapping: torch.Tensor
+    previous_page: torch.Tensor | None
+    decodes: dict[Call, Decode] = field(default_factory=dict)
+    prefills: dict[Call, Prefill] = field(default_factory=dict)
+
+
+class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
+    """Owns the decode plans of a KV-cache group, of fixed size."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int | None
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        threshold = self.reorder_batch_threshold or 1
+        if threshold > paged_attention_queries():
+            self.reorder_batch_threshold = threshold = 1
+        if vllm_config.parallel_config.use_ubatching:
+            raise UnsupportedError("kvbits' attention backend unpacks histories of one batch at a time; drop --enable-dbo")
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+        impls = [layer.impl for layer in layers.values()]
+        for impl in impls:
+            if not isinstance(impl, KVBitsImpl):
+                raise UnsupportedError(f"a layer of kvbits' backend has the implementation {type(impl).__name__}")
+            if impl.call.layout.head_bytes != kv_cache_spec.state_content_bytes * PAGE_SIZE:
+                raise UnsupportedError(
+                    f"vLLM allocated {kv_cache_spec.state_content_bytes} bytes per token and head where {impl.kv_cache_dtype} needs "
+                    f"{impl.call.layout.head_bytes // PAGE_SIZE}; this is a bug of the kvbits plugin"
+                )
+        self.calls = list(dict.fromkeys(impl.call for impl in impls))
+        config = vllm_config.scheduler_config
+        rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
+        max_pages = -(-vllm_config.model_config.max_model_len // PAGE_SIZE)
+        self._decodes = {n: {c: Decode(c, max_pages, rows, n, device) for c in self.calls} for n in sorted({1, threshold})}
+        self._centered = any(c.layout.is_centered for c in self.calls)
+        tokens = max(config.max_num_batched_tokens, rows * threshold)
+        self._previous = torch.full((tokens,), -1, dtype=torch.int64, device=device) if self._centered else None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        from vllm.v1.attention.backend import max_decode_query_len
+
+        wide = max_decode_query_len(vllm_config) > paged_attention_queries()
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if wide else AttentionCGSupport.UNIFORM_BATCH
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> KVBitsMetadata:
+        """The step's metadata; launches only, waits for nothing."""
+        m = common_attn_metadata
+        if m.causal is not True:
+            raise UnsupportedError("kvbits' attention is causal; this model asks for attention in both directions")
+        threshold = self.reorder_batch_threshold or 1
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
+        num_queries = num_decode_tokens // num_decodes if num_decodes else 1
+        lens = m.query_start_loc_cpu[: num_decodes + 1].diff()
+        uniform = num_queries in self._decodes and bool(((lens == num_queries) | (lens == 0)).all()) and num_queries * num_decodes == num_decode_tokens
+        ragged = None if uniform or not num_decodes else self._ragged(m, num_decodes, num_decode_tokens, threshold)
+        before = self._pages_before(m, num_queries if uniform and not num_prefills else None)
+        found = KVBitsMetadata(m.num_actual_tokens, num_decode_tokens, m.slot_mapping[: m.num_actual_tokens], before)
+        if num_decodes:
+            found.decodes = self._decodes[num_queries if uniform else threshold]
+            for decode in found.decodes.values():
+                decode.update(m.block_table_tensor[:num_decodes], m.seq_lens[:num_decodes], ragged)
+        if num_prefills:
+            query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
+            table = m.block_table_tensor[num_decodes : m.num_reqs]
+            found.prefills = {c: Prefill(query_lens, seq_lens, table, c.sliding_window, c.scratch) for c in self.calls}
+        return found
+
+    def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [rows] query and sequence lengths of the rows from `first` on; on the host, where they are exact for these rows."""
+        starts = m.query_start_loc_cpu[: m.num_reqs + 1].numpy().astype(np.int64)
+        bound = m.seq_lens_cpu_upper_bound
+        if bound is None:
+            raise UnsupportedError("this model runner gives attention backends no lengths on the host; use vLLM's default runner")
+        return np.diff(starts)[first:], bound[first : m.num_reqs].numpy().astype(np.int64)
+
+    def _ragged(self, m: CommonAttentionMetadata, rows: int, tokens: int, num_queries: int) -> Ragged:
+        starts, places = m.query_start_loc[: rows + 1].long(), torch.arange(num_queries, device=self.device)
+        token_of = (starts[:-1, None] + places).clamp_(max=tokens - 1).view(-1)
+        row = self._row_of_each(m, rows, tokens)
+        return Ragged(starts.diff().int(), token_of, row * num_queries + torch.arange(tokens, device=self.device) - starts[row])
+
+    def _row_of_each(self, m: CommonAttentionMetadata, rows: int, tokens: int) -> torch.Tensor:
+        """int64 [tokens]: the row of each token; the last one's for padding."""
+        each = torch.arange(tokens, device=self.device, dtype=torch.int32)
+        return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
+
+    def _pages_before(self, m: CommonAttentionMetadata, num_queries: int | None) -> torch.Tensor | None:
+        """int64 [num_tokens]: for tokens that open a page, the page before it in their sequence, or -1. num_queries: where all rows have as many tokens."""
+        if self._previous is None:
+            return None
+        n, rows = m.num_actual_tokens, m.num_reqs
+        seq_lens, table = m.seq_lens[:rows], m.block_table_tensor[:rows]
+        out = self._previous[:n]
+        if num_queries is not None:
+            position = (seq_lens[:, None] - num_queries + torch.arange(num_queries, device=self.device)).view(-1)[:n]
+            row = torch.arange(n, device=self.device) // num_queries if num_queries > 1 else None
+        else:
+            row = self._row_of_each(m, rows, n)
+            position = seq_lens[row] - m.query_start_loc[row + 1] + torch.arange(n, device=self.device)
+        page = position.div(PAGE_SIZE, rounding_mode="floor").long() - 1
+        at = page.clamp(0, table.shape[1] - 1)
+        before = table.gather(1, at[:, None])[:, 0] if row is None else table[row, at]
+        out.copy_(before.long().masked_fill_(page < 0, -1))
+        if num_queries is None:
+            # A row may start behind a prefix that another row of this step only writes now; its mean cannot be read, so the page takes its own.
+            starts = m.query_start_loc[:rows].long().clamp_(max=max(n - 1, 0))
+            written = m.slot_mapping[:n].div(PAGE_SIZE, rounding_mode="floor")
+            first = out[starts]
+            out[starts] = first.masked_fill((first[:, None] == written).any(1), -1)
+        return out
+
+
+def paged_attention_queries() -> int:
+    """Queries of a sequence that one plan takes."""
+    from ...ops.cuda.attend.device_plan import MAX_QUERIES
+
+    return MAX_QUERIES

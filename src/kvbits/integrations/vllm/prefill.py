@@ -1,0 +1,253 @@
+"""Queries of many tokens: histories are unpacked to 16-bit rows, the step's own keys and values put behind them, then one variable-length FlashAttention call.
+
+    rows of a step --passes--> those that fit the scratch together, or slices of one that does not --> unpack, copy, attend (slices are merged)
+
+A step whose rows have no history skips all of that: FlashAttention reads the fresh keys and values where they lie. A row's own tokens are read as they came,
+not quantized, as in kvbits' own caches. Everything about passes is integers on the host; nothing waits for the GPU. The scratch is allocated with the model, so
+that vLLM counts it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ...ops.reference.dequantize import dequantize_pages
+from ...ops.reference.merge import merge_partials
+from ...ops.types import PageStore
+from ...spec import PageLayout
+from .formats import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from .impl import Call
+
+MAX_HISTORY = 1 << 16
+"""Rows of history unpacked at a time: 268 MB of keys and values at 8 kv heads of 128. Longer ones are read in slices."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """keys, values: [rows, H, D] of the model's dtype."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.keys)
+
+
+def scratch_for(layout: PageLayout, dtype: torch.dtype, device: torch.device, max_model_len: int, max_tokens: int, sliding_window: int | None) -> Scratch:
+    """Room for a step's tokens behind a history (of a window's length in sliding layers), one for all layers of a shape."""
+    history = max_model_len if sliding_window is None else min(max_model_len, sliding_window + PAGE_SIZE)
+    most = MAX_HISTORY if sliding_window is None else max(MAX_HISTORY, history)
+    rows = -(-min(history, most) // PAGE_SIZE) * PAGE_SIZE + max_tokens
+    return _scratch(rows, layout.num_kv_heads, layout.head_dim, dtype, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _scratch(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Scratch:
+    return Scratch(*(torch.empty(rows, num_kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Rows `first` .. `last` - 1 attended together, or a slice of the history of one of them.
+
+    Attributes:
+        pages: int64 [n, 4] of row, entry of its block table, first row of the scratch, visible tokens.
+        starts: int64 [rows + 1]: each row's first key in the scratch, and past the last.
+        fresh: whether the rows' own tokens are among the keys (behind the history); a slice without them is seen by all queries alike.
+    """
+
+    first: int
+    last: int
+    pages: np.ndarray
+    starts: np.ndarray
+    fresh: bool
+
+
+def passes(query_lens: np.ndarray, seq_lens: np.ndarray, window: int | None, capacity: int) -> list[Pass]:
+    """Which rows are attended together so that their keys fit `capacity` rows of scratch; the queries of one row always fit behind a page.
+
+    Args:
+        query_lens, seq_lens: int64 [rows]; a row's queries are its newest tokens.
+    """
+    history = seq_lens - query_lens
+    begin = np.zeros_like(history) if window is None else np.maximum(history - window + 1, 0) // PAGE_SIZE * PAGE_SIZE
+    begin = np.minimum(begin, history)
+    found, first = [], 0
+    while first < len(query_lens):
+        room, last = capacity, first
+        while last < len(query_lens) and seq_lens[last] - begin[last] <= room:
+            room -= int(seq_lens[last] - begin[last])
+            last += 1
+        if last > first:
+            found.append(_pass(first, last, begin, history, query_lens, True))
+            first = last
+            continue
+        step = (capacity - int(query_lens[first])) // PAGE_SIZE * PAGE_SIZE
+        at = int(begin[first])
+        while at < history[first]:
+            end = min(at + step, int(history[first]))
+            done = end == history[first]
+            found.append(_pass(first, first + 1, {first: at}, {first: end}, query_lens, done))
+            at = end
+        first += 1
+    return found
+
+
+def _pass(first: int, last: int, begin: Any, history: Any, query_lens: np.ndarray, fresh: bool) -> Pass:
+    pages, starts = [np.zeros((0, 4), np.int64)], [0]
+    for row in range(first, last):
+        at = np.arange(begin[row], history[row], PAGE_SIZE)
+        table = np.stack([np.full_like(at, row), at // PAGE_SIZE, starts[-1] + at - begin[row], np.minimum(history[row] - at, PAGE_SIZE)], 1)
+        pages.append(table.astype(np.int64))
+        starts.append(starts[-1] + int(history[row] - begin[row]) + (int(query_lens[row]) if fresh else 0))
+    return Pass(first, last, np.concatenate(pages), np.array(starts), fresh)
+
+
+class _Placed:
+    """A pass with its tables on the device, for all layers."""
+
+    def __init__(self, p: Pass, query_lens: np.ndarray, block_table: torch.Tensor) -> None:
+        device = block_table.device
+        lens = query_lens[p.first : p.last]
+        self.fresh, self.causal = p.fresh, p.fresh
+        begin = int(query_lens[: p.first].sum())
+        self.tokens = slice(begin, begin + int(lens.sum()))
+        ends = np.concatenate([[0], np.cumsum(lens)])
+        offsets = np.repeat(p.starts[1:] - ends[1:], lens) + np.arange(ends[-1]) if p.fresh else np.zeros(0, np.int64)
+        self.max_q, self.max_k = int(lens.max()), int(np.diff(p.starts).max())
+        self.num_pages = len(p.pages)
+        self.q_starts, self.k_starts = (_to(x.astype(np.int32), device) for x in (ends, p.starts))
+        self.targets = _to(offsets, device)
+        pages = _to(p.pages, device)
+        self.page_ids = block_table[pages[:, 0], pages[:, 1]].long()
+        self.rows = pages[:, 2:].to(torch.int32)
+        self.rows_host = p.pages[:, 2:]
+        self._unpackers: dict[tuple[PageLayout, int], Any] = {}
+
+    def unpack(self, call: Call, pages: torch.Tensor) -> None:
+        """The histories' rows to the scratch."""
+        if not self.num_pages:
+            return
+        scratch = call.scratch
+        if pages.device.type != "cuda":
+            found = dequantize_pages(pages[self.page_ids], call.layout)
+            for into, x in zip((scratch.keys, scratch.values), found, strict=True):
+                for (row, count), page in zip(self.rows_host.tolist(), x, strict=True):
+                    into[row : row + count] = page[:, :count].transpose(0, 1).to(into.dtype)
+            return
+        from ...ops.cuda.dequantize.unpacker import Unpacker
+
+        key = (call.layout, pages.stride(0))
+        if key not in self._unpackers:  # addresses from 0 on; a layer is where its pages begin
+            self._unpackers[key] = Unpacker(PageStore(call.layout, (pages,), {}), call.dtype, self.page_ids * pages.stride(0), self.rows, 1)
+        self._unpackers[key].run(scratch.keys, scratch.values, pages.data_ptr(), {})
+
+
+class Prefill:
+    """Attention of the rows of a step that do not decode.
+
+    Args:
+        query_lens, seq_lens: int64 [rows], on the host.
+        block_table: int32 [rows, pages] on the device.
+
+    Attributes:
+        num_tokens: of all rows.
+        has_history: whether any row has tokens before this step.
+    """
+
+    def __init__(self, query_lens: np.ndarray, seq_lens: np.ndarray, block_table: torch.Tensor, window: int | None, scratch: Scratch) -> None:
+        self.num_tokens = int(query_lens.sum())
+        self.has_history = bool((seq_lens > query_lens).any())
+        kept = query_lens > 0
+        if not kept.all():
+            block_table = block_table[torch.from_numpy(np.flatnonzero(kept)).to(block_table.device)]
+            query_lens, seq_lens = query_lens[kept], seq_lens[kept]
+        self._placed: list[_Placed] = []
+        if self.has_history:
+            self._placed = [_Placed(p, query_lens, block_table) for p in passes(query_lens, seq_lens, window, scratch.rows)]
+        elif len(query_lens):
+            self._max_len = int(query_lens.max())
+            self._starts = _to(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32), block_table.device)
+
+    def run(self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor) -> None:
+        """q, out [num_tokens, Hq, D]; k, v [num_tokens, H, D], stored already; pages of the layer."""
+        if not self.num_tokens:
+            return
+        if not self.has_history:
+            attend(call, q, k, v, self._starts, self._starts, self._max_len, self._max_len, True, out)
+            return
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for p in self._placed:
+            p.unpack(call, pages)
+            keys, values = call.scratch.keys, call.scratch.values
+            if p.fresh:
+                keys.index_copy_(0, p.targets, k[p.tokens])
+                values.index_copy_(0, p.targets, v[p.tokens])
+            if p.causal and not parts:
+                attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, True, out[p.tokens])
+                continue
+            parts.append(attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, p.causal, None))
+            if p.causal:
+                merged, _ = merge_partials([o for o, _ in parts], [m for _, m in parts])
+                out[p.tokens] = merged.to(out.dtype)
+                parts = []
+
+
+def attend(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, max_q: int, max_k: int, causal: bool,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention of rows of different lengths in one call.
+
+    Args:
+        q: [tokens, Hq, D]; k, v: [at least k_starts[-1], H, D].
+        q_starts, k_starts: int32 [rows + 1] on the device; max_q, max_k: the longest.
+        causal: the last query sees the last key, the one before one less; windows count from there. Otherwise all see all.
+        out: written if given; the log-sum-exps are then not returned.
+
+    Returns:
+        out [tokens, Hq, D] and, without `out`, float32 log-sum-exps [tokens, Hq].
+    """
+    if q.device.type != "cuda":
+        return _attend_reference(call, q, k, v, q_starts.tolist(), k_starts.tolist(), causal, out)
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    window = [call.sliding_window - 1, 0] if causal and call.sliding_window else [-1, -1]
+    found = flash_attn_varlen_func(
+        q=q, k=k, v=v, max_seqlen_q=max_q, cu_seqlens_q=q_starts, max_seqlen_k=max_k, cu_seqlens_k=k_starts, softmax_scale=call.scaling, causal=causal,
+        window_size=window, softcap=call.softcap or 0.0, out=out, return_softmax_lse=out is None, fa_version=call.fa_version,
+    )  # fmt: skip
+    return (found[0], found[1].transpose(0, 1)) if out is None else (out, torch.empty(0))
+
+
+def _attend_reference(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: list[int], k_starts: list[int], causal: bool, out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    found, lses = torch.empty_like(q) if out is None else out, torch.empty(q.shape[:2])
+    group = q.shape[1] // k.shape[1]
+    for row in range(len(q_starts) - 1):
+        mine, theirs = slice(q_starts[row], q_starts[row + 1]), slice(k_starts[row], k_starts[row + 1])
+        keys, values = (x[theirs].float().repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[mine].float(), keys) * call.scaling
+        if call.softcap:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if causal:
+            distance = torch.arange(scores.shape[1])[:, None] + scores.shape[2] - scores.shape[1] - torch.arange(scores.shape[2])
+            hidden = (distance < 0) if call.sliding_window is None else (distance < 0) | (distance >= call.sliding_window)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        lses[mine] = scores.logsumexp(-1).transpose(0, 1)
+        found[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+    return found, lses
+
+
+def _to(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    made = torch.from_numpy(x)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

@@ -1,0 +1,101 @@
+"""Attention of a chunk of fresh tokens to itself, in its own precision: the op `attend_fresh`.
+
+A prompt sees itself before any page holds it: `attend_pages` reads the history, `attend_fresh` the chunk, `merge_partials` joins them. A backend has a module
+`attend_fresh` with
+
+    refuses(q, v, softcap) -> str | None
+    attend_fresh(q, k, v, positions, scaling, sliding_window, softcap) -> (out, lse)
+
+whose arguments are
+
+    q               [B, T, Hq, D]; k, v [B, T, H, D], all of one dtype on one device
+    positions       int64 [B, T], rising by one from token to token of a sequence; negative for padding, which sees nothing and is not seen
+    scaling         factor on the scores
+    sliding_window  newest tokens that a query sees, itself included; None for all
+    softcap         scores become softcap * tanh(score / softcap); None for none
+
+and whose results are out [B, T, Hq, D] in float32, or in q's 16 bits where a backend computes in them, and lse float32 [B, T, Hq], natural log; 0 and -inf
+for padding. Memory grows with T, never with T * T: no backend makes scores or a mask of the whole chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..errors import DataError
+from . import dispatch
+
+TOGETHER = 512
+"""Tokens of a padded chunk up to which its sequences are one call, each as long as the longest: the work that is wasted takes less time than calls would."""
+
+
+def choose(q: torch.Tensor, v: torch.Tensor, softcap: float | None, backend: str = "auto") -> dispatch.Choice:
+    """The backend that serves chunks like this one.
+
+    Args:
+        q: [B, T, Hq, D]; v: [B, T, H, D]. Their dtype, device and D decide, not B or T.
+        backend: "auto", or the name of one.
+
+    Raises:
+        SpecError: unknown backend, or the named one refuses; the message says why.
+    """
+    return dispatch.choose("attend_fresh", q, v, softcap, backend=backend)
+
+
+def check_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
+    """Refuse tensors that do not fit together.
+
+    Raises:
+        DataError: the message names the tensor and the shape it should have.
+    """
+    if q.dim() != 4 or k.dim() != 4 or q.shape[2] % max(k.shape[2], 1):
+        raise DataError(f"q must be [B, T, Hq, D] and k [B, T, H, D] with Hq a multiple of H; got {list(q.shape)} and {list(k.shape)}")
+    batch, tokens, _, head_dim = q.shape
+    if tuple(k.shape) != (batch, tokens, k.shape[2], head_dim):
+        raise DataError(f"k must be [{batch}, {tokens}, H, {head_dim}] like q, got {list(k.shape)}")
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise DataError(f"v must be {list(k.shape[:3])} and a head_dim of its own, got {list(v.shape)}")
+    if tuple(positions.shape) != (batch, tokens):
+        raise DataError(f"positions must be [{batch}, {tokens}], got {list(positions.shape)}")
+
+
+def without_padding(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`attend(q, k, v)` of chunks without padding, for one that may have some: it is cut out, so no kernel needs a mask for it.
+
+    Args:
+        attend: causal attention of [B, n, ..] tokens in a row: out [B, n, Hq, D] in `dtype`, lse [B, n, Hq].
+        q, k, v, positions: as above.
+
+    Returns:
+        out [B, T, Hq, D] in `dtype` and lse [B, T, Hq], 0 and -inf for padding.
+
+    Raises:
+        DataError: tensors that do not fit together.
+    """
+    check_chunk(q, k, v, positions)
+    real = (positions >= 0).cpu()
+    if bool(real.all()):
+        return attend(q, k, v)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=q.device)
+    together = len(q) if q.shape[1] <= TOGETHER else 1
+    for b in range(0, len(q), together):
+        some = slice(b, b + together)
+        count = real[some].sum(1, keepdim=True)
+        longest = int(count.max())
+        if not longest:
+            continue
+        # Real tokens first, in their order; behind them, where no token looks, the first one again: what padding holds is not read.
+        kept = torch.arange(longest) < count
+        order = torch.argsort(~real[some], dim=1, stable=True)[:, :longest]
+        of, at = torch.arange(len(order), device=q.device)[:, None], torch.where(kept, order, order[:, :1]).to(q.device)
+        found = attend(*(x[some][of, at] for x in (q, k, v)))
+        rows, kept = real[some].to(q.device), kept.to(q.device)
+        for whole, part in zip((out, lse), found, strict=True):
+            whole[some][rows] = part[kept]
+    return out, lse

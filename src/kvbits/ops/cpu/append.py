@@ -1,0 +1,54 @@
+"""append on the CPU: keys and values of all sequences in one call."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ...errors import DataError
+from ...quant.qparams import require_finite
+from ..reference.append import open_pages
+from ..types import PageStore, SlotMapping
+from .library import AppendStruct, check, library
+from .structs import TORCH_DTYPES, refuses_writing, store_struct
+
+
+def refuses(k: torch.Tensor, store: PageStore) -> str | None:
+    """Why tokens like k [B, T, H, D] cannot be written to pages of this store here, or None."""
+    if not store.layout.token_local:
+        return f"tokens cannot be stored one by one as {store.layout.key}, {store.layout.value}"
+    return refuses_writing(k, store)
+
+
+def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
+    """Write tokens in place; arguments, result and errors of the reference. Copies nothing where the tensors' last dims are dense.
+
+    Numbers that cannot be stored in packed pages leave these half written.
+    """
+    slot_mapping.check(k, v, store)
+    layout = store.layout
+    if k.dtype not in TORCH_DTYPES:
+        raise DataError(f"k is {k.dtype}; the CPU kernels take float32, float16 and bfloat16")
+    if not len(slot_mapping.runs):
+        return {} if layout.is_raw else {kind: 0 for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw}
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    if layout.is_centered:
+        open_pages(k, v, store, slot_mapping)
+    batch, tokens, heads, head_dim = k.shape
+    struct = AppendStruct(
+        ctypes.addressof(store_struct(store)), slot_mapping.address, len(slot_mapping.runs), batch, tokens, heads, head_dim, TORCH_DTYPES[k.dtype],
+        torch.get_num_threads(), k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
+    )  # fmt: skip
+    if layout.is_raw:
+        check(library().kvbits_append(struct))
+        return {}
+    struct.used_bytes = layout.used_bytes
+    check(library().kvbits_append(struct))
+    for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
+        if struct.nonfinite[i]:
+            require_finite(x, name)
+            raise DataError(f"{name} are not finite once their page's mean is taken off")
+        if struct.overflow[i]:
+            raise DataError(f"a scale or bias of the {name} overflows {spec.scale_dtype}; use scale_dtype='float32' or 'bfloat16'")
+    return {kind: struct.saturated[i] for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))) if not spec.is_raw}

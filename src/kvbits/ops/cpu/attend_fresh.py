@@ -1,0 +1,102 @@
+"""attend_fresh on the CPU: torch's FlashAttention, whose own scores are blocks. A sliding window is blocks of queries with the keys that these see."""
+
+from __future__ import annotations
+
+import torch
+
+from ..chunk_attention import check_chunk, without_padding
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+WINDOW_ROWS = 512
+"""Query tokens of a block with a window: more would meet more keys that most of them do not see, fewer would be many calls."""
+
+MASKED = 512
+"""Tokens of a padded chunk up to which its sequences are one call with a mask of at most 1 MB each; a call each takes longer, and is not square."""
+
+
+def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
+    """Why a chunk cannot be attended here, or None.
+
+    Args:
+        q: [B, T, Hq, D]; v: [B, T, H, D].
+    """
+    if q.device.type != "cpu":
+        return f"queries are on {q.device}, not on the CPU"
+    if softcap is not None:
+        return "torch's FlashAttention has no softcap"
+    if q.dtype not in DTYPES:
+        return f"queries are {q.dtype}; torch's FlashAttention takes float32, float16, bfloat16 and float64"
+    if v.shape[3] != q.shape[3]:
+        return f"values have a head_dim of {v.shape[3]}, queries of {q.shape[3]}"
+    return None
+
+
+def attend_fresh(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of a chunk to itself (see `chunk_attention`).
+
+    Raises:
+        DataError: tensors that do not fit together.
+    """
+    if q.shape[1] <= MASKED and bool((positions < 0).any()):
+        check_chunk(q, k, v, positions)
+        return _masked(q, k, v, positions, scaling, sliding_window)
+    return without_padding(lambda q, k, v: _causal(q, k, v, scaling, sliding_window), q, k, v, positions)
+
+
+def _masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All sequences of a short chunk at once, by a mask of each."""
+    keys, queries = positions.cpu()[:, None, :], positions.cpu()[:, :, None]
+    seen = (keys >= 0) & (keys <= queries)
+    if sliding_window is not None:
+        seen &= keys > queries - sliding_window
+    bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)[:, None]
+    group = q.shape[2] // k.shape[2]
+    out, lse = _flash(_dense(q.transpose(1, 2)), _of_query_heads(k, group), _of_query_heads(v, group), scaling, bias)
+    return out.transpose(1, 2).float(), lse.transpose(1, 2).float().masked_fill(~seen.any(-1)[..., None], -torch.inf)
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
+    q, k, v = _dense(q.transpose(1, 2)), _of_query_heads(k, group), _of_query_heads(v, group)
+    if sliding_window is None or tokens <= sliding_window:
+        out, lse = _flash(q, k, v, scaling, None)
+        return out.transpose(1, 2).float(), lse.transpose(1, 2).float()
+    out = torch.empty(*q.shape[:2], tokens, v.shape[3])
+    lse = torch.empty(q.shape[:3])
+    # The first window sees all that is older.
+    old = slice(0, sliding_window)
+    out[:, :, old], lse[:, :, old] = _flash(q[:, :, old], k[:, :, old], v[:, :, old], scaling, None)
+    band = _band(min(WINDOW_ROWS, tokens - sliding_window), sliding_window, q.dtype)
+    for first in range(sliding_window, tokens, WINDOW_ROWS):
+        end = min(first + WINDOW_ROWS, tokens)
+        keys = slice(first - sliding_window + 1, end)
+        mask = band[: end - first, : end - first + sliding_window - 1]
+        out[:, :, first:end], lse[:, :, first:end] = _flash(q[:, :, first:end], k[:, :, keys], v[:, :, keys], scaling, mask)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, Hq, n, D] in q's dtype, lse [B, Hq, n]) of q, k, v [B, Hq, n, D]; causal without a mask."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling)
+    return out, lse
+
+
+def _of_query_heads(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Keys or values [B, T, H, D] as [B, Hq, T, D], rows dense."""
+    x = x.transpose(1, 2)
+    return x.repeat_interleave(group, 1) if group > 1 else _dense(x)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x with dense rows: the operator reads them so, and does not check."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _band(rows: int, window: int, dtype: torch.dtype) -> torch.Tensor:
+    """Bias [rows, rows + window - 1] of queries whose first one sees the first `window` keys: 0 where a query sees a key, else -inf."""
+    distance = torch.arange(rows + window - 1) - torch.arange(rows)[:, None]
+    return torch.zeros(rows, rows + window - 1, dtype=dtype).masked_fill_((distance < 0) | (distance >= window), -torch.inf)

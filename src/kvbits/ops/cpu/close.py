@@ -1,0 +1,73 @@
+"""close_pages on the CPU: scales, codes and packing in one pass over the raw page, bit for bit what the reference stores."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...errors import DataError, UnsupportedError
+from ...quant.qparams import require_finite
+from ...quant.rotary import page_turns, step_turns
+from ..reference.dequantize import require_starts
+from ..types import LowStore, PageStore, check_closing
+from .library import CloseStruct, check, library
+from .structs import TORCH_DTYPES, low_struct, refuses_low, refuses_writing, store_struct
+
+
+def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
+    """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
+    if reason := refuses_low(store.layout, [s.layout for s in low], closing=True):
+        return reason
+    return refuses_writing(k, store)
+
+
+def close(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
+) -> dict[str, int]:
+    """Close pages in place.
+
+    Args:
+        k, v: [n, H, page_size, head_dim] fp32, fp16 or bf16 with the last dim dense.
+        page_ids: [n] pages of the store to write.
+        low: stores of low planes and their pages [n], one at most.
+        starts: [n] position of each page's first token, for pre-RoPE keys.
+
+    Returns:
+        How many elements of keys and of values were clamped to their code range (quantized tensors only).
+
+    Raises:
+        DataError: shapes that do not fit, NaN or infinity, no starts for pre-RoPE keys, or a scale that overflows its storage dtype. The pages are then half
+            written.
+        UnsupportedError: several low planes of a page.
+    """
+    layout = store.layout
+    if why := refuses_low(layout, [s.layout for s, _ in low], closing=True):
+        raise UnsupportedError(f"{why}; use the reference")
+    ids, *low_ids = check_closing(store, page_ids, low)
+    shape = (len(ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if tuple(x.shape) != shape or x.dtype != k.dtype or x.dtype not in TORCH_DTYPES or x.device.type != "cpu":
+            raise DataError(f"{name} must be {k.dtype} {list(shape)} on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    struct = CloseStruct(
+        ctypes.addressof(store_struct(store)), ids.ctypes.data, None, None, len(ids), layout.num_kv_heads, layout.head_dim, TORCH_DTYPES[k.dtype],
+        torch.get_num_threads(), (k.data_ptr(), v.data_ptr()), (k.stride()[:3], v.stride()[:3]),
+    )  # fmt: skip
+    for (fine, _), fine_ids in zip(low, low_ids, strict=True):
+        struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data
+    if layout.key.pre_rope:
+        inv_freq = store.static["k_inv_freq"]
+        turns = page_turns(require_starts(starts, len(ids)), inv_freq), step_turns(layout.page_size, inv_freq)
+        struct.turn_starts, struct.turn_steps = (x.ctypes.data for x in turns)
+    check(library().kvbits_close(struct))
+    for i, (name, x) in enumerate((("keys", k), ("values", v))):
+        if struct.nonfinite[i] >= 0:
+            require_finite(x, name)
+        if struct.overflow[i]:
+            dtype = (layout.key, layout.value)[i].scale_dtype
+            raise DataError(f"a scale, bias or mean of the {name} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
+    sides = (("k", layout.key), ("v", layout.value))
+    return {kind: struct.saturated[i] for i, (kind, spec) in enumerate(sides) if not spec.is_raw}

@@ -1,0 +1,214 @@
+// Integer dot products with AVX2, 8 tokens (keys) or 8 channels (values) at a time.
+//
+// 8-bit codes: the even and the odd bytes widen to 16 bits and meet 16-bit q or p in vpmaddwd: exact, no saturation.
+// Fewer bits: vpmaddubsw gives 16-bit sums that stay below 2^15 for RUN steps, then widen.
+#pragma once
+#include "state.h"
+
+namespace {
+
+constexpr bool DOTS_CENTER_INT8 = false;  // codes enter the dot products as they are stored
+constexpr bool DOTS_CENTER_INT4_VALUES = false;
+
+// Integer q, 8 channels from `channel` on. Wide: int16 in order 0 2 1 3 of every four; narrow: bytes.
+template <bool WIDE>
+INLINE void store_q(uint8_t* row, int channel, vi q) {
+  __m256i x = (__m256i)q;
+  if (WIDE) {
+    x = _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 1, 3, 4, 6, 5, 7));
+    const __m128i y = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storeu_si128((__m128i*)(row + 2 * channel), y);
+  } else {
+    const __m128i y = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64((__m128i*)(row + channel), _mm_packs_epi16(y, y));
+  }
+}
+
+// Integer p of 64 tokens. Narrow: bytes of slots (tokens 0 1 4 5 2 3 6 7 of eight); wide: int16, slots 0 2 1 3 of each quad.
+// Returns their sum, in 8 parts.
+template <bool WIDE>
+INLINE vf store_p(uint8_t* row, const vi* p) {
+  const __m256i order = WIDE ? _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7) : _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7);
+  vi total = vi{};
+  for (int i = 0; i < BLOCK / 8; i++) {
+    total += p[i];
+    const __m256i x = _mm256_permutevar8x32_epi32((__m256i)p[i], order);
+    const __m128i y = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    if (WIDE) _mm_store_si128((__m128i*)(row + 16 * i), y);
+    else _mm_storel_epi64((__m128i*)(row + 8 * i), _mm_packus_epi16(y, y));
+  }
+  return to_float(total);
+}
+
+INLINE __m256i broadcast_word(const void* p) {
+  int32_t w;
+  __builtin_memcpy(&w, p, 4);
+  return _mm256_set1_epi32(w);
+}
+
+INLINE __m256i even_bytes(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi16(0xff)); }
+INLINE __m256i odd_bytes(__m256i v) { return _mm256_srli_epi16(v, 8); }
+INLINE __m256i widen_sums(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+
+// 15 * high + low, byte by byte.
+INLINE __m256i nested_code(__m256i high, __m256i low) { return _mm256_add_epi8(_mm256_sub_epi8(_mm256_slli_epi32(high, 4), high), low); }
+
+INLINE __m256i code_field(__m256i v, __m128i shift, __m256i mask) { return _mm256_and_si256(_mm256_srl_epi32(v, shift), mask); }
+
+// 8-bit keys: 256 channels of 255 * 32639 are the most that 32 bits hold.
+template <int FMT, int NH>
+INLINE void key_sums_wide(const KeyArgs& a, int t, int half, int c0, int c1, vf* x) {
+  const int rb = a.row_bytes[0];
+  const __m256i mask = _mm256_set1_epi8(15);
+  while (c0 < c1) {
+    const int field = FMT == NESTED ? c0 / rb : 0, in_field = FMT == NESTED && (field + 1) * rb < c1 ? (field + 1) * rb : c1;
+    const int end = in_field < c0 + 256 ? in_field : c0 + 256;
+    __m256i acc[NH];
+    for (int h = 0; h < NH; h++) acc[h] = _mm256_setzero_si256();
+    const uint8_t* src = a.plane[0] + (int64_t)t * rb * TILE + (c0 - field * rb) * TILE + half * 32;
+    const uint8_t* q = a.chunk->qw[0] + 2 * c0;
+    const __m128i shift = _mm_cvtsi32_si128(4 * field);
+    for (int n = (end - c0) / 4; n > 0; n--, src += 64, q += 8) {
+      fetch(src + a.ahead);
+      __m256i v = _mm256_loadu_si256((const __m256i*)src);
+      if (FMT == NESTED) {
+        fetch(src + a.low + a.low_ahead);
+        v = nested_code(code_field(v, shift, mask), code_field(_mm256_loadu_si256((const __m256i*)(src + a.low)), shift, mask));
+      }
+      const __m256i even = even_bytes(v), odd = odd_bytes(v);
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) {
+        acc[h] = _mm256_add_epi32(acc[h], _mm256_madd_epi16(even, broadcast_word(q + h * Q_STRIDE)));
+        acc[h] = _mm256_add_epi32(acc[h], _mm256_madd_epi16(odd, broadcast_word(q + h * Q_STRIDE + 4)));
+      }
+    }
+    for (int h = 0; h < NH; h++) x[h] += to_float((vi)acc[h]);
+    c0 = end;
+  }
+}
+
+template <int FMT, int NH>
+INLINE void key_sums_narrow(const KeyArgs& a, int t, int half, int c0, int c1, vf* x) {
+  __m256i acc[NH];
+  for (int h = 0; h < NH; h++) acc[h] = _mm256_setzero_si256();
+  for (int plane = 0; plane < num_planes(FMT); plane++) {
+    const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];
+    const int run = 32767 / (2 * 127 * ((1 << bits) - 1));
+    if (plane)
+      for (int h = 0; h < NH; h++) acc[h] = _mm256_slli_epi32(acc[h], bits);
+    const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
+    for (int field = c0 / rb; field * rb < c1; field++) {
+      const int first = c0 > field * rb ? c0 : field * rb, end = c1 < (field + 1) * rb ? c1 : (field + 1) * rb;
+      const uint8_t* src = a.plane[plane] + (int64_t)t * rb * TILE + (first - field * rb) * TILE + half * 32;
+      const uint8_t* q = a.chunk->qw[0] + first;
+      const __m128i shift = _mm_cvtsi32_si128(field * bits);
+      for (int left = (end - first) / 4; left > 0; left -= run) {
+        __m256i part[NH];
+        for (int h = 0; h < NH; h++) part[h] = _mm256_setzero_si256();
+        for (int n = left < run ? left : run; n > 0; n--, src += 64, q += 4) {
+          fetch(src + a.ahead);
+          const __m256i v = _mm256_and_si256(_mm256_srl_epi32(_mm256_loadu_si256((const __m256i*)src), shift), mask);
+#pragma GCC unroll 8
+          for (int h = 0; h < NH; h++) part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(v, broadcast_word(q + h * Q_STRIDE)));
+        }
+        for (int h = 0; h < NH; h++) acc[h] = _mm256_add_epi32(acc[h], widen_sums(part[h]));
+      }
+    }
+  }
+  for (int h = 0; h < NH; h++) x[h] = to_float((vi)acc[h]);
+}
+
+template <int FMT, int NH>
+static void key_int(const KeyArgs& a) {
+  const Chunk& c = *a.chunk;
+  const int tiles = round_up(a.tokens, 2 * TILE) / TILE;
+  for (int t = 0; t < tiles; t++)
+    for (int half = 0; half < 2; half++)
+      for (int g = 0; g < a.groups; g++) {
+        const int c0 = g * a.group_channels, c1 = c0 + a.group_channels, token = t * TILE + half * 8;
+        vf x[NH];
+        for (int h = 0; h < NH; h++) x[h] = vf{};
+        if (is_wide(FMT)) key_sums_wide<FMT, NH>(a, t, half, c0, c1, x);
+        else key_sums_narrow<FMT, NH>(a, t, half, c0, c1, x);
+        for (int h = 0; h < NH; h++) {
+          float* s = a.s + h * BLOCK + token;
+          vf y = x[h] * c.q_scale[g][h] + c.q_zero[g][h];
+          if (a.scale) y *= load(a.scale + g * BLOCK + token);
+          if (a.bias) y += load(a.bias + g * BLOCK + token) * c.q_sum[g][h];
+          store(s, g ? load(s) + y : y);
+        }
+      }
+}
+
+// 8 (or the last 4) channels of a value block over the block's tokens.
+INLINE __m256i load_codes(const uint8_t* p, int channels) {
+  return channels >= 8 ? _mm256_loadu_si256((const __m256i*)p) : _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p));
+}
+
+template <int FMT, int NH>
+INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int channels, int g, int shift_bits, int bits, __m256i* acc) {
+  const __m128i shift = _mm_cvtsi32_si128(shift_bits);
+  const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
+  const uint8_t* p = a.block->pw[g][0];
+  const int quads = round_up(a.tokens, 8) / 4;
+  for (int h = 0; h < NH; h++) acc[h] = _mm256_setzero_si256();
+  if (is_wide(FMT)) {
+    for (int n = 0; n < quads; n++, src += 4 * width, p += 8) {
+      fetch(src + a.ahead);
+      __m256i v = load_codes(src, channels);
+      if (FMT == NESTED) {
+        fetch(src + a.low + a.low_ahead);
+        v = nested_code(code_field(v, shift, mask), code_field(load_codes(src + a.low, channels), shift, mask));
+      }
+      const __m256i even = even_bytes(v), odd = odd_bytes(v);
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) {
+        acc[h] = _mm256_add_epi32(acc[h], _mm256_madd_epi16(even, broadcast_word(p + h * 2 * BLOCK)));
+        acc[h] = _mm256_add_epi32(acc[h], _mm256_madd_epi16(odd, broadcast_word(p + h * 2 * BLOCK + 4)));
+      }
+    }
+    return;
+  }
+  const int run = 32767 / (2 * 255 * ((1 << bits) - 1));
+  for (int left = quads; left > 0; left -= run) {
+    __m256i part[NH];
+    for (int h = 0; h < NH; h++) part[h] = _mm256_setzero_si256();
+    for (int n = left < run ? left : run; n > 0; n--, src += 4 * width, p += 4) {
+      fetch(src + a.ahead);
+      const __m256i v = _mm256_and_si256(_mm256_srl_epi32(load_codes(src, channels), shift), mask);
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(broadcast_word(p + h * 2 * BLOCK), v));
+    }
+    for (int h = 0; h < NH; h++) acc[h] = _mm256_add_epi32(acc[h], widen_sums(part[h]));
+  }
+}
+
+template <int FMT, int NH>
+static void value_int(const ValueArgs& a) {
+  float weight = 1.0f;
+  for (int plane = num_planes(FMT) - 1; plane >= 0; plane--) {
+    const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];
+    for (int field = 0; field * rb < a.head_dim; field++)
+      for (int r = 0; r < rb && field * rb + r < a.head_dim; r += 8) {
+        const int block = r / 16 * 16, width = rb - block < 16 ? rb - block : 16;
+        const int channels = block + width - r < 8 ? block + width - r : 8, channel = field * rb + r;
+        const int end = channel + channels < a.head_dim ? channel + channels : a.head_dim;
+        const uint8_t* src = a.plane[plane] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4;
+        for (int g = channel / a.group_channels; g * a.group_channels < end; g++) {
+          __m256i acc[NH];
+          value_sums<FMT, NH>(a, src, width, channels, g, field * bits, bits, acc);
+          const int first = g * a.group_channels - channel, last = (g + 1) * a.group_channels < end ? (g + 1) * a.group_channels - channel : end - channel;
+          const vi inside = (iota() >= splat_int(first)) & (iota() < splat_int(last));
+          for (int h = 0; h < NH; h++) {
+            vf x = to_float((vi)acc[h]) * (a.block->p_scale[g][h] * weight);
+            if (a.channel_scale) x *= load(a.channel_scale + channel);
+            float* to = a.chunk->acc[h] + channel;
+            store(to, load(to) + select(inside, x, vf{}));
+          }
+        }
+      }
+    weight *= (float)(1 << bits);
+  }
+}
+
+}  // namespace

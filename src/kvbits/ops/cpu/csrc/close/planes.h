@@ -1,0 +1,67 @@
+// Codes to the bytes of a page: bit planes, tiles of keys and quads of values (docs/formats.md, src/kvbits/quant/packing.py); raw rows as they are.
+#pragma once
+#include <stdint.h>
+
+#include "page_buffers.h"
+#include "stored_bits.h"
+
+namespace {
+
+// One bit plane: fields of `bits` bits at `shift` of each code, packed into rows.
+static void pack_rows(PageBuffers& b, int page_size, int head_dim, int row_bytes, int bits, int shift) {
+  const int width = padded_width(head_dim), mask = (1 << bits) - 1;
+  for (int t = 0; t < page_size; t++) {
+    const uint8_t* codes = b.codes + (int64_t)t * width;
+    uint8_t* row = b.rows + (int64_t)t * row_bytes;
+    for (int i = 0; i * row_bytes < head_dim; i++) {
+      const int n = head_dim - i * row_bytes < row_bytes ? head_dim - i * row_bytes : row_bytes, up = i * bits;
+      const uint8_t* from = codes + i * row_bytes;
+      if (i)
+        for (int r = 0; r < n; r++) row[r] |= (uint8_t)((from[r] >> shift & mask) << up);
+      else
+        for (int r = 0; r < n; r++) row[r] = (uint8_t)(from[r] >> shift & mask);
+    }
+  }
+}
+
+static void interleave_keys(const PageBuffers& b, uint8_t* to, int page_size, int row_bytes) {
+  for (int t = 0; t < page_size; t += TILE)
+    for (int r = 0; r < row_bytes; r += 4)
+      for (int i = 0; i < TILE; i++, to += 4) __builtin_memcpy(to, b.rows + (int64_t)(t + i) * row_bytes + r, 4);
+}
+
+// Four tokens' bytes side by side: a vector of 32-bit words is the or of four shifted rows.
+static void interleave_values(const PageBuffers& b, uint8_t* to, int page_size, int row_bytes) {
+  static const int order[8] = {0, 1, 4, 5, 2, 3, 6, 7};
+  for (int block = 0; block < row_bytes; block += 16) {
+    const int width = row_bytes - block < 16 ? row_bytes - block : 16;
+    for (int quad = 0; quad < page_size / 4; quad++, to += 4 * width) {
+      const uint8_t* row[4];
+      for (int u = 0; u < 4; u++) row[u] = b.rows + (int64_t)(quad / 2 * 8 + order[quad % 2 * 4 + u]) * row_bytes + block;
+      int r = 0;
+      for (; r + VL <= width; r += VL) {
+        vi word = vi{};
+        for (int u = 0; u < 4; u++) word |= load_bytes(row[u] + r) << (8 * u);
+        *(vi_mem*)(to + 4 * r) = word;
+      }
+      for (; r < width; r++)
+        for (int u = 0; u < 4; u++) to[4 * r + u] = row[u][r];
+    }
+  }
+}
+
+template <int DTYPE>
+static void store_raw(const PageBuffers& b, uint8_t* to, int page_size, int head_dim) {
+  const int width = padded_width(head_dim);
+  for (int t = 0; t < page_size; t++)
+    for (int c = 0; c < head_dim; c += VL)
+      store_bits<DTYPE>(to, (int64_t)t * head_dim + c, to_bits<DTYPE>(load(b.x + (int64_t)t * width + c)), head_dim - c < VL ? head_dim - c : VL);
+}
+
+static void store_raw_rows(const PageBuffers& b, uint8_t* to, int dtype, int count, int head_dim) {
+  if (dtype == KVBITS_FP32) store_raw<KVBITS_FP32>(b, to, count, head_dim);
+  else if (dtype == KVBITS_FP16) store_raw<KVBITS_FP16>(b, to, count, head_dim);
+  else store_raw<KVBITS_BF16>(b, to, count, head_dim);
+}
+
+}  // namespace

@@ -1,0 +1,26 @@
+// 8 float lanes.
+#pragma once
+#include <immintrin.h>
+
+#define VL 8
+#define HAVE_FROM_FP16
+#define HAVE_BYTES
+#define HAVE_LOOK_UP
+#include "portable.h"
+
+namespace {
+
+INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+INLINE void store_bytes(uint8_t* p, vi x) {
+  const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xff));
+  const __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(half, half));
+}
+INLINE vf look_up(const float* table, vi index) {
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), (__m256i)index);
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), (__m256i)index);
+  return (vf)_mm256_blendv_ps(low, high, (__m256)(index << 28));
+}
+
+}  // namespace

@@ -1,0 +1,137 @@
+// 16 float lanes.
+#pragma once
+#include <immintrin.h>
+
+#define VL 16
+#define HAVE_FROM_FP16
+#define HAVE_REDUCE
+#define HAVE_MIN_MAX
+#define HAVE_BYTES
+#define HAVE_STREAM
+#define HAVE_EXP2
+#define HAVE_ANY
+#define HAVE_MAX_EACH
+#define HAVE_LOOK_UP
+#define HAVE_LOAD_WORDS
+#define HAVE_TRANSPOSE
+#define HAVE_COUNT
+#include "portable.h"
+
+namespace {
+
+INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+INLINE void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
+INLINE void store_line(uint8_t* p, const vi* x, bool stream) {
+  const __m512i low = _mm512_set1_epi32(0xff), words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i a = _mm512_packus_epi32(_mm512_and_si512((__m512i)x[0], low), _mm512_and_si512((__m512i)x[1], low));
+  const __m512i b = _mm512_packus_epi32(_mm512_and_si512((__m512i)x[2], low), _mm512_and_si512((__m512i)x[3], low));
+  const __m512i bytes = _mm512_permutexvar_epi32(words, _mm512_packus_epi16(a, b));
+  if (stream) _mm512_stream_si512((__m512i*)p, bytes);
+  else _mm512_storeu_si512(p, bytes);
+}
+INLINE void stream(float* p, vf x) { _mm512_stream_ps(p, (__m512)x); }
+INLINE void stream_end() { _mm_sfence(); }
+INLINE bool any(vi mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask); }
+INLINE float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+
+// Sixteen horizontal sums at once: 45 instructions instead of 128, by halving pairs of vectors. All 16 must be there.
+INLINE void sum_each(const vf* x, int, float* to) {
+  __m512 y[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) y[i] = (__m512)x[i];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) y[i] = _mm512_add_ps(_mm512_unpacklo_ps(y[2 * i], y[2 * i + 1]), _mm512_unpackhi_ps(y[2 * i], y[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
+    y[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  // Every 128 bits of y[i] are a part of the sums 4 i .. 4 i + 3.
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    y[i] = _mm512_add_ps(_mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0x44), _mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0xee));
+  const __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(y[0], y[1], 0x88), _mm512_shuffle_f32x4(y[0], y[1], 0xdd));
+  _mm512_storeu_ps(to, z);
+}
+
+template <int DEGREE>
+INLINE vf exp2_neg(vf x) {
+  return (vf)_mm512_scalef_ps((__m512)exp2_fraction<DEGREE>((vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF)), (__m512)x);
+}
+
+// Eight vectors, n of which count, each folded to one number by `two`, twice over in the 16 lanes: what is loaded as a whole vector afterwards
+// must have been stored as one.
+template <class Two>
+INLINE void fold_eight(const vf* x, int n, float* to, Two two) {
+  __m512 y[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) y[i] = (__m512)x[i];
+  const int pairs = n > 4 ? 4 : 2;
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    if (i == 2 && pairs == 2) break;
+    y[i] = two(_mm512_unpacklo_ps(y[2 * i], y[2 * i + 1]), _mm512_unpackhi_ps(y[2 * i], y[2 * i + 1]));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    if (i == 1 && pairs == 2) break;
+    const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
+    y[i] = two(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  const __m512 other = pairs == 4 ? y[1] : y[0];
+  const __m512 z = two(_mm512_shuffle_f32x4(y[0], other, 0x44), _mm512_shuffle_f32x4(y[0], other, 0xee));
+  _mm512_storeu_ps(to, two(_mm512_shuffle_f32x4(z, z, 0x88), _mm512_shuffle_f32x4(z, z, 0xdd)));
+}
+
+// Eight horizontal sums at once, and eight horizontal maxima.
+INLINE void sum_eight(const vf* x, int n, float* to) {
+  fold_eight(x, n, to, [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_add_ps(a, b); });
+}
+
+INLINE void max_each(const vf* x, int n, float* to) {
+  fold_eight(x, n, to, [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_max_ps(a, b); });
+}
+
+INLINE int count(vi mask) { return __builtin_popcount(_mm512_movepi32_mask((__m512i)mask)); }
+
+// 16 x 16 at a time: pairs of rows, then of pairs, then quarters.
+INLINE void transpose(const float* from, int64_t stride, int rows, int columns, float* to) {
+  for (int r = 0; r < rows; r += 16)
+    for (int c = 0; c < columns; c += 16) {
+      __m512 x[16], y[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_ps(from + (r + i) * stride + c);
+#pragma GCC unroll 8
+      for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; k++) {
+          x[i + 2 * k] = (__m512)_mm512_unpacklo_pd((__m512d)y[i + k], (__m512d)y[i + k + 2]);
+          x[i + 2 * k + 1] = (__m512)_mm512_unpackhi_pd((__m512d)y[i + k], (__m512d)y[i + k + 2]);
+        }
+      // x[4 i + k] holds column 4 j + k of rows 4 i .. 4 i + 3 in its quarter j.
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) {
+        const __m512 a = _mm512_shuffle_f32x4(x[k], x[4 + k], 0x88), b = _mm512_shuffle_f32x4(x[8 + k], x[12 + k], 0x88);
+        const __m512 d = _mm512_shuffle_f32x4(x[k], x[4 + k], 0xdd), e = _mm512_shuffle_f32x4(x[8 + k], x[12 + k], 0xdd);
+        float* at = to + (int64_t)(c + k) * rows + r;
+        _mm512_storeu_ps(at, _mm512_shuffle_f32x4(a, b, 0x88));
+        _mm512_storeu_ps(at + 4 * rows, _mm512_shuffle_f32x4(d, e, 0x88));
+        _mm512_storeu_ps(at + 8 * rows, _mm512_shuffle_f32x4(a, b, 0xdd));
+        _mm512_storeu_ps(at + 12 * rows, _mm512_shuffle_f32x4(d, e, 0xdd));
+      }
+    }
+}
+
+INLINE vf look_up(const float* table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(table)); }
+INLINE vi load_words(const void* p, int n) { return (vi)_mm512_maskz_loadu_epi32(n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1), p); }
+
+}  // namespace

@@ -1,0 +1,288 @@
+"""append on NVIDIA GPUs: keys and values of all sequences in one launch, read where the projections left them.
+
+`append` is the op's contract. Where tokens go is uploaded once per `SlotMapping` and pool, through pinned memory, so all layers of a group share one upload and
+nothing waits for the GPU. Raw pages: for CUDA graphs, take the two steps apart: `table` before the capture, `launch` inside; later replays write where
+`table.copy_` says. Packed pages: `store_tokens`, which reads its slots from the device and serves anybody's pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ....errors import DataError
+from ....quant.qparams import require_finite
+from ....spec import PageLayout, QuantSpec
+from ...reference.append import STATUS_FIELDS, check_tokens
+from ...types import PageStore, SlotMapping
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from ..side import STATIC, TYPE_NAMES, TYPES, as_float32, has_aligned_rows, scale_kind, side_arguments, with_aligned_rows
+
+THREADS = 128
+DEFINES = {"THREADS": THREADS}
+"""Macros of append.cu."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FEW = 16
+"""Tokens of a block of store_tokens.cu in a decoding step."""
+MAX_HEAD_DIM = 256
+"""32 lanes of a warp hold 8 channels each."""
+
+
+def refuses(k: torch.Tensor, store: PageStore) -> str | None:
+    """Why tokens like k [B, T, H, D] cannot be written to pages of this store here, or None."""
+    if k.device.type != "cuda" or store.device.type != "cuda":
+        return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
+    if torch.version.hip:
+        return "the GPU is not an NVIDIA GPU"
+    if k.dtype not in DTYPES:
+        return f"keys are {k.dtype}; the kernel takes float32, float16 and bfloat16"
+    if why := cuda_compile.missing():
+        return why
+    return None if store.layout.is_raw else refuses_layout(store.layout, torch.cuda.get_device_capability(k.device))
+
+
+def refuses_layout(layout: PageLayout, capability: tuple[int, int]) -> str | None:
+    """Why tokens cannot be stored one by one in pages of this layout on a device of this compute capability, or None."""
+    if not layout.token_local:
+        return f"tokens cannot be stored one by one as {layout.key}, {layout.value}"
+    if layout.head_dim % 8 or layout.head_dim > MAX_HEAD_DIM:
+        return f"head_dim={layout.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if layout.page_size % 16:
+        return f"page_size={layout.page_size} is not a multiple of 16"
+    for kind, spec in (("key", layout.key), ("value", layout.value)):
+        if spec.format.startswith("fp8") and capability < (8, 9):
+            return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
+        if not spec.is_raw and not spec.static and (size := layout.head_dim // spec.num_groups(layout.head_dim)) % 8:
+            return f"{kind} groups of {size} channels are no multiple of 8"
+    return None
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("runs", ctypes.c_void_p), ("pages", ctypes.c_void_p),
+        ("head_bytes", ctypes.c_int64), ("offset", ctypes.c_int * 2), ("num_heads", ctypes.c_int), ("row_bytes", ctypes.c_int), ("unit", ctypes.c_int),
+    ]  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def _load(device_index: int) -> driver.Kernel:
+    with torch.cuda.device(device_index):
+        binary = cuda_compile.compile_source(Path(__file__).parent, "append.cu", DEFINES, driver.arch_of(torch.cuda.get_device_capability()))
+        return driver.Kernel(binary, "append_tokens")
+
+
+def table(slot_mapping: SlotMapping, store: PageStore) -> torch.Tensor:
+    """int64 [N, 5] on the store's device: the runs, pages by their bytes from the first slab's start. Good for every layer of the pool, whose slabs lie alike.
+
+    Made once per mapping and pool; does not wait for the GPU.
+    """
+    base = store.slabs[0].data_ptr()
+    key = (store.device, *((s.data_ptr() - base, s.stride(0), s.shape[0]) for s in store.slabs))
+    found = slot_mapping.tables.get(key)
+    if found is None:
+        rows = np.ascontiguousarray(slot_mapping.runs[:, [2, 0, 1, 3, 4]])
+        rows[:, 0] = store.addresses()[rows[:, 0]] - base
+        made = torch.from_numpy(rows)
+        found = made.pin_memory().to(store.device, non_blocking=True) if store.device.type == "cuda" else made
+        slot_mapping.tables[key] = found
+    return found
+
+
+def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, runs: torch.Tensor) -> None:
+    """Write tokens in place, launching only (no allocation, no waiting).
+
+    Args:
+        k, v: [B, T, H, D] of the pages' dtype, last dim dense.
+        runs: what `table` gave, for a mapping that `SlotMapping.check` lets pass with these tensors.
+    """
+    layout = store.layout
+    size = k.element_size()
+    args = _Args(
+        runs=runs.data_ptr(), pages=store.slabs[0].data_ptr(), head_bytes=layout.head_bytes, num_heads=layout.num_kv_heads, row_bytes=layout.head_dim * size
+    )
+    multiples = [args.row_bytes, *(n for slab in store.slabs for n in (slab.data_ptr(), slab.stride(0)))]
+    for i, (name, x) in enumerate((("k_raw", k), ("v_raw", v))):
+        strides = [s * size for s in x.stride()[:3]]
+        args.x[i], args.offset[i], args.stride[i] = x.data_ptr(), layout.sections[name].offset, (ctypes.c_int64 * 3)(*strides)
+        multiples += [x.data_ptr(), layout.sections[name].offset, *(s for s, n in zip(strides, x.shape, strict=False) if n > 1)]
+    args.unit = size if any(n % 16 for n in multiples) else 16
+    _load(-1 if k.device.index is None else k.device.index).launch(
+        2 * layout.num_kv_heads * len(runs), THREADS, args, torch.cuda.current_stream(k.device).cuda_stream
+    )
+
+
+class _StoreArgs(ctypes.Structure):
+    """struct Args of store_tokens.cu."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("slots", ctypes.c_void_p), ("previous", ctypes.c_void_p),
+        ("page_offset", ctypes.c_void_p), ("pages", ctypes.c_void_p), ("page_stride", ctypes.c_int64), ("num_pages", ctypes.c_int64),
+        ("scale", ctypes.c_void_p * 2), ("bias", ctypes.c_void_p * 2), ("turn", ctypes.c_void_p), ("status", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int), ("row_tokens", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+    ]  # fmt: skip
+
+
+def tokens_of_prompts(layout: PageLayout, dtype: torch.dtype) -> int:
+    """Tokens of a block where there are many: their runs fill whole tiles of keys and share a page's mean. As many as a thread keeps in registers."""
+    return 32 if layout.is_centered and dtype == torch.float32 else 64
+
+
+def defines(layout: PageLayout, dtype: torch.dtype, tokens: int) -> dict[str, int | str]:
+    """Macros of one instantiation of store_tokens.cu, for blocks of `tokens` tokens."""
+    d = layout.head_dim
+    span = max(4, 1 << (d // 8 - 1).bit_length())
+    threads = 16 * span
+    groups = max(s.num_groups(d) if scale_kind(s) != STATIC and not s.is_raw else 0 for s in (layout.key, layout.value))
+    image = max(_image_bytes(layout, kind, s) for kind, s in (("k", layout.key), ("v", layout.value)))
+    union = max(8 * threads // span * d if layout.is_centered else 8, tokens * (d + 4))
+    return {
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "TOKENS": tokens, "SPAN": span, "X_TYPE": TYPES[dtype],
+        "RAW_TYPE": TYPE_NAMES[layout.raw_dtype], "USED_BYTES": -(-layout.used_bytes // 4) * 4,
+        "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
+        "SHARED_BYTES": -(-union // 16) * 16 + (16 + 8 * max(1, groups)) * tokens + (4 * d if layout.is_centered else 4) + image + 4 * tokens + 112,
+    }  # fmt: skip
+
+
+def _image_bytes(layout: PageLayout, kind: str, spec: QuantSpec) -> int:
+    """Bytes of keys ("k") or values ("v") of a page that are put in shared memory where a page opens with the mean of the one before."""
+    return sum(s.nbytes for name, s in layout.sections.items() if name.startswith(kind)) if spec.center else 16
+
+
+@functools.lru_cache(maxsize=256)
+def _load_store(layout: PageLayout, dtype: torch.dtype, tokens: int, device_index: int) -> tuple[driver.Kernel, int]:
+    macros = defines(layout, dtype, tokens)
+    with torch.cuda.device(device_index):
+        binary = cuda_compile.compile_source(Path(__file__).parent, "store_tokens.cu", macros, driver.arch_of(torch.cuda.get_device_capability()))
+        return driver.Kernel(binary, "store_tokens", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
+
+
+def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and load what `store_tokens` launches, which cannot be done while a CUDA graph is captured."""
+    for tokens in (FEW, tokens_of_prompts(layout, dtype)):
+        _load_store(layout, dtype, tokens, -1 if device.index is None else device.index)
+
+
+def store_tokens(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    slot_mapping: torch.Tensor,
+    *,
+    static: dict[str, torch.Tensor] | None = None,
+    previous_page: torch.Tensor | None = None,
+    turn: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+) -> None:
+    """Write tokens in place to anybody's pages, launching only (no allocation, no waiting; `prepare` first, then CUDA graphs can hold it).
+
+    Args:
+        k, v: float32, float16 or bfloat16 [N, H, D] or [B, T, H, D] with N = B * T, last dim dense, rows at multiples of 16 bytes.
+        pages: uint8 [num_pages, H, head_bytes] of a token-local layout, raw ones included; any distance from page to page.
+        slot_mapping: int64 [N] on the device: page * page_size + place. Below 0: not stored. Past the pages: not stored either, and counted. No slot twice.
+        static: calibrated float32 `k_scale` .. `v_bias`, dense [H, groups or channels], for static specs.
+        previous_page: int64 [N] on the device, for centred layouts: for a token that opens a page (place 0), the page before it in its sequence, full once this
+            call is over, or a number below 0 where it is the first; other entries are not read. Tokens of one page must then follow each other in the order of
+            their places, and tokens of the page before, if it is filled in this call, come just ahead; entries that are not stored may lie between.
+        turn: float32 [3, D] on the device: `quant.rotary.turn_by` of page_size positions, by which a mean key is turned on; None leaves it as it is.
+        status: int32 [STATUS_FIELDS] on the device, added to: clamped elements of keys and values, whether scales overflowed, whether numbers were not finite,
+            and skipped entries. Tokens with such numbers are stored, unusably.
+
+    Raises:
+        DataError: arguments that do not fit together.
+    """
+    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, status)
+    if turn is not None and (turn.dtype != torch.float32 or tuple(turn.shape) != (3, layout.head_dim) or not turn.is_contiguous()):
+        raise DataError(f"turn must be dense float32 [3, {layout.head_dim}], got {turn.dtype} {list(turn.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if not has_aligned_rows(x):
+            raise DataError(f"rows of {name} must be dense and lie at multiples of 16 bytes, got strides {x.stride()}")
+    args = _StoreArgs(pages=pages.data_ptr(), page_stride=pages.stride(0), num_pages=len(pages))
+    _launch_store(args, k, v, layout, slot_mapping, previous_page, static or {}, turn, status)
+
+
+def _launch_store(
+    args: _StoreArgs, k: torch.Tensor, v: torch.Tensor, layout: PageLayout, slots: torch.Tensor, previous: torch.Tensor | None,
+    static: dict[str, torch.Tensor], turn: torch.Tensor | None, status: torch.Tensor | None,
+) -> None:  # fmt: skip
+    if not len(slots):
+        return
+    args.slots, args.previous = slots.data_ptr(), None if previous is None else previous.data_ptr()
+    args.turn, args.status = None if turn is None else turn.data_ptr(), None if status is None else status.data_ptr()
+    args.num_tokens, args.row_tokens, args.num_heads, args.head_bytes = len(slots), k.shape[-3], layout.num_kv_heads, layout.head_bytes
+    for i, (kind, x) in enumerate((("k", k), ("v", v))):
+        args.x[i] = x.data_ptr()
+        args.stride[i] = (ctypes.c_int64 * 3)(*(x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])))
+        for name, field in (("scale", args.scale), ("bias", args.bias)):
+            if (given := static.get(f"{kind}_{name}")) is not None:
+                field[i] = as_float32(given, k.device).data_ptr()
+    many = tokens_of_prompts(layout, k.dtype)
+    tokens = many if -(-len(slots) // many) * 2 * layout.num_kv_heads >= 2 * _multiprocessors(k.device) else FEW
+    kernel, threads = _load_store(layout, k.dtype, tokens, -1 if k.device.index is None else k.device.index)
+    kernel.launch(-(-len(slots) // tokens) * 2 * layout.num_kv_heads, threads, args, torch.cuda.current_stream(k.device).cuda_stream)
+
+
+@functools.lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _slots(slot_mapping: SlotMapping, store: PageStore, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and pages before, int64 [2, batch * tokens], and each page's bytes from the first slab's start, int64 [num_pages]. On the store's device, made once
+    per mapping, pool and shape."""
+    base = store.slabs[0].data_ptr()
+    key = ("slots", batch, tokens, store.layout.page_size, store.device, *((s.data_ptr() - base, s.stride(0), s.shape[0]) for s in store.slabs))
+    found = slot_mapping.tables.get(key)
+    if found is None:
+        both = np.full((2, batch * tokens), -1)
+        row, token, page, slot, before = slot_mapping.tokens.T
+        both[:, row * tokens + token] = page * store.layout.page_size + slot, before
+        found = tuple(torch.from_numpy(x) for x in (both, store.addresses() - base))
+        if store.device.type == "cuda":
+            found = tuple(x.pin_memory().to(store.device, non_blocking=True) for x in found)
+        slot_mapping.tables[key] = found
+    return found
+
+
+def _append_packed(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
+    layout = store.layout
+    sides = [(kind, spec) for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw]
+    for kind, spec in sides:
+        if spec.static and f"{kind}_scale" not in store.static:
+            raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
+    k, v = with_aligned_rows(k), with_aligned_rows(v)
+    waits = k.shape[1] > 1
+    status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device) if waits else None
+    (slots, previous), offsets = _slots(slot_mapping, store, *k.shape[:2])
+    args = _StoreArgs(pages=store.slabs[0].data_ptr(), page_offset=offsets.data_ptr(), num_pages=store.num_pages)
+    _launch_store(args, k, v, layout, slots, previous, store.static, store.turn, status)
+    if status is None:
+        return {}
+    found = status.tolist()
+    for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
+        if found[4 + i]:
+            require_finite(x, name)
+        if found[2 + i]:
+            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; use scale_dtype='float32' or 'bfloat16'")
+    return {kind: found["kv".index(kind)] for kind, _ in sides}
+
+
+def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
+    """Write tokens in place; arguments, result and errors of the reference. Copies nothing where the tensors' last dims are dense.
+
+    Packed pages of several tokens a sequence: waits for the launch's findings; on an error the pages are then written with unusable numbers. Of single tokens
+    nothing is found out: that would wait for the GPU in every layer of every step.
+    """
+    slot_mapping.check(k, v, store)
+    if not len(slot_mapping.runs):
+        return {}
+    if not store.layout.is_raw:
+        return _append_packed(k, v, store, slot_mapping)
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    launch(k, v, store, table(slot_mapping, store))
+    return {}

@@ -1,0 +1,272 @@
+"""Decode attention on NVIDIA GPUs over anybody's pages: the CUDA half of `ops.paged_attention`, which has the contract.
+
+Everything is allocated when a plan is made. `update` is one launch that turns lengths on the device into the work list of attend.cu (work_list.cu), `run` one
+launch that reads it; both can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....errors import DataError, UnsupportedError
+from ....spec import LowLayout, PageLayout
+from ...types import kvquant_extras
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from . import host_plan as attend_cuda
+from .kernel_choice import columns, kernel_for, refuses_layout, refuses_low
+from .schedule import SEGMENT_COST, SEGMENT_FIELDS
+
+Slabs = Sequence[torch.Tensor]
+Low = Sequence[LowLayout | None]
+MAX_QUERIES = 8
+MAX_BATCH = 4096
+THREADS = 256
+MOST_LIST_BLOCKS = 64
+
+
+def refuses(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device, low: Low = ()) -> str | None:
+    """Why the CUDA kernels do not serve such a plan, or None."""
+    if device.type != "cuda":
+        return f"the pages are on {device.type}"
+    if torch.version.hip:
+        return "the GPU is not an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    return cuda_compile.missing() or refuses_plan(layouts, num_q_heads, dtype, num_queries, low, driver.shared_limit(torch.cuda.get_device_capability(device)))
+
+
+def refuses_plan(
+    layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, low: Low = (), shared_limit: int | None = None
+) -> str | None:
+    """The part of `refuses` that needs no GPU."""
+    if dtype not in attend_cuda.DTYPES:
+        return f"queries are {dtype}, not float16 or bfloat16"
+    if not 1 <= len(layouts) <= attend_cuda.MAX_PARTS:
+        return f"{len(layouts)} parts; the kernel takes 1 to {attend_cuda.MAX_PARTS}"
+    if not 1 <= num_queries <= MAX_QUERIES:
+        return f"{num_queries} queries of a sequence; plans made on the device take 1 to {MAX_QUERIES}"
+    shapes = {(x.num_kv_heads, x.head_dim) for x in layouts}
+    if len(shapes) > 1:
+        return f"parts of different kv heads and head sizes: {sorted(shapes)}"
+    if len(packed := {x for x in layouts if not x.key.is_raw}) > 1:
+        return f"{len(packed)} packed formats in one plan; make one for each and merge their results"
+    if len({x.raw_dtype for x in layouts if x.key.is_raw}) > 1:
+        return "raw parts differ in dtype"
+    if len({x for x in low if x}) > 1:
+        return "low planes of different widths in one plan"
+    fine = [(x, (planes,)) for x, planes in zip(layouts, low, strict=False) if planes]
+    return next((why for x in layouts if (why := refuses_layout(x, shared_limit))), None) or next((why for x in fine if (why := refuses_low(*x))), None)
+
+
+class _PartWork(ctypes.Structure):
+    """struct PartWork of work_list.cu."""
+
+    _fields_ = [
+        ("tokens", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("offsets", ctypes.c_void_p), ("chunk_cost", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("table_stride", "table_width", "max_tokens", "page_size", "chunk", "in_ring", "walk")),
+    ]  # fmt: skip
+
+
+class _WorkArgs(ctypes.Structure):
+    """struct Args of work_list.cu."""
+
+    _fields_ = [
+        ("parts", _PartWork * attend_cuda.MAX_PARTS), ("segments", ctypes.c_void_p), ("q_positions", ctypes.c_void_p), ("query_lens", ctypes.c_void_p),
+        ("segment_cost", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("num_walks", "batch", "repeats", "blocks", "num_queries", "window", "grid")),
+    ]  # fmt: skip
+
+
+def list_shared_bytes(batch: int, blocks: int, num_parts: int) -> int:
+    """Shared memory of work_list.cu (struct Line)."""
+    return 24 * THREADS // 32 + 16 + 8 * (batch + 1 + blocks + 1) + 4 * (2 * (batch + 1) + 2 * blocks + 1) + 4 * (2 * num_parts + 1) * batch
+
+
+@functools.lru_cache(maxsize=64)
+def load_list_kernel(num_parts: int, shared_bytes: int, device_index: int) -> driver.Kernel:
+    """The kernel that makes work lists."""
+    with torch.cuda.device(device_index):
+        arch = driver.arch_of(torch.cuda.get_device_capability())
+        binary = cuda_compile.compile_source(Path(__file__).parent, "work_list.cu", {"THREADS": THREADS, "NUM_PARTS": num_parts}, arch)
+        return driver.Kernel(binary, "work_list", shared_bytes)
+
+
+class DevicePlan:
+    """See `ops.paged_attention.plan`; arguments as there, checked there."""
+
+    def __init__(
+        self, layouts: Sequence[PageLayout], max_pages: Sequence[int], *, low: Low, batch_size: int, num_q_heads: int, dtype: torch.dtype, device: torch.device,
+        num_queries: int, scaling: float, sliding_window: int | None, softcap: float | None,
+    ) -> None:  # fmt: skip
+        self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        # Raw tokens end a walk over packed ones, whose queries then need no registers any more.
+        self._order = sorted(range(len(layouts)), key=lambda i: layouts[i].key.is_raw)
+        layouts, max_pages, self.low = self._sorted(layouts), self._sorted(max_pages), self._sorted(low)
+        fine = next((x for x in self.low if x), None)
+        self.layouts, self.batch_size, self.num_queries, self.dtype = tuple(layouts), batch_size, num_queries, dtype
+        first = layouts[0]
+        d, heads = first.head_dim, first.num_kv_heads
+        if batch_size > MAX_BATCH:
+            raise UnsupportedError(f"a plan for {batch_size} sequences; one takes at most {MAX_BATCH}")
+        packed = next((x for x in layouts if not x.key.is_raw), None)
+        raw_dtype = next((x.raw_dtype for x in layouts if x.key.is_raw), attend_cuda.DTYPES[dtype])
+        group = num_q_heads // heads
+        cols = columns(d, num_queries * group, [packed] if packed else [], fine is not None)
+        column_blocks = -(-num_queries * group // cols)
+        limit = driver.shared_limit(torch.cuda.get_device_capability(self.device))
+        fold = num_queries * group <= 4 and packed is not None and kvquant_extras(packed) is not None
+        has_raw = any(x.key.is_raw for x in layouts)
+        common = (d, cols, attend_cuda.DTYPES[dtype], raw_dtype, softcap is not None, limit)
+        self.kernel = kernel_for(packed, *common, fold=fold, low=fine, raw=packed is not None and has_raw, tables=True)
+        self._attend = attend_cuda.load_kernel(self.kernel, self.device.index)
+        self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._list = load_list_kernel(len(layouts), list_shared_bytes(batch_size, self.blocks, len(layouts)), self.device.index)
+        self._q_shape = (num_queries, num_q_heads, d)
+
+        joins = self.kernel.raw_joins
+        walks = [0 if joins or not x.key.is_raw else 1 + i for i, x in enumerate(layouts)]
+        units = batch_size * heads * column_blocks
+        num_walks = len(set(walks))
+        slots = 2 * self.blocks if num_walks == 1 else units * num_walks + self.blocks
+        empty = functools.partial(torch.empty, device=self.device)
+        self._segments = empty(self.blocks + units * len(layouts), len(SEGMENT_FIELDS), dtype=torch.int32)
+        self.q_positions = empty(batch_size, num_queries, dtype=torch.int32)
+        self._partial, self._partial_ml = empty(slots, cols, d), empty(slots, cols, 2)
+        self._arrived = torch.zeros(units, dtype=torch.int32, device=self.device)
+        self._constants = attend_cuda.constants(packed, self.device) if packed and kvquant_extras(packed) else {}
+        self._work = _WorkArgs(
+            segments=self._segments.data_ptr(), q_positions=self.q_positions.data_ptr(), segment_cost=SEGMENT_COST,
+            num_walks=num_walks, repeats=heads * column_blocks, blocks=self.blocks, num_queries=num_queries,
+            window=min(sliding_window or attend_cuda.NO_WINDOW, attend_cuda.NO_WINDOW),
+        )  # fmt: skip
+        self._args = attend_cuda.Args(
+            q_positions=self.q_positions.data_ptr(), segments=self._segments.data_ptr(), partial=self._partial.data_ptr(),
+            partial_ml=self._partial_ml.data_ptr(), arrived=self._arrived.data_ptr(), num_queries=num_queries, group=group, num_kv_heads=heads,
+            column_blocks=column_blocks, window=self._work.window, scaling=scaling, softcap=softcap or 1.0,
+            num_pieces=len(self.kernel.pieces), num_low_pieces=len(self.kernel.low_pieces),
+        )  # fmt: skip
+        for i, piece in enumerate((*self.kernel.pieces, *self.kernel.low_pieces)):
+            self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
+        for i, (layout, planes, pages) in enumerate(zip(layouts, self.low, max_pages, strict=True)):
+            raw, low_head_bytes = layout.key.is_raw, planes.head_bytes if planes else 0
+            chunk = self.kernel.raw_tokens if raw else self.kernel.shape.chunk
+            self._work.parts[i] = _PartWork(
+                chunk_cost=(layout.head_bytes + low_head_bytes) * chunk // layout.page_size, max_tokens=pages * layout.page_size, page_size=layout.page_size,
+                chunk=min(chunk, layout.page_size), in_ring=int(not raw or self.kernel.raw_in_ring), walk=walks[i],
+            )  # fmt: skip
+            part = attend_cuda.PartArgs(
+                head_bytes=layout.head_bytes, low_head_bytes=low_head_bytes, chunks_per_page=-(-layout.page_size // chunk), raw=raw, page_size=layout.page_size
+            )
+            if raw:
+                part.k_raw, part.v_raw = (layout.sections[name].offset for name in ("k_raw", "v_raw"))
+            elif self._constants:
+                for name, x in self._constants.items():
+                    setattr(part, name, x.data_ptr())
+            self._args.parts[i] = part
+        self._max_pages = tuple(max_pages)
+        self._layers: dict[int, tuple[attend_cuda.Args, tuple]] = {}
+        self._keep: tuple = ()  # what the last list points to
+        self._pointers: list[int | None] = []
+        self._in_order = True
+        self._accepted: tuple | None = None
+
+    def _sorted(self, parts: Sequence[Any]) -> list[Any]:
+        return [parts[i] for i in self._order]
+
+    def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor], low: Sequence[Slabs | None]) -> None:
+        pages, low = self._sorted(pages), self._sorted(low)
+        args = attend_cuda.Args.from_buffer_copy(self._args)
+        kept: list[Any] = [pages, low, static]
+        for part, layout, slabs, planes in zip(args.parts, self.layouts, pages, low, strict=False):
+            for into, where in ((part.pages, slabs), (part.low_pages, planes)):
+                if where is None:
+                    continue
+                into.base, into.stride, into.count = where[0].data_ptr(), where[0].stride(0), sum(len(s) for s in where)
+                if (offsets := page_offsets(where, self.device)) is not None:
+                    into.offset = offsets.data_ptr()
+                    kept.append(offsets)
+            for name, pointer in attend_cuda.static_pointers(layout, {} if layout.is_raw else static, self.device).items():
+                setattr(part, name, pointer)
+        self._point(args)
+        self._layers[layer] = (args, tuple(kept))
+
+    def _point(self, args: attend_cuda.Args) -> None:
+        """Have a layer read the tables of the last update."""
+        if self._keep:
+            for part, table, fine in zip(args.parts, self._keep[0], self._keep[1], strict=False):
+                part.pages.table, part.low_pages.table = table.data_ptr(), None if fine is None else fine.data_ptr()
+
+    def update(
+        self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
+    ) -> None:  # fmt: skip
+        block_tables, tokens, starts, offsets, low_tables = (self._sorted(x) for x in (block_tables, tokens, starts, offsets, low_tables))
+        work = self._work
+        pointers = [None if x is None else x.data_ptr() for x in (*block_tables, *low_tables)]
+        self._keep = (tuple(block_tables), tuple(low_tables), tuple(tokens), tuple(starts), tuple(offsets), query_lens)
+        if pointers != self._pointers:
+            self._pointers = pointers
+            for args, _ in self._layers.values():
+                self._point(args)
+        for part, table, n, start, offset in zip(work.parts, block_tables, tokens, starts, offsets, strict=False):
+            part.table_stride, part.table_width, part.tokens = table.stride(0), table.shape[1], n.data_ptr()
+            part.positions, part.offsets = (None if x is None else x.data_ptr() for x in (start, offset))
+        work.query_lens = None if query_lens is None else query_lens.data_ptr()
+        work.batch = len(tokens[0])
+        rows = self.blocks + work.batch * work.repeats * len(self.layouts)
+        work.grid = min(MOST_LIST_BLOCKS, -(-rows // THREADS))
+        self._list.launch(work.grid, THREADS, work, self._stream())
+        self._in_order = True
+
+    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
+        if layer not in self._layers:
+            raise DataError(f"layer {layer} was never bound; call bind({layer}, pages) first")
+        if not self._keep:
+            raise DataError("run() before the first update(); the work list is empty")
+        given = (q.shape, q.stride(), q.dtype, q.device, self._work.batch, q.data_ptr() % 8)
+        if given != self._accepted:
+            self._check(q)
+            self._accepted = given
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        args = self._layers[layer][0]
+        args.q, args.out, args.lse = q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
+        args.q_stride_b, args.q_stride_t, args.q_stride_h, _ = q.stride()
+        self._attend.launch(self.blocks, self.kernel.threads, args, self._stream(), in_order=self._in_order)
+        self._in_order = False
+        return out
+
+    def _check(self, q: torch.Tensor) -> None:
+        want = (self._work.batch, *self._q_shape)
+        if tuple(q.shape) != want or q.dtype != self.dtype or q.device != self.device:
+            raise DataError(f"q is {list(q.shape)} {q.dtype} on {q.device}; the plan is for {list(want)} {self.dtype} on {self.device}")
+        if q.stride(-1) != 1 or any(s % 4 for s in q.stride()[:-1]) or q.data_ptr() % 8:
+            raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def explain(self) -> str:
+        packed = next((x for x in self.layouts if not x.key.is_raw), None)
+        what = "raw pages" if packed is None else f"{packed.key.format}/{packed.value.format} pages" + " with low planes" * any(self.low)
+        s = self.kernel.shape
+        return f"paged attention by cuda: {what}, {self.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight"
+
+
+def page_offsets(slabs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """int64 [pages] on `device`: bytes from the first slab's start to every page; None for one slab, whose pages lie a stride apart."""
+    return None if len(slabs) == 1 else _offsets(tuple((x.data_ptr() - slabs[0].data_ptr(), x.stride(0), len(x)) for x in slabs), device)
+
+
+@functools.lru_cache(maxsize=256)
+def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
+    """Of (start, stride, pages) of each slab."""
+    found = torch.cat([begin + stride * torch.arange(pages, dtype=torch.int64) for begin, stride, pages in slabs])
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

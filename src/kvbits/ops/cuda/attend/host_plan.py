@@ -1,0 +1,374 @@
+"""Attention over packed and 16-bit pages on NVIDIA GPUs: `plan` once per batch of page tables, `run` per layer.
+
+`plan` chooses the kernels, cuts the work into equal shares and uploads it; `run` only launches: no host synchronisation, no allocation, so that it can be
+captured in a CUDA graph. A plan owns its output and scratch buffers: the next `run` of the same plan overwrites them, and two streams need two plans.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....errors import DataError, UnsupportedError
+from ....spec import LowLayout, PageLayout
+from ...break_even import small_on_gpu
+from ...types import AttendCall, Part, check_call, kvquant_extras, last_positions
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from ..side import as_float32, turns_on, widened
+from . import codebook_format, unpack_then_flash
+from .kernel_choice import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout, refuses_low
+from .schedule import PartWork, chunks_per_sequence, schedule
+from .unpack_then_flash import ChunkPlan
+
+MAX_PARTS = 4
+NO_WINDOW = 2**30
+LayerStatic = Sequence[Mapping[str, torch.Tensor]]
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
+    """Why this backend does not take a call, or None. q: [B, T, Hq, D]."""
+    if q.device.type != "cuda":
+        return f"the tensors are on {q.device.type}"
+    if torch.version.hip:
+        return "the GPU is not an NVIDIA GPU"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    if why := cuda_compile.missing():
+        return why
+    why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), driver.shared_limit(torch.cuda.get_device_capability(q.device)))
+    if why and _is_kvquant(call) and q.dtype in DTYPES:
+        return _refuses_unpacked(call, q.shape[2], q.dtype)
+    return why
+
+
+def _is_kvquant(call: AttendCall) -> bool:
+    return any(kvquant_extras(p.store.layout) for p in call.parts)
+
+
+def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) -> str | None:
+    """Why not even unpacking to 16-bit rows serves one query, or queries past all pages."""
+    return unpack_then_flash.refuses(call, num_q_heads, q_dtype, unpack_then_flash.MIN_COLUMNS, True)
+
+
+def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit: int | None = None) -> str | None:
+    """The part of `refuses` that needs no GPU, of the kernel that reads packed pages; `shared_limit`: bytes of shared memory of a block, if known."""
+    if q_dtype not in DTYPES.values():
+        return f"queries are {q_dtype}, not float16 or bfloat16"
+    if len(call.parts) > MAX_PARTS:
+        return f"{len(call.parts)} parts are more than {MAX_PARTS}"
+    if not call.parts:
+        return "there are no pages to attend to"
+    if num_q_heads % call.parts[0].store.layout.num_kv_heads:
+        return f"{num_q_heads} query heads are no multiple of {call.parts[0].store.layout.num_kv_heads} kv heads"
+    if call.page_lse is not None and _is_kvquant(call):
+        return "log-sum-exps by page of KVQuant's formats have no CUDA kernel"
+    low: dict[PageLayout, LowLayout] = {}
+    for part in call.parts:
+        layout, fine = part.store.layout, tuple(s.layout for s in part.low)
+        if why := refuses_layout(layout, shared_limit) or refuses_low(layout, fine):
+            return why
+        if fine and low.setdefault(layout, fine[0]) != fine[0]:
+            return "pages of one layout have low planes of different widths"
+    if len({p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw}) > 1:
+        return "raw parts differ in dtype"
+    return None
+
+
+class PagesArgs(ctypes.Structure):
+    """struct Pages of config.cuh."""
+
+    _fields_ = [
+        ("table", ctypes.c_void_p), ("offset", ctypes.c_void_p), ("base", ctypes.c_int64), ("stride", ctypes.c_int64), ("count", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+class PartArgs(ctypes.Structure):
+    """struct Part of config.cuh."""
+
+    _fields_ = [
+        ("layer_stride", ctypes.c_int64), ("head_bytes", ctypes.c_int), ("chunks_per_page", ctypes.c_int), ("raw", ctypes.c_int),
+        ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int), ("low_head_bytes", ctypes.c_int), ("low_layer_stride", ctypes.c_int64),
+        ("k_scale", ctypes.c_void_p), ("k_bias", ctypes.c_void_p), ("v_scale", ctypes.c_void_p), ("v_bias", ctypes.c_void_p),
+        ("k_level", ctypes.c_void_p), ("v_level", ctypes.c_void_p), ("turns", ctypes.c_void_p),
+        ("pages", PagesArgs), ("low_pages", PagesArgs), ("page_size", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class Args(ctypes.Structure):
+    """struct Args of config.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "page_lse", "partial", "partial_ml", "arrived")),
+        *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
+        *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
+        ("scaling", ctypes.c_float), ("softcap", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows")),
+        ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", PartArgs * MAX_PARTS),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Launch:
+    kernel: Kernel
+    loaded: driver.Kernel
+    args: Args
+    blocks: int
+    layout: PageLayout | None
+
+
+@functools.lru_cache(maxsize=256)
+def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
+    with torch.cuda.device(device_index):
+        arch = driver.arch_of(torch.cuda.get_device_capability())
+        binary = cuda_compile.compile_source(Path(__file__).parent, "attend.cu", dict(kernel.defines), arch)
+        return driver.Kernel(binary, "attend", kernel.shared_bytes, early=True)
+
+
+def constants(layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
+    """By field of `PartArgs`, for kernels of KVQuant's formats: what codes of formats without codebooks stand for, and angles of keys that are not turned."""
+    found = {f"{k}_level": codebook_format.integer_levels(s, layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value)) if not s.has_codebook}
+    if not layout.key.pre_rope:
+        found["turns"] = torch.zeros(layout.head_dim // 2, 2)
+    return {name: x.to(device) for name, x in found.items()}
+
+
+def static_pointers(layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
+    """Where the kernel finds a layer's calibrated parameters (`PageStore.static`), by field of `PartArgs`."""
+    found = {name: widened(x, layout.head_dim, device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
+    for kind, spec in (("k", layout.key), ("v", layout.value)):
+        if spec.has_codebook:
+            found[f"{kind}_level"] = as_float32(static[f"{kind}_codebook"], device).data_ptr()
+    if layout.key.pre_rope:
+        found["turns"] = turns_on(static["k_inv_freq"], device).data_ptr()
+    return found
+
+
+class Plan:
+    """A decode or chunked-prefill step over fixed page tables, ready to run for every layer of the group.
+
+    Args:
+        call: pages of layer 0 of the group (any layer where all layers share nothing but this one).
+        num_q_heads: query heads.
+        q_dtype: dtype of the queries and of the output.
+        num_queries: query tokens per sequence.
+        layer_strides: bytes from a page of one layer to the same page of the next, one per part; 0 where `run` is only called for layer 0. Low planes
+            of layers lie side by side wherever the pages do.
+        shape: launch shape to use instead of the measured choice (for tuning).
+
+    Attributes:
+        out: [B, num_queries, num_q_heads, head_dim] in q_dtype; zeros where nothing was visible.
+        lse: float32 [B, num_queries, num_q_heads], natural log; -inf where nothing was visible.
+        q_positions: int32 [B, num_queries] on the device: by default the last positions of every sequence.
+    """
+
+    def __init__(
+        self, call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1,
+        layer_strides: tuple[int, ...] | None = None, shape: Shape | None = None,
+    ) -> None:  # fmt: skip
+        if why := refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype))):
+            raise UnsupportedError(f"attend_pages on cuda: {why}")
+        check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
+        device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        layout = call.parts[0].store.layout
+        batch, d, heads = len(call.parts[0].table.indptr) - 1, layout.head_dim, layout.num_kv_heads
+        packed = list(dict.fromkeys(p.store.layout for p in call.parts if not p.store.layout.key.is_raw))
+        group = num_q_heads // heads
+        cols = columns(d, num_queries * group, packed, any(p.low for p in call.parts))
+        column_blocks = -(-num_queries * group // cols)
+        self.call, self.device, self.num_queries = call, device, num_queries
+        self._keep: list[torch.Tensor] = []  # what the kernels' arguments point into
+        self.out = torch.zeros(batch, num_queries, num_q_heads, d, dtype=q_dtype, device=device)
+        self.lse = torch.zeros(batch, num_queries, num_q_heads, dtype=torch.float32, device=device)
+        self.q_positions = self._upload(last_positions(call, batch, num_queries))
+
+        raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), DTYPES[q_dtype])
+        limit = driver.shared_limit(torch.cuda.get_device_capability(device))
+        layouts: list[PageLayout | None] = [*packed] or [None]
+        low: dict[PageLayout | None, LowLayout] = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
+        common = (d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
+        fold = num_queries * group <= 4 and _is_kvquant(call)
+        raw = any(p.store.layout.key.is_raw for p in call.parts)  # the first kernel reads such parts
+        options = {"fold": fold, "page_lse": call.page_lse is not None}
+        kernels = [kernel_for(k, *common, **options, low=low.get(k), raw=raw and i == 0) for i, k in enumerate(layouts)]
+        work = self._work(call.parts, packed, kernels)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        chunks = [sum(int(w.num_chunks.sum()) for w in work if w.launch == i) * heads * column_blocks for i in range(len(kernels))]
+        blocks = [max(1, min(processors, n)) for n in chunks]
+        lists, num_slots = schedule(work, heads * column_blocks, blocks)
+
+        args = Args(
+            out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
+            num_kv_heads=heads, column_blocks=column_blocks, layer=0, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
+            softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
+            **(self._page_lse_rows(work, kernels, num_q_heads) if call.page_lse is not None else {}),
+        )  # fmt: skip
+        for i, part in enumerate(call.parts):
+            args.parts[i] = self._part(part, kernels, packed, layer_strides[i] if layer_strides else 0)
+        self._launches = [self._launch(k, args, lists[i], blocks[i], layouts[i]) for i, k in enumerate(kernels)]
+
+    def run(
+        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, page_lse: np.ndarray | None = None, static: LayerStatic | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of q [B, num_queries, Hq, D] over the planned pages of `layer`.
+
+        Args:
+            q_positions: int32 or int64 [B, num_queries] on the device, kept for later runs; negative marks padding, which sees nothing.
+            page_lse: for plans of a call that asks for it, where it goes (see `AttendCall`); this waits for the GPU.
+            static: what each part's pages share in `layer` (`PageStore.static`); those of the call if None.
+
+        Returns:
+            The plan's own `out` and `lse`, overwritten by its next run.
+        """
+        if q.shape != self.out.shape or q.dtype != self.out.dtype or q.device != self.device:
+            raise DataError(f"q is {tuple(q.shape)} {q.dtype} on {q.device}; the plan is for {tuple(self.out.shape)} {self.out.dtype} on {self.device}")
+        if q.stride(-1) != 1 or any(s % 4 for s in q.stride()[:-1]) or q.data_ptr() % 8:
+            raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
+        if layer and static is None and any(p.store.static for p in self.call.parts):
+            raise DataError(f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each part")
+        pointers = [
+            static_pointers(p.store.layout, own, self.device)
+            for p, own in zip(self.call.parts, static or [p.store.static for p in self.call.parts], strict=True)
+        ]
+        if q_positions is not None:
+            self.q_positions.copy_(q_positions)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        for launch in self._launches:
+            args = launch.args
+            args.q, args.layer = q.data_ptr(), layer
+            args.q_stride_b, args.q_stride_t, args.q_stride_h = q.stride()[:3]
+            for part, own in zip(args.parts, pointers, strict=False):
+                for name, pointer in own.items():
+                    setattr(part, name, pointer)
+            launch.loaded.launch(launch.blocks, launch.kernel.threads, args, stream)
+        if page_lse is not None:
+            found = torch.logsumexp(self._steps_lse, 1).cpu().numpy()
+            if page_lse.shape != found.shape or page_lse.dtype != found.dtype:
+                raise DataError(f"page_lse must be a float32 array {list(found.shape)}, got {page_lse.dtype} {list(page_lse.shape)}")
+            page_lse[...] = found
+        return self.out, self.lse
+
+    def explain(self) -> str:
+        """Which kernel reads what, in a line each."""
+        lines = []
+        for launch in self._launches:
+            what = "raw pages" if launch.layout is None else f"{launch.layout.key.format}/{launch.layout.value.format} pages (and raw ones)"
+            if launch.kernel.low_pieces:
+                what = what.replace(" (", " with and without low planes (")
+            s = launch.kernel.shape
+            lines.append(f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight")
+        table_tokens = max((int((p.table.starts + p.table.lengths).max()) for p in self.call.parts if p.table.num_pages), default=0)
+        layout = self.call.parts[0].store.layout
+        if note := small_on_gpu(self.out.shape[0], table_tokens, layout.num_kv_heads, layout.head_dim):
+            lines.append(note)
+        return "\n".join(lines)
+
+    def _upload(self, data: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(data)).to(self.device)
+        self._keep.append(tensor)
+        return tensor
+
+    def _work(self, parts: tuple[Part, ...], packed: list[PageLayout], kernels: list[Kernel]) -> list[PartWork]:
+        work, first = [], 0
+        for part in parts:
+            layout, table = part.store.layout, part.table
+            launch = packed.index(layout) if layout in packed else 0
+            raw = layout.key.is_raw
+            tokens = kernels[launch].raw_tokens if raw else kernels[launch].shape.chunk
+            count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
+            cost = (layout.head_bytes + sum(s.layout.head_bytes for s in part.low)) * tokens // layout.page_size
+            # What a walk starts with, calibrated scales, is alike in all its parts.
+            joins = kernels[launch].raw_in_ring and not part.store.static
+            walk = int(not raw and not kernels[launch].raw_joins) if joins else None
+            in_ring = not raw or kernels[launch].raw_in_ring
+            begin, last = (first + x.astype(np.int64) for x in (table.indptr[:-1], table.indptr[1:] - 1))
+            work.append(PartWork(begin, count, cost, launch, in_ring, walk, last, ends_walk=raw))
+            first += table.num_pages
+        return work
+
+    def _tables(self, parts: tuple[Part, ...]) -> dict[str, int]:
+        addresses = np.concatenate([p.store.addresses()[p.table.page_ids] for p in parts])
+        tokens = np.concatenate([np.stack([p.table.starts, p.table.lengths], 1).astype(np.int32) for p in parts])
+        tables = {"page_address": self._upload(addresses).data_ptr(), "page_tokens": self._upload(tokens).data_ptr()}
+        if any(p.low for p in parts):
+            fine = [p.low[0].addresses()[p.table.low[0]] if p.low else np.zeros(p.table.num_pages, np.int64) for p in parts]
+            tables["low_address"] = self._upload(np.concatenate(fine)).data_ptr()
+        return tables
+
+    def _page_lse_rows(self, work: list[PartWork], kernels: list[Kernel], num_q_heads: int) -> dict[str, int]:
+        """Where each step over a page's tokens puts its log-sum-exps: -inf where no query sees any of them, since such steps are left out."""
+
+        def step(layout: PageLayout, launch: int) -> int:
+            return kernels[launch].raw_tokens if layout.key.is_raw else 32 * kernels[launch].shape.units
+
+        steps = [-(-p.store.layout.page_size // step(p.store.layout, w.launch)) for p, w in zip(self.call.parts, work, strict=True)]
+        pages = sum(p.table.num_pages for p in self.call.parts)
+        self._steps_lse = torch.full((pages, max(steps), self.num_queries, num_q_heads), -torch.inf, device=self.device)
+        return {"page_lse": self._steps_lse.data_ptr(), "lse_rows": max(steps)}
+
+    def _scratch(self, num_slots: int, cols: int, d: int, units: int) -> dict[str, int]:
+        partial = torch.empty(max(num_slots, 1), cols, d, device=self.device)
+        partial_ml = torch.empty(max(num_slots, 1), cols, 2, device=self.device)
+        arrived = torch.zeros(units, dtype=torch.int32, device=self.device)
+        self._keep += [partial, partial_ml, arrived]
+        return {"partial": partial.data_ptr(), "partial_ml": partial_ml.data_ptr(), "arrived": arrived.data_ptr()}
+
+    def _part(self, part: Part, kernels: list[Kernel], packed: list[PageLayout], layer_stride: int) -> PartArgs:
+        layout = part.store.layout
+        raw = layout.key.is_raw
+        tokens = kernels[0].raw_tokens if raw else kernels[packed.index(layout)].shape.chunk
+        offsets = {"k_raw": layout.sections["k_raw"].offset, "v_raw": layout.sections["v_raw"].offset} if raw else {}
+        static = self._kept(constants(layout, self.device)) if kvquant_extras(layout) else {}
+        fine = part.low[0].layout if part.low else None
+        low = {"low_head_bytes": fine.head_bytes, "low_layer_stride": fine.page_size_bytes if layer_stride else 0} if fine else {}
+        pages = {"layer_stride": layer_stride, "head_bytes": layout.head_bytes, "chunks_per_page": -(-layout.page_size // tokens), "raw": raw}
+        return PartArgs(**pages, **low, **offsets, **static)
+
+    def _kept(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+        self._keep += tensors.values()
+        return {name: x.data_ptr() for name, x in tensors.items()}
+
+    def _launch(self, kernel: Kernel, args: Args, segments: np.ndarray, blocks: int, layout: PageLayout | None) -> _Launch:
+        mine = Args.from_buffer_copy(args)
+        mine.segments = self._upload(segments).data_ptr()
+        mine.num_pieces = len(kernel.pieces)
+        mine.num_low_pieces = len(kernel.low_pieces)
+        for i, piece in enumerate((*kernel.pieces, *kernel.low_pieces)):
+            mine.pieces[i] = (ctypes.c_int * 4)(*piece)
+        return _Launch(kernel, load_kernel(kernel, self.device.index), mine, blocks, layout)
+
+
+def plan(
+    call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1, history_only: bool = False, **options: Any
+) -> Plan | ChunkPlan:
+    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats of KVQuant that no kernel reads packed.
+
+    Args:
+        history_only: every query that is no padding comes after all pages of the call.
+    """
+    unpacks = unpack_then_flash.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
+    if not unpacks and _is_kvquant(call) and (num_queries == 1 or history_only):
+        limit = driver.shared_limit(torch.cuda.get_device_capability(device))
+        packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit) is None
+        unpacks = not packed and _refuses_unpacked(call, num_q_heads, q_dtype) is None
+    if unpacks:
+        return ChunkPlan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
+    return Plan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
+
+
+def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plan and run once: out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32 (see the reference for the contract)."""
+    check_call(call, q.shape)
+    made = plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1])
+    if isinstance(made, Plan):
+        return made.run(q.contiguous(), q_positions, page_lse=call.page_lse)
+    return made.run(q.contiguous(), q_positions)

@@ -1,0 +1,352 @@
+"""From a page layout to one instantiation of attend.cu: its macros, how chunks are cut from pages, how many warps and stages fit.
+
+The numbers of warps and stages are the measured best on Hopper (docs/log-gpu.md); other chips get what fits their shared memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import overload
+
+from ....errors import UnsupportedError
+from ....spec import DTYPE_BYTES, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ...types import kvquant_extras
+from .. import side
+from . import codebook_format
+
+MAX_PIECES = 40
+SCALE_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+FLOATS = {"fp8_e4m3": 1, "fp8_e5m2": 2}
+MAX_CHUNK_BYTES = 18 << 10
+RING_BYTES = 144 << 10
+"""More bytes in flight per multiprocessor only lengthen every queue: int8, 8 x 32768 tokens took 139 us with 200 KiB and 132 us with 132 KiB."""
+PREFETCH_BYTES, PREFETCH_CHUNKS = 104 << 10, 12
+"""Of the pages that a block reads after those its ring has room for, asked for as far as L2 while the kernel ahead ends. 8 x 32768 tokens, int8: with none,
+17, 103, 206 and 360 KB 129.4, 129.9, 128.5, 129.2 and 132.7 us; int4 with 105 KB 70.0, without 71.3."""
+WIDE = 24
+"""Query columns of a warp for chunks: a page is unpacked for three column tiles at once. 128 queries of 4 heads over 32,768 tokens took 372 us (int8),
+341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill) 393, 380 and 403."""
+RAW_TOKENS = (32, 16, 8)
+"""Raw tokens of a chunk: the most of a step, or what a slot of the ring has room for."""
+STATIC, GROUP, CHANNEL = 0, 1, 2
+LOW_BITS = 4
+"""Width of the low planes that attend.cu reads, and of the codes they refine."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Launch shape: consumer warps of a block, slots of its ring (a multiple), tokens of a chunk, units of 32 tokens per step."""
+
+    warps: int
+    slots: int
+    chunk: int
+    units: int
+
+
+def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str | None:
+    """Why attend.cu cannot read pages of this layout, on a GPU whose blocks have `shared_limit` bytes of shared memory if given, or None."""
+    d = layout.head_dim
+    if d > 256:
+        return f"head_dim={d} is above 256"
+    if extras := kvquant_extras(layout):
+        why = codebook_format.refuses(layout)
+        if not why and shared_limit and _levels_shape(layout, 8, shared_limit, False) is None:
+            why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
+        return why and f"{extras}: {why}"
+    if layout.key.is_raw and layout.value.is_raw:
+        return None if layout.raw_dtype != "float32" else "raw pages are float32; the kernel multiplies float16 and bfloat16"
+    if layout.key.is_raw or layout.value.is_raw:
+        return "one of keys and values is raw and the other is not"
+    if len(_walked_planes(layout.value, d)) > 1 and _scale_kind(layout.value) == CHANNEL:
+        return f"head_dim={d}: {layout.value.format} values with a scale per channel need more registers than a thread has; per token or per group they fit"
+    if d > 128 and _two_planes(layout):
+        return f"3-bit codes at head_dim={d} need more registers than a thread has; at most 128, or a multiple of 32"
+    for kind, spec, step in (("key", layout.key, 16), ("value", layout.value, 32)):
+        if _scale_kind(spec) != GROUP:
+            continue
+        size = d // spec.num_groups(d)
+        for bits in _walked_planes(spec, d) if size < d else ():
+            row = plane_row_bytes(d, bits)
+            starts = [f * row + r for f in range(8 // bits) for r in range(0, row, step) if f * row + r < d]
+            if any(s // size != (min(s + step, (s // row + 1) * row, d) - 1) // size for s in starts):
+                return f"{kind} groups of {size} channels cut a {step}-channel step of the matrix unit at head_dim={d}"
+        if kind == "value" and spec.has_bias and spec.num_groups(d) > 8:
+            return f"{spec.num_groups(d)} value groups with a bias are more than 8"
+    if len(_pieces(layout, _chunk_tokens(layout))) > MAX_PIECES:
+        return f"a chunk of this layout is cut from more than {MAX_PIECES} places of the page"
+    return None
+
+
+def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:
+    """Why attend.cu cannot read pages of this layout with these low planes, or None."""
+    if why := side.refuses_low(len(low)):
+        return why
+    for fine in low:
+        if extras := kvquant_extras(layout):
+            return f"{extras}: low planes have no CUDA kernel"
+        for spec, bits in ((layout.key, fine.key_bits), (layout.value, fine.value_bits)):
+            if bits and (spec.format, bits) != (f"int{LOW_BITS}", LOW_BITS):
+                return f"a low plane of {bits} bits under {spec.format} codes; the CUDA kernels read {LOW_BITS} bits under int{LOW_BITS}"
+        tokens = _chunk_tokens(layout)
+        if len(_pieces(layout, tokens)) + len(_pieces(fine, tokens)) > MAX_PIECES:
+            return f"a chunk of this layout and its low planes is cut from more than {MAX_PIECES} places of their pages"
+    return None
+
+
+def _walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
+    """Bits of the planes that are walked one by one. Two whose rows are 2 : 1 bytes, without padding, are joined to one (packed.cuh), walked as the first."""
+    planes = spec.number_format.planes
+    return planes[:1] if planes == (2, 1) and head_dim % 32 == 0 else planes
+
+
+def _two_planes(layout: PageLayout) -> bool:
+    return any(len(_walked_planes(s, layout.head_dim)) > 1 for s in (layout.key, layout.value))
+
+
+def _scale_kind(spec: QuantSpec) -> int:
+    if spec.static:
+        return STATIC
+    return CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
+
+
+@overload
+def chunk_layout(layout: PageLayout, tokens: int) -> PageLayout: ...
+@overload
+def chunk_layout(layout: LowLayout, tokens: int) -> LowLayout: ...
+def chunk_layout(layout: PageLayout | LowLayout, tokens: int) -> PageLayout | LowLayout:
+    """A chunk in shared memory is laid out like a page of that many tokens."""
+    if isinstance(layout, LowLayout):
+        return dataclasses.replace(layout, page_size=tokens, num_kv_heads=1)
+    return PageLayout(key=layout.key, value=layout.value, page_size=tokens, num_kv_heads=1, head_dim=layout.head_dim, raw_dtype=layout.raw_dtype)
+
+
+def _used_bytes(layout: PageLayout | LowLayout) -> int:
+    last = list(layout.sections.values())[-1]
+    return -(-(last.offset + last.nbytes) // 16) * 16
+
+
+def _chunk_tokens(layout: PageLayout) -> int:
+    for tokens in (layout.page_size, 128, 64):
+        if layout.page_size % tokens == 0 and _used_bytes(chunk_layout(layout, tokens)) <= MAX_CHUNK_BYTES:
+            return tokens
+    return 32
+
+
+def _pieces(layout: PageLayout | LowLayout, tokens: int) -> list[tuple[int, int, int, int]]:
+    """(offset in the page, step per chunk, offset in the slot, bytes) of every contiguous run of a chunk."""
+    if tokens == layout.page_size:
+        return [(0, 0, 0, _used_bytes(layout))]
+    runs = []
+    small = chunk_layout(layout, tokens)
+    for name, section in layout.sections.items():
+        to = small.sections[name].offset
+        if name.startswith("k_plane"):
+            nbytes = small.sections[name].nbytes  # tiles of 16 tokens follow one another
+            runs.append((section.offset, nbytes, to, nbytes))
+        elif name.startswith("v_plane"):
+            row = section.nbytes // layout.page_size
+            for r in range(0, row, 16):
+                width = min(16, row - r)
+                runs.append((section.offset + r * layout.page_size, width * tokens, to + r * tokens, width * tokens))
+        elif len(section.shape) == 2:
+            item = DTYPE_BYTES[section.dtype]
+            for g in range(section.shape[0]):
+                runs.append((section.offset + g * layout.page_size * item, tokens * item, to + g * tokens * item, tokens * item))
+        else:
+            runs.append((section.offset, 0, to, -(-section.nbytes // 16) * 16))
+    return runs
+
+
+def merge_bytes(warps: int, cols: int, head_dim: int, with_bias: bool, rounds_at_once: int = 1) -> int:
+    """Shared memory for merging warps (struct Merge of finish.cuh)."""
+    merged = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * rounds_at_once * cols * 36
+    fragments = cols * (2 * head_dim + 256) if cols > 16 else 0  # at most, of any width of codes
+    own = warps * (27 + cols)  # each warp's segment, unit and positions, and what it has left
+    return (merged + 2 * cols * head_dim + cols + warps + own) * 4 + 160 + fragments
+
+
+def _rounds_at_once(warps: int, cols: int, head_dim: int, with_bias: bool, room: int) -> int:
+    """Rounds of 32 channels merged between two barriers: as many as fit."""
+    return next((n for n in (8, 4, 2) if n * 32 <= max(head_dim, 64) and merge_bytes(warps, cols, head_dim, with_bias, n) <= room), 1)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation: macros, launch shape and how chunks are cut."""
+
+    defines: tuple[tuple[str, int], ...]
+    shape: Shape
+    pieces: tuple[tuple[int, int, int, int], ...]
+    shared_bytes: int
+    low_pieces: tuple[tuple[int, int, int, int], ...] = ()
+    raw_joins: bool = False  # raw and packed tokens of a unit come to one result (RAW_JOINS of walk.cuh)
+    raw_in_ring: bool = False  # raw tokens come through the ring (RAW_ZONES of config.cuh)
+    raw_tokens: int = RAW_TOKENS[0]  # of a chunk of raw pages
+
+    @property
+    def threads(self) -> int:
+        return (self.shape.warps + 1) * 32
+
+
+def columns(head_dim: int, num_columns: int, layouts: list[PageLayout], low: bool = False) -> int:
+    """Query columns of a warp: 16 or 24 where more are wanted and the registers of two or three column tiles are there."""
+    if num_columns > 2 * WIDE and is_wide(head_dim, layouts) and not low:
+        return WIDE
+    two_planes = any(_two_planes(layout) for layout in layouts)
+    return 16 if num_columns > 8 and head_dim <= 128 and not two_planes and not any(kvquant_extras(layout) for layout in layouts) else 8
+
+
+def is_wide(head_dim: int, layouts: list[PageLayout]) -> bool:
+    """Whether three column tiles fit a thread's registers: one plane, no terms that count weights or scale queries by page."""
+    specs = [s for layout in layouts for s in (layout.key, layout.value)]
+    return bool(specs) and head_dim <= 128 and all(
+        len(_walked_planes(s, head_dim)) == 1 and s.symmetric and not s.center and not s.static and _scale_kind(s) == GROUP for s in specs
+    ) and not any(kvquant_extras(layout) for layout in layouts)  # fmt: skip
+
+
+def joins_raw(layout: PageLayout, cols: int) -> bool:
+    """Whether a kernel adds raw tokens to the running outputs of this layout (RAW_JOINS of walk.cuh): values of one plane, not scaled by page, queries and
+    results that no calibrated scale belongs to, and registers. Three column tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining."""
+    key, value = layout.key, layout.value
+    one_sum = len(_walked_planes(value, layout.head_dim)) == 1 and _scale_kind(value) != CHANNEL and not key.static and not value.static
+    return one_sum and layout.head_dim * cols <= 2048 and kvquant_extras(layout) is None
+
+
+def _fragments(layout: PageLayout | None, cols: int) -> int:
+    """Key operands of a column tile where more than two tiles share them in shared memory (Query of packed.cuh), else 0."""
+    if layout is None or cols <= 16:
+        return 0
+    bits = layout.key.number_format.planes[0]
+    return 8 // bits * -(-plane_row_bytes(layout.head_dim, bits) // 16)
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_for(
+    layout: PageLayout | None,
+    head_dim: int,
+    cols: int,
+    q_dtype: str,
+    raw_dtype: str,
+    softcap: bool,
+    shared_limit: int,
+    shape: Shape | None = None,
+    *,
+    fold: bool = False,
+    low: LowLayout | None = None,
+    page_lse: bool = False,
+    raw: bool = False,
+    tables: bool = False,
+) -> Kernel:
+    """The instantiation for a packed layout (None: only raw pages).
+
+    Args:
+        shape: launch shape to use instead of the measured choice (for tuning).
+        fold: there are at most four query columns (formats of KVQuant).
+        low: of the low planes that some of the pages have.
+        page_lse: it gives the log-sum-exp of every page too.
+        raw: it reads raw pages too, in the walk over packed ones where it can.
+        tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
+    """
+    defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
+    defines |= {"PAGE_LSE": int(page_lse), "Q_FRAGMENTS": _fragments(layout, cols), "BLOCK_TABLES": int(tables)}
+    if layout is None:
+        shape = shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, slots=0, chunk=32, units=1)
+        rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
+        shared = merge_bytes(shape.warps, cols, head_dim, False, rounds)
+        defines |= {"HAS_PACKED": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
+        return Kernel(tuple(defines.items()), shape, (), shared)
+    chunk = shape.chunk if shape else _chunk_tokens(layout)
+    raw_joins = joins_raw(layout, cols) and (raw or low is not None)
+    raw_in_ring = raw_joins or low is not None
+    least = 64 * head_dim if low else 4 * head_dim * RAW_TOKENS[-1] if raw_joins else 0  # raw rows of 32 tokens beside low planes, or keys and values of a few
+    slot = -(-max(_used_bytes(chunk_layout(layout, chunk)), least) // 128) * 128
+    raw_tokens = RAW_TOKENS[0] if low or not raw_joins else next(n for n in RAW_TOKENS if 4 * head_dim * n <= slot)
+    with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
+    has_levels = kvquant_extras(layout) is not None
+    bias_groups, wide = with_bias and not has_levels, shared_limit >= codebook_format.WIDE_FROM
+    if shape is None:
+        shape = _levels_shape(layout, cols, shared_limit, fold) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None)
+        if shape is None:
+            raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
+    table_bytes = codebook_format.shared_bytes(layout, fold, wide) if has_levels else 0
+    ring = shape.slots * (slot + (40 if has_levels else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + table_bytes
+    rounds = _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
+    shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds)
+    defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "SLOTS": shape.slots}
+    defines |= {"CHUNK": chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
+    defines["PREFETCH_CHUNKS"] = min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS)
+    pieces = [*codebook_format.pieces(layout, "k"), *codebook_format.pieces(layout, "v")] if has_levels else _pieces(layout, chunk)
+    defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
+    low_pieces = _pieces(low, chunk) if low else []
+    defines |= {"HAS_LOW": int(low is not None), "HAS_RAW": int(raw_in_ring), "RAW_TOKENS": raw_tokens}
+    defines["LOW_BYTES"] = sum(p[3] for p in low_pieces)
+    for prefix, spec in (("K", layout.key), ("V", layout.value)):
+        planes = spec.number_format.planes if has_levels else _walked_planes(spec, head_dim)
+        defines |= _format_defines(prefix, spec, planes, chunk_layout(layout, chunk))
+        if low:
+            plane = chunk_layout(low, chunk).sections.get(f"{prefix.lower()}_plane0")
+            defines |= {f"{prefix}_LOW_BITS": LOW_BITS if plane else 0, f"{prefix}_LOW_OFFSET": plane.offset if plane else 0}
+    if has_levels:
+        defines |= codebook_format.defines(layout, fold, wide)
+    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens)
+
+
+def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool) -> Shape:
+    two_planes = _two_planes(layout)
+    specs = (layout.key, layout.value)
+    centered = any(s.center for s in specs)
+    extras = two_planes and any(s.center or s.has_bias or _scale_kind(s) == CHANNEL or s.num_groups(layout.head_dim) > 2 for s in specs)
+    large = layout.head_dim * cols > 128 * 8 or extras  # what more registers are needed for
+    units = 1 if large or chunk % 64 else 2
+    spills_at_168 = two_planes or chunk < 64 or layout.head_dim % 64 or (layout.value.has_bias and _scale_kind(layout.value) == CHANNEL)
+    spills_at_168 |= (low and cols > 8) or layout.key.static or any(_scale_kind(s) == GROUP and s.num_groups(layout.head_dim) > 2 for s in specs)
+    joined = any(len(s.number_format.planes) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
+    most = 7 if large or centered or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168 else 11
+    for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
+        ring = 32 + 4 * warps if low else 16
+        stages = (shared_limit - ring - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))
+        least = 1 if cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
+        if warps <= most and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
+            return Shape(warps, warps * min(stages, max(3 if low else 2, RING_BYTES // (warps * slot))), chunk, units)
+    return Shape(1, 2 if low else 1, chunk, units)
+
+
+def _levels_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) -> Shape | None:
+    """As many warps as fit with a slot each, and two if they do."""
+    slot, wide = -(-_used_bytes(layout) // 128) * 128, shared_limit >= codebook_format.WIDE_FROM
+    for warps in (codebook_format.MAX_WARPS, 7, 3):
+        room = shared_limit - 16 - codebook_format.shared_bytes(layout, fold, wide) - merge_bytes(warps, cols, layout.head_dim, False)
+        if stages := max(room, 0) // (warps * (slot + 40)):
+            return Shape(warps, warps * min(stages, 2), layout.page_size, 2)
+    return None
+
+
+def _format_defines(prefix: str, spec: QuantSpec, planes: tuple[int, ...], chunk: PageLayout) -> dict[str, int]:
+    """Macros of a format. planes: bits of those walked one by one."""
+    d, kind, name = chunk.head_dim, _scale_kind(spec), prefix.lower()
+    groups = spec.num_groups(d) if kind == GROUP else 1
+
+    def offset(section: str) -> int:
+        found = chunk.sections.get(f"{name}_{section}")
+        return found.offset if found else 0
+
+    return {
+        f"{prefix}_BITS0": planes[0],
+        f"{prefix}_BITS1": planes[1] if len(planes) > 1 else 0,
+        f"{prefix}_OFFSET0": offset("plane0"),
+        f"{prefix}_OFFSET1": offset("plane1"),
+        f"{prefix}_JOINED_OFFSET": offset("plane1") if planes != spec.number_format.planes else 0,
+        f"{prefix}_FLOAT": FLOATS.get(spec.format, 0),
+        f"{prefix}_ZERO": spec.zero,
+        f"{prefix}_SCALE": kind,
+        f"{prefix}_SCALE_TYPE": SCALE_TYPES[spec.scale_dtype],
+        f"{prefix}_GROUPS": groups,
+        f"{prefix}_GROUP": d // groups,
+        f"{prefix}_HAS_BIAS": int(spec.has_bias and kind != STATIC),
+        f"{prefix}_HAS_MEAN": int(spec.center is not None),
+        f"{prefix}_SCALE_OFFSET": offset("scale"),
+        f"{prefix}_BIAS_OFFSET": offset("bias"),
+        f"{prefix}_MEAN_OFFSET": offset("mean"),
+    }

@@ -1,0 +1,42 @@
+"""attend_fresh on a GPU: torch's FlashAttention, which knows causal masks and windows itself, or cuDNN (`attend.dense`)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..chunk_attention import without_padding
+from .attend.dense import attention
+
+MOST_HEAD_DIM = 256
+
+
+def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
+    """Why a chunk cannot be attended here, or None.
+
+    Args:
+        q: [B, T, Hq, D]; v: [B, T, H, D].
+    """
+    if not q.is_cuda:
+        return f"queries are on {q.device}, not on a GPU"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "FlashAttention needs an NVIDIA GPU of compute capability 8.0"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"queries are {q.dtype}; FlashAttention takes float16 and bfloat16"
+    if softcap is not None:
+        return "torch's FlashAttention has no softcap"
+    if q.shape[3] % 8 or q.shape[3] > MOST_HEAD_DIM:
+        return f"head_dim={q.shape[3]} is not a multiple of 8 up to {MOST_HEAD_DIM}"
+    if v.shape[3] != q.shape[3]:
+        return f"values have a head_dim of {v.shape[3]}, queries of {q.shape[3]}"
+    return None
+
+
+def attend_fresh(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of a chunk to itself (see `chunk_attention`).
+
+    Raises:
+        DataError: tensors that do not fit together.
+    """
+    return without_padding(lambda q, k, v: attention(q, k, v, scaling, True, sliding_window), q, k, v, positions, q.dtype)

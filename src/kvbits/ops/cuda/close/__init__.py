@@ -1,0 +1,5 @@
+"""Raw pages into packed ones."""
+
+from .packed import close, refuses
+
+__all__ = ["close", "refuses"]

@@ -1,0 +1,239 @@
+"""close_pages on NVIDIA GPUs: scales, codes and packing in one launch, bit for bit what the reference stores.
+
+`launch_close` only launches (no host synchronisation beyond the upload of page addresses) and leaves its findings in a status tensor; `close` is the op's
+contract and reads them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ....errors import DataError, UnsupportedError
+from ....quant.qparams import require_finite
+from ....spec import LowLayout, PageLayout, PerChannel
+from ...types import LowStore, PageStore, check_closing, check_low, kvquant_extras
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from ..side import TYPE_NAMES, TYPES, low_arguments, refuses_low, side_arguments, with_aligned_rows
+from . import codebook
+
+ROWS_PER_THREAD = 8
+STATUS_FIELDS = 6
+
+
+def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
+    """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
+    if why := refuses_low(len(low)):
+        return why
+    if low and (extras := kvquant_extras(store.layout)):
+        return f"{extras} with low planes have no GPU kernel"
+    if k.device.type != "cuda" or store.device.type != "cuda":
+        return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
+    return refuses_on(store.layout, k.dtype, k.device)
+
+
+def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The part of `refuses` that needs no pages."""
+    if torch.version.hip:
+        return "the GPU is not an NVIDIA GPU"
+    if why := cuda_compile.missing():
+        return why
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9) and any(spec.format.startswith("fp8") for spec in (layout.key, layout.value)):
+        return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
+    return refuses_layout(layout, dtype)
+
+
+def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+    """The part of `refuses` that needs no GPU."""
+    if kvquant_extras(layout):
+        return codebook.refuses_layout(layout, dtype)
+    if dtype not in TYPES:
+        return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
+    if layout.page_size * layout.head_dim > 512 * 8 * ROWS_PER_THREAD:
+        return f"a page of {layout.page_size} x {layout.head_dim} numbers does not fit one block"
+    for kind, spec in (("key", layout.key), ("value", layout.value)):
+        groups = 1 if isinstance(spec.granularity, PerChannel) else spec.num_groups(layout.head_dim)
+        if layout.head_dim // groups % 8:
+            return f"{kind} groups of {layout.head_dim // groups} channels are no multiple of 8"
+    return None
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("page_address", ctypes.c_void_p), ("scale", ctypes.c_void_p * 2),
+        ("bias", ctypes.c_void_p * 2), ("status", ctypes.c_void_p), ("low_address", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("low_head_bytes", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class StepArgs(_Args):
+    """struct Args of close.cu with APPENDS."""
+
+    _fields_ = [
+        ("closings", ctypes.c_void_p), ("closed", ctypes.c_void_p), ("tail", ctypes.c_void_p), ("runs", ctypes.c_void_p),
+        ("fresh", ctypes.c_void_p * 2), ("fresh_stride", ctypes.c_int64 * 2 * 2), ("before", ctypes.c_void_p * 2),
+        ("tail_head_bytes", ctypes.c_int64), ("tail_offset", ctypes.c_int * 2),
+    ]  # fmt: skip
+
+
+def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None, appends: bool = False) -> dict[str, int | str]:
+    """Macros of one instantiation of close.cu; `appends`: of `DecodeStep`."""
+    d, page = layout.head_dim, layout.page_size
+    octets = d // 8
+    threads = max(128, min(512, -(-page * octets // 4 // 32) * 32), -(-page * octets // ROWS_PER_THREAD // 32) * 32)
+    teams = threads // octets
+    scales = max(d, *(page * s.num_groups(d) for s in (layout.key, layout.value) if not isinstance(s.granularity, PerChannel)), 0)
+    last = list(layout.sections.values())[-1]
+    union = max(8 * max(page * octets, teams * d), 8 * teams * d, page * (d + 4))
+    return {
+        "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TYPES[dtype], "RAW_TYPE": TYPE_NAMES[layout.raw_dtype],
+        "GROUP_SCALES": scales,
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "K_SIDE": side_arguments(layout, "k", layout.key),
+        "V_SIDE": side_arguments(layout, "v", layout.value), "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
+        "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16, "APPENDS": int(appends),
+    }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None, appends: bool = False) -> tuple[driver.Kernel, int]:
+    macros = defines(layout, dtype, low, appends)
+    with torch.cuda.device(device_index):
+        arch = driver.arch_of(torch.cuda.get_device_capability())
+        binary = cuda_compile.compile_source(Path(__file__).parent, "close.cu", macros, arch)
+        shared = int(macros["SHARED_BYTES"])
+        return driver.Kernel(binary, "close_pages", shared), int(macros["THREADS"])
+
+
+def launch_close(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, low: tuple[LowLayout, torch.Tensor] | None = None
+) -> None:
+    """Close pages without waiting.
+
+    Args:
+        k, v: [n, H, page_size, head_dim], 16-byte aligned rows.
+        page_address: int64 [n] on the device: byte addresses of the pages' first structs.
+        status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite inputs.
+        low: layout of the pages' low planes, and int64 [n] on the device: byte addresses of their first structs.
+    """
+    layout = store.layout
+    if low:
+        if len(low) != 2 or not isinstance(low[0], LowLayout) or len(low[1]) != len(page_address):
+            raise DataError(f"low must be (layout, addresses of {len(page_address)} pages) of the one plane that the CUDA kernels write, got {low}")
+        check_low(layout, low[:1])
+    kernel, threads = _load(layout, k.dtype, k.device.index, low[0] if low else None)
+    args = _Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
+    if low:
+        args.low_address, args.low_head_bytes = low[1].data_ptr(), low[0].head_bytes
+    for i, (kind, x) in enumerate((("k", k), ("v", v))):
+        args.x[i] = x.data_ptr()
+        args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])
+        for name, field in (("scale", args.scale), ("bias", args.bias)):
+            static = store.static.get(f"{kind}_{name}")
+            if static is not None:
+                field[i] = static.data_ptr()
+    kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(k.device).cuda_stream)
+
+
+class DecodeStep:
+    """What the pages of one layer need in every decode step: pages that close are quantized, the fresh tokens stored raw. One launch, which asks the device
+    what closes and where tokens go, so that it can be captured in a CUDA graph.
+
+    Args:
+        store: pages that close, or `tail` again where nothing does.
+        tail: raw pages.
+        closings: int64 [B, 2] on the device, struct Closing of runs.cuh; runs: int64 [B, 5], struct Run. Bytes count from the first slab of each store.
+        status: int32 [6] on the device, added to (see `launch_close`).
+    """
+
+    def __init__(self, store: PageStore, tail: PageStore, dtype: torch.dtype, closings: torch.Tensor, runs: torch.Tensor, status: torch.Tensor) -> None:
+        layout, raw = store.layout, tail.layout
+        self._kernel, self._threads = _load(layout, dtype, -1 if store.device.index is None else store.device.index, None, True)
+        self._grid = 2 * layout.num_kv_heads * len(runs)
+        self._keep = (store, tail, closings, runs, status)
+        self._args = StepArgs(
+            status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes, closings=closings.data_ptr(), runs=runs.data_ptr(),
+            closed=store.slabs[0].data_ptr(), tail=tail.slabs[0].data_ptr(), tail_head_bytes=raw.head_bytes,
+        )  # fmt: skip
+        for i, kind in enumerate("kv"):
+            self._args.tail_offset[i] = raw.sections[f"{kind}_raw"].offset
+            for name, field in (("scale", self._args.scale), ("bias", self._args.bias)):
+                static = store.static.get(f"{kind}_{name}")
+                if static is not None:
+                    field[i] = static.data_ptr()
+
+    def run(self, k: torch.Tensor, v: torch.Tensor, before: torch.Tensor | None, stream: int) -> None:
+        """Store keys and values [B, 1, H, D] of the pages' dtype.
+
+        Args:
+            before: [2, B, H, D] of that dtype, takes what the tokens replace (for `put_back`).
+        """
+        args, size = self._args, k.element_size()
+        for i, x in enumerate((k, v)):
+            x = with_aligned_rows(x)
+            args.fresh[i] = x.data_ptr()
+            args.fresh_stride[i][0], args.fresh_stride[i][1] = x.stride(0) * size, x.stride(2) * size
+            args.before[i] = None if before is None else before[i].data_ptr()
+        self._kernel.launch(self._grid, self._threads, args, stream)
+
+    def put_back(self, before: torch.Tensor, nothing_closes: torch.Tensor, stream: int) -> None:
+        """Write what `run` replaced; `nothing_closes`: as `closings`, NOWHERE alone."""
+        self._args.closings = nothing_closes.data_ptr()
+        self.run(before[0][:, None], before[1][:, None], None, stream)
+        self._args.closings = self._keep[2].data_ptr()
+
+
+def close(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
+) -> dict[str, int]:
+    """Close pages in place.
+
+    Args:
+        k, v: [n, H, page_size, head_dim] float32, float16 or bfloat16.
+        page_ids: [n] pages of the store to write.
+        low: stores of low planes and their pages [n], one at most.
+        starts: [n] position of each page's first token, for keys stored before the rotary embedding.
+
+    Returns:
+        How many elements of keys and of values were clamped to their code range (quantized tensors only).
+
+    Raises:
+        DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are then written with unusable numbers.
+        UnsupportedError: several low planes of a page, or one of KVQuant's formats.
+    """
+    layout = store.layout
+    if why := refuses_low(len(low)) or (low and kvquant_extras(layout) and f"{kvquant_extras(layout)} with low planes have no GPU kernel"):
+        raise UnsupportedError(f"{why}; use the reference")
+    page_ids, *low_ids = check_closing(store, page_ids, low)
+    shape = (len(page_ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if tuple(x.shape) != shape or x.dtype != k.dtype or x.device != store.device:
+            raise DataError(f"{name} must be {k.dtype} {list(shape)} on {store.device}, got {x.dtype} {list(x.shape)} on {x.device}")
+    if not len(page_ids):
+        return {kind: 0 for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw}
+    for spec, kind in ((layout.key, "k"), (layout.value, "v")):
+        if spec.static and f"{kind}_scale" not in store.static:
+            raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
+    k, v = with_aligned_rows(k), with_aligned_rows(v)
+    addresses = torch.from_numpy(store.addresses()[page_ids]).to(k.device)
+    status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
+    fine = next(((s.layout, torch.from_numpy(s.addresses()[ids]).to(k.device)) for (s, _), ids in zip(low, low_ids, strict=True)), None)
+    if kvquant_extras(layout):
+        first = codebook.first_angles(store, starts, len(page_ids), k.device)
+        codebook.launch(k, v, store, addresses, status, first)
+    else:
+        launch_close(k, v, store, addresses, status, fine)
+    found = status.tolist()
+    for i, (name, x) in enumerate((("keys", k), ("values", v))):
+        if found[4 + i]:
+            require_finite(x, name)
+        if found[2 + i]:
+            dtype = (layout.key, layout.value)[i].scale_dtype
+            raise DataError(f"a scale, bias or mean of the {name} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
+    return {kind: found[i] for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))) if not spec.is_raw}

@@ -1,0 +1,1 @@
+"""Pages into 16-bit rows."""

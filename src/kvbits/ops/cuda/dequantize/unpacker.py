@@ -1,0 +1,126 @@
+"""Packed pages to 16-bit rows on NVIDIA GPUs: what attention of many queries reads instead of unpacking the same page for each block of them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ....errors import DataError
+from ....spec import LowLayout, PageLayout
+from ...types import LowStore, PageStore
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from ..side import TYPES, as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
+
+THREADS = 256
+MAX_HEADS = 65_535
+MAX_TILE_BYTES = 96 << 10
+"""Of a page with outliers or keys from before the rotary embedding, in float32: what every GPU since compute capability 8.0 gives a block."""
+
+
+def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+    """Why pages cannot be unpacked to `dtype`, or None."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"rows of {dtype} are not float16 or bfloat16"
+    if layout.head_dim % 4:
+        return f"head_dim={layout.head_dim} is no multiple of 4"
+    if layout.page_size % 16 and not (layout.key.is_raw and layout.value.is_raw):
+        return f"page_size={layout.page_size} is no multiple of 16"
+    if (layout.key.is_raw or layout.value.is_raw) and layout.raw_dtype != str(dtype)[6:]:
+        return f"raw pages are {layout.raw_dtype}, rows {str(dtype)[6:]}"
+    if layout.key.pre_rope and layout.head_dim % 8:
+        return f"head_dim={layout.head_dim} is no multiple of 8, which keys from before the rotary embedding need"
+    if (nbytes := tile_bytes(layout)) > MAX_TILE_BYTES:
+        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's {MAX_TILE_BYTES}; use smaller pages"
+    return None
+
+
+def tile_bytes(layout: PageLayout) -> int:
+    """Shared memory of a block: a page's keys or values in float32, where elements of a page meet."""
+    staged = any(s.outliers or s.pre_rope for s in (layout.key, layout.value))
+    return layout.page_size * layout.head_dim * 4 if staged else 0
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [
+        ("page_address", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p * 2), ("scale", ctypes.c_void_p * 2),
+        ("bias", ctypes.c_void_p * 2), ("codebook", ctypes.c_void_p * 2), ("starts", ctypes.c_void_p), ("turns", ctypes.c_void_p),
+        ("layer_offset", ctypes.c_int64), ("low_address", ctypes.c_void_p), ("low_layer_offset", ctypes.c_int64),
+        ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("low_head_bytes", ctypes.c_int),
+    ]  # fmt: skip
+
+
+def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> dict[str, int | str]:
+    """Macros of one instantiation of dequantize.cu."""
+    return {
+        "HEAD_DIM": layout.head_dim, "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TYPES[dtype],
+        "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
+        "K_EXTRAS": extra_arguments(layout, "k", layout.key), "V_EXTRAS": extra_arguments(layout, "v", layout.value),
+        "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
+    }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None) -> driver.Kernel:
+    with torch.cuda.device(device_index):
+        arch = driver.arch_of(torch.cuda.get_device_capability())
+        binary = cuda_compile.compile_source(Path(__file__).parent, "dequantize.cu", defines(layout, dtype, low), arch)
+        return driver.Kernel(binary, "dequantize_pages", tile_bytes(layout))
+
+
+class Unpacker:
+    """Pages of one store, ready to be unpacked for every layer of the group; launches only.
+
+    Args:
+        page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
+        rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
+        layer_stride: bytes from a page of one layer to the same page of the next.
+        starts: int32 [n] on the device: position of each page's first token, for keys from before the rotary embedding.
+        low: the store of the pages' low planes, and int64 [n] on the device: bytes of their first structs, layer 0.
+    """
+
+    def __init__(
+        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor | None = None,
+        low: tuple[LowStore, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        layout = store.layout
+        self.count, self.num_heads, self.layer_stride = len(page_address), layout.num_kv_heads, layer_stride
+        self._kernel = _load(layout, dtype, page_address.device.index, low[0].layout if low else None)
+        self._keep = [page_address, rows]
+        self._args = _Args(page_address=page_address.data_ptr(), rows=rows.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
+        self._low_stride = 0
+        if low:
+            self._args.low_address, self._args.low_head_bytes = self._kept(low[1]), low[0].layout.head_bytes
+            self._low_stride = low[0].layout.page_size_bytes if layer_stride else 0
+        self._store, self._device = store, page_address.device
+        if layout.key.pre_rope:
+            if starts is None:
+                raise DataError("pages of keys stored before the rotary embedding were given no starts; pass each page's first position")
+            self._args.starts = self._kept(starts)
+
+    def _kept(self, x: torch.Tensor) -> int:
+        self._keep.append(x)
+        return x.data_ptr()
+
+    def _set_static(self, static: Mapping[str, torch.Tensor]) -> None:
+        """Points the kernel's arguments to a layer's calibrated parameters."""
+        args, layout, device = self._args, self._store.layout, self._device
+        for i, kind in enumerate("kv"):
+            for name, field in (("scale", args.scale), ("bias", args.bias)):
+                if (x := static.get(f"{kind}_{name}")) is not None:
+                    field[i] = widened(x, layout.head_dim, device).data_ptr()
+            if (codebook := static.get(f"{kind}_codebook")) is not None:
+                args.codebook[i] = as_float32(codebook, device).data_ptr()
+        if layout.key.pre_rope:
+            args.turns = turns_on(static["k_inv_freq"], device).data_ptr()
+
+    def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says."""
+        self._set_static(self._store.static if static is None else static)
+        self._args.out[0], self._args.out[1], self._args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self.layer_stride
+        self._args.low_layer_offset = layer * self._low_stride
+        self._kernel.launch((self.count, self.num_heads), THREADS, self._args, torch.cuda.current_stream(keys.device).cuda_stream)

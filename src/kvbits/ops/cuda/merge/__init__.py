@@ -1,0 +1,88 @@
+"""Merge attention over disjoint sets of keys on a GPU: `ops.reference.merge` for 16-bit results, read once and written in their dtype."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+
+MOST_PARTS = 8
+THREADS = 256
+TYPES = {torch.float16: 0, torch.bfloat16: 1}
+
+
+class _Partial(ctypes.Structure):
+    """struct Partial of merge.cu."""
+
+    _fields_ = [("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("stride", ctypes.c_int64 * 3), ("lse_stride", ctypes.c_int64 * 3)]
+
+
+class _Args(ctypes.Structure):
+    """struct Args of merge.cu."""
+
+    _fields_ = [
+        ("parts", _Partial * MOST_PARTS), ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("num_parts", "num_tokens", "num_heads")),
+    ]  # fmt: skip
+
+
+def defines(head_dim: int, dtype: torch.dtype) -> dict[str, int | str]:
+    """Macros of one instantiation."""
+    return {"HEAD_DIM": head_dim, "TYPE": TYPES[dtype], "MOST_PARTS": MOST_PARTS, "THREADS": THREADS}
+
+
+@functools.lru_cache(maxsize=32)
+def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel:
+    with torch.cuda.device(device_index):
+        arch = driver.arch_of(torch.cuda.get_device_capability())
+        return driver.Kernel(cuda_compile.compile_source(Path(__file__).parent, "merge.cu", defines(head_dim, dtype), arch), "merge_partials")
+
+
+def refuses(out: torch.Tensor) -> str | None:
+    """Why results like `out` are not merged here, or None."""
+    if out.device.type != "cuda" or torch.version.hip:
+        return "the results are not on an NVIDIA GPU"
+    if out.dtype not in TYPES or out.shape[-1] % 8:
+        return f"results are {out.dtype} of head_dim {out.shape[-1]}; the kernel takes float16 and bfloat16, and multiples of 8"
+    return cuda_compile.missing()
+
+
+def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of key sets.
+
+    Args:
+        outs: each [B, T, Hq, D] of one 16-bit dtype.
+        lses: each float32 [B, T, Hq], natural log; -inf where a set was empty (its `out` is then not read).
+
+    Returns:
+        out [B, T, Hq, D] of that dtype and lse float32 [B, T, Hq], both dense; rows that saw no key at all are 0 and -inf.
+    """
+    first = outs[0]
+    while len(outs) > MOST_PARTS:
+        merged = merge_partials(outs[:MOST_PARTS], lses[:MOST_PARTS])
+        outs, lses = [merged[0], *outs[MOST_PARTS:]], [merged[1], *lses[MOST_PARTS:]]
+    outs = [x if _readable(x) else x.contiguous() for x in outs]
+    out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    lse = torch.empty(first.shape[:3], dtype=torch.float32, device=first.device)
+    args = _Args(
+        out=out.data_ptr(), lse=lse.data_ptr(), rows=lse.numel(), num_parts=len(outs), num_tokens=first.shape[1], num_heads=first.shape[2]
+    )  # fmt: skip
+    for part, x, m in zip(args.parts, outs, lses, strict=False):
+        part.out, part.lse = x.data_ptr(), m.data_ptr()
+        part.stride[:], part.lse_stride[:] = x.stride()[:3], m.stride()
+    grid = -(-lse.numel() * (first.shape[3] // 8) // THREADS)
+    if grid:
+        index = -1 if first.device.index is None else first.device.index
+        _load(first.shape[3], first.dtype, index).launch(grid, THREADS, args, torch.cuda.current_stream(first.device).cuda_stream)
+    return out, lse
+
+
+def _readable(x: torch.Tensor) -> bool:
+    """Whether rows can be read 16 bytes at a time."""
+    return x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0

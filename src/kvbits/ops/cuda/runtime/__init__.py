@@ -1,0 +1,1 @@
+"""NVRTC and the driver API through ctypes."""

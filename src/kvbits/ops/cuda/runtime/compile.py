@@ -1,0 +1,158 @@
+"""CUDA C++ to machine code at run time, kept on disk by source hash and architecture.
+
+NVRTC is called through ctypes. It comes with every CUDA build of torch (package nvidia-cuda-nvrtc), so nothing more has to be installed: cuda-core would
+be one more dependency for the same two libraries, and torch's own run-time compile is private and cannot keep its output. Sources include no CUDA headers
+(`ptx.cuh` names the few instructions they use), which keeps a compile near a second and independent of a toolkit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....errors import KernelError
+
+COMMON = Path(__file__).parent.parent / "shared"
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--extra-device-vectorization")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of one kernel."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+@dataclass(frozen=True)
+class Binary:
+    """Machine code of one source for one architecture."""
+
+    cubin: bytes
+    log: str
+
+    def resources(self, kernel: str) -> Resources:
+        """Registers and spills of a kernel of this binary."""
+        text = self.log.split(f"Compiling entry function '{kernel}'")[1].split("Compiling entry function")[0]
+        found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads[\s\S]*?Used (\d+) registers", text)
+        if found is None:
+            raise KernelError(f"the compiler's log names no resources of {kernel}:\n{self.log}")
+        stack, stores, loads, registers = (int(n) for n in found.groups())
+        return Resources(registers, stack, stores + loads)
+
+
+def compile_source(folder: Path, name: str, defines: Mapping[str, int | str], arch: str) -> Binary:
+    """Compile `folder / name` with its `#include`s (from `folder` and from `shared`), or take it from the disk cache.
+
+    Args:
+        defines: macros of this instantiation.
+        arch: "sm_90a", "sm_80", ...
+
+    Raises:
+        KernelError: NVRTC is missing or the source does not compile; the message holds the compiler's log.
+    """
+    headers = {p.name: p.read_text() for d in (COMMON, folder) for p in sorted(d.glob("*.cuh"))}
+    source = "".join(f"#define {k} {v}\n" for k, v in sorted(defines.items())) + (folder / name).read_text()
+    options = [*OPTIONS, f"--gpu-architecture={arch}", "--ptxas-options=-v"]
+    digest = hashlib.sha256(repr((version(), source, sorted(headers.items()), options)).encode()).hexdigest()[:32]
+    path = cache_folder() / f"{Path(name).stem}-{arch}-{digest}"
+    if path.with_suffix(".cubin").exists() and path.with_suffix(".log").exists():
+        return Binary(path.with_suffix(".cubin").read_bytes(), path.with_suffix(".log").read_text())
+    binary = _compile(name, source, headers, options)
+    _keep(path.with_suffix(".log"), binary.log.encode())
+    _keep(path.with_suffix(".cubin"), binary.cubin)
+    return binary
+
+
+def cache_folder() -> Path:
+    """Where binaries are kept: $KVBITS_CACHE, else the user's cache folder."""
+    folder = Path(os.environ.get("KVBITS_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbits") / "cuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Write whole or not at all: several processes may compile the same source."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
+        f.write(data)
+    os.replace(f.name, path)
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    try:
+        _library()
+    except OSError as e:
+        return f"NVRTC is not installed ({e}); pip install nvidia-cuda-nvrtc"
+    return None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    names = [ctypes.util.find_library("nvrtc"), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]
+    try:
+        import nvidia  # the namespace package of the wheels that torch brings
+
+        for root in nvidia.__path__:
+            names = [*map(str, sorted(Path(root).glob("*/lib/libnvrtc.so.*"), reverse=True)), *names]
+    except ImportError:
+        pass
+    reasons = []
+    for name in filter(None, names):
+        try:
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))  # NVRTC looks for it by name only, and finds it once it is loaded
+            return ctypes.CDLL(name)
+        except OSError as e:
+            reasons.append(str(e))
+    raise OSError("; ".join(reasons) or "no library found")
+
+
+@functools.cache
+def version() -> tuple[int, int]:
+    """(major, minor) of NVRTC."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+    return major.value, minor.value
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        raise KernelError(f"{what} failed with NVRTC error {code}")
+
+
+def _compile(name: str, source: str, headers: dict[str, str], options: list[str]) -> Binary:
+    if why := missing():
+        raise KernelError(why)
+    lib, program = _library(), ctypes.c_void_p()
+    texts = (ctypes.c_char_p * len(headers))(*(t.encode() for t in headers.values()))
+    names = (ctypes.c_char_p * len(headers))(*(n.encode() for n in headers))
+    _check(lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names), "nvrtcCreateProgram")
+    try:
+        flags = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+        code = lib.nvrtcCompileProgram(program, len(options), flags)
+        log = _fetch(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program).rstrip(b"\0").decode(errors="replace")
+        if code:
+            raise KernelError(f"{name} does not compile ({' '.join(options)}):\n{log}")
+        return Binary(_fetch(lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN, program), log)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _fetch(size_of: Any, fetch: Any, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _check(size_of(program, ctypes.byref(size)), "nvrtc size query")
+    data = ctypes.create_string_buffer(size.value)
+    _check(fetch(program, data), "nvrtc fetch")
+    return data.raw

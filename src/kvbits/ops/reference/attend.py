@@ -1,0 +1,97 @@
+"""Attention over packed pages, a few pages at a time, with online softmax: never a dense copy of the history.
+
+    m' = max(m, max(s)),  l' = l exp(m - m') + sum(exp(s - m')),  o' = o exp(m - m') + exp(s - m') V     (arXiv:1805.02867)
+
+Runs anywhere torch runs. With `dtype=torch.float64` it is the judge of every kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from ..types import AttendCall, Part, check_call
+from .dequantize import dequantize_pages
+
+PAGES_PER_STEP = 16
+
+
+def refuses(q: torch.Tensor, call: AttendCall) -> None:
+    """The reference takes everything."""
+
+
+def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query over the pages of its sequence.
+
+    Args:
+        q: [B, T, Hq, D].
+        call: pages of all formats, scaling, window, softcap.
+        q_positions: int64 [B, T]; a key at position p is visible to a query at position t if t - sliding_window < p <= t.
+            Negative marks a padding query, which sees nothing.
+
+    Returns:
+        out [B, T, Hq, D] and lse [B, T, Hq] (natural log) in `dtype`; 0 and -inf where nothing was visible.
+
+    Raises:
+        DataError: shapes or tables that do not fit together.
+    """
+    check_call(call, q.shape)
+    outs, lses = zip(*(_attend_sequence(q[b], call, q_positions[b], b, dtype) for b in range(q.shape[0])), strict=True)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, b: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    t, hq, d = q.shape
+    h = call.parts[0].store.layout.num_kv_heads
+    rows = q.to(dtype).unflatten(1, (h, hq // h)).permute(1, 0, 2, 3).reshape(h, -1, d)  # [H, T * G, D]
+    row_positions = q_positions.to(q.device).repeat_interleave(hq // h)
+    best = rows.new_full((h, rows.shape[1], 1), -torch.inf)
+    total = torch.zeros_like(best)
+    out = torch.zeros_like(rows)
+    first_page = 0
+    for part in call.parts:
+        for k, v, key_positions, page_of in _steps(part, b, dtype):
+            scores = rows @ k.transpose(-1, -2) * call.scaling
+            if call.softcap is not None:
+                scores = call.softcap * torch.tanh(scores / call.softcap)
+            hidden = (key_positions < 0) | (key_positions > row_positions[:, None])
+            if call.sliding_window is not None:
+                hidden |= key_positions <= row_positions[:, None] - call.sliding_window
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if call.page_lse is not None:
+                for page in np.unique(page_of):
+                    own = torch.logsumexp(scores[..., torch.from_numpy(page_of == page).to(scores.device)], -1)
+                    call.page_lse[first_page + page] = own.view(h, t, hq // h).transpose(0, 1).reshape(t, hq).float().cpu()
+            new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
+            safe = torch.where(torch.isinf(new_best), 0.0, new_best)
+            p = torch.exp(scores - safe)
+            alpha = torch.exp(best - safe)
+            total = total * alpha + p.sum(-1, keepdim=True)
+            out = out * alpha + p @ v
+            best = new_best
+        first_page += part.table.num_pages
+    seen = total > 0
+    out = torch.where(seen, out / torch.where(seen, total, 1.0), 0.0)
+    lse = torch.where(seen, best + torch.log(total), -torch.inf)
+    return (
+        out.view(h, t, hq // h, d).permute(1, 0, 2, 3).reshape(t, hq, d),
+        lse.view(h, t, hq // h).permute(1, 0, 2).reshape(t, hq),
+    )
+
+
+def _steps(part: Part, b: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]]:
+    """Dequantized [H, n, D] keys and values of a few pages at a time, with their positions and their entries in the page table, [n] each."""
+    layout, table = part.store.layout, part.table
+    for first in range(table.indptr[b], table.indptr[b + 1], PAGES_PER_STEP):
+        entries = slice(first, min(first + PAGES_PER_STEP, table.indptr[b + 1]))
+        low = [(store.gather(ids[entries]), store.layout) for store, ids in zip(part.low, table.low, strict=True)]
+        k, v = dequantize_pages(part.store.gather(table.page_ids[entries]), layout, part.store.static, dtype, low, table.starts[entries])
+        inside = np.arange(layout.page_size)
+        positions = np.where(inside < table.lengths[entries, None], table.starts[entries, None] + inside, -1).reshape(-1)
+        keep = torch.from_numpy(positions >= 0).to(k.device)
+        # Rows past the visible length may hold anything, NaN included, and 0 * NaN would spread it.
+        k, v = (x.transpose(0, 1).flatten(1, 2)[:, keep] for x in (k, v))
+        page_of = np.repeat(np.arange(entries.start, entries.stop), layout.page_size)[positions >= 0]
+        yield k, v, torch.from_numpy(positions).to(k.device)[keep], page_of

@@ -1,0 +1,150 @@
+"""Raw keys and values to whole pages: turn keys back if they are stored so, choose parameters, quantize, list outliers, pack, once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...quant.nested import PLANES, low_codes
+from ...quant.outliers import worst
+from ...quant.packing import pack
+from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normalize, quantize, require_finite, rounded, rounded_scale
+from ...quant.rotary import turn_pages_back
+from ...spec import LowLayout, NumberFormat, PageLayout, QuantSpec
+from ..types import LowStore, PageStore, check_closing
+from .dequantize import require_starts, section
+
+PAGES_PER_STEP = 64
+
+
+@dataclass
+class Encoded:
+    """Codes of pages and everything stored beside them (parameters and outliers), by section name without the side's prefix."""
+
+    codes: torch.Tensor
+    qparams: QParams
+    stored: dict[str, torch.Tensor]
+    saturated: int
+
+
+def encode(x: torch.Tensor, spec: QuantSpec, static: QParams | None, codebook: torch.Tensor | None) -> Encoded:
+    """Quantize pages `x` [n, H, tokens, head_dim], float32 and finite."""
+    qparams = choose_qparams(x, spec, static, codebook)
+    codes, outside = quantize(x, spec, qparams)
+    stored = {name: t for name in ("scale", "bias", "mean") if (t := getattr(qparams, name)) is not None}
+    if not spec.outliers:
+        return Encoded(codes, qparams, stored, int(outside.sum()))
+    listed = worst((x - dequantize(codes, spec, qparams)).abs(), outside, spec.num_outliers(*x.shape[-2:]))
+    outside = outside.flatten(-2).scatter(-1, listed, False).view_as(outside)
+    if spec.has_stretch:
+        qparams = dataclasses.replace(qparams, stretch=_stretch(x, spec, qparams, outside))
+        codes, _ = quantize(x, spec, qparams)
+        stored["stretch"] = qparams.stretch
+        outside = torch.zeros_like(outside)
+    error = (x - dequantize(codes, spec, qparams)).flatten(-2).gather(-1, listed)
+    return Encoded(codes, qparams, stored | {"outlier_index": listed, "outlier_value": rounded(error, spec.scale_dtype)}, int(outside.sum()))
+
+
+def _stretch(x: torch.Tensor, spec: QuantSpec, qparams: QParams, outside: torch.Tensor) -> torch.Tensor:
+    """Factor per token [n, H, tokens] that brings its furthest unlisted element just inside, 1 where none is outside."""
+    away = x if qparams.bias is None else x - expand(qparams.bias, spec, x.shape[-1])
+    levels = away.abs() * expand(qparams.scale.reciprocal(), spec, x.shape[-1]) / spec.q_max
+    return rounded_scale(torch.where(outside, levels, 1.0).amax(-1).clamp(min=1.0), spec.scale_dtype)
+
+
+def close_pages(
+    k: torch.Tensor, v: torch.Tensor, layout: PageLayout, static: dict[str, torch.Tensor] | None = None, starts: np.ndarray | None = None
+) -> tuple[torch.Tensor, dict[str, int]]:
+    """Pages uint8 [n, H, head_bytes] without low planes, and clamped elements by kind (see `close_nested`)."""
+    pages, saturated = close_nested(k, v, layout, static, starts=starts)
+    return pages[0], saturated
+
+
+def close_nested(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PageLayout,
+    static: dict[str, torch.Tensor] | None = None,
+    low: Sequence[LowLayout] = (),
+    starts: np.ndarray | None = None,
+) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Pages of n x page_size tokens, and the pages of their low planes.
+
+    Args:
+        k, v: finite [n, H, page_size, head_dim], any float dtype.
+        static: calibrated float32 `k_scale` .. `v_bias`, [H, groups or channels], for static specs; `k_codebook`, `v_codebook` [H, entries] for
+            codebook formats; `k_inv_freq` [head_dim / 2] for pre-RoPE keys.
+        low: layouts of the low planes that refine the pages, the coarsest first.
+        starts: [n] position of each page's first token, for pre-RoPE keys.
+
+    Returns:
+        uint8 [n, H, head_bytes] of each layout, padding zeroed, and how many elements of keys and values were clamped to their code range.
+    """
+    static = static or {}
+    layouts: list[PageLayout | LowLayout] = [layout, *low]
+    pages = [torch.zeros(*k.shape[:2], x.head_bytes, dtype=torch.uint8, device=k.device) for x in layouts]
+    saturated = {}
+    for kind, spec, x in (("k", layout.key, k), ("v", layout.value, v)):
+        if spec.is_raw:
+            section(pages[0], layout, f"{kind}_raw").copy_(x)
+            continue
+        x, found = encode_side(x, kind, spec, static, starts)
+        saturated[kind] = found.saturated
+        _store(pages[0], layout, kind, found.codes, spec.number_format)
+        for name, t in found.stored.items():
+            if f"{kind}_{name}" in layout.sections:
+                section(pages[0], layout, f"{kind}_{name}").copy_(t)
+        fine = [(i, bits) for i, y in enumerate(low, 1) if (bits := y.key_bits if kind == "k" else y.value_bits)]
+        if fine:
+            missed = normalize(x, spec, found.qparams) - (found.codes.float() - spec.zero)
+            for (i, bits), plane in zip(fine, low_codes(missed, [bits for _, bits in fine]), strict=True):
+                _store(pages[i], layouts[i], kind, plane, PLANES[bits])
+    return pages, saturated
+
+
+def encode_side(x: torch.Tensor, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> tuple[torch.Tensor, Encoded]:
+    """Keys ("k") or values ("v") of pages as they are stored (float32, turned back where the spec says so), and their codes. Arguments as of `close_nested`."""
+    x = x.float()
+    if spec.pre_rope:
+        x = turn_pages_back(x, require_starts(starts, len(x)), static["k_inv_freq"])
+    known = QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias")) if spec.static and f"{kind}_scale" in static else None
+    return x, encode(x, spec, known, static.get(f"{kind}_codebook"))
+
+
+def _store(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, codes: torch.Tensor, fmt: NumberFormat) -> None:
+    for i, plane in enumerate(pack(codes, fmt, kind)):
+        section(pages, layout, f"{kind}_plane{i}").copy_(plane.unflatten(-1, (layout.page_size, -1)))
+
+
+def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> None:
+    """The reference takes everything."""
+
+
+def close(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
+) -> dict[str, int]:
+    """Close pages in place: k, v [n, H, page_size, head_dim] into the store's pages `page_ids` [n], whose first tokens are at `starts` [n], their
+    low planes into those of `low`, the coarsest first. Returns clamped elements by kind.
+
+    Raises:
+        DataError: pages that are not the stores' own, NaN or infinity (nothing is written), or a scale that overflows its storage dtype.
+    """
+    page_ids, *low_ids = check_closing(store, page_ids, low)
+    for name, x in (("keys", k), ("values", v)):
+        require_finite(x, name)
+    total: dict[str, int] = {}
+    targets: list[tuple[PageStore | LowStore, np.ndarray]] = [(store, page_ids), *((s, ids) for (s, _), ids in zip(low, low_ids, strict=True))]
+    for i in range(0, len(page_ids), PAGES_PER_STEP):
+        some = slice(i, i + PAGES_PER_STEP)
+        first = None if starts is None else starts[some]
+        pages, saturated = close_nested(k[some], v[some], store.layout, store.static, [s.layout for s, _ in low], first)
+        for (to, ids), made in zip(targets, pages, strict=True):
+            for page_id, page in zip(ids[some], made, strict=True):
+                to.page(int(page_id)).copy_(page)
+        for kind, n in saturated.items():
+            total[kind] = total.get(kind, 0) + n
+    return total

@@ -1,0 +1,1 @@
+"""Attention in Triton, for GPUs that the CUDA kernels do not serve."""

@@ -1,0 +1,119 @@
+"""Questions: put as the benchmarks put them, scored as lm-eval scores them; and lm-eval with the cache inside."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install lm-eval)")
+pytest.importorskip("datasets", reason="datasets is not installed (pip install datasets)")
+
+from kvbits.errors import SpecError
+from kvbits.evaluate.caches import base_factory, factory
+from kvbits.evaluate.lm_eval import KvbitsLM
+from kvbits.evaluate.tasks import Context, Options, load, questions
+from kvbits.evaluate.texts import Text
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ARC = [
+    {
+        "id": str(i),
+        "question": {"stem": f"What is {i} and {i}?", "choices": [{"text": f"{i + j}", "label": "ABCD"[j]} for j in range(4)]},
+        "answerKey": "ABCD"[i % 4],
+    }
+    for i in range(12)
+]
+MMLU = [{"subject": s, "question": f"{s} {i}\u2028?", "choices": ["w", "x", "y", "z"], "answer": i % 4} for s in ("one_thing", "other") for i in range(6)]
+GSM = [{"question": f"Add {i} and 1.", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in range(6)]
+
+
+def task(name, tmp_path, **changes):
+    files = {"arc": ARC, "arc_dev": ARC, "mmlu": MMLU, "mmlu_dev": MMLU, "gsm8k": GSM, "gsm8k_train": GSM}
+    for n, rows in files.items():
+        (tmp_path / f"{n}.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
+    data = {n: str(tmp_path / f"{n}.jsonl") for n in files}
+    return load(name)(Context(tiny.model(), tiny.tokenizer(), (Text("t", "x"),), Options(data=data, chunk=24, **changes)))
+
+
+def test_problems_are_put_as_the_benchmarks_put_them(tmp_path):
+    mmlu = task("mmlu", tmp_path, shots=1)
+    problems = list(mmlu.problems.values())
+    subjects = [p["prompt"].split()[2] for p in problems]
+    assert len(problems) == 12 and all(set(subjects[i : i + 2]) == {"one", "other"} for i in range(0, 12, 2))  # they take turns
+    assert problems[0]["prompt"].count("Answer:") == 2 and problems[0]["prompt"].endswith("A. w\nB. x\nC. y\nD. z\nAnswer:")
+    arc = task("arc", tmp_path, shots=0)
+    assert arc.problems["1"] == {"id": 1, "prompt": "Question: What is 1 and 1?\nAnswer:", "choices": ["1", "2", "3", "4"], "answer": 1}
+    shown = next(iter(task("arc", tmp_path, limit=1, shots=2).problems.values()))["prompt"]
+    assert shown.startswith("Question: What is 0 and 0?\nAnswer: 0\n\nQuestion: What is 1 and 1?\nAnswer: 2\n\nQuestion: ")
+    gsm = task("gsm8k", tmp_path, shots=2)
+    assert gsm.problems["3"]["target"] == "4" and gsm.problems["3"]["prompt"].count("####") == 2
+    for name in ("mmlu", "arc"):
+        with pytest.raises(SpecError, match="examples"):
+            task(name, tmp_path, shots=99)
+
+
+def test_a_limit_draws_a_sample_that_a_larger_one_holds(tmp_path):
+    few, more, other = (task("arc", tmp_path, limit=n, shots=0, seed=s).item_keys() for n, s in ((4, 0), (9, 0), (9, 1)))
+    assert few == more[:4] and few != ["0", "1", "2", "3"] and more != other
+
+
+def test_scores_are_lm_evals(tmp_path):
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    arc = task("arc", tmp_path, limit=8, shots=0)
+    factories = {"32-bit": base_factory(arc.context.model), "raw": factory(arc.context.model, "raw"), "kivi2": factory(arc.context.model, "kivi2")}
+    records = arc.run_batch(arc.item_keys(), factories, lambda n: None)
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(p) + "\n" for p in arc.problems.values()))
+    config = {
+        "task": "plain", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(tmp_path)}, "test_split": "test",
+        "doc_to_text": "{{prompt}}", "num_fewshot": 0, "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }  # fmt: skip
+    arc.context.model.set_attn_implementation("sdpa")
+    plain = HFLM(arc.context.model, tokenizer=arc.context.tokenizer, device="cpu")
+    out = lm_eval.simple_evaluate(model=plain, tasks=[config], bootstrap_iters=0)
+    want = {str(s["doc"]["id"]): (int(s["acc"]), int(s["acc_norm"])) for s in out["samples"]["plain"]}
+    for name in ("raw", "32-bit"):
+        assert {k: (r[name]["right"], r[name]["right_norm"]) for k, r in records.items()} == want
+    summary = arc.summary({k: r["raw"] for k, r in records.items()}, {k: r["32-bit"] for k, r in records.items()})
+    assert summary["problems"] == 8 and summary["same_answer"] == 1.0 and summary["accuracy"] == sum(a for a, _ in want.values()) / 8
+    assert summary["accuracy_norm"] == sum(n for _, n in want.values()) / 8
+
+
+@pytest.mark.parametrize("name", ["arc", "mmlu", "gsm8k"])
+def test_answers_do_not_depend_on_the_batch(tmp_path, name):
+    t = task(name, tmp_path, shots=1, limit=5)
+    factories = {"32-bit": base_factory(t.context.model), "int4": factory(t.context.model, "int4")}
+    together = t.run_batch(t.item_keys(), factories, lambda n: None)
+    assert together == {key: t.run(key, factories, lambda n: None) for key in t.item_keys()}
+
+
+@pytest.mark.parametrize(("written", "right"), [("It is 4.\n#### 4\n\nQuestion: #### 5", 1), ("#### 1,004", 0), ("4", 0), ("Question: #### 4", 0)])
+def test_the_number_after_the_mark_is_the_answer(tmp_path, monkeypatch, written, right):
+    gsm = task("gsm8k", tmp_path, shots=1)
+    tokens = gsm.context.tokenizer(written)["input_ids"]
+    monkeypatch.setattr(gsm.context.tokenizer.__class__, "decode", lambda self, ids, **k: "".join(self.convert_ids_to_tokens(ids)))
+    monkeypatch.setattr(questions, "generate", lambda *a: [tokens])
+    assert gsm.run("3", {"32-bit": base_factory(gsm.context.model)}, lambda n: None)["32-bit"]["right"] == right
+
+
+def test_the_backend_takes_one_more_argument_and_refuses_padded_batches():
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    lm = KvbitsLM(model, scheme="kivi4", tokenizer=tokenizer)
+    made = []
+    real = lm.factory.make
+    object.__setattr__(lm.factory, "make", lambda *a: made.append(real(*a)) or made[-1])
+    import torch
+
+    ids = torch.randint(3, 60, (1, 400))
+    logits = lm._model_call(ids)
+    assert logits.shape == (1, 400, model.config.vocab_size) and made[0].store.seq_lens == [400]
+    assert made[0].store.bytes_by_kind()["codes"] > 0  # most tokens were read from closed pages
+    exact = model(ids).logits
+    assert 1e-6 < (logits - exact).abs().mean() < 0.3
+    with pytest.raises(SpecError, match="batch_size=4"):
+        KvbitsLM(model, scheme="kivi4", tokenizer=tokenizer, batch_size=4)

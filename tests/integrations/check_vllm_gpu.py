@@ -1,0 +1,140 @@
+"""vLLM on a GPU with kvbits' pages: full graphs against eager, decoding against prefill, chunks, prefix hits, speculation. Run by hand, one dtype a process.
+
+    python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered
+
+The model is small and random, so the distances are noise of quantization, to be compared with those of bf16 (0.009 between decoding and prefill) and fp8 on the same
+machine. What must hold is checked; every line is printed as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+LIMITS = {"bf16": 0.02, "kvbits_int8": 0.08, "kvbits_int8_centered": 0.08, "fp8": 0.4}
+"""Mean distance between log-probabilities of decoding and prefill; 0.8 where not named."""
+
+
+def saved_model(path: Path, head_dim: int) -> Path:
+    """Three layers of 8 query and 2 kv heads with random bfloat16 weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=head_dim, vocab_size=1000,
+        max_position_embeddings=8192, initializer_range=0.05, bos_token_id=1, eos_token_id=2, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def engine(path: Path, dtype: str, **options: Any) -> Any:
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_seqs": 16, "max_num_batched_tokens": 768, "seed": 0,
+        "gpu_memory_utilization": 0.2, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+    }  # fmt: skip
+    return LLM(model=str(path), kv_cache_dtype="auto" if dtype == "bf16" else dtype, **(settings | options))
+
+
+def close(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    torch.accelerator.empty_cache()
+
+
+def generate(llm: Any, prompts: list[list[int]], n: int, **more: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False, logprobs=0, **more)
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+def tokens_of(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def logprobs_of(output: Any) -> torch.Tensor:
+    return torch.tensor([d[t].logprob for d, t in zip(output.outputs[0].logprobs, tokens_of(output), strict=True)])
+
+
+def distance(a: list[Any], b: list[Any]) -> tuple[float, float]:
+    """Mean distance of log-probabilities while tokens agree, and the share of tokens that do."""
+    found, same, total = [], 0, 0
+    for x, y in zip(a, b, strict=True):
+        n = next((i for i, (s, t) in enumerate(zip(tokens_of(x), tokens_of(y), strict=True)) if s != t), len(tokens_of(x)))
+        found.append((logprobs_of(x)[:n] - logprobs_of(y)[:n]).abs())
+        same, total = same + n, total + len(tokens_of(x))
+    return torch.cat(found).mean().item(), same / total
+
+
+def against_prefill(llm: Any, prompts: list[list[int]], outputs: list[Any]) -> float:
+    """Mean distance of the log-probabilities that decoding gave and those that prefilling the same tokens gives."""
+    found = []
+    again = generate(llm, [p + tokens_of(o) for p, o in zip(prompts, outputs, strict=True)], 1, prompt_logprobs=0)
+    for prompt, output, whole in zip(prompts, outputs, again, strict=True):
+        tokens = tokens_of(output)
+        mine = torch.tensor([whole.prompt_logprobs[len(prompt) + i][t].logprob for i, t in enumerate(tokens)])
+        found.append((mine - logprobs_of(output)).abs())
+    return torch.cat(found).mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kv-cache-dtype", required=True)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=80)
+    parser.add_argument("--only", nargs="*", default=["graphs", "eager", "speculation", "compiled"])
+    args = parser.parse_args()
+    dtype = args.kv_cache_dtype
+    path = saved_model(Path(tempfile.mkdtemp()), args.head_dim)
+    g = torch.Generator().manual_seed(1)
+    lengths = (1, 5, 63, 64, 65, 127, 128, 300, 700, 767, 768, 769, 1500, 2000, 17, 1000)
+    prompts = [torch.randint(3, 1000, (n,), generator=g).tolist() for n in lengths]
+
+    def say(**found: Any) -> None:
+        print(json.dumps({"kv_cache_dtype": dtype, "head_dim": args.head_dim} | found), flush=True)
+
+    llm = engine(path, dtype)
+    first = generate(llm, prompts, args.tokens)
+    assert all(torch.isfinite(logprobs_of(o)).all() for o in first), "NaN"
+    apart = against_prefill(llm, prompts, first)
+    again = generate(llm, prompts, args.tokens)
+    hits = sum(o.num_cached_tokens for o in again)
+    far, same = distance(first, again)
+    say(check="decode against prefill", mean_distance=round(apart, 4))
+    say(check="again, from the prefix cache", cached_tokens=hits, mean_distance=round(far, 4), same_tokens=round(same, 3))
+    close(llm)
+    assert hits > 5000, "no prefix hits"
+    assert apart < LIMITS.get(dtype, 0.8), "decoding reads other numbers than prefill"
+    others: dict[str, dict[str, Any]] = {
+        "eager": {"enforce_eager": True, "compilation_config": {"mode": 0}},
+        "speculation": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}},
+        "compiled": {"compilation_config": {}},
+    }
+    for name, options in others.items():
+        if name not in args.only:
+            continue
+        llm = engine(path, dtype, **options)
+        far, same = distance(first, generate(llm, prompts, args.tokens))
+        say(check=f"graphs against {name}", mean_distance=round(far, 4), same_tokens=round(same, 3))
+        close(llm)
+        assert far < LIMITS.get(dtype, 0.8), f"graphs and {name} differ"
+    say(passed=True)
+
+
+if __name__ == "__main__":
+    main()

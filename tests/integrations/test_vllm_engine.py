@@ -1,0 +1,296 @@
+"""vLLM itself, its official wheel on a CPU, with the reference ops behind the same backend: against Transformers with the same scheme, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+import random
+
+import pytest
+import torch
+
+if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
+    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
+
+import tiny
+from integrations import vllm_cpu
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config
+
+from kvbits import schemes
+from kvbits.errors import UnsupportedError
+from kvbits.integrations.huggingface import KVCache
+from kvbits.integrations.vllm.formats import FORMATS
+from kvbits.ops import dispatch
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+vllm_cpu.install()
+VOCABULARY = len(tiny.ALPHABET)
+
+
+def random_ids(n: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def mistral(window: int):
+    torch.manual_seed(1)
+    config = MistralConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
+        initializer_range=0.15, sliding_window=window, max_position_embeddings=4096,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def gemma2():
+    torch.manual_seed(2)
+    config = Gemma2Config(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
+        initializer_range=0.15, sliding_window=100, max_position_embeddings=4096, query_pre_attn_scalar=64, attn_logit_softcapping=20.0,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def plain_llama():
+    found = tiny.model()
+    config = type(found.config)(**{**found.config.to_dict(), "attention_bias": False})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+MODELS = {"llama": tiny.model, "llama_plain": plain_llama, "mistral": lambda: mistral(100), "gemma2": gemma2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    made = {}
+
+    def get(name: str):
+        if name not in made:
+            found = MODELS[name]()
+            made[name] = found, vllm_cpu.save(found, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def reference_ops(monkeypatch):
+    monkeypatch.setitem(dispatch.BACKENDS, "attend_pages", ("reference",))
+
+
+@pytest.fixture
+def engine(model):
+    """Engines by model, dtype and options; the last one goes before the next one comes."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    started = []
+
+    def start(name: str, dtype: str, **options):
+        started.append(vllm_cpu.engine(model(name)[1], dtype, **options))
+        return started[-1]
+
+    yield start
+    for llm in started:
+        llm.llm_engine.engine_core.shutdown()
+    started.clear()
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def generate(llm, prompts, max_tokens=24):
+    """(tokens, their log-probabilities, cached prompt tokens) of each prompt."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [read(o) for o in outputs]
+
+
+def read(output):
+    tokens = list(output.outputs[0].token_ids)
+    return tokens, torch.tensor([d[t].logprob for d, t in zip(output.outputs[0].logprobs, tokens, strict=True)]), output.num_cached_tokens
+
+
+def transformers_logprobs(model, scheme, prompt, tokens, chunks=()):
+    """Log-probabilities of `tokens` after `prompt`, which is fed in parts of these lengths, and the largest of each step."""
+    cache = None if scheme is None else KVCache.for_model(model, scheme, backend="reference")
+    ids = torch.tensor([prompt + tokens])
+    parts = [*chunks] if chunks else [len(prompt)]
+    assert sum(parts) == len(prompt)
+    parts += [1] * (len(tokens) - 1)
+    found, at = [], 0
+    with torch.no_grad():
+        if cache is None:
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        else:
+            for n in parts:
+                found.append(model(ids[:, at : at + n], past_key_values=cache, attention_mask=torch.ones(1, at + n, dtype=torch.long)).logits[0, -1])
+                at += n
+            logits = torch.stack(found[-len(tokens) :])
+    logprobs = logits.float().log_softmax(-1)
+    return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)], logprobs.max(-1).values
+
+
+def check(model, scheme, prompt, result, chunks=()):
+    """Equal but for the odd code that rounding in another order moves by one: a small part of what quantization costs."""
+    tokens, logprobs, _ = result
+    want, best = transformers_logprobs(model, scheme, prompt, tokens, chunks)
+    exact, _ = transformers_logprobs(model, None, prompt, tokens)
+    bound = 1e-4 + 0.05 * (want - exact).abs().mean().item()
+    assert (logprobs - want).abs().mean() < bound
+    assert (best - want).mean() < bound, "not the most likely tokens"
+
+
+def scheme_of(dtype: str, head_dim: int = 64):
+    return schemes.fitted(FORMATS[dtype].scheme, head_dim)
+
+
+@pytest.mark.parametrize("dtype", [name for name, f in FORMATS.items() if not f.rotated])
+def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, dtype):
+    """Also over page borders while decoding, and again where the prompts are found in the prefix cache."""
+    name = "llama" if FORMATS[dtype].key_bias else "llama_plain"
+    llm = engine(name, dtype)
+    prompts = [random_ids(n, n) for n in (2, 50, 63, 64, 65, 130, 200)]
+    for prompt, result in zip(prompts, generate(llm, prompts), strict=True):
+        check(model(name)[0], scheme_of(dtype), prompt, result)
+        assert result[2] == 0
+    for prompt, result in zip(prompts, generate(llm, prompts), strict=True):
+        cached = (len(prompt) - 1) // 64 * 64
+        assert result[2] == cached
+        check(model(name)[0], scheme_of(dtype), prompt, result, chunks=[n for n in (cached, len(prompt) - cached) if n])
+
+
+@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", "kvbits_int4_rotated"])
+def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, dtype):
+    llm = engine("llama", dtype, max_num_batched_tokens=48, enable_prefix_caching=False)
+    for length in (49, 96, 130, 300):
+        prompt = random_ids(length, length)
+        result = generate(llm, [prompt])[0]
+        chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])
+        if FORMATS[dtype].rotated:
+            check_near(model("llama")[0], prompt, result, 0.6)
+        else:
+            check(model("llama")[0], scheme_of(dtype), prompt, result, chunks)
+
+
+def check_near(model, prompt, result, mean):
+    """Against the model without any quantization."""
+    want, _ = transformers_logprobs(model, None, prompt, result[0])
+    assert (result[1] - want).abs().mean() < mean
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_sliding_windows_and_soft_caps(model, engine, name):
+    llm = engine(name, "kvbits_int8_centered", max_num_batched_tokens=96, enable_prefix_caching=False)
+    for length in (90, 150, 400):
+        prompt = random_ids(length, length)
+        chunks = [96] * (length // 96) + ([length % 96] if length % 96 else [])
+        check(model(name)[0], scheme_of("kvbits_int8_centered"), prompt, generate(llm, [prompt])[0], chunks)
+
+
+def test_raw_pages_are_the_model_itself(model, engine):
+    llm = engine("llama", "auto", attention_backend="CUSTOM", max_num_batched_tokens=48)
+    for length in (30, 64, 200):
+        prompt = random_ids(length, length)
+        check(model("llama")[0], None, prompt, generate(llm, [prompt])[0])
+
+
+def test_a_tiny_pool_preempts_and_recomputes(model, engine):
+    llm = engine("llama", "kvbits_int8_centered", num_gpu_blocks_override=9, max_num_seqs=6, max_model_len=512)
+    prompts = [random_ids(n, n) for n in (60, 61, 62, 100, 120, 30)]
+    preempted = 0
+    for prompt, result in zip(prompts, generate(llm, prompts, 80), strict=True):
+        assert len(result[0]) == 80
+        check_near(model("llama")[0], prompt, result, 0.05)
+    preempted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+    assert preempted > 0
+
+
+def test_aborted_requests_leave_the_others_alone(model, engine):
+    from vllm import SamplingParams
+
+    llm = engine("llama", "kvbits_int8_centered", max_num_batched_tokens=64)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
+    prompts = {str(n): random_ids(20 * n + 7, n) for n in range(1, 9)}
+    core, done = llm.llm_engine, {}
+    for name, prompt in prompts.items():
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+    aborted = iter(["3", "8", "1"])
+    for step in range(200):
+        for output in core.step():
+            if output.finished:
+                done[output.request_id] = output
+        if step in (2, 5, 9):
+            core.abort_request([next(aborted)])
+        if not core.has_unfinished_requests():
+            break
+    assert set(prompts) - set(done) <= {"1", "3", "8"}
+    for name, output in done.items():
+        if name not in ("1", "3", "8"):
+            check_near(model("llama")[0], prompts[name], read(output), 0.05)
+
+
+@pytest.mark.parametrize("dtype", ["kvbits_int8", "kvbits_int4_rotated"])
+def test_random_requests(model, engine, dtype):
+    """Shared prefixes, any lengths, a small pool: all at once."""
+    rng = random.Random(0)
+    stems = [random_ids(n, n) for n in (64, 128, 200)]
+    prompts = [rng.choice(stems)[: rng.randint(1, 200)] + random_ids(rng.randint(1, 150), i) for i in range(60)]
+    llm = engine("llama", dtype, num_gpu_blocks_override=24, max_num_batched_tokens=100, max_model_len=512)
+    results = generate(llm, prompts, 12)
+    assert sum(r[2] for r in results) > 0
+    distances = []
+    for prompt, result in zip(prompts, results, strict=True):
+        want, _ = transformers_logprobs(model("llama")[0], None, prompt, result[0])
+        distances.append((result[1] - want).abs())
+    assert torch.cat(distances).mean() < (0.05 if dtype == "kvbits_int8" else 0.6)
+
+
+def test_speculation_gives_the_same_tokens(model, engine):
+    prompts = [(random_ids(7, 1) * 30)[:n] for n in (40, 63, 150)]
+    plain = generate(engine("llama", "kvbits_int8_centered"), prompts, 40)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    drafted = generate(engine("llama", "kvbits_int8_centered", speculative_config=ngram), prompts, 40)
+    for prompt, a, b in zip(prompts, plain, drafted, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a[0], b[0], strict=True)) if x != y), len(a[0]))
+        torch.testing.assert_close(a[1][:same], b[1][:same], atol=0.05, rtol=0)
+        check_near(model("llama")[0], prompt, b, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"attention_backend": "FLASH_ATTN"}, "leave --attention-backend away"),
+        ({"block_size": 128}, "leave --block-size away"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_start(engine, options, match):
+    with pytest.raises(ValueError, match=match):
+        engine("llama", "kvbits_int8", **options)
+
+
+def test_int4_is_refused_where_keys_have_a_bias(model, engine):
+    config = Qwen2Config(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    MODELS["qwen2"] = lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with pytest.raises(UnsupportedError, match="use kvbits_int8_centered or kvbits_int4_rotated"):
+        engine("qwen2", "kvbits_int4")
+
+
+def test_attention_sinks_and_alibi_are_refused():
+    from kvbits.integrations.vllm.impl import KVBitsImpl
+
+    with pytest.raises(UnsupportedError, match="sinks"):
+        KVBitsImpl(4, 64, 1.0, 2, sinks=torch.zeros(4))
+    with pytest.raises(UnsupportedError, match="ALiBi"):
+        KVBitsImpl(4, 64, 1.0, 2, alibi_slopes=[1.0])
+
+
+def test_formats_are_presets_stored_token_by_token():
+    for form in FORMATS.values():
+        assert form.scheme.token_local
+        assert dataclasses.asdict(form.scheme)["residual_length"] == 0

@@ -1,0 +1,95 @@
+"""Merging partial results on a GPU, and its kernel run on a CPU, against the reference."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvbits.ops.cuda import merge
+from kvbits.ops.cuda.attend import dense
+from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.reference.merge import merge_partials
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+needs_compiler = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
+
+
+@pytest.fixture(params=[pytest.param("cpu", id="emulated", marks=needs_compiler), pytest.param("cuda", id="gpu", marks=needs_gpu)])
+def device(request, tmp_path, monkeypatch):
+    if request.param == "cpu":
+        here = Path(__file__).parent / "emulated"
+        for path in (here / "ptx.cuh", here / "block.cpp"):
+            (tmp_path / path.name).write_text(path.read_text())
+        text = (Path(merge.__file__).parent / "merge.cu").read_text()
+        assert 'extern "C" __global__' in text
+        (tmp_path / "kernel.h").write_text(text.replace('extern "C" __global__', ""))
+
+        def load(head_dim, dtype, device_index):
+            macros = merge.defines(head_dim, dtype) | {"KERNEL": "merge_partials", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
+            (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
+            library = tmp_path / f"merge{len(list(tmp_path.glob('*.so')))}.so"
+            options = ["-std=c++17", "-O1", "-w", "-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC", f"-I{tmp_path}"]
+            subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(library)], check=True)
+            return SimpleNamespace(launch=lambda grid, threads, args, stream: ctypes.CDLL(str(library)).launch(ctypes.byref(args), grid))
+
+        monkeypatch.setattr(merge, "_load", load)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", merge.TYPES, ids=str)
+@pytest.mark.parametrize("head_dim, parts", [(128, 2), (64, 3), (80, 8), (256, 11)])
+def test_it_is_the_reference(device, dtype, head_dim, parts):
+    gen = torch.Generator().manual_seed(parts)
+    outs = [torch.randn(2, 5, 3, head_dim, generator=gen).to(dtype) for _ in range(parts)]
+    lses = [10 * torch.randn(2, 5, 3, generator=gen) for _ in range(parts)]
+    lses[0][0, 1], lses[1][1, 2, 0] = -torch.inf, -torch.inf
+    for m in lses:
+        m[1, 4] = -torch.inf  # a row that saw nothing
+    outs[0][0, 1] = torch.nan  # not read
+    outs[1] = outs[1].transpose(1, 2).contiguous().transpose(1, 2)
+    lses[1] = lses[1].transpose(1, 2).contiguous().transpose(1, 2)
+    want, want_lse = merge_partials([o.double() for o in outs], [m.double() for m in lses])
+    out, lse = merge.merge_partials([o.to(device) for o in outs], [m.to(device) for m in lses])
+    assert out.dtype == dtype and out.is_contiguous()
+    torch.testing.assert_close(out.cpu().double(), want, rtol=2**-7 if dtype == torch.bfloat16 else 2**-10, atol=4e-3 if parts > merge.MOST_PARTS else 1e-4)
+    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_it_compiles_without_spills():
+    if why := cuda_compile.missing():
+        pytest.skip(why)
+    resources = cuda_compile.compile_source(Path(merge.__file__).parent, "merge.cu", merge.defines(128, torch.bfloat16), "sm_90").resources("merge_partials")
+    assert resources.spill_bytes == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2047, 2048, 5000, 32768, 70_000])
+def test_slices_are_powers_of_two_and_a_rest(rows):
+    slices = list(dense._slices(rows))
+    assert [a for a, _ in slices] == [0, *(b for _, b in slices[:-1])] and slices[-1][1] == rows
+    sizes = [b - a for a, b in slices]
+    assert all(n & (n - 1) == 0 for n in sizes if n >= dense.CUDNN_ROWS) and sum(n < dense.CUDNN_ROWS for n in sizes) <= 1
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "causal, tokens, rows", [(True, 2048, 2048), (True, 4099, 4099), (False, 512, 7000), (False, 2048, 4096), (False, 300, 5000), (True, 100, 700)]
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+def test_dense_attention_is_float64s(causal, tokens, rows, head_dim):
+    gen = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, head_dim, generator=gen, device="cuda").bfloat16() for n, h in ((tokens, 8), (rows, 2), (rows, 2)))
+    out, lse = dense.attention(q, k, v, head_dim**-0.5, causal)
+    scores = torch.einsum("bthd,bshd->bths", q[:, -64:].double(), k.double().repeat_interleave(4, 2)) * head_dim**-0.5
+    if causal:
+        scores = scores.masked_fill((torch.arange(rows, device="cuda") > torch.arange(rows - 64, rows, device="cuda")[:, None])[None, :, None], -torch.inf)
+    want = torch.einsum("bths,bshd->bthd", scores.softmax(-1), v.double().repeat_interleave(4, 2))
+    assert (out[:, -64:].double() - want).norm() / want.norm() < 8e-3
+    torch.testing.assert_close(lse[:, -64:].double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
