@@ -306,3 +306,32 @@ def test_numbers_that_cannot_be_stored_are_reported(gpu):
     ours.free(0)
     ours.reset()
     feed(ours, tokens(3))
+
+
+def test_replays_report_numbers_that_cannot_be_stored(gpu):
+    ours, _ = both("int8", 1, max_tokens=400, batch_size=1)
+    tokens = Tokens(1, 9)
+    feed(ours, tokens(40))
+    ours.expect_tokens()
+    feed(ours, tokens(1))
+    assert ours.decoding is not None and ours.max_tokens == 400
+    layers = tokens(1)
+    layers[1][2][0, 0, 0, 3] = float("inf")
+
+    def replayed(layers):
+        ours.count_replays(1)
+        gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        feed(ours, layers)
+        gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    replayed(layers)
+    with pytest.raises(DataError, match=r"values of layer 1 held NaN or infinity"):
+        for _ in range(120):
+            replayed(tokens(1))
+    left, taken = ours.decoding.steps_left, ours.decoding.steps_taken
+    with pytest.raises(DataError):
+        for _ in range(20):
+            ours.count_replays(1)
+    assert ours.decoding.steps_left - left == taken - ours.decoding.steps_taken
+    ours.reset()
+    feed(ours, tokens(3))

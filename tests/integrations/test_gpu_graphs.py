@@ -190,10 +190,10 @@ def test_a_forward_pass_that_waits_is_refused_and_the_cache_stays(model):
 
 def test_what_a_graph_held_is_given_back(model):
     cache, held = fixed(model), []
-    for _ in range(3):  # the first takes workspaces that stay
+    for _ in range(4):
         with graphed(model, cache):
             generate(model, prompts([100]), cache, 20)
         cache.reset()
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated())
-    assert held[2] - held[0] < 4 << 20
+    assert held[3] - held[1] < 1 << 20, held

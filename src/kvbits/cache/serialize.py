@@ -3,7 +3,7 @@
     tensor  g<group>.<pool>          uint8 [pages in use, layers, kv heads, head_bytes], in order of page id
     tensor  static.<layer>.<name>    float32, calibrated parameters, where the scheme has them
     tensor  crc32                    uint8 [4], little-endian, over the metadata and all tensors before it
-    metadata "kvbits"                one JSON object: versions, the spec, page lists (indices into the tensors), capacities
+    metadata "kvbits"                one JSON object: versions, the spec, page lists (indices into the tensors), capacities, whose weights filled it
 
 The header is written by hand (it is 8 bytes of length, JSON, then the data), so that pages stream from the pool to the file and back without a second
 copy of the cache in memory, and so that equal caches give equal files. Slots that no sequence shows of pages that fill token by token are written as zeros:

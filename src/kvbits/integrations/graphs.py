@@ -198,8 +198,8 @@ class GraphDecoder:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: libraries keep a workspace for every stream that they have seen."""
     return torch.cuda.Stream(device)
 
 
@@ -212,8 +212,10 @@ class CapturedWork:
 
     def __init__(self, work: Callable[[], Any], device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(self._graph, stream=_side_stream(device), capture_error_mode="thread_local"):
-            self.output = work()  # other threads may use the GPU meanwhile
+        caller = torch.cuda.stream(torch.cuda.current_stream(device))  # set again: torch.cuda.graph leaves its own stream set when capturing fails
+        captured = torch.cuda.graph(self._graph, stream=_capture_stream(device), capture_error_mode="thread_local")  # other threads may use the GPU meanwhile
+        with caller, captured:
+            self.output = work()
 
     def replay(self) -> None:
         self._graph.replay()

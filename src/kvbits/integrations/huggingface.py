@@ -37,9 +37,22 @@ _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
 
+_NOT_COMPILED = (
+    "a KVCache inside torch.compile: its pages are planned in Python, which no compiler can follow; call the model without torch.compile "
+    "(model.generate of torch.compile(model) does), and use kvbits.graphed(model, cache) for decoding without Python's cost"
+)
+
+
+@torch.compiler.disable(reason=_NOT_COMPILED)
+def _refuse_compiler() -> NoReturn:
+    """The compiler breaks its graph before this call, so that the error reaches the caller when the graph runs."""
+    raise UnsupportedError(_NOT_COMPILED)
+
+
 class KVLayer(CacheLayerMixin):
     """One layer of a `KVCache`: counts tokens; the bytes are the cache's."""
 
+    is_compileable = False
     is_croppable = True
     supports_early_init = False
 
@@ -64,6 +77,8 @@ class KVLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Hand keys and values [B, H, T, D] on to the attention function."""
+        if torch.compiler.is_compiling():
+            _refuse_compiler()
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
@@ -71,6 +86,8 @@ class KVLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if torch.compiler.is_compiling():  # a model asks before its first layer
+            _refuse_compiler()
         if self.sliding_window is None:
             return self.seen + query_length, 0
         return min(self.seen, self.sliding_window - 1) + query_length, max(self.seen - self.sliding_window + 1, 0)
