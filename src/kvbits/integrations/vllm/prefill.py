@@ -51,7 +51,8 @@ def scratch_for(layout: PageLayout, dtype: torch.dtype, device: torch.device, ma
 
 @functools.lru_cache(maxsize=64)
 def _scratch(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Scratch:
-    return Scratch(*(torch.empty(rows, num_kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"))
+    # FlashAttention-3 reads values in tiles, past the end of a row's keys: weights of 0 there, which numbers that are not finite would turn to NaN.
+    return Scratch(*(torch.zeros(rows, num_kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"))
 
 
 @dataclass(frozen=True)
