@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The vLLM plugin against vLLM's official wheel on a CPU: an environment of its own (0.9 GB, 2 minutes the first time), then its tests (4 minutes on 2 cores).
+# The vLLM plugin against vLLM's official wheel on a CPU: an environment of its own (0.9 GB, 2 minutes the first time), then its tests (5 to 8 minutes on 2 cores).
 # usage: tests/integrations/run_vllm_cpu.sh [ENVIRONMENT], from a checkout whose Python has torch, transformers and pytest (make setup)
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from ...errors import UnsupportedError
 from ...ops.append import cuda as append_cuda
 from ...ops.append import reference as append_reference
+from ...ops.dequantize_pages import cuda as dequantize_cuda
 from ...spec import PageLayout
 from . import formats
 from .prefill import Scratch, scratch_for
@@ -82,6 +83,7 @@ class KVBitsImpl(AttentionImpl):  # type: ignore[type-arg]
         self._device = device
         if device.type == "cuda":
             append_cuda.prepare(layout, dtype, device)
+            dequantize_cuda.prepare(layout, dtype, device)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         turn = page_turn(self.head_size) if self.call.layout.is_centered else None
