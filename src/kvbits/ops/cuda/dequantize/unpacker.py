@@ -72,6 +72,11 @@ def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLay
         return driver.Kernel(binary, "dequantize_pages", tile_bytes(layout))
 
 
+def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and load what an `Unpacker` of such pages launches, so that the first one does not wait for it."""
+    _load(layout, dtype, device.index, None)
+
+
 class Unpacker:
     """Pages of one store, ready to be unpacked for every layer of the group; launches only.
 
