@@ -112,7 +112,7 @@ def main() -> None:
             else:
                 cache = packed(model, scheme, batch, context)
             r = decode(model, cache, batch, context, scheme == "stock")
-            on_device = None if scheme == "stock" else cache.store._decode is not None
+            on_device = None if scheme == "stock" else cache.store.decoding is not None
             found.append({"scheme": scheme, "mode": "eager", "batch": batch, "context": context, "on_device": on_device, **r})
             print(
                 f"{batch} x {context} {scheme:14s} {r['ms_per_token']:6.2f} ms a token, watched: median {r['median_ms']:.2f}, slowest {r['slowest_ms']:.2f}, "
