@@ -420,7 +420,8 @@ def _writers(
     stores: LayerStores, state: GroupState, names: list[str], attention: paged_attention.PagedAttention, dtype: torch.dtype, moved: _Moved, status: torch.Tensor
 ) -> list[close_cuda.DecodeStep | _StoreStep]:  # fmt: skip
     """What stores the token of each layer, whose pages attention is told of."""
-    g, found = state.group, []
+    g = state.group
+    found: list[close_cuda.DecodeStep | _StoreStep] = []
     for i, layer in enumerate(g.layers):
         of_pool = {name: stores.of_layer(layer, name) for name in names}
         packed = of_pool.get("closed", of_pool["tail"])

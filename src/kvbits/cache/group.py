@@ -131,7 +131,7 @@ class GroupState:
             if cut.pages:
                 closed += len(cut.pages)
                 low = [n + min(more, len(cut.pages)) for n, more in zip(low, cut.num_low, strict=True)]
-            if fresh := cut.tail.count - cut.tail.waiting:
+            if fresh := cut.tail.num_tokens - cut.tail.waiting:
                 room = size - s.tail_lengths[-1] if s.tail else 0
                 tail += max(0, -((room - fresh) // size))
                 tail += room > 0 and self._is_shared("tail", s.tail[-1])
@@ -149,7 +149,7 @@ class GroupState:
                 self._own(s.sink, 0, "sink", step)
             else:
                 s.sink.append(self._allocate("sink", step))
-            step.writes.append(Write("sink", cut.row, s.sink[0], sinks.start, sinks.fresh, sinks.count))
+            step.writes.append(Write("sink", cut.row, s.sink[0], sinks.start, sinks.fresh, sinks.num_tokens))
         for i, page in enumerate(cut.pages):
             page_id = self._allocate("closed", step)
             low: list[tuple[str, int]] = []
@@ -161,13 +161,13 @@ class GroupState:
             source = (cut.sources[i],) if page.waiting else ()
             step.closes.append(Close(cut.row, page_id, source, page.waiting, page.fresh, page.start, tuple(low)))
             s.closed.append(page_id)
-            s.closed_lengths.append(page.count)
+            s.closed_lengths.append(page.num_tokens)
             self._closed_tables = None
         self._write_tail(cut, step)
 
     def _write_tail(self, cut: Cut, step: Step) -> None:
         s, size = self.sequences[cut.row], self.group.page_size
-        fresh, end = cut.tail.fresh, cut.tail.fresh + cut.tail.count - cut.tail.waiting
+        fresh, end = cut.tail.fresh, cut.tail.fresh + cut.tail.num_tokens - cut.tail.waiting
         while fresh < end:
             if s.tail and s.tail_lengths[-1] < size:
                 self._own(s.tail, -1, "tail", step)

@@ -249,7 +249,7 @@ class PagedCache:
             self._passes.fail()
             raise
         self._passes.leave(layer, f)
-        return out if lse is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
+        return out if sink_logits is None or lse is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
 
     # -- decoding on the device -------------------------------------------------------------------------------------
 

@@ -14,18 +14,18 @@ class Run(NamedTuple):
 
     Attributes:
         start: position of the first token.
-        count: tokens, the waiting ones included.
+        num_tokens: the waiting ones included.
     """
 
     start: int
     waiting: int
     fresh: int
-    count: int
+    num_tokens: int
 
     def cut(self, n: int) -> tuple[Run, Run]:
         """The first n tokens, and the rest."""
         waiting = n if n < self.waiting else self.waiting
-        return Run(self.start, waiting, self.fresh, n), Run(self.start + n, self.waiting - waiting, self.fresh + n - waiting, self.count - n)
+        return Run(self.start, waiting, self.fresh, n), Run(self.start + n, self.waiting - waiting, self.fresh + n - waiting, self.num_tokens - n)
 
 
 class Cut(NamedTuple):
