@@ -138,6 +138,10 @@ class Passes:
             raise
         for step, (_, allocators) in zip(steps, before, strict=True):
             step.reused = [(pool, i) for pool, i in step.taken if i < allocators[pool].capacity and allocators[pool].count(i)]
+            for pool in ("sink", "tail"):  # the last of those that shared a page writes where others, which let go of it in this step, had tokens
+                if shared := allocators[pool].shared():
+                    taken = {i for name, i in step.taken if name == pool}
+                    step.reused += [(pool, i) for i in sorted({w.page_id for w in step.writes if w.pool == pool} & shared - taken)]
         return lengths, steps, before
 
     def _restore(self, before: list[Snapshot]) -> None:

@@ -82,11 +82,18 @@ class Write:
 
 @dataclass
 class Step:
-    """What every layer of the group does for one forward pass."""
+    """What every layer of the group does for one forward pass.
+
+    Attributes:
+        copies: (pool, from id, to id).
+        history: what queries read.
+        taken: (pool, id) of every page the step allocates.
+        reused: (pool, id) of pages that held something before the step and are written over: of those taken, and of pages that were shared.
+    """
 
     closes: list[Close] = field(default_factory=list)
-    copies: list[tuple[str, int, int]] = field(default_factory=list)  # (pool, from id, to id)
+    copies: list[tuple[str, int, int]] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     history: dict[Zone, PageTable] = field(default_factory=dict)
-    taken: list[tuple[str, int]] = field(default_factory=list)  # (pool, id) of every page the step allocates
-    reused: list[tuple[str, int]] = field(default_factory=list)  # those that held something before it
+    taken: list[tuple[str, int]] = field(default_factory=list)
+    reused: list[tuple[str, int]] = field(default_factory=list)
