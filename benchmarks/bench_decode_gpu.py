@@ -127,9 +127,9 @@ def bench_preset(name: str, batch: int, q_heads: int, tokens: int, product: Any)
         cache.crop(tokens - 4 + short - (scheme.page_size if short > 0 else 0))
     q = decode_a_little(cache, q_heads, layers)
     found: dict[str, Any] = {"layers": layers}
-    decode = cache._decode
+    decode = cache.decoding
     if decode is None:  # a scheme that the host leads: the plan of a step, made once
-        found["led_by"] = next(iter(cache._decode_refusals.values()))
+        found["led_by"] = cache.led_by_host
         return found | host_led(cache, q, scheme, layers, repeat)
     (group,) = decode.groups
     run = group.attention.run
@@ -254,7 +254,7 @@ def bench_steps(args: argparse.Namespace) -> dict[str, Any]:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             row = {
-                "scheme": name, "batch": batch, "tokens": tokens, "layers": layers, "on_device": cache._decode is not None, "python_ms": python,
+                "scheme": name, "batch": batch, "tokens": tokens, "layers": layers, "on_device": cache.decoding is not None, "python_ms": python,
                 "begin_and_update_ms": statistics.median(begins), "median_step_ms": statistics.median(walls), "slowest_step_ms": max(walls),
                 "waits_for_gpu": waits,
             }  # fmt: skip

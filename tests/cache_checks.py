@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from dense_model import DenseCache, dense_attention
 
+from kvbits.cache import tables
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.ops.types import PageTable
 
@@ -19,7 +20,7 @@ class Pair:
 
     def __init__(self, cache: PagedCache, *, group: int = 2, softcap: float | None = None, attend: bool = True) -> None:
         self.cache = cache
-        self.model = DenseCache(cache.spec, cache.static, fixed=cache._capacity[0] is not None)
+        self.model = DenseCache(cache.spec, cache.static, fixed=cache.max_tokens is not None)
         self.group, self.softcap, self.attend = group, softcap, attend
         self.dtype = getattr(torch, cache.spec.raw_dtype)
 
@@ -63,7 +64,7 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
     """`dequantize` gives the model's values: raw tokens exactly, closed pages as quantized once, whatever a window released missing in front."""
     assert cache.seq_lens == model.seq_lens
     for layer, geometry in enumerate(cache.spec.layers):
-        g = cache._where[layer][0].group
+        g = cache._stores.places[layer][0].group
         for row in range(cache.batch_size):
             want_k, want_v = model.rows[row][layer].values()
             k, v = cache.dequantize(layer, row, torch.float64)
@@ -79,14 +80,14 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
             assert torch.equal(k, want_k[length - held :])
             assert torch.equal(v, want_v[length - held :])
             state = cache.groups[g].sequences[row]
-            place = cache._where[layer][0]
+            place = cache._stores.places[layer][0]
             pages = model.rows[row][layer].closed
             for i, page in enumerate(reversed(pages[len(pages) - len(state.closed) :]), 1):
-                assert torch.equal(cache._store(place, "closed").page(state.closed[-i]), page.pages[0]), "the bytes of a closed page changed"
+                assert torch.equal(cache._stores.store(place, "closed").page(state.closed[-i]), page.pages[0]), "the bytes of a closed page changed"
                 planes = [(f"low{tier}", x[-i]) for tier, x in enumerate(state.low)][::-1]
                 assert [x is not None for _, x in planes] == [n < page.planes for n in range(len(planes))], "a page is not in its zone"
                 for (pool, page_id), stored in zip(planes, page.pages[1:], strict=True):
-                    assert page_id is None or torch.equal(cache._low_store(place, pool).page(page_id), stored), "the bytes of a low plane changed"
+                    assert page_id is None or torch.equal(cache._stores.low_store(place, pool).page(page_id), stored), "the bytes of a low plane changed"
 
 
 def _as_lists(tables: dict[Any, PageTable]) -> dict[Any, list[Any]]:
@@ -96,7 +97,7 @@ def _as_lists(tables: dict[Any, PageTable]) -> dict[Any, list[Any]]:
 def check_books(cache: PagedCache) -> None:
     """Every page is counted by exactly the sequences that hold it, kept tables say what is there, and every byte is in one kind."""
     for g in cache.groups:
-        assert g._closed_tables is None or _as_lists(g._closed_tables) == _as_lists(g._tables_of_closed())
+        assert g._closed_tables is None or _as_lists(g._closed_tables) == _as_lists(tables.of_closed(g.sequences, len(g.group.tiers)))
         for name, pool in g.pools.items():
             held = Counter(page for s in g.sequences for page in s.pages()[name])
             allocator = pool.allocator
@@ -125,6 +126,11 @@ def poison_free_pages(cache: PagedCache) -> None:
         for pool in g.pools.values():
             for page_id in pool.allocator._free:
                 pool.block(page_id).fill_(0xFF)
+
+
+def drop_pass(cache: PagedCache) -> None:
+    """End a pass that no layer went through and leave its tokens there: page ids without bytes."""
+    cache._passes.forward = None
 
 
 def picture(cache: PagedCache) -> object:

@@ -133,7 +133,7 @@ def run(ours, theirs, tokens, steps, start=0, limit=2e-2):
     for i in range(steps):
         layers = tokens(1)
         got, want = feed(ours, layers), feed(theirs, layers)
-        assert ((got - want).norm() / want.norm()).item() < limit, (start + i, ours._decode is not None)
+        assert ((got - want).norm() / want.norm()).item() < limit, (start + i, ours.decoding is not None)
 
 
 SINKS = schemes.get("int4", num_sink_tokens=3, residual_length=20)
@@ -149,7 +149,7 @@ def test_pages_are_those_of_the_host(scheme, fixed, gpu):
     prompt = tokens(250)
     feed(ours, prompt), feed(theirs, prompt)
     run(ours, theirs, tokens, 75)
-    assert ours._decode is not None and ours._decode.steps_taken > 10
+    assert ours.decoding is not None and ours.decoding.steps_taken > 10
     assert any("paged attention by cuda" in op for op in ours.explain()["ops"])
     same_pages(ours, theirs)
     run(ours, theirs, tokens, 5)  # and on
@@ -162,7 +162,7 @@ def test_a_cache_that_is_let_go_gives_its_pages_back_at_once(gpu):
     feed(ours, tokens(10))
     for _ in range(3):
         feed(ours, tokens(1))
-    assert ours._decode is not None
+    assert ours.decoding is not None
     pages = weakref.ref(ours.held_groups[0].pools["tail"].slabs[0])
     gc.disable()
     try:
@@ -184,7 +184,7 @@ def test_ragged_prompts_padding_and_windows(gpu):
         got, want = feed(ours, layers, real), feed(theirs, layers, real)
         assert not got[:, ~real[:, 0]].any()
         assert ((got - want).norm() / want.norm()).item() < 2e-2
-    assert ours._decode is not None
+    assert ours.decoding is not None
     assert ours.seq_lens == theirs.seq_lens
     same = [(s.length, s.tail_lengths) for s in ours.groups[0].sequences]
     assert same == [(s.length, s.tail_lengths) for s in theirs.groups[0].sequences]
@@ -198,9 +198,9 @@ def test_other_operations_take_the_pages_back(gpu):
     chunk = tokens(7)
     for change in (lambda c: c.crop([100, 90]), lambda c: c.select([1, 0]), lambda c: c.select([0, 0]), lambda c: feed(c, chunk), lambda c: c.free(1)):
         run(ours, theirs, tokens, 12)
-        assert ours._decode is not None
+        assert ours.decoding is not None
         change(ours), change(theirs)
-        assert ours._decode is None
+        assert ours.decoding is None
         same_pages(ours, theirs)
     run(ours, theirs, tokens, 12)
     same_pages(ours, theirs)
@@ -215,7 +215,7 @@ def test_a_shared_raw_page_is_copied_before_it_is_written(gpu):
         c.fork(0)
     tokens.batch = 2
     run(ours, theirs, tokens, 40)
-    assert ours._decode is not None
+    assert ours.decoding is not None
     same_pages(ours, theirs)
 
 
@@ -234,7 +234,7 @@ def test_a_pass_that_fails_is_taken_back(reach, gpu):
         if ours.in_pass:
             ours.abandon()
         run(ours, theirs, tokens, 1)
-    assert ours._decode is not None
+    assert ours.decoding is not None
     same_pages(ours, theirs)
 
 
@@ -265,11 +265,11 @@ def test_a_cache_that_is_watched_is_led_by_the_host_and_says_so(gpu):
     feed(ours, tokens(100))
     for _ in range(4):
         feed(ours, tokens(1))
-    assert ours._decode is not None and not ours.explain()["notes"]
+    assert ours.decoding is not None and not ours.explain()["notes"]
     ours.watching = True
     for _ in range(9):
         feed(ours, tokens(1))
-    assert ours._decode is None and ours.mass(0)[0]
+    assert ours.decoding is None and ours.mass(0)[0]
     assert ours.explain()["notes"] == ["single tokens are led by the host: the attention of pages is watched"]
 
 
@@ -283,7 +283,7 @@ def test_replays_are_counted_before_they_run(gpu):
         feed(ours, tokens(1))
     with pytest.raises(PoolFullError, match="larger max_tokens"):
         ours.count_replays(10_000)
-    left = ours._decode.steps_left
+    left = ours.decoding.steps_left
     ours.count_replays(left)
     with pytest.raises(PoolFullError):
         ours.count_replays(1)
@@ -295,10 +295,10 @@ def test_numbers_that_cannot_be_stored_are_reported(gpu):
     feed(ours, tokens(40))
     for _ in range(4):
         feed(ours, tokens(1))
-    assert ours._decode is not None
+    assert ours.decoding is not None
     bad = tokens(1)
     bad[1][1][0, 0, 0, 3] = float("nan")
-    gpu.setattr("kvbits.cache.paged_cache.require_finite", lambda *_: None)  # on a GPU single tokens are not asked
+    gpu.setattr("kvbits.cache.inputs.require_finite", lambda *_: None)  # on a GPU single tokens are not asked
     feed(ours, bad)
     with pytest.raises(DataError, match=r"keys of layer 1 held NaN or infinity"):
         for _ in range(120):

@@ -118,6 +118,26 @@ def test_a_bad_number_in_a_later_layer_takes_the_pass_back(count):
     assert all(torch.equal(a, b) for a, b in zip(forward(cache, more), forward(clean, more), strict=True))
 
 
+@pytest.mark.parametrize(
+    "changes, lengths", [({}, [50, 45]), ({}, [45, 50]), ({"num_sink_tokens": 8}, [7, 5]), ({"residual_length": 0}, [64, 45])],
+    ids=["copied", "last", "sinks", "closed"],
+)  # fmt: skip
+def test_what_the_last_sharer_of_a_page_writes_is_taken_back_for_the_others(changes, lengths):
+    cache, clean = make(**changes), make(**changes)
+    for c in (cache, clean):
+        forward(c, tokens_of(1, max(lengths), 0))
+        c.fork(0)
+        c.crop(lengths)
+    bad = tokens_of(2, 2, 1)
+    bad[2][1][0, -1, 0, 0] = float("nan")
+    with pytest.raises(DataError, match="keys of layer 2 holds nan"):
+        forward(cache, bad)
+    assert_same(cache, clean, [0, 1])
+    check_books(cache)
+    more = tokens_of(2, 40, 2)
+    assert all(torch.equal(a, b) for a, b in zip(forward(cache, more), forward(clean, more), strict=True))
+
+
 def test_an_interrupted_pass_can_be_abandoned():
     cache, clean = make(), make()
     for c in (cache, clean):

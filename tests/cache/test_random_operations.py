@@ -299,14 +299,14 @@ class CacheMachine(RuleBasedStateMachine):
             cache.keep_past()
             self.model.keep_past()
         before = books(cache)
-        real, count = cache._store, itertools.count(1)
+        real, count = cache._stores.store, itertools.count(1)
 
         def breaking(place, pool):
             if how == "broken" and next(count) == calls:
                 raise KeyboardInterrupt
             return real(place, pool)
 
-        cache._store = breaking
+        cache._stores.store = breaking
         try:
             for i in range(layer + 1):
                 g = cache.spec.layers[i]
@@ -321,7 +321,7 @@ class CacheMachine(RuleBasedStateMachine):
         except (PoolFullError, DataError, KeyboardInterrupt) as error:
             assert how == {DataError: "nan", KeyboardInterrupt: "broken"}.get(type(error), how)
         finally:
-            del cache._store
+            del cache._stores.store
         assert not cache.in_pass
         assert books(cache) == before
         if keep_past:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from cache_checks import Pair, check_books, check_values, picture, poison_free_pages
+from cache_checks import Pair, check_books, check_values, drop_pass, picture, poison_free_pages
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -336,7 +336,7 @@ def test_a_swapped_sequence_may_enter_several_rows_and_an_equal_cache():
     other.begin(2, 1, valid)
     other.reset()
     other.begin(2, 1, torch.zeros(2, 1, dtype=torch.bool))
-    other._forward = None
+    drop_pass(other)
     other.swap_in(0, swapped)
     other.swap_in(1, swapped)
     for layer in range(3):
@@ -361,7 +361,7 @@ def test_refused_swaps_change_nothing_and_say_why():
 def _into_other(swapped):
     other = PagedCache(small_spec("int8"), backend="reference")
     other.begin(1, 1, torch.zeros(1, 1, dtype=torch.bool))
-    other._forward = None
+    drop_pass(other)
     other.swap_in(0, swapped)
 
 

@@ -74,6 +74,21 @@ def test_the_order_test_sees_a_violation(tmp_path, monkeypatch):
     assert imported_parts(bad) == {"cache"}
 
 
+def siblings(path: Path) -> set[str]:
+    """Modules of the same folder that a file imports, for types or for real."""
+    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom) and n.level == 1]
+    names = {name for n in nodes for name in ([n.module.split(".")[0]] if n.module else [a.name for a in n.names])}
+    return {name for name in names if (path.parent / f"{name}.py").exists()}
+
+
+def test_the_modules_of_the_cache_form_no_circle():
+    left = {path.stem: siblings(path) for path in (ROOT / "cache").glob("*.py")}
+    assert left["paged_cache"] > {"group", "passes", "serialize", "swap"}
+    while free := {name for name, needs in left.items() if not needs & left.keys()}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert not left, f"a circle among {', '.join(sorted(left))}"
+
+
 def loaded_by(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(' '.join(m for m in ('torch', 'transformers', 'numpy', 'safetensors', 'triton') if m in sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT.parent), "PATH": ""})

@@ -80,7 +80,7 @@ def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
     for step in range(140):
         layers = random_tokens(5, 1, gen)
         torch.cuda.set_sync_debug_mode(
-            "error" if step > 10 and (fixed or step % 128 not in range(2, 8)) and ours._decode and ours._decode.steps_left > 1 else "default"
+            "error" if step > 10 and (fixed or step % 128 not in range(2, 8)) and ours.decoding and ours.decoding.steps_left > 1 else "default"
         )
         try:
             got = feed(ours, layers)
@@ -88,7 +88,7 @@ def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
             torch.cuda.set_sync_debug_mode("default")
         want = feed(theirs, layers)
         assert ((got - want).norm() / want.norm()).item() < 2e-2, step
-    assert ours._decode is not None, ours._decode_refusals
+    assert ours.decoding is not None, ours.led_by_host
     assert ours.seq_lens == theirs.seq_lens
     for layer in range(LAYERS):
         for row in range(5):
@@ -159,7 +159,7 @@ def test_tokens_of_the_kernel_just_ahead_are_never_read_early(scheme):
         cache.step(0, q, k, v, scaling=4.0)
     keys = torch.randn(64, *k.shape, generator=gen, device="cuda").bfloat16()
     values = torch.randn(64, *v.shape, generator=gen, device="cuda").bfloat16()
-    decode = cache._decode
+    decode = cache.decoding
     (group,) = decode.groups
     state = group.numbers.clone()
 

@@ -60,5 +60,9 @@ class Allocator:
         new._counts, new._free = self._counts[:], self._free[:]
         return new
 
+    def shared(self) -> set[int]:
+        """Ids that are held more than once."""
+        return {i for i, n in enumerate(self._counts) if n > 1} if max(self._counts, default=0) > 1 else set()
+
     def count(self, page_id: int) -> int:
         return self._counts[page_id]

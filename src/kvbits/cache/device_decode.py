@@ -10,9 +10,10 @@ attention. Nothing is uploaded, nothing waits, so a step can be captured in a CU
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,9 @@ from ..ops.cuda.runtime import compile as cuda_compile
 from ..ops.cuda.runtime import driver
 from ..ops.cuda.side import with_aligned_rows
 from ..ops.types import PageStore, kvquant_extras
-from .state import GroupState, Sequence
-
-if TYPE_CHECKING:
-    from .paged_cache import PagedCache
+from .group import GroupState
+from .layer_stores import LayerStores
+from .sequence import Sequence
 
 DEVICE = "cuda"
 AHEAD = 128
@@ -64,24 +64,24 @@ def load_advance(device_index: int) -> driver.Kernel:
         return driver.Kernel(cuda_compile.compile_source(folder, "advance.cu", {"THREADS": THREADS}, arch), "advance")
 
 
-def refuses(cache: PagedCache, num_q_heads: int, dtype: torch.dtype) -> str | None:
-    """Why a cache cannot decode on the device, whatever its sequences hold, or None."""
-    if cache.device.type != DEVICE:
-        return f"the pages are on {cache.device.type}"
-    if cache.backend not in ("auto", "cuda"):
-        return f"backend={cache.backend!r} was asked for"
-    if cache.has_head_overrides:
+def refuses(stores: LayerStores, backend: str, num_q_heads: int, dtype: torch.dtype) -> str | None:
+    """Why a cache that was built for `backend` cannot decode on the device, whatever its sequences hold, or None."""
+    if stores.device.type != DEVICE:
+        return f"the pages are on {stores.device.type}"
+    if backend not in ("auto", "cuda"):
+        return f"backend={backend!r} was asked for"
+    if stores.has_head_overrides:
         return "kv heads of a layer are stored in different ways"
-    if any(g.group.tiers for g in cache.held_groups):
+    if any(g.group.tiers for g in stores.groups):
         return "zones are followed on the host"
-    for state in cache.held_groups:
+    for state in stores.groups:
         g = state.group
         layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.fills_pages]
         if kvquant_extras(g.layouts["closed"]):
             return "pages of KVQuant's formats are closed from the host"
-        if why := device_plan.refuses(layouts, num_q_heads, dtype, 1, cache.device):
+        if why := device_plan.refuses(layouts, num_q_heads, dtype, 1, stores.device):
             return why
-        if not g.fills_pages and (why := close_cuda.refuses_on(g.layouts["closed"], dtype, cache.device)):
+        if not g.fills_pages and (why := close_cuda.refuses_on(g.layouts["closed"], dtype, stores.device)):
             return why
         if g.raw_dtype != str(dtype).removeprefix("torch."):
             return f"raw pages are {g.raw_dtype}, queries {dtype}"
@@ -148,17 +148,17 @@ class _Group:
 
 
 class DeviceDecode:
-    """A cache that decodes on the device. Made by `enter`; knows nothing of the cache itself, whose pages a cycle would keep alive."""
+    """A cache that decodes on the device. Made by `enter`; knows nothing of the cache itself, which a cycle would keep alive with its pages."""
 
-    def __init__(self, cache: PagedCache, steps: int, groups: list[_Group], key: tuple[Any, ...]) -> None:
+    def __init__(self, stores: LayerStores, steps: int, groups: list[_Group], key: tuple[Any, ...]) -> None:
         self.steps_left, self.groups, self.key = steps, groups, key
-        self._device, self._scheme = cache.device, cache.spec.scheme.name
+        self._device, self._scheme = stores.device, stores.spec.scheme.name
         self.steps_taken = 0
         self.of_layer: dict[int, tuple[_Group, int]] = {}
         for g in groups:
             for i, layer in enumerate(g.state.group.layers):
                 self.of_layer[layer] = (g, i)
-        self._advance = load_advance(-1 if cache.device.index is None else cache.device.index)
+        self._advance = load_advance(-1 if stores.device.index is None else stores.device.index)
         self._statuses = [g.status for g in groups]
         self._status = Later()
         self._valid: torch.Tensor | None = None
@@ -278,29 +278,35 @@ def _settle(state: GroupState, s: Sequence, row: _Row, numbers: np.ndarray) -> N
     state.release_invisible(s)
 
 
-def enter(cache: PagedCache, num_q_heads: int, dtype: torch.dtype, scaling: float, softcap: float | None) -> DeviceDecode | str:
-    """Assign pages ahead and put what decoding needs on the device; or why the sequences, as they are, cannot be decoded there."""
-    for state in cache.held_groups:
+def enter(
+    stores: LayerStores, plan: Callable[..., paged_attention.PagedAttention], num_q_heads: int, dtype: torch.dtype, scaling: float, softcap: float | None
+) -> DeviceDecode | str:
+    """Assign pages ahead and put what decoding needs on the device; or why the sequences, as they are, cannot be decoded there.
+
+    Args:
+        plan: makes (or has) the plan for layouts, most pages of each, num_q_heads, dtype, scaling, sliding window and softcap.
+    """
+    for state in stores.groups:
         if state.keep_past:
             return "tokens are speculative"
         for s in state.sequences:
             if why := _refuses_sequence(state, s):
                 return why
-    if any(state.group.fills_pages and not state.group.is_raw and state.pools["tail"].fixed_capacity is None for state in cache.held_groups):
+    if any(state.group.fills_pages and not state.group.is_raw and state.pools["tail"].fixed_capacity is None for state in stores.groups):
         return "pages that are filled token by token lie in one piece on a GPU: build the cache with max_tokens"
-    steps = min((_steps(state) for state in cache.held_groups), default=0)
+    steps = min((_steps(state) for state in stores.groups), default=0)
     if not steps:
         return "no pages are left to assign ahead"
-    before = [state.snapshot() for state in cache.held_groups]
+    before = [state.snapshot() for state in stores.groups]
     try:
-        groups = [_enter_group(cache, state, steps, num_q_heads, dtype, scaling, softcap) for state in cache.held_groups]
+        groups = [_enter_group(stores, plan, state, steps, num_q_heads, dtype, scaling, softcap) for state in stores.groups]
     except BaseException as error:
-        for state, was in zip(cache.held_groups, before, strict=True):
-            state.restore(*was)
+        for state, was in zip(stores.groups, before, strict=True):
+            state.restore(was)
         if isinstance(error, PoolFullError):  # rings of sequences with other residual lengths
             return str(error)
         raise
-    return DeviceDecode(cache, steps, groups, (num_q_heads, dtype, scaling, softcap))
+    return DeviceDecode(stores, steps, groups, (num_q_heads, dtype, scaling, softcap))
 
 
 def _closings(state: GroupState, s: Sequence, steps: int) -> int:
@@ -367,32 +373,79 @@ def _table(rows: list[list[int]], width: int) -> np.ndarray:
     return found
 
 
-def _enter_group(
-    cache: PagedCache, state: GroupState, steps: int, num_q_heads: int, dtype: torch.dtype, scaling: float, softcap: float | None
-) -> _Group:  # fmt: skip
-    g, device, batch = state.group, cache.device, len(state.sequences)
+def _assign(state: GroupState, steps: int) -> tuple[list[_Row], int]:
+    """Pages of every sequence for `steps` tokens more, and how many raw pages each uses in turn (0 where pages are filled token by token)."""
     for name, n in _missing(state, steps).items():
         state.pools[name].reserve(n)
     rows = [_enter_row(state, s, steps) for s in state.sequences]
-    ring = 0 if g.fills_pages else max(len(r.tail) for r in rows)
+    ring = 0 if state.group.fills_pages else max(len(r.tail) for r in rows)
     if ring and any(len(r.tail) != ring for r in rows):
         for r in rows:  # sequences that keep fewer raw tokens than others: one ring serves all
             extra = ring - len(r.tail)
             state.pools["tail"].reserve(extra)
             r.tail += _take(state, "tail", extra)
+    return rows, ring
+
+
+def _numbers(state: GroupState) -> list[np.ndarray]:
+    """int32 [FIELDS, B] of the state; then [B] each: position of the first closed token, sink tokens, newest tokens that stay raw."""
+    batch = len(state.sequences)
     numbers = np.zeros((FIELDS, batch), np.int32)
     closed_start, sinks = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
     for b, s in enumerate(state.sequences):
         numbers[:, b] = s.tail_tokens, sum(s.closed_lengths), 0, s.length - s.tail_tokens, s.length
         closed_start[b] = s.length - s.tail_tokens - numbers[CLOSED, b]
-        sinks[b] = g.num_sink_tokens if s.sink else 0
-    residual = np.array([s.residual_length for s in state.sequences], np.int32)
-    names = [name for name in PARTS if name == "tail" or (sinks.any() if name == "sink" else any(r.closed for r in rows))]
+        sinks[b] = state.group.num_sink_tokens if s.sink else 0
+    return [numbers, closed_start, sinks, np.array([s.residual_length for s in state.sequences], np.int32)]
+
+
+@dataclass
+class _Moved:
+    """What `advance.cu` writes for the launches after it, [B] rows each."""
+
+    runs: torch.Tensor
+    closings: torch.Tensor
+    query_lens: torch.Tensor
+    slots: torch.Tensor
+    previous: torch.Tensor
+
+    @classmethod
+    def empty(cls, batch: int, device: torch.device) -> _Moved:
+        runs, closings = (torch.empty(batch, n, dtype=torch.int64, device=device) for n in (5, 2))
+        slots, previous = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
+        return cls(runs, closings, torch.empty(batch, dtype=torch.int32, device=device), slots, previous)
+
+
+def _writers(
+    stores: LayerStores, state: GroupState, names: list[str], attention: paged_attention.PagedAttention, dtype: torch.dtype, moved: _Moved, status: torch.Tensor
+) -> list[close_cuda.DecodeStep | _StoreStep]:  # fmt: skip
+    """What stores the token of each layer, whose pages attention is told of."""
+    g = state.group
+    found: list[close_cuda.DecodeStep | _StoreStep] = []
+    for i, layer in enumerate(g.layers):
+        of_pool = {name: stores.of_layer(layer, name) for name in names}
+        packed = of_pool.get("closed", of_pool["tail"])
+        attention.bind(i, [of_pool[name].slabs for name in names], packed.static)
+        if g.fills_pages and not g.is_raw:
+            found.append(_StoreStep(packed, dtype, moved.slots, moved.previous, status[i]))
+        else:
+            found.append(close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status[i]))
+    return found
+
+
+def _enter_group(
+    stores: LayerStores, plan: Callable[..., paged_attention.PagedAttention], state: GroupState, steps: int, num_q_heads: int, dtype: torch.dtype,
+    scaling: float, softcap: float | None,
+) -> _Group:  # fmt: skip
+    g, device, batch = state.group, stores.device, len(state.sequences)
+    rows, ring = _assign(state, steps)
+    numbers = _numbers(state)
+    names = [name for name in PARTS if name == "tail" or (numbers[2].any() if name == "sink" else any(r.closed for r in rows))]
     pages = {"sink": [s.sink for s in state.sequences], "closed": [r.closed for r in rows], "tail": [r.tail for r in rows]}
     # Widths in steps, so that one plan serves many times.
     max_pages = {name: ring if name == "tail" and ring else 1 if name == "sink" else _rounded_up(max(map(len, pages[name]))) for name in names}
     tables = [_table([x * 2 for x in pages[n]] if n == "tail" and ring else pages[n], max_pages[n] * (2 if n == "tail" and ring else 1)) for n in names]
-    flat = [numbers, closed_start, sinks, residual, *tables]
+    flat = [*numbers, *tables]
     whole = _on_device(np.concatenate([x.ravel() for x in flat]), device)  # one upload
     parts = [x.view(y.shape) for x, y in zip(whole.split([y.size for y in flat]), flat, strict=True)]
     state_d, closed_start_d, sinks_d, residual_d = parts[:4]
@@ -400,20 +453,16 @@ def _enter_group(
     tokens = {"sink": sinks_d, "closed": state_d[CLOSED], "tail": state_d[TAIL]}
     starts = {"sink": None, "closed": closed_start_d, "tail": state_d[TAIL_START]}
     offsets = {"sink": None, "closed": None, "tail": state_d[FIRST] if ring else None}
-    attention = cache.attention_plan(
-        tuple(g.layouts[name] for name in names), tuple(max_pages.values()), batch, num_q_heads, dtype, scaling, g.geometry.sliding_window, softcap
-    )
+    layouts = tuple(g.layouts[name] for name in names)
+    attention = plan(layouts, tuple(max_pages.values()), num_q_heads, dtype, scaling, g.geometry.sliding_window, softcap)
 
-    before = torch.empty_like(state_d)
-    runs, closings = (torch.empty(batch, n, dtype=torch.int64, device=device) for n in (5, 2))
-    query_lens = torch.empty(batch, dtype=torch.int32, device=device)
-    slots, previous = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
+    before, moved = torch.empty_like(state_d), _Moved.empty(batch, device)
     args = _AdvanceArgs(
-        state=state_d.data_ptr(), before=before.data_ptr(), residual=None if g.fills_pages else residual_d.data_ptr(), runs=runs.data_ptr(),
-        closings=closings.data_ptr(), query_lens=query_lens.data_ptr(), slots=slots.data_ptr(), previous=previous.data_ptr(),
+        state=state_d.data_ptr(), before=before.data_ptr(), residual=None if g.fills_pages else residual_d.data_ptr(), runs=moved.runs.data_ptr(),
+        closings=moved.closings.data_ptr(), query_lens=moved.query_lens.data_ptr(), slots=moved.slots.data_ptr(), previous=moved.previous.data_ptr(),
         batch=batch, page_size=g.page_size, ring=ring,
     )  # fmt: skip
-    keep: list[Any] = [whole, runs, closings, slots, previous]
+    keep: list[Any] = [whole, moved]
     for name, of_pool in (("tail", args.tail), ("closed", args.closed)):
         if name not in names:
             continue
@@ -422,21 +471,12 @@ def _enter_group(
         if (offsets_of_pages := device_plan.page_offsets(slabs, device)) is not None:
             of_pool.offset = offsets_of_pages.data_ptr()
             keep.append(offsets_of_pages)
-    layers = len(g.layers)
-    status = torch.zeros(layers, append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
-    writers = []
-    for i in range(layers):
-        stores = {name: cache.store_of(g.layers[i], name) for name in names}
-        packed = stores.get("closed", stores["tail"])
-        attention.bind(i, [stores[name].slabs for name in names], packed.static)
-        fills = g.fills_pages and not g.is_raw
-        writers.append(
-            _StoreStep(packed, dtype, slots, previous, status[i]) if fills else close_cuda.DecodeStep(packed, stores["tail"], dtype, closings, runs, status[i])
-        )
-    undo = torch.empty(layers, 2, batch, g.geometry.num_kv_heads, g.geometry.head_dim, dtype=dtype, device=device)
+    status = torch.zeros(len(g.layers), append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
+    writers = _writers(stores, state, names, attention, dtype, moved, status)
+    undo = torch.empty(len(g.layers), 2, batch, g.geometry.num_kv_heads, g.geometry.head_dim, dtype=dtype, device=device)
     return _Group(
         state, rows, state_d, before, attention, args, [on_device[n] for n in names], [tokens[n] for n in names], [starts[n] for n in names],
-        [offsets[n] for n in names], query_lens, status, writers, undo, torch.full_like(closings, NOWHERE), keep,
+        [offsets[n] for n in names], moved.query_lens, status, writers, undo, torch.full_like(moved.closings, NOWHERE), keep,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ they may hold tokens of sequences freed long ago. A file appears under its name 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -20,8 +21,9 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,52 +33,53 @@ from ..files import require_file
 from ..ops.reference.dequantize import section
 from ..quant.packing import row_positions
 from ..spec import FORMATS_VERSION, CacheSpec, LowLayout, PageLayout
+from .group import GroupState
 from .pool import Pool
-from .state import GroupState, Sequence
-
-if TYPE_CHECKING:
-    from .paged_cache import PagedCache
+from .sequence import Sequence
 
 FILE_VERSION = 1
 """Version of this file layout; `FORMATS_VERSION` is that of the pages inside."""
 
 
-def save(cache: PagedCache, path: str | Path) -> None:
-    """Write the cache to `path`, whole or not at all.
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds of a cache.
+
+    Attributes:
+        static: calibrated parameters per layer; empty where the scheme has none.
+        nonfinite: what the cache does with NaN and infinity.
+        built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
+        saturated: per layer, elements of keys and values that were clamped.
+        made_for: fingerprint of the model whose keys and values these are; None if nobody said.
+        groups: page lists and pages.
+    """
+
+    spec: CacheSpec
+    static: list[dict[str, torch.Tensor]]
+    nonfinite: str
+    built_for: tuple[int | None, int | None]
+    saturated: list[dict[str, int]]
+    made_for: str | None
+    groups: list[GroupState]
+
+
+def save(contents: Contents, path: str | Path) -> None:
+    """Write a cache to `path`, whole or not at all.
 
     Raises:
         SpecError: a directory is there, or none that the file could be in.
-        CacheStateError: a pass is unfinished.
     """
-    cache._finished("save")
     path = require_file(path, "save:")
-    used = [{name: sorted({i for s in g.sequences for i in s.pages()[name]}) for name in g.pools} for g in cache.groups]
-    header: dict[str, Any] = {}
-    offset = 0
-
-    def declare(name: str, dtype: str, shape: list[int], nbytes: int) -> None:
-        nonlocal offset
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
-
-    for layer, tensors in enumerate(cache.static):
-        for name, x in sorted(tensors.items()):
-            declare(f"static.{layer}.{name}", "F32", list(x.shape), x.numel() * 4)
-    for g, (group, ids) in enumerate(zip(cache.groups, used, strict=True)):
-        for name, pool in group.pools.items():
-            declare(f"g{g}.{name}", "U8", [len(ids[name]), *_block_shape(pool)], len(ids[name]) * pool.block_bytes)
-
-    declare("crc32", "U8", [4], 4)
-    about = json.dumps(_describe(cache, used))
-    header["__metadata__"] = {"kvbits": about}
-    text = json.dumps(header, separators=(",", ":")).encode()
+    used = [{name: sorted({i for s in g.sequences for i in s.pages()[name]}) for name in g.pools} for g in contents.groups]
+    about = json.dumps(_describe(contents, used))
+    text = json.dumps(_header(contents, used, about), separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             crc = zlib.crc32(about.encode())
-            for chunk in _chunks(cache, used):
+            for chunk in _chunks(contents, used):
                 file.write(chunk)
                 crc = zlib.crc32(chunk, crc)
             file.write(crc.to_bytes(4, "little"))
@@ -91,45 +94,110 @@ def save(cache: PagedCache, path: str | Path) -> None:
         raise
 
 
-def load(path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None, grow: bool = False) -> PagedCache:
-    """The cache that `save` wrote, on `device`, with the capacity it had.
+class SavedCache:
+    """An open file that `save` wrote. First its settings, to build a cache from; then `fill` puts the pages there.
+
+    Attributes:
+        spec, nonfinite, saturated, made_for: as in `Contents`.
+        static: as in `Contents`, on the device that the file was opened for; None where the scheme needs none.
+        built_for: as in `Contents`; None each, too, in files of before 2026-11-22.
+    """
+
+    def __init__(self, about: dict[str, Any], spec: CacheSpec, file: Any, device: torch.device) -> None:
+        self._about, self._file, self.spec = about, file, spec
+        static: list[dict[str, torch.Tensor]] = [{} for _ in spec.layers]
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            if name.startswith("static."):
+                _, layer, parameter = name.split(".")
+                static[int(layer)][parameter] = file.get_tensor(name).to(device)
+        self.static = static if any(static) or spec.scheme.needs_calibration else None
+        self.nonfinite: str = about["nonfinite"]
+        self.built_for = _built_for(about)
+        self.saturated = [{"k": int(s["k"]), "v": int(s["v"])} for s in about["saturated"]]
+        self.made_for: str | None = about.get("made_for")
+        if not isinstance(self.made_for, (str, type(None))):
+            raise ValueError(f"made_for is {self.made_for!r}")
+
+    def fill(self, groups: list[GroupState], grow: bool) -> None:
+        """Put pages and page lists into the groups of a new cache, whose pools get the saved capacity, or with `grow` none.
+
+        Raises:
+            ValueError: they do not fit the spec, each other or the checksum.
+        """
+        file, about = self._file, self._about
+        crc = zlib.crc32(file.metadata()["kvbits"].encode())
+        for layer, tensors in enumerate(self.static or ()):
+            for name in sorted(tensors):
+                crc = zlib.crc32(file.get_tensor(f"static.{layer}.{name}").numpy().tobytes(), crc)
+        for g, (group, saved) in enumerate(zip(groups, about["groups"], strict=True)):
+            group.keep_past = bool(saved["keep_past"])
+            group.resize(len(saved["sequences"]))
+            for row, s in enumerate(saved["sequences"]):
+                mass = {int(at): float(x) for at, x in s.pop("mass", {}).items()}  # JSON names are text
+                group.replace(row, Sequence(**s, mass=mass))
+            for name, pool in group.pools.items():
+                pages, capacity = file.get_slice(f"g{g}.{name}"), saved["capacity"][name]
+                _check_pages(pool, pages, capacity, g)
+                group.pools[name] = pool = Pool(group.group, name, None if grow else capacity, pool.device)
+                crc = _fill_pool(pool, pages, crc)
+            _check(group, {name: file.get_slice(f"g{g}.{name}").get_shape()[0] for name in group.pools})
+            _hold(group)
+        if len({tuple(s.length for s in g.sequences) for g in groups}) != 1:
+            raise ValueError("layers disagree about the sequences' lengths")
+        if (stated := int.from_bytes(file.get_tensor("crc32").numpy().tobytes(), "little")) != crc:
+            raise ValueError(f"its CRC-32 is {crc:#010x}, but the file says {stated:#010x}")
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, device: torch.device | str, spec: CacheSpec | None = None) -> Iterator[SavedCache]:
+    """The file that `save` wrote, while a cache is built from it.
 
     Args:
-        grow: without that capacity: the cache grows.
+        device: of the calibrated parameters.
         spec: what the caller expects; a file of another spec is refused. None takes what the file says.
 
     Raises:
-        FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message says which.
+        FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec, also if only the cache that is being built
+            finds that; the message says which.
     """
-    from .paged_cache import PagedCache
-
     path = Path(path)
     if not path.is_file():
         raise FileFormatError(f"no saved cache at {path}")
     try:
         with safe_open(path, framework="pt") as file:
             about = _read_about(path, file.metadata())
-            saved = _read_spec(path, about, spec)
-            static: list[dict[str, torch.Tensor]] = [{} for _ in saved.layers]
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                if name.startswith("static."):
-                    _, layer, parameter = name.split(".")
-                    static[int(layer)][parameter] = file.get_tensor(name).to(device)
-            calibrated = static if any(static) or saved.scheme.needs_calibration else None
-            cache = PagedCache(saved, device=device, static=calibrated, nonfinite=about["nonfinite"], backend=backend)
-            _fill(cache, about, file, grow)
+            yield SavedCache(about, _read_spec(path, about, spec), file, torch.device(device))
     except FileFormatError:
         raise
     except SafetensorError as error:
         raise FileFormatError(f"{path} is truncated, corrupt or not a safetensors file ({error}); save the cache again") from error
     except (SpecError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise FileFormatError(f"{path} is a kvbits cache file with contents that cannot be ({type(error).__name__}: {error}); save the cache again") from error
-    return cache
 
 
-def _describe(cache: PagedCache, used: list[dict[str, list[int]]]) -> dict[str, Any]:
+def _header(contents: Contents, used: list[dict[str, list[int]]], about: str) -> dict[str, Any]:
+    """The safetensors header: name, dtype, shape and place of each tensor, in the order of `_chunks`."""
+    header: dict[str, Any] = {}
+    offset = 0
+
+    def declare(name: str, dtype: str, shape: list[int], nbytes: int) -> None:
+        nonlocal offset
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+
+    for layer, tensors in enumerate(contents.static):
+        for name, x in sorted(tensors.items()):
+            declare(f"static.{layer}.{name}", "F32", list(x.shape), x.numel() * 4)
+    for g, (group, ids) in enumerate(zip(contents.groups, used, strict=True)):
+        for name, pool in group.pools.items():
+            declare(f"g{g}.{name}", "U8", [len(ids[name]), *_block_shape(pool)], len(ids[name]) * pool.block_bytes)
+    declare("crc32", "U8", [4], 4)
+    return header | {"__metadata__": {"kvbits": about}}
+
+
+def _describe(contents: Contents, used: list[dict[str, list[int]]]) -> dict[str, Any]:
     groups = []
-    for g, ids in zip(cache.groups, used, strict=True):
+    for g, ids in zip(contents.groups, used, strict=True):
         index = {name: {page_id: i for i, page_id in enumerate(ids[name])} for name in g.pools}
         sequences = []
         for s in g.sequences:
@@ -141,21 +209,21 @@ def _describe(cache: PagedCache, used: list[dict[str, list[int]]]) -> dict[str, 
     return {
         "file_version": FILE_VERSION,
         "formats_version": FORMATS_VERSION,
-        "spec": json.loads(cache.spec.to_json()),
-        "nonfinite": cache.nonfinite,
-        "built_for": list(cache._capacity),
-        **({} if cache.made_for is None else {"made_for": cache.made_for}),
-        "saturated": cache.saturated,
+        "spec": json.loads(contents.spec.to_json()),
+        "nonfinite": contents.nonfinite,
+        "built_for": list(contents.built_for),
+        **({} if contents.made_for is None else {"made_for": contents.made_for}),
+        "saturated": contents.saturated,
         "groups": groups,
     }
 
 
-def _chunks(cache: PagedCache, used: list[dict[str, list[int]]]) -> Iterator[bytes]:
+def _chunks(contents: Contents, used: list[dict[str, list[int]]]) -> Iterator[bytes]:
     """The data section, a page at a time."""
-    for tensors in cache.static:
+    for tensors in contents.static:
         for _, x in sorted(tensors.items()):
             yield x.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
-    for group, ids in zip(cache.groups, used, strict=True):
+    for group, ids in zip(contents.groups, used, strict=True):
         for name, pool in group.pools.items():
             shown = _shown(group, name) if name in ("sink", "tail") else {}
             for page_id in ids[name]:
@@ -215,43 +283,23 @@ def _read_spec(path: Path, about: dict[str, Any], expected: CacheSpec | None) ->
     return saved
 
 
-def _fill(cache: PagedCache, about: dict[str, Any], file: Any, grow: bool) -> None:
-    crc = zlib.crc32(file.metadata()["kvbits"].encode())
-    for layer, tensors in enumerate(cache.static):
-        for name in sorted(tensors):
-            crc = zlib.crc32(file.get_tensor(f"static.{layer}.{name}").numpy().tobytes(), crc)
-    for g, (group, saved) in enumerate(zip(cache.groups, about["groups"], strict=True)):
-        group.keep_past = bool(saved["keep_past"])
-        group.resize(len(saved["sequences"]))
-        for row, s in enumerate(saved["sequences"]):
-            mass = {int(at): float(x) for at, x in s.pop("mass", {}).items()}  # JSON names are text
-            group.replace(row, Sequence(**s, mass=mass))
-        for name, pool in group.pools.items():
-            pages = file.get_slice(f"g{g}.{name}")
-            num_pages = pages.get_shape()[0]
-            if pages.get_dtype() != "U8" or list(pages.get_shape()) != [num_pages, *_block_shape(pool)]:
-                raise ValueError(f"pages of group {g}, {name} have shape {pages.get_shape()}, the spec says {_block_shape(pool)} each")
-            capacity = saved["capacity"][name]
-            if capacity is not None and capacity < num_pages:
-                raise ValueError(f"{num_pages} pages in a {name} pool of {capacity}")
-            group.pools[name] = pool = Pool(group.group, name, None if grow else capacity, cache.device)
-            pool.reserve(num_pages)
-            for i in range(num_pages):
-                page = pages[i]
-                crc = zlib.crc32(page.numpy().tobytes(), crc)
-                pool.block(i).copy_(page)
-        _check(group, {name: file.get_slice(f"g{g}.{name}").get_shape()[0] for name in group.pools})
-        _hold(group)
-    if len({tuple(s.length for s in g.sequences) for g in cache.groups}) != 1:
-        raise ValueError("layers disagree about the sequences' lengths")
-    if (stated := int.from_bytes(file.get_tensor("crc32").numpy().tobytes(), "little")) != crc:
-        raise ValueError(f"its CRC-32 is {crc:#010x}, but the file says {stated:#010x}")
-    if not grow:
-        cache._capacity = _built_for(about)
-    cache.made_for = about.get("made_for")
-    if not isinstance(cache.made_for, (str, type(None))):
-        raise ValueError(f"made_for is {cache.made_for!r}")
-    cache.saturated = [{"k": int(s["k"]), "v": int(s["v"])} for s in about["saturated"]]
+def _check_pages(pool: Pool, pages: Any, capacity: int | None, group: int) -> None:
+    num_pages = pages.get_shape()[0]
+    if pages.get_dtype() != "U8" or list(pages.get_shape()) != [num_pages, *_block_shape(pool)]:
+        raise ValueError(f"pages of group {group}, {pool.name} have shape {pages.get_shape()}, the spec says {_block_shape(pool)} each")
+    if capacity is not None and capacity < num_pages:
+        raise ValueError(f"{num_pages} pages in a {pool.name} pool of {capacity}")
+
+
+def _fill_pool(pool: Pool, pages: Any, crc: int) -> int:
+    """Copy saved pages in, as the first ids of the pool. Returns the CRC-32 that goes on from `crc`."""
+    num_pages = pages.get_shape()[0]
+    pool.reserve(num_pages)
+    for i in range(num_pages):
+        page = pages[i]
+        crc = zlib.crc32(page.numpy().tobytes(), crc)
+        pool.block(i).copy_(page)
+    return crc
 
 
 def _built_for(about: dict[str, Any]) -> tuple[int | None, int | None]:

@@ -6,16 +6,13 @@ Pages that other sequences share are copied out, not taken from them; swapped in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import CacheStateError, DataError, PoolFullError, counted
 from ..spec import CacheSpec
-from .state import Sequence
-
-if TYPE_CHECKING:
-    from .paged_cache import PagedCache
+from .group import GroupState
+from .sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -44,49 +41,46 @@ class SwappedSequence:
         return sum(x.numel() for pools in self.pages for x in pools.values())
 
 
-def swap_out(cache: PagedCache, row: int) -> SwappedSequence:
+def swap_out(groups: list[GroupState], row: int, spec: CacheSpec, static: list[dict[str, torch.Tensor]]) -> SwappedSequence:
     """Copy a sequence to the host and free its pages."""
-    cache._finished("swap_out")
-    (row,) = cache._rows([row])
     sequences, pages = [], []
-    for g in cache.groups:
+    for g in groups:
         s = g.sequences[row].clone()
         copies = {}
         for name, ids in s.pages().items():
             pool = g.pools[name]
             shape = (len(ids), pool.num_layers, pool.layout.num_kv_heads, pool.layout.head_bytes)
-            copies[name] = torch.empty(shape, dtype=torch.uint8, pin_memory=cache.device.type == "cuda")
+            copies[name] = torch.empty(shape, dtype=torch.uint8, pin_memory=pool.device.type == "cuda")
             for i, page_id in enumerate(ids):
                 copies[name][i].copy_(pool.block(page_id))
             s.renumber(name, range(len(ids)))
         sequences.append(s)
         pages.append(copies)
-    cache.free(row)
-    return SwappedSequence(cache.spec, tuple(sequences), tuple(pages), cache.static)
+    for g in groups:
+        g.free(row)
+    return SwappedSequence(spec, tuple(sequences), tuple(pages), static)
 
 
-def swap_in(cache: PagedCache, row: int, swapped: SwappedSequence) -> None:
-    """Copy a swapped sequence into pages of an empty row.
+def swap_in(groups: list[GroupState], row: int, swapped: SwappedSequence, spec: CacheSpec, static: list[dict[str, torch.Tensor]]) -> None:
+    """Copy a swapped sequence into pages of an empty row of a cache of this spec and calibration.
 
     Raises:
-        DataError: the row does not exist, or the sequence is of another spec or calibration.
+        DataError: the sequence is of another spec or calibration.
         CacheStateError: the row holds tokens.
         PoolFullError: pages are missing. Nothing changed.
     """
-    cache._finished("swap_in")
-    (row,) = cache._rows([row])
-    if swapped.spec != cache.spec:
+    if swapped.spec != spec:
         raise DataError(
             f"the swapped sequence is of scheme {swapped.spec.scheme.name!r} for {len(swapped.spec.layers)} layers, the cache of "
-            f"{cache.spec.scheme.name!r} for {len(cache.spec.layers)}; swap it into a cache of an equal spec"
+            f"{spec.scheme.name!r} for {len(spec.layers)}; swap it into a cache of an equal spec"
         )
-    if not _equal(swapped.static, cache.static):
+    if not _equal(swapped.static, static):
         raise DataError("the swapped sequence was quantized with other calibrated scales than this cache has; build the cache with the same calibration")
-    if length := cache.seq_lens[row]:
+    if length := groups[0].sequences[row].length:
         raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; swap into an empty row, or free({row}) first")
-    undo = [g.snapshot() for g in cache.groups]
+    undo = [g.snapshot() for g in groups]
     try:
-        for g, s, copies in zip(cache.groups, swapped.sequences, swapped.pages, strict=True):
+        for g, s, copies in zip(groups, swapped.sequences, swapped.pages, strict=True):
             s = s.clone()
             g.replace(row, s)
             for name, ids in s.pages().items():
@@ -97,7 +91,8 @@ def swap_in(cache: PagedCache, row: int, swapped: SwappedSequence) -> None:
                 for page_id, page in zip(new, copies[name], strict=True):
                     pool.block(page_id).copy_(page)
     except PoolFullError:
-        cache._restore(undo)
+        for g, was in zip(groups, undo, strict=True):
+            g.restore(was)
         raise
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from ..cache import device_decode
+from ..cache import device_decode, explain
 from ..errors import CacheStateError, DataError, KvbitsError, UnsupportedError, counted
 from .huggingface import KVCache, require_loaded
 from .masks import NAME
@@ -120,7 +120,8 @@ class GraphDecoder:
         store, weight = self._store, self._weight
         if store.batch_size and tokens.shape[0] != store.batch_size:
             raise CacheStateError(
-                f"the cache holds {counted(store.batch_size, 'sequence')} but was given {tokens.shape[0]}; {store.other_batch_text(tokens.shape[0])}"
+                f"the cache holds {counted(store.batch_size, 'sequence')} but was given {tokens.shape[0]}; "
+                f"{explain.other_batch(store.batch_size, tokens.shape[0])}"
             )
         if tokens.device != weight.device:
             raise DataError(f"inputs on {tokens.device} for a model on {weight.device}; move them there")

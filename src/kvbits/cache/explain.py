@@ -1,0 +1,82 @@
+"""Facts about a cache in words and numbers, for `PagedCache.explain` and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import counted
+from ..ops.break_even import small_on_gpu
+from .group import GroupState
+
+
+def bytes_by_kind(groups: list[GroupState]) -> dict[str, int]:
+    """Allocated bytes split into codes, scales, outliers, raw, padding and free."""
+    kinds = dict.fromkeys(("codes", "scales", "outliers", "raw", "padding", "free"), 0)
+    for g in groups:
+        for pool in g.pools.values():
+            for kind, n in pool.layout.bytes_by_kind().items():
+                kinds[kind] += n * pool.num_layers * pool.allocator.num_used
+            kinds["free"] += pool.nbytes - pool.block_bytes * pool.allocator.num_used
+    return kinds
+
+
+def layer_groups(groups: list[GroupState], by_heads: bool) -> list[dict[str, Any]]:
+    """What each layer group stores, and how many pages of each pool are in use.
+
+    Args:
+        by_heads: kv heads of a layer are stored in different ways, so they are listed.
+    """
+    return [
+        {
+            "layers": list(g.group.layers),
+            "kv_heads": [list(heads) for heads in g.group.heads] if by_heads else "all",
+            "keys": repr(g.group.key),
+            "values": repr(g.group.value),
+            "sliding_window": g.group.geometry.sliding_window,
+            "pages": {name: {"used": p.allocator.num_used, "allocated": p.allocator.capacity} for name, p in g.pools.items()},
+        }
+        for g in groups
+    ]
+
+
+def too_small_for_a_gpu(groups: list[GroupState]) -> list[str]:
+    """Where a 16-bit cache would serve better on a GPU at the present size."""
+    batch, tokens = len(groups[0].sequences), max((s.length for s in groups[0].sequences), default=0)
+    if not tokens:
+        return []
+    sizes = {(min(tokens, g.group.geometry.sliding_window or tokens), g.group.geometry.num_kv_heads, g.group.geometry.head_dim) for g in groups}
+    return [note for n, heads, d in sorted(sizes) if (note := small_on_gpu(batch, n, heads, d))]
+
+
+def other_batch(held: int, batch_size: int) -> str:
+    """What to call before a pass of another batch size."""
+    n, rest = divmod(batch_size, held)
+    if rest:
+        return "use batch_select_indices() (PagedCache: select()), or reset() first"
+    return (
+        f"call batch_repeat_interleave({n}) first (PagedCache: repeat({n})) if each is to be continued in {n} ways, as num_beams={n} and "
+        f"num_return_sequences={n} do; or reset()"
+    )
+
+
+def full(built_for: tuple[int | None, int | None], groups: list[GroupState], batch_size: int, num_tokens: int, error: str) -> str:
+    """That tokens did not fit, into what, and why more capacity may not help.
+
+    Args:
+        built_for: sequences, and tokens of each, of the fixed capacity, where they are known.
+        error: of the pool that is short.
+    """
+    sequences, tokens = built_for
+    built = "a cache of fixed capacity"
+    if sequences is not None and tokens is not None:
+        built = f"a cache built for {counted(sequences, 'sequence')} of {counted(tokens, 'token')}"
+    held = [s.length for s in groups[0].sequences]
+    now = f"of {counted(max(held), 'token')}" if held else "empty"
+    text = f"{built}, now {now}, was given {batch_size} x {num_tokens} tokens more: {error}"
+    windows = sorted({w for g in groups if g.keep_past and (w := g.group.geometry.sliding_window) is not None})
+    if not windows:
+        return text
+    return (
+        f"{text}. Tokens may be taken back (keep_past, assisted decoding), so layers with a sliding window of {windows[0]} give nothing back until the next "
+        "crop; a fixed capacity has no room for that, however large max_tokens is: let the cache grow"
+    )

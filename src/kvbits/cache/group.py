@@ -1,0 +1,399 @@
+"""Which page holds which token, in one layer group: integers only.
+
+A forward pass is one `Step`, planned once for all layers of the group before any byte is written: `advance` moves the integers and says which bytes each
+layer must copy, close and write. If pages are missing the caller restores the snapshot it took. Layers then carry out the step one after the other, each in
+the order closes, copies, writes, so a page freed by a step can be handed out again within it. `Step.reused` lists those: a layer copies them first, so that
+a pass that fails in a later layer can be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import CacheStateError
+from ..ops.types import PageTable
+from ..spec import LayerGroup
+from . import tables
+from .allocator import Allocator
+from .pool import Pool
+from .sequence import Sequence
+from .step import Close, Cut, Run, Step, Write
+from .tables import Zone
+from .zones import plan
+
+MAX_SPECULATED_PAGES = 16
+"""A growing cache keeps the planes of so many pages more while tokens are speculative; a long prompt under `keep_past` demotes past them."""
+
+
+class Snapshot(NamedTuple):
+    """The integers of a group as they were: page lists, and who holds which page of each pool."""
+
+    sequences: list[Sequence]
+    allocators: dict[str, Allocator]
+
+
+class GroupState:
+    """Page lists of all sequences of one layer group."""
+
+    def __init__(self, group: LayerGroup, pools: dict[str, Pool]) -> None:
+        self.group = group
+        self.pools = pools
+        self.sequences: list[Sequence] = []
+        self.keep_past = False  # speculation: window pages and low planes stay until the next crop
+        self._closed_tables: dict[Zone, PageTable] | None = None  # of closed pages; None after any change to them
+
+    # -- forward passes ---------------------------------------------------------------------------------------------
+
+    def advance(self, counts: list[int], history_first: bool) -> Step:
+        """Append counts[b] tokens to each sequence.
+
+        Args:
+            history_first: True when the step's queries read the pages as they are before it (a chunk that attends to itself separately), False
+                when they read them after it (one token, already written).
+
+        Raises:
+            PoolFullError: pages are missing. The caller restores the snapshot it took.
+        """
+        step = Step()
+        if history_first:
+            step.history = self.tables()
+        cuts = [self._make_room(row, n, history_first) for row, n in enumerate(counts) if n]
+        self._reserve(cuts)
+        for cut in cuts:
+            self._place(cut, step)
+        if not history_first:
+            step.history = self.tables()
+        return step
+
+    def uses(self, s: Sequence, n: int) -> tuple[int, int, int]:
+        """(sink tokens, closings, tail pages these consume) of n more tokens."""
+        g, tail_tokens = self.group, s.tail_tokens
+        sinks = min(n, max(0, g.num_sink_tokens - s.length))
+        waiting = tail_tokens + n - sinks - s.residual_length - 1
+        if self.keep_past and self.pools["tail"].fixed_capacity is None:
+            waiting -= min(s.speculated + n, g.page_size)  # what a token that is taken back would close stays raw
+        closings = 0 if g.fills_pages else max(0, waiting // g.page_size)
+        return sinks, closings, closings if closings * g.page_size <= tail_tokens else len(s.tail)
+
+    def _first_needed(self, s: Sequence, position: int) -> int:
+        """Oldest token that must stay for a query at `position`."""
+        return s.released if self.keep_past else self.group.first_visible(position)
+
+    def _make_room(self, row: int, n: int, history_first: bool) -> Cut:
+        """Move the length, free what n more tokens use up or push out of sight, and cut them into where they go."""
+        s, g, size = self.sequences[row], self.group, self.group.page_size
+        need = self._first_needed(s, s.length + n if history_first else s.length)
+        sinks, closings, consumed = self.uses(s, n)
+        waiting = s.tail_tokens
+        run = Run(s.length - waiting, waiting, 0, waiting + n)
+        s.length += n
+        if self.keep_past:
+            s.speculated += n
+        sources: list[int] = []
+        if consumed:
+            sources, s.tail, s.tail_lengths = s.tail[:consumed], s.tail[consumed:], s.tail_lengths[consumed:]
+            for page_id in sources:
+                self.pools["tail"].allocator.release(page_id)
+        self._release_invisible(s, need)
+        num_low = self._demote(s, closings) if closings else []
+        to_sink: Run | None = None
+        if sinks:
+            to_sink, run = run.cut(sinks)
+            if need >= g.num_sink_tokens:
+                s.released, to_sink = g.num_sink_tokens, None
+        pages: list[Run] = []
+        if closings:
+            if not s.closed and not s.sink and to_sink is None and (unseen := min(closings, max(0, (need - run.start) // size))):
+                _, run = run.cut(unseen * size)
+                sources, closings = sources[unseen:], closings - unseen
+                s.released, s.dropped = run.start, s.dropped + unseen
+            for _ in range(closings):
+                page, run = run.cut(size)
+                pages.append(page)
+        if g.fills_pages and not s.tail and not s.sink and to_sink is None and (unseen := need - run.start - run.waiting) > 0:
+            _, run = run.cut(run.waiting + unseen // size * size)
+            s.released = run.start
+        return Cut(row, to_sink, pages, sources, num_low, run)
+
+    def _reserve(self, cuts: list[Cut]) -> None:
+        """Extend growing pools once for all rows, so that a long prompt is one slab."""
+        if self.pools["closed"].fixed_capacity is not None:
+            return
+        size, sink, closed, tail = self.group.page_size, 0, 0, 0
+        low = [0] * len(self.group.tiers)
+        for cut in cuts:
+            s = self.sequences[cut.row]
+            if cut.sinks is not None:
+                sink += not s.sink or self._is_shared("sink", s.sink[0])
+            if cut.pages:
+                closed += len(cut.pages)
+                low = [n + min(more, len(cut.pages)) for n, more in zip(low, cut.num_low, strict=True)]
+            if fresh := cut.tail.num_tokens - cut.tail.waiting:
+                room = size - s.tail_lengths[-1] if s.tail else 0
+                tail += max(0, -((room - fresh) // size))
+                tail += room > 0 and self._is_shared("tail", s.tail[-1])
+        for name, n in zip(self.pools, (sink, closed, tail, *low), strict=True):
+            if n:
+                self.pools[name].reserve(n)
+
+    # -- placing ----------------------------------------------------------------------------------------------------
+
+    def _place(self, cut: Cut, step: Step) -> None:
+        """Find room for the tokens of a row and list the work of each layer."""
+        s, sinks = self.sequences[cut.row], cut.sinks
+        if sinks is not None:
+            if s.sink:
+                self._own(s.sink, 0, "sink", step)
+            else:
+                s.sink.append(self._allocate("sink", step))
+            step.writes.append(Write("sink", cut.row, s.sink[0], sinks.start, sinks.fresh, sinks.num_tokens))
+        for i, page in enumerate(cut.pages):
+            page_id = self._allocate("closed", step)
+            low: list[tuple[str, int]] = []
+            for tier in reversed(range(len(s.low))):
+                kept = i >= len(cut.pages) - cut.num_low[tier]
+                if kept:
+                    low.append((f"low{tier}", self._allocate(f"low{tier}", step)))
+                s.low[tier].append(low[-1][1] if kept else None)
+            source = (cut.sources[i],) if page.waiting else ()
+            step.closes.append(Close(cut.row, page_id, source, page.waiting, page.fresh, page.start, tuple(low)))
+            s.closed.append(page_id)
+            s.closed_lengths.append(page.num_tokens)
+            self._closed_tables = None
+        self._write_tail(cut, step)
+
+    def _write_tail(self, cut: Cut, step: Step) -> None:
+        s, size = self.sequences[cut.row], self.group.page_size
+        fresh, end = cut.tail.fresh, cut.tail.fresh + cut.tail.num_tokens - cut.tail.waiting
+        while fresh < end:
+            if s.tail and s.tail_lengths[-1] < size:
+                self._own(s.tail, -1, "tail", step)
+            else:
+                s.tail.append(self._allocate("tail", step))
+                s.tail_lengths.append(0)
+            count = min(end - fresh, size - s.tail_lengths[-1])
+            step.writes.append(Write("tail", cut.row, s.tail[-1], s.tail_lengths[-1], fresh, count, s.tail[-2] if len(s.tail) > 1 else -1))
+            s.tail_lengths[-1] += count
+            fresh += count
+
+    def _allocate(self, pool: str, step: Step) -> int:
+        self.pools[pool].reserve(1)
+        page_id = self.pools[pool].allocator.allocate()
+        step.taken.append((pool, page_id))
+        return page_id
+
+    def _own(self, ids: list[int], index: int, pool: str, step: Step) -> None:
+        """Copy on write: make the page at `index` this sequence's own."""
+        old = ids[index]
+        if self._is_shared(pool, old):
+            ids[index] = self._allocate(pool, step)
+            step.copies.append((pool, old, ids[index]))
+            self.pools[pool].allocator.release(old)
+
+    def _is_shared(self, pool: str, page_id: int) -> bool:
+        return self.pools[pool].allocator.count(page_id) > 1
+
+    # -- letting go -------------------------------------------------------------------------------------------------
+
+    def _give_back(self, pool: str, page_id: int | None) -> None:
+        if page_id is not None:
+            self.pools[pool].allocator.release(page_id)
+
+    def _release_invisible(self, s: Sequence, need: int) -> None:
+        """Free pages whose tokens all lie before position `need`."""
+        if not need:
+            return
+        if s.sink and self.group.num_sink_tokens <= need:
+            self.pools["sink"].allocator.release(s.sink.pop())
+            s.released = self.group.num_sink_tokens
+        runs: list[tuple[str, Any, list[int]]] = [("closed", s.closed, s.closed_lengths), ("tail", s.tail, s.tail_lengths)]
+        for pool, ids, lengths in runs if self.group.fills_pages else runs[:1]:
+            while ids and not s.sink and s.released + lengths[0] <= need:
+                self._give_back(pool, ids.pop(0))
+                s.released += lengths.pop(0)
+                if pool == "closed":
+                    s.dropped += 1
+                    self._closed_tables = None
+                    for i, planes in enumerate(s.low):
+                        self._give_back(f"low{i}", planes.pop(0))
+
+    def release_invisible(self, s: Sequence) -> None:
+        """Free what the newest token could not see any more."""
+        self._release_invisible(s, self._first_needed(s, s.length - 1))
+
+    # -- zones ------------------------------------------------------------------------------------------------------
+
+    def _allowed(self, s: Sequence, closings: int) -> list[int]:
+        """Planes each tier may hold after `closings` more pages. While tokens are speculative, as many more as pages closed since, so that they
+        can be taken back."""
+        if not self.keep_past:
+            return s.boundaries
+        fixed = any(p.fixed_capacity is not None for p in self.pools.values())
+        slack = min(s.closed_since + closings, self.group.SPECULATED_PAGES if fixed else MAX_SPECULATED_PAGES)
+        return [n + slack if n else 0 for n in s.boundaries]
+
+    def _mass(self, s: Sequence) -> list[float] | None:
+        """Attention of each closed page, the mean of the others where it is not known yet; None where age decides."""
+        if self.group.demote != "attention":
+            return None
+        mean = sum(s.mass.values()) / max(1, len(s.mass))
+        return [s.mass.get(at, mean) for at in s.closed_starts(self.group.num_sink_tokens)]
+
+    def observe(self, read: dict[Zone, PageTable], shares: np.ndarray) -> None:
+        """Note what share of the attention each page got.
+
+        Args:
+            read: the history that queries read in a pass now over.
+            shares: of every page of these tables in order, a mean over queries, heads and layers.
+        """
+        for s, seen in zip(self.sequences, tables.by_page(read, shares, len(self.sequences)), strict=True):
+            s.observe(seen)
+
+    def _demote(self, s: Sequence, closings: int) -> list[int]:
+        """Give back planes so that `closings` pages can close. Returns how many of these, the newest, get a plane of each tier."""
+        found = plan(s.low, self._allowed(s, closings), closings, self._mass(s))
+        for i, pages in enumerate(found.given_back):
+            for j in pages:
+                self._closed_tables = None
+                self._give_back(f"low{i}", s.low[i][j])
+                s.low[i][j] = None
+                if self.keep_past:
+                    s.lost[i] = max(s.lost[i], s.dropped + j + 1)
+        if self.keep_past:
+            s.closed_since += closings
+        return found.fresh
+
+    def set_zones(self, row: int, boundaries: list[int], residual_length: int) -> None:
+        """Other zone sizes for a sequence from now on: planes past a smaller boundary go back at once, those already given back do not return."""
+        s = self.sequences[row]
+        s.boundaries, s.residual_length = boundaries, residual_length
+        self._demote(s, 0)
+
+    def speculate(self) -> None:
+        """Keep what speculated tokens could make leave, until `settle`."""
+        self.keep_past = True
+
+    def settle(self) -> None:
+        """Speculation is over: let go of what it kept."""
+        self.keep_past = False
+        for s in self.sequences:
+            s.speculated, s.closed_since, s.lost = 0, 0, [0] * len(s.low)
+            self._demote(s, 0)
+
+    # -- whole sequences --------------------------------------------------------------------------------------------
+
+    def resize(self, batch_size: int) -> None:
+        if missing := batch_size - len(self.sequences):
+            self.sequences += [Sequence.empty(self.group) for _ in range(missing)]
+            self._closed_tables = None
+
+    def replace(self, row: int, sequence: Sequence) -> None:
+        """Put a sequence in the place of an empty one."""
+        self.sequences[row] = sequence
+        self._closed_tables = None
+
+    def select(self, rows: list[int]) -> None:
+        """Rows become copies of `rows` (repeats share pages); rows not named are freed."""
+        chosen = [self.sequences[r].clone() for r in rows]
+        for s in chosen:
+            for pool, ids in s.pages().items():
+                self.pools[pool].allocator.share(ids)
+        for s in self.sequences:
+            self._release(s)
+        self.sequences = chosen
+        self._closed_tables = None
+
+    def drop(self, row: int, starts: Iterable[int]) -> None:
+        """Give back the closed pages whose first tokens are at `starts`."""
+        s, wanted = self.sequences[row], set(starts)
+        for j, start in enumerate(s.closed_starts(self.group.num_sink_tokens)):
+            if start in wanted:
+                self._give_back("closed", s.closed[j])
+                s.closed[j] = None
+                for i, planes in enumerate(s.low):
+                    self._give_back(f"low{i}", planes[j])
+                    planes[j] = None
+                s.mass.pop(start, None)
+        self._closed_tables = None
+
+    def free(self, row: int) -> None:
+        self._release(self.sequences[row])
+        self.sequences[row] = Sequence.empty(self.group)
+        self._closed_tables = None
+
+    def _release(self, s: Sequence) -> None:
+        for pool, ids in s.pages().items():
+            for page_id in ids:
+                self.pools[pool].allocator.release(page_id)
+
+    def check_crop(self, row: int, length: int) -> None:
+        """Raises CacheStateError if the sequence cannot be cut back to `length` tokens."""
+        s = self.sequences[row]
+        if length and s.released > self.group.first_visible(length):
+            raise CacheStateError(
+                f"cannot crop sequence {row} from {s.length} to {length} tokens: layers {self.group.layers[0]}.. have a sliding window of "
+                f"{self.group.geometry.sliding_window} and released tokens before {s.released}; call keep_past() before speculating"
+            )
+        if self.keep_past and length and any(s.lost):
+            left = s.dropped + s.closed_pages_within(length)
+            for lost, boundary in zip(s.lost, s.boundaries, strict=True):
+                if left - boundary < lost <= left:
+                    raise CacheStateError(
+                        f"cannot take back sequence {row} from {s.length} to {length} tokens: page {lost - 1} left its tier while they were speculative and "
+                        "would be in it again; take back fewer tokens at once, or crop to the present length first, which ends the speculation"
+                    )
+
+    def crop(self, row: int, length: int) -> None:
+        """Keep the first `length` tokens. A closed page that is cut keeps its bytes and shows fewer tokens."""
+        s = self.sequences[row]
+        surplus = s.length - length
+        runs: list[tuple[str, Any, list[int]]] = [("tail", s.tail, s.tail_lengths), ("closed", s.closed, s.closed_lengths)]
+        for pool, ids, lengths in runs:
+            while surplus and ids:
+                cut = min(surplus, lengths[-1])
+                lengths[-1] -= cut
+                surplus -= cut
+                self._closed_tables = None
+                if not lengths[-1]:
+                    lengths.pop()
+                    self._give_back(pool, ids.pop())
+                    if pool == "closed":
+                        for i, planes in enumerate(s.low):
+                            self._give_back(f"low{i}", planes.pop())
+        s.length = length
+        s.mass = {at: x for at, x in s.mass.items() if at < length}
+        if not length:
+            self.free(row)
+        elif self.group.geometry.sliding_window is not None:
+            self._release_invisible(s, self._first_needed(s, s.length))
+
+    # -- tables -----------------------------------------------------------------------------------------------------
+
+    def tables(self) -> dict[Zone, PageTable]:
+        """Page tables of all sequences as they are now, one per zone that holds anything: closed pages by their low planes, sinks, tail."""
+        if self._closed_tables is None:
+            self._closed_tables = tables.of_closed(self.sequences, len(self.group.tiers))
+        return self._closed_tables | tables.of_open(self.sequences, self.group.num_sink_tokens)
+
+    def forget_tables(self) -> None:
+        """Page lists changed."""
+        self._closed_tables = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copying and pickling: tables carry raw addresses and are made anew."""
+        return self.__dict__ | {"_closed_tables": None}
+
+    # -- undo -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot([s.clone() for s in self.sequences], {name: p.allocator.clone() for name, p in self.pools.items()})
+
+    def restore(self, was: Snapshot) -> None:
+        """Put the integers back; slabs that pools added since stay."""
+        self.sequences, self._closed_tables = was.sequences, None
+        for name, allocator in was.allocators.items():
+            allocator.grow(self.pools[name].allocator.capacity)
+            self.pools[name].allocator = allocator

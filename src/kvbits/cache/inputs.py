@@ -1,0 +1,87 @@
+"""What a forward pass brings: shapes, dtypes and devices are checked, padding and numbers that are not finite dealt with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import DataError
+from ..quant.qparams import TORCH_DTYPES, require_finite
+from ..spec import CacheSpec
+
+MOST_CHECKED = 4096
+
+
+class InputCheck:
+    """Checks queries, keys and values of a cache; a kind of call that passed is not looked at again.
+
+    Args:
+        nonfinite: "refuse" NaN and infinity, or "clamp" them.
+    """
+
+    def __init__(self, spec: CacheSpec, device: torch.device, nonfinite: str) -> None:
+        self._spec, self._device, self._clamps = spec, device, nonfinite == "clamp"
+        self._passed: set[tuple[Any, ...]] = set()
+
+    def check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Refuse what does not fit the cache, whatever its numbers.
+
+        Raises:
+            DataError: naming the tensor, what it is and what it must be.
+        """
+        given = (layer, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+        if given in self._passed:
+            return
+        spec, device = self._spec, self._device
+        if layer not in range(len(spec.layers)):
+            raise DataError(f"layer {layer} does not exist; the cache has {len(spec.layers)} layers")
+        g = spec.layers[layer]
+        if q.ndim != 4 or not q.shape[2] or q.shape[2] % g.num_kv_heads or q.shape[3] != g.head_dim:
+            raise DataError(
+                f"queries of layer {layer} have shape {tuple(q.shape)}; they need 4 dimensions (sequences, tokens, heads, head_dim), "
+                f"heads a positive multiple of {g.num_kv_heads}, head_dim {g.head_dim}"
+            )
+        want = (q.shape[0], q.shape[1], g.num_kv_heads, g.head_dim)
+        for name, x in (("queries", q), ("keys", k), ("values", v)):
+            if name != "queries" and tuple(x.shape) != want:
+                raise DataError(f"{name} of layer {layer} have shape {tuple(x.shape)}, expected {want} = (sequences, tokens, kv heads, head_dim)")
+            if x.dtype != TORCH_DTYPES[spec.raw_dtype]:
+                raise DataError(
+                    f"{name} of layer {layer} are {x.dtype}, but the cache was built for {spec.raw_dtype}; build it again "
+                    f"(KVCache.for_model, or CacheSpec with raw_dtype={str(x.dtype)[6:]!r})"
+                )
+            if x.device.type != device.type:
+                raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {device}; build it with device={str(x.device)!r}")
+        if len(self._passed) < MOST_CHECKED:
+            self._passed.add(given)
+
+    def clean(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, T, H, D] with zeros for padding, which may hold anything, and all numbers finite.
+
+        Args:
+            valid: bool [B, T], False for padding; one of another shape is left to `Passes.begin`, which refuses it.
+
+        Raises:
+            DataError: NaN or infinity, unless they are clamped. Single tokens on a GPU are not asked, which would wait for it: there the page's closing asks.
+        """
+        if valid is not None and valid.shape == k.shape[:2]:
+            real = valid.to(k.device)[..., None, None]
+            k, v = torch.where(real, k, 0), torch.where(real, v, 0)
+        if not self._clamps and (k.shape[1] > 1 or k.device.type == "cpu"):
+            require_finite(k, f"keys of layer {layer}")
+            require_finite(v, f"values of layer {layer}")
+        return self.clamped(k, v)
+
+    def clamped(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """NaN to 0 and infinity to the largest finite value, where that was asked for. Does not wait for a GPU."""
+        return (_clamp(k), _clamp(v)) if self._clamps else (k, v)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_passed": set()}
+
+
+def _clamp(x: torch.Tensor) -> torch.Tensor:
+    finite = torch.isfinite(x)
+    top = torch.where(finite, x.abs(), 0).amax()
+    return torch.where(finite, x, torch.where(torch.isnan(x), 0, x.sign() * top))

@@ -1,0 +1,254 @@
+"""What one layer does in a forward pass: attend to its pages, write its tokens, quantize the pages that close.
+
+`Passes` plans a pass for all layers; a `LayerRunner` carries the plan out for one layer at a time, place by place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import DataError
+from ..ops import chunk_attention, dispatch
+from ..ops.merging import merge_partials
+from ..ops.reference.close import encode_side
+from ..ops.reference.dequantize import section
+from ..ops.types import AttendCall, PageStore, Part
+from ..quant.qparams import TORCH_DTYPES, require_finite
+from ..spec import Scheme
+from .layer_stores import LayerStores, Place
+from .passes import Forward
+from .step import Close
+
+OBSERVE_EVERY = 8
+"""Tokens between two looks at which pages attention uses (schemes with demote="attention")."""
+
+OBSERVED_QUERIES = 8
+"""Newest queries of a chunk that are looked at."""
+
+
+def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
+    """What one call of close_pages takes: pages of any sequences that waited whole in the tail; and, read where they lie, those one after the other in a
+    sequence's fresh tokens."""
+    runs: list[list[Close]] = []
+    waited: dict[int, list[Close]] = {}  # by the number of low planes
+    for c in closes:
+        if c.count == page_size:
+            if len(c.low) not in waited:
+                runs.append(waited.setdefault(len(c.low), []))
+            waited[len(c.low)].append(c)
+            continue
+        last = runs[-1][-1] if runs else None
+        joins = last is not None and not c.count and not last.count and c.row == last.row and c.fresh == last.fresh + page_size and len(c.low) == len(last.low)
+        runs[-1].append(c) if joins else runs.append([c])
+    return runs
+
+
+def _pages(store: PageStore, page_ids: list[int]) -> torch.Tensor:
+    """uint8 [n, H, head_bytes]: a page where it lies, or several put side by side."""
+    return store.page(page_ids[0])[None] if len(page_ids) == 1 else store.gather(np.array(page_ids, np.int64))
+
+
+def _name_the_page(x: torch.Tensor, kind: str, place: Place, run: list[Close], store: PageStore, scheme: Scheme) -> None:
+    """Refuse the first page of the pages x [n, H, page_size, D] of a run that holds NaN or infinity, or whose scales overflow."""
+    spec = store.layout.key if kind == "k" else store.layout.value
+    heads = "" if place.heads is None else f", kv heads {', '.join(map(str, place.heads))}"
+    of = f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}{heads}"
+    for c, page in zip(run, x, strict=True):
+        what = f"{of}, page of tokens {c.start} to {c.start + page.shape[1] - 1} of sequence {c.row}"
+        require_finite(page, what)
+        if spec.is_raw:
+            continue
+        try:
+            encode_side(page[None], kind, spec, store.static, np.array([c.start]))
+        except DataError as error:
+            raise DataError(
+                f"{what}: {error} ({spec.scale_dtype} ends at {torch.finfo(TORCH_DTYPES[spec.scale_dtype]).max:g}) in the specs of scheme {scheme.name!r}, "
+                f"or keep layer {place.layer} raw (an Override). Nothing was stored in this pass; crop or free sequence {c.row}, or select the others, "
+                "and they go on"
+            ) from error
+
+
+class LayerRunner:
+    """Carries the steps of forward passes out, one layer at a time.
+
+    Args:
+        backend: "auto", or force one for every op that has it.
+        saturated: of every layer, added to: elements of keys and values that were clamped to their largest code.
+
+    Attributes:
+        watching: note which pages attention uses, also for schemes that do not need it.
+        choices: who serves each kind of call.
+    """
+
+    def __init__(self, stores: LayerStores, backend: str, saturated: list[dict[str, int]]) -> None:
+        self._stores, self._groups, self._backend = stores, stores.groups, backend
+        self._saturated = saturated
+        self.watching = False
+        self.choices: dict[Any, dispatch.Choice] = {}
+
+    def step(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse float32 [B, T, Hq])."""
+        places = self._stores.places[layer]
+        if len(places) == 1:
+            return self._step(places[0], q, k, v, scaling, softcap, f)
+        out = torch.zeros_like(q, dtype=torch.float32)  # kv heads are stored in different ways
+        lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
+        group = q.shape[2] // k.shape[2]
+        for place in places:
+            heads = torch.tensor(place.heads, device=q.device)
+            q_heads = (heads[:, None] * group + torch.arange(group, device=q.device)).flatten()
+            o, m = self._step(place, q[:, :, q_heads], k[:, :, heads], v[:, :, heads], scaling, softcap, f)
+            out[:, :, q_heads], lse[:, :, q_heads] = o.float(), m
+        return out, lse
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
+        """Store the tokens k, v [B, T, H, D] of a layer without attending."""
+        for place in self._stores.places[layer]:
+            heads = slice(None) if place.heads is None else list(place.heads)
+            self._write(place, self._stores.stored_order(place, k[:, :, heads]), v[:, :, heads], f)
+
+    def _step(
+        self, place: Place, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of one place, and its pages written."""
+        call = self.call(place, scaling, softcap, f)
+        q, k = self._stores.stored_order(place, q), self._stores.stored_order(place, k)
+        observed = self._observes(place, f) and bool(call.parts)
+        if not f.history_first:
+            self._write(place, k, v, f)
+            if observed:
+                call = self._with_page_lse(call, 1, q.shape[2])
+            out, lse = self._attend(place, q, call, f)
+            if observed:
+                self._note_shares(place, call, lse, f)
+            return out, lse
+        key = ("attend_fresh", q.dtype, q.shape[3], v.shape[3], softcap is None)
+        if key not in self.choices:
+            self.choices[key] = chunk_attention.choose(q, v, softcap, self._writer)
+        out, lse = self.choices[key].run(q, k, v, f.positions, scaling, call.sliding_window, softcap)
+        if call.parts:
+            past = self._attend(place, q, call, f)
+            out, lse = merge_partials([past[0], out], [past[1], lse])
+        if observed:  # the newest queries again, in parts; what they see of the chunk itself is in lse
+            n = min(OBSERVED_QUERIES, q.shape[1])
+            call = self._with_page_lse(call, n, q.shape[2])
+            self._attend(place, q[:, -n:], call, f)
+            self._note_shares(place, call, lse[:, -n:], f)
+        self._write(place, k, v, f)
+        return out, lse
+
+    def _observes(self, place: Place, f: Forward) -> bool:
+        """Whether this pass notes which pages attention uses: every chunk, and one in `OBSERVE_EVERY` tokens."""
+        state = self._groups[place.group]
+        if not self.watching and not (state.group.tiers and state.group.demote == "attention"):
+            return False
+        return f.history_first or max(s.length for s in state.sequences) % OBSERVE_EVERY == 0
+
+    def _with_page_lse(self, call: AttendCall, num_queries: int, num_heads: int) -> AttendCall:
+        pages = sum(p.table.num_pages for p in call.parts)
+        return dataclasses.replace(call, page_lse=np.full((pages, num_queries, num_heads), -np.inf, np.float32))
+
+    def _note_shares(self, place: Place, call: AttendCall, lse: torch.Tensor, f: Forward) -> None:
+        """Share of the attention of each page of the call, mean over queries and heads."""
+        assert call.page_lse is not None
+        row = np.concatenate([np.repeat(np.arange(len(self._groups[0].sequences)), np.diff(p.table.indptr)) for p in call.parts])
+        whole = lse.float().cpu().numpy()[row]
+        with np.errstate(invalid="ignore"):
+            shares = np.where(np.isfinite(whole), np.exp(call.page_lse - whole), 0.0)
+        f.shares.setdefault(place.group, []).append(shares.mean((1, 2)))
+
+    def call(self, place: Place, scaling: float, softcap: float | None, f: Forward) -> AttendCall:
+        """What the queries of a pass read in a place."""
+        history = f.steps[place.group].history
+        parts = tuple(Part(self._stores.store(place, pool), table, self._stores.low_stores(place, planes)) for (pool, planes), table in history.items())
+        return AttendCall(parts, scaling, self._stores.spec.layers[place.layer].sliding_window, softcap)
+
+    def _attend(self, place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
+        if not call.parts:  # every token so far was padding
+            return torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+        key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], call.page_lse is not None, tuple(p.layouts for p in call.parts))
+        if key not in self.choices:
+            self.choices[key] = dispatch.choose("attend_pages", q, call, backend=self._backend)
+        choice = self.choices[key]
+        if choice.plan is None:
+            return choice.run(q, call, f.positions[:, -q.shape[1] :])
+        return self._run_planned(choice.plan, place, q, call, f)
+
+    def _run_planned(self, make: Callable[..., Any], place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with the plan that the first layer of the group made for this forward pass."""
+        asks = call.page_lse is not None
+        key = (place.group, call.scaling, call.softcap, q.shape[1:3], asks)
+        if key not in f.plans:
+            first = self._stores.places[self._groups[place.group].group.layers[0]]
+            base = self.call(next(p for p in first if p.group == place.group), call.scaling, call.softcap, f)
+            base = dataclasses.replace(base, page_lse=call.page_lse)
+            strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
+            f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides, history_only=f.history_first)
+            f.plans[key].q_positions.copy_(f.positions[:, -q.shape[1] :])
+        options: dict[str, Any] = {"page_lse": call.page_lse} if asks else {}
+        if any(p.store.static for p in call.parts):
+            options["static"] = [p.store.static for p in call.parts]
+        out, lse = f.plans[key].run(q.contiguous(), layer=place.index, **options)
+        return out.clone(), lse.clone()  # the plan's next run overwrites its own
+
+    def _write(self, place: Place, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
+        step = f.steps[place.group]
+        for pool, page_id in step.reused:
+            used = self._stores.low_store(place, pool) if pool.startswith("low") else self._stores.store(place, pool)
+            f.overwritten.append((used, page_id, used.page(page_id).clone()))
+        if step.closes:
+            rows = range(k.shape[0]) if f.valid is None else [x.nonzero().squeeze(1) for x in f.valid.to(k.device)]
+            self._close(place, [(k[b], v[b]) if f.valid is None else (k[b, i], v[b, i]) for b, i in enumerate(rows)], step.closes)
+        for pool, source, target in step.copies:
+            store = self._stores.store(place, pool)
+            store.page(target).copy_(store.page(source))
+        for pool, slots in f.slots_of(place.group).items():
+            store = self._stores.store(place, pool)
+            key = ("append", place.group, pool, k.dtype)
+            if key not in self.choices:
+                self.choices[key] = dispatch.choose("append", k, store, backend=self._writer)
+            for kind, n in self.choices[key].run(k, v, store, slots).items():
+                self._saturated[place.layer][kind] += n
+
+    @property
+    def _writer(self) -> str:
+        """Backend of the ops that write pages or attend to fresh tokens; one named for attention to pages may have none."""
+        return self._backend if self._backend == "reference" else "auto"
+
+    def _close(self, place: Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close]) -> None:
+        """Quantize the pages a step closes."""
+        size = self._stores.spec.scheme.page_size
+        tail = self._stores.store(place, "tail")
+        store = self._stores.store(place, "closed")
+        for run in _closed_at_once(closes, size):
+            c = run[0]
+            sides = []
+            waited = [section(_pages(tail, [x.tail[0] for x in run]), tail.layout, name) for name in ("k_raw", "v_raw")] if c.count else []
+            for i, x in enumerate(fresh[c.row]):
+                if c.count == size:
+                    sides.append(waited[i])
+                    continue
+                rows = x[c.fresh : c.fresh + len(run) * size - c.count].transpose(0, 1)  # [H, tokens, D]
+                if c.count:
+                    rows = torch.cat([waited[i][0, :, : c.count], rows], dim=1)
+                sides.append(rows.unflatten(1, (len(run), size)).transpose(0, 1))
+            low = [(self._stores.low_store(place, name), np.array([x.low[i][1] for x in run], np.int64)) for i, (name, _) in enumerate(c.low)]
+            key = ("close_pages", store.layout, tuple(s.layout for s, _ in low), sides[0].dtype)
+            if key not in self.choices:
+                self.choices[key] = dispatch.choose("close_pages", sides[0], store, [s for s, _ in low], backend=self._writer)
+            ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
+            try:
+                saturated = self.choices[key].run(sides[0], sides[1], store, ids, low, starts)
+            except DataError:
+                for kind, x in zip("kv", sides, strict=True):
+                    _name_the_page(x, kind, place, run, store, self._stores.spec.scheme)
+                raise
+            for kind, n in saturated.items():
+                self._saturated[place.layer][kind] += n

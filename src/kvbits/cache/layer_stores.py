@@ -1,0 +1,112 @@
+"""Where each layer is stored: which group and index its pages have, and the `PageStore` of each pool with what the layer's pages share."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..ops.reference.dequantize import dequantize_pages
+from ..ops.types import LowStore, PageStore
+from ..spec import CacheSpec
+from . import parameters
+from .group import GroupState
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer (or some of its kv heads) is stored."""
+
+    layer: int
+    group: int
+    index: int  # of the layer inside the group
+    heads: tuple[int, ...] | None  # kv heads; None for all
+
+
+class LayerStores:
+    """The pages of every layer of a cache.
+
+    Args:
+        groups: page lists and pools of the spec's layer groups, in their order.
+        static: calibrated parameters per layer.
+
+    Attributes:
+        places: of each layer: one, or several where its kv heads are stored in different ways.
+    """
+
+    def __init__(self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device) -> None:
+        self.spec, self.groups, self.device = spec, groups, device
+        self._shared = parameters.shared(spec, static, device)
+        self._orders = parameters.orders(spec, device)
+        self._turns = parameters.turns(spec, device)
+        self.places: dict[int, tuple[Place, ...]] = {}
+        for g, group in enumerate(spec.groups):
+            for i, (layer, heads) in enumerate(zip(group.layers, group.heads, strict=True)):
+                whole = len(heads) == spec.layers[layer].num_kv_heads
+                self.places[layer] = (*self.places.get(layer, ()), Place(layer, g, i, None if whole else heads))
+
+    @property
+    def has_head_overrides(self) -> bool:
+        return any(len(places) > 1 for places in self.places.values())
+
+    def store(self, place: Place, pool: str) -> PageStore:
+        state = self.groups[place.group]
+        packed = pool == state.group.packed_pool
+        return state.pools[pool].store(place.index, self._static(place) if packed else {}, self._turns.get(place.layer) if packed else None)
+
+    def low_store(self, place: Place, pool: str) -> LowStore:
+        return self.groups[place.group].pools[pool].store(place.index, {})
+
+    def low_stores(self, place: Place, planes: int) -> tuple[LowStore, ...]:
+        """Stores of the planes that a page of zone `planes` has: those of the oldest tiers, the oldest first."""
+        names = self.groups[place.group].group.low_pools
+        return tuple(self.low_store(place, name) for name in names[len(names) - planes :][::-1])
+
+    def of_layer(self, layer: int, pool: str) -> PageStore:
+        """A layer's pages of one pool; its kv heads must all be stored alike."""
+        (place,) = self.places[layer]
+        return self.store(place, pool)
+
+    def stored_order(self, place: Place, x: torch.Tensor) -> torch.Tensor:
+        """Queries or keys [..., D] with their channels as the place stores them."""
+        order = self._orders.get(place.layer) if self.groups[place.group].group.key.pre_rope else None
+        return x if order is None else x[..., order]
+
+    def dequantize(self, layer: int, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [tokens, H, D] that a sequence holds, as far as all kv heads hold them."""
+        g = self.spec.layers[layer]
+        places = [(place, *self._dequantize(place, row, dtype)) for place in self.places[layer]]
+        shared = functools.reduce(np.intersect1d, [at for _, at, _, _ in places])  # pages leave a window whole, and those of other specs at other times
+        k, v = (torch.zeros(len(shared), g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device) for _ in "kv")
+        for place, at, *sides in places:
+            held = torch.from_numpy(np.isin(at, shared)).to(self.device)
+            for to, x in zip((k, v), sides, strict=True):
+                to[:, slice(None) if place.heads is None else list(place.heads)] = x[held]
+        return k, v
+
+    def _dequantize(self, place: Place, row: int, dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+        """Positions [tokens], keys and values [tokens, H, D] that a sequence holds in one place, in token order."""
+        g = self.groups[place.group].group.geometry
+        empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
+        keys, values = [empty], [empty]
+        found = []
+        for (pool, planes), table in self.groups[place.group].tables().items():
+            store, low = self.store(place, pool), self.low_stores(place, planes)
+            for e in range(table.indptr[row], table.indptr[row + 1]):
+                fine = [(x.page(int(ids[e]))[None], x.layout) for x, ids in zip(low, table.low, strict=True)]
+                page = store.page(int(table.page_ids[e]))[None]
+                k, v = dequantize_pages(page, store.layout, store.static, dtype, fine, table.starts[e : e + 1])
+                n = table.lengths[e]
+                found.append((int(table.starts[e]), k[0, :, :n].transpose(0, 1), v[0, :, :n].transpose(0, 1)))
+        found.sort(key=lambda x: x[0])
+        positions = [np.arange(start, start + len(k)) for start, k, _ in found]
+        keys += [k for _, k, _ in found]
+        values += [v for _, _, v in found]
+        k, order = torch.cat(keys), self.stored_order(place, torch.arange(g.head_dim, device=self.device))
+        return np.concatenate([np.zeros(0, np.int64), *positions]), torch.empty_like(k).index_copy_(-1, order, k), torch.cat(values)
+
+    def _static(self, place: Place) -> dict[str, torch.Tensor]:
+        whole = self._shared[place.layer]
+        return whole if place.heads is None else parameters.of_heads(whole, place.heads, self.groups[place.group].group)

@@ -1,0 +1,99 @@
+"""The work of a forward pass on one layer group: what `GroupState.advance` decides and every layer of the group then carries out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..ops.types import PageTable
+from .tables import Zone
+
+
+class Run(NamedTuple):
+    """Tokens of a row that have no place for good yet: `waiting` ones in tail pages, then fresh ones from `fresh` on. Cut from the front, page by page.
+
+    Attributes:
+        start: position of the first token.
+        num_tokens: the waiting ones included.
+    """
+
+    start: int
+    waiting: int
+    fresh: int
+    num_tokens: int
+
+    def cut(self, n: int) -> tuple[Run, Run]:
+        """The first n tokens, and the rest."""
+        waiting = n if n < self.waiting else self.waiting
+        return Run(self.start, waiting, self.fresh, n), Run(self.start + n, self.waiting - waiting, self.fresh + n - waiting, self.num_tokens - n)
+
+
+class Cut(NamedTuple):
+    """Where the new tokens of a row go: sinks | pages that close | tail. Tokens that no query will see are in none of them.
+
+    Attributes:
+        row: of the batch.
+        sinks: fresh tokens for the sink page; None for none.
+        pages: one run of page_size tokens for each page that closes.
+        sources: the tail pages that hold what waited of `pages`, one for each page that has any.
+        num_low: per tier, how many of `pages`, the newest, get its low plane.
+        tail: what stays in the tail, then fresh tokens for it.
+    """
+
+    row: int
+    sinks: Run | None
+    pages: list[Run]
+    sources: list[int]
+    num_low: list[int]
+    tail: Run
+
+
+@dataclass(frozen=True)
+class Close:
+    """Quantize one page: `count` raw tokens of tail pages, then fresh tokens [fresh, fresh + page_size - count) of a batch row.
+
+    `low` are the pools and pages of its low planes, the coarsest first.
+    """
+
+    row: int
+    page_id: int
+    tail: tuple[int, ...]
+    count: int
+    fresh: int
+    start: int  # position of the page's first token, for messages
+    low: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Write:
+    """Store `count` fresh tokens of a batch row, from `fresh` on, from slot `slot` of a sink or tail page on: raw, or each quantized by itself.
+
+    `before` is the page before it in the tail, or -1.
+    """
+
+    pool: str
+    row: int
+    page_id: int
+    slot: int
+    fresh: int
+    count: int
+    before: int = -1
+
+
+@dataclass
+class Step:
+    """What every layer of the group does for one forward pass.
+
+    Attributes:
+        copies: (pool, from id, to id).
+        history: what queries read.
+        taken: (pool, id) of every page the step allocates.
+        reused: (pool, id) of pages that held something before the step and are written over: of those taken, and of pages that were shared.
+    """
+
+    closes: list[Close] = field(default_factory=list)
+    copies: list[tuple[str, int, int]] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    history: dict[Zone, PageTable] = field(default_factory=dict)
+    taken: list[tuple[str, int]] = field(default_factory=list)
+    reused: list[tuple[str, int]] = field(default_factory=list)
