@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.cache.pool import GROWTH
+from kvbits.cache.step import Run
 from kvbits.errors import PoolFullError
 from kvbits.schemes import PRESETS
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, PerTensor, QuantSpec, Rotary, Scheme
@@ -152,6 +153,13 @@ def test_a_first_pass_that_does_not_fit_leaves_an_empty_cache():
     assert pair.cache.batch_size == 0
     pair.append(1, 64)
     pair.check()
+
+
+def test_a_run_of_tokens_is_cut_from_the_front_waiting_ones_first():
+    run = Run(start=10, waiting=5, fresh=0, num_tokens=12)
+    assert run.cut(3) == (Run(10, 3, 0, 3), Run(13, 2, 0, 9))
+    assert run.cut(8) == (Run(10, 5, 0, 8), Run(18, 0, 3, 4))
+    assert run.cut(12) == (run, Run(22, 0, 7, 0))
 
 
 @given(fillings(), st.data())

@@ -84,36 +84,39 @@ class GroupState:
 
     def _make_room(self, row: int, n: int, history_first: bool) -> Cut:
         """Move the length, free what n more tokens use up or push out of sight, and cut them into where they go."""
-        s, g, size = self.sequences[row], self.group, self.group.page_size
+        s = self.sequences[row]
         need = self._first_needed(s, s.length + n if history_first else s.length)
         sinks, closings, consumed = self.uses(s, n)
         waiting = s.tail_tokens
         run = Run(s.length - waiting, waiting, 0, waiting + n)
         s.length += n
-        if self.keep_past:
-            s.speculated += n
+        s.speculated += n if self.keep_past else 0
         sources: list[int] = []
         if consumed:
             sources, s.tail, s.tail_lengths = s.tail[:consumed], s.tail[consumed:], s.tail_lengths[consumed:]
             for page_id in sources:
                 self.pools["tail"].allocator.release(page_id)
         self._release_invisible(s, need)
-        num_low = self._demote(s, closings) if closings else []
+        return self._cut(row, run, sinks, closings, need, sources, self._demote(s, closings) if closings else [])
+
+    def _cut(self, row: int, run: Run, sinks: int, closings: int, need: int, sources: list[int], num_low: list[int]) -> Cut:
+        """Sinks, pages that close and tail of a run of tokens; what lies before `need` is left out, where nothing older stays."""
+        s, g, size = self.sequences[row], self.group, self.group.page_size
         to_sink: Run | None = None
         if sinks:
             to_sink, run = run.cut(sinks)
             if need >= g.num_sink_tokens:
                 s.released, to_sink = g.num_sink_tokens, None
+        first = not s.sink and to_sink is None
+        if closings and first and not s.closed and (unseen := min(closings, max(0, (need - run.start) // size))):
+            _, run = run.cut(unseen * size)
+            sources, closings = sources[unseen:], closings - unseen
+            s.released, s.dropped = run.start, s.dropped + unseen
         pages: list[Run] = []
-        if closings:
-            if not s.closed and not s.sink and to_sink is None and (unseen := min(closings, max(0, (need - run.start) // size))):
-                _, run = run.cut(unseen * size)
-                sources, closings = sources[unseen:], closings - unseen
-                s.released, s.dropped = run.start, s.dropped + unseen
-            for _ in range(closings):
-                page, run = run.cut(size)
-                pages.append(page)
-        if g.fills_pages and not s.tail and not s.sink and to_sink is None and (unseen := need - run.start - run.waiting) > 0:
+        for _ in range(closings):
+            page, run = run.cut(size)
+            pages.append(page)
+        if first and g.fills_pages and not s.tail and (unseen := need - run.start - run.waiting) > 0:
             _, run = run.cut(run.waiting + unseen // size * size)
             s.released = run.start
         return Cut(row, to_sink, pages, sources, num_low, run)
@@ -122,8 +125,7 @@ class GroupState:
         """Extend growing pools once for all rows, so that a long prompt is one slab."""
         if self.pools["closed"].fixed_capacity is not None:
             return
-        size, sink, closed, tail = self.group.page_size, 0, 0, 0
-        low = [0] * len(self.group.tiers)
+        size, sink, closed, tail, low = self.group.page_size, 0, 0, 0, [0] * len(self.group.tiers)
         for cut in cuts:
             s = self.sequences[cut.row]
             if cut.sinks is not None:
@@ -138,8 +140,6 @@ class GroupState:
         for name, n in zip(self.pools, (sink, closed, tail, *low), strict=True):
             if n:
                 self.pools[name].reserve(n)
-
-    # -- placing ----------------------------------------------------------------------------------------------------
 
     def _place(self, cut: Cut, step: Step) -> None:
         """Find room for the tokens of a row and list the work of each layer."""

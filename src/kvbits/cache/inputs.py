@@ -68,10 +68,12 @@ class InputCheck:
         if valid is not None and valid.shape == k.shape[:2]:
             real = valid.to(k.device)[..., None, None]
             k, v = torch.where(real, k, 0), torch.where(real, v, 0)
-        if not self._clamps and (k.shape[1] > 1 or k.device.type == "cpu"):
+        if self._clamps:
+            return self.clamped(k, v)
+        if k.shape[1] > 1 or k.device.type == "cpu":
             require_finite(k, f"keys of layer {layer}")
             require_finite(v, f"values of layer {layer}")
-        return self.clamped(k, v)
+        return k, v
 
     def clamped(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """NaN to 0 and infinity to the largest finite value, where that was asked for. Does not wait for a GPU."""
