@@ -154,28 +154,32 @@ class DevicePlan:
         )  # fmt: skip
         for i, piece in enumerate((*self.kernel.pieces, *self.kernel.low_pieces)):
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
-        for i, (layout, planes, pages) in enumerate(zip(layouts, self.low, max_pages, strict=True)):
-            raw, low_head_bytes = layout.key.is_raw, planes.head_bytes if planes else 0
-            chunk = self.kernel.raw_tokens if raw else self.kernel.shape.chunk
-            self._work.parts[i] = _PartWork(
-                chunk_cost=(layout.head_bytes + low_head_bytes) * chunk // layout.page_size, max_tokens=pages * layout.page_size, page_size=layout.page_size,
-                chunk=min(chunk, layout.page_size), in_ring=int(not raw or self.kernel.raw_in_ring), walk=walks[i],
-            )  # fmt: skip
-            part = attend_cuda.PartArgs(
-                head_bytes=layout.head_bytes, low_head_bytes=low_head_bytes, chunks_per_page=-(-layout.page_size // chunk), raw=raw, page_size=layout.page_size
-            )
-            if raw:
-                part.k_raw, part.v_raw = (layout.sections[name].offset for name in ("k_raw", "v_raw"))
-            elif self._constants:
-                for name, x in self._constants.items():
-                    setattr(part, name, x.data_ptr())
-            self._args.parts[i] = part
+        for i, part in enumerate(zip(layouts, self.low, max_pages, walks, strict=True)):
+            self._work.parts[i], self._args.parts[i] = self._part(*part)
         self._max_pages = tuple(max_pages)
         self._layers: dict[int, tuple[attend_cuda.Args, tuple]] = {}
         self._keep: tuple = ()  # what the last list points to
         self._pointers: list[int | None] = []
         self._in_order = True
         self._accepted: tuple | None = None
+
+    def _part(self, layout: PageLayout, low: LowLayout | None, max_pages: int, walk: int) -> tuple[_PartWork, attend_cuda.PartArgs]:
+        """What both kernels know of a part before its pages are bound."""
+        raw, low_head_bytes = layout.key.is_raw, low.head_bytes if low else 0
+        chunk = self.kernel.raw_tokens if raw else self.kernel.shape.chunk
+        work = _PartWork(
+            chunk_cost=(layout.head_bytes + low_head_bytes) * chunk // layout.page_size, max_tokens=max_pages * layout.page_size, page_size=layout.page_size,
+            chunk=min(chunk, layout.page_size), in_ring=int(not raw or self.kernel.raw_in_ring), walk=walk,
+        )  # fmt: skip
+        part = attend_cuda.PartArgs(
+            head_bytes=layout.head_bytes, low_head_bytes=low_head_bytes, chunks_per_page=-(-layout.page_size // chunk), raw=raw, page_size=layout.page_size
+        )
+        if raw:
+            part.k_raw, part.v_raw = (layout.sections[name].offset for name in ("k_raw", "v_raw"))
+            return work, part
+        for name, x in self._constants.items():
+            setattr(part, name, x.data_ptr())
+        return work, part
 
     def _sorted(self, parts: Sequence[Any]) -> list[Any]:
         return [parts[i] for i in self._order]

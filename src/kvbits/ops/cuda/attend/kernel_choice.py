@@ -252,11 +252,7 @@ def kernel_for(
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
     defines |= {"PAGE_LSE": int(page_lse), "Q_FRAGMENTS": _fragments(layout, cols), "BLOCK_TABLES": int(tables)}
     if layout is None:
-        shape = shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, slots=0, chunk=32, units=1)
-        rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
-        shared = merge_bytes(shape.warps, cols, head_dim, False, rounds)
-        defines |= {"HAS_PACKED": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
-        return Kernel(tuple(defines.items()), shape, (), shared)
+        return _raw_kernel(defines, shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, slots=0, chunk=32, units=1), head_dim, cols, shared_limit)
     chunk = shape.chunk if shape else _chunk_tokens(layout)
     raw_joins = joins_raw(layout, cols) and (raw or low is not None)
     raw_in_ring = raw_joins or low is not None
@@ -282,15 +278,29 @@ def kernel_for(
     low_pieces = _pieces(low, chunk) if low else []
     defines |= {"HAS_LOW": int(low is not None), "HAS_RAW": int(raw_in_ring), "RAW_TOKENS": raw_tokens}
     defines["LOW_BYTES"] = sum(p[3] for p in low_pieces)
+    defines |= _side_defines(layout, low, chunk, has_levels)
+    if has_levels:
+        defines |= codebook_format.defines(layout, fold, wide)
+    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens)
+
+
+def _raw_kernel(defines: dict[str, int], shape: Shape, head_dim: int, cols: int, shared_limit: int) -> Kernel:
+    rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
+    shared = merge_bytes(shape.warps, cols, head_dim, False, rounds)
+    defines |= {"HAS_PACKED": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
+    return Kernel(tuple(defines.items()), shape, (), shared)
+
+
+def _side_defines(layout: PageLayout, low: LowLayout | None, chunk: int, has_levels: bool) -> dict[str, int]:
+    """Macros of keys and values, and of their low planes."""
+    defines: dict[str, int] = {}
     for prefix, spec in (("K", layout.key), ("V", layout.value)):
-        planes = spec.number_format.planes if has_levels else _walked_planes(spec, head_dim)
+        planes = spec.number_format.planes if has_levels else _walked_planes(spec, layout.head_dim)
         defines |= _format_defines(prefix, spec, planes, chunk_layout(layout, chunk))
         if low:
             plane = chunk_layout(low, chunk).sections.get(f"{prefix.lower()}_plane0")
             defines |= {f"{prefix}_LOW_BITS": LOW_BITS if plane else 0, f"{prefix}_LOW_OFFSET": plane.offset if plane else 0}
-    if has_levels:
-        defines |= codebook_format.defines(layout, fold, wide)
-    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens)
+    return defines
 
 
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool) -> Shape:
