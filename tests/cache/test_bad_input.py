@@ -93,8 +93,25 @@ def test_a_layer_that_does_not_exist_is_refused():
 
 @pytest.mark.parametrize("softcap", [0.0, -1.0])
 def test_a_softcap_that_is_not_positive_is_refused(softcap):
-    with pytest.raises(DataError, match=r"softcap=.* must be positive, or None"):
+    with pytest.raises(DataError, match=r"softcap=.* must lie between 0.001 and 10000; None for no cap"):
         make().step(0, *qkv(), scaling=1.0, softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"scaling": 0.0}, {"scaling": -1.0}, {"softcap": 1e7}, {"sink_logits": torch.zeros(3)}, {"valid": torch.tensor([[True, True, False]])}], ids=str
+)
+def test_a_later_layer_s_bad_call_takes_the_pass_back(bad):
+    cache, mask = make(layers=2), torch.tensor([[False, True, True]])
+    cache.step(0, *qkv(), scaling=1.0, valid=mask)
+    with pytest.raises(DataError, match=next(iter(bad)).replace("valid", "layer 1 brings another mask of real tokens")):
+        cache.step(1, *qkv(), **({"scaling": 1.0, "valid": mask} | bad))
+    assert not cache.in_pass and cache.seq_lens == []
+    cache.begin(1, 3, mask)  # whose mask cleans what layers bring without one
+    q, k, v = qkv()
+    k[0, 0] = torch.nan
+    for layer in range(2):
+        cache.step(layer, q, k, v, scaling=1.0)
+    assert cache.seq_lens == [2]
 
 
 def test_another_batch_size_is_refused_with_the_ways_to_change_it():
@@ -122,6 +139,8 @@ def test_layers_out_of_step_are_refused():
         cache.step(0, *qkv(), scaling=1.0)
     with pytest.raises(DataError, match=r"layer 1 was given \(1, 2\) \(sequences, tokens\), but this forward pass has \(1, 3\)"):
         cache.step(1, *qkv(tokens=2), scaling=1.0)
+    assert not cache.in_pass and cache.seq_lens == []  # a layer that cannot be takes the pass back
+    cache.step(0, *qkv(), scaling=1.0)
     with pytest.raises(CacheStateError, match=r"never reached layer 1 \(2 layers missing\)"):
         cache.begin(1, 1)
     for operation in (lambda: cache.crop(1), lambda: cache.select([0]), lambda: cache.fork(0), lambda: cache.repeat(2)):

@@ -200,3 +200,8 @@ def test_names():
 @pytest.mark.parametrize("name", list(TASKS))
 def test_every_task_loads_and_calls_itself_what_the_table_says(name):
     assert load(name).name == name
+
+
+def test_windows_of_one_pass_are_refused(model, tmp_path):
+    with pytest.raises(SpecError, match="windows of 100 tokens in passes of 99 read nothing as stored; take --chunk below --length"):
+        run(model, tmp_path, schemes=["int8"], length=100, chunk=99)

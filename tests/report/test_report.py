@@ -81,7 +81,7 @@ def test_the_recommendation_is_the_smallest_worst_kl(folder):
 
 
 def test_a_recommendation_says_what_a_scheme_asks_for():
-    assert markdown._price("nuq4-1%") == " Needs a calibration (`kvbits calibrate`); slower than 16 bits on a GPU at 32 x 4,096 tokens (0.94 times as fast)."
+    assert markdown._price("nuq4-1%") == " Needs a calibration (`kvbits calibrate`); slower than 16 bits on a GPU at 32 x 4,096 tokens (0.92 times as fast)."
     assert markdown._price("nuq4") == " Needs a calibration (`kvbits calibrate`)."
     assert markdown._price("int8_centered") == markdown._price("not a preset") == ""
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError
+from ..ops.types import check_factors
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec
 
@@ -55,6 +56,17 @@ class InputCheck:
                 raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {device}; build it with device={str(x.device)!r}")
         if len(self._passed) < MOST_CHECKED:
             self._passed.add(given)
+
+    @staticmethod
+    def check_scores(q: torch.Tensor, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None) -> None:
+        """Refuse what is done to the scores of queries [B, T, Hq, D], before anything is stored.
+
+        Raises:
+            DataError: naming the argument and its limits.
+        """
+        check_factors(scaling, softcap)
+        if sink_logits is not None and (not isinstance(sink_logits, torch.Tensor) or tuple(sink_logits.shape) != (q.shape[2],)):
+            raise DataError(f"sink_logits must be a tensor [{q.shape[2]}], one number for each query head, got {getattr(sink_logits, 'shape', sink_logits)}")
 
     def clean(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, T, H, D] with zeros for padding, which may hold anything, and all numbers finite.

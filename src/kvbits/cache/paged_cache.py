@@ -193,9 +193,12 @@ class PagedCache:
         Returns:
             [B, T, Hq, D] in q's dtype; zeros for padding queries.
         """
-        self._inputs.check(layer, q, k, v)
-        if softcap is not None and not softcap > 0:
-            raise DataError(f"softcap={softcap} must be positive, or None for no cap")
+        try:
+            self._inputs.check(layer, q, k, v)
+            self._inputs.check_scores(q, scaling, softcap, sink_logits)
+        except DataError:
+            self._passes.fail()
+            raise
         if q.shape[1] == 1:
             if self._passes.forward is None:
                 self._switch.enter(q, scaling, softcap, self.watching)
@@ -227,14 +230,17 @@ class PagedCache:
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""
+        valid = None if valid is None else valid.bool()
         try:
+            if self._passes.forward is not None:
+                valid = self._passes.forward.mask(layer, valid)
             k, v = self._inputs.clean(layer, k, v, valid)
+            if self._passes.forward is None:
+                self.begin(k.shape[0], k.shape[1], valid)
+            return k, v, self._passes.arrive(layer, k.shape[0], k.shape[1])
         except DataError:
             self._passes.fail()
             raise
-        if self._passes.forward is None:
-            self.begin(k.shape[0], k.shape[1], valid)
-        return k, v, self._passes.arrive(layer, k.shape[0], k.shape[1])
 
     def _step_on_device(
         self, f: Forward, decode: DeviceDecode, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None,

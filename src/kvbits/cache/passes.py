@@ -52,6 +52,18 @@ class Forward:
                 "call abandon() to take the pass back, or reset()"
             )
 
+    def mask(self, layer: int, valid: torch.Tensor | None) -> torch.Tensor | None:
+        """The pass's own mask, which padding is cleaned by. On a GPU a layer's is taken for it, since looking would wait.
+
+        Raises:
+            DataError: the layer brings another.
+        """
+        if valid is None or valid.device.type != "cpu" or valid.shape != self.positions.shape:
+            return self.valid if valid is None else valid
+        if not torch.equal(valid, torch.ones_like(valid) if self.valid is None else self.valid):
+            raise DataError(f"layer {layer} brings another mask of real tokens than this forward pass began with; give all layers the same, or none")
+        return valid
+
     def slots_of(self, group: int) -> dict[str, SlotMapping]:
         """Where the group's tokens go that are stored as they come, by pool."""
         if group not in self.slots:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,18 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     return model.to(device or "cpu").eval(), tokenizer
 
 
+MEANING = (
+    "model_type", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rms_norm_eps", "layer_norm_eps", "hidden_act", "sliding_window",
+    "layer_types",
+)  # fmt: skip
+"""What a configuration says that makes other keys and values of the same weights."""
 SAMPLED = 8
 """Numbers of each parameter that a fingerprint looks at."""
 
 
 def weights_fingerprint(model: Any) -> str:
-    """SHA-256, in hex, over names and shapes of a model's parameters and a few values of each, at the price of one copy from the GPU.
+    """SHA-256, in hex, over names and shapes of a model's parameters, a few values of each, and what its configuration says of positions, norms and
+    activations, at the price of one copy from the GPU.
 
     The same weights in another dtype give another one. Of parameters without values here (on `meta`, or spread over ranks) only name and shape count.
     """
@@ -97,6 +104,8 @@ def weights_fingerprint(model: Any) -> str:
             values.append(flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].double())
     for device in sorted({x.device for x in values}, key=str):  # one wait each
         digest.update(torch.cat([x for x in values if x.device == device]).cpu().numpy().tobytes())
+    config = model.config.get_text_config(decoder=True).to_dict()
+    digest.update(json.dumps({name: config.get(name) for name in MEANING}, sort_keys=True, default=str).encode())
     return digest.hexdigest()
 
 

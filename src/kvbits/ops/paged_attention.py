@@ -19,7 +19,6 @@ come from kernels before that one, or from one that is followed by `update`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,7 +28,7 @@ import torch
 from ..errors import DataError, SpecError, UnsupportedError
 from ..spec import LowLayout, PageLayout
 from . import dispatch
-from .types import AttendCall, LowStore, PageStore, PageTable, Part, check_low
+from .types import AttendCall, LowStore, PageStore, PageTable, Part, check_factors, check_low
 
 Slabs = torch.Tensor | Sequence[torch.Tensor]
 
@@ -78,9 +77,10 @@ def plan(
         raise SpecError(f"parts of one plan have the same kv heads and head size, got {[(x.num_kv_heads, x.head_dim) for x in layouts]}")
     if num_q_heads % heads:
         raise SpecError(f"{num_q_heads} query heads are no multiple of {heads} kv heads")
-    for name, x in (("softcap", softcap), ("scaling", scaling)):
-        if x is not None and not (math.isfinite(x) and 0 < x < 1e30):
-            raise SpecError(f"{name}={x} must be a positive number, or None")
+    try:
+        check_factors(d**-0.5 if scaling is None else scaling, softcap)
+    except DataError as error:
+        raise SpecError(str(error)) from None
     if sliding_window is not None and (not isinstance(sliding_window, int) or isinstance(sliding_window, bool) or sliding_window < 1):
         raise SpecError(f"sliding_window={sliding_window!r} must be a whole number of at least 1, or None")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

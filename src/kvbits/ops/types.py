@@ -6,7 +6,6 @@ Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv hea
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,8 @@ from ..spec import LowLayout, PageLayout
 
 MOST_TOKENS = 2**31 - 1
 """Positions are int32 in kernels."""
+LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
+"""Kernels compute tanh to an absolute error, which a cap multiplies."""
 MOST_COUNTED = 2**62
 """Of anything a run names, so that sums of two do not wrap."""
 
@@ -266,14 +267,23 @@ class AttendCall:
     page_lse: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.scaling):
-            raise DataError(f"scaling={self.scaling} must be a finite number")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
-            raise DataError(f"softcap={self.softcap} must be a positive number, or None for no cap")
+        check_factors(self.scaling, self.softcap)
         if self.sliding_window is not None and (int(self.sliding_window) != self.sliding_window or self.sliding_window < 1):
             raise DataError(f"sliding_window={self.sliding_window} must be a whole number of at least 1, or None for no window")
         if self.page_lse is not None and not self.page_lse.flags.writeable:
             raise DataError("page_lse is an output and must be writeable")
+
+
+def check_factors(scaling: float, softcap: float | None) -> None:
+    """Refuse factors on scores that kernels do not take alike.
+
+    Raises:
+        DataError: the number and its limits.
+    """
+    if not 0 < scaling < 1e30:
+        raise DataError(f"scaling={scaling} must be a positive number below 1e30")
+    if softcap is not None and not LEAST_SOFTCAP <= softcap <= MOST_SOFTCAP:
+        raise DataError(f"softcap={softcap} must lie between {LEAST_SOFTCAP:g} and {MOST_SOFTCAP:g}; None for no cap, which a larger one would be")
 
 
 def check_call(call: AttendCall, shape: Sequence[int]) -> None:

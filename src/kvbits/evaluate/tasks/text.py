@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...errors import SpecError
 from ...geometry import max_context
 from ...integrations.huggingface import KVCache
 from ..caches import CacheFactory, held_bytes
@@ -28,6 +29,8 @@ class FidelityTask(Task):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        if self._passes < 2:
+            raise SpecError(f"windows of {self._length} tokens in passes of {context.options.chunk} read nothing as stored; take --chunk below --length")
         self._windows: dict[str, torch.Tensor] = {}
         limit = max_context(context.model.config)
         for text in context.texts:
@@ -37,6 +40,11 @@ class FidelityTask(Task):
     @property
     def _length(self) -> int:
         return self.context.options.length
+
+    @property
+    def _passes(self) -> int:
+        """Forward passes of a window; every one but the first attends to stored tokens."""
+        return -(-(self._length - 1) // self.context.options.chunk)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -72,6 +80,10 @@ class DecodeTask(FidelityTask):
     @property
     def _length(self) -> int:
         return self.context.options.context + self.context.options.new_tokens
+
+    @property
+    def _passes(self) -> int:
+        return 1 + self.context.options.new_tokens
 
     @property
     def settings(self) -> dict[str, Any]:

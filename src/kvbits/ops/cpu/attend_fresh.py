@@ -53,6 +53,8 @@ def _masked(
     seen = (keys >= 0) & (keys <= queries)
     if sliding_window is not None:
         seen &= keys > queries - sliding_window
+    real = (positions >= 0)[..., None, None]  # padding may hold anything, also what 0 times is no number
+    q, k, v = (torch.where(real, x, 0) for x in (q, k, v))
     bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)[:, None]
     group = q.shape[2] // k.shape[2]
     out, lse = _flash(_dense(q.transpose(1, 2)), _of_query_heads(k, group), _of_query_heads(v, group), scaling, bias)

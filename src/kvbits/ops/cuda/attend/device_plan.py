@@ -35,8 +35,8 @@ def refuses(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype,
     """Why the CUDA kernels do not serve such a plan, or None."""
     if device.type != "cuda":
         return f"the pages are on {device.type}"
-    if torch.version.hip:
-        return "the GPU is not an NVIDIA GPU"
+    if not torch.cuda.is_available() or torch.version.hip:
+        return "torch sees no NVIDIA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     return cuda_compile.missing() or refuses_plan(layouts, num_q_heads, dtype, num_queries, low, driver.shared_limit(torch.cuda.get_device_capability(device)))
