@@ -41,8 +41,9 @@ KEY = ("model", "model_dtype", "kv_cache_dtype", "phase", "context", "scored", "
 
 def windows(model: Path, text: str, count: int, length: int) -> list[list[int]]:
     """`count` runs of `length` tokens of a text, spread over it evenly, each after the model's first token where it has one."""
-    from kvbits.evaluate.texts import novel_start, read_text
     from transformers import AutoTokenizer
+
+    from kvbits.evaluate.texts import novel_start, read_text
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     content = (novel_start() if text == "novel" else read_text(text)).content
