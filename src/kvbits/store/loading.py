@@ -1,0 +1,122 @@
+"""Pages from the files of blobs to where attention reads them: several files at once, on a GPU through pinned memory, each page checked on its way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from ..cache import blob
+from ..cache.blob import Header, Table
+from ..errors import FileFormatError
+
+MOST_READERS = 8
+"""Files read at once."""
+
+
+class DamagedError(FileFormatError):
+    """A file of a store that is not what it should be.
+
+    Attributes:
+        name: of the file.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+@dataclass(frozen=True)
+class Source:
+    """A blob in a file, its header and table read and checked."""
+
+    name: str
+    path: str
+    header: Header
+    table: Table
+
+    def offsets(self, sizes: Sequence[int]) -> list[int]:
+        """Where in the file each page begins."""
+        found, at = [], blob.HEADER_BYTES + self.header.table_bytes
+        for n in sizes:
+            found.append(at)
+            at += n
+        return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A page to be read: which of a source, and the page [layers, H, head_bytes] that it goes to.
+
+    `heads` are those of the source's page that are wanted, put into heads `into` of the page; None takes the page as it is.
+    """
+
+    number: int
+    to: torch.Tensor
+    heads: slice | None = None
+    into: slice | None = None
+
+
+def readers() -> int:
+    """Files to read at once: no more than there are processors."""
+    return max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def read_pages(open_file, work: Iterable[tuple[Source, Sequence[tuple[int, ...]], list[Piece]]]) -> None:  # type: ignore[no-untyped-def]
+    """Read pages of many sources to where they belong.
+
+    Args:
+        open_file: name -> a descriptor to read from, or None.
+        work: sources, the shape of each of their pages, and what to read of them.
+
+    Raises:
+        DamagedError: a source is not what its header says. Pages hold whatever was there.
+    """
+    jobs = list(work)
+    if not jobs:
+        return
+    device = next((p.to.device for _, _, pieces in jobs for p in pieces), torch.device("cpu"))
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))  # the pages may have been somebody else's
+    if (n := min(readers(), len(jobs))) == 1:
+        for job in jobs:
+            _read(open_file, *job, stream)
+    else:
+        with ThreadPoolExecutor(n) as pool:
+            for done in [pool.submit(_read, open_file, *job, stream) for job in jobs]:
+                done.result()
+    if stream is not None:
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _read(open_file, source: Source, shapes: Sequence[tuple[int, ...]], pieces: list[Piece], stream) -> None:  # type: ignore[no-untyped-def]
+    if not pieces:
+        return
+    fd = open_file(source.name)
+    if fd is None:
+        raise DamagedError(source.name, f"{source.path} is gone")
+    try:
+        sizes = [a * b * c for a, b, c in shapes]
+        offsets = source.offsets(sizes)
+        direct = stream is None and all(p.heads is None and p.to.is_contiguous() for p in pieces)
+        staged = [p.to if direct else torch.empty(shapes[p.number], dtype=torch.uint8, pin_memory=stream is not None) for p in pieces]
+        first = 0
+        for i in range(1, len(pieces) + 1):  # pages that follow each other in the file are one read
+            if i == len(pieces) or offsets[pieces[i].number] != offsets[pieces[i - 1].number] + sizes[pieces[i - 1].number]:
+                blob.read_all(fd, [x.numpy().data.cast("B") for x in staged[first:i]], offsets[pieces[first].number])
+                first = i
+    finally:
+        os.close(fd)
+    if (bad := blob.damaged(staged, [source.table.sums[p.number] for p in pieces])) is not None:
+        page = source.table.pages[pieces[bad].number]
+        raise DamagedError(source.name, f"{source.path} is damaged: {page.pool} page {page.column} of layer group {page.group} has another checksum")
+    if direct:
+        return
+    with torch.cuda.stream(stream):
+        for p, x in zip(pieces, staged, strict=True):
+            to, x = (p.to, x) if p.heads is None else (p.to[:, p.into], x[:, p.heads])
+            to.copy_(x, non_blocking=True)
