@@ -18,6 +18,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ from ..files import require_folder
 NAME = re.compile(r"[0-9a-f]{40}[0-9a-z.+-]{1,100}")
 """What a file is called: the key of its tokens, then which of them it is."""
 TEMPORARY = ".part-"
+WRITERS = 8
+"""Files written at once: a disk flushes several in the time of one."""
 ABANDONED_S = 60.0
 """Age from which a temporary file that nobody has locked is cleared away."""
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -40,6 +43,14 @@ class Entry(NamedTuple):
     name: str
     nbytes: int
     used: int
+
+
+class _Unfinished(NamedTuple):
+    """A file under a temporary name, its writer's lock on it."""
+
+    name: str
+    temporary: str
+    fd: int
 
 
 class Folder:
@@ -120,31 +131,42 @@ class Folder:
             os.close(fd)
 
     def write(self, namespace: str, files: Sequence[tuple[str, Sequence[memoryview]]]) -> int:
-        """Write files, in order; one appears under its name when it and all before it are on the disk. Returns the bytes written.
+        """Write files, several at once; when all are on the disk they appear under their names, in order. Returns the bytes written.
 
         Raises:
-            OSError: the disk is full, or the like. What was not finished is gone, what appeared is whole.
+            OSError: the disk is full, or the like. No file of these appeared.
         """
-        total = 0
-        for name, pieces in files:
-            with self._folder(namespace, _bucket(name), make=True) as folder:
-                assert folder is not None
-                temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666, dir_fd=folder)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX)
-                    blob.write_all(fd, pieces)
-                    os.fsync(fd)
-                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-                except BaseException:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(temporary, dir_fd=folder)
-                    raise
-                finally:
-                    os.close(fd)
-                os.fsync(folder)
-            total += sum(len(p) for p in pieces)
-        return total
+        for name, _ in files:
+            _bucket(name)
+        held: list[_Unfinished] = []
+        try:
+            with ThreadPoolExecutor(max(1, min(WRITERS, len(files)))) as pool:
+                jobs = [pool.submit(self._write, namespace, name, pieces, held) for name, pieces in files]
+            for job in jobs:
+                job.result()
+            order = {name: i for i, (name, _) in enumerate(files)}
+            for one in sorted(held, key=lambda x: order[x.name]):
+                with self._folder(namespace, _bucket(one.name)) as folder:
+                    os.rename(one.temporary, one.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            for one in held:
+                with contextlib.suppress(OSError, SpecError), self._folder(namespace, _bucket(one.name)) as folder:
+                    os.unlink(one.temporary, dir_fd=folder)
+            raise
+        finally:
+            for one in held:
+                os.close(one.fd)  # and with it the lock
+        return sum(len(p) for _, pieces in files for p in pieces)
+
+    def _write(self, namespace: str, name: str, pieces: Sequence[memoryview], held: list[_Unfinished]) -> None:
+        """Write a file under a temporary name, down to the disk; the lock on it is held on."""
+        with self._folder(namespace, _bucket(name), make=True) as folder:
+            temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666, dir_fd=folder)
+        held.append(_Unfinished(name, temporary, fd))
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        blob.write_all(fd, pieces)
+        os.fsync(fd)
 
     def names(self, namespace: str, start: str) -> list[str]:
         """Names of the files that begin with `start`, at least two digits."""
