@@ -17,7 +17,6 @@ from kvbits.integrations import vllm
 from kvbits.integrations.vllm import formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.rotary import turn_of
-from kvbits.integrations.vllm.rotation import rotated_turn, rotations
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
@@ -91,22 +90,6 @@ def test_refusals_give_the_way_out():
     assert formats.has_key_bias(SimpleNamespace(model_type="qwen2"))
     assert formats.has_key_bias(SimpleNamespace(attention_bias=True))
     assert not formats.has_key_bias(SimpleNamespace(model_type="llama", attention_bias=False))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rotations_are_exact_and_undo_each_other(head_dim, dtype):
-    keys, queries = rotations(head_dim, dtype, torch.device("cpu"))
-    assert torch.equal(keys.double() @ queries.double().T, torch.eye(head_dim).double())
-    assert keys.abs().unique().numel() == queries.abs().unique().numel() == 1
-
-
-def test_means_of_rotated_keys_turn_as_the_keys_do():
-    turn = turn_by(Rotary(inv_freq=tuple(100.0 ** -(i / 32) for i in range(32))), 64, PAGE_SIZE)
-    matrices = rotations(64, torch.float32, torch.device("cpu"))
-    x = torch.randn(7, 64)
-    got = turned_by(x @ matrices[0], rotated_turn(turn, matrices))
-    torch.testing.assert_close(got, turned_by(x, turn) @ matrices[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pairs", ["half", "interleaved"])
