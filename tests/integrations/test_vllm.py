@@ -16,7 +16,7 @@ from kvbits.errors import UnsupportedError
 from kvbits.integrations import vllm
 from kvbits.integrations.vllm import formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
-from kvbits.integrations.vllm.rotary import turn_of
+from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
@@ -102,6 +102,14 @@ def test_a_page_turns_as_the_rotary_embedding_of_vllm_does(pairs):
     x = torch.randn(5, 64)
     torch.testing.assert_close(turned_by(x, turn_of(module, 64)), turned_by(x, want), atol=1e-4, rtol=0)
     assert turn_of(module, 128) is None
+
+
+def test_rotary_embeddings_are_told_apart_by_the_window_of_a_layer():
+    by_kind = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    assert rope_parameters(SimpleNamespace(rope_parameters=by_kind), True) == {"rope_theta": 1e4}
+    assert rope_parameters(SimpleNamespace(rope_parameters=by_kind), False) == {"rope_theta": 1e6}
+    assert rope_parameters(SimpleNamespace(rope_parameters={"rope_theta": 5e5}), True) == {"rope_theta": 5e5}
+    assert rope_parameters(SimpleNamespace(), False) == {}
 
 
 lengths = st.lists(st.tuples(st.integers(1, 130), st.integers(0, 700)), min_size=1, max_size=6)

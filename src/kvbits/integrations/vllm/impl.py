@@ -19,7 +19,7 @@ from ...quant.rotation import rotated_keys, rotated_queries, rotated_turn, rotat
 from ...spec import PageLayout
 from . import formats
 from .prefill import Scratch, scratch_for
-from .rotary import page_turn
+from .rotary import page_turn, rope_parameters
 
 if TYPE_CHECKING:
     from .metadata import KVBitsMetadata
@@ -80,6 +80,7 @@ class KVBitsImpl(AttentionImpl):
         scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, sliding_window)
         self.call = call_for(layout, num_heads, dtype, float(scale), sliding_window, logits_soft_cap or None, scratch, _fa_version(device, head_size))
         self._turn: torch.Tensor | None = None
+        self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
         self._device = device
         if device.type == "cuda":
             append_cuda.prepare(layout, dtype, device)
@@ -88,7 +89,7 @@ class KVBitsImpl(AttentionImpl):
             rotations(head_size, dtype, device)  # made now, not in a capture
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        turn = page_turn(self.head_size) if self.call.layout.is_centered else None
+        turn = page_turn(self.head_size, self._rope) if self.call.layout.is_centered else None
         if turn is not None:
             self._turn = (rotated_turn(turn) if self._rotated else turn).to(self._device)
 
