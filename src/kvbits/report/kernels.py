@@ -70,10 +70,11 @@ def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
                     "kind": "kvbits" if r["kv_cache_dtype"].startswith("kvbits") else "stock",
                 } for r in members
             ]  # fmt: skip
+            bars.sort(key=lambda b: float(b["value"]))
             machine = f"vLLM {data['vllm']}, {geometry}, {gpus} x {data['gpu']}{', compiled' if compiled else ''}"
             where = f"{machine}: {words.format(batch=batch, context=context)}"
             note = f"Serving with {where}; random weights. vLLM's own caches in orange; benchmarks/bench_serve_vllm.py, docs/serving.md."
-            found.append({"title": where, "unit": unit, "note": note, "bars": sorted(bars, key=lambda b: b["value"])})
+            found.append({"title": where, "unit": unit, "note": note, "bars": bars})
     return found
 
 
