@@ -337,7 +337,7 @@ def test_attention_sinks_and_alibi_are_refused():
         ({"has_sink": True}, "attention sinks not supported"),
         ({"use_dcp": True}, "DCP not supported"),
         ({"use_pcp": True}, "PCP not supported"),
-        ({"use_mm_prefix": True}, "mm"),
+        ({"use_mm_prefix": True}, "multimodal token full attention not supported"),
         ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
         ({"head_size": 48}, "head_dim=48"),
     ],
