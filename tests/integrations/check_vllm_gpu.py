@@ -44,7 +44,7 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
 
     settings: dict[str, Any] = {
         "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_seqs": 16, "max_num_batched_tokens": 768, "seed": 0,
-        "gpu_memory_utilization": 0.2, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+        "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     }  # fmt: skip
     return LLM(model=str(path), kv_cache_dtype="auto" if dtype == "bf16" else dtype, **(settings | options))
 
