@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SpecError, UnsupportedError
+from .files import find
 from .spec import LayerGeometry
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -41,7 +42,7 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
     Raises:
         SpecError: nothing is there, and the name is no hub id, or one that is not in the cache while the hub's host is unknown here.
     """
-    path, text = Path(model).expanduser(), str(model)
+    path, text = find(model, "model:").expanduser(), str(model)
     if text and path.exists():
         return path
     if _HUB_ID.fullmatch(text) is None or path.suffix in (".json", ".gguf"):
