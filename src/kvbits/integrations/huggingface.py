@@ -183,7 +183,7 @@ class KVCache(Cache):
             model.set_attn_implementation(before or "sdpa")  # without a note: whoever set "kvbits" by hand, SDPA is what it was for other caches
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a safetensors file (see `cache.serialize`). Padding is not written: `load` takes shorter rows as left-padded."""
+        """Write the cache to a file (see `cache.serialize`). Padding is not written: `load` takes shorter rows as left-padded."""
         self.store.save(path)
 
     @classmethod
