@@ -53,6 +53,16 @@ def to_dict(value: Any) -> Any:
     return [to_dict(v) for v in value] if isinstance(value, tuple) else value
 
 
+_PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "int | None": (int, type(None)), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether JSON data may stand for a field of plain numbers or text: 64.0 and true are no whole numbers."""
+    if annotation in ("tuple[int, ...]", "tuple[int, ...] | None"):
+        return (value is None and "None" in annotation) or (isinstance(value, list) and all(type(n) is int for n in value))
+    return annotation not in _PLAIN or type(value) in _PLAIN[annotation]
+
+
 def from_dict(data: Any) -> Any:
     """The spec that `to_dict` described.
 
@@ -71,6 +81,9 @@ def from_dict(data: Any) -> Any:
     known = {f.name for f in dataclasses.fields(_TYPES[name])}
     if unknown := set(fields) - known:
         raise SpecError(f"{name} has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+    for f in dataclasses.fields(_TYPES[name]):
+        if f.name in fields and not _fits(fields[f.name], str(f.type)):
+            raise SpecError(f"{name}.{f.name} is {fields[f.name]!r}, which is not {f.type}")
     try:
         return _TYPES[name](**{k: from_dict(v) for k, v in fields.items()})
     except TypeError as error:  # a field is missing, or holds a value of another kind
