@@ -1,6 +1,6 @@
 """Decode attention on NVIDIA GPUs over anybody's pages: the CUDA half of `ops.paged_attention`, which has the contract.
 
-Everything is allocated when a plan is made. `update` is one launch that turns lengths on the device into the attention kernels' work list (work_list.cu), `run` one
+Everything is allocated when a plan is made. `update` is one launch that turns lengths on the device into a work list (work_list.cu), `run` one
 launch that reads it; both can be captured in a CUDA graph.
 """
 

@@ -96,7 +96,7 @@ def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:
 
 
 def _walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
-    """Bits of the planes that are walked one by one. Two whose rows are 2 : 1 bytes, without padding, are joined to one (packed_codes.cuh), walked as the first."""
+    """Bits of the planes that are walked one by one. Two whose rows are 2 : 1 bytes, unpadded, are joined to one (packed_codes.cuh), walked as the first."""
     planes = spec.number_format.planes
     return planes[:1] if planes == (2, 1) and head_dim % 32 == 0 else planes
 
@@ -208,7 +208,7 @@ def is_wide(head_dim: int, layouts: list[PageLayout]) -> bool:
 
 
 def joins_raw(layout: PageLayout, cols: int) -> bool:
-    """Whether a kernel adds raw tokens to the running outputs of this layout (RAW_JOINS of packed_codes.cuh): values of one plane, not scaled by page, queries and
+    """Whether a kernel adds raw tokens to the running outputs of this layout (RAW_JOINS): values of one plane, not scaled by page, queries and
     results that no calibrated scale belongs to, and registers. Three column tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining."""
     key, value = layout.key, layout.value
     one_sum = len(_walked_planes(value, layout.head_dim)) == 1 and _scale_kind(value) != CHANNEL and not key.static and not value.static
