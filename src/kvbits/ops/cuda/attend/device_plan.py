@@ -157,7 +157,6 @@ class DevicePlan:
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
         for i, part in enumerate(zip(layouts, self.low, max_pages, walks, strict=True)):
             self._work.parts[i], self._args.parts[i] = self._part(*part)
-        self._max_pages = tuple(max_pages)
         self._layers: dict[int, tuple[attend_cuda.Args, tuple]] = {}
         self._keep: tuple = ()  # what the last list points to
         self._pointers: list[int | None] = []
