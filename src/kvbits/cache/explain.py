@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import counted
 from ..ops.break_even import small_on_gpu
+from ..units import human_bytes
 from .group import GroupState
+
+
+class Explanation(dict[str, Any]):
+    """What `PagedCache.explain` found: a dict, which prints as a few lines."""
+
+    def __str__(self) -> str:
+        held = self["bytes"]
+        kinds = ", ".join(f"{kind} {n / held['total']:.0%}" for kind, n in held.items() if kind != "total" and n) if held["total"] else "nothing allocated yet"
+        lines = [f"{self['scheme']}: {self['bits_per_element']:.2f} bits a number in closed pages", f"bytes: {human_bytes(held['total'])} ({kinds})"]
+        lines += [f"{_layers(g)}: keys {g['keys']}, values {g['values']}{_window(g)}; {_pages(g)}" for g in self["layers"]]
+        lines += [f"op: {op}" for op in self["ops"]] or ["op: none yet; the first forward pass chooses who serves it"]
+        if self["saturated"]:
+            lines.append(f"saturated: {sum(n for s in self['saturated'].values() for n in s.values()):,} elements in layers {ranges(self['saturated'])}")
+        return "\n".join([*lines, *(f"note: {n}" for n in self["notes"])])
+
+
+def _layers(group: dict[str, Any]) -> str:
+    heads = "" if group["kv_heads"] == "all" else f", kv heads {' / '.join(dict.fromkeys(ranges(h) for h in group['kv_heads']))}"
+    return f"layer{'s' if len(group['layers']) > 1 else ''} {ranges(group['layers'])}{heads}"
+
+
+def _window(group: dict[str, Any]) -> str:
+    return "" if group["sliding_window"] is None else f", window {group['sliding_window']:,}"
+
+
+def _pages(group: dict[str, Any]) -> str:
+    return "pages in use " + ", ".join(f"{n['used']} of {n['allocated']} {name}" for name, n in group["pages"].items())
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Like "0, 4 to 6"."""
+    found: list[list[int]] = []
+    for n in sorted(numbers):
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in found)
 
 
 def bytes_by_kind(groups: list[GroupState]) -> dict[str, int]:

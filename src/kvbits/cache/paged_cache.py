@@ -136,7 +136,7 @@ class PagedCache:
     def explain(self) -> dict[str, Any]:
         """What is stored, who serves each op and why the others do not, and where the bytes are."""
         groups, notes = self.groups, [f"single tokens are led by the host: {self.led_by_host}"] if self.led_by_host else []
-        return {
+        return explain.Explanation({
             "scheme": self.spec.scheme.name,
             "bits_per_element": round(self.spec.bits_per_element, 4),
             "layers": explain.layer_groups(groups, self.has_head_overrides),
@@ -144,7 +144,7 @@ class PagedCache:
             "notes": notes + (explain.too_small_for_a_gpu(groups) if self.device.type == "cuda" else []),
             "bytes": self.bytes_by_kind() | {"total": self.nbytes},
             "saturated": {i: s for i, s in enumerate(self.saturated) if any(s.values())},
-        }
+        })
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ def _summary(found: Screen) -> Table:
     """What passed, what did not, which of it counts, and what to change."""
     from rich.table import Table
 
-    from ..evaluate.check import ranges
+    from ..cache.explain import ranges
 
     failed = found.failed_layers
     lines = Table.grid(padding=(0, 2))
