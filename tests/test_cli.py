@@ -156,7 +156,7 @@ def test_plan_reads_a_model_directory(tmp_path):
         ([*GEOMETRY, "--context", 1, "--context", 2], "--context is given 2 times; give it once"),
         ([*GEOMETRY, "--page-size", 5], "page_size=5"),
         ([*GEOMETRY, "--raw-dtype", "int8"], "unknown raw_dtype 'int8'"),
-        (["--layers", 2, "--kv-heads", 2, "--head-dim", 63], "head_dim=63 must be a positive multiple of 8"),
+        (["--layers", 2, "--kv-heads", 2, "--head-dim", 63], "head_dim=63 must be a multiple of 8"),
     ],
 )
 def test_plan_errors_are_one_line(args, message):

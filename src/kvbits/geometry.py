@@ -24,6 +24,7 @@ from typing import Any
 
 from . import embedded
 from .errors import SpecError, UnsupportedError
+from .files import find
 from .spec import LayerGeometry
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -43,7 +44,7 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
         SpecError: nothing is there, and the name is no hub id, or one that is not in the cache while the hub's host is unknown here.
         UnsupportedError: the embedded model is not installed.
     """
-    path, text = Path(model).expanduser(), str(model)
+    path, text = find(model, "model:").expanduser(), str(model)
     if text and path.exists():
         return path
     if text == embedded.NAME:

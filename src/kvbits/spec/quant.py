@@ -7,10 +7,11 @@ import functools
 from dataclasses import dataclass
 
 from ..errors import SpecError
-from .codec import choice, serialisable
+from .codec import choice, serialisable, whole
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 MAX_OUTLIERS = 0.125
+MAX_GROUP = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,7 @@ class PerGroup:
     size: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 1:
-            raise SpecError(f"PerGroup size={self.size!r} is not a positive integer; common sizes are 32, 64 and 128")
+        object.__setattr__(self, "size", whole("PerGroup size", self.size, 1, MAX_GROUP, "common sizes are 32, 64 and 128"))
 
 
 Granularity = PerTensor | PerToken | PerChannel | PerGroup
