@@ -22,6 +22,7 @@ from kvbits.geometry import layer_geometries
 from kvbits.spec import PerChannel, PerGroup, QuantSpec, Scheme
 
 IDS = torch.tensor(tiny.tokenizer()(novel()[:1024])["input_ids"]).view(2, 512)
+pytestmark = pytest.mark.filterwarnings("ignore::kvbits.errors.KvbitsWarning")
 MODELS = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models"))
 
 

@@ -194,7 +194,9 @@ def _plan_notes(found: Plan, subject: _Subject) -> list[str]:
     if longest is not None and found.context > longest:
         notes.append(f"{found.context:,} tokens are more than the {longest:,} the model was made for.")
     if subject.config is not None and (weak := _weak(found, subject.config)):
-        notes.append(f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them (docs/evaluation.md); {RECOMMENDED} and kivi4 do not.")
+        notes.append(
+            f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them (docs/evaluation.md); {RECOMMENDED} and kivi4 do not."
+        )
     from ..ops.break_even import small_on_gpu
 
     sizes = {(min(found.context, g.sliding_window or found.context), g.num_kv_heads, g.head_dim) for g in found.layers}

@@ -22,6 +22,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import schemes
+from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries
@@ -225,8 +226,8 @@ class KVCache(Cache):
         """Bytes really allocated for the cache."""
         return self.store.nbytes
 
-    def explain(self) -> dict[str, Any]:
-        """Scheme, backends with reasons, bytes by kind (see `PagedCache.explain`)."""
+    def explain(self) -> Explanation:
+        """Scheme, backends with reasons, bytes by kind, as a dict that prints as a few lines (see `PagedCache.explain`)."""
         return self.store.explain()
 
     def __repr__(self) -> str:
