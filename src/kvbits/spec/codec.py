@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from typing import Any, TypeVar
 
-from ..errors import SpecError
+from ..errors import KvbitsError, SpecError
 
 _TYPES: dict[str, type] = {}
 T = TypeVar("T")
@@ -22,6 +23,27 @@ def choice(what: str, value: object, known: Any) -> None:
     """Raises SpecError, listing the known values, unless `value` is one of them."""
     if value not in list(known):  # a list, because a value from JSON may not be hashable
         raise SpecError(f"unknown {what} {value!r}; known: {', '.join(str(k) for k in known)}")
+
+
+def whole(name: str, value: Any, least: int, most: int, instead: str = "", error: type[KvbitsError] = SpecError) -> int:
+    """The whole number `value` as a plain int: 64, not 64.0, True or "64"; NumPy's integers are whole numbers too.
+
+    Args:
+        name: of the field, in the message.
+        least, most: the limits, both allowed.
+        instead: what else could be given, in the message.
+        error: the class to raise.
+
+    Raises:
+        SpecError: (or `error`) with the value, the limits and what to give.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        raise error(f"{name}={value!r} must be a whole number from {least} to {most}{instead and '; ' + instead}")
+    return number
 
 
 def to_dict(value: Any) -> Any:

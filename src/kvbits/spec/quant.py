@@ -7,10 +7,11 @@ import functools
 from dataclasses import dataclass
 
 from ..errors import SpecError
-from .codec import choice, serialisable
+from .codec import choice, serialisable, whole
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 MAX_OUTLIERS = 0.125
+MAX_GROUP = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class NumberFormat:
     name: str
     planes: tuple[int, ...]
     kind: str  # "int", "float", "codebook" or "raw"
+    exponent_bits: int = 0  # float formats: behind the sign
+    mantissa_bits: int = 0
     max_value: float = 0.0  # float formats: largest finite value
     saturates_at: float = 0.0  # float formats: where rounding to nearest would pass it
 
@@ -38,8 +41,8 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="int4", planes=(4,), kind="int"),
         NumberFormat(name="int3", planes=(2, 1), kind="int"),
         NumberFormat(name="int2", planes=(2,), kind="int"),
-        NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", max_value=448.0, saturates_at=464.0),
-        NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", max_value=57344.0, saturates_at=61440.0),
+        NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", exponent_bits=4, mantissa_bits=3, max_value=448.0, saturates_at=464.0),
+        NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", exponent_bits=5, mantissa_bits=2, max_value=57344.0, saturates_at=61440.0),
         NumberFormat(name="nuq4", planes=(4,), kind="codebook"),
         NumberFormat(name="nuq3", planes=(2, 1), kind="codebook"),
         NumberFormat(name="nuq2", planes=(2,), kind="codebook"),
@@ -74,8 +77,7 @@ class PerGroup:
     size: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 1:
-            raise SpecError(f"PerGroup size={self.size!r} is not a positive integer; common sizes are 32, 64 and 128")
+        object.__setattr__(self, "size", whole("PerGroup size", self.size, 1, MAX_GROUP, "common sizes are 32, 64 and 128"))
 
 
 Granularity = PerTensor | PerToken | PerChannel | PerGroup
@@ -107,6 +109,8 @@ class QuantSpec:
             (`scale_dtype` each), so that they do not widen the range of the others (KVQuant, section 3.5).
         pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them again when it reads
             (KVQuant, section 3.2).
+        rotated: keys only; a page stores keys multiplied by an orthonormal Hadamard matrix, and attention multiplies queries alike, so scores stay what they
+            were and no channel sticks out of its group (QuaRot, arXiv:2404.00456, section 4). head_dim must be a power of two.
 
     Raises:
         SpecError: for any combination that cannot be.
@@ -120,6 +124,7 @@ class QuantSpec:
     center: str | None = None
     outliers: float = 0.0
     pre_rope: bool = False
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         choice("number format", self.format, FORMATS)
@@ -144,6 +149,10 @@ class QuantSpec:
             raise SpecError(f"{self.format} has a wide range of its own and takes no outliers; use outliers=0")
         if self.outliers and self.static and not (self.has_codebook and isinstance(self.granularity, PerChannel)):
             raise SpecError("calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats (nuq) can; use static=False")
+        if self.rotated and (self.needs_calibration or self.pre_rope):
+            raise SpecError(
+                "rotated keys take their scales from the page, after the rotary embedding; use rotated=False with static scales, codebooks or pre_rope"
+            )
         if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
             raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
 

@@ -109,7 +109,7 @@ class PrefixStore:
 
     def match(self, cache: PagedCache, ids: Any) -> int:
         """Tokens that `load` would bring of a prompt into an empty cache like this one."""
-        plan = self._plan(_paged(cache), keys.token_ids(ids))
+        plan = self._plan(paged(cache), keys.token_ids(ids))
         return plan.length if plan else 0
 
     def explain(self) -> dict[str, Any]:
@@ -144,13 +144,13 @@ class PrefixStore:
             DataError: fewer ids than tokens, or no such sequence.
             OSError: the disk is full, or the like. The store is as good as before.
         """
-        paged, tokens = _paged(cache), keys.token_ids(ids)
-        groups = _settled(paged, row)
+        known, tokens = paged(cache), keys.token_ids(ids)
+        groups = settled(known, row)
         length = groups[0].sequences[row].length
         if len(tokens) < length:
             raise DataError(f"{counted(len(tokens), 'token id')} for a sequence of {counted(length, 'token')}; pass the ids of all of them, padding left out")
-        identity, space = self._identity(paged)
-        cuts = self._cuts(paged)
+        identity, space = self._identity(known)
+        cuts = self._cuts(known)
         blobs = min(cuts.within(length), pages.whole_blobs(groups, row, cuts))
         chain = keys.chain(space, tokens, cuts.ends(length)[:blobs])
         new = []
@@ -173,7 +173,7 @@ class PrefixStore:
         for at in range(0, len(new), WRITTEN_AT_ONCE):
             files = []
             for name, kind, held, first, last, key, state in new[at : at + WRITTEN_AT_ONCE]:
-                blocks = blob.on_host(_blocks(groups, row, held))
+                blocks = blob.on_host(blocks_of(groups, row, held))
                 pieces = blob.encode(kind, identity, [p for p, _ in held], blocks, start=first, tokens=last - first, key=key[: keys.KEY_BYTES], state=state)
                 files.append((name, pieces))
             written += self.folder.write(space, files)
@@ -202,7 +202,7 @@ class PrefixStore:
             PoolFullError: pages are missing. Nothing changed.
         """
         tokens = keys.token_ids(ids)
-        groups = _settled(cache, row, make=True)
+        groups = settled(cache, row, make=True)
         if length := groups[0].sequences[row].length:
             raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; load a prefix into an empty one, or free({row}) first")
         space = self._identity(cache)[1]
@@ -260,18 +260,18 @@ class PrefixStore:
         Raises:
             DataError: nothing of it is stored.
         """
-        paged, tokens = _paged(cache), keys.token_ids(ids)
-        plan = self._plan(paged, tokens)
+        known, tokens = paged(cache), keys.token_ids(ids)
+        plan = self._plan(known, tokens)
         if plan is None:
             raise DataError(f"nothing of these {counted(len(tokens), 'token')} is stored for this model and scheme; put them first")
-        space = self._identity(paged)[1]
+        space = self._identity(known)[1]
         text = json.dumps(plan.names).encode()
         self.folder.write(space, [(_pin_name(tokens), [memoryview(text)])])
         return plan.length
 
     def unpin(self, cache: Any, ids: Any) -> bool:
         """Let a pinned prefix be evicted again. Returns whether it was pinned."""
-        return self.folder.remove(self._identity(_paged(cache))[1], _pin_name(keys.token_ids(ids)))
+        return self.folder.remove(self._identity(paged(cache))[1], _pin_name(keys.token_ids(ids)))
 
     def evict(self, max_bytes: int | str | None = None) -> int:
         """Remove what was used least lately until the store is no larger than this (None: than its own `max_bytes`); what is pinned stays.
@@ -319,9 +319,9 @@ class PrefixStore:
 
     def check(self, cache: Any) -> list[str]:
         """Read every blob of this cache's model, scheme and calibration and compare checksums. Returns what is wrong, by file; nothing is set aside."""
-        paged, wrong = _paged(cache), []
-        identity, space = self._identity(paged)
-        groups = [g.group for g in paged.groups]
+        known, wrong = paged(cache), []
+        identity, space = self._identity(known)
+        groups = [g.group for g in known.groups]
         for e in list(self.folder.entries()):
             if e.namespace != space or not BLOB.fullmatch(e.name) or not e.name.endswith(name_of("", self.shard)):
                 continue
@@ -378,14 +378,14 @@ def as_bytes(size: int | str) -> int:
     raise SpecError(f"{size!r} is no size; give bytes, or text like '200GB'")
 
 
-def _paged(cache: Any) -> PagedCache:
+def paged(cache: Any) -> PagedCache:
     found = getattr(cache, "store", cache)
     if not isinstance(found, PagedCache):
         raise DataError(f"{type(cache).__name__} is neither a KVCache nor a PagedCache")
     return found
 
 
-def _settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState]:
+def settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState]:
     """The groups of a cache between two passes, with the row that is asked for."""
     if cache.in_pass:
         raise CacheStateError("a prefix is stored or loaded in the middle of a forward pass; finish it, or call reset() or abandon()")
@@ -398,7 +398,7 @@ def _settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState
     return groups
 
 
-def _blocks(groups: list[GroupState], row: int, held: list[tuple[Page, int]]) -> list[torch.Tensor]:
+def blocks_of(groups: list[GroupState], row: int, held: list[tuple[Page, int]]) -> list[torch.Tensor]:
     """Pages [layers, H, head_bytes] where they lie; copies of those with slots that the sequence does not show, with zeros there."""
     found = []
     for page, page_id in held:
