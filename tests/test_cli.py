@@ -377,7 +377,7 @@ def stub_demo(monkeypatch):
         return {"model": "m", "context": kwargs["context"], "rows": [{"scheme": "int8", "ppl": float("nan")}]}
 
     module = types.ModuleType("kvbits.evaluate.demo")
-    module.run, module.table = fake_run, lambda result: f"table of {result['model']}"
+    module.run, module.shown = fake_run, lambda result: [f"table of {result['model']}"]
     module.require_context = lambda context, new_tokens, config: None
     monkeypatch.setitem(sys.modules, "kvbits.evaluate.demo", module)
     monkeypatch.setattr("kvbits.evaluate.demo", module, raising=False)
@@ -386,7 +386,7 @@ def stub_demo(monkeypatch):
 
 def test_demo_passes_its_options_on(stub_demo):
     assert run("demo").stdout == "table of m\n"
-    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4", "kivi2"], "context": 1024, "new_tokens": 64, "progress": True}
+    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4", "kivi2"], "context": 1024, "new_tokens": 48, "progress": True}
     data = run_json("demo", "--model", "x", "--scheme", "fp8", "--context", 99, "--new-tokens", 5, "--threads", 1)
     assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5, "progress": True}
     assert data["rows"] == [{"scheme": "int8", "ppl": None}]  # JSON has no NaN
@@ -426,7 +426,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "eval"
         (["check", "folder", "--scheme", "int8", "--scheme", "int4"], "--scheme is given 2 times; give it once"),
         (["check", "folder", "--windows", "-1"], "'--windows'"),
         (["check", "folder", "--length", "1"], "at least 2 is needed"),
-        (["demo", "--context", "100000000"], "context + new_tokens = 100,000,064 tokens, but the text has 159,940 characters; lower --context"),
+        (["demo", "--context", "100000000"], "context + new_tokens = 100,000,048 tokens, but the text has 159,940 characters; lower --context"),
         (["demo", "--new-tokens", "1"], "at least 2 is needed"),
         (["eval", "folder", "--out", "o", "--dtype", "int9"], "unknown dtype 'int9'; known: auto, bfloat16"),
         (["eval", "folder", "--out", "o", "--device", "nope"], "unknown device 'nope'; cpu and cuda are usual"),

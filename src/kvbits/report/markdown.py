@@ -1,23 +1,33 @@
 """Markdown tables, and which scheme to take: all of it computed from results, by rules that stand here.
 
-The README's table is what `readme_table` gives for benchmarks/results/eval; `kvbits report DIR --readme README.md` puts it there and a test holds them equal.
+The README's table is what `preset_table` gives for benchmarks/results, that of docs/evaluation.md what `scheme_table` gives; `kvbits report DIR --benchmarks ..
+--readme README.md --table docs/evaluation.md` puts them there, and a test holds them equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from .. import schemes
 from ..errors import SpecError
 from ..schemes import PRESETS
+from ..spec import CacheSpec, LayerGeometry
 from .collect import Cell, Model, Results, bits, held_bits
+from .kernels import cpu_speeds, gpu_speeds
 
 LEGEND = (
     "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows, then the KL divergence between the two "
     "caches' next-token probabilities in nats (0: the same)."
 )
-BEGIN, END = "<!-- scheme-table: written by `kvbits report` -->", "<!-- /scheme-table -->"
+SCHEMES, TABLE = ("scheme-table", "preset-table")
+"""Names of the places for `scheme_table` and `preset_table`."""
+SHOWN = ("raw", "int8_centered", "int4", "kivi4", "nuq4-1%", "nuq3-1%")
+"""Presets of `preset_table`: lossless, then by bits."""
+HEAD_DIM = 128
+"""Channels of a head for which `preset_table` states bits: most models above a billion parameters."""
 CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits", 0.0, 3.9))
 """Bits per element at long context that compete with each other for a recommendation."""
 
@@ -27,9 +37,6 @@ RAW_SHARE = 0.95
 """Share of the raw cache's bits from which on nothing is quantized."""
 TIE_KL = 2e-4
 """Nats by which two correct kernels in bfloat16 differ: presets that near are equals."""
-SLOW_ON_GPU = {"nuq4-1%": 0.92}
-"""Decode attention of 32 sequences of 4,096 tokens, 64 query and 8 kv heads of 128, raw tail included, over cuDNN's on bf16 (H200, docs/benchmarks.md): the
-presets that few bits make slower there, of those that were measured in a whole cache."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def _still_raw(cell: Cell, cells: dict[str, Cell]) -> bool:
     return stated < whole <= held
 
 
-def scheme_rows(results: Results) -> tuple[list[str], list[Row], list[str]]:
+def scheme_rows(results: Results, benchmarks: Path | None = None) -> tuple[list[str], list[Row], list[str]]:
     """(column names, rows by bits, sentences) of the table "which scheme should I take".
 
     Raises:
@@ -97,7 +104,7 @@ def scheme_rows(results: Results) -> tuple[list[str], list[Row], list[str]]:
             s = _measured(m)[name].summary if name in _measured(m) else None
             cells.append("" if s is None else f"{_change(s)}, {s['kl_mean']:.4f}")
         rows.append(Row(name, cell.kind, cells))
-    return columns, rows, [*recommendations(results), *_notes(models)]
+    return columns, rows, [*recommendations(results, benchmarks), *_notes(models)]
 
 
 def _named(name: str, cell: Cell) -> str:
@@ -138,30 +145,76 @@ def _widths(models: dict[str, Model]) -> str:
     return f"; both on {' and '.join(found)}"
 
 
-def recommendations(results: Results) -> list[str]:
+def recommendations(results: Results, benchmarks: Path | None = None) -> list[str]:
     """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one;
-    none where even that passes `USABLE_KL`."""
+    none where even that passes `USABLE_KL`.
+
+    Args:
+        benchmarks: the folder benchmarks/results, for what a preset costs on a GPU; None leaves that out.
+    """
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
     found = []
     for title, best in _recommended(models):
-        worst_kl, worst_ppl = (max(_measured(m)[best].summary[k] for m in models.values()) for k in ("kl_mean", "ppl_change"))
+        worst_kl, worst_ppl = (_worst(models, best, figure) for figure in ("kl_mean", "ppl_change"))
         name = f"`{best}`" if worst_kl <= USABLE_KL else f"none to recommend; the best is `{best}`"
         found.append(
             f"**{title}: {name}**. On the worst of these models perplexity {worst_ppl:+.2%}, KL {worst_kl:.4f} nats, probability mass matched "
-            f"{_least_mass(models.values(), best):.2%}{_floor(results, best)}.{_price(best)}"
+            f"{_least_mass(models.values(), best):.2%}{_floor(results, best)}.{_price(best, speeds)}"
         )
     return found
 
 
-def _price(scheme: str) -> str:
+def recommended(results: Results) -> tuple[str, ...]:
+    """The schemes that `recommendations` and `budgets` name as usable: of each class of bits the nearest, then the nearest without a calibration."""
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    found = [name for title, best in _recommended(models) for name in (best, _without_setup(models, title, best)) if name is not None]
+    return tuple(name for name in found if _worst(models, name, "kl_mean") <= USABLE_KL)
+
+
+def budgets(results: Results, benchmarks: Path | None = None) -> list[str]:
+    """One sentence a budget of bits, without figures that need an explanation."""
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
+    found = []
+    for title, best in _recommended(models):
+        if best not in recommended(results):
+            found.append(f"**{title}**: nothing to recommend.")
+            continue
+        other = _without_setup(models, title, best)
+        instead = f" Without a calibration: `{other}`, {_worst(models, other, 'ppl_change'):.1%}." if other is not None else ""
+        saved, harder = 16 / _bits(models, best), _worst(models, best, "ppl_change")
+        said = f"makes the cache {saved:.1f} times smaller; text becomes {harder:.1%} harder to predict for the worst of the {len(models)} models."
+        found.append(f"**{title}: `{best}`** {said}{_price(best, speeds)}{instead}")
+    return found
+
+
+def _worst(models: dict[str, Model], scheme: str, figure: str) -> float:
+    return max(float(_measured(m)[scheme].summary[figure]) for m in models.values())
+
+
+def _bits(models: dict[str, Model], scheme: str) -> float:
+    """The most that a number costs at long context on any of the models."""
+    return max(b for m in models.values() if (b := bits(_measured(m)[scheme], m.tasks["fidelity"])))
+
+
+def _without_setup(models: dict[str, Model], title: str, best: str) -> str | None:
+    """The usable scheme of a class of bits to take instead of its best one where that needs a calibration."""
+    if best not in PRESETS or not PRESETS[best].needs_calibration:
+        return None
+    low, high = next((low, high) for name, low, high in CLASSES if name == title)
+    other = best_of(models, low, high, calibrated=False)
+    return other if other is not None and _worst(models, other, "kl_mean") <= USABLE_KL else None
+
+
+def _price(scheme: str, speeds: dict[str, dict[str, float]]) -> str:
     """What a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
-    found = "; ".join(
-        [
-            *(["needs a calibration (`kvbits calibrate`)"] if scheme in PRESETS and PRESETS[scheme].needs_calibration else []),
-            *([f"slower than 16 bits on a GPU at 32 x 4,096 tokens ({SLOW_ON_GPU[scheme]} times as fast)"] if scheme in SLOW_ON_GPU else []),
-        ]
-    )
-    return f" {found[0].upper()}{found[1:]}." if found else ""
+    found = ["needs a calibration (`kvbits calibrate`)"] if scheme in PRESETS and PRESETS[scheme].needs_calibration else []
+    slow = {shape: ratio for shape, ratio in speeds.get(scheme, {}).items() if ratio < 1}
+    if slow:
+        of = f"{len(slow)} of {len(speeds[scheme])} shapes" if len(speeds[scheme]) > 1 else "the shape measured"
+        found.append(f"on a GPU slower than 16 bits in {of} (down to {min(slow.values()):.2f} times as fast)")
+    return f" {'; '.join(found)[0].upper()}{'; '.join(found)[1:]}." if found else ""
 
 
 def _recommended(models: dict[str, Model]) -> list[tuple[str, str]]:
@@ -212,12 +265,18 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.2%}"
 
 
-def best_of(models: dict[str, Model], low: float, high: float) -> str | None:
-    """The preset of `low` to `high` bits with the smallest worst KL; fewest bits among those within `TIE_KL`. None if none is on every model."""
+def best_of(models: dict[str, Model], low: float, high: float, calibrated: bool = True) -> str | None:
+    """The preset of `low` to `high` bits with the smallest worst KL; fewest bits among those within `TIE_KL`. None if none is on every model.
+
+    Args:
+        calibrated: whether schemes that need a calibration count.
+    """
     found: dict[str, tuple[float, float]] = {}
     for m in models.values():
         for name, c in _measured(m).items():
             b = bits(c, m.tasks["fidelity"])
+            if not calibrated and (name not in PRESETS or PRESETS[name].needs_calibration):
+                continue
             if c.kind == "kvbits" and b is not None and low <= b < high and all(name in _measured(other) for other in models.values()):
                 found[name] = (max(found.get(name, (0.0, 0.0))[0], c.summary["kl_mean"]), b)
     if not found:
@@ -226,24 +285,61 @@ def best_of(models: dict[str, Model], low: float, high: float) -> str | None:
     return min((n for n in found if found[n][0] <= smallest + TIE_KL), key=lambda n: (found[n][1], found[n][0]))
 
 
-def readme_table(results: Results) -> str:
-    """The README's part between its markers, markers included."""
-    columns, rows, notes = scheme_rows(results)
-    chosen = recommendations(results)
+def preset_table(results: Results, benchmarks: Path) -> str:
+    """The README's table: what a preset keeps, costs and asks for, the lossless one first, between its markers.
+
+    Raises:
+        SpecError: one of `SHOWN` was not measured on every model.
+    """
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    gpu, cpu = gpu_speeds(benchmarks), cpu_speeds(benchmarks)
+    contexts = sorted({c for speeds in cpu.values() for c in speeds})
+    columns = [
+        "preset",
+        "bits",
+        "worst change of perplexity",
+        "worst KL, nats",
+        f"CPU, after {' / '.join(f'{c:,}' for c in contexts)}",
+        "GPU, worst to best",
+        "calibration",
+    ]
+    rows = []
+    for name in SHOWN:
+        if missing := [m.title for m in models.values() if name not in _measured(m)]:
+            raise SpecError(f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first")
+        spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
+        title, ppl = max(((m.title, _measured(m)[name].summary["ppl_change"]) for m in models.values()), key=lambda x: x[1])
+        kl = max(_measured(m)[name].summary["kl_mean"] for m in models.values())
+        on_cpu = " / ".join(f"{cpu[name][c]:.1f}x" for c in contexts) if name in cpu else "not measured"
+        on_gpu = f"{min(gpu[name].values()):.2f}x to {max(gpu[name].values()):.2f}x" if name in gpu else "not measured"
+        change = f"{ppl:+.2%}" if ppl < 0.1 else f"**{ppl:+,.0%}** ({title})"
+        rows.append([f"`{name}`", f"{spec.bits_per_element:.2f}", change, f"{kl:.4f}", on_cpu, on_gpu, "needed" if PRESETS[name].needs_calibration else "none"])
+    return _between(TABLE, table(columns, rows))
+
+
+def scheme_table(results: Results, benchmarks: Path | None = None) -> str:
+    """Every cache on every model and what to take, between its markers."""
+    columns, rows, notes = scheme_rows(results, benchmarks)
+    chosen = recommendations(results, benchmarks)
     rest = [n for n in notes if n not in (LEGEND, *chosen)]
-    parts = [LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest)]
-    return "\n".join([BEGIN, *(f"- {c}" for c in chosen), "", "\n\n".join(parts), END])
+    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest)]
+    return _between(SCHEMES, "\n\n".join(parts))
+
+
+def _between(name: str, part: str) -> str:
+    return f"<!-- {name}: written by `kvbits report` -->\n{part}\n<!-- /{name} -->"
 
 
 def put_into(text: str, part: str) -> str:
-    """`text` with what stands between the markers replaced.
+    """`text` with what stands between the markers of `part` replaced by it.
 
     Raises:
         SpecError: no markers.
     """
-    if BEGIN not in text or END not in text:
-        raise SpecError(f"the file has no place for the table; put {BEGIN} and {END} where it shall stand")
-    return text[: text.index(BEGIN)] + part + text[text.index(END) + len(END) :]
+    begin, end = part.splitlines()[0], part.splitlines()[-1]
+    if begin not in text or end not in text:
+        raise SpecError(f"the file has no place for the table; put {begin} and {end} where it shall stand")
+    return text[: text.index(begin)] + part + text[text.index(end) + len(end) :]
 
 
 def report(results: Results) -> str:
