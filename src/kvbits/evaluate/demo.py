@@ -78,7 +78,8 @@ def run(
     lm, tokenizer = load_model(model, "float32" if model is None else "auto")
     require_context(context, new_tokens, lambda: lm.config)
     layers = layer_geometries(lm.config)
-    fitted = {s.name: s for s in (presets.for_layers(one, layers) for one in chosen)}
+    named = {presets.for_layers(one, layers).name: one for one in chosen}
+    fitted = {name: presets.for_layers(one, layers) for name, one in named.items()}
     specs = {name: CacheSpec(scheme=s, layers=layers) for name, s in fitted.items()}
     raw = CacheSpec(scheme=presets.get("raw"), layers=layers)
     text = novel_start() if any(s.needs_calibration for s in fitted.values()) else Text("novel", novel())
@@ -96,7 +97,7 @@ def run(
         found, timed = measured("fidelity", accuracy, chosen), measured("decode", speed, chosen)
         near = [name for name in fitted if found[name]["kl_mean"] <= Limits().kl] or list(fitted)
         beside = min(near, key=lambda name: specs[name].bits_per_element)
-        measured("greedy", speed, [fitted[beside]])
+        measured("greedy", speed, [named[beside]])
         written = {d["scheme"]: next(iter(d["items"].values())) for d in map(read, Path(folder).glob("*/greedy/*.json"))}
     prompt = windows(tokenizer, text, count=1, length=context + new_tokens)[0, :context]
     return {

@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import schemes
 from ..errors import SpecError
-from ..schemes import PRESETS
+from ..schemes import PRESETS, weak_to_key_bias
 from ..spec import CacheSpec, LayerGeometry
 from .collect import Cell, Model, Results, bits, held_bits
 from .kernels import cpu_speeds, gpu_speeds
@@ -33,6 +33,8 @@ CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits
 
 USABLE_KL = 0.05
 """Nats on its worst model above which the best of its bits is not recommended: a few percent of perplexity."""
+USABLE_PPL = 0.02
+"""Rise of perplexity above which a scheme is unfit for a model; it and `USABLE_KL` are the limits of `kvbits check`."""
 RAW_SHARE = 0.95
 """Share of the raw cache's bits from which on nothing is quantized."""
 TIE_KL = 2e-4
@@ -127,7 +129,18 @@ def _notes(models: dict[str, Model]) -> list[str]:
     floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of bfloat16." if floor else ""
     return [LEGEND, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more token "
-            f"costs at long context{_widths(models)}." + noise, *found]  # fmt: skip
+            f"costs at long context{_widths(models)}." + noise, *found, *_unfit_notes(models)]  # fmt: skip
+
+
+def _unfit_notes(models: dict[str, Model], among: tuple[str, ...] = ()) -> list[str]:
+    """Which schemes, of `among` if any are named, are unfit for which models, and why."""
+    found = {name: titles for name, titles in unfit(models).items() if not among or name in among}
+    if not found:
+        return []
+    listed = "; ".join(f"`{name}` for {', '.join(titles)}" for name, titles in found.items())
+    shared = [f"`{name}`" for name in found if name in PRESETS and weak_to_key_bias(PRESETS[name])]
+    why = f" {', '.join(shared)}: scales that channels of a key share, which a bias in the keys (Qwen2.5) or few large channels spoil." if shared else ""
+    return [f"Unfit (perplexity more than {USABLE_PPL:.0%} up, or KL above {USABLE_KL} nats): {listed}.{why}"]
 
 
 def _widths(models: dict[str, Model]) -> str:
@@ -146,8 +159,8 @@ def _widths(models: dict[str, Model]) -> str:
 
 
 def recommendations(results: Results, benchmarks: Path | None = None) -> list[str]:
-    """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one;
-    none where even that passes `USABLE_KL`.
+    """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one. One that needs no
+    calibration comes first where it is usable (`USABLE_KL`), then one that does if it is better; none where even the best passes that limit.
 
     Args:
         benchmarks: the folder benchmarks/results, for what a preset costs on a GPU; None leaves that out.
@@ -155,21 +168,21 @@ def recommendations(results: Results, benchmarks: Path | None = None) -> list[st
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
     found = []
-    for title, best in _recommended(models):
-        worst_kl, worst_ppl = (_worst(models, best, figure) for figure in ("kl_mean", "ppl_change"))
-        name = f"`{best}`" if worst_kl <= USABLE_KL else f"none to recommend; the best is `{best}`"
-        found.append(
-            f"**{title}: {name}**. On the worst of these models perplexity {worst_ppl:+.2%}, KL {worst_kl:.4f} nats, probability mass matched "
-            f"{_least_mass(models.values(), best):.2%}{_floor(results, best)}.{_price(best, speeds)}"
-        )
+    for title, names in _recommended(models):
+        first, *others = names
+        usable = _worst(models, first, "kl_mean") <= USABLE_KL
+        name = f"`{first}`" if usable else f"none to recommend; the best is `{first}`"
+        text = f"**{title}: {name}**. On the worst of these models {_costs(results, models, first)}.{_price(first, speeds)}"
+        for other in others:
+            text += f" With a calibration (`kvbits calibrate`) `{other}`: {_costs(results, models, other)}.{_slow(other, speeds)}"
+        found.append(text)
     return found
 
 
 def recommended(results: Results) -> tuple[str, ...]:
-    """The schemes that `recommendations` and `budgets` name as usable: of each class of bits the nearest, then the nearest without a calibration."""
+    """The schemes that `recommendations` and `budgets` name as usable."""
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    found = [name for title, best in _recommended(models) for name in (best, _without_setup(models, title, best)) if name is not None]
-    return tuple(name for name in found if _worst(models, name, "kl_mean") <= USABLE_KL)
+    return tuple(name for _, names in _recommended(models) for name in names if _worst(models, name, "kl_mean") <= USABLE_KL)
 
 
 def budgets(results: Results, benchmarks: Path | None = None) -> list[str]:
@@ -177,20 +190,21 @@ def budgets(results: Results, benchmarks: Path | None = None) -> list[str]:
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
     found = []
-    for title, best in _recommended(models):
-        if best not in recommended(results):
+    for title, (first, *others) in _recommended(models):
+        if first not in recommended(results):
             found.append(f"**{title}**: nothing to recommend.")
             continue
-        other = _without_setup(models, title, best)
-        instead = f" Without a calibration: `{other}`, {_worst(models, other, 'ppl_change'):.1%}." if other is not None else ""
-        saved, harder = 16 / _bits(models, best), _worst(models, best, "ppl_change")
-        said = f"makes the cache {saved:.1f} times smaller; text becomes {harder:.1%} harder to predict for the worst of the {len(models)} models."
-        found.append(f"**{title}: `{best}`** {said}{_price(best, speeds)}{instead}")
+        harder = f"text becomes {_worst(models, first, 'ppl_change'):.1%} harder to predict for the worst of the {len(models)} models"
+        text = f"**{title}: `{first}`** makes the cache {16 / _bits(models, first):.1f} times smaller; {harder}.{_price(first, speeds)}"
+        for other in others:
+            near = f"predictions lie {_worst(models, first, 'kl_mean') / _worst(models, other, 'kl_mean'):.1f} times nearer to the 16-bit cache's"
+            text += f" With a calibration (`kvbits calibrate`) `{other}`, whose {near}.{_slow(other, speeds)}"
+        found.append(text)
     return found
 
 
 def _worst(models: dict[str, Model], scheme: str, figure: str) -> float:
-    return max(float(_measured(m)[scheme].summary[figure]) for m in models.values())
+    return float(max(_measured(m)[scheme].summary[figure] for m in models.values()))
 
 
 def _bits(models: dict[str, Model], scheme: str) -> float:
@@ -198,28 +212,47 @@ def _bits(models: dict[str, Model], scheme: str) -> float:
     return max(b for m in models.values() if (b := bits(_measured(m)[scheme], m.tasks["fidelity"])))
 
 
-def _without_setup(models: dict[str, Model], title: str, best: str) -> str | None:
-    """The usable scheme of a class of bits to take instead of its best one where that needs a calibration."""
-    if best not in PRESETS or not PRESETS[best].needs_calibration:
-        return None
-    low, high = next((low, high) for name, low, high in CLASSES if name == title)
-    other = best_of(models, low, high, calibrated=False)
-    return other if other is not None and _worst(models, other, "kl_mean") <= USABLE_KL else None
+def _costs(results: Results, models: dict[str, Model], scheme: str) -> str:
+    worst_kl, worst_ppl = _worst(models, scheme, "kl_mean"), _worst(models, scheme, "ppl_change")
+    mass = _least_mass(models.values(), scheme)
+    return f"perplexity {worst_ppl:+.2%}, KL {worst_kl:.4f} nats, probability mass matched {mass:.2%}{_floor(results, scheme)}"
+
+
+def _needs_calibration(scheme: str) -> bool:
+    return scheme in PRESETS and PRESETS[scheme].needs_calibration
 
 
 def _price(scheme: str, speeds: dict[str, dict[str, float]]) -> str:
     """What a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
-    found = ["needs a calibration (`kvbits calibrate`)"] if scheme in PRESETS and PRESETS[scheme].needs_calibration else []
-    slow = {shape: ratio for shape, ratio in speeds.get(scheme, {}).items() if ratio < 1}
-    if slow:
-        of = f"{len(slow)} of {len(speeds[scheme])} shapes" if len(speeds[scheme]) > 1 else "the shape measured"
-        found.append(f"on a GPU slower than 16 bits in {of} (down to {min(slow.values()):.2f} times as fast)")
-    return f" {'; '.join(found)[0].upper()}{'; '.join(found)[1:]}." if found else ""
+    return (" Needs a calibration (`kvbits calibrate`)." if _needs_calibration(scheme) else "") + _slow(scheme, speeds)
 
 
-def _recommended(models: dict[str, Model]) -> list[tuple[str, str]]:
-    """(class of bits, scheme) of every class that has one."""
-    return [(title, best) for title, low, high in CLASSES if (best := best_of(models, low, high)) is not None]
+def _slow(scheme: str, speeds: dict[str, dict[str, float]]) -> str:
+    measured = speeds.get(scheme, {})
+    slow = [ratio for ratio in measured.values() if ratio < 1]
+    return f" On a GPU slower than 16 bits in {len(slow)} of {len(measured)} shapes (down to {min(slow):.2f} times as fast)." if slow else ""
+
+
+def _recommended(models: dict[str, Model]) -> list[tuple[str, list[str]]]:
+    """(class of bits, schemes, the first one first) of every class that has one."""
+    found = []
+    for title, low, high in CLASSES:
+        best, plain = best_of(models, low, high), best_of(models, low, high, calibrated=False)
+        if plain is not None and best != plain and _worst(models, plain, "kl_mean") <= USABLE_KL:
+            found.append((title, [plain, *([best] if best is not None else [])]))
+        elif best is not None:
+            found.append((title, [best]))
+    return found
+
+
+def unfit(models: dict[str, Model]) -> dict[str, list[str]]:
+    """preset -> models it is unfit for: perplexity or KL past what `kvbits check` lets pass."""
+    found: dict[str, list[str]] = {}
+    for m in models.values():
+        for name, c in _measured(m).items():
+            if c.kind == "kvbits" and (c.summary["kl_mean"] > USABLE_KL or c.summary["ppl_change"] > USABLE_PPL):
+                found.setdefault(name, []).append(m.title)
+    return found
 
 
 def _least_mass(models: Iterable[Model], scheme: str) -> float | None:
@@ -246,7 +279,7 @@ def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
     dtypes: dict[str, list[Model]] = {}
     for m in [*sixteen.values(), *(m for m in results.finer if "fidelity" in m.tasks)]:
         dtypes.setdefault(m.facts["dtype"], []).append(m)
-    schemes = ["raw", *(best for _, best in _recommended(sixteen))]
+    schemes = ["raw", *(best for _, names in _recommended(sixteen) for best in names)]
     rows = []
     for dtype, models in dtypes.items():
         rows += [[f"{m.name}, {dtype}", *(_percent(_least_mass([m], s)) for s in schemes)] for m in models]
@@ -265,19 +298,23 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.2%}"
 
 
-def best_of(models: dict[str, Model], low: float, high: float, calibrated: bool = True) -> str | None:
+def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bool = True) -> str | None:
     """The preset of `low` to `high` bits with the smallest worst KL; fewest bits among those within `TIE_KL`. None if none is on every model.
 
     Args:
-        calibrated: whether schemes that need a calibration count.
+        calibrated: also presets that need a calibration.
     """
     found: dict[str, tuple[float, float]] = {}
     for m in models.values():
         for name, c in _measured(m).items():
             b = bits(c, m.tasks["fidelity"])
-            if not calibrated and (name not in PRESETS or PRESETS[name].needs_calibration):
-                continue
-            if c.kind == "kvbits" and b is not None and low <= b < high and all(name in _measured(other) for other in models.values()):
+            if (
+                c.kind == "kvbits"
+                and (calibrated or not _needs_calibration(name))
+                and b is not None
+                and low <= b < high
+                and all(name in _measured(other) for other in models.values())
+            ):
                 found[name] = (max(found.get(name, (0.0, 0.0))[0], c.summary["kl_mean"]), b)
     if not found:
         return None
@@ -314,7 +351,7 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         on_gpu = f"{min(gpu[name].values()):.2f}x to {max(gpu[name].values()):.2f}x" if name in gpu else "not measured"
         change = f"{ppl:+.2%}" if ppl < 0.1 else f"**{ppl:+,.0%}** ({title})"
         rows.append([f"`{name}`", f"{spec.bits_per_element:.2f}", change, f"{kl:.4f}", on_cpu, on_gpu, "needed" if PRESETS[name].needs_calibration else "none"])
-    return _between(TABLE, table(columns, rows))
+    return _between(TABLE, "\n\n".join([table(columns, rows), *_unfit_notes(models, SHOWN)]))
 
 
 def scheme_table(results: Results, benchmarks: Path | None = None) -> str:
