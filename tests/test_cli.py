@@ -241,9 +241,10 @@ def test_schemes_lists_every_preset():
     assert "at head_dim 128" in text and "in heads of 128 channels (--head-dim for other models)" in text
 
 
-def test_schemes_at_the_readme_s_head_dim_print_the_readme_s_bits():
-    """Its table is of a model with heads of 64 channels, and says so."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+def test_schemes_at_a_table_s_head_dim_print_the_table_s_bits():
+    """The table of every cache is of a model with heads of 64 channels, the README's of heads of 128, and both say so."""
+    root = Path(__file__).parents[1]
+    readme = (root / "docs" / "evaluation.md").read_text()
     dim = int(re.search(r"at long context; both on \S+ \(`kvbits schemes --head-dim (\d+)`\)", readme)[1])
     printed = {r["scheme"]: f"{r['bits_per_element']:.2f}" for r in run_json("schemes", "--head-dim", dim)["rows"]}
     table = readme[readme.index("| bits held | bits |") :]
@@ -251,6 +252,9 @@ def test_schemes_at_the_readme_s_head_dim_print_the_readme_s_bits():
     assert len(stated) > 15 and {k: printed[k] for k in stated} == stated
     other = {r["scheme"]: f"{r['bits_per_element']:.2f}" for r in run_json("schemes")["rows"]}
     assert other != printed, "the width would not have to be said"
+    readme = (root / "README.md").read_text()
+    stated = dict(re.findall(r"^\| `(\S+)` \| ([\d.]+) \|", readme, re.M))
+    assert len(stated) == 6 and {k: other[k] for k in stated} == stated and "in heads of 128 channels" in readme
 
 
 def test_schemes_fit_other_widths_and_refuse_impossible_ones():

