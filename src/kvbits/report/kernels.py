@@ -1,4 +1,5 @@
-"""Speeds of presets from benchmarks/results: as groups of bars, and as worst and best of what was measured. A file that is not there leaves its part out."""
+"""Speeds of presets and of serving from benchmarks/results: as groups of bars, and as worst and best of what was measured. A file that is not there leaves its
+part out."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def kernel_groups(folder: Path, presets: tuple[str, ...] = ()) -> list[dict[str,
     """[{title, unit, note, bars: [{label, value, kind}]}].
 
     Args:
-        presets: have a bar in every group: an empty one, and a word in the note, where they were not measured.
+        presets: have a bar in every group of presets: an empty one, whose label says so, where they were not measured. Groups of serving have vLLM's names.
     """
     found: list[dict[str, Any]] = []
     shapes: dict[str, dict[str, Any]] = {}
@@ -59,6 +60,8 @@ def kernel_groups(folder: Path, presets: tuple[str, ...] = ()) -> list[dict[str,
         group["bars"].sort(key=lambda b: b["value"], reverse=True)
         if missing := [p for p in presets if p not in {b["label"] for b in group["bars"]}]:
             group["bars"] += [{"label": f"{p}: not measured", "value": None, "kind": "kvbits"} for p in missing]
+    for data in _read(folder, "nvidia-*/serve_vllm.json"):
+        found += _serving(data)
     return found
 
 
@@ -76,6 +79,47 @@ def _gpu(data: dict[str, Any]) -> list[dict[str, Any]]:
         where = f"{data['device']}, attention: {in_words(shape)}"
         note = f"Attention of one new token in a whole cache, raw newest tokens included, on {where.replace(', attention', '')}. {data.get('command', '')}"
         found.append({"title": where, "unit": "times as fast as the best 16-bit kernel", "note": note, "bars": bars})
+    return found
+
+
+SERVED = {
+    "largest": ("decode", "tokens_per_s", "tokens per second (more is faster)", "largest batch that fits, {context:,} tokens each"),
+    "step": ("decode", "step_ms", "milliseconds of a decoding step (less is faster)", "{batch} sequences of {context:,} tokens"),
+    "first token": ("prefill", "ttft_ms", "milliseconds to the first token (less is faster)", "a prompt of {context:,} tokens"),
+    "load": (
+        "serve",
+        "tpot_p99_ms",
+        "ms per token, 99th percentile (less is faster)",
+        "{batch:g} requests a second, prompts up to {context:,} tokens",
+    ),
+}
+"""What is drawn of rows of bench_serve_vllm.py: their mode, the number, its unit, where it was measured."""
+
+
+def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Largest batches first, then steps, first tokens and times per token under load; a group needs two caches."""
+    found = []
+    rows = [r for r in data["rows"] if not r["options"]]
+    for what, (mode, number, unit, words) in SERVED.items():
+        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for r in rows:
+            if r["mode"] == mode and r.get(number) and bool(r.get("largest")) == (what == "largest"):
+                batch = None if what == "largest" else r["batch"]
+                groups.setdefault((r["geometry"], r["gpus"], batch, r["context"], r["compiled"]), []).append(r)
+        for (geometry, gpus, batch, context, compiled), members in groups.items():
+            if len(members) < 2:
+                continue
+            bars: list[dict[str, Any]] = [
+                {
+                    "label": r["kv_cache_dtype"] + (f", {r['batch']} sequences" if what == "largest" else ""), "value": round(r[number], 2),
+                    "kind": "kvbits" if r["kv_cache_dtype"].startswith("kvbits") else "stock",
+                } for r in members
+            ]  # fmt: skip
+            bars.sort(key=lambda b: float(b["value"]))
+            machine = f"vLLM {data['vllm']}, {geometry}, {gpus} x {data['gpu']}{', compiled' if compiled else ''}"
+            where = f"{machine}: {words.format(batch=batch, context=context)}"
+            note = f"Serving with {where}; random weights. vLLM's own caches in orange; benchmarks/bench_serve_vllm.py, docs/serving.md."
+            found.append({"title": where, "unit": unit, "note": note, "bars": bars})
     return found
 
 
