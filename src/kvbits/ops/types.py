@@ -38,9 +38,15 @@ class _Slabs:
         return sum(s.shape[0] for s in self.slabs)
 
     def addresses(self) -> np.ndarray:
-        """int64 [num_pages]: byte address of each page's first struct."""
+        """int64 [num_pages]: byte address of each page's first struct, read-only."""
+        return self._addresses
+
+    @functools.cached_property
+    def _addresses(self) -> np.ndarray:
         parts = [s.data_ptr() + s.stride(0) * np.arange(s.shape[0], dtype=np.int64) for s in self.slabs]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        found = np.concatenate([np.zeros(0, np.int64), *parts])
+        found.flags.writeable = False
+        return found
 
     def gather(self, page_ids: np.ndarray) -> torch.Tensor:
         """uint8 [n, H, head_bytes]: copies of a few pages (for the reference; kernels read in place)."""
