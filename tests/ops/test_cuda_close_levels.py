@@ -112,7 +112,7 @@ def emulated(monkeypatch, tmp_path):
         text = text.replace("Shared& shared = *reinterpret_cast<Shared*>(shared)", "Shared& shared = *reinterpret_cast<Shared*>(::shared)")
         (tmp_path / "kernel.h").write_text(text)
         (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_levels", "NUM_THREADS": "THREADS"}).items()))
-        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-shared", "-fPIC", f"-I{tmp_path}", "-D__CUDA_ARCH__=900"]
+        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{tmp_path}", "-D__CUDA_ARCH__=900"]
         subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(tmp_path / "close.so")], check=True)
         library = ctypes.CDLL(str(tmp_path / "close.so"))
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])

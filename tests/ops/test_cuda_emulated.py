@@ -49,7 +49,18 @@ def compiled(kernel, folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
         text = text.replace(gpu_only, "")
     (folder / "kernel.h").write_text(text)
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (*kernel.defines, ("KERNEL", "attend"), ("NUM_THREADS", "((WARPS + 1) * 32)"))))
-    options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-shared", "-fPIC", f"-I{folder}", f"-D__CUDA_ARCH__={10 * (10 * capability[0] + capability[1])}"]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-mf16c",
+        "-mfma",
+        "-shared",
+        "-fPIC",
+        f"-I{FOLDER}",
+        f"-I{folder}",
+        f"-D__CUDA_ARCH__={10 * (10 * capability[0] + capability[1])}",
+    ]
     subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "attend.so")], check=True)
     return ctypes.CDLL(str(folder / "attend.so"))
 

@@ -24,7 +24,7 @@ from ..ops import dispatch
 from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
 from ..spec import CacheSpec
-from . import explain, parameters, serialize, swap
+from . import explain, parameters, saved, serialize, swap
 from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
 from .group import GroupState
@@ -468,7 +468,7 @@ class PagedCache:
         swap.swap_in(self.groups, row, swapped, self.spec, self.static)
 
     def save(self, path: str | Path) -> None:
-        """Write all sequences to a safetensors file, whole or not at all (see `cache.serialize`).
+        """Write all sequences to a file, whole or not at all (see `cache.serialize`).
 
         Raises:
             SpecError: a directory is there, or none that the file could be in.
@@ -486,12 +486,12 @@ class PagedCache:
         Raises:
             FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message says which.
         """
-        with serialize.opened(path, device, spec) as saved:
-            cache = cls(saved.spec, device=device, static=saved.static, nonfinite=saved.nonfinite, backend=backend)
-            saved.fill(cache.held_groups, grow)
-            cache._built_for = (None, None) if grow else saved.built_for
-            cache.saturated[:] = saved.saturated
-            cache.made_for = saved.made_for
+        with saved.opened(path, device, spec) as file:
+            cache = cls(file.spec, device=device, static=file.static, nonfinite=file.nonfinite, backend=backend)
+            file.fill(cache.held_groups, grow)
+            cache._built_for = (None, None) if grow else file.built_for
+            cache.saturated[:] = file.saturated
+            cache.made_for = file.made_for
         return cache
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ All specs are frozen, keyword-only and validated at birth; `repr` is constructor
 """
 
 from .cache import CacheSpec, LayerGeometry, LayerGroup
-from .codec import from_dict, to_dict
+from .codec import from_dict, to_dict, whole
 from .layout import (
     DTYPE_BYTES,
     FORMATS_VERSION,
@@ -28,13 +28,14 @@ from .layout import (
 )
 from .quant import FORMATS, Granularity, NumberFormat, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 from .rotary import Rotary
-from .scheme import Override, Scheme, Tier
+from .scheme import MOST_TOKENS, Override, Scheme, Tier
 
 __all__ = [
     "DTYPE_BYTES",
     "FORMATS",
     "FORMATS_VERSION",
     "KEY_TILE",
+    "MOST_TOKENS",
     "SECTION_ALIGNMENT",
     "STRUCT_ALIGNMENT",
     "VALUE_BLOCK",
@@ -59,4 +60,5 @@ __all__ = [
     "from_dict",
     "plane_row_bytes",
     "to_dict",
+    "whole",
 ]

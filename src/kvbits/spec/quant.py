@@ -7,10 +7,11 @@ import functools
 from dataclasses import dataclass
 
 from ..errors import SpecError
-from .codec import choice, serialisable
+from .codec import choice, serialisable, whole
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 MAX_OUTLIERS = 0.125
+MAX_GROUP = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class NumberFormat:
     name: str
     planes: tuple[int, ...]
     kind: str  # "int", "float", "codebook" or "raw"
+    exponent_bits: int = 0  # float formats: behind the sign
+    mantissa_bits: int = 0
     max_value: float = 0.0  # float formats: largest finite value
     saturates_at: float = 0.0  # float formats: where rounding to nearest would pass it
 
@@ -38,8 +41,8 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="int4", planes=(4,), kind="int"),
         NumberFormat(name="int3", planes=(2, 1), kind="int"),
         NumberFormat(name="int2", planes=(2,), kind="int"),
-        NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", max_value=448.0, saturates_at=464.0),
-        NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", max_value=57344.0, saturates_at=61440.0),
+        NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", exponent_bits=4, mantissa_bits=3, max_value=448.0, saturates_at=464.0),
+        NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", exponent_bits=5, mantissa_bits=2, max_value=57344.0, saturates_at=61440.0),
         NumberFormat(name="nuq4", planes=(4,), kind="codebook"),
         NumberFormat(name="nuq3", planes=(2, 1), kind="codebook"),
         NumberFormat(name="nuq2", planes=(2,), kind="codebook"),
@@ -74,8 +77,7 @@ class PerGroup:
     size: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 1:
-            raise SpecError(f"PerGroup size={self.size!r} is not a positive integer; common sizes are 32, 64 and 128")
+        object.__setattr__(self, "size", whole("PerGroup size", self.size, 1, MAX_GROUP, "common sizes are 32, 64 and 128"))
 
 
 Granularity = PerTensor | PerToken | PerChannel | PerGroup

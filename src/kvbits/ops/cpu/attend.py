@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from ...errors import DataError, UnsupportedError
+from ..descriptor import TORCH_DTYPES
 from ..types import AttendCall, check_call
 from .library import AttendStruct, PartStruct, check, library, unavailable
-from .structs import MAX_QUERY_GROUP, TORCH_DTYPES, low_struct, refuses_layout, refuses_low, store_struct, table_struct
+from .structs import MAX_QUERY_GROUP, low_struct, refuses_layout, refuses_low, store_struct, table_struct
 
 
 def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
@@ -61,8 +62,8 @@ def _parts(call: AttendCall) -> ctypes.Array[PartStruct]:
 
 def _page_lse(to: np.ndarray, call: AttendCall, tokens: int, heads: int) -> int:
     shape = (sum(p.table.num_pages for p in call.parts), tokens, heads)
-    if to.shape != shape or to.dtype != np.float32 or not to.flags["C_CONTIGUOUS"]:
-        raise DataError(f"page_lse must be a dense float32 array {list(shape)}, got {to.dtype} {list(to.shape)}")
+    if to.shape != shape or to.dtype != np.float32 or not to.flags["CARRAY"]:
+        raise DataError(f"page_lse must be a dense float32 array {list(shape)} that can be written to, got {to.dtype} {list(to.shape)}")
     return to.ctypes.data
 
 

@@ -3,6 +3,7 @@
 // A work item ("segment") is a run of chunks of one (sequence, kv head, block of query columns, part). Columns are (query token, query head of
 // the kv head's group) pairs; a warp takes COLS of them as the columns of its matrix instructions. A chunk is CHUNK tokens of one page.
 #pragma once
+#include "numbers.h"
 #include "ptx.cuh"
 #include "work.cuh"
 
@@ -27,10 +28,6 @@ constexpr bool OWN_START = K_SCALE != 0 && Q_FRAGMENTS == 0;
 #else
 constexpr bool OWN_START = false;
 #endif
-
-enum { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };  // *_SCALE
-enum { INTEGER = 0, E4M3 = 1, E5M2 = 2 };                       // *_FLOAT
-enum { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };                // *_SCALE_TYPE, Q_TYPE, RAW_TYPE
 
 /// Pages of a block table on the device.
 struct Pages {

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import overload
 
 from ....errors import UnsupportedError
-from ....spec import DTYPE_BYTES, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ....spec import DTYPE_BYTES, LowLayout, PageLayout, QuantSpec, plane_row_bytes
+from ...descriptor import CHANNEL, DTYPES, GROUP, low_plane, scale_kind
 from ...types import kvquant_extras
 from .. import side
 from . import codebook_format
 
 MAX_PIECES = 40
-SCALE_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
-FLOATS = {"fp8_e4m3": 1, "fp8_e5m2": 2}
 MAX_CHUNK_BYTES = 18 << 10
 RING_BYTES = 144 << 10
 """More bytes in flight per multiprocessor only lengthen every queue: int8, 8 x 32768 tokens took 139 us with 200 KiB and 132 us with 132 KiB."""
@@ -30,7 +29,6 @@ WIDE = 24
 341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill) 393, 380 and 403."""
 RAW_TOKENS = (32, 16, 8)
 """Raw tokens of a chunk: the most of a step, or what a slot of the ring has room for."""
-STATIC, GROUP, CHANNEL = 0, 1, 2
 LOW_BITS = 4
 """Width of the low planes that attend.cu reads, and of the codes they refine."""
 
@@ -59,12 +57,12 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
         return None if layout.raw_dtype != "float32" else "raw pages are float32; the kernel multiplies float16 and bfloat16"
     if layout.key.is_raw or layout.value.is_raw:
         return "one of keys and values is raw and the other is not"
-    if len(_walked_planes(layout.value, d)) > 1 and _scale_kind(layout.value) == CHANNEL:
+    if len(_walked_planes(layout.value, d)) > 1 and scale_kind(layout.value) == CHANNEL:
         return f"head_dim={d}: {layout.value.format} values with a scale per channel need more registers than a thread has; per token or per group they fit"
     if d > 128 and _two_planes(layout):
         return f"3-bit codes at head_dim={d} need more registers than a thread has; at most 128, or a multiple of 32"
     for kind, spec, step in (("key", layout.key, 16), ("value", layout.value, 32)):
-        if _scale_kind(spec) != GROUP:
+        if scale_kind(spec) != GROUP:
             continue
         size = d // spec.num_groups(d)
         for bits in _walked_planes(spec, d) if size < d else ():
@@ -103,12 +101,6 @@ def _walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
 
 def _two_planes(layout: PageLayout) -> bool:
     return any(len(_walked_planes(s, layout.head_dim)) > 1 for s in (layout.key, layout.value))
-
-
-def _scale_kind(spec: QuantSpec) -> int:
-    if spec.static:
-        return STATIC
-    return CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
 
 
 @overload
@@ -202,7 +194,7 @@ def is_wide(head_dim: int, layouts: list[PageLayout]) -> bool:
     """Whether three column tiles fit a thread's registers: one plane, no terms that count weights or scale queries by page."""
     specs = [s for layout in layouts for s in (layout.key, layout.value)]
     return bool(specs) and head_dim <= 128 and all(
-        len(_walked_planes(s, head_dim)) == 1 and s.symmetric and not s.center and not s.static and _scale_kind(s) == GROUP for s in specs
+        len(_walked_planes(s, head_dim)) == 1 and s.symmetric and not s.center and not s.static and scale_kind(s) == GROUP for s in specs
     ) and not any(kvquant_extras(layout) for layout in layouts)  # fmt: skip
 
 
@@ -210,7 +202,7 @@ def joins_raw(layout: PageLayout, cols: int) -> bool:
     """Whether a kernel adds raw tokens to the running outputs of this layout (RAW_JOINS of walk.cuh): values of one plane, not scaled by page, queries and
     results that no calibrated scale belongs to, and registers. Three column tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining."""
     key, value = layout.key, layout.value
-    one_sum = len(_walked_planes(value, layout.head_dim)) == 1 and _scale_kind(value) != CHANNEL and not key.static and not value.static
+    one_sum = len(_walked_planes(value, layout.head_dim)) == 1 and scale_kind(value) != CHANNEL and not key.static and not value.static
     return one_sum and layout.head_dim * cols <= 2048 and kvquant_extras(layout) is None
 
 
@@ -249,7 +241,7 @@ def kernel_for(
         raw: it reads raw pages too, in the walk over packed ones where it can.
         tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
     """
-    defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": SCALE_TYPES[q_dtype], "RAW_TYPE": SCALE_TYPES[raw_dtype], "SOFTCAP": int(softcap)}
+    defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": DTYPES[q_dtype], "RAW_TYPE": DTYPES[raw_dtype], "SOFTCAP": int(softcap)}
     defines |= {"PAGE_LSE": int(page_lse), "Q_FRAGMENTS": _fragments(layout, cols), "BLOCK_TABLES": int(tables)}
     if layout is None:
         return _raw_kernel(defines, shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, slots=0, chunk=32, units=1), head_dim, cols, shared_limit)
@@ -259,7 +251,7 @@ def kernel_for(
     least = 64 * head_dim if low else 4 * head_dim * RAW_TOKENS[-1] if raw_joins else 0  # raw rows of 32 tokens beside low planes, or keys and values of a few
     slot = -(-max(_used_bytes(chunk_layout(layout, chunk)), least) // 128) * 128
     raw_tokens = RAW_TOKENS[0] if low or not raw_joins else next(n for n in RAW_TOKENS if 4 * head_dim * n <= slot)
-    with_bias = layout.value.has_bias and _scale_kind(layout.value) == GROUP
+    with_bias = layout.value.has_bias and scale_kind(layout.value) == GROUP
     has_levels = kvquant_extras(layout) is not None
     bias_groups, wide = with_bias and not has_levels, shared_limit >= codebook_format.WIDE_FROM
     if shape is None:
@@ -294,12 +286,12 @@ def _raw_kernel(defines: dict[str, int], shape: Shape, head_dim: int, cols: int,
 def _side_defines(layout: PageLayout, low: LowLayout | None, chunk: int, has_levels: bool) -> dict[str, int]:
     """Macros of keys and values, and of their low planes."""
     defines: dict[str, int] = {}
-    for prefix, spec in (("K", layout.key), ("V", layout.value)):
+    for kind, spec in (("k", layout.key), ("v", layout.value)):
         planes = spec.number_format.planes if has_levels else _walked_planes(spec, layout.head_dim)
-        defines |= _format_defines(prefix, spec, planes, chunk_layout(layout, chunk))
+        defines |= side.attend_defines(chunk_layout(layout, chunk), kind, len(planes))
         if low:
-            plane = chunk_layout(low, chunk).sections.get(f"{prefix.lower()}_plane0")
-            defines |= {f"{prefix}_LOW_BITS": LOW_BITS if plane else 0, f"{prefix}_LOW_OFFSET": plane.offset if plane else 0}
+            bits, offset = low_plane(chunk_layout(low, chunk), kind)
+            defines |= {f"{kind.upper()}_LOW_BITS": bits, f"{kind.upper()}_LOW_OFFSET": offset}
     return defines
 
 
@@ -307,11 +299,11 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
     two_planes = _two_planes(layout)
     specs = (layout.key, layout.value)
     centered = any(s.center for s in specs)
-    extras = two_planes and any(s.center or s.has_bias or _scale_kind(s) == CHANNEL or s.num_groups(layout.head_dim) > 2 for s in specs)
+    extras = two_planes and any(s.center or s.has_bias or scale_kind(s) == CHANNEL or s.num_groups(layout.head_dim) > 2 for s in specs)
     large = layout.head_dim * cols > 128 * 8 or extras  # what more registers are needed for
     units = 1 if large or chunk % 64 else 2
-    spills_at_168 = two_planes or chunk < 64 or layout.head_dim % 64 or (layout.value.has_bias and _scale_kind(layout.value) == CHANNEL)
-    spills_at_168 |= (low and cols > 8) or layout.key.static or any(_scale_kind(s) == GROUP and s.num_groups(layout.head_dim) > 2 for s in specs)
+    spills_at_168 = two_planes or chunk < 64 or layout.head_dim % 64 or (layout.value.has_bias and scale_kind(layout.value) == CHANNEL)
+    spills_at_168 |= (low and cols > 8) or layout.key.static or any(scale_kind(s) == GROUP and s.num_groups(layout.head_dim) > 2 for s in specs)
     joined = any(len(s.number_format.planes) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
     most = 7 if large or centered or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168 else 11
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
@@ -331,32 +323,3 @@ def _levels_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) 
         if stages := max(room, 0) // (warps * (slot + 40)):
             return Shape(warps, warps * min(stages, 2), layout.page_size, 2)
     return None
-
-
-def _format_defines(prefix: str, spec: QuantSpec, planes: tuple[int, ...], chunk: PageLayout) -> dict[str, int]:
-    """Macros of a format. planes: bits of those walked one by one."""
-    d, kind, name = chunk.head_dim, _scale_kind(spec), prefix.lower()
-    groups = spec.num_groups(d) if kind == GROUP else 1
-
-    def offset(section: str) -> int:
-        found = chunk.sections.get(f"{name}_{section}")
-        return found.offset if found else 0
-
-    return {
-        f"{prefix}_BITS0": planes[0],
-        f"{prefix}_BITS1": planes[1] if len(planes) > 1 else 0,
-        f"{prefix}_OFFSET0": offset("plane0"),
-        f"{prefix}_OFFSET1": offset("plane1"),
-        f"{prefix}_JOINED_OFFSET": offset("plane1") if planes != spec.number_format.planes else 0,
-        f"{prefix}_FLOAT": FLOATS.get(spec.format, 0),
-        f"{prefix}_ZERO": spec.zero,
-        f"{prefix}_SCALE": kind,
-        f"{prefix}_SCALE_TYPE": SCALE_TYPES[spec.scale_dtype],
-        f"{prefix}_GROUPS": groups,
-        f"{prefix}_GROUP": d // groups,
-        f"{prefix}_HAS_BIAS": int(spec.has_bias and kind != STATIC),
-        f"{prefix}_HAS_MEAN": int(spec.center is not None),
-        f"{prefix}_SCALE_OFFSET": offset("scale"),
-        f"{prefix}_BIAS_OFFSET": offset("bias"),
-        f"{prefix}_MEAN_OFFSET": offset("mean"),
-    }
