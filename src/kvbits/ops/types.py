@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import DataError
+from ..later import upload
 from ..spec import MOST_TOKENS, LowLayout, PageLayout, whole
 
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
@@ -49,7 +50,7 @@ class _Slabs:
     def gather(self, page_ids: np.ndarray) -> torch.Tensor:
         """uint8 [n, H, head_bytes]: copies of a few pages (for the reference; kernels read in place)."""
         if len(self.slabs) == 1:
-            return self.slabs[0][torch.from_numpy(page_ids).to(self.device)]
+            return self.slabs[0][upload(page_ids, self.device)]
         return torch.stack([self.page(int(i)) for i in page_ids])
 
     def page(self, page_id: int) -> torch.Tensor:

@@ -161,7 +161,8 @@ class DecodeStep:
         self._kernel, self._threads = _load(layout, dtype, -1 if store.device.index is None else store.device.index, None, True)
         self._grid = 2 * layout.num_kv_heads * len(runs)
         self._keep = (store, tail, closings, runs, status, undo)
-        self._undo, self._given = undo, None
+        self._undo = undo
+        self._given: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # strides that need no copy
         self._args = StepArgs(
             status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes, closings=closings.data_ptr(), runs=runs.data_ptr(),
             closed=store.slabs[0].data_ptr(), tail=tail.slabs[0].data_ptr(), tail_head_bytes=raw.head_bytes,
@@ -184,7 +185,7 @@ class DecodeStep:
             k_at, v_at, size = k.data_ptr(), v.data_ptr(), k.element_size()
             for i, x in enumerate((k, v)):
                 self._args.fresh_stride[i][0], self._args.fresh_stride[i][1] = x.stride(0) * size, x.stride(2) * size
-            self._given = given if given == (k.stride(), v.stride()) else None  # strides that need no copy
+            self._given = given if given == (k.stride(), v.stride()) else None
         self._fresh[0], self._fresh[1] = k_at, v_at
         self._kernel.launch(self._grid, self._threads, self._args, stream)
 

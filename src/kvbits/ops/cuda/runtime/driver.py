@@ -92,7 +92,7 @@ class Kernel:
         if ready is None or ready[0] != given:  # kept with the struct whose address it holds: decoding launches the same ones again and again
             x, y = (grid, 1) if isinstance(grid, int) else grid, (block, 1) if isinstance(block, int) else block
             config = _Config(*x, 1, *y, 1, self.shared_bytes, stream, ctypes.pointer(self._attribute), 0 if in_order else self._num_attributes)
-            args.ready = ready = given, config, ctypes.byref(config), (ctypes.c_void_p * 1)(ctypes.addressof(args))  # type: ignore[attr-defined]
+            args.ready = ready = given, config, ctypes.byref(config), (ctypes.c_void_p * 1)(ctypes.addressof(args))
         ready[1].stream = stream
         code = self._start(ready[2], self._function, ready[3], None)
         if code:
