@@ -19,10 +19,12 @@ _KIVI = "https://arxiv.org/abs/2402.02750"
 _FP8 = "https://arxiv.org/abs/2209.05433"
 _SMOOTH_K = "https://arxiv.org/abs/2410.02367"
 _GROUPED = "https://arxiv.org/abs/2303.06865"
+_QUAROT = "https://arxiv.org/abs/2404.00456"
 _KVQUANT = "https://arxiv.org/abs/2401.18079"
 
 _INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
 _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
+_INT4_OF_64 = QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False)
 
 
 def _kivi(bits: int) -> Scheme:
@@ -98,6 +100,10 @@ PRESETS: dict[str, Scheme] = {
             description="asymmetric int4 in groups of 32 with each page's channel means of the keys kept apart",
         ),
         Scheme(
+            name="int4_rotated", key=dataclasses.replace(_INT4_OF_64, center="channel", rotated=True), value=_INT4_OF_64, source=_QUAROT, residual_length=64,
+            description="asymmetric int4 in groups of 64, keys rotated by a Hadamard matrix and centred: 4 bits where head_dim is a power of two",
+        ),
+        Scheme(
             name="int8k_int4v", key=_INT8, value=_INT4, residual_length=64,
             description="INT8 keys, grouped INT4 values: the fallback when 4-bit keys cost too much",
         ),
@@ -137,6 +143,28 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
         raise SpecError(f"a scheme has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(fields))}")
     scheme = dataclasses.replace(PRESETS[name], **changes)
     return scheme if head_dim is None else fitted(scheme, head_dim)
+
+
+def weak_to_key_bias(scheme: Scheme) -> bool:
+    """Whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8. One channel with a large constant offset, as models with a bias in their
+    key projection have it, then takes the steps from all others. Keys per channel do not know this, and 8-bit integers bear it."""
+    key = scheme.key
+    return not key.is_raw and not isinstance(key.granularity, PerChannel) and (key.bits <= 4 or key.number_format.kind == "float")
+
+
+def key_bias_note(scheme: Scheme, of: str) -> str | None:
+    """What to say of a scheme on a model with a key bias, with the way out; None where it is fit.
+
+    Args:
+        of: the model and its bias, in words.
+    """
+    if not weak_to_key_bias(scheme):
+        return None
+    fit = "kivi4" if scheme.key.bits <= 4 else RECOMMENDED
+    return (
+        f"scheme {scheme.name!r} is unfit for {of}: a channel with a constant offset takes the steps of a scale from the channels that share it "
+        f"(docs/evaluation.md has what that costs); take {fit!r}, and see `kvbits check`"
+    )
 
 
 def fitted(scheme: Scheme, head_dim: int) -> Scheme:

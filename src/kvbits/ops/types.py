@@ -73,7 +73,7 @@ class PageStore(_Slabs):
         slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids count through them in order.
         static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias`
             [H, groups or channels], `k_codebook`, `v_codebook` [H, entries], and `k_inv_freq` [head_dim / 2], radians per token.
-        turn: for centred keys stored token by token, float32 [3, head_dim]: how the mean key of a page is turned on to the next one
+        turn: for centred keys stored token by token, float32 [3, head_dim] or a matrix: how the mean key of a page is turned on to the next one
             (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known, which costs code range and nothing else.
     """
 
