@@ -228,6 +228,25 @@ def test_shapes_are_said_in_words():
     assert in_words("B=1 H=4/4 T=64 D=80") == "1 sequence of 64 tokens, 4 query and 4 kv heads of 80" and in_words("other") == "other"
 
 
+def test_serving_is_drawn_beside_the_caches_of_vllm(tmp_path):
+    shape = {"geometry": "llama", "gpus": 1, "context": 8192, "compiled": False, "options": {}, "ttft_ms": None, "tpot_p99_ms": None}
+    rows = [
+        shape | {"mode": "decode", "kv_cache_dtype": "bf16", "batch": 96, "largest": True, "step_ms": 29.0, "tokens_per_s": 3300.0},
+        shape | {"mode": "decode", "kv_cache_dtype": "kvbits_int8", "batch": 208, "largest": True, "step_ms": 33.0, "tokens_per_s": 6300.0},
+        shape | {"mode": "decode", "kv_cache_dtype": "bf16", "batch": 48, "largest": False, "step_ms": 17.0, "tokens_per_s": 2800.0},
+        shape
+        | {"mode": "decode", "kv_cache_dtype": "bf16", "batch": 48, "largest": False, "step_ms": 18.0, "tokens_per_s": 2800.0, "options": {"speculate": 0}},
+    ]
+    (tmp_path / "nvidia-x").mkdir()
+    (tmp_path / "nvidia-x" / "serve_vllm.json").write_text(json.dumps({"rows": rows, "vllm": "0.33.0", "gpu": "X"}))
+    (group,) = kernel_groups(tmp_path)  # a step of one cache alone is no comparison
+    assert group["bars"] == [
+        {"label": "bf16, 96 sequences", "value": 3300.0, "kind": "stock"},
+        {"label": "kvbits_int8, 208 sequences", "value": 6300.0, "kind": "kvbits"},
+    ]
+    assert "tokens per second" in group["unit"] and "8,192 tokens each" in group["title"]
+
+
 def test_kernel_groups_of_missing_files_are_left_out(tmp_path):
     assert kernel_groups(tmp_path) == []
 

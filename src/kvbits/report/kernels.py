@@ -1,4 +1,4 @@
-"""Kernel speeds from benchmarks/results, as groups of bars. A file that is not there leaves its group out."""
+"""Speeds of kernels and of serving from benchmarks/results, as groups of bars. A file that is not there leaves its group out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ def kernel_groups(folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in sorted(folder.glob("nvidia-*/attend_decode.json")):
         found += _gpu(json.loads(path.read_text()))
+    for path in sorted(folder.glob("nvidia-*/serve_vllm.json")):
+        found += _serving(json.loads(path.read_text()))
     path = folder / "cpu" / "generate.json"
     if path.exists():
         found += _generate(json.loads(path.read_text()))
@@ -32,6 +34,47 @@ def _gpu(data: dict[str, Any]) -> list[dict[str, Any]]:
         where = f"{data['device']}: {in_words(shape)}"
         note = f"Decode attention, {where}; other libraries in the same run in orange, over 16 bits unless their name says else. {data.get('command', '')}"
         found.append({"title": where, "unit": "microseconds (less is faster)", "note": note, "bars": bars})
+    return found
+
+
+SERVED = {
+    "largest": ("decode", "tokens_per_s", "tokens per second (more is faster)", "largest batch that fits, {context:,} tokens each"),
+    "step": ("decode", "step_ms", "milliseconds of a decoding step (less is faster)", "{batch} sequences of {context:,} tokens"),
+    "first token": ("prefill", "ttft_ms", "milliseconds to the first token (less is faster)", "a prompt of {context:,} tokens"),
+    "load": (
+        "serve",
+        "tpot_p99_ms",
+        "ms per token, 99th percentile (less is faster)",
+        "{batch:g} requests a second, prompts up to {context:,} tokens",
+    ),
+}
+"""What is drawn of rows of bench_serve_vllm.py: their mode, the number, its unit, where it was measured."""
+
+
+def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Largest batches first, then steps, first tokens and times per token under load; a group needs two caches."""
+    found = []
+    rows = [r for r in data["rows"] if not r["options"]]
+    for what, (mode, number, unit, words) in SERVED.items():
+        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for r in rows:
+            if r["mode"] == mode and r.get(number) and bool(r.get("largest")) == (what == "largest"):
+                batch = None if what == "largest" else r["batch"]
+                groups.setdefault((r["geometry"], r["gpus"], batch, r["context"], r["compiled"]), []).append(r)
+        for (geometry, gpus, batch, context, compiled), members in groups.items():
+            if len(members) < 2:
+                continue
+            bars: list[dict[str, Any]] = [
+                {
+                    "label": r["kv_cache_dtype"] + (f", {r['batch']} sequences" if what == "largest" else ""), "value": round(r[number], 2),
+                    "kind": "kvbits" if r["kv_cache_dtype"].startswith("kvbits") else "stock",
+                } for r in members
+            ]  # fmt: skip
+            bars.sort(key=lambda b: float(b["value"]))
+            machine = f"vLLM {data['vllm']}, {geometry}, {gpus} x {data['gpu']}{', compiled' if compiled else ''}"
+            where = f"{machine}: {words.format(batch=batch, context=context)}"
+            note = f"Serving with {where}; random weights. vLLM's own caches in orange; benchmarks/bench_serve_vllm.py, docs/serving.md."
+            found.append({"title": where, "unit": unit, "note": note, "bars": bars})
     return found
 
 

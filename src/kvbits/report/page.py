@@ -60,9 +60,9 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
             sections.append(_section(f"Decoding token by token: {model.title}", _decode(model.tasks["decode"]), f"decode-{model.name}"))
     if data["kernels"]:
         groups = {str(i): g["title"] for i, g in enumerate(data["kernels"])}
-        chart = _canvas("kernels", "Bars: speed of attention kernels")
+        chart = _canvas("kernels", "Bars: speed of attention kernels and of serving")
         chosen = _controls(_select("kernels-group", "measured", groups))
-        sections.append(_section("Kernel speed", chosen + chart + '<p class="note" id="kernels-note"></p>', "kernels-section"))
+        sections.append(_section("Speed of kernels and of serving", chosen + chart + '<p class="note" id="kernels-note"></p>', "kernels-section"))
     sections.append(_section("Calculator", _calculator(data), "calculator-section"))
     sections.append(_section("Where the figures come from", _provenance(results), "provenance"))
     script = "".join(f"<script>{_asset(name)}</script>" for name in ("chart.umd.min.js", "report.js"))

@@ -109,6 +109,8 @@ class QuantSpec:
             (`scale_dtype` each), so that they do not widen the range of the others (KVQuant, section 3.5).
         pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them again when it reads
             (KVQuant, section 3.2).
+        rotated: keys only; a page stores keys multiplied by an orthonormal Hadamard matrix, and attention multiplies queries alike, so scores stay what they
+            were and no channel sticks out of its group (QuaRot, arXiv:2404.00456, section 4). head_dim must be a power of two.
 
     Raises:
         SpecError: for any combination that cannot be.
@@ -122,6 +124,7 @@ class QuantSpec:
     center: str | None = None
     outliers: float = 0.0
     pre_rope: bool = False
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         choice("number format", self.format, FORMATS)
@@ -146,6 +149,10 @@ class QuantSpec:
             raise SpecError(f"{self.format} has a wide range of its own and takes no outliers; use outliers=0")
         if self.outliers and self.static and not (self.has_codebook and isinstance(self.granularity, PerChannel)):
             raise SpecError("calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats (nuq) can; use static=False")
+        if self.rotated and (self.needs_calibration or self.pre_rope):
+            raise SpecError(
+                "rotated keys take their scales from the page, after the rotary embedding; use rotated=False with static scales, codebooks or pre_rope"
+            )
         if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
             raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
 

@@ -117,6 +117,8 @@ class Scheme:
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS, "0 means none"))
         if any(value.pre_rope for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
+        if any(value.rotated for value in (self.value, *(o.value for o in self.overrides))):
+            raise SpecError("values are not turned back after attention; rotated=True belongs to the key spec")
         choice("demote", self.demote, ("age", "attention"))
         for tier in self.tiers:
             self._check_tier(tier)
