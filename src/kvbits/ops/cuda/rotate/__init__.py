@@ -73,7 +73,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         raise DataError(f"q is {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype}; rotate takes [N, Hq, D] and [N, H, D] of one dtype")
     head_dim = q.shape[2]
     bits = head_dim.bit_length() - 1
-    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    outs = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
     q, k = with_aligned_rows(q), with_aligned_rows(k)
     args = _Args(tokens=len(q))
     for rows, x, out, exponent in zip(args.rows, (q, k), outs, (bits - bits // 2, bits // 2), strict=True):
