@@ -50,6 +50,7 @@ class PagedCache:
 
     Attributes:
         held_groups: page lists of every layer group, out of date while the cache decodes on the device (`groups` are not).
+        built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
         made_for: fingerprint of the model that fills the cache, kept in files; None if nobody said.
         saturated: per layer, elements of keys ("k") and values ("v") that were clamped to their largest code.
     """
@@ -82,7 +83,7 @@ class PagedCache:
             wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
             pools = {name: Pool(group, name, None if wanted is None else wanted[name], self.device) for name in group.pools}
             self.held_groups.append(GroupState(group, pools))
-        self._built_for = (batch_size, max_tokens)
+        self.built_for = (batch_size, max_tokens)
         self._inputs = InputCheck(spec, self.device, nonfinite)
         self._layers = LayerRunner(self._stores, backend, self.saturated)
         self._switch = DecodeSwitch(self._stores, backend, self.saturated)
@@ -102,7 +103,7 @@ class PagedCache:
     @property
     def max_tokens(self) -> int | None:
         """Tokens of each sequence that the capacity was fixed for; None for a cache that grows."""
-        return self._built_for[1]
+        return self.built_for[1]
 
     @property
     def groups(self) -> list[GroupState]:
@@ -161,7 +162,7 @@ class PagedCache:
         try:
             self._passes.begin(batch_size, num_tokens, valid)
         except PoolFullError as error:
-            raise PoolFullError(explain.full(self._built_for, self.groups, batch_size, num_tokens, str(error))) from None
+            raise PoolFullError(explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error))) from None
 
     @property
     def in_pass(self) -> bool:
@@ -475,7 +476,7 @@ class PagedCache:
             CacheStateError: a pass is unfinished.
         """
         self._passes.require_none("save")
-        serialize.save(serialize.Contents(self.spec, self.static, self.nonfinite, self._built_for, self.saturated, self.made_for, self.groups), path)
+        serialize.save(serialize.Contents(self.spec, self.static, self.nonfinite, self.built_for, self.saturated, self.made_for, self.groups), path)
 
     @classmethod
     def load(
@@ -489,7 +490,7 @@ class PagedCache:
         with saved.opened(path, device, spec) as file:
             cache = cls(file.spec, device=device, static=file.static, nonfinite=file.nonfinite, backend=backend)
             file.fill(cache.held_groups, grow)
-            cache._built_for = (None, None) if grow else file.built_for
+            cache.built_for = (None, None) if grow else file.built_for
             cache.saturated[:] = file.saturated
             cache.made_for = file.made_for
         return cache
