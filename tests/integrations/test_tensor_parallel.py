@@ -25,7 +25,7 @@ def found(tmp_path_factory):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=97,
-        max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.2,
+        max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.2, attention_bias=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(Path(__file__).with_name("ranks.py")), str(folder)]

@@ -23,7 +23,7 @@ from ..errors import CacheError, CacheStateError, DataError, PoolFullError, Spec
 from ..ops import dispatch
 from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
-from ..spec import CacheSpec
+from ..spec import MOST_TOKENS, CacheSpec, whole
 from . import explain, parameters, saved, serialize, swap
 from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
@@ -334,7 +334,8 @@ class PagedCache:
             CacheStateError: a sliding window has already released tokens that would be needed. Nothing changed.
         """
         self._passes.require_none("crop")
-        wanted = [int(n) for n in lengths] if np.ndim(lengths) else [int(lengths)] * self.batch_size  # type: ignore[arg-type, union-attr]
+        rows = lengths if isinstance(lengths, (list, tuple, np.ndarray, torch.Tensor)) and np.ndim(lengths) else [lengths] * self.batch_size
+        wanted = [whole("length", n, -MOST_TOKENS, MOST_TOKENS, error=DataError) for n in rows]
         if len(wanted) != self.batch_size:
             raise DataError(f"{counted(len(wanted), 'length')} for {counted(self.batch_size, 'sequence')}")
         for row, (n, have) in enumerate(zip(wanted, self.seq_lens, strict=True)):

@@ -26,7 +26,7 @@ from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries
-from ..spec import CacheSpec, Scheme
+from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from . import tensor_parallel
 from .attention import Handle
 from .masks import NAME, Columns
@@ -247,9 +247,7 @@ class KVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove positions (padding among them counts). 0 only ends the speculation."""
-        n = int(tokens_to_remove)
-        if n > 0:
-            raise DataError(f"crop({n}): pass how many tokens to remove as a negative number")
+        n = whole("tokens_to_remove", tokens_to_remove, -MOST_TOKENS, 0, "how many tokens to remove, as a negative number", DataError)
         columns = self.columns
         if -n > columns.seen:
             raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")
