@@ -87,6 +87,7 @@ def main(folder: Path) -> dict[str, object]:
         ) < 1e-3  # fmt: skip
     heads = schemes.get("int8", overrides=(Override(layers=(1,), heads=(1,), key=QuantSpec(format="int4"), value=QuantSpec()),))
     found["heads"] = refusal(lambda: KVCache.for_model(model, heads))
+    found["prefix"] = refusal(lambda: KVCache.from_prefix(model, inputs["input_ids"][:1], store=None))
     found["nowhere"] = refusal(lambda: KVCache.for_model(model, "raw").save(folder / "no" / "such" / "file"))
     return found
 

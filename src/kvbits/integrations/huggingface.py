@@ -27,7 +27,7 @@ from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
-from . import tensor_parallel
+from . import prefix, tensor_parallel
 from .attention import Handle
 from .masks import NAME, Columns
 from .models import unfit_for, weights_fingerprint
@@ -36,6 +36,7 @@ from .tensor_parallel import Ranks
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
+    from ..store.prefix_store import PrefixStore
 
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
@@ -180,6 +181,32 @@ class KVCache(Cache):
         store = PagedCache(spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend)
         store.made_for = weights_fingerprint(model)
         return cls(store, ranks)
+
+    @classmethod
+    def from_prefix(
+        cls, model: Any, ids: Any, *, store: PrefixStore, scheme: str | Scheme = "int8", chunk: int = prefix.CHUNK, put: bool = True, **options: Any
+    ) -> KVCache:
+        """A cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the rest computed.
+
+            cache = KVCache.from_prefix(model, ids, store=store)
+            model.generate(ids, past_key_values=cache)
+
+        Args:
+            ids: token ids of one prompt, [tokens] or [1, tokens].
+            chunk: most tokens that go through the model together.
+            put: store what was computed, for the next prompt that begins like this one.
+            options: of `for_model`.
+
+        Raises:
+            DataError: no token, or several prompts.
+            UnsupportedError: ranks share the model: files of prefixes hold all kv heads.
+            What `for_model` and `PrefixStore.load` raise.
+        """
+        if (ranks := Ranks.of(model)).size > 1:
+            raise UnsupportedError(f"from_prefix() of a model that {ranks.size} ranks share; use for_model, and save and load for prefixes")
+        cache = cls.for_model(model, scheme, **options)
+        prefix.fill(cache, model, ids, store, chunk=chunk, put=put)
+        return cache
 
     @staticmethod
     def detach(model: Any) -> None:
