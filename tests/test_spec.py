@@ -223,6 +223,17 @@ def test_sizes_are_whole_numbers_within_limits(field, bad):
             Scheme(name="x", key=RAW, value=RAW, **{field: bad})
 
 
+@pytest.mark.parametrize("bad", [-1, 2.0, True, None, "x", (), PerToken()], ids=repr)
+def test_specs_and_overrides_are_what_they_must_be(bad):
+    """As they come from a file that somebody wrote by hand."""
+    for make in (Scheme, Override):
+        for field in ("key", "value"):
+            with pytest.raises(SpecError, match=f"{field}=.* is not a QuantSpec"):
+                make(**({"name": "x"} if make is Scheme else {"layers": (0,)}) | {"key": RAW, "value": RAW, field: bad})
+    with pytest.raises(SpecError, match="is not an Override"):
+        Scheme(name="x", key=RAW, value=RAW, overrides=(bad,))
+
+
 def test_numpy_s_whole_numbers_become_plain_ones():
     geometry = LayerGeometry(num_kv_heads=np.int64(2), head_dim=np.int32(64), sliding_window=np.uint8(9))
     assert geometry == LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=9)
