@@ -41,7 +41,7 @@ def statics(spec):
 def test_every_preset_allocates_the_bytes_the_spec_predicts(name, sinks):
     scheme = schemes.get(name, num_sink_tokens=sinks)
     layers = (FULL, dataclasses.replace(FULL, sliding_window=100), LayerGeometry(num_kv_heads=3, head_dim=128), FULL)
-    if scheme.pre_rope:
+    if scheme.needs_rotary:
         layers = tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=(1.0, 0.1))) for g in layers)
     spec = CacheSpec(scheme=scheme, layers=layers)
     static = statics(spec) if scheme.needs_calibration else None

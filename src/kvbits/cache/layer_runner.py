@@ -18,7 +18,7 @@ from ..ops.merging import merge_partials
 from ..ops.reference.close import encode_side
 from ..ops.reference.dequantize import section
 from ..ops.types import AttendCall, PageStore, Part
-from ..quant.qparams import TORCH_DTYPES, require_finite
+from ..quant.qparams import largest, require_finite
 from ..spec import Scheme
 from .layer_stores import LayerStores, Place
 from .passes import Forward
@@ -67,7 +67,7 @@ def _name_the_page(x: torch.Tensor, kind: str, place: Place, run: list[Close], s
             encode_side(page[None], kind, spec, store.static, np.array([c.start]))
         except DataError as error:
             raise DataError(
-                f"{what}: {error} ({spec.scale_dtype} ends at {torch.finfo(TORCH_DTYPES[spec.scale_dtype]).max:g}) in the specs of scheme {scheme.name!r}, "
+                f"{what}: {error} ({spec.scale_dtype} ends at {largest(spec.scale_dtype):g}) in the specs of scheme {scheme.name!r}, "
                 f"or keep layer {place.layer} raw (an Override). Nothing was stored in this pass; crop or free sequence {c.row}, or select the others, "
                 "and they go on"
             ) from error

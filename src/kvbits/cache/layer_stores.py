@@ -71,7 +71,7 @@ class LayerStores:
 
     def stored_order(self, place: Place, x: torch.Tensor) -> torch.Tensor:
         """Queries or keys [..., D] with their channels as the place stores them."""
-        order = self._orders.get(place.layer) if self.groups[place.group].group.key.pre_rope else None
+        order = self._orders.get(place.layer) if self.groups[place.group].group.key.needs_rotary else None
         return x if order is None else x[..., order]
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ def calibrate(
     model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
     text: Annotated[str, typer.Option(help="Text like what the model will read, never what you evaluate on: a file, hub:ID, or novel (shipped).")] = "novel",
-    scheme: Annotated[str, typer.Option(help="A scheme with static scales or codebooks: a preset, or a file of your own (.json).")] = "int8_static",
+    scheme: Annotated[str, typer.Option(help="A scheme with static scales, codebooks or a basis: a preset, or a file of your own (.json).")] = "int8_static",
     windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks.", show_default=False, min=1)] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a window: 256, or 2,048 for codebooks.", show_default=False)] = None,
     percentile: Annotated[
