@@ -47,8 +47,8 @@ def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
     value = QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(bits,) * len(bands))
     return Scheme(
         name=f"klt{bits}", key=dataclasses.replace(value, basis="klt", bands=bands, center="channel"), value=value, num_sink_tokens=4, residual_length=128,
-        description=f"integers in a calibrated basis of each head: keys {min(bands)} to {max(bands)} bits by importance, values {bits} bits turned by a Hadamard, "
-        "one 8-bit scale per token",
+        description=f"integers in a calibrated basis: keys of {min(bands)} to {max(bands)} bits by importance, values of {bits} bits turned by a Hadamard, one "
+        "8-bit scale per token",
     )  # fmt: skip
 
 

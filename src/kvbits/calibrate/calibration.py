@@ -174,8 +174,6 @@ class Calibration:
             raise FileFormatError(f"{path} is not a kvbits calibration (format {metadata.get('format')!r}, expected {FORMAT!r})")
         if metadata.get("version") != str(VERSION):
             raise FileFormatError(f"{path} has calibration version {metadata.get('version')}, this kvbits reads {VERSION}; calibrate again")
-        if _checksum({k: v for k, v in metadata.items() if k != "checksum"}, tensors) != metadata.get("checksum"):
-            raise FileFormatError(f"{path} is damaged: its data does not match its checksum; copy it again, or calibrate again")
         try:
             made_for = json.loads(metadata["fingerprint"])
             found = cls([{} for _ in made_for["specs"]], made_for, json.loads(metadata["info"]), os.fspath(path))
@@ -193,6 +191,8 @@ class Calibration:
             if not bool(torch.isfinite(t).all()) or (kind.endswith("_scale") and not bool((t > 0).all())):
                 raise FileFormatError(f"{path}: {name} holds values no scale can have (zero, negative, infinite or NaN); calibrate again")
             found.static[int(layer)][kind] = t
+        if _checksum({k: v for k, v in metadata.items() if k != "checksum"}, tensors) != metadata.get("checksum"):
+            raise FileFormatError(f"{path} is damaged: its data does not match its checksum; copy it again, or calibrate again")
         return found
 
 

@@ -1,11 +1,11 @@
 """Calibrated bases of keys (`basis="klt"`, quant/basis.py) from two second moments of each kv head, no gradients.
 
-    H = sum of q_f q_f^T    over the query heads of the kv head, over queries and, for each, over the frames of pages that it reads: q_f is the query turned back by
-                            the frame, so a query that reads many pages counts for each
-    S = mean of (k_f - mean of the page)(k_f - mean of the page)^T    over the pages that a cache of the scheme would close
+    H = sum of q_f q_f^T                              q_f: a query turned back by the frame of a page that it reads, once for each such page,
+                                                      over the query heads of the kv head
+    S = mean of (k_f - mean)(k_f - mean)^T            over the pages that a cache of the scheme would close, mean: the page's own
 
-Both get a ridge, so that a direction that the calibration text never used costs precision there and not the whole basis. A head whose moments say too little (fewer tokens
-than channels, or nothing but zeros) gets a stronger one and a warning that names it.
+Both get a ridge, so that a direction that the calibration text never used costs precision there and not the whole basis. A head whose moments
+say too little (fewer tokens than twice its channels, or nothing but zeros) gets a stronger one and a warning that names it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Moments:
         self.pages = 0
 
     def add(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
-        """See consecutive tokens of one sequence: q [T, Hq, D] and k [T, H, D] as attention has them, at ascending positions [T]; those past the last whole page are read from only.
+        """See consecutive tokens of one sequence: q [T, Hq, D] and k [T, H, D] as attention has them, at ascending positions [T].
+
+        Keys past the last whole page are left out, queries are not.
 
         Raises:
             DataError: NaN or infinity.

@@ -37,7 +37,7 @@ def frames(starts: np.ndarray) -> np.ndarray:
 
 
 def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:
-    """Keys or values `x` [n, H, tokens, head_dim] of pages as banded codes store them, in x's dtype.
+    """Keys or values `x` [n, H, tokens, head_dim], float32, of pages as banded codes store them, float32: by definition products in float64, rounded.
 
     Args:
         static: for "klt" `k_basis` [H, head_dim, head_dim] and `k_inv_freq` [head_dim / 2].
@@ -48,7 +48,7 @@ def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor]
     if spec.basis is None:
         return x
     assert starts is not None
-    return turn(x, _positions(starts), static["k_inv_freq"], back=True) @ static["k_basis"].to(x)
+    return (turn(x.double(), _positions(starts), static["k_inv_freq"], back=True) @ static["k_basis"].to(x.device, torch.float64)).float()
 
 
 def out_of_basis(y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:

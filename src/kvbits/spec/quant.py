@@ -17,7 +17,7 @@ SCALE_BYTES = DTYPE_BYTES | {SCALE_8BIT: 1}
 MAX_OUTLIERS = 0.125
 BASES = (None, "hadamard", "klt")
 FRAME = 256
-"""Positions that share the frame in which a calibrated basis holds: a page's keys are turned back by the largest multiple of it up to the page's first token."""
+"""Positions of a frame, in which a calibrated basis holds: a page's keys are turned back by the largest multiple of it up to the page's first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +115,10 @@ class QuantSpec:
             (`scale_dtype` each), so that they do not widen the range of the others (KVQuant, section 3.5).
         pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them again when it reads
             (KVQuant, section 3.2).
-        basis: of banded codes. "klt" (keys only): a calibrated basis of each kv head, in the frame of the page's block of `FRAME` positions, whose channels
-            are uncorrelated, the most important first, and whose errors count alike for the scores. "hadamard": channels turned by a Hadamard matrix, no calibration.
-        bands: banded codes: bits of each band of 16 neighbouring channels (0 to 6, or 8). A code of b bits means code - (2**b - 1) / 2 steps, so that no level is 0; a
-            band of 0 bits reads as its mean. Heads with another number of bands get as many bits in the mean, see `widths`.
+        basis: of banded codes (quant/basis.py). "klt" (keys only): a calibrated basis of each kv head, in the frame of the page's `FRAME` positions, whose
+            channels are uncorrelated, the most important first. "hadamard": channels turned by a Hadamard matrix, no calibration.
+        bands: of banded codes: bits of each band of 16 neighbouring channels (0 to 6, or 8). A code of b bits means code - (2**b - 1) / 2 steps, so that no
+            level is 0; a band of 0 bits reads as its mean. Heads with another number of bands get as many bits in the mean, see `widths`.
 
     Raises:
         SpecError: for any combination that cannot be.
@@ -173,10 +173,11 @@ class QuantSpec:
             choice("width of a band", width, banding.WIDTHS)
         if not any(self.bands):
             raise SpecError(f"bands={self.bands} hold no bits; give one width for each {banding.BAND} channels, such as (5, 3, 2, 0) for head_dim 64")
-        if not isinstance(self.granularity, PerToken) or not self.symmetric or self.scale_dtype != SCALE_8BIT or self.static or self.outliers or self.pre_rope:
+        usual = isinstance(self.granularity, PerToken) and self.symmetric and self.scale_dtype == SCALE_8BIT
+        if not usual or self.static or self.outliers or self.pre_rope:
             raise SpecError(
-                f"banded codes have one fitted scale per token in 8 bits: granularity=PerToken(), symmetric=True, scale_dtype={SCALE_8BIT!r}, and neither static "
-                "scales, outliers nor pre_rope"
+                f"banded codes have one fitted 8-bit scale per token: granularity=PerToken(), symmetric=True, scale_dtype={SCALE_8BIT!r}, no static scales, no "
+                "outliers, no pre_rope"
             )
 
     @classmethod
