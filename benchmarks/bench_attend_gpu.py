@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_file import write_result
+from result_file import merge_result, write_result
 
 from kvbits import schemes
 from kvbits.ops.cuda.attend import host_plan as cuda
@@ -222,7 +222,7 @@ def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> dict
 def bench_decode(args: argparse.Namespace, copy: float) -> dict[str, Any]:
     """Every scheme on the three shapes."""
     rows, peers = [], []
-    for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes):
+    for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes or range(len(SHAPES))):
         shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
         times = bench_16_bit(batch, q_heads, tokens, args.flashinfer)
         best = min(t for name, t in times.items() if name != "flashinfer_fp8")
@@ -289,7 +289,7 @@ def bench_tiers(args: argparse.Namespace, copy: float) -> dict[str, Any]:
     """One step over the zones of preset `tiered`, and the sum of what the bytes of each zone take at the bandwidth of a whole cache of that zone's format."""
     scheme, rows = schemes.get("tiered"), []
     hot, warm, sinks = scheme.residual_length, scheme.tiers[0].num_tokens, scheme.num_sink_tokens
-    for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes):
+    for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes or range(len(SHAPES))):
         ends = np.array([0, max(tokens - hot - warm, 0), tokens - hot, tokens]) + sinks
         bounds = {name: (int(ends[i]), int(ends[i + 1])) for i, name in enumerate(("cold", "warm", "raw"))}
         zones = {name: span for name, span in bounds.items() if span[1] > span[0]}
@@ -337,7 +337,7 @@ def bench_small(args: argparse.Namespace, copy: float) -> dict[str, Any]:
 def bench_prefill(args: argparse.Namespace, copy: float) -> dict[str, Any]:
     """A chunk of queries over history that all of them see; the 16-bit kernels read as many tokens of 16-bit history, unmasked too."""
     rows = []
-    for batch, q_heads, chunk, tokens in PREFILL:
+    for batch, q_heads, chunk, tokens in [PREFILL[i] for i in args.shapes or range(len(PREFILL))]:
         times = bench_16_bit(batch, q_heads, tokens, False, queries=chunk)
         best = min(times, key=lambda name: times[name])
         flops = 4 * batch * q_heads * chunk * tokens * HEAD_DIM
@@ -369,7 +369,7 @@ def main() -> None:
     kind.add_argument("--prefill", action="store_true")
     kind.add_argument("--tiers", action="store_true")
     parser.add_argument("--schemes", nargs="*")
-    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="which of the shapes, by number")
+    parser.add_argument("--shapes", nargs="*", type=int, help="which of the shapes, by number; all if left out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     few = ["int8", "int4_g64", "int2_g64"]
@@ -387,7 +387,10 @@ def report(out: Path | None, copy: float, found: dict[str, Any]) -> None:
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "copy_bytes_per_s": copy, **found,
     }  # fmt: skip
-    write_result(result, out)
+    if "chunk" in found["rows"][0]:
+        merge_result(result, out, ("scheme", "batch", "chunk", "tokens"))
+    else:
+        write_result(result, out)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_generate_gpu.py [rows ..] [--modes eager graph] [--shapes 0 1 2] [--out benchmarks/results/<gpu>/generate.json]
     python benchmarks/bench_generate_gpu.py stock_flash int8_centered --generate [--out ..]      generate() from a prompt of 2,048 tokens, one sequence
+    .. --chunk 2048     the prompt in chunks        .. --grow     caches that grow, as the stock cache does
 
 Rows are presets by name, and:
     stock         DynamicCache, SDPA as torch chooses it (cuDNN, which plans anew for every length of a decode step)
@@ -36,7 +37,7 @@ from kvbits.integrations.huggingface import KVCache
 
 SHAPES = ((1, 32768), (8, 16384), (32, 8192))  # sequences, tokens
 ROWS = ("stock_flash", "raw", "int8_centered", "int4", "kivi4")
-KEY = ("scheme", "mode", "batch", "context", "through")
+KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows")
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
 WARM, STEPS, WATCHED = 24, 40, 140
 ROOM = 320
@@ -95,12 +96,14 @@ def forward(model: LlamaForCausalLM, cache: Any, ids: torch.Tensor, seen: int) -
     return model(ids, past_key_values=cache, attention_mask=mask, use_cache=True, logits_to_keep=1)
 
 
-def prefill(model: LlamaForCausalLM, cache: Any, batch: int, context: int) -> float:
-    """Tokens a second of one prompt of `context` tokens per sequence, in one pass."""
+def prefill(model: LlamaForCausalLM, cache: Any, batch: int, context: int, chunk: int | None = None) -> float:
+    """Tokens a second of one prompt of `context` tokens per sequence, in one pass or in chunks."""
     ids = torch.randint(0, 1000, (batch, context), device="cuda")
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    forward(model, cache, ids, 0)
+    start, seen = time.perf_counter(), 0
+    for part in ids.split(chunk or context, 1):
+        forward(model, cache, part, seen)
+        seen += part.shape[1]
     torch.cuda.synchronize()
     if isinstance(cache, Flash16):
         cache.seen.fill_(context)
@@ -182,8 +185,8 @@ def generate(model: LlamaForCausalLM, cache: Any, batch: int, context: int, new_
 
 
 @contextmanager
-def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int, mode: str) -> Iterator[Any]:
-    """The row's empty cache, the model switched to it."""
+def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, mode: str) -> Iterator[Any]:
+    """The row's empty cache, the model switched to it; without `tokens` one that grows."""
     with ExitStack() as stack:
         KVCache.detach(model)
         if row == "fa3":
@@ -195,22 +198,23 @@ def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int, mode: s
             stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION) if row == "stock_flash" else nullcontext())
         else:
             model.set_attn_implementation("sdpa")
-            cache = KVCache.for_model(model, row, batch_size=batch, max_tokens=tokens)
+            cache = KVCache.for_model(model, row, batch_size=batch if tokens else None, max_tokens=tokens)
             if mode == "graph":
                 stack.enter_context(graphed(model, cache))
         yield cache
 
 
-def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int) -> dict[str, Any]:
+def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, chunk: int | None, grows: bool) -> dict[str, Any]:
     """Prefill and decoding of one row."""
+    room = None if grows else ROOM
     for _ in range(2):  # kernels are compiled, libraries chosen
-        with prepared(model, row, batch, 512 + ROOM, "eager") as cache:
-            prefill(model, cache, batch, 512)
+        with prepared(model, row, batch, room and (2 * chunk if chunk else 512) + room, "eager") as cache:
+            prefill(model, cache, batch, 2 * chunk if chunk else 512, chunk)
         del cache
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    with prepared(model, row, batch, context + ROOM, mode) as cache:
-        speed = prefill(model, cache, batch, context)
+    with prepared(model, row, batch, room and context + room, mode) as cache:
+        speed = prefill(model, cache, batch, context, chunk)
         prefill_peak = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -224,6 +228,7 @@ def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
     return {
         "scheme": row, "mode": mode, "batch": batch, "context": context, "through": "forward", "on_device": on_device, "prefill_tokens_per_s": speed,
         "prefill_peak_bytes": prefill_peak, "peak_bytes": torch.cuda.max_memory_allocated(), **found,
+        **({"chunk": chunk} if chunk else {}), **({"grows": True} if grows else {}),
     }  # fmt: skip
 
 
@@ -256,6 +261,8 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=["eager", "graph"])
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     parser.add_argument("--generate", action="store_true")
+    parser.add_argument("--chunk", type=int, help="tokens of a chunk of the prompt")
+    parser.add_argument("--grow", action="store_true", help="caches without a capacity")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -265,7 +272,7 @@ def main() -> None:
         for row, mode in [(name, mode) for name in args.rows for mode in modes_of(name, args.modes) if not (args.generate and name in ("fa3", "static"))]:
             try:
                 with torch.no_grad():
-                    r = measure_generate(model, row, mode) if args.generate else measure(model, row, mode, batch, context)
+                    r = measure_generate(model, row, mode) if args.generate else measure(model, row, mode, batch, context, args.chunk, args.grow)
             except (ImportError, RuntimeError, KvbitsError) as error:  # the other rows are worth having
                 print(f"{batch} x {context} {row:14s} {mode:8s} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 torch.cuda.empty_cache()

@@ -6,7 +6,8 @@
 
 One process measures one dtype and adds its rows to `--out`, replacing those of the same shape; every ratio against bf16 and fp8 is of the same machine and vLLM. Weights
 are random, of a model's geometry. `decode` skips prefill (vLLM's DecodeBenchConnector; pages are filled with random bytes that hold finite numbers) and takes the
-median time of steps in which all sequences decode. `prefill` sends one prompt alone. `serve` sends ragged prompts at Poisson times. The engine runs in this process.
+median time of steps in which all sequences decode; with `--speculate K` each of them brings K drafts that are always right (one token is allowed, so vLLM's n-gram
+drafts find it), and K = 0 is what to compare that with. `prefill` sends one prompt alone. `serve` sends ragged prompts at Poisson times. The engine runs in this process.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ def capacity(llm: Any) -> int:
     return config.kv_cache_size_tokens or config.num_gpu_blocks * config.block_size
 
 
-def params(max_tokens: int) -> Any:
+def params(max_tokens: int, allowed: list[int] | None = None) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, allowed_token_ids=allowed)
 
 
 def ids(rng: random.Random, n: int) -> list[int]:
@@ -95,11 +96,13 @@ def ids(rng: random.Random, n: int) -> list[int]:
     return [3 + (first + 7 * i) % 1000 for i in range(n)]
 
 
-def decode_step(llm: Any, batch: int, context: int) -> float:
-    """Median milliseconds of a step in which `batch` sequences of `context` tokens decode."""
+def decode_step(llm: Any, batch: int, context: int, speculate: int | None) -> float:
+    """Median milliseconds of a step in which `batch` sequences of `context` tokens decode, with as many drafts each."""
     core, rng = llm.llm_engine, random.Random(0)
+    width, allowed = 1 + (speculate or 0), None if speculate is None else [1010]
     for i in range(batch):
-        core.add_request(f"{batch}x{context}-{i}-{time.monotonic_ns()}", {"prompt_token_ids": ids(rng, context - STEPS // 2)}, params(STEPS))
+        prompt = ids(rng, context - STEPS * width // 2)
+        core.add_request(f"{batch}x{context}-{i}-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, params(STEPS * width, allowed))
     made: dict[str, int] = {}
     times = []
     while core.has_unfinished_requests():
@@ -109,7 +112,7 @@ def decode_step(llm: Any, batch: int, context: int) -> float:
         grown = 0
         for o in outputs:
             n = len(o.outputs[0].token_ids)
-            grown += n - made.get(o.request_id, 0) == 1
+            grown += n - made.get(o.request_id, 0) == width
             made[o.request_id] = n
         if grown == batch and not any(o.finished for o in outputs):
             times.append(passed)
@@ -124,7 +127,12 @@ def run_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     most_batch = max([b for b, _ in shapes] + ([args.max_batch] if args.largest else []))
     captured = sorted({b for b, _ in shapes} | (set(range(args.largest_step, args.max_batch + 1, args.largest_step)) if args.largest else set()))
     kv = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"startup_fill": True}}
-    llm = engine(args, most_context + STEPS, most_batch, captured, kv_transfer_config=kv)
+    more: dict[str, Any] = {"kv_transfer_config": kv}
+    width = 1 + (args.speculate or 0)
+    if width > 1:
+        captured = [width * n for n in captured]
+        more["speculative_config"] = {"method": "ngram", "num_speculative_tokens": args.speculate, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    llm = engine(args, most_context + STEPS * width, most_batch, captured, **more)
     llm.collective_rpc(_fill)
     total = capacity(llm)
     if args.largest:
@@ -133,11 +141,11 @@ def run_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for i, (batch, context) in enumerate(shapes):
         largest = bool(args.largest) and i == len(shapes) - 1
-        if batch * (context + STEPS) > total:
+        if batch * (context + STEPS * width) > total:
             print(f"{batch} x {context} does not fit {total} tokens", flush=True)
             continue
-        ms = decode_step(llm, batch, context)
-        rate = round(1000 * batch / ms, 1)
+        ms = decode_step(llm, batch, context, args.speculate)
+        rate = round(1000 * batch * width / ms, 1)
         rows.append(row(args, "decode", batch, context, step_ms=round(ms, 3), tokens_per_s=rate, capacity_tokens=total, largest=largest))
         print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -203,7 +211,8 @@ def at_share(xs: list[float], share: float) -> float:
 def row(args: argparse.Namespace, mode: str, batch: float, context: int, **found: Any) -> dict[str, Any]:
     numbers = {"step_ms": None, "tokens_per_s": None, "capacity_tokens": None, "ttft_ms": None, "tpot_p99_ms": None}
     shape = {"mode": mode, "geometry": args.geometry, "gpus": args.tensor_parallel, "kv_cache_dtype": args.kv_cache_dtype, "batch": batch, "context": context}
-    return shape | {"compiled": args.compile, "options": json.loads(args.engine)} | numbers | found
+    options = json.loads(args.engine) | ({} if args.speculate is None else {"speculate": args.speculate})
+    return shape | {"compiled": args.compile, "options": options} | numbers | found
 
 
 def save(rows: list[dict[str, Any]], out: Path) -> None:
@@ -236,6 +245,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=0, help="decode: context at which the largest batch that fits is measured")
     parser.add_argument("--largest-step", type=int, default=16, help="decode: largest batches are multiples of this")
     parser.add_argument("--max-batch", type=int, default=400, help="decode: bound of the largest batch; graphs are captured up to here")
+    parser.add_argument("--speculate", type=int, help="decode: drafts of each sequence in a step")
     parser.add_argument("--prompts", type=int, nargs="*", default=[8192, 65536])
     parser.add_argument("--rate", type=float, default=4.0, help="serve: requests per second")
     parser.add_argument("--requests", type=int, default=200)

@@ -61,9 +61,12 @@ def test_version():
     assert run("--version").stdout.strip() == kvbits.__version__
 
 
-def test_unknown_options_and_commands_exit_with_2():
-    assert run("plan", "--nonsense", code=2).stdout == ""
-    run("nonsense", code=2)
+def test_unknown_options_and_commands_are_one_line():
+    assert "No such option: --nonsense; see `kvbits plan --help`" in error("plan", "--nonsense")
+    assert "No such option: --nonsense; see `kvbits --help`" in error("--nonsense")
+    assert "No such command 'nonsense'" in error("nonsense")
+    assert "missing argument 'model'; see `kvbits check --help`" in error("check").lower()
+    assert "Usage:" in run("bench", code=2).output
 
 
 def test_python_m_kvbits_without_torch():
@@ -116,7 +119,7 @@ def test_plan_takes_every_scheme_and_option():
 
 def test_plan_prints_a_table_with_its_units():
     text = run("plan", *GEOMETRY, "--scheme", "bf16,int4", "--memory", "10MB").stdout
-    assert "bf16" in text and "int4" in text and "10.00 MB of memory" in text and "GB is 10**9 bytes" in text
+    assert "bf16" in text and "int4" in text and "10.00 MB for the cache alone: weights and activations are not in it" in text and "GB is 10**9 bytes" in text
 
 
 def test_plan_reads_a_model_directory(tmp_path):
@@ -137,15 +140,81 @@ def test_plan_reads_a_model_directory(tmp_path):
         (["model", "--layers", 2], "already says what --layers says"),
         ([*GEOMETRY, "--scheme", "int5"], "unknown scheme 'int5'; known: all, fp32"),
         ([*GEOMETRY, "--scheme", " , "], "--schemes ' , ' names nothing"),
-        ([*GEOMETRY, "--memory", "24G"], "write 24GB"),
-        ([*GEOMETRY, "--context", 0], "context=0"),
+        ([*GEOMETRY, "--memory", "24G"], "--memory '24G' is not understood; write it with its unit, like 24GB"),
+        ([*GEOMETRY, "--memory", "24"], "--memory '24' is not understood; write it with its unit"),
+        ([*GEOMETRY, "--gpu-memory", "80", "--weights", "16GB"], "--gpu-memory '80' is not understood"),
+        ([*GEOMETRY, "--gpu-memory", "80GB", "--weights", "16"], "--weights '16' is not understood"),
+        ([*GEOMETRY, "--gpu-memory", "80GB"], "--layers does not say how many bytes they take; give --weights, like --weights 16GB"),
+        ([*GEOMETRY, "--gpu-memory", "80GB", "--weights", "1GB", "--memory", "1GB"], "--memory is for the cache alone, --gpu-memory holds weights"),
+        ([*GEOMETRY, "--gpu-memory", "80GB", "--weights", "79GB"], "80.00 GB of a GPU hold 79.00 GB of weights and a reserve of 9.60 GB, and nothing is left"),
+        ([*GEOMETRY, "--gpu-memory", "80GB", "--weights", "1GB", "--reserve", "100%"], "--reserve '100%' is no share of a GPU; write 0% to 99%"),
+        ([*GEOMETRY, "--gpu-memory", "80GB", "--weights", "1GB", "--gpus", 3], "2 kv heads cannot be shared by 3 GPUs; use 1 or 2, or a multiple of 2"),
+        ([*GEOMETRY, "--gpus", 2, "--reserve", "1GB"], "--gpus, --reserve means nothing without --gpu-memory"),
+        ([*GEOMETRY, "--gpus", 0], "'--gpus'"),
+        ([*GEOMETRY, "--context", 0], "at least 1 is needed"),
+        ([*GEOMETRY, "--context", "8x"], "'8x' is no number of tokens; write 8192 or 8k"),
+        ([*GEOMETRY, "--context", 1, "--context", 2], "--context is given 2 times; give it once"),
         ([*GEOMETRY, "--page-size", 5], "page_size=5"),
         ([*GEOMETRY, "--raw-dtype", "int8"], "unknown raw_dtype 'int8'"),
-        (["--layers", 2, "--kv-heads", 2, "--head-dim", 63], "head_dim=63 must be a positive multiple of 8"),
+        (["--layers", 2, "--kv-heads", 2, "--head-dim", 63], "head_dim=63 must be a multiple of 8"),
     ],
 )
 def test_plan_errors_are_one_line(args, message):
     assert message in error("plan", *args)
+
+
+def test_a_repeated_scheme_adds_up():
+    data = run_json("plan", *GEOMETRY, "--scheme", "bf16", "--schemes", "int8,kivi4", "--scheme", "int8")
+    assert [r["scheme"] for r in data["rows"]] == ["bf16", "int8", "kivi4"]
+
+
+def test_tokens_and_dtypes_are_understood_as_people_write_them():
+    data = run_json("plan", *GEOMETRY, "--context", "8k", "--raw-dtype", "bf16", "--scheme", "raw")
+    assert data["context"] == 8192 and data == run_json("plan", *GEOMETRY, "--context", "8,192", "--raw-dtype", "bfloat16", "--scheme", "raw")
+
+
+def test_a_card_holds_weights_reserve_and_users():
+    card = ("--gpu-memory", "80GB", "--weights", "16GB", "--context", "8k", "--scheme", "bf16,kivi4")
+    layers = ("--layers", 32, "--kv-heads", 8, "--head-dim", 128)
+    one, two = (run_json("plan", *layers, *card, "--gpus", n) for n in (1, 2))
+    assert one["cards"] == {
+        "memory_bytes": 80 * 10**9, "weights_bytes": 16 * 10**9, "count": 1, "reserve_bytes": 96 * 10**8, "weights_share": 16 * 10**9,
+        "cache_bytes": one["memory_bytes"],
+    }  # fmt: skip
+    assert one["memory_bytes"] == (80 - 16) * 10**9 - 96 * 10**8 and two["memory_bytes"] == (80 - 8) * 10**9 - 96 * 10**8
+    bf16, kivi4 = one["rows"]
+    assert bf16["max_batch"] == one["memory_bytes"] // (8192 * 131072) and bf16["more"] == 1
+    assert kivi4["more"] == kivi4["max_batch"] / bf16["max_batch"] > 3
+    assert two["layers"][0]["num_kv_heads"] == 4 and two["rows"][0]["total_bytes"] * 2 == bf16["total_bytes"]
+    text = run("plan", *layers, *card, "--gpus", 2, "--reserve", "10%").stdout
+    assert "each of 2 GPUs (tensor parallel): 80.00 GB - 8.00 GB of weights (--weights) - 8.00 GB reserve = 64.00 GB for the cache" in text
+    assert "users that fit" in text and " times " in text and "total, each GPU" in text
+    none = run("plan", *layers, "--gpu-memory", "20GB", "--weights", "16GB", "--context", "64k", "--scheme", "bf16,kivi2").stdout
+    assert "In 16 bits not one user fits." in none
+
+
+def test_weights_come_from_the_files_of_a_model_else_from_its_configuration(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**SIZES)
+    config.save_pretrained(tmp_path)
+    data = run_json("plan", tmp_path, "--gpu-memory", "1GB", "--scheme", "int8")
+    assert data["cards"]["weights_bytes"] == 2 * sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
+    assert data["weights_from"] == "counted from the configuration at 2 bytes each"
+    (tmp_path / "model.safetensors").write_bytes(bytes(1234))
+    data = run_json("plan", tmp_path, "--gpu-memory", "1GB", "--scheme", "int8")
+    assert data["cards"]["weights_bytes"] == 1234 and data["weights_from"] == "1 weight file"
+    assert "4 query heads cannot be shared by 8 GPUs; use 1, 2 or 4" in error("plan", tmp_path, "--gpu-memory", "1GB", "--gpus", 8)
+
+
+def test_with_json_an_error_is_json_too():
+    for args, message in (
+        (["plan", *GEOMETRY, "--memory", "24"], "--memory '24' is not understood"),
+        (["plan", "--nonsense"], "No such option: --nonsense; see `kvbits plan --help`"),
+        (["nonsense"], "No such command 'nonsense'"),
+    ):
+        result = run(*args, "--json", code=2)
+        data = json.loads(result.stdout)
+        assert set(data) == {"error", "type"} and message in data["error"] and result.stderr == f"error: {data['error']}\n"
 
 
 def test_sources_as_table_and_json():
@@ -212,6 +281,8 @@ def loader(monkeypatch):
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval(), Bytes()
 
     monkeypatch.setattr("kvbits.integrations.models.load_model", load_model)
+    monkeypatch.setattr("kvbits.integrations.models.load_tokenizer", lambda name: Bytes())
+    monkeypatch.setattr("kvbits.geometry.load_config", lambda name: transformers.LlamaConfig(**SIZES))
     return load_model
 
 
@@ -270,11 +341,20 @@ def test_calibrate_replaces_only_its_own_file(loader, tmp_path):
         ({"--out": "nowhere/x.safetensors"}, "nowhere does not exist"),
         ({"--scheme": "int8"}, "schemes that need calibration: int8_static"),
         ({"--scheme": "int9"}, "unknown scheme 'int9'"),
+        ({"--scheme": "int8_static,nuq4"}, "names 2 schemes, and this command takes one scheme"),
         ({"--percentile": "10"}, "percentile=10.0 is outside"),
+        ({"--percentile": "200"}, "percentile=200.0 is outside 90 to 100"),
+        ({"--weights": "some"}, "weights='some' is not 'fisher' or 'none'"),
+        ({"--length": "1"}, "at least 2 is needed"),
+        ({"--windows": "0"}, "'--windows'"),
+        ({"--skip-tokens": "256"}, "--skip-tokens 256 leaves nothing of windows of 256 tokens"),
+        ({"--device": "nope"}, "unknown device 'nope'"),
     ],
 )
 def test_calibrate_errors_are_one_line_and_write_nothing(loader, tmp_path, monkeypatch, changes, message):
+    """And they come before a model is loaded."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvbits.integrations.models.load_model", None)
     (tmp_path / "text.txt").write_text("words " * 50)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
@@ -298,6 +378,7 @@ def stub_demo(monkeypatch):
 
     module = types.ModuleType("kvbits.evaluate.demo")
     module.run, module.table = fake_run, lambda result: f"table of {result['model']}"
+    module.require_context = lambda context, new_tokens, config: None
     monkeypatch.setitem(sys.modules, "kvbits.evaluate.demo", module)
     monkeypatch.setattr("kvbits.evaluate.demo", module, raising=False)
     return calls
@@ -337,7 +418,16 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "eval"
         (["bench", "paper", "--figures", "file/x"], "--figures file/x: file is a file"),
         (["eval", "folder", "--out", "file/x"], "--out file/x: file is a file; name a folder"),
         (["eval", "folder", "--out", "o", "--data", "foo=file"], "data 'foo' belongs to no benchmark; known: humaneval, gsm8k"),
-        (["eval", "folder", "--out", "o", "--contexts", "-5"], "a prompt of -5 tokens is none"),
+        (["eval", "folder", "--out", "o", "--contexts", "-5"], "--contexts '-5' is no number of tokens"),
+        (["eval", "folder", "--out", "o", "--text", "file", "--text", "file"], "--text file is given 2 times; give it once"),
+        (["eval", "folder", "--out", "o", "--windows", "-1"], "'--windows'"),
+        (["eval", "folder", "--out", "o", "--length", "1"], "at least 2 is needed"),
+        (["check", "folder", "--scheme", "int8,int4"], "--scheme 'int8,int4' names 2 schemes, and this command takes one scheme"),
+        (["check", "folder", "--scheme", "int8", "--scheme", "int4"], "--scheme is given 2 times; give it once"),
+        (["check", "folder", "--windows", "-1"], "'--windows'"),
+        (["check", "folder", "--length", "1"], "at least 2 is needed"),
+        (["demo", "--context", "100000000"], "context + new_tokens = 100,000,064 tokens, but the text has 159,940 characters; lower --context"),
+        (["demo", "--new-tokens", "1"], "at least 2 is needed"),
         (["eval", "folder", "--out", "o", "--dtype", "int9"], "unknown dtype 'int9'; known: auto, bfloat16"),
         (["eval", "folder", "--out", "o", "--device", "nope"], "unknown device 'nope'; cpu and cuda are usual"),
         (["eval", "folder", "--out", "o", "--device", "cuda:99"], "device 'cuda:99' is not there: torch"),

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from kvbits import planner, schemes
 from kvbits.errors import SpecError
-from kvbits.planner import GB, GIB, plan, uniform
+from kvbits.planner import plan, uniform
 from kvbits.spec import CacheSpec, LayerGeometry
+from kvbits.units import GB, GIB
 
 GEMMA_LIKE = (LayerGeometry(num_kv_heads=1, head_dim=256, sliding_window=512),) * 5 + (LayerGeometry(num_kv_heads=1, head_dim=256),)
 
@@ -166,26 +168,41 @@ def test_a_model_of_sliding_layers_has_no_longest_context():
     assert r.max_context is None and r.unbounded
 
 
-# -- memory on the command line -------------------------------------------------------------------------------------
+# -- GPUs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("24GB", 24 * GB), ("24GiB", 24 * GIB), ("1.5 gb", 1_500_000_000), ("0.5GiB", GIB // 2), ("512MB", 512 * 10**6), ("2TiB", 2**41), ("123", 123), ("7B", 7)],
-)
-def test_parse_bytes(text, nbytes):
-    assert planner.parse_bytes(text) == nbytes
+def test_the_reserve_is_what_vllm_left_free_on_an_h200():
+    """Llama-3.1-8B, 16.06 GB of weights, on 139.8 GiB: the planned tokens are those that vLLM's cache really had, with one GPU and with two."""
+    rows = json.loads((Path(__file__).parents[1] / "benchmarks/results/nvidia-h200/serve_vllm.json").read_text())["rows"]
+    layers = uniform(32, 8, 128)
+    for gpus in (1, 2):
+        cards = planner.Cards(memory_bytes=int(139.8 * GIB), weights_bytes=16_060_522_496, count=gpus)
+        (planned,) = plan(planner.rank(layers, gpus), ["bf16"], cards=cards).rows
+        measured = {r["capacity_tokens"] for r in rows if (r["gpus"], r["kv_cache_dtype"], r["geometry"]) == (gpus, "bf16", "llama-3.1-8b")}
+        assert measured and all(planned.max_context == pytest.approx(n, rel=0.02) for n in measured)
 
 
-@pytest.mark.parametrize("text", ["24G", "", "GB", "-1GB", "1e9", "24 GBit", "0GB"])
-def test_parse_bytes_refuses_what_is_ambiguous(text):
-    with pytest.raises(SpecError, match=r"memory .*"):
-        planner.parse_bytes(text)
+def test_heads_are_shared_or_copied_between_gpus():
+    layers = uniform(2, 8, 128, 512)
+    assert [planner.rank(layers, n)[0].num_kv_heads for n in (1, 2, 8, 16)] == [8, 4, 1, 1]
+    assert planner.rank(layers, 4)[0] == dataclasses.replace(layers[0], num_kv_heads=2)
+    with pytest.raises(SpecError, match="8 kv heads cannot be shared by 3 GPUs; use 1, 2, 4 or 8, or a multiple of 8"):
+        planner.rank(layers, 3)
+    with pytest.raises(SpecError, match="14 query heads cannot be shared by 4 GPUs; use 1, 2, 7 or 14"):
+        planner.rank(uniform(2, 2, 64), 4, 14)
 
 
-@pytest.mark.parametrize(("n", "text"), [(999, "999 B"), (1500, "1.50 kB"), (2_500_000, "2.50 MB"), (41 * GB, "41.00 GB"), (3 * 10**12, "3.00 TB")])
-def test_human_bytes(n, text):
-    assert planner.human_bytes(n) == text
+def test_cards_leave_the_rest_to_the_cache():
+    cards = planner.Cards(memory_bytes=80 * GB, weights_bytes=15 * GB + 1, count=2, reserve_bytes=GB)
+    assert cards.weights_share == 7_500_000_001 and cards.cache_bytes == 71_499_999_999
+    found = plan(uniform(2, 2, 64), ["bf16", "int8"], cards=cards)
+    assert found.memory_bytes == cards.cache_bytes and found.cards is cards
+    assert found.rows[1].more == found.rows[1].max_batch / found.rows[0].max_batch
+    assert plan(uniform(2, 2, 64), ["int8"]).rows[0].more is None and plan(uniform(2, 2, 64), ["int8"], memory_bytes=1).rows[0].more is None
+    with pytest.raises(SpecError, match="give one of them"):
+        plan(uniform(2, 2, 64), ["int8"], cards=cards, memory_bytes=GB)
+    with pytest.raises(SpecError, match="count=0"):
+        planner.Cards(memory_bytes=GB, weights_bytes=1, count=0)
 
 
 def test_planning_needs_no_torch():

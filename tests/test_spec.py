@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import math
+import re
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -165,21 +168,21 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
         (lambda: QuantSpec(granularity=PerToken(), static=True), ["per-token", "PerGroup(size) or PerChannel()"]),
         (lambda: QuantSpec(static=True, center="channel"), ["symmetric=False"]),
         (lambda: QuantSpec(granularity=PerChannel(), symmetric=False, center="channel"), ["drop center"]),
-        (lambda: PerGroup(0), ["size=0", "positive", "32, 64 and 128"]),
-        (lambda: PerGroup(-8), ["size=-8", "positive"]),
-        (lambda: PerGroup(32.0), ["size=32.0", "integer"]),
+        (lambda: PerGroup(0), ["size=0", "from 1", "32, 64 and 128"]),
+        (lambda: PerGroup(-8), ["size=-8", "from 1"]),
+        (lambda: PerGroup(32.0), ["size=32.0", "whole number"]),
         (lambda: QuantSpec().num_groups(80), ["head_dim=80", "group_size=64", "group_size=16 or per-token scales"]),
         (lambda: QuantSpec().num_groups(72), ["head_dim=72", "group_size=64", "use per-token scales"]),
-        (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=0), ["page_size=0", "positive multiple of 32", "64 or 128"]),
-        (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=-64), ["page_size=-64", "positive multiple of 32"]),
+        (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=0), ["page_size=0", "from 32", "multiple of 32", "64 or 128"]),
+        (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=-64), ["page_size=-64", "from 32", "multiple of 32"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=48), ["page_size=48", "multiple of 32"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=64.0), ["page_size=64.0", "multiple of 32"]),
-        (lambda: Scheme(name="x", key=RAW, value=RAW, num_sink_tokens=-1), ["num_sink_tokens=-1", "negative", "0 for none"]),
-        (lambda: Scheme(name="x", key=RAW, value=RAW, residual_length=-5), ["residual_length=-5", "negative", "0 for none"]),
-        (lambda: LayerGeometry(num_kv_heads=0, head_dim=64), ["num_kv_heads=0", "at least 1"]),
+        (lambda: Scheme(name="x", key=RAW, value=RAW, num_sink_tokens=-1), ["num_sink_tokens=-1", "from 0", "0 means none"]),
+        (lambda: Scheme(name="x", key=RAW, value=RAW, residual_length=-5), ["residual_length=-5", "from 0", "0 means none"]),
+        (lambda: LayerGeometry(num_kv_heads=0, head_dim=64), ["num_kv_heads=0", "from 1"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=0), ["head_dim=0", "multiple of 8"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=100), ["head_dim=100", "multiple of 8"]),
-        (lambda: LayerGeometry(num_kv_heads=1, head_dim=64, sliding_window=0), ["sliding_window=0", "at least 1", "None"]),
+        (lambda: LayerGeometry(num_kv_heads=1, head_dim=64, sliding_window=0), ["sliding_window=0", "from 1", "None"]),
         (lambda: CacheSpec(scheme=PRESETS["int8"], layers=()), ["at least one layer"]),
         (lambda: CacheSpec(scheme=PRESETS["int8"], layers=(GEOMETRY,), raw_dtype="float64"), ["'float64'", "float16, bfloat16, float32"]),
         (
@@ -201,6 +204,30 @@ def test_refusals_name_the_value_the_limit_and_the_way_out(make, parts):
     assert isinstance(refusal.value, KvbitsError)
     for part in parts:
         assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, True, 64.5, 64.0, "64", [64], 2**64, 10**30, -64], ids=repr)
+@pytest.mark.parametrize(
+    "field", ["num_kv_heads", "head_dim", "sliding_window", "page_size", "num_sink_tokens", "residual_length", "num_tokens", "PerGroup size"]
+)
+def test_sizes_are_whole_numbers_within_limits(field, bad):
+    """What is no size would be stored, or counted through, before anybody notices."""
+    with pytest.raises(SpecError, match=re.escape(f"{field}={bad!r} must be a whole number from ")):
+        if field in ("num_kv_heads", "head_dim", "sliding_window"):
+            LayerGeometry(**{"num_kv_heads": 2, "head_dim": 64} | {field: bad})
+        elif field == "num_tokens":
+            Tier(num_tokens=bad)
+        elif field == "PerGroup size":
+            PerGroup(bad)
+        else:
+            Scheme(name="x", key=RAW, value=RAW, **{field: bad})
+
+
+def test_numpy_s_whole_numbers_become_plain_ones():
+    geometry = LayerGeometry(num_kv_heads=np.int64(2), head_dim=np.int32(64), sliding_window=np.uint8(9))
+    assert geometry == LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=9)
+    spec = CacheSpec(scheme=PRESETS["int8"], layers=(geometry,))
+    assert CacheSpec.from_json(spec.to_json()) == spec
 
 
 # -- bytes, pinned by hand --------------------------------------------------------------------------------------------

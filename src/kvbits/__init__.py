@@ -1,6 +1,6 @@
 """kvbits: few-bit KV caches for LLM inference.
 
-    cache = kvbits.KVCache.for_model(model, "int4")
+    cache = kvbits.KVCache.for_model(model)
     model.generate(**inputs, past_key_values=cache)
     print(cache.nbytes, cache.explain())
 

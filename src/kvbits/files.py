@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -11,6 +12,28 @@ from typing import Any
 from .errors import SpecError
 
 
+def find(path: str | os.PathLike[str], what: str) -> Path:
+    """The path as a `Path` that the file system can be asked about; whether something is there is another question.
+
+    Args:
+        what: names the option or operation in the message.
+
+    Raises:
+        SpecError: it is no text, holds a zero byte or half a character, or is longer than the file system takes.
+    """
+    try:
+        found = Path(path)
+        os.lstat(found)
+    except FileNotFoundError:
+        pass
+    except (TypeError, ValueError) as error:  # zero bytes and lone surrogates are ValueErrors
+        raise SpecError(f"{what} {path!r} is no path ({error}); give the name of a file or folder") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise SpecError(f"{what} {os.fspath(path)[:40]!r}... is longer than a path can be ({len(os.fspath(path))} characters)") from error
+    return found
+
+
 def require_file(path: str | os.PathLike[str], what: str) -> Path:
     """The path, if a file can be there.
 
@@ -18,9 +41,9 @@ def require_file(path: str | os.PathLike[str], what: str) -> Path:
         what: names the option or operation in the message.
 
     Raises:
-        SpecError: a directory is there, or the directory it would be in is not.
+        SpecError: no path, a directory is there, or the directory it would be in is not.
     """
-    found = Path(path)
+    found = find(path, what)
     if found.is_dir():
         raise SpecError(f"{what} {os.fspath(path)!r} is a directory; name a file in it")
     if not found.parent.is_dir():
@@ -32,9 +55,9 @@ def require_folder(path: str | os.PathLike[str], what: str) -> Path:
     """The path, if a folder is or can be made there.
 
     Raises:
-        SpecError: it, or what it would be in, is a file.
+        SpecError: no path, or it, or what it would be in, is a file.
     """
-    found = Path(path)
+    found = find(path, what)
     for part in (found, *found.parents):
         if part.exists() and not part.is_dir():
             raise SpecError(f"{what} {found}: {part} is a file; name a folder")

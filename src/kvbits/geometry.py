@@ -22,7 +22,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from . import embedded
 from .errors import SpecError, UnsupportedError
+from .files import find
 from .spec import LayerGeometry
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -31,7 +33,7 @@ _RECURRENT = ("linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybri
 
 
 def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path | str:
-    """The local path of a model, or its hub id.
+    """The local path of a model, or its hub id. The name `embedded` means the embedded model, unless a path is called so.
 
     What cannot be found is refused at once: Transformers would ask the hub for half a minute, for anything that has the form of an id.
 
@@ -40,12 +42,17 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
 
     Raises:
         SpecError: nothing is there, and the name is no hub id, or one that is not in the cache while the hub's host is unknown here.
+        UnsupportedError: the embedded model is not installed.
     """
-    path, text = Path(model).expanduser(), str(model)
+    path, text = find(model, "model:").expanduser(), str(model)
     if text and path.exists():
         return path
+    if text == embedded.NAME:
+        return embedded.embedded_model()
     if _HUB_ID.fullmatch(text) is None or path.suffix in (".json", ".gguf"):
-        raise SpecError(f"no such file or directory: {text!r}; give a local directory, a config.json, a GGUF file or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
+        raise SpecError(
+            f"no such file or directory: {text!r}; give a local directory, a config.json, a GGUF file, a hub id like Qwen/Qwen2.5-0.5B-Instruct, or `embedded`"
+        )
     if not look_up:
         return text
     import transformers  # noqa: F401 - if that is missing, say so first
@@ -59,6 +66,18 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
     except OSError as e:
         raise SpecError(f"no such file or directory: {text!r}; as a hub id it is not in the cache, and {host} cannot be reached ({e.strerror or e})") from e
     return text
+
+
+def find_weights(model: str | os.PathLike[str], *, look_up: bool = True) -> Path | str:
+    """`find_model` for a model that is to be loaded: a config.json alone is none.
+
+    Raises:
+        SpecError, UnsupportedError: as `find_model`; a file that holds no weights.
+    """
+    path = find_model(model, look_up=look_up)
+    if isinstance(path, Path) and path.is_file() and path.suffix != ".gguf":
+        raise UnsupportedError(f"cannot load a model from the file {str(path)!r}; give the directory that holds its config.json and weights, or a GGUF file")
+    return path
 
 
 def load_config(model: str | os.PathLike[str]) -> Any:
@@ -129,6 +148,12 @@ def layer_types(config: Any) -> list[str]:
     """Attention type of each decoder layer, "full_attention" or a sliding one (see `layer_geometries`)."""
     config = text_config(config)
     return _layer_types(config, _per_layer(config, config.num_hidden_layers))
+
+
+def query_heads(config: Any) -> int | None:
+    """Query heads of a layer, or None where the configuration does not say one number."""
+    n = getattr(text_config(config), "num_attention_heads", None)
+    return n if isinstance(n, int) and n > 0 else None
 
 
 def max_context(config: Any) -> int | None:

@@ -1,16 +1,17 @@
 """Memory arithmetic: how many bytes a cache takes, and what fits. No tensors, no torch.
 
-    plan(layers, schemes, context, batch, memory)  ->  Plan(rows=(PlanRow, ...))
+    plan(layers, schemes, context, batch, memory)           ->  Plan(rows=(PlanRow, ...)), memory for the cache alone
+    plan(rank(layers, gpus), .., cards=Cards(..))           the same for GPUs that hold weights and activations too
 
 A row's `total_bytes` is `CacheSpec.nbytes`, which a `PagedCache` of that fixed capacity allocates to the byte: whole pages, scales,
 sinks, raw tail and padding included. The dense schemes fp32, fp16 and bf16 are what the stock Transformers cache holds: every
 token of a full layer, the last `sliding_window - 1` of a sliding one. Largest batch and context come from an exact search over the
-same numbers, so one token or sequence more does not fit. GB is 10**9 bytes, GiB is 2**30, and every text says which.
+same numbers, so one token or sequence more does not fit.
 """
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,9 +19,7 @@ from typing import Any
 from . import schemes as presets
 from .errors import SpecError
 from .spec import CacheSpec, LayerGeometry, Scheme
-
-GB = 10**9
-GIB = 2**30
+from .units import human_bytes
 
 DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Plain dense caches and their bytes per element."""
@@ -31,7 +30,9 @@ GROUPS = {"all": (*DENSE, *presets.PRESETS)}
 UNBOUNDED = 2**40
 """A context this long that fits is called unbounded: every layer slides, so more tokens cost nothing."""
 
-_UNITS = {"": 1, "B": 1} | {p + "B": 1000**n for n, p in enumerate("KMGT", 1)} | {p + "IB": 1024**n for n, p in enumerate("KMGT", 1)}
+RESERVE = 0.12
+"""Share of a GPU that neither weights nor cache can have: activations, the CUDA context, graphs, fragments. vLLM 0.33 with Llama-3.1-8B left 17.1 to 18.1 of
+an H200's 150.1 GB for them (benchmarks/results/nvidia-h200/serve_vllm.json, a test compares), 17.3 on each of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,8 @@ class PlanRow:
         bytes_per_token: bytes one more token of one sequence costs at long context.
         total_bytes: bytes allocated for batch sequences of context tokens.
         memory_reduction: bytes of the dense 16-bit cache / total_bytes.
-        max_batch: most sequences of `context` tokens that fit, or None if no memory was given.
+        max_batch: users that fit: most sequences of `context` tokens, or None if no memory was given.
+        more: max_batch / that of the dense 16-bit cache, or None if no memory was given or not one of those fits.
         max_context: most tokens for each of `batch` sequences, or None if no memory was given or nothing bounds it.
         unbounded: True where every layer slides and the windows fit: any context does.
     """
@@ -55,19 +57,66 @@ class PlanRow:
     total_bytes: int
     memory_reduction: float
     max_batch: int | None = None
+    more: float | None = None
     max_context: int | None = None
     unbounded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cards:
+    """GPUs that serve a model with tensor parallelism: each holds an equal share of weights and kv heads (see `rank`).
+
+    Attributes:
+        memory_bytes: of each GPU.
+        count: GPUs.
+        weights_bytes: of the whole model.
+        reserve_bytes: of each GPU, for everything but weights and cache; None for `RESERVE` of it.
+
+    Raises:
+        SpecError: a number that cannot be, or weights that leave no memory for a cache.
+    """
+
+    memory_bytes: int
+    weights_bytes: int
+    count: int = 1
+    reserve_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, n, least in (("memory_bytes", self.memory_bytes, 1), ("count", self.count, 1), ("weights_bytes", self.weights_bytes, 0)):
+            if n < least:
+                raise SpecError(f"{name}={n} must be at least {least}")
+        if self.reserve_bytes is None:
+            object.__setattr__(self, "reserve_bytes", int(RESERVE * self.memory_bytes))
+        if self.cache_bytes < 1:
+            raise SpecError(
+                f"{human_bytes(self.memory_bytes)} of a GPU hold {human_bytes(self.weights_share)} of weights and a reserve of "
+                f"{human_bytes(self.reserve_bytes or 0)}, and nothing is left for a cache; use more GPUs, larger ones, or quantized weights (weights_bytes)"
+            )
+
+    @property
+    def weights_share(self) -> int:
+        """Bytes of weights on each GPU."""
+        return -(-self.weights_bytes // self.count)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What is left for the cache on each GPU."""
+        return self.memory_bytes - self.weights_share - (self.reserve_bytes or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"weights_share": self.weights_share, "cache_bytes": self.cache_bytes}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One row per scheme, and what they were asked for."""
+    """One row per scheme, and what they were asked for. With `cards` layers, bytes and memory are those of one GPU."""
 
     layers: tuple[LayerGeometry, ...]
     context: int
     batch: int
     memory_bytes: int | None
     rows: tuple[PlanRow, ...]
+    cards: Cards | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data: `rows` as `PlanRow` fields, geometry counted by layer kind."""
@@ -79,6 +128,7 @@ class Plan:
             "context": self.context,
             "batch": self.batch,
             "memory_bytes": self.memory_bytes,
+            "cards": None if self.cards is None else self.cards.to_dict(),
             "rows": [asdict(r) for r in self.rows],
         }
 
@@ -112,28 +162,28 @@ def uniform(num_layers: int, num_kv_heads: int, head_dim: int, sliding_window: i
     return (LayerGeometry(num_kv_heads=num_kv_heads, head_dim=head_dim, sliding_window=sliding_window),) * num_layers
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of "24GB" (10**9), "24GiB" (2**30), "512 MiB", "1.5TB" or a plain number of bytes.
+def rank(layers: Sequence[LayerGeometry], gpus: int, num_heads: int | None = None) -> tuple[LayerGeometry, ...]:
+    """Layers of one of `gpus` GPUs that share a model by tensor parallelism: an equal share of the kv heads, or a copy of one where GPUs are more than these.
+
+    Args:
+        num_heads: query heads of a layer, which must divide evenly too; None if they are not known.
 
     Raises:
-        SpecError: anything else; "24G" is refused because it could mean either unit.
+        SpecError: heads that cannot be shared so.
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in _UNITS:
-        raise SpecError(f"memory {text!r} is not understood; write 24GB (24 x 10**9 bytes), 24GiB (24 x 2**30), or a number of bytes")
-    whole, _, fraction = match[1].partition(".")
-    nbytes = int(whole + fraction) * _UNITS[match[2].upper()] // 10 ** len(fraction)
-    if nbytes < 1:
-        raise SpecError(f"memory {text!r} is no memory at all")
-    return nbytes
+    if gpus < 1:
+        raise SpecError(f"gpus={gpus} must be at least 1")
+    if num_heads is not None and num_heads % gpus:
+        raise SpecError(f"{num_heads} query heads cannot be shared by {gpus} GPUs; use {_divisors(num_heads)}")
+    for g in layers:
+        if g.num_kv_heads % gpus and gpus % g.num_kv_heads:
+            raise SpecError(f"{g.num_kv_heads} kv heads cannot be shared by {gpus} GPUs; use {_divisors(g.num_kv_heads)}, or a multiple of {g.num_kv_heads}")
+    return tuple(dataclasses.replace(g, num_kv_heads=max(1, g.num_kv_heads // gpus)) for g in layers)
 
 
-def human_bytes(n: float) -> str:
-    """In GB (10**9 bytes) or smaller decimal units."""
-    for unit, size in (("TB", 10**12), ("GB", GB), ("MB", 10**6), ("kB", 1000)):
-        if n >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n:.0f} B"
+def _divisors(n: int) -> str:
+    *most, last = (str(d) for d in range(1, n + 1) if n % d == 0)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def plan(
@@ -143,17 +193,19 @@ def plan(
     context: int = 4096,
     batch: int = 1,
     memory_bytes: int | None = None,
+    cards: Cards | None = None,
     raw_dtype: str = "bfloat16",
     **changes: Any,
 ) -> Plan:
     """What each scheme costs on a model, and what fits.
 
     Args:
-        layers: geometry of each layer (`geometry.layer_geometries`, or `uniform`).
+        layers: geometry of each layer (`geometry.layer_geometries`, or `uniform`); with `cards` of several GPUs what one of them holds (`rank`).
         schemes: preset names (groups fitted to the head_dim), fp32, fp16, bf16, or schemes of your own (taken as they are).
         context: tokens per sequence.
         batch: sequences.
-        memory_bytes: memory left for the cache; None leaves max_batch and max_context out.
+        memory_bytes: memory for the cache alone; None leaves max_batch and max_context out.
+        cards: GPUs whose memory holds weights too, instead of `memory_bytes`.
         raw_dtype: dtype of raw pages, the model's own.
         changes: fields of `Scheme` to change in every preset, for example num_sink_tokens=4.
 
@@ -161,24 +213,31 @@ def plan(
         SpecError: a negative or zero size, an unknown scheme, or one of your own that does not fit the geometry.
     """
     layers = tuple(layers)
+    if cards is not None:
+        if memory_bytes is not None:
+            raise SpecError("memory_bytes is for the cache alone, cards for weights too; give one of them")
+        memory_bytes = cards.cache_bytes
     for name, n in (("context", context), ("batch", batch), *([("memory_bytes", memory_bytes)] if memory_bytes is not None else [])):
         if n < 1:
             raise SpecError(f"{name}={n} must be at least 1")
     rows = []
-    baseline = _Dense("bf16", layers).nbytes(context, batch)
+    dense = _Dense("bf16", layers)
+    baseline = dense.nbytes(context, batch)
+    users = None if memory_bytes is None else max_batch(dense, memory_bytes, context)
     for scheme in schemes:
         name = scheme if isinstance(scheme, str) else scheme.name
         cache = _cache(scheme, layers, raw_dtype, changes)
         total = cache.nbytes(context, batch)
         longest = None if memory_bytes is None else max_context(cache, memory_bytes, batch)
+        fit = None if memory_bytes is None else max_batch(cache, memory_bytes, context)
         rows.append(
             PlanRow(
                 scheme=name, bits_per_element=cache.bits_per_element, bytes_per_token=cache.bytes_per_token, total_bytes=total,
-                memory_reduction=baseline / total if total else 1.0, max_batch=None if memory_bytes is None else max_batch(cache, memory_bytes, context),
+                memory_reduction=baseline / total if total else 1.0, max_batch=fit, more=fit / users if fit is not None and users else None,
                 max_context=longest, unbounded=memory_bytes is not None and longest is None,
             )
         )  # fmt: skip
-    return Plan(layers=layers, context=context, batch=batch, memory_bytes=memory_bytes, rows=tuple(rows))
+    return Plan(layers=layers, context=context, batch=batch, memory_bytes=memory_bytes, rows=tuple(rows), cards=cards)
 
 
 def _cache(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], raw_dtype: str, changes: dict[str, Any]) -> CacheSpec | _Dense:

@@ -123,6 +123,11 @@ PRESETS: dict[str, Scheme] = {
 }  # fmt: skip
 
 
+RECOMMENDED = "int8_centered"
+"""What to take without looking further: no calibration, and nearest to 16 bits on every model that was measured, with and without a key bias (README.md).
+The default of `KVCache.for_model`, `kvbits check`, lm-eval, and the first of few bits in the demo."""
+
+
 def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
     """The preset `name`, with fields changed.
 

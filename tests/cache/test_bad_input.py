@@ -355,3 +355,23 @@ def test_what_padding_holds_changes_nothing():
         outs.append((out[valid], *cache.dequantize(0, 1)))
     for a, b in zip(*outs, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_queries_that_are_not_finite_answer_nan_and_nobody_else_does(backend, tokens):
+    """As with the stock cache: the model's own fault shows where it is, and what is stored stays right."""
+    spec = CacheSpec(scheme=schemes.get("int8"), layers=(FULL,), raw_dtype="float32")
+    cache, twin = (PagedCache(spec, backend=backend) for _ in range(2))
+    first = qkv(batch=2, tokens=150)
+    q, k, v = qkv(batch=2, tokens=tokens)
+    for c in (cache, twin):
+        c.step(0, *first, scaling=0.1)
+    want = twin.step(0, q, k, v, scaling=0.1)
+    q = q.clone()
+    q[1, -1, 2, 5] = torch.nan
+    out = cache.step(0, q, k, v, scaling=0.1)
+    assert out[1, -1, 2].isnan().all() and out.isnan().sum() == 64
+    out[1, -1, 2] = want[1, -1, 2]
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
+    assert picture(cache) == picture(twin)

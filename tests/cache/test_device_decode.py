@@ -83,7 +83,7 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
     for target, name, value in (
         (attend_cuda, "load_kernel", attend), (close_cuda, "_load", close), (device_decode, "load_advance", advance), (paged_attention, "_HostPlan", host_plan),
         (device_plan, "refuses", lambda *_: None), (close_cuda, "refuses_on", lambda *_: None), (device_decode, "DEVICE", "cpu"),
-        (device_decode, "_on_device", lambda x, device: torch.from_numpy(x.copy())), (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=3)),
         (torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0)), (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True)),

@@ -1,13 +1,17 @@
 """A forward pass that fails in the middle of the layers is taken back: nothing is lost, and other sequences go on."""
 
+import dataclasses
+
 import pytest
 import torch
 from cache_checks import check_books, poison_free_pages
 
-from kvbits import schemes
+from kvbits import later, schemes
+from kvbits.cache import inputs
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError
-from kvbits.spec import CacheSpec, LayerGeometry, Override, QuantSpec
+from kvbits.ops import dispatch
+from kvbits.spec import CacheSpec, LayerGeometry, Override, PerGroup, QuantSpec
 
 LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3
 
@@ -161,6 +165,110 @@ def test_a_pass_cannot_be_taken_back_past_a_freed_sequence():
     cache.free(0)
     with pytest.raises(CacheStateError, match="after a sequence was freed during the pass"):
         cache.abandon()
+    cache.free(1)
+    forward(cache, tokens_of(2, 5, 2))
+    assert cache.seq_lens == [5, 5]
+
+
+def test_layers_of_a_pass_that_lost_all_its_sequences_begin_no_other():
+    cache = make()
+    forward(cache, tokens_of(1, 64, 0))
+    more = tokens_of(1, 5, 1)
+    cache.step(0, *more[0], scaling=0.125)
+    cache.free(0)
+    for layer in (1, 2, 1):
+        with pytest.raises(CacheStateError, match=f"layer {layer} comes to a forward pass that ended when its last sequence was freed"):
+            cache.step(layer, *more[layer], scaling=0.125)
+    forward(cache, more)
+    assert cache.seq_lens == [5]
+    cache.step(0, *more[0], scaling=0.125)
+    cache.free(0)
+    cache.reset()
+    cache.step(1, *more[1], scaling=0.125)  # a pass may begin with any layer
+
+
+@pytest.fixture
+def waits_once(monkeypatch):
+    """Numbers are looked at as on a GPU: at the end of a pass. Counts the looks."""
+    choose, settle, looks = dispatch.choose, later.Findings.settle, []
+
+    def status_of(run):
+        def found(k, v, *rest):
+            status = torch.zeros(6, dtype=torch.int32)
+            try:
+                for kind, n in run(k, v, *rest).items():
+                    status["kv".index(kind)] = n
+            except DataError:
+                for i, x in enumerate((k, v)):
+                    finite = bool(torch.isfinite(x).all())
+                    status[4 + i], status[2 + i] = not finite, finite and bool((x.abs() > 1e7).any())
+            return status
+
+        return found
+
+    def choose_later(op, *args, **options):
+        choice = choose(op, *args, **options)
+        return dataclasses.replace(choice, later=status_of(choice.run)) if op in ("close_pages", "append") else choice
+
+    monkeypatch.setattr(inputs, "AT_ONCE", ())
+    monkeypatch.setattr(dispatch, "choose", choose_later)
+    monkeypatch.setattr(later.Findings, "settle", lambda self: (looks.append(len(self._asked)), settle(self))[1])
+    return looks
+
+
+@pytest.mark.parametrize("scheme", [{}, {"token_local": True, "residual_length": 0}], ids=["pages", "token_local"])
+@pytest.mark.parametrize("bad, message", [
+    (torch.nan, "keys of layer 1 hold NaN or infinity among the 70 tokens of sequence 1 .1 of 2 sequences have some"),
+    (-torch.inf, "keys of layer 1 hold NaN or infinity"),
+    (1e9, r"keys of layer 1, .*: a scale, bias or mean overflows float16; use scale_dtype=.* in the specs of scheme 'int8', or keep layer 1 raw"),
+])  # fmt: skip
+def test_what_a_gpu_finds_at_the_end_of_a_pass_takes_the_whole_pass_back(waits_once, scheme, bad, message):
+    cache, clean = make(**scheme), make(**scheme)
+    for c in (cache, clean):
+        forward(c, tokens_of(2, 75, 0))
+    more = tokens_of(2, 70, 1)
+    more[1][1][1, 3, 1, 7] = bad
+    for _ in range(2):
+        looks = len(waits_once)
+        for layer in (0, 1):
+            cache.step(layer, *more[layer], scaling=0.125)
+        assert cache.in_pass and len(waits_once) == looks
+        with pytest.raises(DataError, match=message):
+            cache.step(2, *more[2], scaling=0.125)
+        assert not cache.in_pass and len(waits_once) == looks + 1 and waits_once[-1] >= 3 * len(LAYERS)
+        poison_free_pages(cache)
+        assert_same(cache, clean, [0, 1])
+        check_books(cache)
+    more = tokens_of(2, 70, 1)
+    assert all(torch.equal(a, b) for a, b in zip(forward(cache, more), forward(clean, more), strict=True))
+    assert_same(cache, clean, [0, 1])
+    assert cache.saturated == clean.saturated
+
+
+def test_clamped_elements_are_counted_at_the_end_of_a_pass(waits_once):
+    spec = QuantSpec(granularity=PerGroup(64), static=True)
+    scheme = schemes.get("int8", page_size=32, key=spec, value=spec)
+    static = [{"k_scale": torch.full((2, 1), 0.01), "v_scale": torch.full((2, 1), 1.0)}] * len(LAYERS)
+    cache = PagedCache(CacheSpec(scheme=scheme, layers=LAYERS, raw_dtype="float32"), static=static)
+    tokens = tokens_of(1, 70, 0)
+    cache.step(0, *tokens[0], scaling=0.125)
+    cache.step(1, *tokens[1], scaling=0.125)
+    assert not any(n for layer in cache.saturated for n in layer.values())
+    cache.step(2, *tokens[2], scaling=0.125)
+    assert [x["k"] for x in cache.saturated] == [int((k[:, :64].abs() > 1.275).sum()) for _, k, _ in tokens] and not any(x["v"] for x in cache.saturated)
+
+
+def test_a_bad_end_of_a_pass_after_a_freed_sequence_is_said_until_the_others_go(waits_once):
+    cache = make()
+    more = tokens_of(2, 70, 1)
+    more[1][2][1, 3, 1, 7] = torch.nan
+    cache.step(0, *more[0], scaling=0.125)
+    cache.step(1, *more[1], scaling=0.125)
+    cache.free(0)
+    with pytest.raises(DataError, match="values of layer 1 hold NaN"):
+        cache.step(2, *more[2], scaling=0.125)
+    with pytest.raises(CacheStateError, match="found numbers that it could not store, after a sequence was freed in it"):
+        forward(cache, more)
     cache.free(1)
     forward(cache, tokens_of(2, 5, 2))
     assert cache.seq_lens == [5, 5]

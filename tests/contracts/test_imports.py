@@ -11,13 +11,13 @@ import kvbits
 
 ROOT = Path(kvbits.__file__).parent
 LAYERS = [
-    {"errors", "progress", "files"},
+    {"errors", "progress", "files", "units", "embedded"},
     {"spec"},
     {"schemes"},
     {"quant", "later"},
     {"ops"},
     {"cache"},
-    {"integrations", "geometry", "planner"},
+    {"integrations", "geometry", "planner", "weights"},
     {"calibrate", "evaluate"},
     {"report", "studies"},
     {"cli", "__main__"},

@@ -15,8 +15,9 @@ from kvbits import schemes
 from kvbits.calibrate import calibrate, prompts_from_text
 from kvbits.cli import app
 from kvbits.errors import SpecError
-from kvbits.evaluate.check import Limits, check, ranges, remedies
+from kvbits.evaluate.check import Limits, check, ranges, remedies, require_length
 from kvbits.evaluate.texts import novel
+from kvbits.geometry import layer_geometries
 from kvbits.spec import PerChannel, PerGroup, QuantSpec, Scheme
 
 IDS = torch.tensor(tiny.tokenizer()(novel()[:1024])["input_ids"]).view(2, 512)
@@ -82,11 +83,18 @@ def test_ranges_read_well():
     assert ranges([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8"
 
 
+def loads(monkeypatch, model, tokenizer):
+    """Whatever the command loads is this."""
+    monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (model, tokenizer))
+    monkeypatch.setattr("kvbits.integrations.models.load_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr("kvbits.geometry.load_config", lambda name: model.config)
+
+
 @pytest.mark.parametrize(("scheme", "code"), [("int4", 1), ("kivi4", 0)])
 def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, code):
     from typer.testing import CliRunner
 
-    monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (tiny.model(key_bias=200.0), tiny.tokenizer()))
+    loads(monkeypatch, tiny.model(key_bias=200.0), tiny.tokenizer())
     args = ["check", "tiny", "--scheme", scheme, "--windows", "1", "--length", "300", "--max-ppl-change", "1", "--max-kl", "100"]
     out = CliRunner().invoke(app, [*args, "--json"])
     assert out.exit_code == code, out.output
@@ -134,15 +142,34 @@ def test_a_calibration_file_serves_and_two_sources_of_one_are_refused(monkeypatc
     from typer.testing import CliRunner
 
     model, tokenizer = tiny.model(), tiny.tokenizer()
-    monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (model, tokenizer))
+    loads(monkeypatch, model, tokenizer)
     scales = tmp_path / "scales.safetensors"
     calibrate(model, prompts_from_text(tokenizer, novel()[40_000:44_000], length=300, num_prompts=2), "int8_static").save(scales)
-    args = ["check", "tiny", "--scheme", "int8_static", "--windows", "1", "--length", "300", "--max-ppl-change", "1", "--max-kl", "100", "--json"]
-    out = CliRunner().invoke(app, [*args, "--calibration", str(scales)])
+    args = ["check", "tiny", "--scheme", "int8_static", "--windows", "1", "--max-ppl-change", "1", "--max-kl", "100", "--json"]
+    out = CliRunner().invoke(app, [*args, "--length", "300", "--calibration", str(scales)])
     assert json.loads(out.stdout)["scheme"] == "int8_static", out.output
     for more, message in (
-        (["--calibration", str(scales), "--calibration-text", "novel"], "exclude each other"),
+        (["--calibration", str(scales), "--calibration-text", "novel", "--length", "300"], "exclude each other"),
         (["--length", "5000"], "windows of 5000 tokens pass the model's 4096 positions; lower --length"),
     ):
         out = CliRunner().invoke(app, [*args, *more])
         assert out.exit_code and message in " ".join(out.stderr.split())
+
+
+@pytest.mark.parametrize(("scheme", "length", "least"), [("kivi4", 224, 225), ("int8", 128, 129), ("nuq4-1%", 257, 258), ("raw", 64, 65)])
+def test_windows_too_short_for_a_scheme_are_refused_before_the_model_loads(monkeypatch, scheme, length, least):
+    model = tiny.model()
+    layers = layer_geometries(model.config)
+    chosen = schemes.for_layers(scheme, layers)
+    require_length(chosen, layers, least)
+    with pytest.raises(SpecError, match=f"windows of {length} tokens show nothing of its codes; give longer ones, --length "):
+        require_length(chosen, layers, length)
+    with pytest.raises(SpecError, match="show nothing of its codes"):
+        check(model, torch.zeros(1, length, dtype=torch.int64), chosen)
+
+
+def test_the_shortest_window_that_is_taken_shows_codes():
+    layers = layer_geometries(tiny.model().config)
+    ids = torch.randint(3, 60, (1, 225))
+    require_length(schemes.for_layers("kivi4", layers), layers, 225)
+    assert "key_bits" in check(tiny.model(), ids, "kivi4", progress=False).layers[0].measures

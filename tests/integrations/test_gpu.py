@@ -4,10 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvbits import schemes
+from kvbits import later, schemes
+from kvbits.cache.paged_cache import PagedCache
 from kvbits.calibrate.calibration import Calibration, fingerprint
+from kvbits.errors import DataError
 from kvbits.integrations.huggingface import KVCache
-from kvbits.spec import Override, Tier
+from kvbits.spec import CacheSpec, LayerGeometry, Override, Tier
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -96,3 +98,72 @@ def test_generation_runs_on_the_gpu(model):
     out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=100, do_sample=False)
     assert out.shape == (2, 300)
     assert cache.store.seq_lens == [299, 299]
+
+
+def feed_layers(cache, batch, count, seed, spoil=None, valid=None):
+    """A pass of `count` random tokens through all layers; `spoil`: (layer, number) for one key."""
+    g = torch.Generator().manual_seed(seed)
+    for layer in range(len(cache.spec.layers)):
+        q, k, v = (torch.randn(batch, count, heads, 128, generator=g).bfloat16().cuda() for heads in (8, 2, 2))
+        if spoil and spoil[0] == layer:
+            k[-1, 3, 1, 7] = spoil[1]
+        yield lambda layer=layer, q=q, k=k, v=v: cache.step(layer, q, k, v, scaling=0.1, valid=valid)
+
+
+def run_without_waiting(steps, monkeypatch):
+    """Runs the layers of a pass with waits for the GPU as errors; returns how often its end waited."""
+    settle, ends = later.Findings.settle, []
+
+    def at_the_end(findings):
+        torch.cuda.set_sync_debug_mode("default")
+        ends.append(len(findings._asked))
+        settle(findings)
+
+    monkeypatch.setattr(later.Findings, "settle", at_the_end)
+    try:
+        for step in list(steps):
+            torch.cuda.set_sync_debug_mode("error")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        monkeypatch.setattr(later.Findings, "settle", settle)
+    return len(ends)
+
+
+@pytest.mark.filterwarnings("ignore:.*Synchronization debug mode")
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "int4", "kivi4", schemes.get("int8", residual_length=0, token_local=True)], ids=str)
+def test_a_prompt_waits_once_at_its_end(scheme, padded, monkeypatch):
+    chosen = schemes.get(scheme) if isinstance(scheme, str) else scheme
+    layers = (LayerGeometry(num_kv_heads=2, head_dim=128),) * 3
+    cache = PagedCache(CacheSpec(scheme=chosen, layers=layers), device="cuda", batch_size=2, max_tokens=8192)
+    for seed, count in enumerate((700, 600, 300, 700, 600, 300)):  # the first three compile and choose
+        valid = (torch.arange(count) >= torch.tensor([[0], [40]])).cuda() if padded else None
+        if seed < 3:
+            for step in feed_layers(cache, 2, count, seed, valid=valid):
+                step()
+            continue
+        cache.begin(2, count, valid)
+        assert run_without_waiting(feed_layers(cache, 2, count, seed, valid=valid), monkeypatch) == 1
+    assert cache.seq_lens == [3200, 3200 - 240 * padded]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "kivi4"])
+def test_bad_numbers_of_a_prompt_are_found_at_its_end_and_leave_no_trace(scheme, bad):
+    layers = (LayerGeometry(num_kv_heads=2, head_dim=128),) * 3
+    cache, clean = (PagedCache(CacheSpec(scheme=schemes.get(scheme), layers=layers), device="cuda", batch_size=2, max_tokens=4096) for _ in "ab")
+    for c in (cache, clean):
+        for step in feed_layers(c, 2, 500, 0):
+            step()
+    if scheme != "raw" or bad != 3e38:
+        with pytest.raises(DataError, match="keys of layer 1.* (NaN or infinity|overflows float16)"):
+            for step in feed_layers(cache, 2, 300, 1, (1, bad)):
+                step()
+    assert not cache.in_pass and cache.seq_lens == [500, 500]
+    for c in (cache, clean):
+        for step in feed_layers(c, 2, 300, 2):
+            step()
+    for layer in range(3):
+        for row in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(layer, row), clean.dequantize(layer, row), strict=True))

@@ -456,3 +456,24 @@ def test_random_combinations(data):
         assert_close(cpu.attend(*case), judge(*case), max(NOISE[key.format], NOISE[value.format]))
     finally:
         library.set_tier(before)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["raw", "int8", "int4", "int8_centered", "kivi4", "nuq4-1%", "fp8"])
+def test_a_query_that_is_not_finite_answers_nan_where_it_sees_a_token(tier, name, bad):
+    scheme = schemes.get(name, head_dim=72)
+    for dtype, pages, threads in ((torch.float32, 3, 1), (torch.bfloat16, 40, 4)):  # 40 pages: several items whose results are merged
+        q, call, positions = random_call(scheme.key, scheme.value, head_dim=72, batch=2, tokens=2, pages=pages, dtype=dtype)
+        q[0, 1, 2, 70] = bad
+        q[1, 0, 1, 0] = bad
+        positions[1, 0] = -1  # padding may hold anything
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            got = cpu.attend(q, call, positions)
+        finally:
+            torch.set_num_threads(before)
+        want = judge(q, call, positions)
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x.isnan(), y.isnan()) and y[0, 1, 2].isnan().all() and y.isnan().sum() == y[0, 1, 2].numel()
+        assert not got[0][1, 0].any() and (got[1][1, 0] == -torch.inf).all()

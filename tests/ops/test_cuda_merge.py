@@ -63,6 +63,20 @@ def test_it_is_the_reference(device, dtype, head_dim, parts):
     torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("merged", ["reference", "kernel"])
+def test_nan_stays_nan(device, merged):
+    """A query that is not finite has NaN from those parts where it sees a token."""
+    outs, lses = [torch.randn(1, 2, 3, 64).half() for _ in "ab"], [torch.randn(1, 2, 3) for _ in "ab"]
+    outs[0][0, 0, 1], lses[0][0, 0, 1] = torch.nan, torch.nan
+    lses[1][0, 0, 1] = -torch.inf
+    outs[1][0, 1, 2], lses[1][0, 1, 2] = torch.nan, torch.nan
+    on = [[x.to(device) for x in xs] for xs in (outs, lses)]
+    out, lse = merge.merge_partials(*on) if merged == "kernel" else merge_partials(*on)
+    bad = torch.zeros(1, 2, 3, dtype=torch.bool)
+    bad[0, 0, 1] = bad[0, 1, 2] = True
+    assert torch.equal(lse.isnan().cpu(), bad) and torch.equal(out.isnan().all(-1).cpu(), bad) and torch.equal(out.isnan().any(-1).cpu(), bad)
+
+
 def test_it_compiles_without_spills():
     if why := cuda_compile.missing():
         pytest.skip(why)

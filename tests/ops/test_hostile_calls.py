@@ -254,7 +254,7 @@ def test_runs_below_zero_or_past_counting():
 
 
 def test_more_heads_than_any_model_has():
-    with pytest.raises(SpecError, match=r"num_kv_heads=1000000000000 is more than 65535; it counts"):
+    with pytest.raises(SpecError, match=r"num_kv_heads=1000000000000 must be a whole number from 1 to 65535; it counts"):
         LayerGeometry(num_kv_heads=10**12, head_dim=64)
     assert LayerGeometry(num_kv_heads=65_535, head_dim=64).num_kv_heads == 65_535
 
@@ -270,9 +270,26 @@ def test_a_page_below_zero_is_no_page():
     "options, message",
     [
         ({"scaling": float("inf")}, "scaling=inf"), ({"softcap": 0.0}, "softcap=0.0"), ({"softcap": float("nan")}, "softcap=nan"), ({"softcap": float("inf")}, "softcap=inf"),
-        ({"sliding_window": 0}, "sliding_window=0"), ({"sliding_window": 1.5}, "sliding_window=1.5"),
+        ({"scaling": "1"}, "scaling='1'"), ({"scaling": None}, "scaling=None"), ({"softcap": "1"}, "softcap='1'"), ({"softcap": True}, "softcap=True"),
+        *(({"sliding_window": w}, f"sliding_window={w!r} must be a whole number from 1 to 2147483647") for w in (0, 1.5, 2.0, True, float("nan"), 2**64, "9")),
+        ({"page_lse": [0.0]}, "page_lse is an output"),
     ],
 )  # fmt: skip
 def test_options_that_mean_different_things_to_different_kernels(options, message):
     with pytest.raises(DataError, match=message):
         AttendCall((), **{"scaling": 1.0} | options)
+
+
+@needs_library
+@pytest.mark.parametrize("attend", ATTENDS[:1])
+def test_page_lse_that_cannot_be_written_to(attend):
+    q, call, positions = random_call(INT4, INT4)
+    shape = (sum(p.table.num_pages for p in call.parts), q.shape[1], q.shape[2])
+    frozen = np.full(shape, -np.inf, np.float32)
+    with_output = dataclasses.replace(call, page_lse=frozen)
+    frozen.flags.writeable = False
+    with pytest.raises(DataError, match="page_lse is an output"):
+        AttendCall(call.parts, 1.0, page_lse=frozen)
+    with pytest.raises(DataError, match="that can be written to"):
+        attend(q, with_output, positions)
+    assert (frozen == -np.inf).all()

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from kvbits.planner import GB, GIB, plan, uniform
+from kvbits.planner import plan, uniform
 from kvbits.studies.source_figures import source_figures
+from kvbits.units import GB, GIB
 
 
 def figure(start, **kw):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..errors import DataError, PoolFullError, counted
-from ..later import Later
+from ..later import Later, upload
 from ..ops import paged_attention
 from ..ops.cuda.append import tokens as append_cuda
 from ..ops.cuda.attend import device_plan
@@ -362,10 +362,6 @@ def _enter_row(state: GroupState, s: Sequence, steps: int) -> _Row:
     return _Row(closed, s.tail + _take(state, "tail", max(0, want - len(s.tail))))
 
 
-def _on_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(x).pin_memory().to(device, non_blocking=True)
-
-
 def _table(rows: list[list[int]], width: int) -> np.ndarray:
     found = np.full((len(rows), width), -1, np.int32)
     for b, pages in enumerate(rows):
@@ -446,7 +442,7 @@ def _enter_group(
     max_pages = {name: ring if name == "tail" and ring else 1 if name == "sink" else _rounded_up(max(map(len, pages[name]))) for name in names}
     tables = [_table([x * 2 for x in pages[n]] if n == "tail" and ring else pages[n], max_pages[n] * (2 if n == "tail" and ring else 1)) for n in names]
     flat = [*numbers, *tables]
-    whole = _on_device(np.concatenate([x.ravel() for x in flat]), device)  # one upload
+    whole = upload(np.concatenate([x.ravel() for x in flat]), device)  # one upload
     parts = [x.view(y.shape) for x, y in zip(whole.split([y.size for y in flat]), flat, strict=True)]
     state_d, closed_start_d, sinks_d, residual_d = parts[:4]
     on_device = dict(zip(names, parts[4:], strict=True))

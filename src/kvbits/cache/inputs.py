@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import torch
 
 from ..errors import DataError
+from ..later import Findings
 from ..ops.types import check_factors
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec
 
 MOST_CHECKED = 4096
+AT_ONCE = ("cpu",)
+"""Devices whose numbers are looked at where they arrive. Of others the host would wait for all that they were given."""
 
 
 class InputCheck:
@@ -75,17 +80,24 @@ class InputCheck:
             valid: bool [B, T], False for padding; one of another shape is left to `Passes.begin`, which refuses it.
 
         Raises:
-            DataError: NaN or infinity, unless they are clamped. Single tokens on a GPU are not asked, which would wait for it: there the page's closing asks.
+            DataError: NaN or infinity, unless they are clamped; on a GPU `ask` finds them.
         """
         if valid is not None and valid.shape == k.shape[:2]:
             real = valid.to(k.device)[..., None, None]
             k, v = torch.where(real, k, 0), torch.where(real, v, 0)
         if self._clamps:
             return self.clamped(k, v)
-        if k.shape[1] > 1 or k.device.type == "cpu":
+        if k.device.type in AT_ONCE:
             require_finite(k, f"keys of layer {layer}")
             require_finite(v, f"values of layer {layer}")
         return k, v
+
+    def ask(self, layer: int, k: torch.Tensor, v: torch.Tensor, findings: Findings) -> None:
+        """Have NaN and infinity in `clean` keys and values of a GPU found at the end of the pass. Single tokens are not asked: their page's closing is."""
+        if self._clamps or k.shape[1] == 1 or k.device.type in AT_ONCE:
+            return
+        for name, x in (("keys", k), ("values", v)):
+            findings.ask(torch.linalg.vector_norm(x, torch.inf, (1, 2, 3)), functools.partial(_judge, f"{name} of layer {layer}", x.shape[1]))
 
     def clamped(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """NaN to 0 and infinity to the largest finite value, where that was asked for. Does not wait for a GPU."""
@@ -93,6 +105,15 @@ class InputCheck:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_passed": set()}
+
+
+def _judge(what: str, num_tokens: int, largest: list[float]) -> None:
+    """Refuse keys or values of which a sequence's largest magnitude is no number or infinite."""
+    if bad := [row for row, x in enumerate(largest) if not math.isfinite(x)]:
+        raise DataError(
+            f"{what} hold NaN or infinity among the {num_tokens} tokens of sequence {bad[0]} ({len(bad)} of {len(largest)} sequences have some); "
+            "fix the model's numerics (float16 overflow is the usual cause: try bfloat16) or pass nonfinite='clamp'. Nothing was stored in this pass"
+        )
 
 
 def _clamp(x: torch.Tensor) -> torch.Tensor:

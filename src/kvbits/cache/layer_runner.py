@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, counted
+from ..later import Findings, upload
 from ..ops import chunk_attention, dispatch
 from ..ops.merging import merge_partials
 from ..ops.reference.close import encode_side
 from ..ops.reference.dequantize import section
 from ..ops.types import AttendCall, PageStore, Part
 from ..quant.qparams import largest, require_finite
-from ..spec import Scheme
+from ..spec import QuantSpec, Scheme
 from .layer_stores import LayerStores, Place
 from .passes import Forward
 from .step import Close
@@ -56,8 +57,7 @@ def _pages(store: PageStore, page_ids: list[int]) -> torch.Tensor:
 def _name_the_page(x: torch.Tensor, kind: str, place: Place, run: list[Close], store: PageStore, scheme: Scheme) -> None:
     """Refuse the first page of the pages x [n, H, page_size, D] of a run that holds NaN or infinity, or whose scales overflow."""
     spec = store.layout.key if kind == "k" else store.layout.value
-    heads = "" if place.heads is None else f", kv heads {', '.join(map(str, place.heads))}"
-    of = f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}{heads}"
+    of = _named(kind, place)
     for c, page in zip(run, x, strict=True):
         what = f"{of}, page of tokens {c.start} to {c.start + page.shape[1] - 1} of sequence {c.row}"
         require_finite(page, what)
@@ -67,10 +67,30 @@ def _name_the_page(x: torch.Tensor, kind: str, place: Place, run: list[Close], s
             encode_side(page[None], kind, spec, store.static, np.array([c.start]))
         except DataError as error:
             raise DataError(
-                f"{what}: {error} ({spec.scale_dtype} ends at {largest(spec.scale_dtype):g}) in the specs of scheme {scheme.name!r}, "
-                f"or keep layer {place.layer} raw (an Override). Nothing was stored in this pass; crop or free sequence {c.row}, or select the others, "
-                "and they go on"
+                f"{what}: {error} {_in_the_specs(spec, scheme, place)}; crop or free sequence {c.row}, or select the others, and they go on"
             ) from error
+
+
+_NOTHING_STORED = "Nothing was stored in this pass"
+
+
+def _in_the_specs(spec: QuantSpec, scheme: Scheme, place: Place) -> str:
+    limit = largest(spec.scale_dtype)
+    return f"({spec.scale_dtype} ends at {limit:g}) in the specs of scheme {scheme.name!r}, or keep layer {place.layer} raw (an Override). {_NOTHING_STORED}"
+
+
+def _named(kind: str, place: Place) -> str:
+    """Which keys or values, for messages."""
+    heads = "" if place.heads is None else f", kv heads {', '.join(map(str, place.heads))}"
+    return f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}{heads}"
+
+
+def _pages_named(run: list[Close], page_size: int) -> str:
+    """Which pages close, for messages."""
+    rows = sorted({c.row for c in run})
+    first, last = min(c.start for c in run), max(c.start for c in run) + page_size - 1
+    pages = f"page of tokens {first} to {last}" if len(run) == 1 else f"{len(run)} pages of tokens {first} to {last}"
+    return f"{pages} of {'sequence' if len(rows) == 1 else 'sequences'} {', '.join(map(str, rows))}"
 
 
 class LayerRunner:
@@ -191,7 +211,7 @@ class LayerRunner:
             base = dataclasses.replace(base, page_lse=call.page_lse)
             strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
             f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides, history_only=f.history_first)
-            f.plans[key].q_positions.copy_(f.positions[:, -q.shape[1] :])
+            f.plans[key].q_positions.copy_(upload(f.positions[:, -q.shape[1] :], q.device))
         options: dict[str, Any] = {"page_lse": call.page_lse} if asks else {}
         if any(p.store.static for p in call.parts):
             options["static"] = [p.store.static for p in call.parts]
@@ -204,8 +224,11 @@ class LayerRunner:
             used = self._stores.low_store(place, pool) if pool.startswith("low") else self._stores.store(place, pool)
             f.overwritten.append((used, page_id, used.page(page_id).clone()))
         if step.closes:
-            rows = range(k.shape[0]) if f.valid is None else [x.nonzero().squeeze(1) for x in f.valid.to(k.device)]
-            self._close(place, [(k[b], v[b]) if f.valid is None else (k[b, i], v[b, i]) for b, i in enumerate(rows)], step.closes)
+            if f.valid is None:
+                fresh = [(k[b], v[b]) for b in range(k.shape[0])]
+            else:
+                fresh = [(k[b, i], v[b, i]) for b, i in enumerate(f.real_tokens(k.device))]
+            self._close(place, fresh, step.closes, f.findings)
         for pool, source, target in step.copies:
             store = self._stores.store(place, pool)
             store.page(target).copy_(store.page(source))
@@ -214,15 +237,39 @@ class LayerRunner:
             key = ("append", place.group, pool, k.dtype)
             if key not in self.choices:
                 self.choices[key] = dispatch.choose("append", k, store, backend=self._writer)
-            for kind, n in self.choices[key].run(k, v, store, slots).items():
-                self._saturated[place.layer][kind] += n
+            choice = self.choices[key]
+            if choice.later is None:
+                self._count(place, choice.run(k, v, store, slots))
+            elif (status := choice.later(k, v, store, slots)) is not None:
+                self._ask(place, f.findings, status, store, f"the {counted(k.shape[1], 'new token')} of each sequence")
+
+    def _count(self, place: Place, saturated: dict[str, int]) -> None:
+        for kind, n in saturated.items():
+            self._saturated[place.layer][kind] += n
+
+    def _ask(self, place: Place, findings: Findings, status: torch.Tensor, store: PageStore, what: str) -> None:
+        """Have the status of a launch (see `cuda.close.packed`) judged at the end of the pass; `what`: whose keys and values were written."""
+        sides, scheme = (("k", store.layout.key), ("v", store.layout.value)), self._stores.spec.scheme
+
+        def judge(found: list[float]) -> None:
+            for i, (kind, spec) in enumerate(sides):
+                if found[4 + i]:
+                    raise DataError(f"{_named(kind, place)}, {what}: NaN or infinity; fix the model's numerics or pass nonfinite='clamp'. {_NOTHING_STORED}")
+                if found[2 + i]:
+                    raise DataError(
+                        f"{_named(kind, place)}, {what}: a scale, bias or mean overflows {spec.scale_dtype}; use "
+                        f"scale_dtype='float32' or 'bfloat16' {_in_the_specs(spec, scheme, place)}"
+                    )
+            self._count(place, {kind: int(found[i]) for i, (kind, spec) in enumerate(sides) if not spec.is_raw})
+
+        findings.ask(status, judge)
 
     @property
     def _writer(self) -> str:
         """Backend of the ops that write pages or attend to fresh tokens; one named for attention to pages may have none."""
         return self._backend if self._backend == "reference" else "auto"
 
-    def _close(self, place: Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close]) -> None:
+    def _close(self, place: Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close], findings: Findings) -> None:
         """Quantize the pages a step closes."""
         size = self._stores.spec.scheme.page_size
         tail = self._stores.store(place, "tail")
@@ -244,11 +291,14 @@ class LayerRunner:
             if key not in self.choices:
                 self.choices[key] = dispatch.choose("close_pages", sides[0], store, [s for s, _ in low], backend=self._writer)
             ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
+            choice = self.choices[key]
+            if choice.later is not None:
+                if (status := choice.later(sides[0], sides[1], store, ids, low, starts)) is not None:
+                    self._ask(place, findings, status, store, _pages_named(run, size))
+                continue
             try:
-                saturated = self.choices[key].run(sides[0], sides[1], store, ids, low, starts)
+                self._count(place, choice.run(sides[0], sides[1], store, ids, low, starts))
             except DataError:
                 for kind, x in zip("kv", sides, strict=True):
                     _name_the_page(x, kind, place, run, store, self._stores.spec.scheme)
                 raise
-            for kind, n in saturated.items():
-                self._saturated[place.layer][kind] += n

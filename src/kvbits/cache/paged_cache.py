@@ -24,7 +24,7 @@ from ..ops import dispatch
 from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
 from ..spec import CacheSpec
-from . import explain, parameters, serialize, swap
+from . import explain, parameters, saved, serialize, swap
 from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
 from .group import GroupState
@@ -199,6 +199,7 @@ class PagedCache:
         except DataError:
             self._passes.fail()
             raise
+        self._passes.require_beginning(layer)
         if q.shape[1] == 1:
             if self._passes.forward is None:
                 self._switch.enter(q, scaling, softcap, self.watching)
@@ -209,10 +210,10 @@ class PagedCache:
         k, v, f = self._enter(layer, k, v, valid)
         try:
             out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f)
+            self._passes.leave(layer, f)
         except BaseException:
             self._passes.fail()
             raise
-        self._passes.leave(layer, f)
         if sink_logits is not None:
             out = add_sink_logit(out, lse, sink_logits)
         return out.to(q.dtype)
@@ -220,13 +221,14 @@ class PagedCache:
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, valid: torch.Tensor | None = None) -> None:
         """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`."""
         self._inputs.check(layer, k, k, v)
+        self._passes.require_beginning(layer)
         k, v, f = self._enter(layer, k, v, valid)
         try:
             self._layers.append(layer, k, v, f)
+            self._passes.leave(layer, f)
         except BaseException:
             self._passes.fail()
             raise
-        self._passes.leave(layer, f)
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""
@@ -237,7 +239,9 @@ class PagedCache:
             k, v = self._inputs.clean(layer, k, v, valid)
             if self._passes.forward is None:
                 self.begin(k.shape[0], k.shape[1], valid)
-            return k, v, self._passes.arrive(layer, k.shape[0], k.shape[1])
+            f = self._passes.arrive(layer, k.shape[0], k.shape[1])
+            self._inputs.ask(layer, k, v, f.findings)
+            return k, v, f
         except DataError:
             self._passes.fail()
             raise
@@ -441,7 +445,7 @@ class PagedCache:
                 g.free(row)
             g.sequences = []
             g.settle()
-        self._passes.forward = None
+        self._passes.reset()
         self._switch.forget_found()
         self.saturated[:] = [{"k": 0, "v": 0} for _ in self.spec.layers]
 
@@ -464,7 +468,7 @@ class PagedCache:
         swap.swap_in(self.groups, row, swapped, self.spec, self.static)
 
     def save(self, path: str | Path) -> None:
-        """Write all sequences to a safetensors file, whole or not at all (see `cache.serialize`).
+        """Write all sequences to a file, whole or not at all (see `cache.serialize`).
 
         Raises:
             SpecError: a directory is there, or none that the file could be in.
@@ -482,12 +486,12 @@ class PagedCache:
         Raises:
             FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message says which.
         """
-        with serialize.opened(path, device, spec) as saved:
-            cache = cls(saved.spec, device=device, static=saved.static, nonfinite=saved.nonfinite, backend=backend)
-            saved.fill(cache.held_groups, grow)
-            cache._built_for = (None, None) if grow else saved.built_for
-            cache.saturated[:] = saved.saturated
-            cache.made_for = saved.made_for
+        with saved.opened(path, device, spec) as file:
+            cache = cls(file.spec, device=device, static=file.static, nonfinite=file.nonfinite, backend=backend)
+            file.fill(cache.held_groups, grow)
+            cache._built_for = (None, None) if grow else file.built_for
+            cache.saturated[:] = file.saturated
+            cache.made_for = file.made_for
         return cache
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import CacheStateError, DataError, counted
+from ..later import Findings, upload
 from ..ops.types import LowStore, PageStore, SlotMapping
 from . import explain
 from .decode_switch import DecodeSwitch
@@ -39,6 +40,8 @@ class Forward:
     shares: dict[int, list[np.ndarray]] = field(default_factory=dict)  # per observed group, of each place that was here
     slots: dict[int, dict[str, SlotMapping]] = field(default_factory=dict)  # per group and pool, for all its layers
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
+    findings: Findings = field(default_factory=Findings)  # of a GPU, looked at when the last layer leaves
+    _real: list[torch.Tensor] | None = None
 
     def require(self, layer: int) -> None:
         """Refuse a layer that has been here already.
@@ -46,10 +49,22 @@ class Forward:
         Raises:
             CacheStateError: with the way out.
         """
+        self.require_storable()
         if layer not in self.pending:
             raise CacheStateError(
                 f"layer {layer} attended twice in one forward pass while {counted(len(self.pending), 'layer')} did not come; "
                 "call abandon() to take the pass back, or reset()"
+            )
+
+    def require_storable(self) -> None:
+        """Refuse anything but an end after the last layer found what cannot be stored in a pass that cannot be taken back.
+
+        Raises:
+            CacheStateError: with the way out.
+        """
+        if not self.pending:
+            raise CacheStateError(
+                "the last forward pass found numbers that it could not store, after a sequence was freed in it; call reset(), or free() the others"
             )
 
     def mask(self, layer: int, valid: torch.Tensor | None) -> torch.Tensor | None:
@@ -63,6 +78,13 @@ class Forward:
         if not torch.equal(valid, torch.ones_like(valid) if self.valid is None else self.valid):
             raise DataError(f"layer {layer} brings another mask of real tokens than this forward pass began with; give all layers the same, or none")
         return valid
+
+    def real_tokens(self, device: torch.device) -> list[torch.Tensor]:
+        """Of each row of a batch with padding int64 [n] on the device: its real tokens. The same for all layers."""
+        assert self.valid is not None
+        if self._real is None:
+            self._real = [upload(x.nonzero().squeeze(1), device) for x in self.valid]
+        return self._real
 
     def slots_of(self, group: int) -> dict[str, SlotMapping]:
         """Where the group's tokens go that are stored as they come, by pool."""
@@ -93,6 +115,7 @@ class Passes:
     def __init__(self, groups: list[GroupState], layers: Iterable[int], switch: DecodeSwitch, saturated: list[dict[str, int]]) -> None:
         self._groups, self._layers, self._switch, self._saturated = groups, frozenset(layers), switch, saturated
         self.forward: Forward | None = None
+        self._awaited: set[int] = set()  # layers that a pass which lost all its sequences was waiting for
 
     def begin(self, batch_size: int, num_tokens: int, valid: torch.Tensor | None) -> None:
         """Plan a pass, see `PagedCache.begin`.
@@ -124,6 +147,7 @@ class Passes:
 
     def _refuse(self, batch_size: int, num_tokens: int) -> None:
         if self.forward is not None:
+            self.forward.require_storable()
             missing = sorted(self.forward.pending)
             raise CacheStateError(
                 f"the last forward pass never reached layer {missing[0]} ({counted(len(missing), 'layer')} missing), so their pages hold nothing; "
@@ -173,9 +197,14 @@ class Passes:
         return f
 
     def leave(self, layer: int, f: Forward) -> None:
-        """A layer is done; the last one ends the pass."""
+        """A layer is done; the last one ends the pass.
+
+        Raises:
+            DataError: what a layer of the pass found on a GPU.
+        """
         f.pending.discard(layer)
         if not f.pending:
+            f.findings.settle()
             self.forward = None
             for g, shares in f.shares.items():
                 self._groups[g].observe(f.steps[g].history, np.mean(shares, axis=0))
@@ -207,7 +236,25 @@ class Passes:
             self.forward.counts[row] = 0
             self.forward.before = None
             if not any(self.forward.counts):
-                self.forward = None
+                begun, self.forward = self.forward, None
+                self._awaited = begun.pending if begun.pending != self._layers else set()
+
+    def reset(self) -> None:
+        """All sequences are gone, and with them the pass under way."""
+        self.forward, self._awaited = None, set()
+
+    def require_beginning(self, layer: int) -> None:
+        """A layer comes: if no pass is under way, it has to be one that a pass begins with.
+
+        Raises:
+            CacheStateError: the layer belongs to a pass that ended because all its sequences were freed.
+        """
+        if self.forward is None and self._awaited:
+            if layer in self._awaited:
+                raise CacheStateError(
+                    f"layer {layer} comes to a forward pass that ended when its last sequence was freed; begin the next with the first layer, or reset()"
+                )
+            self._awaited = set()
 
     def require_none(self, what: str) -> None:
         """Anything but a pass begins.

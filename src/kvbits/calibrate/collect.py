@@ -29,7 +29,7 @@ from .codebooks import Levels
 from .histograms import Target, as_stored
 from .moments import Moments
 from .observe import evaluating, forward, forward_with_queries
-from .ranges import Ranges
+from .ranges import Ranges, require_percentile
 
 Prompt = torch.Tensor | Sequence[int] | Mapping[str, torch.Tensor]
 
@@ -64,6 +64,18 @@ def prompts_from_text(tokenizer: Any, text: str, *, num_prompts: int = 128, leng
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:num_prompts].sort().values
     windows = torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(order), -1), windows[order]], 1)
     return list(windows.split(batch_size))
+
+
+def check_options(percentile: float | None, weights: str) -> None:
+    """Refuse what `calibrate` cannot take, before a model is there.
+
+    Raises:
+        SpecError: a percentile out of range, or unknown weights.
+    """
+    if percentile is not None:
+        require_percentile(percentile)
+    if weights not in ("fisher", "none"):
+        raise SpecError(f"weights={weights!r} is not 'fisher' or 'none'")
 
 
 def calibrate(
@@ -116,8 +128,7 @@ def calibrate_all(
     progress: bool = False,
 ) -> list[Calibration]:
     """What `calibrate` returns for each scheme, with one pass over the prompts for all static scales, one for all bases and one for all codebooks."""
-    if weights not in ("fisher", "none"):
-        raise SpecError(f"weights={weights!r} is not 'fisher' or 'none'")
+    check_options(percentile, weights)
     given = [_batch(p) for p in prompts]
     targets = [_target(model, scheme, given, skip_tokens) for scheme in schemes]
     batches = [(ids, mask) for ids, mask, _ in given]

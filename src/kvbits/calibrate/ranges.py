@@ -24,6 +24,16 @@ from ..spec import PerChannel, PerTensor, QuantSpec
 MIN_PERCENTILE = 90.0
 
 
+def require_percentile(percentile: float) -> None:
+    """Refuse a percentile out of range.
+
+    Raises:
+        SpecError: below `MIN_PERCENTILE` or above 100.
+    """
+    if not MIN_PERCENTILE <= percentile <= 100:
+        raise SpecError(f"percentile={percentile} is outside {MIN_PERCENTILE:g} to 100; 99.9 is usual, 100 takes the maximum")
+
+
 class Ranges:
     """Ranges of one tensor (keys or values) of one layer.
 
@@ -39,8 +49,7 @@ class Ranges:
     """
 
     def __init__(self, spec: QuantSpec, num_kv_heads: int, head_dim: int, max_tokens: int, percentile: float = 99.9, what: str = "x") -> None:
-        if not MIN_PERCENTILE <= percentile <= 100:
-            raise SpecError(f"percentile={percentile} is outside {MIN_PERCENTILE:g} to 100; 99.9 is usual, 100 takes the maximum")
+        require_percentile(percentile)
         if not spec.static:
             raise SpecError(f"{what}: {spec!r} takes its scales from each page; only static=True specs are calibrated")
         self.spec, self.num_kv_heads, self.head_dim, self.max_tokens, self.what = spec, num_kv_heads, head_dim, max_tokens, what

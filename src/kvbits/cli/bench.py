@@ -11,7 +11,7 @@ import typer
 
 from ..errors import SpecError
 from ..files import require_folder, to_json
-from .common import Json, Threads, app, names_of, new_table, print_json, set_threads, show
+from .common import Command, Json, Threads, app, names_of, new_table, print_json, set_threads, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +21,7 @@ app.add_typer(bench, name="bench")
 STAGES = {"quantize": "quantize", "dequantize": "dequantize", "with_scales": "scales + quantize", "scales": "scales"}
 
 
-@bench.command()
+@bench.command(cls=Command)
 def paper(
     cases: Annotated[str, typer.Option(help="Cases, comma-separated, or all: the paper's eight and one with D not divisible by 4.")] = "all",
     cpu_rows: Annotated[int, typer.Option(help="Rows the CPU code is timed on; its times are scaled to the case.")] = 4096,

@@ -4,37 +4,41 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import SpecError, counted
 from ..files import require_file
-from .common import Json, Threads, app, print_json, require_model, set_threads, show
+from .common import Device, Json, Model, Threads, command, one_scheme, print_json, read_config, require_model, set_threads, show, tokens
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
+    from ..evaluate.calibrator import Sample
+    from ..evaluate.texts import Text
     from ..spec import Scheme
 
 
-@app.command()
+@command()
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
+    model: Model,
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
     text: Annotated[str, typer.Option(help="Text like what the model will read, never what you evaluate on: a file, hub:ID, or novel (shipped).")] = "novel",
     scheme: Annotated[str, typer.Option(help="A scheme with static scales, codebooks or a basis: a preset, or a file of your own (.json).")] = "int8_static",
     windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks.", show_default=False, min=1)] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of a window: 256, or 2,048 for codebooks.", show_default=False)] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a window: 256, or 2,048 for codebooks.", show_default=False, parser=tokens(2))] = None,
     percentile: Annotated[
-        float | None, typer.Option(help="Percent of elements inside the range; 99.9, or all but the scheme's outliers.", show_default=False)
+        float | None, typer.Option(help="Percent of elements inside the range, 90 to 100; 99.9, or all but the scheme's outliers.", show_default=False)
     ] = None,
     weights: Annotated[str, typer.Option(help="Of codebooks: fisher (squared gradients) or none.")] = "fisher",
     per_head: Annotated[bool, typer.Option("--per-head", help="A codebook for each kv head.")] = False,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in the backward pass: less memory.")] = False,
-    skip_tokens: Annotated[int | None, typer.Option(help="First tokens of each window left out; the scheme's sinks if not given.", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
+    skip_tokens: Annotated[
+        int | None, typer.Option(help="First tokens of each window left out; the scheme's sinks if not given.", show_default=False, min=0)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which windows are drawn.", min=0)] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT even if it is of another scheme or model, or no calibration.")] = False,
-    device: Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)] = None,
+    device: Device = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -49,36 +53,55 @@ def calibrate(
 
     source = read_text(text)
     require_file(out, "--out")
-    from .. import schemes
-
-    named, chosen = _with_calibration(scheme)
+    named, chosen = _with_calibration(one_scheme(scheme))
     if out.exists() and not force:
         _may_replace(out, model, chosen.name)
-    from ..evaluate.calibrator import Calibrator, Sample, thorough
-    from ..geometry import layer_geometries
-    from ..integrations.models import load_model
-
+    how = {"percentile": percentile, "skip_tokens": skip_tokens, "weights": weights, "per_head": per_head, "checkpointing": checkpointing}
+    sample = _sample(model, chosen, windows, length, device, how)
     set_threads(threads)
-    lm, tokenizer = load_model(model, device=device)
-    usual = thorough(chosen)
-    sample = Sample(usual.windows if windows is None else windows, usual.length if length is None else length)
-    calibrator = Calibrator(lm, tokenizer, source, sample=sample)
-    prompts = calibrator.windows([chosen], seed=seed)
     start = time.perf_counter()
-    (found,) = calibrator.measure(
-        [schemes.for_layers(named, layer_geometries(lm.config))], prompts, percentile=percentile, skip_tokens=skip_tokens, weights=weights,
-        per_head=per_head, checkpointing=checkpointing, resume=out.with_name(out.name + ".partial"),
-    )  # fmt: skip
-    seconds = time.perf_counter() - start
-    got, size = sum(len(p) for p in prompts), prompts[0].shape[1]
-    if got < sample.windows or size < sample.length:
-        typer.echo(f"note: {source.name} is short: it gives {counted(got, 'window')} of {size:,} tokens, not {sample.windows} of {sample.length:,}", err=True)
+    found = _measure(model, device, source, named, sample, seed, out, how)
     found.info["model"] = model
     found.save(out)
+    seconds = time.perf_counter() - start
     if as_json:
         print_json({"out": str(out), "id": found.id, "file_bytes": out.stat().st_size, "seconds": seconds, "layers": len(found.static)} | found.info)
     else:
         _print(found, out, seconds)
+
+
+def _sample(model: str, scheme: Scheme, windows: int | None, length: int | None, device: str | None, how: dict[str, Any]) -> Sample:
+    """How much of the text is looked at. Numbers that cannot be are refused here, before the model is loaded."""
+    from ..calibrate.collect import check_options
+    from ..evaluate.calibrator import Sample, require_positions, thorough
+    from ..integrations.models import check_place
+
+    check_options(how["percentile"], how["weights"])
+    check_place("auto", device)
+    usual = thorough(scheme)
+    sample = Sample(usual.windows if windows is None else windows, usual.length if length is None else length)
+    require_positions(sample, read_config(model))
+    if (skipped := how["skip_tokens"]) is not None and skipped >= sample.length:
+        raise SpecError(f"--skip-tokens {skipped} leaves nothing of windows of {sample.length} tokens; take fewer than --length")
+    return sample
+
+
+def _measure(model: str, device: str | None, text: Text, named: str | Scheme, sample: Sample, seed: int, out: Path, how: dict[str, Any]) -> Calibration:
+    """Loads the model and looks at windows of the text."""
+    from .. import schemes
+    from ..evaluate.calibrator import Calibrator
+    from ..geometry import layer_geometries
+    from ..integrations.models import load_model
+
+    lm, tokenizer = load_model(model, device=device)
+    chosen = schemes.for_layers(named, layer_geometries(lm.config))
+    calibrator = Calibrator(lm, tokenizer, text, sample=sample)
+    prompts = calibrator.windows([chosen], seed=seed)
+    (found,) = calibrator.measure([chosen], prompts, resume=out.with_name(out.name + ".partial"), **how)
+    got, size = sum(len(p) for p in prompts), prompts[0].shape[1]
+    if got < sample.windows or size < sample.length:
+        typer.echo(f"note: {text.name} is short: it gives {counted(got, 'window')} of {size:,} tokens, not {sample.windows} of {sample.length:,}", err=True)
+    return found
 
 
 def _print(found: Calibration, out: Path, seconds: float) -> None:

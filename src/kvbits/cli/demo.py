@@ -6,28 +6,31 @@ from typing import Annotated
 
 import typer
 
-from .common import Json, Threads, app, names_of, print_json, require_model, set_threads, show
+from .common import Json, Schemes, Threads, command, names_of, print_json, read_config, require_model, set_threads, show, tokens
 
 
-@app.command()
+@command()
 def demo(
     model: Annotated[str | None, typer.Option(help="Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.", show_default=False)] = None,
-    scheme: Annotated[
-        str, typer.Option("--schemes", "--scheme", help="Schemes, comma-separated: presets, or files of your own (.json).")
-    ] = "raw,int8_centered,kivi4,kivi2",
-    context: Annotated[int, typer.Option(help="Tokens of text before the measured ones.")] = 1024,
-    new_tokens: Annotated[int, typer.Option(help="Tokens scored, and tokens generated.")] = 64,
+    scheme: Schemes = None,
+    context: Annotated[int, typer.Option(help="Tokens of text before the measured ones; 1k is 1,024.", parser=tokens())] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens scored, and tokens generated.", parser=tokens(2))] = 64,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """One text through the 16-bit cache and through each scheme: bytes, perplexity, KL divergence, agreement, speed."""
+    """One text through the 16-bit cache and through each scheme: bytes, perplexity, KL divergence, agreement, speed.
+
+    Schemes are raw, int8_centered (the recommended one), kivi4 and kivi2 if none is named.
+    """
     if model is not None:
         require_model(model)
     from .. import schemes
 
-    chosen = schemes.expand(names_of("--schemes", scheme))  # refuses unknown ones before the model loads
+    chosen = schemes.expand(names_of("--schemes", scheme or f"raw,{schemes.RECOMMENDED},kivi4,kivi2"))  # refuses unknown ones before the model loads
+    from .. import embedded
     from ..evaluate import demo as demonstration
 
+    demonstration.require_context(context, new_tokens, lambda: read_config(model or embedded.NAME))
     set_threads(threads)
     result = demonstration.run(model=model, schemes=chosen, context=context, new_tokens=new_tokens, progress=True)
     if as_json:

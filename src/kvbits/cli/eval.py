@@ -3,44 +3,62 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import SpecError
 from ..files import require_folder
-from .common import Json, Threads, app, names_of, new_table, print_json, require_model, set_threads, show
+from ..units import dtype_name, parse_tokens
+from .common import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Schemes,
+    Threads,
+    command,
+    names_of,
+    new_table,
+    print_json,
+    read_config,
+    require_model,
+    set_threads,
+    show,
+    tokens,
+)
+
+if TYPE_CHECKING:
+    from ..evaluate.texts import Text
+    from ..spec import Scheme
 
 TASKS_HELP = "Comma-separated: fidelity (perplexity, KL), decode, greedy, attention, passkey, needle, entities, humaneval, gsm8k, mmlu, arc."
 
 
-@app.command("eval")
+@command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Local directory, GGUF file or hub id.")],
+    model: Model,
     out: Annotated[Path, typer.Option(help="Folder for results: MODEL/TASK/SCHEME.json. A run that stopped goes on there.")],
-    schemes: Annotated[
-        str,
-        typer.Option("--schemes", "--scheme", help="Caches, comma-separated: presets, files of your own (.json), all: every preset, stock: quanto, HQQ, fp8."),
-    ] = "all",
+    schemes: Schemes = None,
     tasks: Annotated[str, typer.Option(help=TASKS_HELP)] = "fidelity",
     text: Annotated[list[str] | None, typer.Option(help="Text to evaluate on: a file, hub:ID, novel (shipped). Repeatable.", show_default="novel")] = None,
     calibration_text: Annotated[
-        str | None, typer.Option(help="Text for schemes that need calibration (32 windows of 512 tokens), never one evaluated on.", show_default=False)
+        str | None, typer.Option(help="Text for schemes that need calibration, never one evaluated on (32 windows of 512).", show_default="end of the novel")
     ] = None,
-    windows: Annotated[int, typer.Option(help="Windows of each text.")] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
-    chunk: Annotated[int, typer.Option(help="Tokens per forward pass: history older than that is read as stored.")] = 128,
-    context: Annotated[int, typer.Option(help="decode, greedy: tokens before decoding.")] = 512,
-    new_tokens: Annotated[int, typer.Option(help="decode, greedy: tokens decoded one by one.")] = 64,
+    windows: Annotated[int, typer.Option(help="Windows of each text.", min=1)] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of a window; 1k is 1,024.", parser=tokens(2))] = 1024,
+    chunk: Annotated[int, typer.Option(help="Tokens per forward pass: history older than that is read as stored.", parser=tokens())] = 128,
+    context: Annotated[int, typer.Option(help="decode, greedy: tokens before decoding.", parser=tokens())] = 512,
+    new_tokens: Annotated[int, typer.Option(help="decode, greedy: tokens decoded one by one.", parser=tokens())] = 64,
     contexts: Annotated[str, typer.Option(help="passkey, needle, entities: prompt lengths in tokens.")] = "1024,2048",
     depths: Annotated[str, typer.Option(help="passkey, needle: where the needle sits, 0 to 1.")] = "0,0.25,0.5,0.75,1",
-    repeats: Annotated[int, typer.Option(help="Prompts per length and depth.")] = 1,
-    limit: Annotated[int | None, typer.Option(help="Problems of a benchmark, drawn by the seed; all if not given.", show_default=False)] = None,
-    shots: Annotated[int | None, typer.Option(help="Worked examples before a question; the benchmark's usual number if not given.", show_default=False)] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts that go through a cache together (greedy, retrieval, benchmarks).")] = 8,
+    repeats: Annotated[int, typer.Option(help="Prompts per length and depth.", min=1)] = 1,
+    limit: Annotated[int | None, typer.Option(help="Problems of a benchmark, drawn by the seed; all if not given.", show_default=False, min=1)] = None,
+    shots: Annotated[int | None, typer.Option(help="Worked examples before a question; the benchmark's usual number if not given.", min=0)] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts that go through a cache together (greedy, retrieval, benchmarks).", min=1)] = 8,
     data: Annotated[list[str] | None, typer.Option(help="Benchmark file, like humaneval=HumanEval.jsonl. May be repeated.")] = None,
-    dtype: Annotated[str, typer.Option(help="Dtype of the model; float32 takes the rounding noise of bfloat16 out of KL.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
     seed: Annotated[int, typer.Option(help="Draws passkeys, filler and samples.")] = 0,
     simulate: Annotated[bool, typer.Option("--simulate", help="Also each preset as a dense cache simulates it, to compare; never in reports.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results of other settings instead of refusing.")] = False,
@@ -51,37 +69,80 @@ def evaluate(
     """What each cache costs on a model: perplexity, KL, retrieval, benchmarks, speed, beside the 16-bit cache on the same tokens.
 
     Every scheme runs through the real packed cache and the real attention op. Results are JSON files; `kvbits report` draws them.
+    Schemes are every preset if none is named; `stock` adds Transformers' own quantized caches (quanto, HQQ, fp8).
     """
     require_model(model)
     require_folder(out, "--out")
-    from .. import schemes as presets
-    from ..evaluate import tasks as known
-    from ..evaluate.caches import GROUPS
-    from ..evaluate.texts import read_text
+    from ..evaluate.tasks import Options
 
-    wanted = known.names_of(names_of("--tasks", tasks))
-    names = presets.expand(names_of("--schemes", schemes), GROUPS)
-    options = known.Options(
-        windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, contexts=_integers("--contexts", contexts),
-        depths=_floats("--depths", depths), repeats=repeats, limit=limit, shots=shots, batch_size=batch_size,
-        data=_pairs(data or []), seed=seed,
-    )  # fmt: skip
-    texts = tuple(read_text(t) for t in text or ["novel"])
-    calibration = None if calibration_text is None else read_text(calibration_text)
-    from ..evaluate.run import evaluate as run
-    from ..integrations.models import load_model
-
-    set_threads(threads)
-    lm, tokenizer = load_model(model, dtype=dtype, device=device)
-    found = run(
-        lm, tokenizer, name=name or Path(model.rstrip("/")).name.removesuffix(".gguf"), schemes=names, tasks=wanted, texts=texts, out=out, options=options,
-        calibration_text=calibration, simulate=simulate, overwrite=overwrite,
-        on_skip=lambda message: typer.echo(f"left out: {message}", err=True),
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "windows": windows,
+        "length": length,
+        "chunk": chunk,
+        "context": context,
+        "new_tokens": new_tokens,
+        "repeats": repeats,
+        "limit": limit,
+    }
+    options = Options(
+        **sizes, contexts=_lengths(contexts), depths=_floats("--depths", depths), shots=shots, batch_size=batch_size, data=_pairs(data or []), seed=seed
+    )
+    chosen = _schemes(schemes)
+    evaluated, calibration, note = _texts(text, calibration_text, chosen)
+    how = {"name": name or Path(model.rstrip("/")).name.removesuffix(".gguf"), "schemes": chosen, "tasks": _tasks(tasks), "texts": evaluated, "out": out}
+    how |= {"options": options, "overwrite": overwrite}
+    found = _run((model, dtype_name(dtype), device), how, threads, note, calibration_text=calibration, simulate=simulate)
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})
     else:
         _print(found, out)
+
+
+def _run(place: tuple[str, str, str | None], how: dict[str, Any], threads: int | None, note: str | None, **more: Any) -> dict[str, dict[str, dict[str, Any]]]:
+    """Everything is looked at that the model's configuration and tokenizer tell; then the model is loaded."""
+    model, dtype, device = place
+    from ..evaluate.run import evaluate, require_possible
+    from ..integrations.models import check_place, load_model, load_tokenizer
+
+    check_place(dtype, device)
+    require_possible(read_config(model), load_tokenizer(model), dtype=dtype, **how)
+    if note is not None:
+        typer.echo(f"note: {note}", err=True)
+    set_threads(threads)
+    lm, tokenizer = load_model(model, dtype=dtype, device=device)
+    return evaluate(lm, tokenizer, **how, **more, on_skip=lambda message: typer.echo(f"left out: {message}", err=True))
+
+
+def _tasks(text: str) -> list[str]:
+    from ..evaluate import tasks
+
+    return tasks.names_of(names_of("--tasks", text))
+
+
+def _schemes(given: list[str] | None) -> list[str | Scheme]:
+    from .. import schemes
+    from ..evaluate.caches import GROUPS
+
+    return schemes.expand(names_of("--schemes", given or "all"), GROUPS)
+
+
+def _texts(given: list[str] | None, calibration: str | None, chosen: list[str | Scheme]) -> tuple[tuple[Text, ...], Text | None, str | None]:
+    """(texts to evaluate on, text to calibrate on, a note): if no text to calibrate on is named, halves of the novel, so that they do not meet."""
+    from .. import schemes
+    from ..evaluate.texts import novel_end, novel_start, read_text
+
+    sources = given or ["novel"]
+    if repeated := next((s for s in sources if sources.count(s) > 1), None):
+        raise SpecError(f"--text {repeated} is given {sources.count(repeated)} times; give it once")
+    if calibration is not None:
+        return tuple(map(read_text, sources)), read_text(calibration), None
+    ours = [schemes.PRESETS.get(one) if isinstance(one, str) else one for one in chosen]  # None: a stock cache
+    calibrated = [s.name for s in ours if s is not None and s.needs_calibration]
+    if not calibrated:
+        return tuple(map(read_text, sources)), None, None
+    split = "; its first half is evaluated on" if "novel" in sources else ""
+    note = f"calibrated on the second half of the novel{split} (--calibration-text names another): {', '.join(calibrated)}"
+    return tuple(novel_start() if s == "novel" else read_text(s) for s in sources), novel_end(), note
 
 
 def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:
@@ -119,11 +180,8 @@ def _cell(column: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _integers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(n) for n in text.split(",") if n.strip())
-    except ValueError:
-        raise SpecError(f"{option} {text!r} is not a list of whole numbers like 1024,2048") from None
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(parse_tokens(n, "--contexts") for n in names_of("--contexts", text))
 
 
 def _floats(option: str, text: str) -> tuple[float, ...]:

@@ -9,10 +9,10 @@ import typer
 
 from ..errors import SpecError
 from ..files import require_file, require_folder
-from .common import Json, app, print_json, show
+from .common import Json, command, print_json, show
 
 
-@app.command()
+@command()
 def report(
     results: Annotated[Path, typer.Argument(help="Folder that `kvbits eval` wrote.")],
     html: Annotated[Path | None, typer.Option(help="The page; kvbits-report.html here if no output is named.", show_default=False)] = None,

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from .common import Json, app, new_table, print_json, show
+from .common import Json, command, new_table, print_json, show
 
 
-@app.command("schemes")
+@command("schemes")
 def list_schemes(
     head_dim: Annotated[int, typer.Option(help="Channels per head of your model: groups are fitted to it, and scales cost more bits in narrow heads.")] = 128,
     as_json: Json = False,

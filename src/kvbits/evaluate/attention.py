@@ -27,6 +27,8 @@ from ..integrations.masks import mask
 
 OBSERVER = "kvbits_observe"
 """Name of the observing attention in Transformers' registries, while `observe` runs."""
+QUERIES = 64
+"""Newest tokens whose attention is looked at, if nobody says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def observe(model: Any, ids: torch.Tensor) -> list[LayerInputs]:
 
 
 @torch.no_grad()
-def measure(inputs: list[LayerInputs], cache: Any, *, queries: int = 64) -> list[dict[str, Any]]:
+def measure(inputs: list[LayerInputs], cache: Any, *, queries: int = QUERIES) -> list[dict[str, Any]]:
     """One dict per layer: lists over kv heads of the module's measures, and `saturated`, the elements that closing pages clamped.
 
     Args:

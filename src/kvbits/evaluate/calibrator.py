@@ -44,6 +44,17 @@ def thorough(scheme: Scheme) -> Sample:
     return Sample(16, 2048) if _has_codebook([scheme]) else Sample(128, 256)
 
 
+def require_positions(sample: Sample, config: Any) -> None:
+    """Refuse windows that are longer than what a model of this configuration was made for.
+
+    Raises:
+        DataError: naming both lengths.
+    """
+    limit = max_context(config)
+    if limit is not None and sample.length > limit:
+        raise DataError(f"windows of {sample.length} tokens pass the model's {limit} positions; give --length, at most {limit}")
+
+
 def _has_codebook(schemes: Sequence[Scheme]) -> bool:
     return any(spec.has_codebook for s in schemes for spec in (s.key, s.value))
 
@@ -78,9 +89,8 @@ class Calibrator:
         """
         if self.text is None:
             raise UnsupportedError(f"scheme {schemes[0].name!r} needs calibration; give --calibration-text FILE or novel, never a text you evaluate on")
-        size, limit = self.sample.length, max_context(self.model.config)
-        if limit is not None and size > limit:
-            raise DataError(f"windows of {size} tokens pass the model's {limit} positions; give --length, at most {limit}")
+        require_positions(self.sample, self.model.config)
+        size = self.sample.length
         batch = 1 if _has_codebook(schemes) else 4
         return prompts_from_text(self.tokenizer, self.text.content, num_prompts=self.sample.windows, length=size, seed=seed, batch_size=batch)
 

@@ -25,8 +25,8 @@ from .. import schemes as presets
 from ..errors import KvbitsError, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..progress import bar
-from ..spec import Override, PerChannel, PerGroup, QuantSpec, Scheme
-from .attention import LayerInputs, measure, observe, statistics
+from ..spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
+from .attention import QUERIES, LayerInputs, measure, observe, statistics
 from .caches import CacheFactory, base_factory, factory
 from .fidelity import Fidelity, compare
 
@@ -140,23 +140,19 @@ def check(
         calibration: gives the calibration of schemes that need one.
 
     Raises:
-        SpecError: unknown scheme, one that does not fit, or windows so short that it stores nothing in few bits.
+        SpecError: unknown scheme, one that does not fit, or windows so short that it stores nothing in few bits (`require_length`).
         UnsupportedError: a model whose attention cannot be observed.
     """
     limits = Limits() if limits is None else limits
     layers = layer_geometries(model.config)
     chosen = presets.for_layers(scheme, layers)
+    require_length(chosen, layers, ids.shape[1])
     tried = factory(model, chosen, calibration=calibration)
     with bar(f"checking {chosen.name}", 4 + len(ids), enabled=progress) as advance:
         inputs = observe(model, ids[0])
         facts = statistics(inputs)
         advance(1)
         judged = _judge(inputs, tried, limits, facts)
-        if not any(side in v.measures for v in judged for side in ("key_bits", "value_bits")) and not (chosen.key.is_raw and chosen.value.is_raw):
-            raise SpecError(
-                f"scheme {chosen.name!r} keeps its newest {chosen.residual_length:,} tokens raw and an unfinished page: windows of {ids.shape[1]:,} tokens "
-                f"show nothing of its codes; give longer ones, --length {max(2 * chosen.residual_length, chosen.residual_length + 512)} for example"
-            )
         advance(1)
         advised, notes = _advise(model, inputs, chosen, judged, limits)
         advance(2)
@@ -166,6 +162,24 @@ def check(
     if advised is None and failures and not notes:
         notes = [f"every layer passes alone, but together they cost {'; '.join(failures)}: take a scheme of more bits, or a longer residual_length"]
     return Screen(chosen, judged, overall[0], advised, overall[1] if advised is not None else None, notes, failures, limits)
+
+
+def require_length(scheme: Scheme, layers: tuple[LayerGeometry, ...], length: int) -> None:
+    """Refuse windows so short that a scheme stores nothing of them in few bits before the queries that look at it.
+
+    Raises:
+        SpecError: naming a length that does.
+    """
+    groups = CacheSpec(scheme=scheme, layers=layers).groups
+    packed = [g for g in groups if not (g.key.is_raw and g.value.is_raw)]
+    history = length - QUERIES
+    if history >= 1 and (not packed or any(g.token_local or g.pages_for(history)["closed"] for g in packed)):
+        return
+    least = min((g.num_sink_tokens + g.residual_length + g.page_size for g in packed if not g.token_local), default=0) + 1 + QUERIES
+    raise SpecError(
+        f"scheme {scheme.name!r} keeps its newest {scheme.residual_length:,} tokens raw and an unfinished page, and the newest {QUERIES} of a window look at "
+        f"what is before them: windows of {length:,} tokens show nothing of its codes; give longer ones, --length {max(512, 2 * least)} for example"
+    )
 
 
 # -- judging --------------------------------------------------------------------------------------------------------

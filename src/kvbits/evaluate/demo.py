@@ -7,7 +7,7 @@ really allocated), `greedy` generates (share of tokens equal to the 16-bit cache
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from .run import evaluate
 from .tasks import Options
 from .texts import Text, novel, novel_end, novel_start
 
-SCHEMES = ("raw", "int8_centered", "kivi4", "kivi2")
+SCHEMES = ("raw", presets.RECOMMENDED, "kivi4", "kivi2")
 MODEL = "SmolLM2-135M-Instruct (embedded)"
 
 
@@ -53,15 +53,13 @@ def run(
         DataError: the embedded text is too short, or the model's context is.
         KvbitsError: unknown scheme, or a model kvbits cannot serve.
     """
-    if context < 1 or new_tokens < 2:
-        raise DataError(f"context={context} and new_tokens={new_tokens}: at least 1 and 2 are needed")
+    require_context(context, new_tokens)
     if threads:
         torch.set_num_threads(threads)
     chosen = presets.expand(schemes)
     lm, tokenizer = load_model(model)
-    limit, layers = max_context(lm.config), layer_geometries(lm.config)
-    if limit is not None and context + new_tokens > limit:
-        raise DataError(f"context + new_tokens = {context + new_tokens} exceeds the model's {limit} positions; lower --context")
+    require_context(context, new_tokens, lambda: lm.config)
+    layers = layer_geometries(lm.config)
     calibrated = any(presets.for_layers(one, layers).needs_calibration for one in chosen)
     text = novel_start() if calibrated else Text("novel", novel())
     with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
@@ -80,6 +78,24 @@ def run(
         "threads": torch.get_num_threads(),
         "rows": [_row(name, s, found["greedy"][name], bits[name], stock) for name, s in found["decode"].items()],
     }
+
+
+def require_context(context: int, new_tokens: int, config: Callable[[], Any] | None = None) -> None:
+    """Refuse sizes that no model could be shown with, or not this one, before it is loaded.
+
+    Args:
+        config: gives the model's configuration; asked only where the sizes could be right.
+
+    Raises:
+        DataError: naming the limit.
+    """
+    if context < 1 or new_tokens < 2:
+        raise DataError(f"context={context} and new_tokens={new_tokens}: at least 1 and 2 are needed")
+    if context + new_tokens > (most := len(novel())):
+        raise DataError(f"context + new_tokens = {context + new_tokens:,} tokens, but the text has {most:,} characters; lower --context")
+    limit = None if config is None else max_context(config())
+    if limit is not None and context + new_tokens > limit:
+        raise DataError(f"context + new_tokens = {context + new_tokens} exceeds the model's {limit} positions; lower --context")
 
 
 def _row(name: str, decode: dict[str, Any], greedy: dict[str, Any], bits: float, stock: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import SpecError, UnsupportedError
+from ..schemes import RECOMMENDED
 from .caches import CacheFactory, base_factory, factory
 from .calibrator import Calibrator
 from .texts import read_text
@@ -44,7 +45,7 @@ class KvbitsLM(HFLM):
     def __init__(
         self,
         pretrained: Any,
-        scheme: str = "int8",
+        scheme: str = RECOMMENDED,
         chunk: int = 128,
         calibration_text: str | None = None,
         cache_factory: CacheFactory | None = None,

@@ -99,12 +99,9 @@ class ResultFile:
         self.path = path
         self.data: dict[str, Any] = {"format": FORMAT, "version": VERSION} | header | {"environment": {}, "items": {}, "summary": {}}
         if path.exists():
-            old = read(path)
-            differs = [*_differences(header["settings"], old["settings"]), *_differences(header["model"], old["model"])]
-            if not differs:
+            old = read(path) if overwrite else require_same(path, {k: header[k] for k in ("settings", "model")})
+            if old is not None and not _different(header, old):
                 self.data |= {"items": old["items"], "environment": old["environment"], "summary": old["summary"]}
-            elif not overwrite:
-                raise SpecError(f"{path} holds results of something else: {'; '.join(differs[:3])}; give another --out, or --overwrite")
 
     @property
     def items(self) -> dict[str, Any]:
@@ -123,6 +120,28 @@ class ResultFile:
         partial = self.path.with_suffix(f".{os.getpid()}.tmp")
         partial.write_text(dumps(self.data) + "\n")
         os.replace(partial, self.path)
+
+
+def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
+    """What a file holds, or None if there is none.
+
+    Args:
+        header: `settings` and `model`, or one of them, that it must be of.
+
+    Raises:
+        FileFormatError: a file that is not ours or is damaged.
+        SpecError: a file of another model or other settings, naming what differs.
+    """
+    if not path.exists():
+        return None
+    old = read(path)
+    if differs := _different(header, old):
+        raise SpecError(f"{path} holds results of something else: {'; '.join(differs[:3])}; give another --out, or --overwrite")
+    return old
+
+
+def _different(header: dict[str, Any], old: dict[str, Any]) -> list[str]:
+    return [d for part in ("settings", "model") if part in header for d in _differences(header[part], old[part])]
 
 
 def dumps(data: dict[str, Any]) -> str:

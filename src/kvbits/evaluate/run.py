@@ -18,10 +18,10 @@ from .. import schemes as presets
 from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..progress import bar
-from ..spec import Scheme, to_dict
+from ..spec import CacheSpec, Scheme, to_dict
 from .caches import GROUPS, STOCK, CacheFactory, base_factory, factory
 from .calibrator import USUAL, Calibrator, Sample
-from .results import ResultFile, environment, model_facts
+from .results import ResultFile, environment, model_facts, require_same
 from .tasks import Context, Options, Task, load
 from .texts import Text
 
@@ -69,13 +69,52 @@ def evaluate(
     options = Options() if options is None else options
     random.seed(options.seed)
     torch.manual_seed(options.seed)
-    kind = str(model.dtype).removeprefix("torch.")
-    home = out / (name if kind == "bfloat16" else f"{name}-{kind}")
+    home = out / _folder(name, str(model.dtype))
     facts = model_facts(model, name)
     calibrator = Calibrator(model, tokenizer, calibration_text, tests=texts, sample=calibration_sample, directory=home / "calibration")
     factories = _factories(model, presets.expand(schemes, GROUPS), calibrator, backend, simulate, on_skip)
     context = Context(model, tokenizer, texts, options)
     return {task: _run(load(task)(context), factories, home, facts, overwrite, progress) for task in tasks}
+
+
+def require_possible(
+    config: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    dtype: str,
+    schemes: Sequence[str | Scheme],
+    tasks: Sequence[str],
+    texts: tuple[Text, ...],
+    out: Path,
+    options: Options,
+    overwrite: bool = False,
+) -> None:
+    """Refuse what `evaluate` would refuse once the model is loaded, as far as its configuration and tokenizer tell: schemes that do not fit, texts too short,
+    windows too long, data files, results of other settings.
+
+    Args:
+        dtype: that the model will have; "auto" for its configuration's.
+
+    Raises:
+        SpecError, DataError, UnsupportedError: as `evaluate`.
+    """
+    layers = layer_geometries(config)
+    chosen = [presets.for_layers(given, layers) for given in presets.expand(schemes, GROUPS) if given not in STOCK]
+    for scheme in chosen:
+        CacheSpec(scheme=scheme, layers=layers)
+    home = out / _folder(name, str(getattr(config, "dtype", None) or "float32") if dtype == "auto" else dtype)
+    for task in (load(wanted)(Context(None, tokenizer, texts, options, config)) for wanted in tasks):
+        for one in [] if overwrite else [None, *chosen]:
+            names = ("16-bit", "32-bit") if one is None else (one.name, f"{one.name}-simulated")
+            for path in (home / task.name / f"{n}.json" for n in names):
+                require_same(path, {"settings": task.settings | _own(one)})
+
+
+def _folder(name: str, dtype: str) -> str:
+    """What a model's folder of results is called."""
+    kind = dtype.removeprefix("torch.")
+    return name if kind == "bfloat16" else f"{name}-{kind}"
 
 
 def _factories(
@@ -101,7 +140,7 @@ def _run(task: Task, factories: list[CacheFactory], home: Path, facts: dict[str,
     model = task.context.model
     files = {}
     for f in factories:
-        header = {"task": task.name, "scheme": f.name, "kind": f.kind, "info": f.info, "settings": task.settings | _own(f), "model": facts}
+        header = {"task": task.name, "scheme": f.name, "kind": f.kind, "info": f.info, "settings": task.settings | _own(f.scheme), "model": facts}
         files[f.name] = ResultFile(home / task.name / f"{f.name}.json", header, overwrite=overwrite)
     base = factories[0]
     keys = task.item_keys()
@@ -121,9 +160,9 @@ def _run(task: Task, factories: list[CacheFactory], home: Path, facts: dict[str,
     return {name: task.summary(file.items, files[base.name].items) if file.items else {} for name, file in files.items()}
 
 
-def _own(made: CacheFactory) -> dict[str, Any]:
+def _own(scheme: Scheme | None) -> dict[str, Any]:
     """The scheme, where it is one's own: a name alone does not say what it is, and two of one name are not mixed in a file."""
-    return {} if made.scheme is None or made.scheme.name in presets.PRESETS else {"scheme": to_dict(made.scheme)}
+    return {} if scheme is None or scheme.name in presets.PRESETS else {"scheme": to_dict(scheme)}
 
 
 def _batches(task: Task, todo: dict[str, list[CacheFactory]]) -> list[tuple[list[str], list[CacheFactory]]]:

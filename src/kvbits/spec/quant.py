@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from ..errors import SpecError
 from . import bands as banding
-from .codec import choice, serialisable
+from .codec import choice, serialisable, whole
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 SCALE_8BIT = "float8_e5m3"
 """Scales of banded codes: 5 bits of exponent, 3 of mantissa, no sign; the byte is bits 7 to 14 of the same number in float16."""
 SCALE_BYTES = DTYPE_BYTES | {SCALE_8BIT: 1}
 MAX_OUTLIERS = 0.125
+MAX_GROUP = 65_536
 BASES = (None, "hadamard", "klt")
 FRAME = 256
 """Positions of a frame, in which a calibrated basis holds: a page's keys are turned back by the largest multiple of it up to the page's first token."""
@@ -82,8 +83,7 @@ class PerGroup:
     size: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 1:
-            raise SpecError(f"PerGroup size={self.size!r} is not a positive integer; common sizes are 32, 64 and 128")
+        object.__setattr__(self, "size", whole("PerGroup size", self.size, 1, MAX_GROUP, "common sizes are 32, 64 and 128"))
 
 
 Granularity = PerTensor | PerToken | PerChannel | PerGroup

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 
 from ..errors import SpecError
-from .codec import choice, parse, serialisable, to_dict
+from .codec import choice, parse, serialisable, to_dict, whole
 from .layout import PageLayout
 from .quant import QuantSpec
 
@@ -37,6 +37,10 @@ class Override:
         return any(index % num_layers == layer for index in self.layers) and (self.heads is None or (head is not None and head in self.heads))
 
 
+MAX_PAGE_SIZE = 65_536
+"""Tokens of a page: some hundred times the usual ones."""
+MOST_TOKENS = 2**31 - 1
+"""Of a sequence: positions are int32 in kernels."""
 LOW_BITS = (0, 2, 4)
 """Widths of a low plane; 0 for none."""
 
@@ -64,8 +68,7 @@ class Tier:
     value_bits: int = 4
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_tokens, int) or self.num_tokens < 0:
-            raise SpecError(f"a tier of num_tokens={self.num_tokens!r}: pass a number of tokens, 0 or more")
+        object.__setattr__(self, "num_tokens", whole("num_tokens", self.num_tokens, 0, MOST_TOKENS, "the size of the tier in tokens"))
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) not in LOW_BITS:
                 raise SpecError(f"{name}={getattr(self, name)!r}: a low plane has {', '.join(map(str, LOW_BITS))} bits")
@@ -107,11 +110,11 @@ class Scheme:
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", tuple(self.overrides))
         object.__setattr__(self, "tiers", tuple(self.tiers))
-        if not isinstance(self.page_size, int) or self.page_size < 32 or self.page_size % 32:
-            raise SpecError(f"page_size={self.page_size} must be a positive multiple of 32, for example 64 or 128")
+        object.__setattr__(self, "page_size", whole("page_size", self.page_size, 32, MAX_PAGE_SIZE, "a multiple of 32, for example 64 or 128"))
+        if self.page_size % 32:
+            raise SpecError(f"page_size={self.page_size} must be a multiple of 32, for example 64 or 128")
         for name in ("num_sink_tokens", "residual_length"):
-            if (n := getattr(self, name)) < 0:
-                raise SpecError(f"{name}={n} is negative; use 0 for none")
+            object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS, "0 means none"))
         if any(value.pre_rope for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
         if any(value.basis == "klt" for value in (self.value, *(o.value for o in self.overrides))):

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import schemes as presets
-from ..planner import GB, GIB, uniform
+from ..planner import uniform
 from ..spec import CacheSpec
+from ..units import GB, GIB
 
 
 @dataclass(frozen=True, kw_only=True)

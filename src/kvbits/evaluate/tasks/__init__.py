@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...errors import SpecError
+from ...geometry import max_context
 from ..caches import CacheFactory
 from ..texts import Text
 
@@ -84,12 +85,24 @@ class Options:
 
 @dataclass(frozen=True)
 class Context:
-    """What a task works on."""
+    """What a task works on.
+
+    Attributes:
+        model: None while a task only looks at options, texts and data, before a model is loaded.
+        config: the model's configuration, where there is no model yet.
+    """
 
     model: Any
     tokenizer: Any
     texts: tuple[Text, ...]
     options: Options
+    config: Any = None
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens the model was made for, where its configuration says."""
+        config = self.config if self.model is None else self.model.config
+        return None if config is None else max_context(config)
 
 
 class Task:

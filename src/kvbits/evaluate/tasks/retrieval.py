@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import torch
 
 from ...errors import DataError
-from ...geometry import max_context
 from ..caches import CacheFactory
 from ..rows import Rows, together
 from ..texts import bos_of
@@ -36,7 +35,7 @@ class RetrievalTask(Task):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        limit = max_context(context.model.config)
+        limit = context.max_context
         if limit is not None and (long := [n for n in context.options.contexts if n + self.ANSWER_ROOM > limit]):
             raise DataError(f"a prompt of {long[0]} tokens and its answer pass the model's {limit} positions; lower --contexts")
 

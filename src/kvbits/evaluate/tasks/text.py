@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 
 from ...errors import SpecError
-from ...geometry import max_context
 from ...integrations.huggingface import KVCache
 from ..caches import CacheFactory, held_bytes
 from ..fidelity import Fidelity, compare, histogram_quantile
@@ -32,7 +31,7 @@ class FidelityTask(Task):
         if self._passes < 2:
             raise SpecError(f"windows of {self._length} tokens in passes of {context.options.chunk} read nothing as stored; take --chunk below --length")
         self._windows: dict[str, torch.Tensor] = {}
-        limit = max_context(context.model.config)
+        limit = context.max_context
         for text in context.texts:
             found = windows(context.tokenizer, text, count=context.options.windows, length=self._length, limit=limit)
             self._windows |= {f"{text.name}@{text.sha256[:8]}:{i}": ids for i, ids in enumerate(found)}

@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UnsupportedError
 from ...ops import paged_attention
+from ...ops.cuda.attend.device_plan import MAX_QUERIES
 from .formats import PAGE_SIZE
 from .impl import Call, KVBitsImpl
 from .prefill import Prefill
@@ -97,7 +98,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         threshold = self.reorder_batch_threshold or 1
-        if threshold > paged_attention_queries():
+        if threshold > MAX_QUERIES:
             self.reorder_batch_threshold = threshold = 1
         if vllm_config.parallel_config.use_ubatching:
             raise UnsupportedError("kvbits' attention backend unpacks histories of one batch at a time; drop --enable-dbo")
@@ -124,7 +125,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
         from vllm.v1.attention.backend import max_decode_query_len
 
-        wide = max_decode_query_len(vllm_config) > paged_attention_queries()
+        wide = max_decode_query_len(vllm_config) > MAX_QUERIES
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if wide else AttentionCGSupport.UNIFORM_BATCH
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> KVBitsMetadata:
@@ -193,10 +194,3 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
             first = out[starts]
             out[starts] = first.masked_fill((first[:, None] == written).any(1), -1)
         return out
-
-
-def paged_attention_queries() -> int:
-    """Queries of a sequence that one plan takes."""
-    from ...ops.cuda.attend.device_plan import MAX_QUERIES
-
-    return MAX_QUERIES

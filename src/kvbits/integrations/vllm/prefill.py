@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...ops.merging import merge_partials
 from ...ops.reference.dequantize import dequantize_pages
-from ...ops.reference.merge import merge_partials
 from ...ops.types import PageStore
 from ...spec import PageLayout
 from .formats import PAGE_SIZE
@@ -197,8 +197,8 @@ class Prefill:
                 continue
             parts.append(attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, p.causal, None))
             if p.causal:
-                merged, _ = merge_partials([o for o, _ in parts], [m for _, m in parts])
-                out[p.tokens] = merged.to(out.dtype)
+                merged, _ = merge_partials([o[None] for o, _ in parts], [m[None] for _, m in parts])
+                out[p.tokens] = merged[0]
                 parts = []
 
 

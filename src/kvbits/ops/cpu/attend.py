@@ -61,8 +61,8 @@ def _parts(call: AttendCall) -> ctypes.Array[PartStruct]:
 
 def _page_lse(to: np.ndarray, call: AttendCall, tokens: int, heads: int) -> int:
     shape = (sum(p.table.num_pages for p in call.parts), tokens, heads)
-    if to.shape != shape or to.dtype != np.float32 or not to.flags["C_CONTIGUOUS"]:
-        raise DataError(f"page_lse must be a dense float32 array {list(shape)}, got {to.dtype} {list(to.shape)}")
+    if to.shape != shape or to.dtype != np.float32 or not to.flags["CARRAY"]:
+        raise DataError(f"page_lse must be a dense float32 array {list(shape)} that can be written to, got {to.dtype} {list(to.shape)}")
     return to.ctypes.data
 
 

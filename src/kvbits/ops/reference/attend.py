@@ -32,7 +32,8 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: 
             Negative marks a padding query, which sees nothing.
 
     Returns:
-        out [B, T, Hq, D] and lse [B, T, Hq] (natural log) in `dtype`; 0 and -inf where nothing was visible.
+        out [B, T, Hq, D] and lse [B, T, Hq] (natural log) in `dtype`; 0 and -inf where nothing was visible, NaN where something was and the query holds
+        NaN or infinity (CUDA kernels answer such a query with 0 and -inf or NaN, without looking).
 
     Raises:
         DataError: shapes or tables that do not fit together.
@@ -46,6 +47,8 @@ def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tenso
     t, hq, d = q.shape
     h = call.parts[0].store.layout.num_kv_heads
     rows = q.to(dtype).unflatten(1, (h, hq // h)).permute(1, 0, 2, 3).reshape(h, -1, d)  # [H, T * G, D]
+    finite = torch.isfinite(rows).all(-1, keepdim=True)
+    rows = torch.where(finite, rows, 0)
     row_positions = q_positions.to(q.device).repeat_interleave(hq // h)
     best = rows.new_full((h, rows.shape[1], 1), -torch.inf)
     total = torch.zeros_like(best)
@@ -73,6 +76,7 @@ def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tenso
             best = new_best
         first_page += part.table.num_pages
     seen = total > 0
+    total = torch.where(finite, total, torch.nan)
     out = torch.where(seen, out / torch.where(seen, total, 1.0), 0.0)
     lse = torch.where(seen, best + torch.log(total), -torch.inf)
     return (

@@ -24,7 +24,7 @@ def merge_partials(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[
     stacked = torch.stack([x.to(dtype) for x in lses])
     lse = torch.logsumexp(stacked, dim=0)
     weights = torch.exp(stacked - torch.where(torch.isinf(lse), torch.zeros_like(lse), lse))
-    out = sum(torch.where(w[..., None] > 0, w[..., None] * o.to(dtype), 0.0) for w, o in zip(weights, outs, strict=True))
+    out = sum(torch.where(w[..., None] != 0, w[..., None] * o.to(dtype), 0.0) for w, o in zip(weights, outs, strict=True))
     assert isinstance(out, torch.Tensor)
     return out, lse
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ....errors import DataError
+from ....later import upload
 from ....quant.qparams import require_finite
 from ....spec import PageLayout, QuantSpec
 from ...reference.append import STATUS_FIELDS, check_tokens
@@ -87,8 +88,7 @@ def table(slot_mapping: SlotMapping, store: PageStore) -> torch.Tensor:
     if found is None:
         rows = np.ascontiguousarray(slot_mapping.runs[:, [2, 0, 1, 3, 4]])
         rows[:, 0] = store.addresses()[rows[:, 0]] - base
-        made = torch.from_numpy(rows)
-        found = made.pin_memory().to(store.device, non_blocking=True) if store.device.type == "cuda" else made
+        found = upload(rows, store.device)
         slot_mapping.tables[key] = found
     return found
 
@@ -245,17 +245,14 @@ def _slots(slot_mapping: SlotMapping, store: PageStore, batch: int, tokens: int)
         both = np.full((2, batch * tokens), -1)
         row, token, page, slot, before = slot_mapping.tokens.T
         both[:, row * tokens + token] = page * store.layout.page_size + slot, before
-        found = tuple(torch.from_numpy(x) for x in (both, store.addresses() - base))
-        if store.device.type == "cuda":
-            found = tuple(x.pin_memory().to(store.device, non_blocking=True) for x in found)
+        found = tuple(upload(x, store.device) for x in (both, store.addresses() - base))
         slot_mapping.tables[key] = found
     return found
 
 
-def _append_packed(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
+def _append_packed(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> torch.Tensor | None:
     layout = store.layout
-    sides = [(kind, spec) for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw]
-    for kind, spec in sides:
+    for kind, spec in _packed_sides(layout):
         if spec.static and f"{kind}_scale" not in store.static:
             raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
     k, v = with_aligned_rows(k), with_aligned_rows(v)
@@ -264,15 +261,11 @@ def _append_packed(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapp
     (slots, previous), offsets = _slots(slot_mapping, store, *k.shape[:2])
     args = _StoreArgs(pages=store.slabs[0].data_ptr(), page_offset=offsets.data_ptr(), num_pages=store.num_pages)
     _launch_store(args, k, v, layout, slots, previous, store.static, store.turn, status)
-    if status is None:
-        return {}
-    found = status.tolist()
-    for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
-        if found[4 + i]:
-            require_finite(x, name)
-        if found[2 + i]:
-            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; use scale_dtype='float32' or 'bfloat16'")
-    return {kind: found["kv".index(kind)] for kind, _ in sides}
+    return status
+
+
+def _packed_sides(layout: PageLayout) -> list[tuple[str, QuantSpec]]:
+    return [(kind, spec) for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw]
 
 
 def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
@@ -281,11 +274,29 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
     Packed pages of several tokens a sequence: waits for the launch's findings; on an error the pages are then written with unusable numbers. Of single tokens
     nothing is found out: that would wait for the GPU in every layer of every step.
     """
+    layout, status = store.layout, append_later(k, v, store, slot_mapping)
+    if status is None:
+        return {}
+    found = status.tolist()
+    for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
+        if found[4 + i]:
+            require_finite(x, name)
+        if found[2 + i]:
+            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; use scale_dtype='float32' or 'bfloat16'")
+    return {kind: found["kv".index(kind)] for kind, _ in _packed_sides(layout)}
+
+
+def append_later(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> torch.Tensor | None:
+    """`append` without waiting: int32 [STATUS_FIELDS] on the device, see `store_tokens`; None where nothing can be found, and of single tokens.
+
+    Raises:
+        DataError: as `append`, for all that needs no look at numbers.
+    """
     slot_mapping.check(k, v, store)
     if not len(slot_mapping.runs):
-        return {}
+        return None
     if not store.layout.is_raw:
         return _append_packed(k, v, store, slot_mapping)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     launch(k, v, store, table(slot_mapping, store))
-    return {}
+    return None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ....errors import DataError, UnsupportedError
+from ....later import upload
 from ....spec import LowLayout, PageLayout
 from ...types import kvquant_extras
 from ..runtime import compile as cuda_compile
@@ -272,5 +273,4 @@ def page_offsets(slabs: Sequence[torch.Tensor], device: torch.device) -> torch.T
 @functools.lru_cache(maxsize=256)
 def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
     """Of (start, stride, pages) of each slab."""
-    found = torch.cat([begin + stride * torch.arange(pages, dtype=torch.int64) for begin, stride, pages in slabs])
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    return upload(torch.cat([begin + stride * torch.arange(pages, dtype=torch.int64) for begin, stride, pages in slabs]), device)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ....errors import DataError, UnsupportedError
+from ....later import upload
 from ....spec import LowLayout, PageLayout
 from ...break_even import small_on_gpu
 from ...types import AttendCall, Part, check_call, kvquant_extras, last_positions
@@ -273,7 +274,7 @@ class Plan:
         return "\n".join(lines)
 
     def _upload(self, data: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(data)).to(self.device)
+        tensor = upload(data, self.device)
         self._keep.append(tensor)
         return tensor
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ....errors import DataError
+from ....later import upload
 from ...types import AttendCall, check_call, last_positions
 from ..dequantize.unpacker import Unpacker, refuses_layout
 from ..merge import merge_partials
@@ -74,7 +75,7 @@ class ChunkPlan:
         batch = len(call.parts[0].table.indptr) - 1
         self.call, self.device, self.dtype = call, device, q_dtype
         self.shape = (batch, num_queries, num_q_heads, layout.head_dim)
-        self.q_positions = torch.from_numpy(last_positions(call, batch, num_queries)).to(device)
+        self.q_positions = upload(last_positions(call, batch, num_queries), device)
         strides = layer_strides or (0,) * len(call.parts)
         self._passes = [self._pass(found, strides) for found in passes(call, MAX_ROWS)]
         rows = max((p.starts[-1] for p in self._passes), default=0)
@@ -124,10 +125,10 @@ class ChunkPlan:
         unpackers = []
         for part, ids, rows in entries:
             p = self.call.parts[part]
-            addresses = torch.from_numpy(p.store.addresses()[p.table.page_ids[ids]]).to(self.device)
-            starts_of = torch.from_numpy(p.table.starts[ids].astype(np.int32)).to(self.device)
-            low = (p.low[0], torch.from_numpy(p.low[0].addresses()[p.table.low[0][ids]]).to(self.device)) if p.low else None
-            unpackers.append((part, Unpacker(p.store, self.dtype, addresses, torch.from_numpy(rows).to(self.device), strides[part], starts_of, low)))
+            addresses = upload(p.store.addresses()[p.table.page_ids[ids]], self.device)
+            starts_of = upload(p.table.starts[ids].astype(np.int32), self.device)
+            low = (p.low[0], upload(p.low[0].addresses()[p.table.low[0][ids]], self.device)) if p.low else None
+            unpackers.append((part, Unpacker(p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of, low)))
         return _Pass(first, last, starts.tolist(), unpackers)
 
 

@@ -1,5 +1,5 @@
 """Raw pages into packed ones."""
 
-from .packed import close, refuses
+from .packed import close, close_later, refuses
 
-__all__ = ["close", "refuses"]
+__all__ = ["close", "close_later", "refuses"]

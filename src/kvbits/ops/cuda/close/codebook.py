@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ....later import upload
 from ....quant.rotary import page_turns, step_turns
 from ....spec import PageLayout, PerChannel
 from ...reference.dequantize import require_starts
@@ -94,7 +95,8 @@ def first_angles(store: PageStore, starts: np.ndarray | None, num_pages: int, de
     """float64 [num_pages, 2, padded] cosines and sines of the pages' first positions on `device`; None where keys are stored as the model made them."""
     if not store.layout.key.pre_rope:
         return None
-    return torch.from_numpy(page_turns(require_starts(starts, num_pages), store.static["k_inv_freq"])).to(device)
+    inv_freq = prepared(store.static["k_inv_freq"], "on the host", lambda x: x.cpu())
+    return upload(page_turns(require_starts(starts, num_pages), inv_freq), device)
 
 
 def _by_twos(turns: np.ndarray, head_dim: int) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """close_pages on NVIDIA GPUs: scales, codes and packing in one launch, bit for bit what the reference stores.
 
-`launch_close` only launches (no host synchronisation beyond the upload of page addresses) and leaves its findings in a status tensor; `close` is the op's
-contract and reads them.
+`launch_close` only launches and leaves its findings in a status tensor, and so does `close_later`; `close` is the op's contract and reads them.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from ....errors import DataError, UnsupportedError
+from ....later import upload
 from ....quant.qparams import require_finite
 from ....spec import LowLayout, PageLayout, PerChannel
 from ...types import LowStore, PageStore, banded_sides, check_closing, check_low, kvquant_extras
@@ -209,6 +209,25 @@ def close(
         DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are then written with unusable numbers.
         UnsupportedError: several low planes of a page, or one of KVQuant's formats.
     """
+    layout, status = store.layout, close_later(k, v, store, page_ids, low, starts)
+    found = [0] * STATUS_FIELDS if status is None else status.tolist()
+    for i, (name, x) in enumerate((("keys", k), ("values", v))):
+        if found[4 + i]:
+            require_finite(x, name)
+        if found[2 + i]:
+            dtype = (layout.key, layout.value)[i].scale_dtype
+            raise DataError(f"a scale, bias or mean of the {name} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
+    return {kind: found[i] for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))) if not spec.is_raw}
+
+
+def close_later(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
+) -> torch.Tensor | None:
+    """`close` without waiting: int32 [6] on the device, see `launch_close`; None for no pages.
+
+    Raises:
+        DataError, UnsupportedError: as `close`, for all that needs no look at numbers.
+    """
     layout = store.layout
     if why := refuses_low(len(low)) or (low and kvquant_extras(layout) and f"{kvquant_extras(layout)} with low planes have no GPU kernel"):
         raise UnsupportedError(f"{why}; use the reference")
@@ -218,24 +237,17 @@ def close(
         if tuple(x.shape) != shape or x.dtype != k.dtype or x.device != store.device:
             raise DataError(f"{name} must be {k.dtype} {list(shape)} on {store.device}, got {x.dtype} {list(x.shape)} on {x.device}")
     if not len(page_ids):
-        return {kind: 0 for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw}
+        return None
     for spec, kind in ((layout.key, "k"), (layout.value, "v")):
         if spec.static and f"{kind}_scale" not in store.static:
             raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
     k, v = with_aligned_rows(k), with_aligned_rows(v)
-    addresses = torch.from_numpy(store.addresses()[page_ids]).to(k.device)
+    addresses = upload(store.addresses()[page_ids], k.device)
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
-    fine = next(((s.layout, torch.from_numpy(s.addresses()[ids]).to(k.device)) for (s, _), ids in zip(low, low_ids, strict=True)), None)
+    fine = next(((s.layout, upload(s.addresses()[ids], k.device)) for (s, _), ids in zip(low, low_ids, strict=True)), None)
     if kvquant_extras(layout):
         first = codebook.first_angles(store, starts, len(page_ids), k.device)
         codebook.launch(k, v, store, addresses, status, first)
     else:
         launch_close(k, v, store, addresses, status, fine)
-    found = status.tolist()
-    for i, (name, x) in enumerate((("keys", k), ("values", v))):
-        if found[4 + i]:
-            require_finite(x, name)
-        if found[2 + i]:
-            dtype = (layout.key, layout.value)[i].scale_dtype
-            raise DataError(f"a scale, bias or mean of the {name} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
-    return {kind: found[i] for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))) if not spec.is_raw}
+    return status

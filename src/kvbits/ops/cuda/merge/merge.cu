@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_partials(const __gri
     float x[8] = {}, total = 0.f;
 #pragma unroll
     for (int p = 0; p < MOST_PARTS; ++p) {
-        if (!(lse[p] > negative_infinity())) continue;
+        if (lse[p] == negative_infinity()) continue;
         const Partial& part = a.parts[p];
         const float weight = exp2_approx((lse[p] - best) * LOG2E);
         const uint4 w = *reinterpret_cast<const uint4*>(part.out + b * part.stride[0] + token * part.stride[1] + head * part.stride[2] + channel);
@@ -47,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_partials(const __gri
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[2 * i] += weight * low(words[i]), x[2 * i + 1] += weight * high(words[i]);
     }
-    const float inverse = total > 0.f ? 1.f / total : 0.f;
+    const float inverse = total != 0.f ? 1.f / total : 0.f;  // NaN stays NaN
     *reinterpret_cast<uint4*>(a.out + row * HEAD_DIM + channel) = {
         pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse), pack(x[4] * inverse, x[5] * inverse), pack(x[6] * inverse, x[7] * inverse)};
-    if (channel == 0) a.lse[row] = total > 0.f ? best + log2_approx(total) * LN2 : negative_infinity();
+    if (channel == 0) a.lse[row] = total != 0.f ? best + log2_approx(total) * LN2 : negative_infinity();
 }

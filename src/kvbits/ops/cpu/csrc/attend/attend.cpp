@@ -150,9 +150,9 @@ void merge(const Work& w, const Group& g) {
       total += weight * part[d + 1];
       for (int c = 0; c < d; c++) out[c] += weight * part[c];
     }
-    const float inverse = total > 0 ? 1.0f / total : 0.0f;
+    const float inverse = total != 0 ? 1.0f / total : 0.0f;  // NaN stays NaN
     for (int c = 0; c < d; c++) out[c] *= inverse;
-    call.lse[at] = total > 0 ? (most + log2f(total)) * 0.69314718056f : -INFINITY;
+    call.lse[at] = total != 0 ? (most + log2f(total)) * 0.69314718056f : -INFINITY;
   }
 }
 

@@ -31,11 +31,18 @@ static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem
     const int64_t at = b * call.q_stride[0] + token * call.q_stride[1] + head * call.q_stride[2];
     widen(c.q[h], (const char*)call.q + at * dtype_bytes(call.q_dtype), call.head_dim, call.q_dtype);
     const int padded = round_up(call.head_dim, VL);
+    vf none = {};  // 0, or NaN where a number of the query is not finite
     for (int i = 0; i < padded; i += VL) {
-      store(c.q[h] + i, load(c.q[h] + i) * factor);
+      const vf x = load(c.q[h] + i);
+      none = none + x * 0.0f;
+      store(c.q[h] + i, x * factor);
       store(c.acc[h] + i, vf{});
     }
-    store(c.l[h], vf{});
+    // Such a query answers NaN where it sees a token: its sum of weights starts as NaN, and codes are made of zeros instead.
+    const float start = sum(none);
+    if (start != 0)
+      for (int i = 0; i < padded; i += VL) store(c.q[h] + i, vf{});
+    store(c.l[h], splat(start));
     c.position[h] = call.q_positions[b * call.num_tokens + token];
     c.out_row[h] = (int64_t)token * call.num_heads + head;
   }

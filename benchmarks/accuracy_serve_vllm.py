@@ -1,0 +1,201 @@
+"""Accuracy through stock vLLM: what each `--kv-cache-dtype` does to a real model's log-probabilities, prefill and decode apart.
+
+    python benchmarks/accuracy_serve_vllm.py MODEL --text wiki.test.raw --kv-cache-dtypes kvbits_int8_centered kvbits_int4_rotated fp8
+
+MODEL is a directory that vLLM can load, with a tokenizer. The text is cut into windows of `--context` + `--scored` tokens, and the last `--scored` tokens of
+each are scored twice:
+
+    prefill   the whole window as a prompt in chunks of `--chunk` tokens, with `prompt_logprobs`: older chunks are read as they are stored
+    decode    the context as a prompt, then the same tokens forced one by one: every token reads what is stored, the newest one too
+
+Each is compared, position by position, with the same phase of the base (`auto`: the model's own dtype): KL over the `--top` most probable tokens, all others
+taken as one (so a lower bound, and exact where they hold all of the probability), |difference| of the true token's log-probability, perplexity, and how often the most
+probable token is the same. The base's decode is compared with its prefill, which is the noise of computing in another order.
+
+Tokens are forced by vLLM's trace replay where its V2 runner serves (GPU), by a logits processor where not; log-probabilities are the model's own in both. On a
+CPU it runs in the environment of tests/integrations/run_vllm_cpu.sh, the base on kvbits' raw pages, which hold the model's own numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+from result_file import command, merge_result
+
+Position = tuple[float, np.ndarray, np.ndarray]
+"""Log-probability of the true token; the most probable tokens, int64; their log-probabilities."""
+BASE = "auto"
+KEY = ("model", "model_dtype", "kv_cache_dtype", "phase", "context", "scored", "windows", "chunk", "text")
+
+
+def windows(model: Path, text: str, count: int, length: int) -> list[list[int]]:
+    """`count` runs of `length` tokens of a text, spread over it evenly, each after the model's first token where it has one."""
+    from transformers import AutoTokenizer
+
+    from kvbits.evaluate.texts import novel_start, read_text
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    content = (novel_start() if text == "novel" else read_text(text)).content
+    ids = tokenizer(content[: 40 * count * length], add_special_tokens=False, verbose=False).input_ids
+    first = [] if tokenizer.bos_token_id is None or tokenizer("a").input_ids[0] != tokenizer.bos_token_id else [tokenizer.bos_token_id]
+    step = len(ids) // count
+    if step < length:
+        raise SystemExit(f"{text} has {len(ids)} tokens, too few for {count} windows of {length}")
+    return [[*first, *ids[i * step : i * step + length - len(first)]] for i in range(count)]
+
+
+def forcing() -> type:
+    """A logits processor of vLLM's V1 runner: only the next token of `extra_args["trace"]` can be sampled."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+    class Forcing(LogitsProcessor):
+        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+            self.traces: dict[int, tuple[list[int], list[int]]] = {}
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            process_dict_updates(self.traces, batch_update, lambda params, _, made: ((params.extra_args or {})["trace"], made) if params.extra_args else None)
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            for row, (trace, made) in self.traces.items():
+                token = trace[len(made)]
+                kept = logits[row, token].clone()
+                logits[row] = -torch.inf
+                logits[row, token] = kept
+            return logits
+
+    return Forcing
+
+
+def engine(args: argparse.Namespace, dtype: str, settings: dict[str, Any]) -> tuple[Any, bool]:
+    """`vllm.LLM`, and whether it replays traces by itself."""
+    options: dict[str, Any] = {
+        "kv_cache_dtype": dtype, "dtype": args.dtype, "max_model_len": args.context + args.scored + 64, "max_num_seqs": args.windows, "seed": 0,
+        "max_num_batched_tokens": max(args.chunk, args.windows), "enable_prefix_caching": False, "max_logprobs": args.top, "skip_tokenizer_init": True,
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        from vllm import LLM
+
+        replays = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0"
+        options |= {"gpu_memory_utilization": args.memory, "enable_trace_replay": replays} | ({} if replays else {"logits_processors": [forcing()]})
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [args.windows]}
+        return LLM(model=str(args.model), **(options | settings)), replays
+    import vllm_cpu
+
+    options |= {"logits_processors": [forcing()]} | ({"attention_backend": "CUSTOM"} if dtype == BASE else {})
+    return vllm_cpu.engine(args.model, **(options | settings)), False
+
+
+def close(llm: Any) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def positions(flat: Any, tokens: list[int], first: int) -> list[Position]:
+    """Of vLLM's flat log-probabilities, those of `tokens`, which stand at `first` and behind."""
+    found = []
+    for i, token in enumerate(tokens, first):
+        begin, end = flat.start_indices[i], flat.end_indices[i]
+        ids, logprobs = np.array(flat.token_ids[begin:end]), np.array(flat.logprobs[begin:end])
+        true = float(logprobs[np.flatnonzero(ids == token)[0]])
+        ids, where = np.unique(ids, return_index=True)  # the true token comes first and once more where it is among the most probable
+        found.append((true, ids, logprobs[where]))
+    return found
+
+
+def measure(args: argparse.Namespace, dtype: str, texts: list[list[int]], settings: dict[str, Any]) -> dict[str, list[Position]]:
+    """Positions of all windows, by phase."""
+    from vllm import SamplingParams
+
+    llm, replays = engine(args, dtype, settings)
+    common = {"temperature": 0, "ignore_eos": True, "detokenize": False, "flat_logprobs": True}
+    n = args.context
+    prompts = llm.generate([{"prompt_token_ids": w} for w in texts], SamplingParams(max_tokens=1, prompt_logprobs=args.top, **common), use_tqdm=False)
+    params = []
+    for w in texts:
+        trace = {"trace_decode_token_ids": w[n:]} if replays else {"extra_args": {"trace": w[n:]}}
+        params.append(SamplingParams(max_tokens=args.scored, logprobs=args.top, **trace, **common))
+    decoded = llm.generate([{"prompt_token_ids": w[:n]} for w in texts], params, use_tqdm=False)
+    found: dict[str, list[Position]] = {"prefill": [], "decode": []}
+    for w, whole, out in zip(texts, prompts, decoded, strict=True):
+        if list(out.outputs[0].token_ids) != w[n:]:
+            raise SystemExit("vLLM decoded other tokens than those it was to score")
+        found["prefill"] += positions(whole.prompt_logprobs, w[n:], n)
+        found["decode"] += positions(out.outputs[0].logprobs, w[n:], 0)
+    close(llm)
+    return found
+
+
+def divergence(p: Position, q: Position) -> float:
+    """KL in nats from p to q over the tokens that both list, all others as one."""
+    both, mine, theirs = np.intersect1d(p[1], q[1], assume_unique=True, return_indices=True)
+    a, b = p[2][mine], q[2][theirs]
+    rest_a, rest_b = (max(1e-9, 1 - float(np.exp(x).sum())) for x in (a, b))
+    return float((np.exp(a) * (a - b)).sum() + rest_a * np.log(rest_a / rest_b)) if len(both) else float("inf")
+
+
+def compare(base: list[Position], other: list[Position]) -> dict[str, float]:
+    true = np.array([[p[0], q[0]] for p, q in zip(base, other, strict=True)])
+    same = [p[1][p[2].argmax()] == q[1][q[2].argmax()] for p, q in zip(base, other, strict=True)]
+    return {
+        "perplexity": round(float(np.exp(-true[:, 1].mean())), 4), "perplexity_change": round(float(np.exp((true[:, 0] - true[:, 1]).mean()) - 1), 6),
+        "kl": round(float(np.mean([divergence(p, q) for p, q in zip(base, other, strict=True)])), 6),
+        "mean_abs_logprob_difference": round(float(np.abs(true[:, 0] - true[:, 1]).mean()), 5), "same_token": round(float(np.mean(same)), 4),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--kv-cache-dtypes", nargs="+", required=True, help="compared with auto, which is measured first: fp8 (GPU), kvbits_int8, ..")
+    parser.add_argument("--text", default="novel", help="see kvbits.evaluate.texts; the novel that is shipped if not given")
+    parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32", help="of the model")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--scored", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=256, help="tokens of a step (max_num_batched_tokens)")
+    parser.add_argument("--top", type=int, default=100)
+    parser.add_argument("--memory", type=float, default=0.2, help="share of the GPU's memory that vLLM may take")
+    parser.add_argument("--skip-layers", nargs="*", default=[], help="--kv-cache-dtype-skip-layers of all but the base")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():  # before vLLM is imported
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))
+        __import__("vllm_cpu").install()
+    name = args.text if args.text == "novel" else Path(args.text).stem
+    texts = windows(args.model, args.text, args.windows, args.context + args.scored)
+    shape = {"model": args.model.name, "model_dtype": args.dtype, "context": args.context, "scored": args.scored, "windows": args.windows, "chunk": args.chunk}
+    measured: dict[str, dict[str, list[Position]]] = {}
+    for dtype in (BASE, *args.kv_cache_dtypes):
+        measured[dtype] = measure(args, dtype, texts, {"kv_cache_dtype_skip_layers": args.skip_layers} if args.skip_layers and dtype != BASE else {})
+        rows = []
+        for phase, found in measured[dtype].items():
+            base = measured[BASE]["prefill" if dtype == BASE else phase]
+            label = dtype + "".join(f"+{layer}" for layer in args.skip_layers if dtype != BASE)
+            rows.append({"kv_cache_dtype": label, "phase": phase} | shape | {"text": name, "tokens": len(found)} | compare(base, found))
+        import vllm
+
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        merge_result({"rows": rows, "command": command(), "vllm": vllm.__version__, "torch": torch.__version__, "gpu": gpu}, args.out, KEY)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,387 @@
+"""One blob: pages of all layers of a run of tokens, behind a header of 128 bytes that says what they are (docs/formats.md has the bytes).
+
+The same blob is a part of a saved cache, an object of a prefix store and a message on the wire: what arrives is what attention reads.
+
+Checksums are multilinear hashes of little-endian 64-bit words (Lemire and Kaser, "Strongly universal string hashing is fast", 2014, without the finish):
+
+    sum of c[i] * w[i] modulo 2**64,    c[i] = C[i % 4096] * D[i // 4096], all odd
+
+so any damage inside one word is found for certain, other damage but for one chance in 2**64, and a GPU takes them as fast as it reads. There is one for every
+page of every layer, so that a layer can be used as soon as its own bytes are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import FileFormatError, counted
+from ..spec import FORMATS_VERSION, CacheSpec, LayerGroup
+from .pool import Pool
+
+MAGIC = b"\x89kvbits\n"
+BLOB_VERSION = 1
+"""Version of the header and table; `FORMATS_VERSION` is that of the pages."""
+HEADER = struct.Struct("<8sHHHHQIIHHHHIIQQ12s12s12s20sII")
+HEADER_BYTES = HEADER.size
+ALIGNMENT = 64
+MOST_PAGES = 1 << 20
+"""Pages of one blob; far more than any writer puts into one."""
+POOLS = ("sink", "closed", "tail")
+WORDS = 4096
+_ENTRY = np.dtype([("group", "<u2"), ("pool", "<u2"), ("column", "<u4")])
+_WORD = np.dtype("<u8")
+
+
+class Kind(IntEnum):
+    """What a blob is."""
+
+    PAGES = 1  # closed pages: good for every sequence that begins with these tokens
+    END = 2  # what only a sequence of exactly these tokens has: its newest pages
+    PART = 3  # pages of a saved cache, numbered by the file
+    ABOUT = 4  # JSON: what the blobs behind it are
+    PARAMETERS = 5  # calibrated scales and codebooks, float32
+
+
+class Page(NamedTuple):
+    """A page in a blob: all layers of a layer group. `column` is its place in the sequence (sinks apart), or in the file."""
+
+    group: int
+    pool: str
+    column: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Whose pages these are: blobs of equal identities go together.
+
+    Attributes:
+        scheme: of the whole cache spec, all heads included, and of the version of the page formats.
+        model, calibration: fingerprints; zeros where nobody said, or nothing is calibrated.
+        shard, shards: which part of every layer's kv heads this is.
+    """
+
+    scheme: bytes
+    model: bytes
+    calibration: bytes
+    rope: int
+    layers: int
+    page_size: int
+    kv_heads: int
+    shard: int = 0
+    shards: int = 1
+
+    @classmethod
+    def of(cls, spec: CacheSpec, made_for: str | None, static: Sequence[dict[str, torch.Tensor]]) -> Identity:
+        """Of a cache that holds all kv heads."""
+        turned = {1 if g.key.pre_rope else 3 if g.key.needs_rotary else 0 for g in spec.groups}
+        return cls(
+            scheme=short(spec.format_id.encode()), model=short((made_for or "").encode()) if made_for else bytes(12), calibration=calibration_id(static),
+            rope=2 if len(turned) > 1 else turned.pop(), layers=len(spec.layers), page_size=spec.scheme.page_size,
+            kv_heads=max(g.num_kv_heads for g in spec.layers),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The first 128 bytes (docs/formats.md). Sizes are bytes; `start` and `tokens` are positions of the sequence."""
+
+    kind: Kind
+    identity: Identity
+    start: int
+    tokens: int
+    pages: int
+    table_bytes: int
+    data_bytes: int
+    checksum: int
+    key: bytes
+    table_crc: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole blob."""
+        return HEADER_BYTES + self.table_bytes + self.data_bytes
+
+    def pack(self) -> bytes:
+        i = self.identity
+        head = HEADER.pack(
+            MAGIC, BLOB_VERSION, FORMATS_VERSION, self.kind, i.rope, self.start, self.tokens, i.page_size, i.layers, i.shard, i.shards, i.kv_heads,
+            self.pages, self.table_bytes, self.data_bytes, self.checksum, i.scheme, i.model, i.calibration, self.key, self.table_crc, 0,
+        )[:-4]  # fmt: skip
+        return head + zlib.crc32(head).to_bytes(4, "little")
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> Header:
+        """The header at the beginning of `data`.
+
+        Raises:
+            FileFormatError: `what` is truncated, damaged, something else, or of another version.
+        """
+        if len(data) < HEADER_BYTES:
+            raise FileFormatError(f"{what} is truncated: {counted(len(data), 'byte')} where a blob has a header of {HEADER_BYTES}")
+        (
+            magic, version, formats, kind, rope, start, tokens, page_size, layers, shard, shards, kv_heads, pages, table_bytes, data_bytes, checksum, scheme,
+            model, calibration, key, table_crc, crc,
+        ) = HEADER.unpack(data[:HEADER_BYTES])  # fmt: skip
+        if magic != MAGIC:
+            raise FileFormatError(f"{what} is not a kvbits blob: it begins with {magic!r}")
+        for name, found, ours in (("blob_version", version, BLOB_VERSION), ("formats_version", formats, FORMATS_VERSION)):
+            if found != ours:
+                raise FileFormatError(f"{what} has {name} {found}, but this kvbits reads {ours}; read it with the version that wrote it, or make it again")
+        if zlib.crc32(data[: HEADER_BYTES - 4]) != crc:
+            raise FileFormatError(f"the header of {what} is damaged: its CRC-32 is another than it says")
+        if (
+            kind not in set(Kind)
+            or pages > MOST_PAGES
+            or table_bytes % ALIGNMENT
+            or data_bytes >= 1 << 62
+            or not shard < shards
+            or (kind in (Kind.ABOUT, Kind.PARAMETERS) and (pages or table_bytes))
+        ):
+            raise FileFormatError(
+                f"the header of {what} holds numbers that cannot be: kind {kind}, {pages} pages, {data_bytes} bytes, shard {shard} of {shards}"
+            )
+        identity = Identity(
+            scheme=scheme, model=model, calibration=calibration, rope=rope, layers=layers, page_size=page_size, kv_heads=kv_heads, shard=shard, shards=shards
+        )
+        return cls(
+            kind=Kind(kind), identity=identity, start=start, tokens=tokens, pages=pages, table_bytes=table_bytes, data_bytes=data_bytes, checksum=checksum,
+            key=key, table_crc=table_crc,
+        )  # fmt: skip
+
+    def refuses(self, wanted: Identity) -> str | None:
+        """Why a cache of identity `wanted` cannot take this blob, or None."""
+        mine = self.identity
+        names = {"scheme": "another scheme or geometry", "model": "another model", "calibration": "another calibration"}
+        for name, text in names.items():
+            if getattr(mine, name) != getattr(wanted, name):
+                return f"it is of {text}"
+        if (mine.rope, mine.layers, mine.page_size) != (wanted.rope, wanted.layers, wanted.page_size):
+            return "its layers or pages are others"
+        if mine.kv_heads * mine.shards != wanted.kv_heads * wanted.shards:
+            return f"its kv heads are others: {mine.kv_heads} in each of {mine.shards} shards, here {wanted.kv_heads} in each of {wanted.shards}"
+        return None
+
+
+@dataclass(frozen=True)
+class Table:
+    """What lies behind the header: which pages, in which order, their checksums, and what else of a sequence does not follow from its pages.
+
+    Attributes:
+        pages: no page twice.
+        sums: per page uint64 [layers of its group].
+        state: JSON, or nothing.
+    """
+
+    pages: list[Page]
+    sums: list[np.ndarray]
+    state: bytes = b""
+
+    def pack(self) -> bytes:
+        entries = np.array([(p.group, _pool_code(p.pool), p.column) for p in self.pages], _ENTRY)
+        table = entries.tobytes() + b"".join(s.astype(_WORD).tobytes() for s in self.sums) + self.state
+        return table + b" " * (-len(table) % ALIGNMENT)
+
+    @classmethod
+    def parse(cls, header: Header, data: bytes, groups: Sequence[LayerGroup], what: str) -> Table:
+        """The table of a blob whose header is known.
+
+        Args:
+            data: `header.table_bytes` bytes behind the header.
+            groups: layer groups of the shard that wrote the blob.
+
+        Raises:
+            FileFormatError: damaged, or pages that a cache of these groups cannot have, or a size that does not follow from them.
+        """
+        if len(data) != header.table_bytes or zlib.crc32(data) != header.table_crc:
+            raise FileFormatError(f"the table of {what} is truncated or damaged")
+        at = header.pages * _ENTRY.itemsize
+        if at > len(data):
+            raise FileFormatError(f"the table of {what} has no room for {header.pages} pages")
+        pages = [Page(*_known(int(g), int(p), groups, what), int(c)) for g, p, c in np.frombuffer(data[:at], _ENTRY).tolist()]
+        sums = []
+        for page in pages:
+            n = len(groups[page.group].layers) * 8
+            sums.append(np.frombuffer(data[at : at + n], _WORD))
+            at += n
+        if at > len(data) or len(set(pages)) != len(pages):
+            raise FileFormatError(f"the table of {what} names a page twice, or ends before its checksums do")
+        if (nbytes := sum(groups[p.group].block_bytes(p.pool) for p in pages)) != header.data_bytes:
+            raise FileFormatError(f"{what} holds {header.data_bytes} bytes of pages where {counted(len(pages), 'page')} of this kind take {nbytes}")
+        if header.checksum != checksum_of_sums(sums):
+            raise FileFormatError(f"the header of {what} states another checksum than its table")
+        return cls(pages, sums, data[at:].strip())
+
+
+def _pool_code(pool: str) -> int:
+    return POOLS.index(pool) if pool in POOLS else len(POOLS) + int(pool[3:])
+
+
+def _known(group: int, pool: int, groups: Sequence[LayerGroup], what: str) -> tuple[int, str]:
+    """Layer group and name of a pool by their numbers."""
+    if group >= len(groups) or pool >= len(groups[group].pools):
+        raise FileFormatError(f"{what} holds a page of pool {pool} of layer group {group}, which this scheme and geometry do not have")
+    return group, groups[group].pools[pool]
+
+
+# -- ids and checksums ----------------------------------------------------------------------------------------------------
+
+
+def short(data: bytes) -> bytes:
+    """12 bytes that name `data`."""
+    return hashlib.sha256(data).digest()[:12]
+
+
+def calibration_id(static: Sequence[dict[str, torch.Tensor]]) -> bytes:
+    """12 bytes that name calibrated parameters; zeros for none."""
+    if not any(static):
+        return bytes(12)
+    digest = hashlib.sha256()
+    for layer, tensors in enumerate(static):
+        for name, x in sorted(tensors.items()):
+            digest.update(f"{layer}.{name}{tuple(x.shape)}".encode())
+            digest.update(as_float32(x))
+    return digest.digest()[:12]
+
+
+def as_float32(x: torch.Tensor) -> bytes:
+    return x.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4").tobytes()
+
+
+def _odd(first: int, n: int) -> np.ndarray:
+    """uint64 [n], odd: splitmix64 of first, first + 1, .. (https://prng.di.unimi.it/splitmix64.c)."""
+    z = (np.arange(first + 1, first + n + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+WITHIN = _odd(0, WORDS)
+"""C: what the words of a run of `WORDS` are multiplied with."""
+
+
+def across(runs: int) -> np.ndarray:
+    """D: what each run of `WORDS` words is multiplied with."""
+    return _odd(1 << 40, runs)
+
+
+def checksums(units: np.ndarray) -> np.ndarray:
+    """uint64 [n] of uint8 [n, bytes], whole words each."""
+    words = units.view(_WORD)
+    total = np.zeros(len(words), np.uint64)
+    for run, d in enumerate(across(-(-words.shape[1] // WORDS))):
+        part = words[:, run * WORDS : (run + 1) * WORDS]
+        total += np.einsum("ij,j->i", part, WITHIN[: part.shape[1]]) * d
+    return total
+
+
+def checksum_of_sums(sums: Iterable[np.ndarray]) -> int:
+    """Of a blob's data: the checksum of all its pages' checksums."""
+    return checksum(b"".join(s.astype(_WORD).tobytes() for s in sums))
+
+
+def checksum(data: bytes) -> int:
+    """Of bytes; what is missing to whole words counts as zeros."""
+    data += bytes(-len(data) % 8)
+    return int(checksums(np.frombuffer(data, np.uint8)[None])[0]) if data else 0
+
+
+def block_sums(block: torch.Tensor) -> np.ndarray:
+    """Checksums [layers] of a page [layers, H, head_bytes] on the host."""
+    return checksums(block.numpy().reshape(block.shape[0], -1))
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def block_shape(group: LayerGroup, pool: str) -> tuple[int, int, int]:
+    """Layers, kv heads, bytes of a head: a page of a pool."""
+    layout = group.low_layouts[pool] if pool in group.low_layouts else group.layouts[pool]
+    return len(group.layers), layout.num_kv_heads, layout.head_bytes
+
+
+def on_host(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same pages [layers, H, head_bytes] on the host, contiguous; those that are there already are not copied."""
+    if not blocks or blocks[0].device.type == "cpu":
+        return [b.contiguous() for b in blocks]
+    found = [torch.empty(b.shape, dtype=torch.uint8, pin_memory=True) for b in blocks]
+    for to, b in zip(found, blocks, strict=True):
+        to.copy_(b, non_blocking=True)
+    torch.cuda.synchronize(blocks[0].device)
+    return found
+
+
+def encode(
+    kind: Kind, identity: Identity, pages: list[Page], blocks: Sequence[torch.Tensor], *, start: int = 0, tokens: int = 0, key: bytes = bytes(20),
+    state: bytes = b"",
+) -> list[memoryview]:  # fmt: skip
+    """A blob as the pieces of memory it consists of: header and table, then the pages where they lie.
+
+    Args:
+        blocks: uint8 [layers, H, head_bytes] of each page, on the host.
+        key: names the tokens (see `store.keys`).
+    """
+    sums = [block_sums(b) for b in blocks]
+    table = Table(pages, sums, state).pack()
+    header = Header(
+        kind=kind, identity=identity, start=start, tokens=tokens, pages=len(pages), table_bytes=len(table), data_bytes=sum(b.numel() for b in blocks),
+        checksum=checksum_of_sums(sums), key=key, table_crc=zlib.crc32(table),
+    )  # fmt: skip
+    return [memoryview(header.pack() + table), *(b.numpy().data.cast("B") for b in blocks)]
+
+
+def encode_bytes(kind: Kind, identity: Identity, data: bytes) -> list[memoryview]:
+    """A blob without pages. Its data is padded with zeros to `ALIGNMENT`."""
+    data += bytes(-len(data) % ALIGNMENT)
+    header = Header(
+        kind=kind, identity=identity, start=0, tokens=0, pages=0, table_bytes=0, data_bytes=len(data), checksum=checksum(data), key=bytes(20), table_crc=0
+    )
+    return [memoryview(header.pack()), memoryview(data)]
+
+
+def damaged(blocks: Sequence[torch.Tensor], sums: Sequence[np.ndarray]) -> int | None:
+    """Index of the first page whose bytes are not those that were written, or None."""
+    for i, (block, stated) in enumerate(zip(blocks, sums, strict=True)):
+        if not np.array_equal(block_sums(block), stated):
+            return i
+    return None
+
+
+def write_all(fd: int, pieces: Sequence[memoryview]) -> None:
+    """Write pieces of memory to a file, one after the other."""
+    left = list(pieces)
+    while left:
+        n = os.writev(fd, left[: os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16])
+        while left and n >= len(left[0]):
+            n -= len(left.pop(0))
+        if n:
+            left[0] = left[0][n:]
+
+
+def read_all(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Fill pieces of memory from a file. Returns how many bytes it had: fewer than asked for at its end."""
+    left, total = [p for p in pieces if len(p)], 0
+    while left:
+        n = os.preadv(fd, left[:1024], offset + total)
+        if not n:
+            break
+        total += n
+        while left and n >= len(left[0]):
+            n -= len(left.pop(0))
+        if n:
+            left[0] = left[0][n:]
+    return total
+
+
+def pool_views(pool: Pool, ids: Iterable[int]) -> list[torch.Tensor]:
+    """Pages of a pool where they lie, uint8 [layers, H, head_bytes] each, writable."""
+    return [pool.block(i) for i in ids]

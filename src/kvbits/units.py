@@ -1,0 +1,73 @@
+"""Sizes as people write them: bytes with their unit, tokens in thousands of 1,024, dtypes by their short names. No torch.
+
+GB is 10**9 bytes, GiB is 2**30, and every text says which. Tokens follow the field: 8k is 8,192, 1M is 1,048,576.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .errors import SpecError
+
+GB = 10**9
+GIB = 2**30
+
+_BYTES = {"B": 1} | {p + "B": 1000**n for n, p in enumerate("KMGT", 1)} | {p + "IB": 1024**n for n, p in enumerate("KMGT", 1)}
+_TOKENS = {"": 1, "k": 2**10, "m": 2**20}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+_NUMBER = re.compile(r"([0-9]+(?:,[0-9]{3})*)(?:\.([0-9]+))?\s*([A-Za-z]*)")
+
+
+def parse_bytes(text: str, what: str = "memory") -> int:
+    """Bytes of "24GB" (10**9), "24GiB" (2**30), "512 MiB", "1.5TB".
+
+    Args:
+        what: names the number in messages.
+
+    Raises:
+        SpecError: anything else: "24" has no unit, and "24G" could mean either.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or match[3].upper() not in _BYTES:
+        raise SpecError(f"{what} {text!r} is not understood; write it with its unit, like 24GB (24 x 10**9 bytes) or 24GiB (24 x 2**30)")
+    nbytes = _scaled(match, _BYTES[match[3].upper()])
+    if nbytes < 1:
+        raise SpecError(f"{what} {text!r} is no memory at all")
+    return nbytes
+
+
+def parse_tokens(text: str, what: str = "tokens", *, least: int = 1) -> int:
+    """Tokens of "8192", "8,192", "8k" (8 x 1,024), "1M" (2**20).
+
+    Raises:
+        SpecError: anything else, a part of a token, or fewer than `least`.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    unit = None if match is None else _TOKENS.get(match[3].lower())
+    if match is None or unit is None or _scaled(match, unit) * 10 ** len(match[2] or "") != int(_digits(match)) * unit:
+        raise SpecError(f"{what} {text!r} is no number of tokens; write 8192 or 8k (8 x 1,024)")
+    if (n := _scaled(match, unit)) < least:
+        raise SpecError(f"{what} {text!r}: at least {least} is needed")
+    return n
+
+
+def dtype_name(text: str) -> str:
+    """torch's name of a dtype: "bf16" is "bfloat16", "fp16" or "half" "float16", "fp32" "float32"; other names are left as they are."""
+    return _DTYPES.get(text.strip().lower(), text)
+
+
+def human_bytes(n: float) -> str:
+    """In GB (10**9 bytes) or smaller decimal units."""
+    for unit, size in (("TB", 10**12), ("GB", GB), ("MB", 10**6), ("kB", 1000)):
+        if n >= size:
+            return f"{n / size:,.2f} {unit}"
+    return f"{n:.0f} B"
+
+
+def _digits(match: re.Match[str]) -> str:
+    return match[1].replace(",", "") + (match[2] or "")
+
+
+def _scaled(match: re.Match[str], unit: int) -> int:
+    """The number in units of one, rounded down."""
+    return int(_digits(match)) * unit // int(10 ** len(match[2] or ""))
