@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from ops.cpu_cases import CODEBOOKS, FORMATS, NOISE, RAW, kvquant, kvquant_specs, random_call, specs_of, static_params  # noqa: E402
 
-from kvbits.ops.cpu.library import DTYPES  # noqa: E402
-from kvbits.ops.cpu.structs import TORCH_DTYPES, low_struct, rotations, store_struct  # noqa: E402
+from kvbits.ops.cpu.structs import low_struct, rotations, store_struct  # noqa: E402
+from kvbits.ops.descriptor import DTYPES, TORCH_DTYPES  # noqa: E402
 from kvbits.ops.reference import attend as attend_reference  # noqa: E402
 from kvbits.ops.reference.close import close_nested  # noqa: E402
 from kvbits.ops.types import LowStore, PageStore  # noqa: E402

@@ -46,7 +46,18 @@ def library(tmp_path_factory):
     (folder / "kernel.h").write_text(text.replace('extern "C" __global__', ""))
     macros = cuda.DEFINES | {"KERNEL": "append_tokens", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
-    options = ["-std=c++17", "-O1", "-w", "-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC", f"-I{folder}"]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-mf16c",
+        "-fsanitize=alignment",
+        "-fsanitize-undefined-trap-on-error",
+        "-shared",
+        "-fPIC",
+        f"-I{FOLDER}",
+        f"-I{folder}",
+    ]
     subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "append.so")], check=True)
     return ctypes.CDLL(str(folder / "append.so"))
 
@@ -63,7 +74,18 @@ def emulated_store(folder: Path, layout: PageLayout, dtype: torch.dtype, tokens:
     (folder / "kernel.h").write_text(text)
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "store_tokens", "NUM_THREADS": "THREADS"}).items()))
     library = folder / f"store{len(list(folder.glob('*.so')))}.so"
-    options = ["-std=c++17", "-O1", "-w", "-mf16c", "-ffp-contract=off", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-mf16c",
+        "-ffp-contract=off",
+        "-fsanitize=alignment",
+        "-fsanitize-undefined-trap-on-error",
+        "-shared",
+        "-fPIC",
+        f"-I{FOLDER}",
+    ]
     subprocess.run(["g++", *options, f"-I{folder}", str(folder / "block.cpp"), "-o", str(library)], check=True)
     made = ctypes.CDLL(str(library))
     return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(macros["THREADS"])

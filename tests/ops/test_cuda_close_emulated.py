@@ -48,7 +48,7 @@ def emulated(monkeypatch, tmp_path):
         (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_pages", "NUM_THREADS": "THREADS"}).items()))
         library = tmp_path / f"close{len(list(tmp_path.glob('*.so')))}.so"
         # No fused multiply-add: the kernel asks for separate roundings where they matter, and a GPU has none to fuse in what is left.
-        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC", f"-I{tmp_path}"]
+        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{tmp_path}"]
         subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(library)], check=True)
         made = ctypes.CDLL(str(library))
         return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(macros["THREADS"])

@@ -81,7 +81,7 @@ def test_compiles_for_hopper_without_a_gpu(key, value):
     from kvbits.spec import PageLayout
 
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
-    sides = {"KEY": triton._Side(layout, "k", key).constants(), "VALUE": triton._Side(layout, "v", value).constants()}
+    sides = {"KEY": triton._constants(layout, "k"), "VALUE": triton._constants(layout, "v")}
     constants = {
         "H": 8,
         "D": 128,

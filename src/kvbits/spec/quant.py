@@ -31,6 +31,8 @@ class NumberFormat:
     name: str
     planes: tuple[int, ...]
     kind: str  # "int", "float", "codebook", "banded" or "raw"
+    exponent_bits: int = 0  # float formats: behind the sign
+    mantissa_bits: int = 0
     max_value: float = 0.0  # float formats: largest finite value
     saturates_at: float = 0.0  # float formats: where rounding to nearest would pass it
 
@@ -46,8 +48,8 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="int4", planes=(4,), kind="int"),
         NumberFormat(name="int3", planes=(2, 1), kind="int"),
         NumberFormat(name="int2", planes=(2,), kind="int"),
-        NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", max_value=448.0, saturates_at=464.0),
-        NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", max_value=57344.0, saturates_at=61440.0),
+        NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", exponent_bits=4, mantissa_bits=3, max_value=448.0, saturates_at=464.0),
+        NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", exponent_bits=5, mantissa_bits=2, max_value=57344.0, saturates_at=61440.0),
         NumberFormat(name="nuq4", planes=(4,), kind="codebook"),
         NumberFormat(name="nuq3", planes=(2, 1), kind="codebook"),
         NumberFormat(name="nuq2", planes=(2,), kind="codebook"),

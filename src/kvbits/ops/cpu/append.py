@@ -8,10 +8,11 @@ import torch
 
 from ...errors import DataError
 from ...quant.qparams import require_finite
+from ..descriptor import TORCH_DTYPES
 from ..reference.append import open_pages
 from ..types import PageStore, SlotMapping
 from .library import AppendStruct, check, library
-from .structs import TORCH_DTYPES, refuses_writing, store_struct
+from .structs import refuses_writing, store_struct
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:

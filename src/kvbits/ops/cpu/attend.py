@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from ...errors import DataError, UnsupportedError
+from ..descriptor import TORCH_DTYPES
 from ..types import AttendCall, check_call
 from .library import AttendStruct, PartStruct, check, library, unavailable
-from .structs import MAX_QUERY_GROUP, TORCH_DTYPES, low_struct, refuses_layout, refuses_low, store_struct, table_struct
+from .structs import MAX_QUERY_GROUP, low_struct, refuses_layout, refuses_low, store_struct, table_struct
 
 
 def refuses(q: torch.Tensor, call: AttendCall) -> str | None:

@@ -11,10 +11,11 @@ import torch
 from ...errors import DataError, UnsupportedError
 from ...quant.qparams import require_finite
 from ...quant.rotary import page_turns, step_turns
+from ..descriptor import TORCH_DTYPES
 from ..reference.dequantize import require_starts
 from ..types import LowStore, PageStore, check_closing
 from .library import CloseStruct, check, library
-from .structs import TORCH_DTYPES, low_struct, refuses_low, refuses_writing, store_struct
+from .structs import low_struct, refuses_low, refuses_writing, store_struct
 
 
 def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:

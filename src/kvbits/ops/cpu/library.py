@@ -20,12 +20,10 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
-DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
-FORMATS = {"raw": 0, "int8": 1, "int4": 2, "int3": 3, "int2": 4, "fp8_e4m3": 5, "fp8_e5m2": 6, "nuq4": 7, "nuq3": 8, "nuq2": 9}
 
 
 class TensorStruct(Structure):

@@ -1,4 +1,4 @@
-"""Builds the C structs of page stores and page tables, checks every buffer they point to, and keeps them.
+"""Builds the C structs of page stores (encoders of `descriptor.Side`) and page tables, checks every buffer they point to, and keeps them.
 
 A struct is built once per `PageStore` and `PageTable` and kept on the object itself, so that a decoding step pays for it once and not once per
 layer. Contents that may change (page ids, lengths) are checked by the library in every call.
@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from ...errors import DataError
-from ...spec import KEY_TILE, LowLayout, PageLayout, QuantSpec
-from ..types import LowStore, PageStore, PageTable
-from .library import DTYPES, FORMATS, StoreStruct, TableStruct, TensorStruct, unavailable
+from ...spec import KEY_TILE, LowLayout, PageLayout
+from ..descriptor import FORMATS, STATIC, TORCH_DTYPES, Side, describe, low_plane
+from ..types import LowStore, PageStore, PageTable, banded_sides
+from .library import StoreStruct, TableStruct, TensorStruct, unavailable
 
 MAX_HEAD_DIM = 512
 MAX_GROUPS = 32
 MAX_QUERY_GROUP = 64
-TORCH_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
@@ -39,9 +39,9 @@ def refuses_layout(layout: PageLayout) -> str | None:
     d = layout.head_dim
     if d % 8 or d > MAX_HEAD_DIM:
         return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if banded := banded_sides(layout):
+        return f"{banded} have no CPU kernel"
     for spec in (layout.key, layout.value):
-        if spec.format not in FORMATS:
-            return f"number format {spec.format} has no CPU kernel"
         if spec.is_raw:
             continue
         if layout.page_size % 32:
@@ -70,28 +70,33 @@ def _given(static: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], m
     return keep[-1]
 
 
-def _tensor(layout: PageLayout, spec: QuantSpec, prefix: str, static: dict[str, torch.Tensor], keep: list[torch.Tensor]) -> TensorStruct:
-    sections, d = layout.sections, layout.head_dim
-    t = TensorStruct(format=FORMATS[spec.format], raw_dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], symmetric=not spec.has_bias)
-    names = [f"{prefix}_raw"] if spec.is_raw else [f"{prefix}_plane{i}" for i in range(len(spec.number_format.planes))]
-    for i, name in enumerate(names):
-        t.plane_offset[i] = sections[name].offset
-    groups = 1 if spec.is_raw else spec.num_groups(d)
-    t.per_channel, t.group_size = int(groups == d), d // groups
+def _encoded(side: Side) -> TensorStruct:
+    """The C struct of a side without what lies outside of its pages."""
+    t = TensorStruct(
+        format=side.format, raw_dtype=side.dtype, scale_dtype=side.scale_dtype, symmetric=not side.has_bias, per_channel=int(side.group == 1),
+        group_size=side.group, num_outliers=side.outliers,
+    )  # fmt: skip
+    for i, offset in enumerate(side.plane_offset):
+        t.plane_offset[i] = offset
     for name in ("scale", "bias", "mean", "stretch", "outlier_index", "outlier_value"):
-        section = sections.get(f"{prefix}_{name}")
-        setattr(t, f"{name}_offset", section.offset if section else -1)
-    t.num_outliers = spec.num_outliers(layout.page_size, d)
-    heads = layout.num_kv_heads
-    if spec.static:
-        for name in ("scale", "bias") if spec.has_bias else ("scale",):
-            given = _given(static, f"{prefix}_{name}", (heads, groups), "num_kv_heads, groups", keep)
-            keep.append(given.repeat_interleave(d // groups, dim=1).contiguous())
+        offset = getattr(side, f"{name}_offset")
+        setattr(t, f"{name}_offset", -1 if offset is None else offset)
+    return t
+
+
+def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep: list[torch.Tensor]) -> TensorStruct:
+    """Keys ("k") or values ("v"), with what the layer's pages share kept alive."""
+    side, d, heads = describe(layout, kind), layout.head_dim, layout.num_kv_heads
+    t = _encoded(side)
+    if side.scale == STATIC:
+        for name in ("scale", "bias") if side.has_bias else ("scale",):
+            given = _given(static, f"{kind}_{name}", (heads, side.groups), "num_kv_heads, groups", keep)
+            keep.append(given.repeat_interleave(side.group, dim=1).contiguous())
             setattr(t, f"static_{name}", keep[-1].data_ptr())
-    if spec.has_codebook:
-        t.codebook = _given(static, f"{prefix}_codebook", (heads, 2**spec.bits), "num_kv_heads, entries", keep).data_ptr()
-    if spec.pre_rope:
-        inv_freq = _given(static, f"{prefix}_inv_freq", (d // 2,), "head_dim / 2", keep)
+    if side.has_codebook:
+        t.codebook = _given(static, f"{kind}_codebook", (heads, 2 ** sum(side.planes)), "num_kv_heads, entries", keep).data_ptr()
+    if side.turned:
+        inv_freq = _given(static, f"{kind}_inv_freq", (d // 2,), "head_dim / 2", keep)
         keep.append(rotations(inv_freq.numpy().tobytes(), layout.page_size))
         t.inv_freq, t.turns = inv_freq.data_ptr(), keep[-1].data_ptr()
     return t
@@ -110,7 +115,7 @@ def store_struct(store: PageStore) -> StoreStruct:
     keep: list[torch.Tensor] = []
     address, pages, stride = _slabs(store)
     struct = StoreStruct(
-        key=_tensor(layout, layout.key, "k", store.static, keep), value=_tensor(layout, layout.value, "v", store.static, keep),
+        key=_tensor(layout, "k", store.static, keep), value=_tensor(layout, "v", store.static, keep),
         page_size=layout.page_size, num_slabs=len(pages), head_bytes=layout.head_bytes,
         page_stride=stride, slab_address=address.ctypes.data, slab_pages=pages.ctypes.data,
     )  # fmt: skip
@@ -139,9 +144,10 @@ def low_struct(store: LowStore) -> StoreStruct:
         return kept[0]
     layout = store.layout
     tensors = []
-    for name, bits in (("k_plane0", layout.key_bits), ("v_plane0", layout.value_bits)):
+    for kind in "kv":
+        bits, offset = low_plane(layout, kind)
         t = TensorStruct(format=LOW_FORMATS[bits], scale_offset=-1, bias_offset=-1, mean_offset=-1)
-        t.plane_offset[0] = layout.sections[name].offset if bits else 0
+        t.plane_offset[0] = offset
         tensors.append(t)
     address, pages, stride = _slabs(store)
     struct = StoreStruct(

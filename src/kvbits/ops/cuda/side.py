@@ -1,4 +1,4 @@
-"""Template arguments of the structs of side.cuh: what keys or values of a page are stored as."""
+"""Encoders of `descriptor.Side` for CUDA: template arguments of the structs of side.cuh and macros of attend.cu. And parameters as kernels read them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...spec import LowLayout, PageLayout, PerChannel, QuantSpec
-
-TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-TYPE_NAMES = {"float16": 0, "bfloat16": 1, "float32": 2}
-STATIC, GROUP, CHANNEL = 0, 1, 2
-FLOATS = {"fp8_e4m3": 1, "fp8_e5m2": 2, "raw": 3}
-
+from ...spec import LowLayout, PageLayout
+from ..descriptor import GROUP, STATIC, describe, low_plane
 
 _prepared = WeakIdKeyDictionary()
 
@@ -37,42 +32,55 @@ def widened(x: torch.Tensor, head_dim: int, device: torch.device) -> torch.Tenso
     return prepared(x, ("widened", head_dim, device), lambda x: x.to(device, torch.float32).repeat_interleave(head_dim // x.shape[-1], -1).contiguous())
 
 
-def _offsets(layout: PageLayout, prefix: str, *names: str) -> list[int]:
-    """Of sections of keys (prefix "k") or values ("v"); 0 for those that the layout has not."""
-    found = (layout.sections.get(f"{prefix}_{name}") for name in names)
-    return [section.offset if section else 0 for section in found]
-
-
-def scale_kind(spec: QuantSpec) -> int:
-    """STATIC, GROUP or CHANNEL."""
-    return STATIC if spec.static else CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
-
-
-def side_arguments(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:
-    """For keys (prefix "k") or values ("v") of a layout."""
-    planes = (*spec.number_format.planes, 0, 0)
-    groups = spec.num_groups(layout.head_dim)
+def side_arguments(layout: PageLayout, kind: str) -> str:
+    """Template arguments of struct Side: keys (kind "k") or values ("v") of a layout."""
+    side = describe(layout, kind)
     values = [
-        FLOATS.get(spec.format, 0), planes[0] or 8, planes[1], scale_kind(spec), layout.head_dim // groups, spec.zero, int(spec.has_bias),
-        int(spec.center is not None), TYPE_NAMES[spec.scale_dtype],
-        *_offsets(layout, prefix, "raw" if spec.is_raw else "plane0", "plane1", "scale", "bias", "mean"),
+        side.levels, side.plane(0)[0] or 8, side.plane(1)[0], side.scale, side.group, side.zero, int(side.has_bias), int(side.has_mean), side.scale_dtype,
+        side.plane_offset[0], side.plane(1)[2], *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset)),
     ]  # fmt: skip
     return ", ".join(map(str, values))
 
 
-def extra_arguments(layout: PageLayout, prefix: str, spec: QuantSpec) -> str:
+def extra_arguments(layout: PageLayout, kind: str) -> str:
     """Template arguments of struct Extras: codebook, stretch, outliers and rotary embedding of keys ("k") or values ("v")."""
-    stretch, index, value = _offsets(layout, prefix, "stretch", "outlier_index", "outlier_value")
-    index_bytes = 2 if layout.outlier_index_dtype == "uint16" else 4
-    count = spec.num_outliers(layout.page_size, layout.head_dim)
-    values = [int(spec.has_codebook), int(spec.has_stretch), stretch, count, index_bytes, index, value, int(spec.pre_rope)]
+    side = describe(layout, kind)
+    values = [
+        int(side.has_codebook), int(side.stretch_offset is not None), side.stretch_offset or 0, side.outliers, side.index_bytes,
+        side.outlier_index_offset or 0, side.outlier_value_offset or 0, int(side.turned),
+    ]  # fmt: skip
     return ", ".join(map(str, values))
 
 
-def low_arguments(low: LowLayout | None, prefix: str) -> str:
+def low_arguments(low: LowLayout | None, kind: str) -> str:
     """Bits and offset of the low plane of keys ("k") or values ("v"); "0, 0" if there is none."""
-    plane = low and low.sections.get(f"{prefix}_plane0")
-    return f"{low.key_bits if prefix == 'k' else low.value_bits}, {plane.offset}" if low and plane else "0, 0"
+    return ", ".join(map(str, low_plane(low, kind)))
+
+
+def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, int]:
+    """Macros of attend.cu for keys ("k") or values ("v"). `chunk` is laid out like a page; its first `num_planes` planes are walked one by one, and one
+    behind them is joined to the first (kernel_choice.py)."""
+    side, name = describe(chunk, kind), kind.upper()
+    walked, joined = side.plane(1) if num_planes > 1 else (0, 0, side.plane(1)[2]), num_planes < len(side.planes)
+    groups = side.groups if side.scale == GROUP else 1
+    return {
+        f"{name}_BITS0": side.planes[0],
+        f"{name}_BITS1": walked[0],
+        f"{name}_OFFSET0": side.plane_offset[0],
+        f"{name}_OFFSET1": walked[2],
+        f"{name}_JOINED_OFFSET": side.plane(1)[2] if joined else 0,
+        f"{name}_FLOAT": side.levels,
+        f"{name}_ZERO": side.zero,
+        f"{name}_SCALE": side.scale,
+        f"{name}_SCALE_TYPE": side.scale_dtype,
+        f"{name}_GROUPS": groups,
+        f"{name}_GROUP": chunk.head_dim // groups,
+        f"{name}_HAS_BIAS": int(side.has_bias and side.scale != STATIC),
+        f"{name}_HAS_MEAN": int(side.has_mean),
+        f"{name}_SCALE_OFFSET": side.scale_offset or 0,
+        f"{name}_BIAS_OFFSET": side.bias_offset or 0,
+        f"{name}_MEAN_OFFSET": side.mean_offset or 0,
+    }
 
 
 def refuses_low(count: int) -> str | None:

@@ -1,8 +1,8 @@
-"""Attention over packed and 16-bit pages in Triton: the portable GPU path, and the readable version of what attend.cu does.
+"""Attention over packed and 16-bit pages in Triton: the portable GPU path, and the readable version of what the CUDA kernels do.
 
 A program takes one (sequence, kv head, block of query columns) and a run of its pages, dequantizes a few tokens at a time in registers and keeps an online
 softmax in float32. Runs of one sequence are merged at the end. No attempt is made at the memory limit: codes are gathered byte by byte, which any GPU and
-the interpreter on a CPU can do; attend.cu is the fast path where it runs.
+the interpreter on a CPU can do; ops/cuda/attend is the fast path where it runs.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -14,15 +14,15 @@ import functools
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...errors import DataError
-from ...spec import VALUE_TOKEN_ORDER, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ...spec import VALUE_TOKEN_ORDER, PageLayout
 from ..cuda.side import widened
+from ..descriptor import DTYPES, GROUP, LEVELS, STATIC, describe
 from ..types import AttendCall, Part, banded_sides, check_call, kvquant_extras, last_positions
 
 BLOCK_TOKENS = (64, 32, 16)
@@ -30,12 +30,14 @@ BLOCK_TOKENS = (64, 32, 16)
 BLOCK_COLUMNS = 16
 PROGRAMS = 512
 """Programs a launch aims at: a few per multiprocessor of any current GPU."""
-FORMATS = {"int8": 0, "int4": 0, "int3": 0, "int2": 0, "fp8_e4m3": 1, "fp8_e5m2": 2, "raw": 3}
-GROUP, CHANNEL, STATIC = 0, 1, 2
 
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
+
+    INTEGER, RAW = tl.constexpr(LEVELS["int"]), tl.constexpr(LEVELS["raw"])
+    SCALE_STATIC, SCALE_GROUP = tl.constexpr(STATIC), tl.constexpr(GROUP)
+    FLOAT16, BFLOAT16 = tl.constexpr(DTYPES["float16"]), tl.constexpr(DTYPES["bfloat16"])
 else:  # the module can be imported everywhere; `refuses` says what is missing
     triton = None
 
@@ -84,22 +86,20 @@ if triton is not None:
         return (byte >> (channel // ROW * BITS)) & ((1 << BITS) - 1)
 
     @triton.jit
-    def _fp8(code, FORMAT: tl.constexpr):
-        """Value of an FP8 code by its bits: exponent and mantissa moved into float32, so that subnormal codes come out right too."""
-        mantissa_bits: tl.constexpr = 3 if FORMAT == 1 else 2
-        bias: tl.constexpr = 7 if FORMAT == 1 else 15
-        exponent = (code & 127) >> mantissa_bits
-        fraction = (code & ((1 << mantissa_bits) - 1)).to(tl.float32)
-        scale = tl.exp2((tl.maximum(exponent, 1) - bias - mantissa_bits).to(tl.float32))
-        value = (fraction + tl.where(exponent > 0, 1 << mantissa_bits, 0).to(tl.float32)) * scale
-        return tl.where(code >= 128, -value, value)
+    def _float(code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+        """Value of the code of a float with that many bits: sign, exponent, mantissa, the least exponent for subnormal numbers."""
+        exponent = (code & ((1 << (EXPONENT + MANTISSA)) - 1)) >> MANTISSA
+        fraction = (code & ((1 << MANTISSA) - 1)).to(tl.float32)
+        scale = tl.exp2((tl.maximum(exponent, 1) - ((1 << (EXPONENT - 1)) - 1) - MANTISSA).to(tl.float32))
+        value = (fraction + tl.where(exponent > 0, 1 << MANTISSA, 0).to(tl.float32)) * scale
+        return tl.where(code >= (1 << (EXPONENT + MANTISSA)), -value, value)
 
     @triton.jit
     def _section(base, index, TYPE: tl.constexpr, mask):
         """Numbers of a scale, bias or mean section as float32."""
-        if TYPE == 0:
+        if TYPE == FLOAT16:
             return tl.load(base.to(tl.pointer_type(tl.float16)) + index, mask=mask, other=0).to(tl.float32)
-        elif TYPE == 1:
+        elif TYPE == BFLOAT16:
             return tl.load(base.to(tl.pointer_type(tl.bfloat16)) + index, mask=mask, other=0).to(tl.float32)
         else:
             return tl.load(base.to(tl.pointer_type(tl.float32)) + index, mask=mask, other=0)
@@ -107,7 +107,7 @@ if triton is not None:
     @triton.jit
     def _values(page, static_scale, static_bias, head, token, channel, mask, S: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr):
         """Dequantized [token, channel] of a page: (code - zero) * scale + bias + mean."""
-        FORMAT: tl.constexpr = S[0]
+        KIND_OF_LEVELS: tl.constexpr = S[0]
         ROW0: tl.constexpr = S[1]
         BITS0: tl.constexpr = S[2]
         ROW1: tl.constexpr = S[3]
@@ -118,21 +118,21 @@ if triton is not None:
         HAS_BIAS: tl.constexpr = S[8]
         HAS_MEAN: tl.constexpr = S[9]
         TYPE: tl.constexpr = S[10]
-        if FORMAT == 3:
+        if KIND_OF_LEVELS == RAW:
             return _section(page + S[11], token * D + channel, TYPE, mask)
         code = _codes(page + S[11], token, channel, PAGE, ROW0, BITS0, VALUES, mask)
         if BITS1 > 0:
             code = code * (1 << BITS1) + _codes(page + S[12], token, channel, PAGE, ROW1, BITS1, VALUES, mask)
-        if FORMAT == 0:
+        if KIND_OF_LEVELS == INTEGER:
             x = (code - ZERO).to(tl.float32)
         else:
-            x = _fp8(code, FORMAT)
-        if KIND == 2:
+            x = _float(code, S[16], S[17])
+        if KIND == SCALE_STATIC:
             x = x * tl.load(static_scale + head * D + channel, mask=mask, other=0)
             if HAS_BIAS:
                 x += tl.load(static_bias + head * D + channel, mask=mask, other=0)
         else:
-            if KIND == 0:
+            if KIND == SCALE_GROUP:
                 index = channel // SIZE * PAGE + token
             else:
                 index = channel + token * 0
@@ -198,31 +198,15 @@ if triton is not None:
         tl.store(ml + slot * 2 + 1, total)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """Compile-time description of keys or values, in the order `_values` reads it."""
-
-    layout: PageLayout
-    prefix: str
-    spec: QuantSpec
-
-    def constants(self) -> tuple[int, ...]:
-        d, spec = self.layout.head_dim, self.spec
-        types = {"float16": 0, "bfloat16": 1, "float32": 2}
-
-        def offset(name: str) -> int:
-            found = self.layout.sections.get(f"{self.prefix}_{name}")
-            return found.offset if found else 0
-
-        if spec.is_raw:
-            return (FORMATS["raw"], 0, 0, 0, 0, 0, 1, 0, 0, 0, types[self.layout.raw_dtype], offset("raw"), 0, 0, 0, 0)
-        planes = (*spec.number_format.planes, 0)
-        kind = STATIC if spec.static else CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
-        rows = [plane_row_bytes(d, bits) if bits else 0 for bits in planes[:2]]
-        return (
-            FORMATS[spec.format], rows[0], planes[0], rows[1], planes[1], kind, d // spec.num_groups(d), spec.zero, int(spec.has_bias),
-            int(spec.center is not None), types[spec.scale_dtype], *map(offset, ("plane0", "plane1", "scale", "bias", "mean")),
-        )  # fmt: skip
+def _constants(layout: PageLayout, kind: str) -> tuple[int, ...]:
+    """Keys ("k") or values ("v") as compile-time constants, in the order `_values` reads them."""
+    side = describe(layout, kind)
+    (bits0, row0, offset0), (bits1, row1, offset1) = side.plane(0), side.plane(1)
+    return (
+        side.levels, row0, bits0, row1, bits1, side.scale, side.group, side.zero, int(side.has_bias), int(side.has_mean),
+        side.dtype if side.is_raw else side.scale_dtype, side.plane_offset[0] if side.is_raw else offset0, offset1,
+        *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset)), side.exponent_bits, side.mantissa_bits,
+    )  # fmt: skip
 
 
 class Plan:
@@ -305,7 +289,7 @@ def _launch(call: AttendCall, part: Part, shape: tuple[int, ...], device: torch.
     tables = {name: torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(device) for name, x in host.items()}
     sums = torch.empty(b, h, blocks, runs, BLOCK_COLUMNS, d, device=device)
     ml = torch.empty(b, h, blocks, runs, BLOCK_COLUMNS, 2, device=device)
-    sides = {name: _Side(layout, name[0].lower(), spec).constants() for name, spec in (("KEY", layout.key), ("VALUE", layout.value))}
+    sides = {"KEY": _constants(layout, "k"), "VALUE": _constants(layout, "v")}
     options: dict[str, Any] = {
         "scaling": call.scaling, "softcap": call.softcap or 1.0, "window": call.sliding_window or 2**40, "num_queries": t, "group": hq // h,
         "head_bytes": layout.head_bytes, "H": h, "D": d, "D_PADDED": max(16, triton.next_power_of_2(d)), "PAGE": layout.page_size, "RUNS": runs,

@@ -2,9 +2,9 @@
 //
 // The paper's variants divide by the scale (x / s, rounded half to even); the production kernel multiplies by 1 / s like the rest of kvbits, which differs
 // by one code in about 3 of a million elements. All offsets are 64-bit: the largest case has 2**30 elements. x: [rows, columns] of X_TYPE.
+#include "numbers.h"
 #include "ptx.cuh"
 
-enum { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
 constexpr int TILE_X = 32, TILE_Y = 8;                       // blocks of the printed kernels
 constexpr int VEC = VECTOR, UNROLL = VEC == 1 ? 8 : 4;        // neighbouring columns of a thread, rows in flight
 constexpr int CODE_UNROLL = 8;                               // codes are a quarter of the bytes: more rows in flight

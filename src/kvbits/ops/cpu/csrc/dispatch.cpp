@@ -40,10 +40,10 @@ const TierKernels* find(const char* name) {
 std::atomic<const TierKernels*> active{nullptr};
 
 int32_t check_tensor(const kvbits_tensor& t, const kvbits_store& s, int head_dim) {
-  if (t.format < 0 || t.format >= KVBITS_NUM_FORMATS) return KVBITS_BAD_FORMAT;
-  if (t.format == KVBITS_RAW) return 0;
+  if (t.format < 0 || t.format >= NUM_FORMATS || t.format == FORMAT_BANDED) return KVBITS_BAD_FORMAT;
+  if (t.format == FORMAT_RAW) return 0;
   if (s.page_size % 32) return KVBITS_BAD_PAGE_SIZE;
-  if ((t.format >= KVBITS_NUQ4) != (t.codebook != nullptr) || (t.inv_freq != nullptr) != (t.turns != nullptr)) return KVBITS_BAD_FORMAT;
+  if ((number_format(t.format).levels == CODEBOOK) != (t.codebook != nullptr) || (t.inv_freq != nullptr) != (t.turns != nullptr)) return KVBITS_BAD_FORMAT;
   if (t.num_outliers < 0 || t.num_outliers > static_cast<int64_t>(s.page_size) * head_dim) return KVBITS_BAD_OUTLIERS;
   if (!t.static_scale && t.scale_offset < 0) return KVBITS_BAD_FORMAT;
   if (t.per_channel || t.static_scale) return 0;

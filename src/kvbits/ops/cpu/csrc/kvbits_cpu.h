@@ -3,6 +3,8 @@
 #pragma once
 #include <stdint.h>
 
+#include "../../numbers.h"
+
 #if defined(_WIN32)
 #define KVBITS_EXPORT __declspec(dllexport)
 #else
@@ -13,28 +15,13 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 8 };
-
-enum kvbits_dtype { KVBITS_FP32 = 0, KVBITS_FP16 = 1, KVBITS_BF16 = 2 };
-enum kvbits_format {
-  KVBITS_RAW = 0,
-  KVBITS_INT8 = 1,
-  KVBITS_INT4 = 2,
-  KVBITS_INT3 = 3,
-  KVBITS_INT2 = 4,
-  KVBITS_E4M3 = 5,
-  KVBITS_E5M2 = 6,
-  KVBITS_NUQ4 = 7,  // codes number the entries of a codebook
-  KVBITS_NUQ3 = 8,
-  KVBITS_NUQ2 = 9,
-  KVBITS_NUM_FORMATS = 10
-};
+enum { KVBITS_ABI_VERSION = 9 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
-  int32_t format;        // kvbits_format
-  int32_t raw_dtype;     // kvbits_dtype of raw rows
-  int32_t scale_dtype;   // kvbits_dtype of scales, biases and means
+  int32_t format;        // Format of numbers.h
+  int32_t raw_dtype;     // Dtype of raw rows
+  int32_t scale_dtype;   // Dtype of scales, biases and means
   int32_t symmetric;     // 0: integer codes start at 0 and a bias is added
   int32_t per_channel;   // 1: one scale per channel of the page; 0: [groups, page_size]
   int32_t group_size;    // channels sharing a scale when !per_channel (head_dim for per token)
@@ -76,7 +63,7 @@ typedef struct {
 typedef struct {
   const kvbits_store* store;
   const kvbits_table* table;
-  const kvbits_store* low;  // low planes of 4 bits that refine 4-bit codes, plane_offset[0] of each tensor; KVBITS_RAW where a tensor has none; null for none
+  const kvbits_store* low;  // low planes of 4 bits that refine 4-bit codes, plane_offset[0] of each tensor; FORMAT_RAW where a tensor has none; null for none
   const int64_t* low_ids;   // [num_entries] pages of `low`
 } kvbits_part;
 
@@ -100,7 +87,7 @@ typedef struct {
 typedef struct {
   const kvbits_store* store;
   const int64_t* page_ids;  // [num_pages]
-  const kvbits_store* low;  // where low planes go, KVBITS_INT4 or KVBITS_INT2 by their width, else as in kvbits_part
+  const kvbits_store* low;  // where low planes go, FORMAT_INT4 or FORMAT_INT2 by their width, else as in kvbits_part
   const int64_t* low_ids;   // [num_pages]
   int64_t num_pages;
   int32_t num_kv_heads, head_dim, dtype, num_threads;

@@ -18,16 +18,16 @@ from ....errors import DataError
 from ....later import upload
 from ....quant.qparams import require_finite
 from ....spec import PageLayout, QuantSpec
+from ...descriptor import DTYPES, STATIC, TORCH_DTYPES, scale_kind
 from ...reference.append import STATUS_FIELDS, check_tokens
 from ...types import PageStore, SlotMapping
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
-from ..side import STATIC, TYPE_NAMES, TYPES, as_float32, has_aligned_rows, scale_kind, side_arguments, with_aligned_rows
+from ..side import as_float32, has_aligned_rows, side_arguments, with_aligned_rows
 
 THREADS = 128
 DEFINES = {"THREADS": THREADS}
 """Macros of append.cu."""
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FEW = 16
 """Tokens of a block of store_tokens.cu in a decoding step."""
 MAX_HEAD_DIM = 256
@@ -40,7 +40,7 @@ def refuses(k: torch.Tensor, store: PageStore) -> str | None:
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
     if torch.version.hip:
         return "the GPU is not an NVIDIA GPU"
-    if k.dtype not in DTYPES:
+    if k.dtype not in TORCH_DTYPES:
         return f"keys are {k.dtype}; the kernel takes float32, float16 and bfloat16"
     if why := cuda_compile.missing():
         return why
@@ -141,9 +141,9 @@ def defines(layout: PageLayout, dtype: torch.dtype, tokens: int) -> dict[str, in
     image = max(_image_bytes(layout, kind, s) for kind, s in (("k", layout.key), ("v", layout.value)))
     union = max(8 * threads // span * d if layout.is_centered else 8, tokens * (d + 4))
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "TOKENS": tokens, "SPAN": span, "X_TYPE": TYPES[dtype],
-        "RAW_TYPE": TYPE_NAMES[layout.raw_dtype], "USED_BYTES": -(-layout.used_bytes // 4) * 4,
-        "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "TOKENS": tokens, "SPAN": span, "X_TYPE": TORCH_DTYPES[dtype],
+        "RAW_TYPE": DTYPES[layout.raw_dtype], "USED_BYTES": -(-layout.used_bytes // 4) * 4,
+        "K_SIDE": side_arguments(layout, "k"), "V_SIDE": side_arguments(layout, "v"),
         "SHARED_BYTES": -(-union // 16) * 16 + (16 + 8 * max(1, groups)) * tokens + (4 * d if layout.is_centered else 4) + image + 4 * tokens + 112,
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""close_pages of KVQuant's formats on NVIDIA GPUs (close_levels.cu): codebooks, outliers, keys turned back; bit for bit what the reference stores."""
+"""close_pages of KVQuant's formats on NVIDIA GPUs (close_codebook.cu): codebooks, outliers, keys turned back; bit for bit what the reference stores."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from ....later import upload
 from ....quant.rotary import page_turns, step_turns
 from ....spec import PageLayout, PerChannel
+from ...descriptor import TORCH_DTYPES
 from ...reference.dequantize import require_starts
 from ...types import PageStore
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
-from ..side import TYPES, as_float32, extra_arguments, prepared, side_arguments
+from ..side import as_float32, extra_arguments, prepared, side_arguments
 
 ELEMENTS_PER_THREAD = 32
 RESIDENT_THREADS = 1024
@@ -29,7 +30,7 @@ MOST_SHARED = 96 << 10
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     """Why pages of this layout cannot be closed from `dtype`, or None."""
-    if dtype not in TYPES:
+    if dtype not in TORCH_DTYPES:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     count = layout.page_size * layout.head_dim
     if layout.head_dim % 16 or layout.page_size % 16 or count % 1024 or count > 512 * ELEMENTS_PER_THREAD:
@@ -57,7 +58,7 @@ def _ranges(layout: PageLayout, kind: str) -> int:
 
 
 def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
-    """Macros of one instantiation of close_levels.cu."""
+    """Macros of one instantiation of close_codebook.cu."""
     d, page = layout.head_dim, layout.page_size
     threads = page * d // ELEMENTS_PER_THREAD
     ranges = max(_ranges(layout, kind) for kind in ("key", "value"))
@@ -67,10 +68,10 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     shared = page * (d + 4) * 4 + 4096 + 12 * ranges + 4 * page + 8 * threads + 4 * candidates + 1024 + threads // 4 + 256
     return {
         "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "RESIDENT": max(1, RESIDENT_THREADS // threads),
-        "X_TYPE": TYPES[dtype], "RANGES": ranges, "LIST": candidates,
+        "X_TYPE": TORCH_DTYPES[dtype], "RANGES": ranges, "LIST": candidates,
         "USED_BYTES": -(-(last.offset + last.nbytes) // 16) * 16, "SHARED_BYTES": shared,
-        "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
-        "K_EXTRAS": extra_arguments(layout, "k", layout.key), "V_EXTRAS": extra_arguments(layout, "v", layout.value),
+        "K_SIDE": side_arguments(layout, "k"), "V_SIDE": side_arguments(layout, "v"),
+        "K_EXTRAS": extra_arguments(layout, "k"), "V_EXTRAS": extra_arguments(layout, "v"),
     }  # fmt: skip
 
 
@@ -87,8 +88,8 @@ def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[dr
     macros = defines(layout, dtype)
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
-        binary = cuda_compile.compile_source(Path(__file__).parent, "close_levels.cu", macros, arch)
-        return driver.Kernel(binary, "close_levels", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
+        binary = cuda_compile.compile_source(Path(__file__).parent, "close_codebook.cu", macros, arch)
+        return driver.Kernel(binary, "close_codebook", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
 
 
 def first_angles(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:

@@ -17,10 +17,11 @@ from ....errors import DataError, UnsupportedError
 from ....later import upload
 from ....quant.qparams import require_finite
 from ....spec import LowLayout, PageLayout, PerChannel
+from ...descriptor import DTYPES, TORCH_DTYPES
 from ...types import LowStore, PageStore, banded_sides, check_closing, check_low, kvquant_extras
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
-from ..side import TYPE_NAMES, TYPES, low_arguments, refuses_low, side_arguments, with_aligned_rows
+from ..side import low_arguments, refuses_low, side_arguments, with_aligned_rows
 from . import codebook
 
 ROWS_PER_THREAD = 8
@@ -56,7 +57,7 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
         return f"{banded} have no CUDA kernel"
     if kvquant_extras(layout):
         return codebook.refuses_layout(layout, dtype)
-    if dtype not in TYPES:
+    if dtype not in TORCH_DTYPES:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     if layout.page_size * layout.head_dim > 512 * 8 * ROWS_PER_THREAD:
         return f"a page of {layout.page_size} x {layout.head_dim} numbers does not fit one block"
@@ -95,10 +96,10 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
     last = list(layout.sections.values())[-1]
     union = max(8 * max(page * octets, teams * d), 8 * teams * d, page * (d + 4))
     return {
-        "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TYPES[dtype], "RAW_TYPE": TYPE_NAMES[layout.raw_dtype],
+        "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TORCH_DTYPES[dtype], "RAW_TYPE": DTYPES[layout.raw_dtype],
         "GROUP_SCALES": scales,
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "K_SIDE": side_arguments(layout, "k", layout.key),
-        "V_SIDE": side_arguments(layout, "v", layout.value), "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "K_SIDE": side_arguments(layout, "k"),
+        "V_SIDE": side_arguments(layout, "v"), "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
         "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16, "APPENDS": int(appends),
     }  # fmt: skip
 

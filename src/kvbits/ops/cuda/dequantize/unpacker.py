@@ -11,10 +11,11 @@ import torch
 
 from ....errors import DataError
 from ....spec import LowLayout, PageLayout
+from ...descriptor import TORCH_DTYPES
 from ...types import LowStore, PageStore, banded_sides
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
-from ..side import TYPES, as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
+from ..side import as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
 
 THREADS = 256
 MAX_HEADS = 65_535
@@ -59,9 +60,9 @@ class _Args(ctypes.Structure):
 def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> dict[str, int | str]:
     """Macros of one instantiation of dequantize.cu."""
     return {
-        "HEAD_DIM": layout.head_dim, "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TYPES[dtype],
-        "K_SIDE": side_arguments(layout, "k", layout.key), "V_SIDE": side_arguments(layout, "v", layout.value),
-        "K_EXTRAS": extra_arguments(layout, "k", layout.key), "V_EXTRAS": extra_arguments(layout, "v", layout.value),
+        "HEAD_DIM": layout.head_dim, "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TORCH_DTYPES[dtype],
+        "K_SIDE": side_arguments(layout, "k"), "V_SIDE": side_arguments(layout, "v"),
+        "K_EXTRAS": extra_arguments(layout, "k"), "V_EXTRAS": extra_arguments(layout, "v"),
         "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
     }  # fmt: skip
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
+from ...descriptor import TORCH_DTYPES
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
 
 MOST_PARTS = 8
 THREADS = 256
-TYPES = {torch.float16: 0, torch.bfloat16: 1}
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 class _Partial(ctypes.Structure):
@@ -34,7 +35,7 @@ class _Args(ctypes.Structure):
 
 def defines(head_dim: int, dtype: torch.dtype) -> dict[str, int | str]:
     """Macros of one instantiation."""
-    return {"HEAD_DIM": head_dim, "TYPE": TYPES[dtype], "MOST_PARTS": MOST_PARTS, "THREADS": THREADS}
+    return {"HEAD_DIM": head_dim, "TYPE": TORCH_DTYPES[dtype], "MOST_PARTS": MOST_PARTS, "THREADS": THREADS}
 
 
 @functools.lru_cache(maxsize=32)
@@ -48,7 +49,7 @@ def refuses(out: torch.Tensor) -> str | None:
     """Why results like `out` are not merged here, or None."""
     if out.device.type != "cuda" or torch.version.hip:
         return "the results are not on an NVIDIA GPU"
-    if out.dtype not in TYPES or out.shape[-1] % 8:
+    if out.dtype not in DTYPES or out.shape[-1] % 8:
         return f"results are {out.dtype} of head_dim {out.shape[-1]}; the kernel takes float16 and bfloat16, and multiples of 8"
     return cuda_compile.missing()
 

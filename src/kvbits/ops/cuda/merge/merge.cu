@@ -1,9 +1,9 @@
 // Attention over disjoint sets of keys into attention over their union (reference/merge.py): 16-bit results of several kernels, weighed by their log-sum-exps, in one read.
 // A thread has eight channels of a row; a row is (sequence, token, query head).
+#include "numbers.h"
 #include "ptx.cuh"
 
 constexpr int LANES = HEAD_DIM / 8;      // threads of a row
-enum { FLOAT16 = 0, BFLOAT16 = 1 };      // TYPE
 
 struct Partial {
     const u16* out;                      // [B, T, Hq, D], last dim dense, rows of 16-byte multiples

@@ -22,6 +22,7 @@ from typing import Any
 from ....errors import KernelError
 
 COMMON = Path(__file__).parent.parent / "shared"
+NUMBERS = Path(__file__).parents[2] / "numbers.h"
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--extra-device-vectorization")
 
 
@@ -52,7 +53,7 @@ class Binary:
 
 
 def compile_source(folder: Path, name: str, defines: Mapping[str, int | str], arch: str) -> Binary:
-    """Compile `folder / name` with its `#include`s (from `folder` and from `shared`), or take it from the disk cache.
+    """Compile `folder / name` with its `#include`s (from `folder`, from `shared` and `ops/numbers.h`), or take it from the disk cache.
 
     Args:
         defines: macros of this instantiation.
@@ -61,7 +62,7 @@ def compile_source(folder: Path, name: str, defines: Mapping[str, int | str], ar
     Raises:
         KernelError: NVRTC is missing or the source does not compile; the message holds the compiler's log.
     """
-    headers = {p.name: p.read_text() for d in (COMMON, folder) for p in sorted(d.glob("*.cuh"))}
+    headers = {p.name: p.read_text() for p in (NUMBERS, *sorted(COMMON.glob("*.cuh")), *sorted(folder.glob("*.cuh")))}
     source = "".join(f"#define {k} {v}\n" for k, v in sorted(defines.items())) + (folder / name).read_text()
     options = [*OPTIONS, f"--gpu-architecture={arch}", "--ptxas-options=-v"]
     digest = hashlib.sha256(repr((version(), source, sorted(headers.items()), options)).encode()).hexdigest()[:32]

@@ -1,12 +1,8 @@
 // What keys or values of a page are stored as, as a type: the template arguments are `side_arguments` of side.py, from a PageLayout.
 // HEAD_DIM and PAGE are macros of the instantiation.
 #pragma once
+#include "numbers.h"
 #include "turn.cuh"
-
-enum { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };
-enum { INTEGER = 0, E4M3 = 1, E5M2 = 2, RAW = 3 };
-enum { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
-
 
 constexpr int D = HEAD_DIM;
 

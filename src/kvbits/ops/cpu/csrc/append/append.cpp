@@ -20,7 +20,7 @@ void run_item(void* context, int64_t i, int64_t, void*) {
   const kvbits_append_call& call = *static_cast<const kvbits_append_call*>(context);
   const kvbits_store& store = *call.store;
   const Run& r = reinterpret_cast<const Run*>(call.runs)[i / call.num_kv_heads];
-  const int64_t head = i % call.num_kv_heads, size = call.dtype == KVBITS_FP32 ? 4 : 2, row_bytes = call.head_dim * size;
+  const int64_t head = i % call.num_kv_heads, size = call.dtype == FLOAT32 ? 4 : 2, row_bytes = call.head_dim * size;
   uint8_t* page = const_cast<uint8_t*>(page_address(&store, r.page)) + head * store.head_bytes + r.slot * row_bytes;
   for (int side = 0; side < 2; side++) {
     const int64_t* stride = call.stride[side];
@@ -42,7 +42,7 @@ void packed_item(void* context, int64_t i, int64_t, void* scratch) {
   const kvbits_append_call& call = *w.call;
   const kvbits_store& store = *call.store;
   const Run& r = reinterpret_cast<const Run*>(call.runs)[i / call.num_kv_heads];
-  const int64_t head = i % call.num_kv_heads, size = call.dtype == KVBITS_FP32 ? 4 : 2;
+  const int64_t head = i % call.num_kv_heads, size = call.dtype == FLOAT32 ? 4 : 2;
   uint8_t* to = const_cast<uint8_t*>(page_address(&store, r.page)) + head * store.head_bytes;
   // Padding is part of a page's bytes: equal content must be equal bytes.
   if (!r.slot) __builtin_memset(to + call.used_bytes, 0, static_cast<size_t>(store.head_bytes - call.used_bytes));
@@ -69,17 +69,17 @@ void packed_item(void* context, int64_t i, int64_t, void* scratch) {
 }
 
 bool token_local(const kvbits_tensor& t) {
-  return t.format == KVBITS_RAW || (!t.codebook && !t.num_outliers && !t.inv_freq && (t.static_scale || !t.per_channel));
+  return t.format == FORMAT_RAW || (!t.codebook && !t.num_outliers && !t.inv_freq && (t.static_scale || !t.per_channel));
 }
 
-bool raw_of(const kvbits_tensor& t, int dtype) { return t.format == KVBITS_RAW && t.raw_dtype == dtype; }
+bool raw_of(const kvbits_tensor& t, int dtype) { return t.format == FORMAT_RAW && t.raw_dtype == dtype; }
 
 }  // namespace
 
 extern "C" int32_t kvbits_append(kvbits_append_call* call) {
   const kvbits_store& store = *call->store;
   if (const int32_t bad = check_store(store, call->head_dim)) return bad;
-  const bool raw = store.key.format == KVBITS_RAW && store.value.format == KVBITS_RAW;
+  const bool raw = store.key.format == FORMAT_RAW && store.value.format == FORMAT_RAW;
   if (raw ? !raw_of(store.key, call->dtype) || !raw_of(store.value, call->dtype)
           : !token_local(store.key) || !token_local(store.value) || call->used_bytes < 0 || call->used_bytes > store.head_bytes)
     return KVBITS_BAD_RUN;
@@ -93,7 +93,7 @@ extern "C" int32_t kvbits_append(kvbits_append_call* call) {
       return KVBITS_BAD_RUN;
     tokens += r.count;
   }
-  const int64_t items = call->num_runs * call->num_kv_heads, bytes = 2 * tokens * call->num_kv_heads * call->head_dim * (call->dtype == KVBITS_FP32 ? 4 : 2);
+  const int64_t items = call->num_runs * call->num_kv_heads, bytes = 2 * tokens * call->num_kv_heads * call->head_dim * (call->dtype == FLOAT32 ? 4 : 2);
   void* context = call;
   int64_t threads = call->num_threads > 0 ? call->num_threads : pool_available_threads();
   if (threads > bytes / BYTES_PER_THREAD) threads = bytes / BYTES_PER_THREAD;

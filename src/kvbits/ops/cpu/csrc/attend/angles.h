@@ -41,7 +41,7 @@ INLINE void cos_sin(vd x, vd& cos, vd& sin) {
 
 static void angles_at(double* cos, double* sin, const float* inv_freq, int64_t position, int half) {
   for (int i = 0; i < half; i += VL) {
-    const vf f = half - i >= VL ? load(inv_freq + i) : load_first<KVBITS_FP32>(inv_freq, i, half - i);
+    const vf f = half - i >= VL ? load(inv_freq + i) : load_first<FLOAT32>(inv_freq, i, half - i);
     vd c, s;
     cos_sin(__builtin_convertvector(f, vd) * (double)position, c, s);
     *(vd_mem*)(cos + i) = c;

@@ -60,9 +60,9 @@ static void unpack_keys(const Tensor& key, const PageView& at, Decoded& w, int f
 }
 
 INLINE vf level_of(const Decoded& w, int format, vi word, int k) {
-  if (format == KVBITS_INT8 || format == NESTED) return to_float((word >> (8 * k)) & 0xff) - 128.0f;
-  if (format == KVBITS_E4M3) return fp8_lane<KVBITS_E4M3>(word, k);
-  if (format == KVBITS_E5M2) return fp8_lane<KVBITS_E5M2>(word, k);
+  if (format == FORMAT_INT8 || format == NESTED) return to_float((word >> (8 * k)) & 0xff) - 128.0f;
+  if (format == FORMAT_FP8_E4M3) return fp8_lane<FORMAT_FP8_E4M3>(word, k);
+  if (format == FORMAT_FP8_E5M2) return fp8_lane<FORMAT_FP8_E5M2>(word, k);
   return look_up(w.levels, word >> (8 * k));
 }
 

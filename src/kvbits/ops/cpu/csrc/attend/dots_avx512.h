@@ -323,7 +323,7 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
       const uint8_t* at = src + i * block_stride;
       fetch(at + a.ahead);
       v[i] = NB > 1 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(whole, at);
-      v[i] = FMT == KVBITS_INT4 ? centered_nibble<SHIFT>(v[i]) : code_field<SHIFT>(v[i], shift, mask, bits);
+      v[i] = FMT == FORMAT_INT4 ? centered_nibble<SHIFT>(v[i]) : code_field<SHIFT>(v[i], shift, mask, bits);
       if (FMT != NESTED) continue;
       fetch(at + a.low + a.low_ahead);
       const __m512i low = NB > 1 ? _mm512_loadu_si512(at + a.low) : _mm512_maskz_loadu_epi32(whole, at + a.low);
@@ -386,7 +386,7 @@ INLINE void value_field(const ValueArgs& a, int plane, int field, float weight) 
 // The chunk's outputs gain the block's values. Zero points are settled by the caller.
 template <int FMT, int NH>
 static void value_int(const ValueArgs& a) {
-  float weight = FMT == KVBITS_INT4 ? 0.0625f : 1.0f;
+  float weight = FMT == FORMAT_INT4 ? 0.0625f : 1.0f;
   for (int plane = num_planes(FMT) - 1; plane >= 0; plane--) {
     value_field<FMT, NH, false>(a, plane, 0, weight);
     for (int field = 1; field * a.row_bytes[plane] < a.head_dim; field++) value_field<FMT, NH, true>(a, plane, field, weight);

@@ -9,8 +9,10 @@ namespace {
 template <int FMT>
 INLINE vf fp8_lane(vi w, int k) {
   vi x = (w >> (8 * k)) & 0xff;
-  const int up = FMT == KVBITS_E4M3 ? 20 : 21;
-  const float rebias = FMT == KVBITS_E4M3 ? 0x1p120f : 0x1p112f;
+  constexpr NumberFormat f = codes_of(FMT);
+  static_assert(f.exponent_bits + f.mantissa_bits == 7, "floats of a byte");
+  const int up = 23 - f.mantissa_bits;
+  const float rebias = float_bits((254 - exponent_bias(FMT)) << 23);
   vf mag = (vf)((x & 0x7f) << up) * rebias;
   return (vf)((vi)mag | ((x & 0x80) << 24));
 }
@@ -98,8 +100,8 @@ static void value_fp8(const ValueArgs& a) {
 }
 
 // bf16 rows where q and the outputs are kept in split order: of every 2 * VL channels first the even, then the odd ones. One
-// load then gives two vectors for a shift and a mask, a third of what widening takes. An internal fourth "dtype".
-constexpr int BF16_SPLIT = 3;
+// load then gives two vectors for a shift and a mask, a third of what widening takes. An internal "dtype" behind the others.
+constexpr int BF16_SPLIT = NUM_DTYPES;
 
 INLINE vf even_bf16(const uint8_t* p) { return (vf)(load_int(p) << 16); }
 INLINE vf odd_bf16(const uint8_t* p) { return (vf)(load_int(p) & (int)0xffff0000); }
@@ -117,7 +119,7 @@ static void split_order(float* x, int channels, bool back) {
 // Raw keys lie row by row: lanes are channels, NH x TOKENS <= 16 dot products share the loads.
 template <int DTYPE, int NH, int TOKENS>
 INLINE void key_raw_rows(const KeyArgs& a, const uint8_t* row, int token) {
-  const int size = DTYPE == KVBITS_FP32 ? 4 : 2;
+  const int size = DTYPE == FLOAT32 ? 4 : 2;
   const int64_t row_bytes = (int64_t)a.head_dim * size;
   vf acc[16];
 #pragma GCC unroll 16
@@ -167,7 +169,7 @@ INLINE void key_raw_rows(const KeyArgs& a, const uint8_t* row, int token) {
 template <int DTYPE, int NH>
 static void key_raw(const KeyArgs& a) {
   constexpr int TOKENS = NH <= 2 ? 8 : NH <= 4 ? 4 : 2;
-  const int64_t row_bytes = (int64_t)a.head_dim * (DTYPE == KVBITS_FP32 ? 4 : 2);
+  const int64_t row_bytes = (int64_t)a.head_dim * (DTYPE == FLOAT32 ? 4 : 2);
   int t = 0;
   for (; t + TOKENS <= a.tokens; t += TOKENS) key_raw_rows<DTYPE, NH, TOKENS>(a, a.plane[0] + t * row_bytes, t);
   for (; t < a.tokens; t++) key_raw_rows<DTYPE, NH, 1>(a, a.plane[0] + t * row_bytes, t);
@@ -175,7 +177,7 @@ static void key_raw(const KeyArgs& a) {
 
 template <int DTYPE, int NH, int NB>
 INLINE void value_raw_channels(const ValueArgs& a, int channel, int last) {
-  const int size = DTYPE == KVBITS_FP32 ? 4 : 2;
+  const int size = DTYPE == FLOAT32 ? 4 : 2;
   const int64_t row_bytes = (int64_t)a.head_dim * size;
   vf acc[NB][NH];
   for (int i = 0; i < NB; i++)

@@ -25,49 +25,43 @@ struct PlainKernels {
   constexpr bool serve_raw(int dtype) const { return raw_key[dtype].there && raw_value[dtype].there; }
 };
 
+// Formats from FORMAT on: what a format's codes are multiplied with follows from the table of numbers.h.
+template <int FORMAT>
+constexpr void add_formats(PlainKernels& k) {
+  if constexpr (has_int_dots(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_int, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_int, FORMAT);
+  else if constexpr (is_float(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_fp8, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_fp8, FORMAT);
+  if constexpr (FORMAT < NESTED) add_formats<FORMAT + 1>(k);
+}
+
+template <int DTYPE>
+constexpr void add_raw(PlainKernels& k) {
+  k.raw_key[DTYPE] = BY_ROWS_OF(key_raw, DTYPE), k.raw_value[DTYPE] = BY_ROWS_OF(value_raw, DTYPE);
+  if constexpr (DTYPE < BF16_SPLIT) add_raw<DTYPE + 1>(k);
+}
+
 constexpr PlainKernels plain_kernels_by_format() {
   PlainKernels k = {};
-#define INTEGER(format) k.key[format] = BY_ROWS_OF(key_int, format), k.value[format] = BY_ROWS_OF(value_int, format)
-#define FLOAT8(format) k.key[format] = BY_ROWS_OF(key_fp8, format), k.value[format] = BY_ROWS_OF(value_fp8, format)
-#define ROWS_OF(dtype) k.raw_key[dtype] = BY_ROWS_OF(key_raw, dtype), k.raw_value[dtype] = BY_ROWS_OF(value_raw, dtype)
-  INTEGER(KVBITS_INT8);
-  INTEGER(KVBITS_INT4);
-  INTEGER(KVBITS_INT3);
-  INTEGER(KVBITS_INT2);
-  INTEGER(NESTED);
-  FLOAT8(KVBITS_E4M3);
-  FLOAT8(KVBITS_E5M2);
-  ROWS_OF(KVBITS_FP32);
-  ROWS_OF(KVBITS_FP16);
-  ROWS_OF(KVBITS_BF16);
-  ROWS_OF(BF16_SPLIT);
-#undef INTEGER
-#undef FLOAT8
-#undef ROWS_OF
+  add_formats<0>(k);
+  add_raw<0>(k);
   return k;
 }
 
 #undef BY_ROWS_OF
 
 constexpr PlainKernels plain_kernels = plain_kernels_by_format();
-static_assert(plain_kernels.serve(KVBITS_INT8), "int8 has no kernel");
-static_assert(plain_kernels.serve(KVBITS_INT4), "int4 has no kernel");
-static_assert(plain_kernels.serve(KVBITS_INT3), "int3 has no kernel");
-static_assert(plain_kernels.serve(KVBITS_INT2), "int2 has no kernel");
-static_assert(plain_kernels.serve(NESTED), "int4 with a low plane has no kernel");
-static_assert(plain_kernels.serve(KVBITS_E4M3), "fp8_e4m3 has no kernel");
-static_assert(plain_kernels.serve(KVBITS_E5M2), "fp8_e5m2 has no kernel");
-static_assert(plain_kernels.serve_raw(KVBITS_FP32), "raw float32 has no kernel");
-static_assert(plain_kernels.serve_raw(KVBITS_FP16), "raw float16 has no kernel");
-static_assert(plain_kernels.serve_raw(KVBITS_BF16), "raw bfloat16 has no kernel");
-static_assert(plain_kernels.serve_raw(BF16_SPLIT), "raw bfloat16 in split order has no kernel");
 
-// A format added to kvbits_format is raw, looked up in a codebook (codebook_part.h), or has a kernel here.
-constexpr bool every_format_is_served() {
-  for (int format = 0; format < KVBITS_NUM_FORMATS; format++)
-    if ((format == KVBITS_RAW) + is_codebook(format) + plain_kernels.serve(format) != 1) return false;
-  return true;
+// Every format is raw, looked up in a codebook (codebook_part.h), or has a kernel here; every dtype of raw rows has one.
+template <int FORMAT>
+constexpr void check_formats() {
+  static_assert((FORMAT == FORMAT_RAW) + is_codebook(FORMAT) + plain_kernels.serve(FORMAT) == 1, "the number format FORMAT has no kernel, or two");
+  if constexpr (FORMAT < NESTED) check_formats<FORMAT + 1>();
 }
-static_assert(every_format_is_served(), "a number format has no kernel, or two");
+template <int DTYPE>
+constexpr void check_raw() {
+  static_assert(plain_kernels.serve_raw(DTYPE), "raw rows of DTYPE have no kernel");
+  if constexpr (DTYPE < BF16_SPLIT) check_raw<DTYPE + 1>();
+}
+constexpr bool every_format_is_served = (check_formats<0>(), check_raw<0>(), true);
+static_assert(every_format_is_served, "kernels by number format");
 
 }  // namespace

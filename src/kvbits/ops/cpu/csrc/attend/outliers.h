@@ -72,8 +72,8 @@ INLINE void split_outliers(const Outliers& o, OutlierBatch& b, int begin, int n,
     vf value;
     vi at;
     if (n - from >= VL) {
-      value = o.dtype == KVBITS_FP16 ? load_as<KVBITS_FP16>(o.value, begin + from)
-              : o.dtype == KVBITS_BF16 ? load_as<KVBITS_BF16>(o.value, begin + from) : load_as<KVBITS_FP32>(o.value, begin + from);
+      value = o.dtype == FLOAT16 ? load_as<FLOAT16>(o.value, begin + from)
+              : o.dtype == BFLOAT16 ? load_as<BFLOAT16>(o.value, begin + from) : load_as<FLOAT32>(o.value, begin + from);
       if (o.wide) at = load_int(o.index + (int64_t)(begin + from) * 4);
       else at = __builtin_convertvector(*(const vh_mem*)((const uint16_t*)o.index + begin + from), vi);
     } else {

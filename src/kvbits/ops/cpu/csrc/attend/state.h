@@ -17,7 +17,7 @@ constexpr int ROW_STRIDE = MAX_HEAD_DIM + 16;    // floats
 constexpr int Q_STRIDE = 2 * MAX_HEAD_DIM + 64;  // bytes of integer q per row: two pieces of a byte, or one of 16 bits
 
 // Whether q and p take 16 bits (8-bit codes deserve them) or 8.
-constexpr bool is_wide(int format) { return format == KVBITS_INT8 || format == NESTED; }
+constexpr bool is_wide(int format) { return format == FORMAT_INT8 || format == NESTED; }
 constexpr float WIDE_LIMIT = 32639.0f;  // 127 * 256 + 127: high piece in [-127, 127], low piece in [-128, 127]
 constexpr float NARROW_Q_LIMIT = 127.0f;
 constexpr float NARROW_P_LIMIT = 255.0f;

@@ -40,9 +40,9 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   Tensor d = {};
   d.t = &t;
   d.head_dim = head_dim;
-  d.raw = t.format == KVBITS_RAW;
-  d.split = d.raw && t.raw_dtype == KVBITS_BF16 && head_dim % (2 * VL) == 0 && pages >= MIN_SPLIT_PAGES;
-  const bool nested = low && low->format != KVBITS_RAW;
+  d.raw = t.format == FORMAT_RAW;
+  d.split = d.raw && t.raw_dtype == BFLOAT16 && head_dim % (2 * VL) == 0 && pages >= MIN_SPLIT_PAGES;
+  const bool nested = low && low->format != FORMAT_RAW;
   d.format = nested ? NESTED : t.format;
   d.unit = nested ? 1.0f / LOW_LEVELS : 1.0f;
   d.low_offset = nested ? low->plane_offset[0] : 0;
@@ -65,7 +65,7 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
 
 static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
   Tensor d = describe(t, low, head_dim, pages);
-  if (DOTS_CENTER_INT4_VALUES && d.integer && d.format == KVBITS_INT4) d.dot_zero = 0.0f;
+  if (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4) d.dot_zero = 0.0f;
   return d;
 }
 
@@ -76,13 +76,13 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
   bool any = false;
   if (d.channel_scales) {
     if (d.page_channels) widen(scale, page + t.scale_offset, head_dim, t.scale_dtype);
-    else widen_as<KVBITS_FP32>(scale, t.static_scale + (int64_t)kv_head * head_dim, head_dim);
+    else widen_as<FLOAT32>(scale, t.static_scale + (int64_t)kv_head * head_dim, head_dim);
     if (d.unit != 1.0f)
       for (int i = 0; i < head_dim; i += VL) store(scale + i, load(scale + i) * d.unit);
     const bool page_bias = t.bias_offset >= 0;
     if (page_bias || t.static_bias) {
       if (page_bias) widen(bias, page + t.bias_offset, head_dim, t.scale_dtype);
-      else widen_as<KVBITS_FP32>(bias, t.static_bias + (int64_t)kv_head * head_dim, head_dim);
+      else widen_as<FLOAT32>(bias, t.static_bias + (int64_t)kv_head * head_dim, head_dim);
       for (int i = 0; i < head_dim; i += VL) store(bias + i, load(bias + i) + load(scale + i) * d.zero);
       any = true;
     }
@@ -101,7 +101,7 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
 static void widen_params(float* to, const uint8_t* from, int n, int dtype, int64_t ahead) {
   const int bytes = n * dtype_bytes(dtype);
   for (int i = 0; i < bytes; i += 64) fetch(from + i + ahead);
-  if (dtype == KVBITS_FP16 && n == BLOCK) {
+  if (dtype == FLOAT16 && n == BLOCK) {
     for (int i = 0; i < BLOCK; i += VL) store(to + i, from_fp16((const uint16_t*)from + i));
     return;
   }

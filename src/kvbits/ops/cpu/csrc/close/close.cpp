@@ -36,7 +36,7 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
     low = const_cast<uint8_t*>(page_address(call.low, call.low_ids[page])) + head * call.low->head_bytes;
     __builtin_memset(low, 0, static_cast<size_t>(call.low->head_bytes));
   }
-  const int64_t size = call.dtype == KVBITS_FP32 ? 4 : 2, turn_row = (call.head_dim / 2 + 15) / 16 * 32;
+  const int64_t size = call.dtype == FLOAT32 ? 4 : 2, turn_row = (call.head_dim / 2 + 15) / 16 * 32;
   for (int side = 0; side < 2; side++) {
     const int64_t* stride = call.stride[side];
     ClosePart part = {};
@@ -56,7 +56,7 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
     part.low_head = low;
     if (low) {
       const kvbits_tensor& t = side ? call.low->value : call.low->key;
-      part.low = t.format == KVBITS_RAW ? nullptr : &t;
+      part.low = t.format == FORMAT_RAW ? nullptr : &t;
     }
     CloseResult result = {};
     w.kernels->close(part, scratch, result);
@@ -79,9 +79,9 @@ extern "C" int32_t kvbits_close(kvbits_close_call* call) {
     const kvbits_tensor* fine[2] = {&call->low->key, &call->low->value};
     const kvbits_tensor* coarse[2] = {&store.key, &store.value};
     for (int i = 0; i < 2; i++) {
-      if (fine[i]->format == KVBITS_RAW) continue;
-      const bool integer = coarse[i]->format >= KVBITS_INT8 && coarse[i]->format <= KVBITS_INT2;
-      if (!integer || (fine[i]->format != KVBITS_INT4 && fine[i]->format != KVBITS_INT2)) return KVBITS_BAD_LOW;
+      if (fine[i]->format == FORMAT_RAW) continue;
+      const bool integer = number_format(coarse[i]->format).levels == INTEGER;
+      if (!integer || (fine[i]->format != FORMAT_INT4 && fine[i]->format != FORMAT_INT2)) return KVBITS_BAD_LOW;
     }
     const int64_t low_pages = num_pages(*call->low);
     for (int64_t i = 0; i < call->num_pages; i++)

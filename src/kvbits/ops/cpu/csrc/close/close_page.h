@@ -44,9 +44,9 @@ static bool params_of_page(PageBuffers& b, const ClosePart& part, int groups, bo
     load_static_params(b, t, part.kv_head, part.head_dim);
     return true;
   }
-  if (t.scale_dtype == KVBITS_FP32) return make_params<KVBITS_FP32>(b, t, part.head, part.page_size, part.head_dim, groups, by_token);
-  if (t.scale_dtype == KVBITS_FP16) return make_params<KVBITS_FP16>(b, t, part.head, part.page_size, part.head_dim, groups, by_token);
-  return make_params<KVBITS_BF16>(b, t, part.head, part.page_size, part.head_dim, groups, by_token);
+  if (t.scale_dtype == FLOAT32) return make_params<FLOAT32>(b, t, part.head, part.page_size, part.head_dim, groups, by_token);
+  if (t.scale_dtype == FLOAT16) return make_params<FLOAT16>(b, t, part.head, part.page_size, part.head_dim, groups, by_token);
+  return make_params<BFLOAT16>(b, t, part.head, part.page_size, part.head_dim, groups, by_token);
 }
 
 // The planes of the codes, the highest bits first.
@@ -69,7 +69,7 @@ static void close_item(const ClosePart& part, void* scratch, CloseResult& result
     result.nonfinite = true;
     return;
   }
-  if (t.format == KVBITS_RAW) return store_raw_rows(b, part.head + t.plane_offset[0], t.raw_dtype, page_size, head_dim);
+  if (t.format == FORMAT_RAW) return store_raw_rows(b, part.head + t.plane_offset[0], t.raw_dtype, page_size, head_dim);
   if (part.turn_start) turn_rows_back(b, part.turn_start, part.turn_steps, page_size, head_dim);
   if (t.mean_offset < 0) b.raw = b.x;
   const bool by_token = !t.per_channel && !t.static_scale, has_bias = t.bias_offset >= 0 || t.static_bias;

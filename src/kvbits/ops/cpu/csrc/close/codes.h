@@ -7,7 +7,7 @@
 namespace {
 
 struct CodeRange {
-  float low, high, zero;  // integer codes; FP8: -/+ the largest finite value, and where rounding would pass it
+  float low, high, zero;  // integer codes; floats: -/+ the largest finite value, and where rounding would pass it
 };
 
 template <int FMT>
@@ -18,17 +18,18 @@ INLINE vi code_of(vf scaled, const CodeRange& r, vi& saturated) {
     saturated += (code < splat(r.low)) | (code > splat(r.high));
     return __builtin_convertvector(vmin(vmax(code, splat(r.low)), splat(r.high)), vi);
   }
-  const vi sign = ((vi)scaled >> 24) & 0x80;
+  constexpr NumberFormat f = codes_of(FMT);
+  constexpr int sign_bit = 1 << (f.exponent_bits + f.mantissa_bits), bias = exponent_bias(FMT), up = 23 - f.mantissa_bits;
+  const vi sign = ((vi)scaled >> (31 - f.exponent_bits - f.mantissa_bits)) & sign_bit;
   const vf mag = (vf)((vi)scaled & 0x7fffffff);
   saturated += mag >= splat(r.zero);
   const vi bits = (vi)vmin(mag, splat(r.high));
-  const int up = FMT == KVBITS_E4M3 ? 20 : 21;
-  const int rebias = (int)((FMT == KVBITS_E4M3 ? 7u - 127u : 15u - 127u) << 23);
+  const int rebias = (int)((unsigned)(bias - 127) << 23);
   const vi normal = (bits + rebias + ((1 << (up - 1)) - 1) + ((bits >> up) & 1)) >> up;
-  const float unit = FMT == KVBITS_E4M3 ? 16384.0f : 128.0f;  // its last bit is the smallest subnormal
+  const float unit = float_bits((127 + 24 - f.mantissa_bits - bias) << 23);  // its last bit is the smallest subnormal
   const vi tiny = (vi)((vf)bits + unit) - (vi)splat(unit);
-  const vi small = bits < splat_int(FMT == KVBITS_E4M3 ? 121 << 23 : 113 << 23);
-  return (((tiny & small) | (normal & ~small)) & 0x7f) | sign;
+  const vi small = bits < splat_int((128 - bias) << 23);
+  return (((tiny & small) | (normal & ~small)) & (sign_bit - 1)) | sign;
 }
 
 // One token's reciprocal scales and biases of [groups][page_size], channel by channel.
@@ -97,45 +98,29 @@ static void make_low_codes(PageBuffers& b, int page_size, int head_dim, int grou
   }
 }
 
-template <int FMT>
-static CodeRange code_range(bool symmetric) {
-  if (FMT == KVBITS_E4M3) return {-448.0f, 448.0f, 464.0f};
-  if (FMT == KVBITS_E5M2) return {-57344.0f, 57344.0f, 61440.0f};
-  const float top = (float)((1 << code_bits(FMT)) - 1);
-  return {symmetric ? 1.0f : 0.0f, top, symmetric ? int_zero(FMT) : 0.0f};
-}
-
 static CodeRange range_of(const kvbits_tensor& t) {
+  const NumberFormat f = codes_of(t.format);
+  if (is_float(t.format)) return {-f.max_value, f.max_value, f.saturates_at};
   const float top = (float)((1 << code_bits(t.format)) - 1);
   return {t.symmetric ? 1.0f : 0.0f, top, t.symmetric ? int_zero(t.format) : 0.0f};
 }
 
+// Whose codes follow from a number and its scale alone.
+constexpr bool has_plain_codes(int format) { return is_int(format) || is_float(format); }
+
+template <int FMT = 0>
 static int64_t codes_of_format(PageBuffers& b, const kvbits_tensor& t, int page_size, int head_dim, int groups, bool by_token, bool has_bias) {
-  const bool s = t.symmetric;
-#define CASE(F) \
-  case F: return make_codes<F>(b, page_size, head_dim, groups, by_token, has_bias, code_range<F>(s))
-  switch (t.format) {
-    CASE(KVBITS_INT8);
-    CASE(KVBITS_INT4);
-    CASE(KVBITS_INT3);
-    CASE(KVBITS_INT2);
-    CASE(KVBITS_E4M3);
-    default: return make_codes<KVBITS_E5M2>(b, page_size, head_dim, groups, by_token, has_bias, code_range<KVBITS_E5M2>(s));
-  }
-#undef CASE
+  if constexpr (has_plain_codes(FMT))
+    if (t.format == FMT) return make_codes<FMT>(b, page_size, head_dim, groups, by_token, has_bias, range_of(t));
+  if constexpr (FMT + 1 < NUM_FORMATS) return codes_of_format<FMT + 1>(b, t, page_size, head_dim, groups, by_token, has_bias);
+  return 0;
 }
 
+template <int FMT = 0>
 static void low_codes_of_format(PageBuffers& b, const kvbits_tensor& t, int page_size, int head_dim, int groups, bool by_token, bool has_bias, int bits) {
-  const bool s = t.symmetric;
-#define CASE(F) \
-  case F: return make_low_codes<F>(b, page_size, head_dim, groups, by_token, has_bias, code_range<F>(s), bits)
-  switch (t.format) {
-    CASE(KVBITS_INT8);
-    CASE(KVBITS_INT4);
-    CASE(KVBITS_INT3);
-    default: return make_low_codes<KVBITS_INT2>(b, page_size, head_dim, groups, by_token, has_bias, code_range<KVBITS_INT2>(s), bits);
-  }
-#undef CASE
+  if constexpr (is_int(FMT))
+    if (t.format == FMT) return make_low_codes<FMT>(b, page_size, head_dim, groups, by_token, has_bias, range_of(t), bits);
+  if constexpr (FMT + 1 < NUM_FORMATS) low_codes_of_format<FMT + 1>(b, t, page_size, head_dim, groups, by_token, has_bias, bits);
 }
 
 }  // namespace

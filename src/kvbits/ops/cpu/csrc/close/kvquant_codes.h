@@ -20,7 +20,7 @@ struct Coding {
 
 static void prepare_coding(Coding& k, const kvbits_tensor& t, int kv_head, const CodeRange& range) {
   k.range = range;
-  k.limit = 1.0f + (t.scale_dtype == KVBITS_FP16 ? 0x1p-10f : t.scale_dtype == KVBITS_BF16 ? 0x1p-7f : 0x1p-23f);
+  k.limit = 1.0f + (t.scale_dtype == FLOAT16 ? 0x1p-10f : t.scale_dtype == BFLOAT16 ? 0x1p-7f : 0x1p-23f);
   if (!t.codebook) return;
   const int entries = 1 << code_bits(t.format);
   const float* book = t.codebook + (int64_t)kv_head * entries;
@@ -262,17 +262,17 @@ static bool code_kvquant(PageBuffers& b, const kvbits_tensor& t, const PageCodin
   prepare_coding(k, t, kv_head, range);
 #define CASE(F)                                                                                                    \
   case F:                                                                                                          \
-    if (t.scale_dtype == KVBITS_FP32) return dense_and_sparse<F, KVBITS_FP32>(b, t, p, k, head, saturated);        \
-    if (t.scale_dtype == KVBITS_FP16) return dense_and_sparse<F, KVBITS_FP16>(b, t, p, k, head, saturated);        \
-    return dense_and_sparse<F, KVBITS_BF16>(b, t, p, k, head, saturated)
+    if (t.scale_dtype == FLOAT32) return dense_and_sparse<F, FLOAT32>(b, t, p, k, head, saturated);        \
+    if (t.scale_dtype == FLOAT16) return dense_and_sparse<F, FLOAT16>(b, t, p, k, head, saturated);        \
+    return dense_and_sparse<F, BFLOAT16>(b, t, p, k, head, saturated)
   switch (t.format) {
-    CASE(KVBITS_NUQ4);
-    CASE(KVBITS_NUQ3);
-    CASE(KVBITS_NUQ2);
-    CASE(KVBITS_INT8);
-    CASE(KVBITS_INT4);
-    CASE(KVBITS_INT3);
-    default: CASE(KVBITS_INT2);
+    CASE(FORMAT_NUQ4);
+    CASE(FORMAT_NUQ3);
+    CASE(FORMAT_NUQ2);
+    CASE(FORMAT_INT8);
+    CASE(FORMAT_INT4);
+    CASE(FORMAT_INT3);
+    default: CASE(FORMAT_INT2);
   }
 #undef CASE
 }

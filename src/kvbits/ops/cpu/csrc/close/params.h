@@ -33,9 +33,9 @@ static bool load_page(PageBuffers& b, const void* source, int64_t stride, int pa
 
 // Raw rows of any dtype.
 static bool load_rows(PageBuffers& b, const void* source, int dtype, int64_t stride, int count, int head_dim) {
-  if (dtype == KVBITS_FP32) return load_page<KVBITS_FP32>(b, source, stride, count, head_dim);
-  if (dtype == KVBITS_FP16) return load_page<KVBITS_FP16>(b, source, stride, count, head_dim);
-  return load_page<KVBITS_BF16>(b, source, stride, count, head_dim);
+  if (dtype == FLOAT32) return load_page<FLOAT32>(b, source, stride, count, head_dim);
+  if (dtype == FLOAT16) return load_page<FLOAT16>(b, source, stride, count, head_dim);
+  return load_page<BFLOAT16>(b, source, stride, count, head_dim);
 }
 
 template <int DTYPE>
@@ -129,17 +129,16 @@ static bool choose_params(PageBuffers& b, int n, float q_max, bool middle, uint8
 
 static float q_max_of(const kvbits_tensor& t) {
   if (is_codebook(t.format)) return 1.0f;
-  if (t.format == KVBITS_E4M3) return 448.0f;
-  if (t.format == KVBITS_E5M2) return 57344.0f;
+  if (is_float(t.format)) return codes_of(t.format).max_value;
   return (float)(t.symmetric ? (1 << (code_bits(t.format) - 1)) - 1 : (1 << code_bits(t.format)) - 1);
 }
 
 // Scales that are given: reciprocals, and biases.
 static void load_static_params(PageBuffers& b, const kvbits_tensor& t, int kv_head, int head_dim) {
   const int64_t at = (int64_t)kv_head * head_dim;
-  widen_as<KVBITS_FP32>(b.scale, t.static_scale + at, head_dim);
+  widen_as<FLOAT32>(b.scale, t.static_scale + at, head_dim);
   for (int c = 0; c < head_dim; c += VL) store(b.inverse + c, 1.0f / load(b.scale + c));
-  if (t.static_bias) widen_as<KVBITS_FP32>(b.bias, t.static_bias + at, head_dim);
+  if (t.static_bias) widen_as<FLOAT32>(b.bias, t.static_bias + at, head_dim);
 }
 
 }  // namespace

@@ -59,9 +59,9 @@ static void store_raw(const PageBuffers& b, uint8_t* to, int page_size, int head
 }
 
 static void store_raw_rows(const PageBuffers& b, uint8_t* to, int dtype, int count, int head_dim) {
-  if (dtype == KVBITS_FP32) store_raw<KVBITS_FP32>(b, to, count, head_dim);
-  else if (dtype == KVBITS_FP16) store_raw<KVBITS_FP16>(b, to, count, head_dim);
-  else store_raw<KVBITS_BF16>(b, to, count, head_dim);
+  if (dtype == FLOAT32) store_raw<FLOAT32>(b, to, count, head_dim);
+  else if (dtype == FLOAT16) store_raw<FLOAT16>(b, to, count, head_dim);
+  else store_raw<BFLOAT16>(b, to, count, head_dim);
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ static void scatter_rows(const PageBuffers& b, const TokensPart& part, uint8_t* 
 template <int DTYPE>
 static bool store_params(PageBuffers& b, const TokensPart& part, int groups) {
   const kvbits_tensor& t = *part.tensor;
-  const int size = DTYPE == KVBITS_FP32 ? 4 : 2, n = part.count, width = padded_width(part.head_dim);
+  const int size = DTYPE == FLOAT32 ? 4 : 2, n = part.count, width = padded_width(part.head_dim);
   if (t.mean_offset >= 0) {
     for (int c = 0; c < part.head_dim; c++) {
       const uint8_t* from = part.head + t.mean_offset + c * size;
@@ -62,9 +62,9 @@ static bool params_of_tokens(PageBuffers& b, const TokensPart& part, int groups)
     load_static_params(b, t, part.kv_head, part.head_dim);
     return true;
   }
-  if (t.scale_dtype == KVBITS_FP32) return store_params<KVBITS_FP32>(b, part, groups);
-  if (t.scale_dtype == KVBITS_FP16) return store_params<KVBITS_FP16>(b, part, groups);
-  return store_params<KVBITS_BF16>(b, part, groups);
+  if (t.scale_dtype == FLOAT32) return store_params<FLOAT32>(b, part, groups);
+  if (t.scale_dtype == FLOAT16) return store_params<FLOAT16>(b, part, groups);
+  return store_params<BFLOAT16>(b, part, groups);
 }
 
 static void store_item(const TokensPart& part, void* scratch, CloseResult& result) {
@@ -76,8 +76,8 @@ static void store_item(const TokensPart& part, void* scratch, CloseResult& resul
     result.nonfinite = true;
     return;
   }
-  if (t.format == KVBITS_RAW) {
-    uint8_t* to = part.head + t.plane_offset[0] + (int64_t)part.slot * head_dim * (t.raw_dtype == KVBITS_FP32 ? 4 : 2);
+  if (t.format == FORMAT_RAW) {
+    uint8_t* to = part.head + t.plane_offset[0] + (int64_t)part.slot * head_dim * (t.raw_dtype == FLOAT32 ? 4 : 2);
     return store_raw_rows(b, to, t.raw_dtype, n, head_dim);
   }
   const bool by_token = !t.static_scale, has_bias = t.bias_offset >= 0 || t.static_bias;

@@ -12,8 +12,8 @@ template <int DTYPE>
 INLINE vi to_bits(vf x) {
   const vi bits = (vi)x, sign = (bits >> 31) & 1, mag = bits & 0x7fffffff;
   const vu wraps = (vu)mag;  // lanes behind the last number may hold anything, NaNs that overflow when rounded too
-  if (DTYPE == KVBITS_FP32) return bits;
-  if (DTYPE == KVBITS_BF16) return (vi)((wraps + 0x7fff + ((wraps >> 16) & 1)) >> 16) | (sign << 15);
+  if (DTYPE == FLOAT32) return bits;
+  if (DTYPE == BFLOAT16) return (vi)((wraps + 0x7fff + ((wraps >> 16) & 1)) >> 16) | (sign << 15);
   const vi normal = (vi)((wraps + 0xc8000fff + ((wraps >> 13) & 1)) >> 13);  // rebias by -112, round
   const vi tiny = (vi)((vf)mag + 0.5f) - 0x3f000000;                    // units of 2^-24
   const vi small = mag < splat_int(0x38800000), large = mag >= splat_int(0x477ff000);
@@ -23,8 +23,8 @@ INLINE vi to_bits(vf x) {
 
 template <int DTYPE>
 INLINE vf from_bits(vi bits) {
-  if (DTYPE == KVBITS_FP32) return (vf)bits;
-  if (DTYPE == KVBITS_BF16) return (vf)(bits << 16);
+  if (DTYPE == FLOAT32) return (vf)bits;
+  if (DTYPE == BFLOAT16) return (vf)(bits << 16);
   const vi mag = bits & 0x7fff;
   vf x = (vf)(mag << 13) * 0x1p112f;
   x = select(mag >= splat_int(0x7c00), (vf)((mag << 13) | 0x7f800000), x);
@@ -34,7 +34,7 @@ INLINE vf from_bits(vi bits) {
 template <int DTYPE>
 INLINE void store_bits(void* base, int64_t i, vi bits, int n) {
   for (int k = 0; k < n; k++) {
-    if (DTYPE == KVBITS_FP32) ((int32_t*)base)[i + k] = bits[k];
+    if (DTYPE == FLOAT32) ((int32_t*)base)[i + k] = bits[k];
     else ((uint16_t*)base)[i + k] = (uint16_t)bits[k];
   }
 }
@@ -50,7 +50,7 @@ INLINE bool all_finite(vf x) {
 // without spread), and none of fp32 or bf16 subnormal: its reciprocal would be infinite.
 template <int DTYPE>
 INLINE vi scale_bits(vf scale) {
-  if (DTYPE != KVBITS_FP16) return to_bits<DTYPE>(vmax(scale, splat(0x1p-126f)));
+  if (DTYPE != FLOAT16) return to_bits<DTYPE>(vmax(scale, splat(0x1p-126f)));
   const vf units = scale * 0x1p24f;
   vf up = (units + 8388608.0f) - 8388608.0f;
   up = vmax(select(up < units, up + 1.0f, up), splat(1.0f));
@@ -60,7 +60,7 @@ INLINE vi scale_bits(vf scale) {
 template <int DTYPE>
 INLINE vi bits_below(vf x) {
   const vi bits = to_bits<DTYPE>(x);
-  if (DTYPE == KVBITS_FP32) return bits;
+  if (DTYPE == FLOAT32) return bits;
   const vf y = from_bits<DTYPE>(bits);
   const vi positive = y > vf{}, zero = y == vf{};
   const vi lower = ((bits - 1) & positive) | (0x8001 & zero) | ((bits + 1) & ~positive & ~zero);

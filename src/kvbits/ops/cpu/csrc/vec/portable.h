@@ -200,18 +200,18 @@ INLINE vf from_fp16(const uint16_t* p) {
 // VL elements of a float array in any of the three dtypes.
 template <int DTYPE>
 INLINE vf load_as(const void* base, int64_t i) {
-  if (DTYPE == KVBITS_FP32) return load((const float*)base + i);
-  if (DTYPE == KVBITS_FP16) return from_fp16((const uint16_t*)base + i);
+  if (DTYPE == FLOAT32) return load((const float*)base + i);
+  if (DTYPE == FLOAT16) return from_fp16((const uint16_t*)base + i);
   return from_bf16((const uint16_t*)base + i);
 }
 
-INLINE int dtype_bytes(int dtype) { return dtype == KVBITS_FP32 ? 4 : 2; }
+INLINE int dtype_bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
 // The first n < VL elements, zeros behind them: the last piece of an array that must not be read past its end.
 template <int DTYPE>
 INLINE vf load_first(const void* base, int64_t i, int n) {
   alignas(64) char t[VL * 4] = {};
-  const int size = DTYPE == KVBITS_FP32 ? 4 : 2;
+  const int size = DTYPE == FLOAT32 ? 4 : 2;
   __builtin_memcpy(t, (const char*)base + i * size, n * size);
   return load_as<DTYPE>(t, 0);
 }
@@ -231,9 +231,9 @@ static void widen_as(float* to, const void* from, int n) {
 }
 
 INLINE void widen(float* to, const void* from, int n, int dtype) {
-  if (dtype == KVBITS_FP32) widen_as<KVBITS_FP32>(to, from, n);
-  else if (dtype == KVBITS_FP16) widen_as<KVBITS_FP16>(to, from, n);
-  else widen_as<KVBITS_BF16>(to, from, n);
+  if (dtype == FLOAT32) widen_as<FLOAT32>(to, from, n);
+  else if (dtype == FLOAT16) widen_as<FLOAT16>(to, from, n);
+  else widen_as<BFLOAT16>(to, from, n);
 }
 
 }  // namespace

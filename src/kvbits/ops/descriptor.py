@@ -1,0 +1,177 @@
+"""What a page's bytes mean to a kernel: keys or values of a `PageLayout` as named numbers, made once. Every backend's form of it is an encoder of `Side`.
+
+    C structs of the CPU library    ops/cpu/structs.py
+    macros of CUDA kernels          ops/cuda/side.py
+    constexprs of Triton            ops/triton/attend.py
+
+The numbers of dtypes, number formats, levels and kinds of scales are the same everywhere. C++ and CUDA read them from `numbers.h`, which this module writes
+(`python -m kvbits.ops.descriptor`); a test holds the two equal. What a number format is comes from `spec.quant.FORMATS` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..spec import LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ..spec.quant import DTYPE_BYTES, SCALE_BYTES, NumberFormat
+from ..spec.quant import FORMATS as NUMBER_FORMATS
+
+DTYPES = {name: i for i, name in enumerate(DTYPE_BYTES)}
+"""Of raw rows, scales, biases and means."""
+SCALE_DTYPES = {name: i for i, name in enumerate(SCALE_BYTES)}
+"""The same, and the 8-bit scales of banded codes."""
+TORCH_DTYPES = {getattr(torch, name): i for name, i in DTYPES.items()}
+FORMATS = {name: i for i, name in enumerate(["raw", *(n for n in NUMBER_FORMATS if n != "raw")])}
+_FLOATS = [f.name for f in NUMBER_FORMATS.values() if f.kind == "float"]
+LEVELS = {"int": 0} | {name: i for i, name in enumerate(_FLOATS, 1)} | {"raw": 1 + len(_FLOATS), "codebook": 2 + len(_FLOATS), "banded": 3 + len(_FLOATS)}
+"""What a code stands for: an integer, a float of one of the formats, a raw number, an entry of a calibrated codebook, an integer of its band's width."""
+STATIC, GROUP, CHANNEL = 0, 1, 2
+SCALES = {"static": STATIC, "group": GROUP, "channel": CHANNEL}
+"""Who shares a scale: channels of all pages (calibrated), a group of channels of a token, a channel of a page's tokens."""
+HEADER = Path(__file__).parent / "numbers.h"
+
+
+def levels_of(fmt: NumberFormat) -> int:
+    """Number of what a format's codes stand for."""
+    return LEVELS[fmt.name if fmt.kind == "float" else fmt.kind]
+
+
+def scale_kind(spec: QuantSpec) -> int:
+    """STATIC, GROUP or CHANNEL."""
+    return STATIC if spec.static else CHANNEL if isinstance(spec.granularity, PerChannel) else GROUP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """Keys or values of a page. Offsets are bytes from the start of a head struct, None where the page has no such section.
+
+    Attributes:
+        name, format, levels, planes: the number format, its number, what its codes stand for, and the bits of its planes.
+        exponent_bits, mantissa_bits: of a float behind its sign, else 0.
+        dtype, scale_dtype: numbers of the dtypes of raw rows; of scales, biases, means, stretches and listed elements.
+        scale: STATIC, GROUP or CHANNEL.
+        group, groups: channels that share a scale within a token, and how many such groups there are (group 1: a scale for each channel).
+        zero: the code that means 0 before biases and means.
+        has_bias, has_mean, has_codebook, turned: whether codes are asymmetric, the page is centred, levels come from a codebook, keys are from before the
+            rotary embedding.
+        widths: bits of each band of 16 channels (banded codes; the planes then hold some channels each).
+        row_bytes, plane_offset: of a token in each plane; of raw rows and their section where the tensor is raw.
+        outliers, index_bytes: listed elements of a page, and the width of their indices.
+    """
+
+    name: str
+    format: int
+    levels: int
+    exponent_bits: int
+    mantissa_bits: int
+    planes: tuple[int, ...]
+    dtype: int
+    scale_dtype: int
+    scale: int
+    group: int
+    groups: int
+    zero: int
+    has_bias: bool
+    has_mean: bool
+    has_codebook: bool
+    turned: bool
+    widths: tuple[int, ...]
+    row_bytes: tuple[int, ...]
+    plane_offset: tuple[int, ...]
+    scale_offset: int | None
+    bias_offset: int | None
+    mean_offset: int | None
+    stretch_offset: int | None
+    outliers: int
+    index_bytes: int
+    outlier_index_offset: int | None
+    outlier_value_offset: int | None
+
+    @property
+    def is_raw(self) -> bool:
+        return self.format == FORMATS["raw"]
+
+    def plane(self, i: int) -> tuple[int, int, int]:
+        """(bits, bytes of a token's row, offset) of plane i, zeros where the format has fewer."""
+        return (self.planes[i], self.row_bytes[i], self.plane_offset[i]) if i < len(self.planes) else (0, 0, 0)
+
+
+@functools.lru_cache(maxsize=512)
+def describe(layout: PageLayout, kind: str) -> Side:
+    """Keys (kind "k") or values ("v") of a layout."""
+    spec = layout.key if kind == "k" else layout.value
+    d, fmt = layout.head_dim, spec.number_format
+    planes = spec.planes(d)
+
+    def offset(name: str) -> int | None:
+        section = layout.sections.get(f"{kind}_{name}")
+        return section.offset if section else None
+
+    stored = ["raw"] if spec.is_raw else [f"plane{i}" for i in range(len(planes))]
+    groups = 1 if spec.is_raw else spec.num_groups(d)
+    return Side(
+        name=spec.format, format=FORMATS[spec.format], levels=levels_of(fmt), exponent_bits=fmt.exponent_bits, mantissa_bits=fmt.mantissa_bits,
+        planes=tuple(bits for bits, _ in planes), dtype=DTYPES[layout.raw_dtype], scale_dtype=SCALE_DTYPES[spec.scale_dtype], scale=scale_kind(spec),
+        group=d // groups, groups=groups, zero=spec.zero, has_bias=spec.has_bias, has_mean=spec.center is not None, has_codebook=spec.has_codebook,
+        turned=spec.pre_rope, widths=spec.widths(d) if spec.is_banded else (),
+        row_bytes=tuple(plane_row_bytes(channels, bits) for bits, channels in planes) or (d * DTYPE_BYTES[layout.raw_dtype],),
+        plane_offset=tuple(layout.sections[f"{kind}_{name}"].offset for name in stored),
+        scale_offset=offset("scale"), bias_offset=offset("bias"), mean_offset=offset("mean"), stretch_offset=offset("stretch"),
+        outliers=spec.num_outliers(layout.page_size, d), index_bytes=2 if layout.outlier_index_dtype == "uint16" else 4,
+        outlier_index_offset=offset("outlier_index"), outlier_value_offset=offset("outlier_value"),
+    )  # fmt: skip
+
+
+def low_plane(low: LowLayout | None, kind: str) -> tuple[int, int]:
+    """(bits, offset) of the low plane of keys (kind "k") or values ("v"), (0, 0) where they have none."""
+    plane = low and low.sections.get(f"{kind}_plane0")
+    return (low.key_bits if kind == "k" else low.value_bits, plane.offset) if low and plane else (0, 0)
+
+
+def header() -> str:
+    """Text of `numbers.h`."""
+    short = {name: name.removeprefix("fp8_").upper() for name in _FLOATS} | {"int": "INTEGER", "raw": "RAW", "codebook": "CODEBOOK", "banded": "BANDED"}
+    rows = []
+    for name in FORMATS:
+        fmt = NUMBER_FORMATS[name]
+        first, second = (*fmt.planes, 0, 0)[:2]
+        levels, limits = short[name if fmt.kind == "float" else fmt.kind], f"{fmt.max_value:.1f}f, {fmt.saturates_at:.1f}f"
+        rows.append(f"        {{{levels}, {first}, {second}, {fmt.exponent_bits}, {fmt.mantissa_bits}, {limits}}},  // {name}")
+    return "\n".join([
+        "// Numbers by which kernels know what a page stores, and what its number formats are. Written by `python -m kvbits.ops.descriptor`; a test compares.",
+        "#pragma once",
+        "",
+        "// Of raw rows, scales, biases, means.",
+        _enum("Dtype", {name.upper(): i for name, i in SCALE_DTYPES.items()} | {"NUM_DTYPES": len(SCALE_DTYPES)}),
+        "// What a code stands for.",
+        _enum("LevelKind", {short[name]: i for name, i in LEVELS.items()}),
+        "// Who shares a scale.",
+        _enum("ScaleKind", {f"SCALE_{name.upper()}": i for name, i in SCALES.items()}),
+        _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in FORMATS.items()} | {"NUM_FORMATS": len(FORMATS)}),
+        "",
+        "/// Codes lie in one or two bit planes, high bits first (banded ones in a page's own). Of floats the bits behind the sign, the largest finite value,",
+        "/// and where rounding would pass it.",
+        "struct NumberFormat {",
+        "    int levels, bits0, bits1, exponent_bits, mantissa_bits;",
+        "    float max_value, saturates_at;",
+        "};",
+        "constexpr NumberFormat number_format(int format) {",
+        "    constexpr NumberFormat all[NUM_FORMATS] = {",
+        *rows,
+        "    };",
+        "    return all[format];",
+        "}",
+        "",
+    ])  # fmt: skip
+
+
+def _enum(name: str, numbers: dict[str, int]) -> str:
+    return f"enum {name} {{ " + ", ".join(f"{key} = {i}" for key, i in numbers.items()) + " };"
+
+
+if __name__ == "__main__":
+    HEADER.write_text(header())
