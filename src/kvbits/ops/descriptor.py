@@ -27,8 +27,11 @@ SCALE_DTYPES = {name: i for i, name in enumerate(SCALE_BYTES)}
 TORCH_DTYPES = {getattr(torch, name): i for name, i in DTYPES.items()}
 FORMATS = {name: i for i, name in enumerate(["raw", *(n for n in NUMBER_FORMATS if n != "raw")])}
 _FLOATS = [f.name for f in NUMBER_FORMATS.values() if f.kind == "float"]
-LEVELS = {"int": 0} | {name: i for i, name in enumerate(_FLOATS, 1)} | {"raw": 1 + len(_FLOATS), "codebook": 2 + len(_FLOATS), "banded": 3 + len(_FLOATS)}
+_KINDS = ("int", *_FLOATS, "raw", "codebook", "banded")
+LEVELS = {name: i for i, name in enumerate(_KINDS)}
 """What a code stands for: an integer, a float of one of the formats, a raw number, an entry of a calibrated codebook, an integer of its band's width."""
+_WITHOUT_KERNELS = ("banded",)
+"""Of the formats and levels; they have no numbers in C++ and CUDA."""
 STATIC, GROUP, CHANNEL = 0, 1, 2
 SCALES = {"static": STATIC, "group": GROUP, "channel": CHANNEL}
 """Who shares a scale: channels of all pages (calibrated), a group of channels of a token, a channel of a page's tokens."""
@@ -134,27 +137,30 @@ def low_plane(low: LowLayout | None, kind: str) -> tuple[int, int]:
 
 def header() -> str:
     """Text of `numbers.h`."""
-    short = {name: name.removeprefix("fp8_").upper() for name in _FLOATS} | {"int": "INTEGER", "raw": "RAW", "codebook": "CODEBOOK", "banded": "BANDED"}
+    short = {name: name.removeprefix("fp8_").upper() for name in _FLOATS} | {"int": "INTEGER", "raw": "RAW", "codebook": "CODEBOOK"}
     rows = []
-    for name in FORMATS:
+    formats, levels = ({name: i for name, i in numbers.items() if name not in _WITHOUT_KERNELS} for numbers in (FORMATS, LEVELS))
+    for name in formats:
         fmt = NUMBER_FORMATS[name]
         first, second = (*fmt.planes, 0, 0)[:2]
-        levels, limits = short[name if fmt.kind == "float" else fmt.kind], f"{fmt.max_value:.1f}f, {fmt.saturates_at:.1f}f"
-        rows.append(f"        {{{levels}, {first}, {second}, {fmt.exponent_bits}, {fmt.mantissa_bits}, {limits}}},  // {name}")
+        limits = f"{fmt.max_value:.1f}f, {fmt.saturates_at:.1f}f"
+        rows.append(
+            f"        {{{short[name if fmt.kind == 'float' else fmt.kind]}, {first}, {second}, {fmt.exponent_bits}, {fmt.mantissa_bits}, {limits}}},  // {name}"
+        )
     return "\n".join([
         "// Numbers by which kernels know what a page stores, and what its number formats are. Written by `python -m kvbits.ops.descriptor`; a test compares.",
         "#pragma once",
         "",
         "// Of raw rows, scales, biases, means.",
-        _enum("Dtype", {name.upper(): i for name, i in SCALE_DTYPES.items()} | {"NUM_DTYPES": len(SCALE_DTYPES)}),
+        _enum("Dtype", {name.upper(): i for name, i in DTYPES.items()} | {"NUM_DTYPES": len(DTYPES)}),
         "// What a code stands for.",
-        _enum("LevelKind", {short[name]: i for name, i in LEVELS.items()}),
+        _enum("LevelKind", {short[name]: i for name, i in levels.items()}),
         "// Who shares a scale.",
         _enum("ScaleKind", {f"SCALE_{name.upper()}": i for name, i in SCALES.items()}),
-        _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in FORMATS.items()} | {"NUM_FORMATS": len(FORMATS)}),
+        _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in formats.items()} | {"NUM_FORMATS": len(formats)}),
         "",
-        "/// Codes lie in one or two bit planes, high bits first (banded ones in a page's own). Of floats the bits behind the sign, the largest finite value,",
-        "/// and where rounding would pass it.",
+        "/// Codes lie in one or two bit planes, high bits first. Of floats the bits behind the sign, the largest finite value, and where rounding would "
+        "pass it.",
         "struct NumberFormat {",
         "    int levels, bits0, bits1, exponent_bits, mantissa_bits;",
         "    float max_value, saturates_at;",

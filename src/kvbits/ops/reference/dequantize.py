@@ -54,12 +54,14 @@ def dequantize_pages(
     dtype: torch.dtype = torch.float32,
     low: Sequence[tuple[torch.Tensor, LowLayout]] = (),
     starts: np.ndarray | None = None,
+    in_basis: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [n, H, page_size, head_dim] of pages uint8 [n, H, head_bytes], computed in `dtype`.
 
     Args:
         low: the pages of low planes that refine them, [n, H, head_bytes of their layout] each, the coarsest first.
         starts: [n] position of each page's first token, to which keys that were turned back are turned.
+        in_basis: leave banded codes in the basis that they are stored in.
     """
     static = static or {}
     found = []
@@ -79,7 +81,7 @@ def dequantize_pages(
         if spec.pre_rope:
             first = torch.from_numpy(require_starts(starts, len(x)))
             x = turn(x, (first[:, None] + torch.arange(layout.page_size))[:, None], static["k_inv_freq"])
-        elif spec.basis is not None:
+        elif spec.basis is not None and not in_basis:
             x = out_of_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None)
         found.append(x)
     return found[0], found[1]

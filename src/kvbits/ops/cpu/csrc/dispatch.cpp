@@ -40,7 +40,7 @@ const TierKernels* find(const char* name) {
 std::atomic<const TierKernels*> active{nullptr};
 
 int32_t check_tensor(const kvbits_tensor& t, const kvbits_store& s, int head_dim) {
-  if (t.format < 0 || t.format >= NUM_FORMATS || t.format == FORMAT_BANDED) return KVBITS_BAD_FORMAT;
+  if (t.format < 0 || t.format >= NUM_FORMATS) return KVBITS_BAD_FORMAT;
   if (t.format == FORMAT_RAW) return 0;
   if (s.page_size % 32) return KVBITS_BAD_PAGE_SIZE;
   if ((number_format(t.format).levels == CODEBOOK) != (t.codebook != nullptr) || (t.inv_freq != nullptr) != (t.turns != nullptr)) return KVBITS_BAD_FORMAT;
