@@ -19,10 +19,12 @@ _KIVI = "https://arxiv.org/abs/2402.02750"
 _FP8 = "https://arxiv.org/abs/2209.05433"
 _SMOOTH_K = "https://arxiv.org/abs/2410.02367"
 _GROUPED = "https://arxiv.org/abs/2303.06865"
+_QUAROT = "https://arxiv.org/abs/2404.00456"
 _KVQUANT = "https://arxiv.org/abs/2401.18079"
 
 _INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
 _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
+_INT4_OF_64 = QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False)
 
 
 def _kivi(bits: int) -> Scheme:
@@ -105,6 +107,10 @@ PRESETS: dict[str, Scheme] = {
             name="int4_centered", key=dataclasses.replace(_INT4, center="channel", symmetric=False),
             value=dataclasses.replace(_INT4, symmetric=False), source=_SMOOTH_K, residual_length=64,
             description="asymmetric int4 in groups of 32 with each page's channel means of the keys kept apart",
+        ),
+        Scheme(
+            name="int4_rotated", key=dataclasses.replace(_INT4_OF_64, center="channel", rotated=True), value=_INT4_OF_64, source=_QUAROT, residual_length=64,
+            description="asymmetric int4 in groups of 64, keys rotated by a Hadamard matrix and centred: 4 bits where head_dim is a power of two",
         ),
         Scheme(
             name="int8k_int4v", key=_INT8, value=_INT4, residual_length=64,

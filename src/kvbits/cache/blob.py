@@ -12,6 +12,7 @@ page of every layer, so that a layer can be used as soon as its own bytes are th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import struct
@@ -269,9 +270,15 @@ WITHIN = _odd(0, WORDS)
 """C: what the words of a run of `WORDS` are multiplied with."""
 
 
+@functools.lru_cache(64)
 def across(runs: int) -> np.ndarray:
     """D: what each run of `WORDS` words is multiplied with."""
     return _odd(1 << 40, runs)
+
+
+def weights(words: int) -> np.ndarray:
+    """c: what each of `words` words is multiplied with."""
+    return np.tile(WITHIN, -(-words // WORDS))[:words] * np.repeat(across(-(-words // WORDS)), WORDS)[:words]
 
 
 def checksums(units: np.ndarray) -> np.ndarray:

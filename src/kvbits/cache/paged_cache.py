@@ -265,6 +265,8 @@ class PagedCache:
         if (q.shape[2], q.dtype, scaling, softcap) != decode.key:
             raise DataError(f"layer {layer} attends with {q.shape[2]} heads, scaling {scaling}, softcap {softcap}; this pass began with {decode.key}")
         k, v = self._inputs.clamped(k, v)
+        (place,) = self._stores.places[layer]
+        q, k = self._stores.matching_queries(place, q), self._stores.stored_keys(place, k)
         lse = None if sink_logits is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         try:
             out = decode.step(layer, q, k, v, lse)

@@ -7,6 +7,7 @@ import torch
 from ..errors import SpecError
 from ..quant.basis import conditions, inverse
 from ..quant.rotary import turn_by
+from ..quant.rotation import rotated_turn
 from ..spec import CacheSpec, LayerGeometry, LayerGroup, QuantSpec
 
 MOST_CONDITION = 1e6
@@ -104,8 +105,8 @@ def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for group in spec.groups:
         if group.token_local and group.key.center and (rotary := group.geometry.rotary) is not None:
-            made = turn_by(rotary, group.geometry.head_dim, group.page_size).to(device)
-            found |= dict.fromkeys(group.layers, made)
+            turn = turn_by(rotary, group.geometry.head_dim, group.page_size)
+            found |= dict.fromkeys(group.layers, (rotated_turn(turn) if group.key.rotated else turn).to(device))
     return found
 
 

@@ -27,6 +27,7 @@ from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..spec import CacheSpec, Scheme
+from . import prefix
 from .attention import Handle
 from .masks import NAME, Columns
 from .models import unfit_for, weights_fingerprint
@@ -34,6 +35,7 @@ from .rotary import stored_layers
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
+    from ..store.prefix_store import PrefixStore
 
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
@@ -180,6 +182,29 @@ class KVCache(Cache):
         store = PagedCache(spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend)
         store.made_for = weights_fingerprint(model)
         return cls(store)
+
+    @classmethod
+    def from_prefix(
+        cls, model: Any, ids: Any, *, store: PrefixStore, scheme: str | Scheme = "int8", chunk: int = prefix.CHUNK, put: bool = True, **options: Any
+    ) -> KVCache:
+        """A cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the rest computed.
+
+            cache = KVCache.from_prefix(model, ids, store=store)
+            model.generate(ids, past_key_values=cache)
+
+        Args:
+            ids: token ids of one prompt, [tokens] or [1, tokens].
+            chunk: most tokens that go through the model together.
+            put: store what was computed, for the next prompt that begins like this one.
+            options: of `for_model`.
+
+        Raises:
+            DataError: no token, or several prompts.
+            What `for_model` and `PrefixStore.load` raise.
+        """
+        cache = cls.for_model(model, scheme, **options)
+        prefix.fill(cache, model, ids, store, chunk=chunk, put=put)
+        return cache
 
     @staticmethod
     def detach(model: Any) -> None:

@@ -231,7 +231,8 @@ class PagedAttention:
         Raises:
             DataError: tensors that are not what was planned, or no `bind` and `update` before.
         """
-        for name, x, dtype, shape in (("out", out, q.dtype, q.shape), ("lse", lse, torch.float32, q.shape[:3])):
+        given = () if out is None and lse is None else (("out", out, q.dtype, q.shape), ("lse", lse, torch.float32, q.shape[:3]))
+        for name, x, dtype, shape in given:
             if x is not None and (x.shape != shape or x.dtype != dtype or x.device != q.device or not x.is_contiguous()):
                 raise DataError(f"{name} must be dense {dtype} {list(shape)} on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}")
         return self._backend.run(q, layer, out, lse)

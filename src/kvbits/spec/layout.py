@@ -66,6 +66,8 @@ class PageLayout:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+        if self.key.rotated and self.head_dim & (self.head_dim - 1):
+            raise SpecError(f"rotated keys are multiplied by a Hadamard matrix, and head_dim={self.head_dim} is no power of two; use rotated=False")
 
     @functools.cached_property
     def sections(self) -> dict[str, Section]:

@@ -117,6 +117,8 @@ class QuantSpec:
             (`scale_dtype` each), so that they do not widen the range of the others (KVQuant, section 3.5).
         pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them again when it reads
             (KVQuant, section 3.2).
+        rotated: keys only; a page stores keys multiplied by an orthonormal Hadamard matrix, and attention multiplies queries alike, so scores stay what they
+            were and no channel sticks out of its group (QuaRot, arXiv:2404.00456, section 4). head_dim must be a power of two.
         basis: of banded codes (quant/basis.py). "klt" (keys only): a calibrated basis of each kv head, in the frame of the page's `FRAME` positions, whose
             channels are uncorrelated, the most important first. "hadamard": channels turned by a Hadamard matrix, no calibration.
         bands: of banded codes: bits of each band of 16 neighbouring channels (0 to 6, or 8). A code of b bits means code - (2**b - 1) / 2 steps, so that no
@@ -134,6 +136,7 @@ class QuantSpec:
     center: str | None = None
     outliers: float = 0.0
     pre_rope: bool = False
+    rotated: bool = False
     basis: str | None = None
     bands: tuple[int, ...] = ()
 
@@ -163,6 +166,10 @@ class QuantSpec:
             raise SpecError(f"{self.format} has a wide range of its own and takes no outliers; use outliers=0")
         if self.outliers and self.static and not (self.has_codebook and isinstance(self.granularity, PerChannel)):
             raise SpecError("calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats (nuq) can; use static=False")
+        if self.rotated and (self.needs_calibration or self.pre_rope):
+            raise SpecError(
+                "rotated keys take their scales from the page, after the rotary embedding; use rotated=False with static scales, codebooks or pre_rope"
+            )
         if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
             raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
 
@@ -176,10 +183,10 @@ class QuantSpec:
         if not any(self.bands):
             raise SpecError(f"bands={self.bands} hold no bits; give one width for each {banding.BAND} channels, such as (5, 3, 2, 0) for head_dim 64")
         usual = isinstance(self.granularity, PerToken) and self.symmetric and self.scale_dtype == SCALE_8BIT
-        if not usual or self.static or self.outliers or self.pre_rope:
+        if not usual or self.static or self.outliers or self.pre_rope or self.rotated:
             raise SpecError(
                 f"banded codes have one fitted 8-bit scale per token: granularity=PerToken(), symmetric=True, scale_dtype={SCALE_8BIT!r}, no static scales, no "
-                "outliers, no pre_rope"
+                "outliers, no pre_rope, not rotated"
             )
 
     @classmethod

@@ -119,6 +119,8 @@ class Scheme:
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
         if any(value.basis == "klt" for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("basis='klt' is of keys, calibrated against their queries; values take basis='hadamard'")
+        if any(value.rotated for value in (self.value, *(o.value for o in self.overrides))):
+            raise SpecError("values are not turned back after attention; rotated=True belongs to the key spec")
         choice("demote", self.demote, ("age", "attention"))
         for tier in self.tiers:
             self._check_tier(tier)
