@@ -133,6 +133,8 @@ def _graphed(data: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         bars = [{"label": name, "value": round(stock / ms, 2), "kind": "kvbits"} for name, ms in graphed.items()]
         bars.append({"label": "stock cache, FlashAttention", "value": 1.0, "kind": "stock"})
+        if fa3 := next((r["ms_per_token"] for r in rows if r["scheme"] == "fa3" and r["mode"] == "graph"), None):
+            bars.append({"label": "16 bits in a graph, FlashAttention-3", "value": round(stock / fa3, 2), "kind": "stock"})
         what = f"{_counted(batch, 'sequence')} of {context:,} tokens"
         note = f"Tokens of Llama-3.1-8B's geometry through Transformers, {what}, in a CUDA graph; the stock cache without. {data.get('command', '')}"
         found.append({"title": f"{data['device']}, tokens: {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
