@@ -131,8 +131,8 @@ def test_json_of_another_class_is_refused_by_name():
     ("change", "message"),
     [
         ({"type": "QuantSpecs"}, "unknown spec type 'QuantSpecs'; known: PerTensor, PerToken, PerChannel, PerGroup, QuantSpec, Rotary, Override, Tier, Scheme"),
-        ({"bits": 4}, "QuantSpec has no field bits; known: center, format"),
-        ({"format": "int5"}, "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, nuq4, nuq3, nuq2, raw"),
+        ({"bits": 4}, "QuantSpec has no field bits; known: bands, basis, center, format"),
+        ({"format": "int5"}, "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, nuq4, nuq3, nuq2, banded, raw"),
     ],
 )
 def test_json_with_unknown_names_lists_the_known_ones(change, message):

@@ -127,6 +127,8 @@ class Scheme:
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS, "0 means none"))
         if any(value.pre_rope for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
+        if any(value.basis == "klt" for value in (self.value, *(o.value for o in self.overrides))):
+            raise SpecError("basis='klt' is of keys, calibrated against their queries; values take basis='hadamard'")
         if any(value.rotated for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values are not turned back after attention; rotated=True belongs to the key spec")
         choice("demote", self.demote, ("age", "attention"))
@@ -175,9 +177,9 @@ class Scheme:
         return any(s.needs_calibration for s in self._specs)
 
     @property
-    def pre_rope(self) -> bool:
-        """True if any layer's keys are stored before the rotary embedding, so that the cache must know it."""
-        return any(s.pre_rope for s in self._specs)
+    def needs_rotary(self) -> bool:
+        """True if any layer's keys are turned back by positions before they are stored, so that the cache must know the rotary embedding."""
+        return any(s.needs_rotary for s in self._specs)
 
     @property
     def knows_rotary(self) -> bool:
