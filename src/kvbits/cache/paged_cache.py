@@ -44,7 +44,7 @@ class PagedCache:
         max_tokens, batch_size: fix the capacity to `max_tokens` tokens of each of `batch_size` sequences (1 if not given): exactly
             `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more. Without them the cache grows.
         device: where pages live; queries, keys and values must be there too.
-        static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales or codebooks.
+        static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales, codebooks or a basis.
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes, so not where nothing
             closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
