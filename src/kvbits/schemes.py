@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SpecError
-from .spec import CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme, Tier
+from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme, Tier
 
 _PAPER = "https://github.com/MaanasTaneja/cuda-kv-cache-compression"
 _KIVI = "https://arxiv.org/abs/2402.02750"
@@ -42,6 +42,15 @@ def _nuq(bits: int, outliers: float) -> Scheme:
         name=f"nuq{bits}" + (f"-{outliers:.0%}" if outliers else ""), key=dataclasses.replace(value, granularity=PerChannel(), pre_rope=True),
         value=value, num_sink_tokens=1, residual_length=128, source=_KVQUANT,
         description=f"KVQuant: {bits}-bit calibrated codebooks, keys per channel of a page before the rotary embedding, values per token{listed}",
+    )  # fmt: skip
+
+
+def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
+    value = QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(bits,) * len(bands))
+    return Scheme(
+        name=f"klt{bits}", key=dataclasses.replace(value, basis="klt", bands=bands, center="channel"), value=value, num_sink_tokens=4, residual_length=128,
+        description=f"integers in a calibrated basis: keys of {min(bands)} to {max(bands)} bits by importance, values of {bits} bits turned by a Hadamard, one "
+        "8-bit scale per token",
     )  # fmt: skip
 
 
@@ -110,6 +119,9 @@ PRESETS: dict[str, Scheme] = {
         _kivi(4),
         _kivi(2),
         *(_nuq(bits, outliers) for bits in (4, 3, 2) for outliers in (0.01, 0.0)),
+        _klt(4, (6, 6, 5, 5, 4, 4, 3, 3)),
+        _klt(3, (6, 5, 4, 4, 3, 3, 2, 1)),
+        _klt(2, (6, 4, 3, 2, 2, 2, 1, 0)),
         _tiered("tiered", 2048, 14336, "the zones of the 32k example"),
         _tiered("tiered_8k", 512, 2048, "zones for contexts of 8k, small models and edge devices"),
         _tiered("tiered_8k_adaptive", 512, 2048, "tiered_8k whose pages leave the 8-bit zone by how little attention uses them", demote="attention"),

@@ -180,18 +180,18 @@ def test_the_committed_tables_are_what_the_command_writes(file, made):
 
 def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder, monkeypatch, tmp_path):
     gpu = {"device": "G", "rows": [{"scheme": "kivi4", "shape": s, "speedup_real_cache": x} for s, x in (("a", 1.2), ("b", 2.0))]}
-    cpu = {"threads": 1, "rows": [{"model": "m", "cache": "kivi4", "context": c, "ratio_vs_16bit": x} for c, x in ((2048, 1.5), (512, 3.0))]}
-    for name, data in (("nvidia-x/attend_decode.json", gpu), ("cpu/generate_presets.json", cpu)):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(json.dumps(data))
+    (tmp_path / "nvidia-x").mkdir()
+    (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps(gpu))
     monkeypatch.setattr(markdown, "SHOWN", ("raw", "kivi4"))
     results = collect(folder)
-    _, head, _, raw, kivi, _ = markdown.preset_table(results, tmp_path).splitlines()
-    assert "CPU, after 512 / 2,048" in head
+    cells = results.models["tiny"].tasks["fidelity"]
+    timed = {"kivi4": dataclasses.replace(cells["kivi4"], summary={"speed_ratio": 3.04}, environment={"device": "AMD"})}
+    results.models["tiny"].tasks["decode"] = timed
+    _, _, _, raw, kivi, _ = markdown.preset_table(results, tmp_path).splitlines()
     assert raw.startswith("| `raw` | 16.00 |") and raw.endswith("| not measured | not measured | none |")
     summary = results.models["tiny"].tasks["fidelity"]["kivi4"].summary
     bits = CacheSpec(scheme=schemes.get("kivi4"), layers=(LayerGeometry(num_kv_heads=1, head_dim=128),)).bits_per_element
-    assert kivi.split(" | ")[1:] == [f"{bits:.2f}", f"{summary['ppl_change']:+.2%}", f"{summary['kl_mean']:.4f}", "3.0x / 1.5x", "1.20x to 2.00x", "none |"]
+    assert kivi.split(" | ")[1:] == [f"{bits:.2f}", f"{summary['ppl_change']:+.2%}", f"{summary['kl_mean']:.4f}", "3.04x", "1.20x to 2.00x", "none |"]
     monkeypatch.setattr(markdown, "SHOWN", ("nuq4",))
     with pytest.raises(SpecError, match="nuq4 was not measured on tiny"):
         markdown.preset_table(results, tmp_path)
@@ -272,7 +272,8 @@ def test_the_page_needs_no_network_and_carries_all_rows(folder):
 
 def test_recommended_presets_have_a_bar_in_every_speed_chart():
     recommended = markdown.recommended(collect(RESULTS))
-    groups = [g for g in kernel_groups(BENCHMARKS, recommended) if not g["title"].startswith("vLLM")]  # vLLM has names of its own
+    groups = [g for g in page_data(collect(RESULTS), BENCHMARKS)["kernels"] if not g["title"].startswith("vLLM")]  # vLLM has names of its own
+    assert any(g["title"].startswith("CPU") for g in groups)
     assert len(groups) > 6
     for group in groups:
         labels = [b["label"] for b in group["bars"]]

@@ -12,8 +12,6 @@ from ..schemes import PRESETS
 
 GPU = "nvidia-*/attend_decode*.json"
 """Decode attention of presets in a whole cache (`bench_decode_gpu.py`)."""
-CPU = "cpu/generate_presets.json"
-"""Tokens through Transformers (`bench_generate_cpu.py`)."""
 
 
 def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
@@ -23,16 +21,6 @@ def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
         for r in data["rows"]:
             if "speedup_real_cache" in r and r["scheme"] in PRESETS:
                 found.setdefault(r["scheme"], {}).setdefault(r["shape"], r["speedup_real_cache"])
-    return found
-
-
-def cpu_speeds(folder: Path) -> dict[str, dict[int, float]]:
-    """preset -> context -> tokens per second over the stock 16-bit cache's in the same run."""
-    found: dict[str, dict[int, float]] = {}
-    for data in _read(folder, CPU):
-        for r in data["rows"]:
-            if r["cache"] in PRESETS:
-                found.setdefault(r["cache"], {})[r["context"]] = r["ratio_vs_16bit"]
     return found
 
 
@@ -52,17 +40,18 @@ def kernel_groups(folder: Path, presets: tuple[str, ...] = ()) -> list[dict[str,
     found += shapes.values()
     for data in _read(folder, "nvidia-*/generate.json"):
         found += _graphed(data)
-    for data in _read(folder, CPU):
-        found += _generate(data)
-    for data in _read(folder, "cpu/attend_presets.json"):
-        found += _attend(data)
     for group in found:
-        group["bars"].sort(key=lambda b: b["value"], reverse=True)
-        if missing := [p for p in presets if p not in {b["label"] for b in group["bars"]}]:
-            group["bars"] += [{"label": f"{p}: not measured", "value": None, "kind": "kvbits"} for p in missing]
+        complete(group, presets)
     for data in _read(folder, "nvidia-*/serve_vllm.json"):
         found += _serving(data)
     return found
+
+
+def complete(group: dict[str, Any], presets: tuple[str, ...]) -> None:
+    """Sort a group's bars, the longest first, and add empty ones for the presets that were not measured."""
+    group["bars"].sort(key=lambda b: b["value"], reverse=True)
+    missing = [p for p in presets if p not in {b["label"] for b in group["bars"]}]
+    group["bars"] += [{"label": f"{p}: not measured", "value": None, "kind": "kvbits"} for p in missing]
 
 
 def _read(folder: Path, pattern: str) -> list[dict[str, Any]]:
@@ -144,32 +133,11 @@ def _graphed(data: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         bars = [{"label": name, "value": round(stock / ms, 2), "kind": "kvbits"} for name, ms in graphed.items()]
         bars.append({"label": "stock cache, FlashAttention", "value": 1.0, "kind": "stock"})
+        if fa3 := next((r["ms_per_token"] for r in rows if r["scheme"] == "fa3" and r["mode"] == "graph"), None):
+            bars.append({"label": "16 bits in a graph, FlashAttention-3", "value": round(stock / fa3, 2), "kind": "stock"})
         what = f"{_counted(batch, 'sequence')} of {context:,} tokens"
         note = f"Tokens of Llama-3.1-8B's geometry through Transformers, {what}, in a CUDA graph; the stock cache without. {data.get('command', '')}"
         found.append({"title": f"{data['device']}, tokens: {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
-    return found
-
-
-def _generate(data: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
-    for model, context in dict.fromkeys((r["model"], r["context"]) for r in data["rows"]):
-        rows = [r for r in data["rows"] if (r["model"], r["context"]) == (model, context)]
-        bars = [{"label": r["cache"], "value": round(r["ratio_vs_16bit"], 2), "kind": "kvbits" if r["cache"] in PRESETS else "stock"} for r in rows]
-        note = f"Tokens of {model} through Transformers after {context:,} tokens, on {_counted(data['threads'], 'CPU thread')}; Transformers' caches in orange."
-        title = f"CPU, tokens of {model} after {context:,}"
-        found.append({"title": title, "unit": "times as fast as the stock cache", "note": note, "bars": bars})
-    return found
-
-
-def _attend(data: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
-    for shape, s in data["shapes"].items():
-        heads, kv_heads, size, tokens = (int(n) for n in shape.split("/"))
-        bars = [{"label": name, "value": ratio, "kind": "kvbits"} for name, ratio in s["ratio_vs_torch16"].items()]
-        bars.append({"label": "torch, 16 bits", "value": 1.0, "kind": "stock"})
-        where = f"{tokens:,} tokens, {heads} query and {kv_heads} kv heads of {size}"
-        note = f"Attention of one new token on the CPU over {where}; {_counted(data['threads'], 'thread')}, {data['tier']}."
-        found.append({"title": f"CPU, attention: {where}", "unit": "times as fast as torch's best", "note": note, "bars": bars})
     return found
 
 

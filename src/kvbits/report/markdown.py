@@ -16,7 +16,7 @@ from ..errors import SpecError
 from ..schemes import PRESETS, weak_to_key_bias
 from ..spec import CacheSpec, LayerGeometry
 from .collect import Cell, Model, Results, bits, held_bits
-from .kernels import cpu_speeds, gpu_speeds
+from .kernels import gpu_speeds
 
 LEGEND = (
     "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows, then the KL divergence between the two "
@@ -322,6 +322,12 @@ def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bo
     return min((n for n in found if found[n][0] <= smallest + TIE_KL), key=lambda n: (found[n][1], found[n][0]))
 
 
+def decoded(results: Results) -> list[Model]:
+    """Models whose tokens were timed one by one on a CPU, the caches taking turns."""
+    timed = [m for m in results.models.values() if "decode" in m.tasks]
+    return [m for m in timed if all("NVIDIA" not in str(c.environment.get("device", "")) for c in m.tasks["decode"].values())]
+
+
 def preset_table(results: Results, benchmarks: Path) -> str:
     """The README's table: what a preset keeps, costs and asks for, the lossless one first, between its markers.
 
@@ -329,10 +335,8 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         SpecError: one of `SHOWN` was not measured on every model.
     """
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    gpu, cpu = gpu_speeds(benchmarks), cpu_speeds(benchmarks)
-    contexts = sorted({c for speeds in cpu.values() for c in speeds})
-    measured = [f"CPU, after {' / '.join(f'{c:,}' for c in contexts)}"] if contexts else []
-    columns = ["preset", "bits", "worst change of perplexity", "worst KL, nats", *measured, "GPU, worst to best", "calibration"]
+    gpu, cpu = gpu_speeds(benchmarks), next((m.tasks["decode"] for m in decoded(results)), {})
+    columns = ["preset", "bits", "worst change of perplexity", "worst KL, nats", "CPU", "GPU, worst to best", "calibration"]
     rows = []
     for name in SHOWN:
         if missing := [m.title for m in models.values() if name not in _measured(m)]:
@@ -340,11 +344,11 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
         title, ppl = max(((m.title, _measured(m)[name].summary["ppl_change"]) for m in models.values()), key=lambda x: x[1])
         kl = max(_measured(m)[name].summary["kl_mean"] for m in models.values())
-        on_cpu = [" / ".join(f"{cpu[name][c]:.1f}x" for c in contexts) if name in cpu else "not measured"] if contexts else []
+        on_cpu = f"{cpu[name].summary['speed_ratio']:.2f}x" if name in cpu else "not measured"
         on_gpu = f"{min(gpu[name].values()):.2f}x to {max(gpu[name].values()):.2f}x" if name in gpu else "not measured"
         change = f"{ppl:+.2%}" if ppl < 0.1 else f"**{ppl:+,.0%}** ({title})"
         needs = "needed" if PRESETS[name].needs_calibration else "none"
-        rows.append([f"`{name}`", f"{spec.bits_per_element:.2f}", change, f"{kl:.4f}", *on_cpu, on_gpu, needs])
+        rows.append([f"`{name}`", f"{spec.bits_per_element:.2f}", change, f"{kl:.4f}", on_cpu, on_gpu, needs])
     return _between(TABLE, "\n\n".join([table(columns, rows), *_unfit_notes(models, SHOWN)]))
 
 

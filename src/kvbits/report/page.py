@@ -15,7 +15,7 @@ from ..files import to_json
 from ..planner import RESERVE
 from . import arithmetic, markdown
 from .collect import Cell, Model, Results, bits, held_bits
-from .kernels import gpu_speeds, kernel_groups
+from .kernels import complete, gpu_speeds, kernel_groups
 
 LINES = ("int8_centered", "int4", "kivi4", "nuq4-1%", "nuq3-1%", "kivi2")
 """Presets of the memory chart; one that does not exist is left out."""
@@ -93,10 +93,28 @@ def _asset(name: str) -> str:
 def page_data(results: Results, benchmarks: Path | None) -> dict[str, Any]:
     """Everything the script draws, as JSON data."""
     models = {key: _model(m) for key, m in results.models.items() if "fidelity" in m.tasks}
+    chosen = markdown.recommended(results)
+    speeds = [] if benchmarks is None else [*kernel_groups(benchmarks, chosen), *_decoded(results, chosen)]
     return {
         "models": models, "presets": arithmetic.presets(), "shapes": arithmetic.MODELS, "head_dims": list(arithmetic.HEAD_DIMS), "lines": list(LINES),
-        "kernels": [] if benchmarks is None else kernel_groups(benchmarks, markdown.recommended(results)), "answer": _points(results, benchmarks),
+        "kernels": speeds, "answer": _points(results, benchmarks),
     }  # fmt: skip
+
+
+def _decoded(results: Results, presets: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A group of bars (see `kernel_groups`) for each model whose tokens were timed on a CPU."""
+    found = []
+    for m in markdown.decoded(results):
+        cells = {n: c for n, c in m.tasks["decode"].items() if c.summary.get("speed_ratio")}
+        first = next(iter(cells.values()))
+        bars = [{"label": n, "value": round(c.summary["speed_ratio"], 2), "kind": "kvbits" if c.kind == "kvbits" else "stock"} for n, c in cells.items()]
+        what = f"tokens of {m.title} after {first.settings['context']:,}"
+        note = (
+            f"Through Transformers, {what}, {first.environment.get('threads')} thread of {first.environment.get('device')}; Transformers' own caches in orange."
+        )
+        found.append({"title": f"CPU, {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
+        complete(found[-1], presets)
+    return found
 
 
 def _points(results: Results, benchmarks: Path | None) -> list[dict[str, Any]]:
