@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import SpecError
-from .quant import DTYPE_BYTES, QuantSpec
+from .quant import DTYPE_BYTES, SCALE_BYTES, QuantSpec
 
 FORMATS_VERSION = 1
 """Version of the byte layouts in docs/formats.md. Saved files and format ids carry it."""
@@ -54,7 +54,7 @@ class PageLayout:
     """Byte layout of one page of one layer: `num_kv_heads` identical structs, one after the other.
 
     Sections appear in this order, each aligned to 16 bytes, the struct padded to 64 bytes:
-    key planes, value planes, then key scale, bias, mean, stretch, outlier indices, outlier values, and the same of the values.
+    key planes, value planes, then key scale, page scale, bias, mean, stretch, outlier indices, outlier values, and the same of the values.
     """
 
     key: QuantSpec
@@ -87,10 +87,12 @@ class PageLayout:
         for prefix, spec in (("k", self.key), ("v", self.value)):
             if spec.is_raw:
                 continue
-            itemsize = DTYPE_BYTES[spec.scale_dtype]
+            itemsize = SCALE_BYTES[spec.scale_dtype]
             if not spec.static:
                 shape = spec.scale_shape(self.page_size, self.head_dim)
                 add(f"{prefix}_scale", spec.scale_dtype, itemsize, shape)
+                if spec.has_page_scale:
+                    add(f"{prefix}_page_scale", "float32", 4, (1,))
                 if spec.has_bias:
                     add(f"{prefix}_bias", spec.scale_dtype, itemsize, shape)
             if spec.center:

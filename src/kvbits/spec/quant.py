@@ -10,6 +10,8 @@ from ..errors import SpecError
 from .codec import choice, serialisable, whole
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+SCALE_BYTES = DTYPE_BYTES | {"float8_e4m3": 1}
+"""Storage dtypes of scales. Those in 8 bits count in units of one float32 number for each page and kv head, `page_scale`."""
 MAX_OUTLIERS = 0.125
 MAX_GROUP = 65_536
 
@@ -43,6 +45,7 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="int2", planes=(2,), kind="int"),
         NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", exponent_bits=4, mantissa_bits=3, max_value=448.0, saturates_at=464.0),
         NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", exponent_bits=5, mantissa_bits=2, max_value=57344.0, saturates_at=61440.0),
+        NumberFormat(name="fp4_e2m1", planes=(4,), kind="float", exponent_bits=2, mantissa_bits=1, max_value=6.0, saturates_at=7.0),
         NumberFormat(name="nuq4", planes=(4,), kind="codebook"),
         NumberFormat(name="nuq3", planes=(2, 1), kind="codebook"),
         NumberFormat(name="nuq2", planes=(2,), kind="codebook"),
@@ -93,7 +96,7 @@ class QuantSpec:
 
         x ~ level(code) * scale * stretch + bias + mean + outlier
 
-    `level` is code - zero for integers (`zero` is 2**(bits - 1) if symmetric, else 0), the float itself for fp8, and an entry of the
+    `level` is code - zero for integers (`zero` is 2**(bits - 1) if symmetric, else 0), the float itself for fp8 and fp4, and an entry of the
     calibrated codebook, in [-1, 1], for nuq formats (KVQuant, arXiv:2401.18079, section 3.4). `bias` exists for asymmetric specs, `mean`
     for `center="channel"`, `outlier` for the listed elements of a page, `stretch` per token for static per-channel specs with outliers.
 
@@ -101,7 +104,8 @@ class QuantSpec:
         format: one of `FORMATS`; "raw" keeps the model's own 16-bit (or 32-bit) values.
         granularity: who shares a scale (and a bias).
         symmetric: integers only; False adds a float `bias` beside each scale.
-        scale_dtype: storage dtype of scale, bias and mean.
+        scale_dtype: storage dtype of scale, bias and mean. "float8_e4m3" (NVFP4's): a scale is the product of 8 bits and of one float32 number for the
+            page and head, max|x| / (448 * the format's largest level); only for symmetric scales that are the page's own and belong to tokens.
         static: scales come from a `Calibration` instead of from the page, and are not stored in it.
         center: "channel" keeps each channel's mean over the page apart, so that a constant offset (a key bias) costs no
             code range. A score then gains q . mean once per page and head.
@@ -125,7 +129,7 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         choice("number format", self.format, FORMATS)
-        choice("scale_dtype", self.scale_dtype, DTYPE_BYTES)
+        choice("scale_dtype", self.scale_dtype, SCALE_BYTES)
         choice("center", self.center, (None, "channel"))
         if not isinstance(self.granularity, Granularity):
             raise SpecError(f"granularity={self.granularity!r} is not one of {', '.join(_GRANULARITIES)}()")
@@ -146,6 +150,13 @@ class QuantSpec:
             raise SpecError(f"{self.format} has a wide range of its own and takes no outliers; use outliers=0")
         if self.outliers and self.static and not (self.has_codebook and isinstance(self.granularity, PerChannel)):
             raise SpecError("calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats (nuq) can; use static=False")
+        if self.has_page_scale and (self.static or self.center or self.outliers or self.pre_rope or not self.symmetric or self.has_codebook):
+            raise SpecError(
+                "scales in float8_e4m3 count in units of the page's largest number and have no room for offsets; with static=True, center, outliers, pre_rope, "
+                "codebooks or symmetric=False use scale_dtype='float16'"
+            )
+        if self.has_page_scale and isinstance(self.granularity, PerChannel):
+            raise SpecError("scales in float8_e4m3 belong to tokens; use PerGroup(16), or scale_dtype='float16' per channel")
         if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
             raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
 
@@ -186,6 +197,11 @@ class QuantSpec:
         return self.number_format.kind == "codebook"
 
     @property
+    def has_page_scale(self) -> bool:
+        """True where scales are stored in 8 bits, in units of one float32 number for each page and kv head."""
+        return SCALE_BYTES[self.scale_dtype] == 1
+
+    @property
     def has_stretch(self) -> bool:
         """True where a page cannot fit the scale to its own numbers: each token then has a factor, so that none is cut off."""
         return bool(self.outliers) and self.static
@@ -198,10 +214,10 @@ class QuantSpec:
     def token_local(self) -> bool:
         """True where a token's bytes depend on no other token of its page, so that tokens can be stored one by one, quantized as they come.
 
-        That is where scales belong to a token or come from calibration. A mean (`center`) is the page's own, but any number does for it: one fixed when
+        That is where scales belong to a token alone or come from calibration. A mean (`center`) is the page's own, but any number does for it: one fixed when
         the page opens. Codebooks, outliers and keys before the rotary embedding are left to whole pages.
         """
-        if self.has_codebook or self.outliers or self.pre_rope:
+        if self.has_codebook or self.outliers or self.pre_rope or self.has_page_scale:
             return False
         return self.is_raw or self.static or not isinstance(self.granularity, PerChannel)
 

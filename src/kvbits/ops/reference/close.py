@@ -35,7 +35,7 @@ def encode(x: torch.Tensor, spec: QuantSpec, static: QParams | None, codebook: t
     """Quantize pages `x` [n, H, tokens, head_dim], float32 and finite."""
     qparams = choose_qparams(x, spec, static, codebook)
     codes, outside = quantize(x, spec, qparams)
-    stored = {name: t for name in ("scale", "bias", "mean") if (t := getattr(qparams, name)) is not None}
+    stored = qparams.stored()
     if not spec.outliers:
         return Encoded(codes, qparams, stored, int(outside.sum()))
     listed = worst((x - dequantize(codes, spec, qparams)).abs(), outside, spec.num_outliers(*x.shape[-2:]))
