@@ -11,12 +11,16 @@
     ├── CalibrationError (ValueError)   calibration missing, or made for another model or scheme
     └── KernelError (RuntimeError)      a kernel that does not compile, load or launch
 
-Messages give the value, the limit and the way out.
+Messages give the value, the limit and the way out. What is only unwise is a `KvbitsWarning`.
 """
 
 
 class KvbitsError(Exception):
     """Base class of every error raised on purpose by kvbits."""
+
+
+class KvbitsWarning(UserWarning):
+    """Something that works and is likely not what was wanted, such as a scheme that is known to be unfit for a model."""
 
 
 class SpecError(KvbitsError, ValueError):

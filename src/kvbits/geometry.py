@@ -156,6 +156,13 @@ def query_heads(config: Any) -> int | None:
     return n if isinstance(n, int) and n > 0 else None
 
 
+def has_key_bias(config: Any) -> bool:
+    """Whether the models of a configuration add a bias to their keys, as far as it says: Qwen 2 and 2.5 always do, others if `attention_bias` is set."""
+    config = text_config(config)
+    named = any(getattr(config, name, None) is True for name in ("attention_bias", "qkv_bias", "add_qkv_bias"))
+    return named or str(getattr(config, "model_type", "")).startswith("qwen2")
+
+
 def max_context(config: Any) -> int | None:
     """Most tokens the model was made for (`max_position_embeddings`), or None where the configuration does not say."""
     n = getattr(text_config(config), "max_position_embeddings", None)

@@ -145,6 +145,28 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
     return scheme if head_dim is None else fitted(scheme, head_dim)
 
 
+def weak_to_key_bias(scheme: Scheme) -> bool:
+    """Whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8. One channel with a large constant offset, as models with a bias in their
+    key projection have it, then takes the steps from all others. Keys per channel do not know this, and 8-bit integers bear it."""
+    key = scheme.key
+    return not key.is_raw and not isinstance(key.granularity, PerChannel) and (key.bits <= 4 or key.number_format.kind == "float")
+
+
+def key_bias_note(scheme: Scheme, of: str) -> str | None:
+    """What to say of a scheme on a model with a key bias, with the way out; None where it is fit.
+
+    Args:
+        of: the model and its bias, in words.
+    """
+    if not weak_to_key_bias(scheme):
+        return None
+    fit = "kivi4" if scheme.key.bits <= 4 else RECOMMENDED
+    return (
+        f"scheme {scheme.name!r} is unfit for {of}: a channel with a constant offset takes the steps of a scale from the channels that share it "
+        f"(docs/evaluation.md has what that costs); take {fit!r}, and see `kvbits check`"
+    )
+
+
 def fitted(scheme: Scheme, head_dim: int) -> Scheme:
     """A scheme whose groups divide head_dim: those that do not shrink to the largest power of two that does."""
     return dataclasses.replace(scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, head_dim))

@@ -1,6 +1,7 @@
 """A cache of fixed capacity holds exactly what the arithmetic says, and that suffices."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.cache.pool import GROWTH
 from kvbits.cache.step import Run
-from kvbits.errors import PoolFullError
+from kvbits.errors import CacheError, PoolFullError
 from kvbits.schemes import PRESETS
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, PerTensor, QuantSpec, Rotary, Scheme
+from kvbits.units import human_bytes
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
 
@@ -219,3 +221,30 @@ def test_the_tiered_article_s_example_to_the_byte():
     used = {name: (p.allocator.num_used, p.allocator.capacity) for name, p in cache.groups[0].pools.items()}
     assert used == {"sink": (1, 1), "closed": (479, 479), "tail": (33, 33), "low0": (224, 225)}
     assert cache.nbytes == small.nbytes(32768)
+
+
+def test_a_capacity_that_no_memory_has_says_how_many_bytes_it_wanted():
+    spec = CacheSpec(scheme=schemes.get("kivi4"), layers=(LayerGeometry(num_kv_heads=2, head_dim=64),) * 3)
+    for tokens in (10**12, 10**18, 10**30):
+        with pytest.raises(
+            CacheError, match=f"takes {spec.nbytes(tokens, 2):,} bytes .*lower max_tokens or batch_size, or leave both out: the cache then grows"
+        ):
+            PagedCache(spec, max_tokens=tokens, batch_size=2)
+
+
+def test_an_explanation_is_a_dict_that_prints_as_a_few_lines():
+    layers = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3 + (LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=300),)
+    cache = PagedCache(CacheSpec(scheme=schemes.get("kivi4"), layers=layers))
+    assert str(cache.explain()).splitlines() == [
+        "kivi4: 5.00 bits a number in closed pages", "bytes: 0 B (nothing allocated yet)",
+        "layers 0 to 2: keys int4 per channel, values int4 in groups of 32; pages in use 0 of 0 sink, 0 of 0 closed, 0 of 0 tail",
+        "layer 3: keys int4 per channel, values int4 in groups of 32, window 300; pages in use 0 of 0 sink, 0 of 0 closed, 0 of 0 tail",
+        "ops: none yet, the first forward pass chooses who serves them",
+    ]  # fmt: skip
+    x = torch.randn(1, 400, 2, 64, dtype=torch.bfloat16)
+    for layer in range(4):
+        cache.step(layer, x, x, x, scaling=0.1)
+    found = cache.explain()
+    assert isinstance(found, dict) and json.loads(json.dumps(found)) == json.loads(json.dumps(dict(found)))
+    text = str(found)
+    assert f"bytes: {human_bytes(cache.nbytes)} (codes " in text and "closed, " in text and "ops: a" in text and len(text.splitlines()) == 5

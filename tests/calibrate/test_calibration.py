@@ -193,3 +193,16 @@ def test_where_no_file_can_be_is_said_before_anything_is_written(calibration, tm
     with pytest.raises(SpecError, match="the directory .*nowhere does not exist; create it first"):
         calibration.save(tmp_path / "nowhere" / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_calibration_prints_in_a_line(calibration, tmp_path):
+    assert repr(calibration) == f"<Calibration {calibration.id}: ? of tiny, 3 layers, 0 tokens>"
+    calibration.info.update(scheme="mine", tokens=4096, text="novel-end")
+    calibration.save(tmp_path / "c")
+    assert str(Calibration.load(tmp_path / "c")) == f"<Calibration {calibration.id}: mine of tiny, 3 layers, 4,096 tokens on novel-end, {tmp_path / 'c'}>"
+
+
+def test_a_scheme_that_needs_none_is_told_so(calibration):
+    plain = Scheme(name="plain", key=QuantSpec.raw(), value=QuantSpec.raw())
+    with pytest.raises(CalibrationError, match="scheme 'plain' needs no calibration: it takes its scales from each page.*leave calibration out"):
+        calibration.check(config(), plain)

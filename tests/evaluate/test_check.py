@@ -12,15 +12,17 @@ import tiny
 import torch
 
 from kvbits import schemes
+from kvbits.cache.explain import ranges
 from kvbits.calibrate import calibrate, prompts_from_text
 from kvbits.cli import app
 from kvbits.errors import SpecError
-from kvbits.evaluate.check import Limits, check, ranges, remedies, require_length
+from kvbits.evaluate.check import Limits, check, remedies, require_length
 from kvbits.evaluate.texts import novel
 from kvbits.geometry import layer_geometries
 from kvbits.spec import PerChannel, PerGroup, QuantSpec, Scheme
 
 IDS = torch.tensor(tiny.tokenizer()(novel()[:1024])["input_ids"]).view(2, 512)
+pytestmark = pytest.mark.filterwarnings("ignore::kvbits.errors.KvbitsWarning")
 MODELS = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models"))
 
 

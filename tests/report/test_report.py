@@ -19,7 +19,7 @@ from kvbits.errors import SpecError
 from kvbits.evaluate.run import evaluate
 from kvbits.evaluate.tasks import Options
 from kvbits.evaluate.texts import Text, novel
-from kvbits.planner import DENSE, _Dense
+from kvbits.planner import DENSE, RESERVE, Cards, _Dense, rank, uniform
 from kvbits.report import arithmetic, markdown
 from kvbits.report.collect import collect, held_bits
 from kvbits.report.kernels import in_words, kernel_groups
@@ -81,9 +81,26 @@ def test_the_recommendation_is_the_smallest_worst_kl(folder):
 
 
 def test_a_recommendation_says_what_a_scheme_asks_for():
-    assert markdown._price("nuq4-1%") == " Needs a calibration (`kvbits calibrate`); slower than 16 bits on a GPU at 32 x 4,096 tokens (0.92 times as fast)."
+    assert markdown._price("nuq4-1%") == " Needs a calibration (`kvbits calibrate`). Slower than 16 bits on a GPU at 32 x 4,096 tokens (0.92 times as fast)."
     assert markdown._price("nuq4") == " Needs a calibration (`kvbits calibrate`)."
     assert markdown._price("int8_centered") == markdown._price("not a preset") == ""
+
+
+def test_what_needs_no_setup_is_recommended_first_where_it_is_usable():
+    results = collect(RESULTS)
+    eight, four, three = markdown.recommendations(results)
+    assert eight.startswith(f"**About 8 bits: `{schemes.RECOMMENDED}`**") and not schemes.PRESETS[schemes.RECOMMENDED].needs_calibration
+    assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `nuq4-1%`: perplexity" in four
+    assert three.startswith("**Under 4 bits: `nuq3-1%`**"), "kivi2 is not usable, so that it does not come first"
+
+
+def test_the_table_says_for_which_models_a_scheme_is_unfit():
+    models = {k: m for k, m in collect(RESULTS).as_used.items() if "fidelity" in m.tasks}
+    found = markdown.unfit(models)
+    assert found["int4"] == ["gemma3-270m", "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"]
+    assert not {"raw", "int8_centered", "kivi4", "nuq4-1%", "nuq3-1%"} & set(found)
+    note = markdown.scheme_rows(collect(RESULTS))[2][-1]
+    assert note.startswith("Unfit (perplexity more than 2% up, or KL above 0.05 nats): ") and "`int4` for gemma3-270m, qwen2.5-coder-0.5b" in note
 
 
 def test_mass_matched_stands_beside_raw_s_and_float32_s(folder):
@@ -251,6 +268,39 @@ def test_the_calculator_gives_the_specs_bytes():
         assert dense == _Dense(next(n for n, b in DENSE.items() if b == 2), layers).nbytes(case["context"], case["batch"])
 
 
+def test_the_calculator_shares_gpus_as_the_planner_does():
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node to run the page's script with")
+    listed = [(heads, gpus, 10**9 * memory, 10**7 * weights) for heads in (1, 2, 3, 8) for gpus in (1, 2, 4, 8) for memory, weights in ((80, 1606), (24, 99))]
+    script = f"""
+        const {{ perGpu }} = require({json.dumps(str(ROOT / "src/kvbits/report/assets/report.js"))});
+        const input = JSON.parse(require("fs").readFileSync(0, "utf8"));
+        console.log(JSON.stringify(input.map(([kv_heads, gpus, memory, weights]) => perGpu({{ kv_heads }}, {{ memory, weights, reserve: {RESERVE}, gpus }}))));"""
+    out = subprocess.run([node, "-e", script], input=json.dumps(listed), capture_output=True, text=True, check=True)
+    for (heads, gpus, memory, weights), found in zip(listed, json.loads(out.stdout), strict=True):
+        cards = Cards(memory_bytes=memory, weights_bytes=weights, count=gpus)
+        assert (found["left"], found["share"], found["kept"]) == (cards.cache_bytes, cards.weights_share, cards.reserve_bytes)
+        try:
+            assert found["kv_heads"] == rank(uniform(1, heads, 64), gpus)[0].num_kv_heads
+        except SpecError:
+            assert found["kv_heads"] is None
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen2.5-0.5B", "Llama-3.1-8B"])
+def test_the_calculator_s_models_have_their_parameters(name):
+    from transformers import LlamaConfig, Qwen2Config
+
+    from kvbits.weights import count_parameters
+
+    configs = {
+        "SmolLM2-135M": LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True),
+        "Qwen2.5-0.5B": Qwen2Config(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
+        "Llama-3.1-8B": LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256),
+    }  # fmt: skip
+    assert count_parameters(configs[name]) == arithmetic.MODELS[name]["parameters"]
+
+
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -278,6 +328,7 @@ def test_the_page_draws_in_a_browser(folder, tmp_path, options):
     assert found["fits"] == "true"
     assert found["background"] == ("rgb(18,23,30)" if options else "rgb(255,255,255)")
     assert dom.count("<tr") > 40 and "kivi2" in dom and 'output id="o-context">32,768' in dom
+    assert "The GPU: 80.00 GB − 300.0 MB of weights − 9.60 GB reserve = 70.10 GB for the cache." in dom and "users that fit" in dom
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium (apt-get install chromium)")

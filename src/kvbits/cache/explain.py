@@ -2,11 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from ..errors import counted
 from ..ops.break_even import small_on_gpu
+from ..spec import CacheSpec, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
+from ..units import human_bytes
 from .group import GroupState
+
+
+class Explanation(dict[str, Any]):
+    """What `PagedCache.explain` found: a dict, which prints as a few lines."""
+
+    def __str__(self) -> str:
+        held = self["bytes"]
+        kinds = ", ".join(f"{kind} {n / held['total']:.0%}" for kind, n in held.items() if kind != "total" and n) if held["total"] else "nothing allocated yet"
+        lines = [f"{self['scheme']}: {self['bits_per_element']:.2f} bits a number in closed pages", f"bytes: {human_bytes(held['total'])} ({kinds})"]
+        lines += [f"{_layers(g)}: {g['stored']}{_window(g)}; {_pages(g)}" for g in self["layers"]]
+        lines.append(f"ops: {'; '.join(self['ops']) or 'none yet, the first forward pass chooses who serves them'}")
+        if self["saturated"]:
+            lines.append(f"saturated: {sum(n for s in self['saturated'].values() for n in s.values()):,} elements in layers {ranges(self['saturated'])}")
+        return "\n".join([*lines, *(f"note: {n}" for n in self["notes"])])
+
+
+def _layers(group: dict[str, Any]) -> str:
+    heads = "" if group["kv_heads"] == "all" else f", kv heads {' / '.join(dict.fromkeys(ranges(h) for h in group['kv_heads']))}"
+    return f"layer{'s' if len(group['layers']) > 1 else ''} {ranges(group['layers'])}{heads}"
+
+
+def _window(group: dict[str, Any]) -> str:
+    return "" if group["sliding_window"] is None else f", window {group['sliding_window']:,}"
+
+
+def _pages(group: dict[str, Any]) -> str:
+    return "pages in use " + ", ".join(f"{n['used']} of {n['allocated']} {name}" for name, n in group["pages"].items())
+
+
+def in_words(spec: QuantSpec) -> str:
+    """A tensor's format for people, like "int4 in groups of 32"."""
+    if spec.is_raw:
+        return "raw"
+    shared = {PerTensor: "with one scale", PerToken: "per token", PerChannel: "per channel"}
+    size = f"in groups of {spec.granularity.size}" if isinstance(spec.granularity, PerGroup) else shared.get(type(spec.granularity), repr(spec.granularity))
+    more = [
+        *(["centred"] if spec.center else []),
+        *(["static scales"] if spec.static else []),
+        *([f"{spec.outliers:.0%} outliers"] if spec.outliers else []),
+        *(["before the rotary embedding"] if spec.pre_rope else []),
+    ]
+    return " ".join([spec.format, size]) + (f" ({', '.join(more)})" if more else "")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Like "0, 4 to 6"."""
+    found: list[list[int]] = []
+    for n in sorted(numbers):
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in found)
 
 
 def bytes_by_kind(groups: list[GroupState]) -> dict[str, int]:
@@ -32,6 +90,7 @@ def layer_groups(groups: list[GroupState], by_heads: bool) -> list[dict[str, Any
             "kv_heads": [list(heads) for heads in g.group.heads] if by_heads else "all",
             "keys": repr(g.group.key),
             "values": repr(g.group.value),
+            "stored": f"keys {in_words(g.group.key)}, values {in_words(g.group.value)}",
             "sliding_window": g.group.geometry.sliding_window,
             "pages": {name: {"used": p.allocator.num_used, "allocated": p.allocator.capacity} for name, p in g.pools.items()},
         }
@@ -46,6 +105,16 @@ def too_small_for_a_gpu(groups: list[GroupState]) -> list[str]:
         return []
     sizes = {(min(tokens, g.group.geometry.sliding_window or tokens), g.group.geometry.num_kv_heads, g.group.geometry.head_dim) for g in groups}
     return [note for n, heads, d in sorted(sizes) if (note := small_on_gpu(batch, n, heads, d))]
+
+
+def no_memory(spec: CacheSpec, batch_size: int, max_tokens: int, device: torch.device, error: Exception) -> str:
+    """That a fixed capacity found no memory, how much it is, and what to change."""
+    nbytes = spec.nbytes(max_tokens, batch_size)
+    said = str(error).strip().split("\n")[0]
+    return (
+        f"a cache for {counted(batch_size, 'sequence')} of {max_tokens:,} tokens takes {nbytes:,} bytes ({human_bytes(nbytes)}), which {device} does not "
+        f"give: {said}; lower max_tokens or batch_size, or leave both out: the cache then grows"
+    )
 
 
 def other_batch(held: int, batch_size: int) -> str:

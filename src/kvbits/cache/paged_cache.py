@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CacheStateError, DataError, PoolFullError, SpecError, counted
+from ..errors import CacheError, CacheStateError, DataError, PoolFullError, SpecError, counted
 from ..ops import dispatch
 from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
@@ -27,6 +27,7 @@ from ..spec import CacheSpec
 from . import explain, parameters, saved, serialize, swap
 from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
+from .explain import Explanation
 from .group import GroupState
 from .inputs import InputCheck
 from .layer_runner import LayerRunner
@@ -47,6 +48,9 @@ class PagedCache:
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes, so not where nothing
             closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
+
+    Raises:
+        CacheError: the device has no memory for a fixed capacity; the message says how much that is.
 
     Attributes:
         held_groups: page lists of every layer group, out of date while the cache decodes on the device (`groups` are not).
@@ -78,10 +82,15 @@ class PagedCache:
         self.made_for: str | None = None
         self.held_groups: list[GroupState] = []
         self._stores = LayerStores(spec, self.held_groups, self.static, self.device)  # refuses what cannot be before anything is allocated
-        for group in spec.groups:
-            wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
-            pools = {name: Pool(group, name, None if wanted is None else wanted[name], self.device) for name in group.pools}
-            self.held_groups.append(GroupState(group, pools))
+        try:
+            for group in spec.groups:
+                wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
+                pools = {name: Pool(group, name, None if wanted is None else wanted[name], self.device) for name in group.pools}
+                self.held_groups.append(GroupState(group, pools))
+        except (MemoryError, OSError, OverflowError, RuntimeError, TypeError) as error:  # sizes that no memory has, in the words of who was asked
+            if max_tokens is None or batch_size is None:
+                raise
+            raise CacheError(explain.no_memory(spec, batch_size, max_tokens, self.device, error)) from error
         self._built_for = (batch_size, max_tokens)
         self._inputs = InputCheck(spec, self.device, nonfinite)
         self._layers = LayerRunner(self._stores, backend, self.saturated)
@@ -133,18 +142,20 @@ class PagedCache:
         """Allocated bytes split into codes, scales, outliers, raw, padding and free. Their sum is `nbytes`."""
         return explain.bytes_by_kind(self.groups)
 
-    def explain(self) -> dict[str, Any]:
-        """What is stored, who serves each op and why the others do not, and where the bytes are."""
+    def explain(self) -> Explanation:
+        """What is stored, who serves each op and why the others do not, and where the bytes are: a dict, which prints as a few lines."""
         groups, notes = self.groups, [f"single tokens are led by the host: {self.led_by_host}"] if self.led_by_host else []
-        return {
-            "scheme": self.spec.scheme.name,
-            "bits_per_element": round(self.spec.bits_per_element, 4),
-            "layers": explain.layer_groups(groups, self.has_head_overrides),
-            "ops": sorted({str(c) for c in self._layers.choices.values()} | self._switch.explain()),
-            "notes": notes + (explain.too_small_for_a_gpu(groups) if self.device.type == "cuda" else []),
-            "bytes": self.bytes_by_kind() | {"total": self.nbytes},
-            "saturated": {i: s for i, s in enumerate(self.saturated) if any(s.values())},
-        }
+        return Explanation(
+            {
+                "scheme": self.spec.scheme.name,
+                "bits_per_element": round(self.spec.bits_per_element, 4),
+                "layers": explain.layer_groups(groups, self.has_head_overrides),
+                "ops": sorted({str(c) for c in self._layers.choices.values()} | self._switch.explain()),
+                "notes": notes + (explain.too_small_for_a_gpu(groups) if self.device.type == "cuda" else []),
+                "bytes": self.bytes_by_kind() | {"total": self.nbytes},
+                "saturated": {i: s for i, s in enumerate(self.saturated) if any(s.values())},
+            }
+        )
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 

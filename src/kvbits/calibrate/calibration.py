@@ -111,6 +111,13 @@ class Calibration:
     info: dict[str, Any] = field(default_factory=dict)
     path: str | None = None
 
+    def __repr__(self) -> str:
+        """Short: the scales themselves are in `static`."""
+        info, where = self.info, "" if self.path is None else f", {self.path}"
+        text = f" on {info['text']}" if "text" in info else ""
+        what = f"{info.get('scheme', '?')} of {info.get('model', '?')}"
+        return f"<Calibration {self.id}: {what}, {len(self.static)} layers, {info.get('tokens', 0):,} tokens{text}{where}>"
+
     @functools.cached_property
     def id(self) -> str:
         """16 hex digits naming the scales and what they are for; equal ids mean interchangeable pages."""
@@ -120,12 +127,21 @@ class Calibration:
                 digest.update(f"{i}.{name}".encode() + tensors[name].cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
+    @property
+    def _named(self) -> str:
+        return "this calibration" if self.path is None else f"calibration {self.path}"
+
     def check(self, config: Any, scheme: Scheme) -> None:
         """Refuse any other model or scheme.
 
         Raises:
             CalibrationError: naming the file, what differs and the command that makes the right one.
         """
+        if not scheme.needs_calibration:
+            raise CalibrationError(
+                f"scheme {scheme.name!r} needs no calibration: it takes its scales from each page, and {self._named} was made for scheme "
+                f"{self.info.get('scheme', 'another')!r}; leave calibration out, or take that scheme"
+            )
         ours = fingerprint(config, scheme)
         if ours == self.fingerprint:
             return
@@ -141,10 +157,7 @@ class Calibration:
             found = of_scheme
         more = f" and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
         what = f" ({'; '.join(found[:_SHOWN_DIFFERENCES])}{more})" if found else ""
-        raise CalibrationError(
-            f"{'this calibration' if self.path is None else f'calibration {self.path}'} was made for {' and '.join(made)}{what}; "
-            "run `kvbits calibrate` for this model and scheme"
-        )
+        raise CalibrationError(f"{self._named} was made for {' and '.join(made)}{what}; run `kvbits calibrate` for this model and scheme")
 
     def to(self, device: torch.device | str) -> Calibration:
         """The same scales on another device."""

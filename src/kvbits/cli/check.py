@@ -92,7 +92,7 @@ def _screen(place: tuple[str, str, str | None], scheme: str | Scheme, limits: Li
     chosen = schemes.for_layers(scheme, layers)
     require_length(chosen, layers, length)
     given = None if not isinstance(calibration, Path) else Calibration.load(calibration)
-    if given is not None and chosen.needs_calibration:
+    if given is not None:
         given.check(config, chosen)
     ids = windows(load_tokenizer(model), source, count=count, length=length, limit=max_context(config))
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
@@ -125,7 +125,7 @@ def _summary(found: Screen) -> Table:
     """What passed, what did not, which of it counts, and what to change."""
     from rich.table import Table
 
-    from ..evaluate.check import ranges
+    from ..cache.explain import ranges
 
     failed = found.failed_layers
     lines = Table.grid(padding=(0, 2))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import units
-from ..errors import KvbitsError, SpecError
+from ..errors import KvbitsError, KvbitsWarning, SpecError
 from ..files import to_json
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _warnings():
+                return super().invoke(ctx)
         except KvbitsError as e:
             _leave(ctx, e, str(e))
         except _UsageError as e:
@@ -67,6 +70,23 @@ class Command(TyperCommand):
         if twice := next((p for p in single if single.count(p) > 1), None):
             raise SpecError(f"{max(twice.opts, key=len)} is given {single.count(twice)} times; give it once")
         return super().parse_args(ctx, args)
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """Inside, our own warnings are one line on standard error, each once."""
+    with warnings.catch_warnings():
+        shown, others = set(), warnings.showwarning
+
+        def show_one(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+            if not issubclass(category, KvbitsWarning):
+                others(message, category, *args, **kwargs)
+            elif str(message) not in shown:
+                shown.add(str(message))
+                typer.echo(f"warning: {message}", err=True)
+
+        warnings.showwarning = show_one
+        yield
 
 
 def _usage(error: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SpecError, counted
+from ..schemes import RECOMMENDED
 from .common import Json, Schemes, command, names_of, new_table, print_json, read_config, show, tokens
 
 if TYPE_CHECKING:
@@ -192,11 +193,23 @@ def _plan_notes(found: Plan, subject: _Subject) -> list[str]:
         notes.append(f"The model itself was made for {longest:,} tokens.")
     if longest is not None and found.context > longest:
         notes.append(f"{found.context:,} tokens are more than the {longest:,} the model was made for.")
+    if subject.config is not None and (weak := _weak(found, subject.config)):
+        notes.append(
+            f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them (docs/evaluation.md); {RECOMMENDED} and kivi4 do not."
+        )
     from ..ops.break_even import small_on_gpu
 
     sizes = {(min(found.context, g.sliding_window or found.context), g.num_kv_heads, g.head_dim) for g in found.layers}
     notes += [f"Speed: {note}." for n, heads, d in sorted(sizes) if (note := small_on_gpu(found.batch, n, heads, d))]
     return notes
+
+
+def _weak(found: Plan, config: Any) -> list[str]:
+    """Schemes of the plan that a key bias spoils, where the model has one."""
+    from ..geometry import has_key_bias
+    from ..schemes import PRESETS, weak_to_key_bias
+
+    return [r.scheme for r in found.rows if r.scheme in PRESETS and weak_to_key_bias(PRESETS[r.scheme])] if has_key_bias(config) else []
 
 
 def _sources(as_json: bool) -> None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .. import schemes as presets
+from ..cache.explain import ranges
 from ..errors import KvbitsError, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..progress import bar
@@ -298,17 +299,6 @@ def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[
     if any(judged[i].statistics["sink_attention"] > SINK_SHARE for i in failed) and not scheme.num_sink_tokens:
         notes.append("much attention goes to the first tokens: num_sink_tokens=4 would keep them raw (not tried here)")
     return dataclasses.replace(scheme, name=f"{scheme.name}+advice", overrides=(*scheme.overrides, *overrides)), notes
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Like "0, 4 to 6"."""
-    found: list[list[int]] = []
-    for n in sorted(numbers):
-        if found and n == found[-1][1] + 1:
-            found[-1][1] = n
-        else:
-            found.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in found)
 
 
 # -- confirming -----------------------------------------------------------------------------------------------------

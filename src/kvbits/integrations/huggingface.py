@@ -12,6 +12,7 @@ model switched to it keeps working. Any other attention implementation that meet
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +22,14 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import schemes
+from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
-from ..errors import CalibrationError, DataError, FileFormatError, SpecError, UnsupportedError
+from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..spec import CacheSpec, Scheme
 from .attention import Handle
 from .masks import NAME, Columns
-from .models import weights_fingerprint
+from .models import unfit_for, weights_fingerprint
 from .rotary import stored_layers
 
 if TYPE_CHECKING:
@@ -146,6 +148,9 @@ class KVCache(Cache):
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
 
+        Warns:
+            KvbitsWarning: the scheme is known to be unfit for this model, whose keys have a bias (`models.unfit_for`).
+
         Raises:
             UnsupportedError: the model's attention cannot run on pages; the message says why.
             SpecError: unknown scheme, or one that does not fit the model's head_dim.
@@ -159,6 +164,8 @@ class KVCache(Cache):
         config = model.config.get_text_config(decoder=True)
         layers = layer_geometries(config)
         chosen = schemes.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
+        if (unfit := unfit_for(model, chosen)) is not None:
+            warnings.warn(unfit, KvbitsWarning, stacklevel=2)
         layers = stored_layers(layers, chosen, model)
         spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
         static = None
@@ -219,8 +226,8 @@ class KVCache(Cache):
         """Bytes really allocated for the cache."""
         return self.store.nbytes
 
-    def explain(self) -> dict[str, Any]:
-        """Scheme, backends with reasons, bytes by kind (see `PagedCache.explain`)."""
+    def explain(self) -> Explanation:
+        """Scheme, backends with reasons, bytes by kind, as a dict that prints as a few lines (see `PagedCache.explain`)."""
         return self.store.explain()
 
     def __repr__(self) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 from .. import embedded
 from ..errors import SpecError, UnsupportedError, counted
 from ..geometry import find_weights
+from ..schemes import key_bias_note, weak_to_key_bias
+from ..spec import Scheme
 from ..units import dtype_name
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -77,6 +79,25 @@ def _tokenizer(auto: Any, path: Path | str) -> Any:
 
 def _not_loaded(name: Any, error: Exception) -> UnsupportedError:
     return UnsupportedError(f"cannot load a model from {str(name)!r}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
+
+
+KEY_BIAS = 20.0
+"""A key bias this large spoils scales that channels share: keys spread by a few units. The largest of Qwen2.5-Coder-0.5B is 211, of the 1.5B 354."""
+
+
+def key_bias(model: Any) -> float:
+    """The largest magnitude in the biases of a model's key projections; 0.0 where there are none, or where they are not apart from the queries'."""
+    import torch
+
+    found = [p for name, p in model.named_parameters() if name.endswith("k_proj.bias") and p.numel() and not p.is_meta and type(p.data) is torch.Tensor]
+    return max((float(p.detach().abs().max()) for p in found), default=0.0)
+
+
+def unfit_for(model: Any, scheme: Scheme) -> str | None:
+    """Why a scheme is known to be unfit for a loaded model, with the way out, or None."""
+    if not weak_to_key_bias(scheme) or (found := key_bias(model)) < KEY_BIAS:
+        return None
+    return key_bias_note(scheme, f"{type(model).__name__}, which adds a bias of up to {found:.0f} to its keys")
 
 
 MEANING = (

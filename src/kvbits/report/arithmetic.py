@@ -14,14 +14,14 @@ from ..spec import CacheSpec, LayerGeometry
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
 MODELS: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": {"layers": 30, "kv_heads": 3, "head_dim": 64, "context": 8192},
-    "Qwen2.5-0.5B": {"layers": 24, "kv_heads": 2, "head_dim": 64, "context": 32768},
-    "Llama-3.1-8B": {"layers": 32, "kv_heads": 8, "head_dim": 128, "context": 131072},
-    "Qwen2.5-7B": {"layers": 28, "kv_heads": 4, "head_dim": 128, "context": 131072},
-    "Llama-2-7B": {"layers": 32, "kv_heads": 32, "head_dim": 128, "context": 4096},
-    "Llama-3.1-70B": {"layers": 80, "kv_heads": 8, "head_dim": 128, "context": 131072},
+    "SmolLM2-135M": {"layers": 30, "kv_heads": 3, "head_dim": 64, "context": 8192, "parameters": 134_515_008},
+    "Qwen2.5-0.5B": {"layers": 24, "kv_heads": 2, "head_dim": 64, "context": 32768, "parameters": 494_032_768},
+    "Llama-3.1-8B": {"layers": 32, "kv_heads": 8, "head_dim": 128, "context": 131072, "parameters": 8_030_261_248},
+    "Qwen2.5-7B": {"layers": 28, "kv_heads": 4, "head_dim": 128, "context": 131072, "parameters": 7_615_616_512},
+    "Llama-2-7B": {"layers": 32, "kv_heads": 32, "head_dim": 128, "context": 4096, "parameters": 6_738_415_616},
+    "Llama-3.1-70B": {"layers": 80, "kv_heads": 8, "head_dim": 128, "context": 131072, "parameters": 70_553_706_496},
 }
-"""Shapes the sliders can be set to."""
+"""Shapes the sliders can be set to; a parameter of the weights takes 2 bytes."""
 
 
 def presets() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecError
-from ..schemes import PRESETS
+from ..schemes import PRESETS, weak_to_key_bias
 from .collect import Cell, Model, Results, bits, held_bits
 
 LEGEND = (
@@ -23,6 +23,8 @@ CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits
 
 USABLE_KL = 0.05
 """Nats on its worst model above which the best of its bits is not recommended: a few percent of perplexity."""
+USABLE_PPL = 0.02
+"""Rise of perplexity above which a scheme is unfit for a model; it and `USABLE_KL` are the limits of `kvbits check`."""
 RAW_SHARE = 0.95
 """Share of the raw cache's bits from which on nothing is quantized."""
 TIE_KL = 2e-4
@@ -120,7 +122,16 @@ def _notes(models: dict[str, Model]) -> list[str]:
     floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of bfloat16." if floor else ""
     return [LEGEND, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more token "
-            f"costs at long context{_widths(models)}." + noise, *found]  # fmt: skip
+            f"costs at long context{_widths(models)}." + noise, *found, *_unfit_notes(models)]  # fmt: skip
+
+
+def _unfit_notes(models: dict[str, Model]) -> list[str]:
+    if not (found := unfit(models)):
+        return []
+    listed = "; ".join(f"`{name}` for {', '.join(titles)}" for name, titles in found.items())
+    shared = [f"`{name}`" for name in found if name in PRESETS and weak_to_key_bias(PRESETS[name])]
+    why = f" {', '.join(shared)}: scales that channels of a key share, which a bias in the keys (Qwen2.5) or few large channels spoil." if shared else ""
+    return [f"Unfit (perplexity more than {USABLE_PPL:.0%} up, or KL above {USABLE_KL} nats): {listed}.{why}"]
 
 
 def _widths(models: dict[str, Model]) -> str:
@@ -139,34 +150,64 @@ def _widths(models: dict[str, Model]) -> str:
 
 
 def recommendations(results: Results) -> list[str]:
-    """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one;
-    none where even that passes `USABLE_KL`."""
+    """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one. One that needs no
+    calibration comes first where it is usable (`USABLE_KL`), then one that does if it is better; none where even the best passes that limit."""
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     found = []
-    for title, best in _recommended(models):
-        worst_kl, worst_ppl = (max(_measured(m)[best].summary[k] for m in models.values()) for k in ("kl_mean", "ppl_change"))
-        name = f"`{best}`" if worst_kl <= USABLE_KL else f"none to recommend; the best is `{best}`"
-        found.append(
-            f"**{title}: {name}**. On the worst of these models perplexity {worst_ppl:+.2%}, KL {worst_kl:.4f} nats, probability mass matched "
-            f"{_least_mass(models.values(), best):.2%}{_floor(results, best)}.{_price(best)}"
-        )
+    for title, names in _recommended(models):
+        first, *others = names
+        usable = _worst(models, first, "kl_mean") <= USABLE_KL
+        name = f"`{first}`" if usable else f"none to recommend; the best is `{first}`"
+        text = f"**{title}: {name}**. On the worst of these models {_costs(results, models, first)}.{_price(first)}"
+        for other in others:
+            text += f" With a calibration (`kvbits calibrate`) `{other}`: {_costs(results, models, other)}.{_slow(other)}"
+        found.append(text)
     return found
+
+
+def _worst(models: dict[str, Model], scheme: str, figure: str) -> float:
+    return float(max(_measured(m)[scheme].summary[figure] for m in models.values()))
+
+
+def _costs(results: Results, models: dict[str, Model], scheme: str) -> str:
+    worst_kl, worst_ppl = _worst(models, scheme, "kl_mean"), _worst(models, scheme, "ppl_change")
+    mass = _least_mass(models.values(), scheme)
+    return f"perplexity {worst_ppl:+.2%}, KL {worst_kl:.4f} nats, probability mass matched {mass:.2%}{_floor(results, scheme)}"
+
+
+def _needs_calibration(scheme: str) -> bool:
+    return scheme in PRESETS and PRESETS[scheme].needs_calibration
 
 
 def _price(scheme: str) -> str:
     """What a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
-    found = "; ".join(
-        [
-            *(["needs a calibration (`kvbits calibrate`)"] if scheme in PRESETS and PRESETS[scheme].needs_calibration else []),
-            *([f"slower than 16 bits on a GPU at 32 x 4,096 tokens ({SLOW_ON_GPU[scheme]} times as fast)"] if scheme in SLOW_ON_GPU else []),
-        ]
-    )
-    return f" {found[0].upper()}{found[1:]}." if found else ""
+    return (" Needs a calibration (`kvbits calibrate`)." if _needs_calibration(scheme) else "") + _slow(scheme)
 
 
-def _recommended(models: dict[str, Model]) -> list[tuple[str, str]]:
-    """(class of bits, scheme) of every class that has one."""
-    return [(title, best) for title, low, high in CLASSES if (best := best_of(models, low, high)) is not None]
+def _slow(scheme: str) -> str:
+    return f" Slower than 16 bits on a GPU at 32 x 4,096 tokens ({SLOW_ON_GPU[scheme]} times as fast)." if scheme in SLOW_ON_GPU else ""
+
+
+def _recommended(models: dict[str, Model]) -> list[tuple[str, list[str]]]:
+    """(class of bits, schemes, the first one first) of every class that has one."""
+    found = []
+    for title, low, high in CLASSES:
+        best, plain = best_of(models, low, high), best_of(models, low, high, calibrated=False)
+        if plain is not None and best != plain and _worst(models, plain, "kl_mean") <= USABLE_KL:
+            found.append((title, [plain, *([best] if best is not None else [])]))
+        elif best is not None:
+            found.append((title, [best]))
+    return found
+
+
+def unfit(models: dict[str, Model]) -> dict[str, list[str]]:
+    """preset -> models it is unfit for: perplexity or KL past what `kvbits check` lets pass."""
+    found: dict[str, list[str]] = {}
+    for m in models.values():
+        for name, c in _measured(m).items():
+            if c.kind == "kvbits" and (c.summary["kl_mean"] > USABLE_KL or c.summary["ppl_change"] > USABLE_PPL):
+                found.setdefault(name, []).append(m.title)
+    return found
 
 
 def _least_mass(models: Iterable[Model], scheme: str) -> float | None:
@@ -193,7 +234,7 @@ def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
     dtypes: dict[str, list[Model]] = {}
     for m in [*sixteen.values(), *(m for m in results.finer if "fidelity" in m.tasks)]:
         dtypes.setdefault(m.facts["dtype"], []).append(m)
-    schemes = ["raw", *(best for _, best in _recommended(sixteen))]
+    schemes = ["raw", *(best for _, names in _recommended(sixteen) for best in names)]
     rows = []
     for dtype, models in dtypes.items():
         rows += [[f"{m.name}, {dtype}", *(_percent(_least_mass([m], s)) for s in schemes)] for m in models]
@@ -212,13 +253,23 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.2%}"
 
 
-def best_of(models: dict[str, Model], low: float, high: float) -> str | None:
-    """The preset of `low` to `high` bits with the smallest worst KL; fewest bits among those within `TIE_KL`. None if none is on every model."""
+def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bool = True) -> str | None:
+    """The preset of `low` to `high` bits with the smallest worst KL; fewest bits among those within `TIE_KL`. None if none is on every model.
+
+    Args:
+        calibrated: also presets that need a calibration.
+    """
     found: dict[str, tuple[float, float]] = {}
     for m in models.values():
         for name, c in _measured(m).items():
             b = bits(c, m.tasks["fidelity"])
-            if c.kind == "kvbits" and b is not None and low <= b < high and all(name in _measured(other) for other in models.values()):
+            if (
+                c.kind == "kvbits"
+                and (calibrated or not _needs_calibration(name))
+                and b is not None
+                and low <= b < high
+                and all(name in _measured(other) for other in models.values())
+            ):
                 found[name] = (max(found.get(name, (0.0, 0.0))[0], c.summary["kl_mean"]), b)
     if not found:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..files import to_json
+from ..planner import RESERVE
 from . import arithmetic, markdown
 from .collect import Cell, Model, Results, held_bits
 from .kernels import kernel_groups
@@ -208,16 +209,23 @@ def _slider(name: str, label: str, low: float, high: float, value: float, step: 
 
 
 def _calculator(data: dict[str, Any]) -> str:
-    sliders = (
+    cache = (
         _slider("layers", "layers", 1, 128, 32) + _slider("heads", "kv heads", 1, 64, 8) + _slider("dim", "head size", 0, len(data["head_dims"]) - 1, 5)
         + _slider("context", "context, tokens", 7, 20, 15, 0.25) + _slider("batch", "sequences", 1, 256, 8)
-        + _slider("memory", "memory for the cache", 1, 192, 24)
+    )  # fmt: skip
+    cards = (
+        _slider("memory", "memory of each GPU", 4, 288, 80, 4) + _slider("gpus", "GPUs (tensor parallel)", 0, 4, 0)
+        + _slider("weights", "weights", 0, 320, 16, 0.1) + _slider("reserve", "reserve of each GPU", 0, 50, round(100 * RESERVE))
     )  # fmt: skip
     shapes = list(data["shapes"])
-    first = f'{_controls(_select("c-shape", "shape of", shapes))}<div class="sliders">{sliders}</div>'
-    lead = "<p>Every layer with full attention; the same numbers as <code>kvbits plan</code>.</p>"
-    note = "What a cache of fixed capacity allocates: whole pages, scales, raw newest tokens and padding. Bold rows fit. GB is 10⁹ bytes."
-    return f'{lead}{first}<div class="wide"><table id="calculator"></table></div><p class="note">{note}</p>'
+    first = f'{_controls(_select("c-shape", "shape of", shapes))}<div class="sliders">{cache}</div><div class="sliders">{cards}</div>'
+    lead = "<p>Every layer with full attention; the same numbers as <code>kvbits plan --gpu-memory</code>.</p>"
+    note = (
+        "What a cache of fixed capacity allocates: whole pages, scales, raw newest tokens and padding; with several GPUs, on each of them. Users that fit: "
+        "sequences of this context beside the weights. Reserve: activations, the CUDA context, graphs. No weights and no reserve: memory for the cache "
+        "alone. Bold rows fit. GB is 10⁹ bytes."
+    )
+    return f'{lead}{first}<p class="note" id="c-left"></p><div class="wide"><table id="calculator"></table></div><p class="note">{note}</p>'
 
 
 def _provenance(results: Results) -> str:

@@ -1,8 +1,8 @@
-"""Attention over packed and 16-bit pages in Triton: the portable GPU path, and the readable version of what attend.cu does.
+"""Attention over packed and 16-bit pages in Triton: the portable GPU path, and the readable version of what the CUDA kernels do.
 
 A program takes one (sequence, kv head, block of query columns) and a run of its pages, dequantizes a few tokens at a time in registers and keeps an online
 softmax in float32. Runs of one sequence are merged at the end. No attempt is made at the memory limit: codes are gathered byte by byte, which any GPU and
-the interpreter on a CPU can do; attend.cu is the fast path where it runs.
+the interpreter on a CPU can do; ops/cuda/attend is the fast path where it runs.
 """
 
 # mypy: disallow-untyped-defs=False

@@ -30,7 +30,14 @@ function denseBytes(shape) {
   const held = shape.window == null ? shape.context : Math.min(shape.context, shape.window - 1);
   return 2 * shape.layers * shape.kv_heads * shape.head_dim * held * 2 * shape.batch;
 }
-if (typeof module !== "undefined") module.exports = { nbytes, denseBytes, pagesFor };
+// What is left for the cache on each GPU, and the kv heads that it holds (kvbits/planner.py: Cards, rank); null where heads cannot be shared so.
+function perGpu(shape, cards) {
+  const { kv_heads: heads } = shape, { memory, weights, reserve, gpus } = cards;
+  const kv_heads = heads % gpus && gpus % heads ? null : Math.max(1, Math.floor(heads / gpus));
+  const share = Math.ceil(weights / gpus), kept = Math.floor(memory * reserve);
+  return { share, kept, left: memory - share - kept, kv_heads };
+}
+if (typeof module !== "undefined") module.exports = { nbytes, denseBytes, pagesFor, perGpu };
 
 if (typeof document !== "undefined") (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -187,29 +194,43 @@ if (typeof document !== "undefined") (() => {
   const contextOf = (v) => Math.round(2 ** Number(v));
   function calculator() {
     const shape = { layers: +$("c-layers").value, kv_heads: +$("c-heads").value, head_dim: data.head_dims[+$("c-dim").value], context: contextOf($("c-context").value), batch: +$("c-batch").value, window: null };
-    const budget = Number($("c-memory").value) * 1e9;
+    const gpus = 2 ** Number($("c-gpus").value), reserve = Number($("c-reserve").value) / 100;
+    const cards = { memory: Number($("c-memory").value) * 1e9, weights: Math.round(Number($("c-weights").value) * 1e9), reserve, gpus };
+    const each = perGpu(shape, cards), budget = Math.max(0, each.left);
     $("o-layers").textContent = shape.layers; $("o-heads").textContent = shape.kv_heads; $("o-dim").textContent = shape.head_dim;
     $("o-context").textContent = shape.context.toLocaleString("en"); $("o-batch").textContent = shape.batch; $("o-memory").textContent = $("c-memory").value + " GB";
+    $("o-gpus").textContent = gpus; $("o-weights").textContent = Number($("c-weights").value).toFixed(1) + " GB"; $("o-reserve").textContent = Math.round(100 * reserve) + " %";
+    if (each.kv_heads === null) {
+      $("c-left").textContent = `${shape.kv_heads} kv heads cannot be shared by ${gpus} GPUs.`;
+      $("calculator").replaceChildren();
+      return;
+    }
+    $("c-left").textContent = `${gpus === 1 ? "The GPU" : "Each of " + gpus + " GPUs"}: ${size(cards.memory)} − ${size(each.share)} of weights − ${size(each.kept)} reserve = `
+      + (each.left > 0 ? `${size(each.left)} for the cache.` : "nothing left for a cache.");
+    shape.kv_heads = each.kv_heads;
     const rows = [["16-bit", denseBytes(shape), denseBytes({ ...shape, batch: 1 })], ...Object.entries(data.presets).map(([s, p]) => [s, nbytes(p, shape), nbytes(p, { ...shape, batch: 1 })])].filter((r) => r[1] !== null);
+    const users = (r) => Math.floor(budget / r[2]), before = users(rows[0]);
     const top = Math.max(...rows.map((r) => r[1])), b = make("tbody");
     rows.forEach(([name, total, one]) => {
       const r = make("tr"), cell = make("td", null, { class: "barcell" });
       cell.append(make("div", null, { class: name === "16-bit" ? "bar base" : "bar", style: `width: ${(100 * total) / top}%` }));
-      r.append(make("td", name), make("td", size(total)), make("td", (rows[0][1] / total).toFixed(2) + "x"), make("td", Math.floor(budget / one).toLocaleString("en")), cell);
+      r.append(make("td", name), make("td", size(total)), make("td", (rows[0][1] / total).toFixed(2) + "x"), make("td", users([name, total, one]).toLocaleString("en")),
+        make("td", before ? (users([name, total, one]) / before).toFixed(2) + " times" : ""), cell);
       if (total <= budget) r.style.fontWeight = "600";
       b.append(r);
     });
-    $("calculator").replaceChildren(head(["cache", "memory", "16-bit / this", `largest batch`, ""]), b);
+    $("calculator").replaceChildren(head(["cache", gpus === 1 ? "memory" : "memory, each GPU", "16-bit / this", "users that fit", "users against 16-bit", ""]), b);
   }
   function shape() {
     const s = data.shapes[$("c-shape").value];
     $("c-layers").value = s.layers; $("c-heads").value = s.kv_heads; $("c-dim").value = data.head_dims.indexOf(s.head_dim);
+    $("c-weights").value = 2 * s.parameters / 1e9;
     calculator();
   }
 
   const all = [["pareto", pareto, ["pareto-model", "pareto-measure"]], ["memory", memory, ["memory-shape"]], ["layers", layers, ["layers-model", "layers-measure"]],
     ["passkey", passkey, ["passkey-model"]], ["kernels", kernels, ["kernels-group"]],
-    ["calculator", calculator, ["c-layers", "c-heads", "c-dim", "c-context", "c-batch", "c-memory"]]].filter(([id]) => $(id));
+    ["calculator", calculator, ["c-layers", "c-heads", "c-dim", "c-context", "c-batch", "c-memory", "c-gpus", "c-weights", "c-reserve"]]].filter(([id]) => $(id));
   const redraw = () => all.forEach(([, f]) => f());
   all.forEach(([, f, inputs]) => inputs.forEach((i) => $(i).addEventListener("input", f)));
   $("c-shape").addEventListener("input", shape);

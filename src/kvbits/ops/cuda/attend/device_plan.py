@@ -1,6 +1,6 @@
 """Decode attention on NVIDIA GPUs over anybody's pages: the CUDA half of `ops.paged_attention`, which has the contract.
 
-Everything is allocated when a plan is made. `update` is one launch that turns lengths on the device into the work list of attend.cu (work_list.cu), `run` one
+Everything is allocated when a plan is made. `update` is one launch that turns lengths on the device into a work list (work_list.cu), `run` one
 launch that reads it; both can be captured in a CUDA graph.
 """
 
@@ -157,7 +157,6 @@ class DevicePlan:
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
         for i, part in enumerate(zip(layouts, self.low, max_pages, walks, strict=True)):
             self._work.parts[i], self._args.parts[i] = self._part(*part)
-        self._max_pages = tuple(max_pages)
         self._layers: dict[int, tuple[attend_cuda.Args, tuple]] = {}
         self._keep: tuple = ()  # what the last list points to
         self._pointers: list[int | None] = []
