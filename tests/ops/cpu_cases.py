@@ -18,7 +18,9 @@ TIERS = library.runnable_tiers() if library.unavailable() is None else []
 RAW = QuantSpec.raw()
 CODEBOOKS = ("nuq4", "nuq3", "nuq2")
 FORMATS = ("int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
-NOISE = {"int8": 1e-4, "int4": 2e-2, "int3": 2e-2, "int2": 2e-2, "fp4_e2m1": 2e-2, "fp8_e4m3": 5e-6, "fp8_e5m2": 5e-6, "raw": 5e-6} | dict.fromkeys(CODEBOOKS, 2e-2)
+NOISE = {"int8": 1e-4, "int4": 2e-2, "int3": 2e-2, "int2": 2e-2, "fp4_e2m1": 2e-2, "fp8_e4m3": 5e-6, "fp8_e5m2": 5e-6, "raw": 5e-6} | dict.fromkeys(
+    CODEBOOKS, 2e-2
+)
 """Relative L2 error allowed on dequantized values: q and p are rounded to 16 bits for int8, to 8 bits below; the rest is fp32."""
 
 

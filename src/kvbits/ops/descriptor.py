@@ -116,7 +116,8 @@ def describe(layout: PageLayout, kind: str) -> Side:
         has_bias=spec.has_bias, has_mean=spec.center is not None, has_codebook=spec.has_codebook, turned=spec.pre_rope,
         row_bytes=tuple(plane_row_bytes(d, bits) for bits in planes) or (d * DTYPE_BYTES[layout.raw_dtype],),
         plane_offset=tuple(layout.sections[f"{kind}_{name}"].offset for name in stored),
-        scale_offset=offset("scale"), page_scale_offset=offset("page_scale"), bias_offset=offset("bias"), mean_offset=offset("mean"), stretch_offset=offset("stretch"),
+        scale_offset=offset("scale"), page_scale_offset=offset("page_scale"), bias_offset=offset("bias"),
+        mean_offset=offset("mean"), stretch_offset=offset("stretch"),
         outliers=spec.num_outliers(layout.page_size, d), index_bytes=2 if layout.outlier_index_dtype == "uint16" else 4,
         outlier_index_offset=offset("outlier_index"), outlier_value_offset=offset("outlier_value"),
     )  # fmt: skip
