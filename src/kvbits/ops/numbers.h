@@ -2,7 +2,7 @@
 #pragma once
 
 // Of raw rows, scales, biases, means.
-enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT8_E4M3 = 3, NUM_RAW_DTYPES = 3 };
+enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT8_E4M3 = 3, FLOAT8_E5M3 = 4, NUM_RAW_DTYPES = 3 };
 // What a code stands for.
 enum LevelKind { INTEGER = 0, E4M3 = 1, E5M2 = 2, E2M1 = 3, RAW = 4, CODEBOOK = 5 };
 // Who shares a scale.

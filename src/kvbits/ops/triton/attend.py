@@ -23,7 +23,7 @@ from ...errors import DataError
 from ...spec import VALUE_TOKEN_ORDER, PageLayout
 from ..cuda.side import widened
 from ..descriptor import DTYPES, GROUP, LEVELS, STATIC, describe
-from ..types import AttendCall, Part, check_call, kvquant_extras, last_positions
+from ..types import AttendCall, Part, banded_sides, check_call, kvquant_extras, last_positions
 
 BLOCK_TOKENS = (64, 32, 16)
 """Tokens dequantized at a time: the first that divides a page."""
@@ -58,6 +58,8 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         layout = part.store.layout
         if part.low:
             return "low planes have no Triton kernel yet"
+        if banded := banded_sides(layout):
+            return f"{banded} have no Triton kernel"
         if extras := kvquant_extras(layout):
             return f"{extras} have no Triton kernel"
         if layout.key.is_raw != layout.value.is_raw:

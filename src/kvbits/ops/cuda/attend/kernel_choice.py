@@ -14,7 +14,7 @@ from ....errors import UnsupportedError
 from ....spec import LowLayout, PageLayout, QuantSpec, plane_row_bytes
 from ....spec.quant import SCALE_BYTES
 from ...descriptor import CHANNEL, DTYPES, GROUP, STATIC, low_plane, scale_kind
-from ...types import kvquant_extras
+from ...types import banded_sides, kvquant_extras
 from .. import side
 from . import codebook_format
 
@@ -49,6 +49,8 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
     d = layout.head_dim
     if d > 256:
         return f"head_dim={d} is above 256"
+    if banded := banded_sides(layout):
+        return f"{banded} have no CUDA kernel"
     if extras := kvquant_extras(layout):
         why = codebook_format.refuses(layout)
         if not why and shared_limit and _codebook_shape(layout, 8, shared_limit, False) is None:
