@@ -36,6 +36,8 @@ from result_file import command, merge_result
 Position = tuple[float, np.ndarray, np.ndarray]
 """Log-probability of the true token; the most probable tokens, int64; their log-probabilities."""
 BASE = "auto"
+CACHE_BYTES = 2 << 30
+"""On a GPU; a fixed size, so that several such runs can share one."""
 KEY = ("model", "model_dtype", "kv_cache_dtype", "phase", "context", "scored", "windows", "chunk", "text")
 
 
@@ -91,7 +93,9 @@ def engine(args: argparse.Namespace, dtype: str, settings: dict[str, Any]) -> tu
         from vllm import LLM
 
         replays = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0"
-        options |= {"gpu_memory_utilization": args.memory, "enable_trace_replay": replays} | ({} if replays else {"logits_processors": [forcing()]})
+        options |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": CACHE_BYTES, "enable_trace_replay": replays} | (
+            {} if replays else {"logits_processors": [forcing()]}
+        )
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [args.windows]}
         return LLM(model=str(args.model), **(options | settings)), replays
     import vllm_cpu
@@ -173,7 +177,6 @@ def main() -> None:
     parser.add_argument("--scored", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a step (max_num_batched_tokens)")
     parser.add_argument("--top", type=int, default=100)
-    parser.add_argument("--memory", type=float, default=0.2, help="share of the GPU's memory that vLLM may take")
     parser.add_argument("--skip-layers", nargs="*", default=[], help="--kv-cache-dtype-skip-layers of all but the base")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -25,7 +25,7 @@ from bench_attend_gpu import KVQUANT, calibrated, copy_bandwidth, report, time_u
 
 from kvbits import schemes
 from kvbits.ops.cuda.append import tokens as append_cuda
-from kvbits.ops.cuda.close import codebook as cuda_levels
+from kvbits.ops.cuda.close import codebook as cuda_codebook
 from kvbits.ops.cuda.close import packed as cuda
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
@@ -61,8 +61,8 @@ def bench(key: QuantSpec, value: QuantSpec, nested: bool) -> dict[str, Any]:
         kept.append(slabs)
         starts = np.arange(PAGES) * PAGE
         if kvquant_extras(layout):
-            first = cuda_levels.first_angles(store, starts, PAGES, k.device)
-            launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, first=first: cuda_levels.launch(k, v, store, at, status, first))
+            first = cuda_codebook.first_angles(store, starts, PAGES, k.device)
+            launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, first=first: cuda_codebook.launch(k, v, store, at, status, first))
         else:
             launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, fine=fine: cuda.launch_close(k, v, store, at, status, fine))
         launches[-1]()

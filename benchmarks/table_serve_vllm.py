@@ -1,4 +1,9 @@
-"""The results of bench_serve_vllm.py as Markdown: every number beside its ratio to bf16 of the same geometry and shape, or at the largest batch of each."""
+"""The results of bench_serve_vllm.py as Markdown: every number beside its ratio to bf16 of the same geometry and shape, or at the largest batch of each.
+
+    python benchmarks/table_serve_vllm.py [FILE]
+
+Of a file of accuracy_serve_vllm.py: KL and change of perplexity, a column for each model and phase.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +38,26 @@ def table(rows: list[dict[str, Any]], mode: str) -> list[str]:
     return lines
 
 
+def accuracy(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of one table; the base compared with itself is noise of computing in another order, and its decode alone says something."""
+    found: dict[str, dict[str, str]] = {}
+    for r in rows:
+        cell = (
+            f"{r['kl']:.4f}, {r['perplexity_change']:+.2%}" if (r["kv_cache_dtype"], r["phase"]) != ("auto", "prefill") else f"perplexity {r['perplexity']:.2f}"
+        )
+        found.setdefault(f"`{r['kv_cache_dtype']}`", {})[f"{r['model']}, {r['phase']}"] = cell
+    columns = list(dict.fromkeys(name for cells in found.values() for name in cells))
+    lines = ["| KL, perplexity | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    return lines + [f"| {dtype} | " + " | ".join(cells.get(name, "") for name in columns) + " |" for dtype, cells in found.items()]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=OUT)
     rows = json.loads(parser.parse_args().file.read_text())["rows"]
+    if "phase" in rows[0]:
+        print("\n".join(accuracy(rows)))
+        return
     for mode in COLUMNS:
         if any(r["mode"] == mode for r in rows):
             print("\n".join([*table(rows, mode), ""]))

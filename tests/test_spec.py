@@ -131,8 +131,8 @@ def test_json_of_another_class_is_refused_by_name():
     ("change", "message"),
     [
         ({"type": "QuantSpecs"}, "unknown spec type 'QuantSpecs'; known: PerTensor, PerToken, PerChannel, PerGroup, QuantSpec, Rotary, Override, Tier, Scheme"),
-        ({"bits": 4}, "QuantSpec has no field bits; known: center, format"),
-        ({"format": "int5"}, "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, nuq4, nuq3, nuq2, raw"),
+        ({"bits": 4}, "QuantSpec has no field bits; known: bands, basis, center, format"),
+        ({"format": "int5"}, "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, nuq4, nuq3, nuq2, banded, raw"),
     ],
 )
 def test_json_with_unknown_names_lists_the_known_ones(change, message):
@@ -221,6 +221,17 @@ def test_sizes_are_whole_numbers_within_limits(field, bad):
             PerGroup(bad)
         else:
             Scheme(name="x", key=RAW, value=RAW, **{field: bad})
+
+
+@pytest.mark.parametrize("bad", [-1, 2.0, True, None, "x", (), PerToken()], ids=repr)
+def test_specs_and_overrides_are_what_they_must_be(bad):
+    """As they come from a file that somebody wrote by hand."""
+    for make in (Scheme, Override):
+        for field in ("key", "value"):
+            with pytest.raises(SpecError, match=f"{field}=.* is not a QuantSpec"):
+                make(**({"name": "x"} if make is Scheme else {"layers": (0,)}) | {"key": RAW, "value": RAW, field: bad})
+    with pytest.raises(SpecError, match="is not an Override"):
+        Scheme(name="x", key=RAW, value=RAW, overrides=(bad,))
 
 
 def test_numpy_s_whole_numbers_become_plain_ones():

@@ -1,7 +1,11 @@
 """Page ids are counted, pools allocate exactly what they say, and poison reaches every byte nobody wrote."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,3 +129,39 @@ def test_slabs_have_the_bytes_asked_for_and_large_ones_start_on_a_huge_page(nbyt
 
 def test_page_memory_is_poisoned_in_tests():
     assert (Pool(GROUP, "tail", 1, torch.device("cpu")).block(0) == 0xFF).all()
+
+
+MEASURE = """
+import torch
+from kvbits import schemes
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.spec import CacheSpec, LayerGeometry
+
+LAYERS = 16
+spec = CacheSpec(scheme=schemes.get("int8"), layers=(LayerGeometry(num_kv_heads=2, head_dim=64),) * LAYERS)
+
+
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+
+def feed(cache, tokens):
+    k = torch.ones(1, tokens, 2, 64, dtype=torch.bfloat16)
+    for layer in range(LAYERS):
+        cache.append(layer, k, k)
+
+
+feed(PagedCache(spec), 300)
+before, cache = resident(), PagedCache(spec)
+for _ in range(24):
+    feed(cache, 256)
+print((resident() - before) / cache.nbytes, max(len(p.slabs) for p in cache.held_groups[0].pools.values()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
+def test_a_growing_cache_takes_no_more_memory_than_it_says():
+    out = subprocess.run([sys.executable, "-c", MEASURE], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True).stdout
+    ratio, slabs = map(float, out.split())
+    assert slabs > 15 and 0.7 < ratio <= 1.05

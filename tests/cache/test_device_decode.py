@@ -47,7 +47,7 @@ def compiled(source: Path, headers: list[Path], macros: dict, entry: str, thread
     (folder / "kernel.h").write_text(text)
     lines = {"SHARED_BYTES": 64, **macros, "KERNEL": entry, "NUM_THREADS": threads}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
-    options = ["-std=c++17", "-O1", "-w", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC", f"-I{folder}"]
+    options = ["-std=c++17", "-O1", "-w", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{folder}"]
     subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "k.so")], check=True)
     libraries[key] = ctypes.CDLL(str(folder / "k.so"))
     return libraries[key]

@@ -44,7 +44,7 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
 
     settings: dict[str, Any] = {
         "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_seqs": 16, "max_num_batched_tokens": 768, "seed": 0,
-        "gpu_memory_utilization": 0.2, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+        "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     }  # fmt: skip
     return LLM(model=str(path), kv_cache_dtype="auto" if dtype == "bf16" else dtype, **(settings | options))
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", required=True)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=80)
-    parser.add_argument("--only", nargs="*", default=["graphs", "eager", "speculation", "compiled"])
+    parser.add_argument("--only", nargs="*", default=["eager", "speculation", "draft model", "compiled"])
     args = parser.parse_args()
     dtype = args.kv_cache_dtype
     path = saved_model(Path(tempfile.mkdtemp()), args.head_dim)
@@ -126,6 +126,7 @@ def main() -> None:
     others: dict[str, dict[str, Any]] = {
         "eager": {"enforce_eager": True, "compilation_config": {"mode": 0}},
         "speculation": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}},
+        "draft model": {"speculative_config": {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}},
         "compiled": {"compilation_config": {}},
     }
     for name, options in others.items():

@@ -16,8 +16,7 @@ from kvbits.errors import UnsupportedError
 from kvbits.integrations import vllm
 from kvbits.integrations.vllm import formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
-from kvbits.integrations.vllm.rotary import turn_of
-from kvbits.integrations.vllm.rotation import rotated_turn, rotations
+from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
@@ -93,22 +92,6 @@ def test_refusals_give_the_way_out():
     assert not formats.has_key_bias(SimpleNamespace(model_type="llama", attention_bias=False))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rotations_are_exact_and_undo_each_other(head_dim, dtype):
-    keys, queries = rotations(head_dim, dtype, torch.device("cpu"))
-    assert torch.equal(keys.double() @ queries.double().T, torch.eye(head_dim).double())
-    assert keys.abs().unique().numel() == queries.abs().unique().numel() == 1
-
-
-def test_means_of_rotated_keys_turn_as_the_keys_do():
-    turn = turn_by(Rotary(inv_freq=tuple(100.0 ** -(i / 32) for i in range(32))), 64, PAGE_SIZE)
-    matrices = rotations(64, torch.float32, torch.device("cpu"))
-    x = torch.randn(7, 64)
-    got = turned_by(x @ matrices[0], rotated_turn(turn, matrices))
-    torch.testing.assert_close(got, turned_by(x, turn) @ matrices[0], atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("pairs", ["half", "interleaved"])
 def test_a_page_turns_as_the_rotary_embedding_of_vllm_does(pairs):
     inv_freq = 10000.0 ** (-torch.arange(0, 48, 2) / 48)
@@ -119,6 +102,14 @@ def test_a_page_turns_as_the_rotary_embedding_of_vllm_does(pairs):
     x = torch.randn(5, 64)
     torch.testing.assert_close(turned_by(x, turn_of(module, 64)), turned_by(x, want), atol=1e-4, rtol=0)
     assert turn_of(module, 128) is None
+
+
+def test_rotary_embeddings_are_told_apart_by_the_window_of_a_layer():
+    by_kind = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    assert rope_parameters(SimpleNamespace(rope_parameters=by_kind), True) == {"rope_theta": 1e4}
+    assert rope_parameters(SimpleNamespace(rope_parameters=by_kind), False) == {"rope_theta": 1e6}
+    assert rope_parameters(SimpleNamespace(rope_parameters={"rope_theta": 5e5}), True) == {"rope_theta": 5e5}
+    assert rope_parameters(SimpleNamespace(), False) == {}
 
 
 lengths = st.lists(st.tuples(st.integers(1, 130), st.integers(0, 700)), min_size=1, max_size=6)

@@ -16,11 +16,11 @@ import torch
 import kvbits
 from kvbits import schemes
 from kvbits.cache import device_decode
-from kvbits.ops.cuda import merge
+from kvbits.ops.cuda import merge, rotate
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.attend import device_plan as attend_plan
 from kvbits.ops.cuda.attend import kernel_choice as cuda_format
-from kvbits.ops.cuda.close import codebook as cuda_levels
+from kvbits.ops.cuda.close import codebook as close_codebook
 from kvbits.ops.cuda.close import packed as close_cuda
 from kvbits.ops.cuda.dequantize import unpacker as dequantize_cuda
 from kvbits.ops.cuda.runtime import compile as cuda_compile
@@ -88,7 +88,7 @@ def test_attention_kernels_compile_without_spills(key, value, options, capabilit
         pytest.skip("sm_89 runs the code of sm_80; one format by default")
     kernel = attend_kernel(key, value, capability, **options)
     assert kernel.shared_bytes <= driver.shared_limit(capability)
-    binary = compiled("attend.cu", dict(kernel.defines), capability)
+    binary = compiled(kernel.source, dict(kernel.defines), capability)
     resources = binary.resources("attend")
     # At head_dim 256 and with two column tiles all 255 registers are taken and ptxas keeps a few values of a segment's set-up in local memory, with three
     # (chunks) some of a step's too.
@@ -113,7 +113,7 @@ def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, page_
     cols = cuda_format.columns(head_dim, columns, [layout])
     kernel = cuda_format.kernel_for(layout, head_dim, cols, "bfloat16", "bfloat16", False, limit, low=low, page_lse=page_lse)
     assert kernel.shared_bytes <= limit
-    resources = compiled("attend.cu", dict(kernel.defines), capability).resources("attend")
+    resources = compiled(kernel.source, dict(kernel.defines), capability).resources("attend")
     assert resources.spill_bytes == 0, resources
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
 
@@ -145,7 +145,7 @@ def test_kernels_that_join_raw_tokens_compile_without_spills(key, value, options
         assert kernel.shape == packed.shape, "a few raw tokens take a slot no larger than a packed chunk's"
     values = dict(kernel.defines)
     assert 4 * values["HEAD_DIM"] * kernel.raw_tokens <= values["SLOT_BYTES"]
-    resources = compiled("attend.cu", values, capability).resources("attend")
+    resources = compiled(kernel.source, values, capability).resources("attend")
     # Where all 255 registers are taken, a few values of a segment's set-up: head_dim 256 (also without raw tokens) and three column tiles.
     assert resources.spill_bytes <= (32 if options.get("head_dim") == 256 or options.get("columns") == 64 else 0), resources
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
@@ -185,7 +185,7 @@ def test_look_up_kernels_compile_and_spill_nothing_in_the_loop_over_pages(fold, 
         return
     kernel = attend_kernel(scheme.key, scheme.value, capability, head_dim, fold=fold)
     assert kernel.shared_bytes <= limit
-    binary = compiled("attend.cu", dict(kernel.defines), capability)
+    binary = compiled(kernel.source, dict(kernel.defines), capability)
     resources = binary.resources("attend")
     # All 168 registers are taken; ptxas keeps a few values of the kernel's set-up in local memory (18 in the worst, nuq2-1%).
     assert resources.spill_bytes <= 80, resources
@@ -298,23 +298,25 @@ def test_refusals_say_what_is_in_the_way(layout, why):
 
 def examples():
     """Source -> macros of one instantiation."""
+    raw = layout_of(QuantSpec.raw(), QuantSpec.raw())
     int8, nuq = layout_of(spec("int8"), spec("int8")), layout_of(schemes.get("nuq4-1%").key, schemes.get("nuq4-1%").value)
-    return {
+    attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq)]
+    return {kernel.source: dict(kernel.defines) for kernel in attention} | {
         "advance.cu": {"THREADS": device_decode.THREADS},
         "append.cu": append_cuda.DEFINES,
-        "attend.cu": dict(attend_kernel(int8.key, int8.value, (9, 0)).defines),
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
-        "close_levels.cu": cuda_levels.defines(nuq, torch.bfloat16),
+        "close_codebook.cu": close_codebook.defines(nuq, torch.bfloat16),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "merge.cu": merge.defines(128, torch.bfloat16),
         "matrix.cu": matrix_cuda.defines(torch.bfloat16, 128),
+        "rotate.cu": rotate.defines(128, torch.bfloat16),
         "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),
         "work_list.cu": {"THREADS": attend_plan.THREADS, "NUM_PARTS": 2},
     }
 
 
 def test_only_attention_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
-    """Its producer reads pages before it waits for the kernel ahead (attend.cu), so no kernel that writes pages may let its successor start early."""
+    """Its producer reads pages before it waits for the kernel ahead (ring.cuh), so no kernel that writes pages may let its successor start early."""
     assert set(examples()) == set(SOURCES), "a new source goes among the examples, and compiles below"
     library = cuda_compile._library()
 
@@ -325,8 +327,8 @@ def test_only_attention_lets_the_next_kernel_start_before_it_has_ended(monkeypat
     monkeypatch.setattr(cuda_compile, "_library", ForPtx)
     texts = {name: cuda_compile.compile_source(SOURCES[name], name, defines, "compute_90").cubin for name, defines in examples().items()}
     assert all(b".entry" in text for text in texts.values())
-    assert [name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text] == ["attend.cu"]
-    assert [name for name, text in texts.items() if b"griddepcontrol.wait" in text] == ["attend.cu"]
+    assert {name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text} == {"packed.cu", "codebook.cu"}
+    assert {name for name, text in texts.items() if b"griddepcontrol.wait" in text} == {"raw.cu", "packed.cu", "codebook.cu"}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -353,13 +355,13 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
         common = (layout, head_dim, cuda_format.columns(head_dim, 8, [layout]), "bfloat16", "bfloat16", False, limit)
         for kind in ({}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}):
             kernel = cuda_format.kernel_for(*common, **kind)
-            spills[("attend", *kind)] = compiled("attend.cu", dict(kernel.defines), capability).resources("attend").spill_bytes
+            spills[("attend", *kind)] = compiled(kernel.source, dict(kernel.defines), capability).resources("attend").spill_bytes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if close_cuda.refuses_layout(layout, dtype) is None and not (capability < (8, 9) and scheme.key.format.startswith("fp8")):
-            levels = cuda_levels.refuses_layout(layout, dtype) is None and scheme.key.has_codebook
-            for appends in (False,) if levels else (False, True):
-                source, entry = ("close_levels.cu", "close_levels") if levels else ("close.cu", "close_pages")
-                macros = cuda_levels.defines(layout, dtype) if levels else close_cuda.defines(layout, dtype, appends=appends)
+            codebook = close_codebook.refuses_layout(layout, dtype) is None and scheme.key.has_codebook
+            for appends in (False,) if codebook else (False, True):
+                source, entry = ("close_codebook.cu", "close_codebook") if codebook else ("close.cu", "close_pages")
+                macros = close_codebook.defines(layout, dtype) if codebook else close_cuda.defines(layout, dtype, appends=appends)
                 spills[entry, dtype, appends] = compiled(source, macros, capability).resources(entry).spill_bytes
         if dequantize_cuda.refuses_layout(layout, dtype) is None:
             binary = compiled("dequantize.cu", dequantize_cuda.defines(layout, dtype), capability)
@@ -367,5 +369,5 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
     # Attention takes every register it can have where heads are widest or codes are looked up; ptxas keeps a few values of its set-up in local memory.
     # Closing pages of float32 rows, which a model on a GPU hardly has, takes the 64 registers of a thread and some words of a row besides.
     most = {"attend": 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 0}
-    rows = {("close_pages", torch.float32, False): 128, ("close_levels", torch.float32, False): 128}
+    rows = {("close_pages", torch.float32, False): 128, ("close_codebook", torch.float32, False): 128}
     assert spills and not {k: n for k, n in spills.items() if n > rows.get(k, most.get(k[0], 0))}

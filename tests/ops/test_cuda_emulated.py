@@ -1,4 +1,4 @@
-"""The attention kernel's C++ run on a CPU, thread by thread (tests/ops/emulated), against the float64 reference: what CI can check without a GPU.
+"""The attention kernels' C++ run on a CPU, thread by thread (tests/ops/emulated), against the float64 reference: what CI can check without a GPU.
 
 KVBITS_TEST_ALL_KERNELS=1 runs all cases of the GPU tests of KVQuant's formats (some minutes).
 """
@@ -43,8 +43,8 @@ def compiled(kernel, folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
     ]
     for path in sources:
         (folder / path.name).write_text(path.read_text())
-    text = (FOLDER / "cuda" / "attend" / "attend.cu").read_text()
-    for gpu_only in ("extern __shared__ __align__(128) unsigned char shared[];", 'extern "C" __global__', 'asm volatile("fence.proxy.async;" ::: "memory");'):
+    text = (FOLDER / "cuda" / "attend" / kernel.source).read_text()
+    for gpu_only in ("extern __shared__ __align__(128) unsigned char shared[];", 'extern "C" __global__'):
         assert gpu_only in text
         text = text.replace(gpu_only, "")
     (folder / "kernel.h").write_text(text)
@@ -192,6 +192,6 @@ def test_raw_tokens_in_rings_without_the_copy_engine(fmt, emulated):
 
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])
 @pytest.mark.parametrize("name", ["nuq3-1%", "nuq2-1%"])
-def test_rings_of_levels_without_the_copy_engine(name, emulated):
+def test_rings_of_codebook_pages_without_the_copy_engine(name, emulated):
     """Tables of 8.9 have rows for a code's bytes only."""
     test_the_kernel_computes_what_the_reference_does(Case(**of(name), lengths=(333, 0, 70), tail=20, sinks=1, group=2), None)

@@ -15,7 +15,7 @@ from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import check
 
 from kvbits import schemes
-from kvbits.ops.cuda.attend import codebook_format as levels_format
+from kvbits.ops.cuda.attend import codebook_format
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.cuda.attend import kernel_choice as cuda_format
 from kvbits.ops.cuda.attend import unpack_then_flash as chunk
@@ -153,7 +153,7 @@ def test_refusals_say_what_is_missing():
     key, value = of("nuq4-1%").values()
 
     def why(**changes):
-        return levels_format.refuses(PageLayout(**{"key": key, "value": value, "page_size": 64, "num_kv_heads": 2, "head_dim": 128} | changes))
+        return codebook_format.refuses(PageLayout(**{"key": key, "value": value, "page_size": 64, "num_kv_heads": 2, "head_dim": 128} | changes))
 
     assert why() is None
     assert "head_dim=80" in why(head_dim=80)

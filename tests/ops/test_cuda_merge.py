@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvbits import ops
 from kvbits.ops.cuda import merge
 from kvbits.ops.cuda.attend import dense
 from kvbits.ops.cuda.runtime import compile as cuda_compile
@@ -35,7 +36,8 @@ def device(request, tmp_path, monkeypatch):
             macros = merge.defines(head_dim, dtype) | {"KERNEL": "merge_partials", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
             (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
             library = tmp_path / f"merge{len(list(tmp_path.glob('*.so')))}.so"
-            options = ["-std=c++17", "-O1", "-w", "-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC", f"-I{tmp_path}"]
+            options = ["-std=c++17", "-O1", "-w", "-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
+            options += [f"-I{Path(ops.__file__).parent}", f"-I{tmp_path}"]  # numbers.h; the rest
             subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(library)], check=True)
             return SimpleNamespace(launch=lambda grid, threads, args, stream: ctypes.CDLL(str(library)).launch(ctypes.byref(args), grid))
 

@@ -115,13 +115,13 @@ class _StoreStep:
         self._store, self._slots, self._status = store, slots, status
         self._previous = previous if store.layout.is_centered else None
 
-    def run(self, k: torch.Tensor, v: torch.Tensor, before: torch.Tensor | None, stream: int) -> None:
+    def run(self, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
         to, k, v = self._store, with_aligned_rows(k), with_aligned_rows(v)
         append_cuda.store_tokens(
             k, v, to.slabs[0], to.layout, self._slots, static=to.static, previous_page=self._previous, turn=to.turn, status=self._status
         )  # fmt: skip
 
-    def put_back(self, before: torch.Tensor, nothing_closes: torch.Tensor, stream: int) -> None:
+    def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
         """Nothing to do."""
 
 
@@ -142,7 +142,6 @@ class _Group:
     query_lens: torch.Tensor
     status: torch.Tensor  # int32 [layers, STATUS_FIELDS]
     writers: list[close_cuda.DecodeStep | _StoreStep]
-    undo: torch.Tensor  # [layers, 2, B, H, D] rows that the pass under way replaced
     nothing_closes: torch.Tensor
     keep: list[Any] = field(default_factory=list)
 
@@ -163,6 +162,7 @@ class DeviceDecode:
         self._status = Later()
         self._valid: torch.Tensor | None = None
         self._captured = False  # the step under way is recorded, not run
+        self._stream = 0  # of the step under way
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class DeviceDecode:
         if not self._captured:
             self.count(1)
         self._valid = valid  # kept as long as the launch may read it
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._stream = stream = driver.current_stream(self._device)
         for g in self.groups:
             g.args.valid = None if valid is None else valid.data_ptr()
             g.args.valid_stride = 0 if valid is None else valid.stride(0)
@@ -193,18 +193,17 @@ class DeviceDecode:
     def step(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
         """Store the tokens k, v [B, 1, H, D] of a layer and attend with q [B, 1, Hq, D]."""
         g, i = self.of_layer[layer]
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        g.writers[i].run(k, v, g.undo[i], stream)
+        g.writers[i].run(k, v, self._stream)
         return g.attention.run(q, i, lse=lse)
 
     def take_back(self, layers: set[int]) -> None:
         """Undo the step under way, of which `layers` have been through: rows that fresh tokens replaced, then lengths. A captured one has not run."""
         if self._captured:
             return
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = driver.current_stream(self._device)
         for layer in layers:
             g, i = self.of_layer[layer]
-            g.writers[i].put_back(g.undo[i], g.nothing_closes, stream)
+            g.writers[i].put_back(g.nothing_closes, stream)
         for g in self.groups:
             g.numbers.copy_(g.before)
         self.steps_left += 1
@@ -413,7 +412,8 @@ class _Moved:
 
 
 def _writers(
-    stores: LayerStores, state: GroupState, names: list[str], attention: paged_attention.PagedAttention, dtype: torch.dtype, moved: _Moved, status: torch.Tensor
+    stores: LayerStores, state: GroupState, names: list[str], attention: paged_attention.PagedAttention, dtype: torch.dtype, moved: _Moved,
+    status: torch.Tensor, undo: torch.Tensor,
 ) -> list[close_cuda.DecodeStep | _StoreStep]:  # fmt: skip
     """What stores the token of each layer, whose pages attention is told of."""
     g = state.group
@@ -425,7 +425,7 @@ def _writers(
         if g.fills_pages and not g.is_raw:
             found.append(_StoreStep(packed, dtype, moved.slots, moved.previous, status[i]))
         else:
-            found.append(close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status[i]))
+            found.append(close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status[i], undo[i]))
     return found
 
 
@@ -468,11 +468,11 @@ def _enter_group(
             of_pool.offset = offsets_of_pages.data_ptr()
             keep.append(offsets_of_pages)
     status = torch.zeros(len(g.layers), append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
-    writers = _writers(stores, state, names, attention, dtype, moved, status)
     undo = torch.empty(len(g.layers), 2, batch, g.geometry.num_kv_heads, g.geometry.head_dim, dtype=dtype, device=device)
+    writers = _writers(stores, state, names, attention, dtype, moved, status, undo)
     return _Group(
         state, rows, state_d, before, attention, args, [on_device[n] for n in names], [tokens[n] for n in names], [starts[n] for n in names],
-        [offsets[n] for n in names], moved.query_lens, status, writers, undo, torch.full_like(moved.closings, NOWHERE), keep,
+        [offsets[n] for n in names], moved.query_lens, status, writers, torch.full_like(moved.closings, NOWHERE), keep,
     )  # fmt: skip
 
 

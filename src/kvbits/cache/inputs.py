@@ -14,7 +14,6 @@ from ..ops.types import check_factors
 from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import CacheSpec
 
-MOST_CHECKED = 4096
 AT_ONCE = ("cpu",)
 """Devices whose numbers are looked at where they arrive. Of others the host would wait for all that they were given."""
 
@@ -28,7 +27,7 @@ class InputCheck:
 
     def __init__(self, spec: CacheSpec, device: torch.device, nonfinite: str) -> None:
         self._spec, self._device, self._clamps = spec, device, nonfinite == "clamp"
-        self._passed: set[tuple[Any, ...]] = set()
+        self._passed: dict[int, tuple[Any, ...]] = {}
 
     def check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Refuse what does not fit the cache, whatever its numbers.
@@ -36,8 +35,8 @@ class InputCheck:
         Raises:
             DataError: naming the tensor, what it is and what it must be.
         """
-        given = (layer, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-        if given in self._passed:
+        given = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+        if self._passed.get(layer) == given:
             return
         spec, device = self._spec, self._device
         if layer not in range(len(spec.layers)):
@@ -59,8 +58,7 @@ class InputCheck:
                 )
             if x.device.type != device.type:
                 raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {device}; build it with device={str(x.device)!r}")
-        if len(self._passed) < MOST_CHECKED:
-            self._passed.add(given)
+        self._passed[layer] = given
 
     @staticmethod
     def check_scores(q: torch.Tensor, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None) -> None:
@@ -104,7 +102,7 @@ class InputCheck:
         return (_clamp(k), _clamp(v)) if self._clamps else (k, v)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_passed": set()}
+        return self.__dict__ | {"_passed": {}}
 
 
 def _judge(what: str, num_tokens: int, largest: list[float]) -> None:

@@ -19,7 +19,7 @@ from ..ops.merging import merge_partials
 from ..ops.reference.close import encode_side
 from ..ops.reference.dequantize import section
 from ..ops.types import AttendCall, PageStore, Part
-from ..quant.qparams import TORCH_DTYPES, require_finite
+from ..quant.qparams import largest, require_finite
 from ..spec import QuantSpec, Scheme
 from .layer_stores import LayerStores, Place
 from .passes import Forward
@@ -75,7 +75,7 @@ _NOTHING_STORED = "Nothing was stored in this pass"
 
 
 def _in_the_specs(spec: QuantSpec, scheme: Scheme, place: Place) -> str:
-    limit = torch.finfo(TORCH_DTYPES[spec.scale_dtype]).max
+    limit = largest(spec.scale_dtype)
     return f"({spec.scale_dtype} ends at {limit:g}) in the specs of scheme {scheme.name!r}, or keep layer {place.layer} raw (an Override). {_NOTHING_STORED}"
 
 
@@ -132,14 +132,14 @@ class LayerRunner:
         """Store the tokens k, v [B, T, H, D] of a layer without attending."""
         for place in self._stores.places[layer]:
             heads = slice(None) if place.heads is None else list(place.heads)
-            self._write(place, self._stores.stored_order(place, k[:, :, heads]), v[:, :, heads], f)
+            self._write(place, self._stores.stored_keys(place, k[:, :, heads]), v[:, :, heads], f)
 
     def _step(
         self, place: Place, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of one place, and its pages written."""
         call = self.call(place, scaling, softcap, f)
-        q, k = self._stores.stored_order(place, q), self._stores.stored_order(place, k)
+        q, k = self._stores.matching_queries(place, q), self._stores.stored_keys(place, k)
         observed = self._observes(place, f) and bool(call.parts)
         if not f.history_first:
             self._write(place, k, v, f)

@@ -10,6 +10,7 @@ import torch
 
 from ..ops.reference.dequantize import dequantize_pages
 from ..ops.types import LowStore, PageStore
+from ..quant.rotation import rotated_back, rotated_keys, rotated_queries
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
@@ -69,10 +70,29 @@ class LayerStores:
         (place,) = self.places[layer]
         return self.store(place, pool)
 
-    def stored_order(self, place: Place, x: torch.Tensor) -> torch.Tensor:
-        """Queries or keys [..., D] with their channels as the place stores them."""
-        order = self._orders.get(place.layer) if self.groups[place.group].group.key.pre_rope else None
-        return x if order is None else x[..., order]
+    def stored_keys(self, place: Place, k: torch.Tensor) -> torch.Tensor:
+        """Keys [..., D] as the place stores them: rotated, or with their channels in another order."""
+        if self.groups[place.group].group.key.rotated:
+            return rotated_keys(k)
+        order = self._order(place)
+        return k if order is None else k[..., order]
+
+    def matching_queries(self, place: Place, q: torch.Tensor) -> torch.Tensor:
+        """Queries [..., D] whose scores with `stored_keys` are those of `q` with the keys."""
+        if self.groups[place.group].group.key.rotated:
+            return rotated_queries(q)
+        order = self._order(place)
+        return q if order is None else q[..., order]
+
+    def _order(self, place: Place) -> torch.Tensor | None:
+        return self._orders.get(place.layer) if self.groups[place.group].group.key.needs_rotary else None
+
+    def _as_given(self, place: Place, k: torch.Tensor) -> torch.Tensor:
+        """Keys of which `stored_keys` made `k`."""
+        if self.groups[place.group].group.key.rotated:
+            return rotated_back(k)
+        order = self._order(place)
+        return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, H, D] that a sequence holds, as far as all kv heads hold them."""
@@ -104,8 +124,7 @@ class LayerStores:
         positions = [np.arange(start, start + len(k)) for start, k, _ in found]
         keys += [k for _, k, _ in found]
         values += [v for _, _, v in found]
-        k, order = torch.cat(keys), self.stored_order(place, torch.arange(g.head_dim, device=self.device))
-        return np.concatenate([np.zeros(0, np.int64), *positions]), torch.empty_like(k).index_copy_(-1, order, k), torch.cat(values)
+        return np.concatenate([np.zeros(0, np.int64), *positions]), self._as_given(place, torch.cat(keys)), torch.cat(values)
 
     def _static(self, place: Place) -> dict[str, torch.Tensor]:
         whole = self._shared[place.layer]

@@ -3,11 +3,14 @@
 A page id names one page in each layer of a group; those lie side by side: [page id][layer][kv head][struct]. A pool of fixed capacity is one
 slab of exactly that many ids. A growing pool adds slabs, so nothing is ever copied or moved and addresses stay valid.
 On CPUs a slab lies on 2 MiB pages where the system gives them: measured elsewhere, reading it is 1.3 to 1.5 times faster.
+What is left of it past the last whole one lies on small pages, so no more memory is taken than was asked for.
 """
 
 from __future__ import annotations
 
+import copy
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +21,8 @@ from ..spec import LayerGroup, LowLayout, PageLayout
 from .allocator import Allocator
 
 HUGE_PAGE = 2 << 20
-GROWTH = 8
-"""A growing pool is extended by at least a GROWTH-th of itself, so at most that share lies idle."""
+GROWTH = 64
+"""A growing pool is extended by at least a GROWTH-th of itself, so at most that share lies idle: what `torch.cat` of one layer of 32 holds besides."""
 
 
 def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -28,9 +31,10 @@ def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     # Private, because shared anonymous memory gets no 2 MiB pages and a forked child would write into its parent's cache.
     region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # memory is taken when written
-    region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)
-    skip = -whole.data_ptr() % HUGE_PAGE
+    skip, huge = -whole.data_ptr() % HUGE_PAGE, nbytes - nbytes % HUGE_PAGE
+    region.madvise(mmap.MADV_HUGEPAGE, skip, huge)
+    region.madvise(mmap.MADV_NOHUGEPAGE, skip + huge, len(region) - skip - huge)
     return whole[skip : skip + nbytes]
 
 
@@ -97,13 +101,20 @@ class Pool:
             page_id -= slab.shape[0]
         raise IndexError(f"page {page_id} lies past the {self.name} pool's end")
 
+    def remade(self, group: LayerGroup, device: torch.device, of_slab: Callable[[torch.Tensor], torch.Tensor]) -> Pool:
+        """A pool of another group of as many layers, with the same page ids and what `of_slab` makes of each slab [ids, layers, H, head_bytes]."""
+        new = Pool(group, self.name, None, device)
+        new.fixed_capacity, new.allocator = self.fixed_capacity, copy.deepcopy(self.allocator)
+        for slab in self.slabs:
+            x = of_slab(slab)
+            new.slabs.append(allocate_slab(x.numel(), device).view(x.shape).copy_(x))
+        return new
+
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: stores are views with raw addresses cached on them and are made anew."""
         return self.__dict__ | {"_stores": {}}
 
     def __deepcopy__(self, memo: dict) -> Pool:
-        import copy
-
         new = copy.copy(self)
         memo[id(self)] = new
         new.allocator = copy.deepcopy(self.allocator, memo)

@@ -20,6 +20,7 @@ from ..cache import parameters
 from ..errors import UnsupportedError
 from ..ops.reference.close import close_pages
 from ..ops.reference.dequantize import dequantize_pages
+from ..quant.rotation import rotated_back, rotated_keys
 from ..spec import CacheSpec, LayerGroup
 
 
@@ -52,11 +53,13 @@ class SimulatedLayer(DynamicLayer):
             first = group.num_sink_tokens + self.pages * group.page_size
             where = slice(first, group.num_sink_tokens + due * group.page_size)
             starts = np.arange(first, where.stop, group.page_size)
-            order = self.order if group.key.pre_rope else None
+            order = self.order if group.key.needs_rotary else None
             for row in range(len(all_keys)):
                 k, v = (x[row, list(heads), where].unflatten(1, (len(starts), -1)).transpose(0, 1) for x in (all_keys, all_values))
+                k = rotated_keys(k) if group.key.rotated else k
                 pages, _ = close_pages(k if order is None else k[..., order], v, group.layouts["closed"], static, starts)
                 stored, values = dequantize_pages(pages, group.layouts["closed"], static, torch.float32, starts=starts)
+                stored = rotated_back(stored) if group.key.rotated else stored
                 keys = stored if order is None else torch.empty_like(stored).index_copy_(-1, order, stored)
                 for to, x in ((all_keys, keys), (all_values, values)):
                     to[row, list(heads), where] = x.transpose(0, 1).flatten(1, 2).to(to.dtype)

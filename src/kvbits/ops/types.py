@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import DataError
+from ..later import upload
 from ..spec import MOST_TOKENS, LowLayout, PageLayout, whole
 
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
@@ -36,14 +37,20 @@ class _Slabs:
         return sum(s.shape[0] for s in self.slabs)
 
     def addresses(self) -> np.ndarray:
-        """int64 [num_pages]: byte address of each page's first struct."""
+        """int64 [num_pages]: byte address of each page's first struct, read-only."""
+        return self._addresses
+
+    @functools.cached_property
+    def _addresses(self) -> np.ndarray:
         parts = [s.data_ptr() + s.stride(0) * np.arange(s.shape[0], dtype=np.int64) for s in self.slabs]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        found = np.concatenate([np.zeros(0, np.int64), *parts])
+        found.flags.writeable = False
+        return found
 
     def gather(self, page_ids: np.ndarray) -> torch.Tensor:
         """uint8 [n, H, head_bytes]: copies of a few pages (for the reference; kernels read in place)."""
         if len(self.slabs) == 1:
-            return self.slabs[0][torch.from_numpy(page_ids).to(self.device)]
+            return self.slabs[0][upload(page_ids, self.device)]
         return torch.stack([self.page(int(i)) for i in page_ids])
 
     def page(self, page_id: int) -> torch.Tensor:
@@ -66,7 +73,7 @@ class PageStore(_Slabs):
         slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids count through them in order.
         static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias`
             [H, groups or channels], `k_codebook`, `v_codebook` [H, entries], and `k_inv_freq` [head_dim / 2], radians per token.
-        turn: for centred keys stored token by token, float32 [3, head_dim]: how the mean key of a page is turned on to the next one
+        turn: for centred keys stored token by token, float32 [3, head_dim] or a matrix: how the mean key of a page is turned on to the next one
             (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known, which costs code range and nothing else.
     """
 
@@ -361,3 +368,9 @@ def kvquant_extras(layout: PageLayout) -> str | None:
         if used
     ]
     return " and ".join(found) or None
+
+
+def banded_sides(layout: PageLayout) -> str | None:
+    """Which sides of a layout are stored as banded codes, in words for a refusal, or None."""
+    found = [side for side, spec in (("keys", layout.key), ("values", layout.value)) if spec.is_banded]
+    return f"banded codes ({' and '.join(found)})" if found else None

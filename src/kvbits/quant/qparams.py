@@ -3,6 +3,7 @@
 Symmetric:   scale = max|x| / q_max, codes in [1, 2**b - 1] around zero = 2**(b-1)      (arXiv 2512 INT8 paper, eq. 6 to 8, shifted by `zero`)
 Asymmetric:  bias = min(x), scale = (max(x) - bias) / (2**b - 1), codes in [0, 2**b - 1]  (KIVI, arXiv:2402.02750)
 FP8:         scale = max|x| / largest finite value, codes are the rounded float bytes
+Banded:      scale fitted per token, widths by band of channels   (`quant.banded`)
 Codebook:    bias = (min + max) / 2, scale = max|x - bias|, codes number the nearest entry to (x - bias) / scale  (KVQuant, arXiv:2401.18079)
 
 With outliers the ranges leave out the elements that widen them most (`quant.outliers`).
@@ -27,11 +28,12 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import DataError
-from ..spec import PerChannel, PerToken, QuantSpec
+from ..spec import SCALE_8BIT, PerChannel, PerToken, QuantSpec
+from . import banded
 from .nested import levels, refine
 from .outliers import trimmed_ends
 
-TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "uint8", "uint16", "int32")}
+TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "uint8", "uint16", "int32")} | {SCALE_8BIT: torch.uint8}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 SMALLEST_SCALE = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126}
@@ -69,8 +71,10 @@ def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = No
         return dataclasses.replace(static, codebook=codebook)
     mean = None
     if spec.center:
-        mean = rounded(x.double().mean(-2).float(), spec.scale_dtype)
+        mean = rounded(x.double().mean(-2).float(), spec.offset_dtype)
         x = x - mean.unsqueeze(-2)
+    if spec.is_banded:
+        return QParams(banded.fitted_scales(x, spec).unsqueeze(-2), None, mean)
     low, high = _ends(_grouped(x, spec), spec, spec.num_outliers(*x.shape[-2:]))
     if not spec.has_bias:
         return QParams(rounded_scale(divided(torch.maximum(-low, high), spec.q_max), spec.scale_dtype), None, mean, None, codebook)
@@ -94,6 +98,9 @@ def _ends(groups: torch.Tensor, spec: QuantSpec, num_outliers: int) -> tuple[tor
 
 def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [..., tokens, head_dim], and bool: which elements lie past the ends of the code range."""
+    if spec.is_banded:  # a fitted scale cuts off what costs less than a coarser step would
+        codes = banded.quantize(x if qparams.mean is None else x - qparams.mean.unsqueeze(-2), spec, qparams.scale.squeeze(-2))
+        return codes, torch.zeros_like(codes, dtype=torch.bool)
     scaled = normalize(x, spec, qparams)
     if spec.number_format.kind == "float":
         limit = spec.number_format.max_value
@@ -145,10 +152,12 @@ def dequantize(
     Args:
         planes: (low plane, bits) pairs that refine integer codes, see `quant.nested`.
     """
-    values = _levels(codes, spec, qparams.codebook, dtype)
-    if planes:
-        values = refine(values, planes)
-    values = values * expand(qparams.scale.to(dtype), spec, codes.shape[-1])
+    if spec.is_banded:
+        values = banded.dequantize(codes, spec, qparams.scale.squeeze(-2), dtype)
+    else:
+        values = _levels(codes, spec, qparams.codebook, dtype)
+        values = refine(values, planes) if planes else values
+        values = values * expand(qparams.scale.to(dtype), spec, codes.shape[-1])
     if qparams.stretch is not None:
         values = values * qparams.stretch.to(dtype).unsqueeze(-1)
     if qparams.bias is not None:
@@ -212,6 +221,21 @@ def _grouped(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 def divided(x: torch.Tensor, number: float) -> torch.Tensor:
     """x / number, correctly rounded: on GPUs torch multiplies by the reciprocal of a Python number, which is off in the last bit of some quotients."""
     return x / torch.tensor(float(number), dtype=x.dtype, device=x.device)
+
+
+def stored(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Numbers that `dtype` can hold, float32, as a page's section of it takes them."""
+    return banded.scale_codes(x).to(torch.uint8) if dtype == SCALE_8BIT else x
+
+
+def read(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """float32 numbers of a page's section of `dtype`."""
+    return banded.scale_values(x) if dtype == SCALE_8BIT else x.float()
+
+
+def largest(dtype: str) -> float:
+    """Number of a storage dtype of scales."""
+    return float(banded.scale_values(torch.tensor(banded.LARGEST_CODE))) if dtype == SCALE_8BIT else torch.finfo(TORCH_DTYPES[dtype]).max
 
 
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -320,5 +320,6 @@ inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(i64, u32) {}
 inline u64 read_once_policy() { return 0; }
 inline void shared_writes_before_copies() {}
+inline void barriers_before_copies() {}
 inline void let_next_kernel_start() {}
 inline void wait_for_previous_kernel() {}

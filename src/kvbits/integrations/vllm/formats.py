@@ -6,7 +6,6 @@ format has a torch dtype of its own as a tag, which no other cache uses, and the
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from ... import schemes
 from ...errors import SpecError, UnsupportedError
-from ...spec import PageLayout, PerGroup, QuantSpec, Scheme
+from ...spec import PageLayout, QuantSpec, Scheme
 
 PAGE_SIZE = 64
 """Tokens of a page, which is a block of vLLM."""
@@ -31,15 +30,17 @@ class Format:
         name: of the dtype, `kvbits_` and the scheme's.
         scheme: token-local, for head_dim 128; `layout` fits its groups to others.
         tag: torch dtype under which vLLM hands page specs to `customize_spec`.
-        rotated: keys and queries are multiplied by a Hadamard matrix first, which spreads outlying channels over all.
         key_bias: whether models whose keys have a bias keep their accuracy.
     """
 
     name: str
     scheme: Scheme
     tag: torch.dtype
-    rotated: bool = False
     key_bias: bool = True
+
+    @property
+    def rotated(self) -> bool:
+        return self.scheme.key.rotated
 
     def layout(self, num_kv_heads: int, head_dim: int, raw_dtype: str = "bfloat16") -> PageLayout:
         """Pages of one layer.
@@ -66,18 +67,8 @@ class Format:
         return None
 
 
-def _token_local(name: str, key: QuantSpec, value: QuantSpec) -> Scheme:
-    return Scheme(name=name, key=key, value=value, page_size=PAGE_SIZE, token_local=True)
-
-
 def _preset(name: str) -> Scheme:
-    preset = schemes.get(name)
-    return _token_local(name, preset.key, preset.value)
-
-
-def _rotated() -> Scheme:
-    spec = QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False)
-    return _token_local("int4_rotated", dataclasses.replace(spec, center="channel"), spec)
+    return schemes.get(name, residual_length=0, page_size=PAGE_SIZE, token_local=True)
 
 
 FORMATS: dict[str, Format] = {
@@ -87,7 +78,7 @@ FORMATS: dict[str, Format] = {
         Format(name="kvbits_int8_centered", scheme=_preset("int8_centered"), tag=torch.int16),
         Format(name="kvbits_int8k_int4v", scheme=_preset("int8k_int4v"), tag=torch.int32),
         Format(name="kvbits_int4", scheme=_preset("int4"), tag=torch.int64, key_bias=False),
-        Format(name="kvbits_int4_rotated", scheme=_rotated(), tag=torch.uint16, rotated=True),
+        Format(name="kvbits_int4_rotated", scheme=_preset("int4_rotated"), tag=torch.uint16),
     )
 }
 _BY_TAG = {f.tag: f for f in FORMATS.values()}

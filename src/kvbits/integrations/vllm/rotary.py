@@ -9,11 +9,23 @@ import torch
 from .formats import PAGE_SIZE
 
 
-def page_turn(head_dim: int) -> torch.Tensor | None:
-    """float32 [3, head_dim], as `quant.rotary.turn_by` gives it for a page, on the CPU. None where the model has no rotary embedding, or several."""
+def rope_parameters(config: Any, slides: bool) -> dict[str, Any]:
+    """What a Transformers configuration says of the rotary embedding of layers that have a sliding window, or of those that have none. Empty: nothing."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return found.get("sliding_attention" if slides else "full_attention", found)
+
+
+def page_turn(head_dim: int, parameters: dict[str, Any]) -> torch.Tensor | None:
+    """float32 [3, head_dim], as `quant.rotary.turn_by` gives it for a page, on the CPU. None where the model has no rotary embedding, or several of one kind.
+
+    Args:
+        parameters: of the layer's rotary embedding (`rope_parameters`); where vLLM made none of them, all that it made count.
+    """
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-    found = [turn for module in _ROPE_DICT.values() if (turn := turn_of(module, head_dim)) is not None]
+    wanted = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in parameters.items())
+    modules = [module for key, module in _ROPE_DICT.items() if wanted in key] or list(_ROPE_DICT.values())
+    found = [turn for module in modules if (turn := turn_of(module, head_dim)) is not None]
     return found[0] if found and all(torch.equal(found[0], x) for x in found) else None
 
 

@@ -15,7 +15,7 @@ import torch
 from ...errors import DataError
 from ...spec import KEY_TILE, LowLayout, PageLayout
 from ..descriptor import FORMATS, STATIC, TORCH_DTYPES, Side, describe, low_plane
-from ..types import LowStore, PageStore, PageTable
+from ..types import LowStore, PageStore, PageTable, banded_sides
 from .library import StoreStruct, TableStruct, TensorStruct, unavailable
 
 MAX_HEAD_DIM = 512
@@ -39,6 +39,8 @@ def refuses_layout(layout: PageLayout) -> str | None:
     d = layout.head_dim
     if d % 8 or d > MAX_HEAD_DIM:
         return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if banded := banded_sides(layout):
+        return f"{banded} have no CPU kernel"
     for spec in (layout.key, layout.value):
         if spec.is_raw:
             continue

@@ -1,8 +1,8 @@
-"""Attention over packed and 16-bit pages in Triton: the portable GPU path, and the readable version of what attend.cu does.
+"""Attention over packed and 16-bit pages in Triton: the portable GPU path, and the readable version of what the CUDA kernels do.
 
 A program takes one (sequence, kv head, block of query columns) and a run of its pages, dequantizes a few tokens at a time in registers and keeps an online
 softmax in float32. Runs of one sequence are merged at the end. No attempt is made at the memory limit: codes are gathered byte by byte, which any GPU and
-the interpreter on a CPU can do; attend.cu is the fast path where it runs.
+the interpreter on a CPU can do; ops/cuda/attend is the fast path where it runs.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -23,7 +23,7 @@ from ...errors import DataError
 from ...spec import VALUE_TOKEN_ORDER, PageLayout
 from ..cuda.side import widened
 from ..descriptor import DTYPES, GROUP, LEVELS, STATIC, describe
-from ..types import AttendCall, Part, check_call, kvquant_extras, last_positions
+from ..types import AttendCall, Part, banded_sides, check_call, kvquant_extras, last_positions
 
 BLOCK_TOKENS = (64, 32, 16)
 """Tokens dequantized at a time: the first that divides a page."""
@@ -58,6 +58,8 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         layout = part.store.layout
         if part.low:
             return "low planes have no Triton kernel yet"
+        if banded := banded_sides(layout):
+            return f"{banded} have no Triton kernel"
         if extras := kvquant_extras(layout):
             return f"{extras} have no Triton kernel"
         if layout.key.is_raw != layout.value.is_raw:

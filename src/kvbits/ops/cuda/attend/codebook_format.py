@@ -1,4 +1,4 @@
-"""From a page layout to an instantiation of attend.cu that reads codes as levels of a table (levels_walk.cuh): the formats of KVQuant.
+"""From a page layout to an instantiation of codebook.cu, which reads codes as levels of a table: the formats of KVQuant.
 
 Layouts with these techniques that it cannot read are unpacked to 16-bit rows (unpack_then_flash.py).
 """
@@ -18,7 +18,7 @@ TABLE_ROWS = {4: 256, 3: 0x78, 2: 0x34}
 
 
 def refuses(layout: PageLayout) -> str | None:
-    """Why levels_walk.cuh cannot read pages of this layout, or None."""
+    """Why codebook.cu cannot read pages of this layout, or None."""
     key, value = layout.key, layout.value
     for kind, spec in (("key", key), ("value", value)):
         if spec.is_raw or spec.number_format.kind == "float" or spec.bits > 4:
@@ -35,7 +35,7 @@ def refuses(layout: PageLayout) -> str | None:
 
 
 def shared_bytes(layout: PageLayout, fold: bool, wide: bool) -> int:
-    """Struct Levels of levels.cuh, rounded up to where the ring begins."""
+    """Struct Tables of codebook_tables.cuh, rounded up to where the ring begins."""
     d = layout.head_dim
     rows = 256 if wide else max(TABLE_ROWS[s.bits] for s in (layout.key, layout.value))
     turns, queries, columns = (1 if fold else 2) * (d // 32) * 1024, 4 * (d // 32) * 512, (2 if fold else 4) if layout.key.outliers else 0
@@ -57,7 +57,7 @@ def pieces(layout: PageLayout, prefix: str) -> list[tuple[int, int, int, int]]:
 def defines(layout: PageLayout, fold: bool, wide: bool) -> dict[str, int]:
     """Macros beside those of every packed format. fold: at most four query columns."""
     mine = pieces(layout, "k")
-    found = {"HAS_LEVELS": 1, "FOLDED": int(fold), "WIDE_TABLE": int(wide), "K_STRETCH": int(layout.key.has_stretch)}
+    found = {"FOLDED": int(fold), "WIDE_TABLE": int(wide), "K_STRETCH": int(layout.key.has_stretch)}
     found |= {"K_PIECES": len(mine), "K_BYTES": sum(p[3] for p in mine)}
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         found[f"{kind.upper()}_OUTLIERS"] = spec.num_outliers(layout.page_size, layout.head_dim)

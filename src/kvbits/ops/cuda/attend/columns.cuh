@@ -1,6 +1,6 @@
 // The query columns of a warp: which query token and head each is, what it may see, and its running softmax.
 #pragma once
-#include "config.cuh"
+#include "args.cuh"
 
 struct Unit { int batch, head, block; };
 

@@ -1,110 +1,13 @@
-// What one instantiation of the attention kernel is: every macro below is set by cuda.py from a PageLayout, and the launch arguments.
-//
-// A work item ("segment") is a run of chunks of one (sequence, kv head, block of query columns, part). Columns are (query token, query head of
-// the kv head's group) pairs; a warp takes COLS of them as the columns of its matrix instructions. A chunk is CHUNK tokens of one page.
+// What the three attention kernels (raw.cu, packed.cu, codebook.cu) have in common. Their macros come from kernel_choice.py, from a PageLayout and the launch.
+// A choice between two ways is a constant that an `if` asks for; `#if` is for architectures.
 #pragma once
 #include "numbers.h"
 #include "ptx.cuh"
-#include "work.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int NT = COLS / 8;       // matrix-instruction column tiles
 constexpr int CONSUMERS = WARPS * 32;
 constexpr float NOT_SEEN = -3.0e38f;
-#if HAS_PACKED && HAS_RAW
-constexpr bool RAW_ZONES = true;   // raw tokens come through the ring, in chunks of RAW_TOKENS, and parts join
-#else
-constexpr bool RAW_ZONES = false;
-#endif
-#if HAS_PACKED && HAS_LOW
-constexpr int RAW_SLOTS = 2;       // of a chunk of raw tokens: zones of thousands have keys and values in slots of their own
-#else
-constexpr int RAW_SLOTS = 1;       // the few of a tail share one, so that no warp of the producer's comes to have more slots to fill than another
-#endif
 
-#if HAS_PACKED && !HAS_LEVELS
-// Each warp starts a segment on its own and need not wait for others at its end. Not where queries take a calibrated scale, or where warps share operands.
-constexpr bool OWN_START = K_SCALE != 0 && Q_FRAGMENTS == 0;
-#else
-constexpr bool OWN_START = false;
-#endif
-
-/// Pages of a block table on the device.
-struct Pages {
-    const int* table;            // page numbers by entry
-    const i64* offset;           // [count]: bytes from `base` to a page, where pages lie in several slabs; null for one
-    i64 base, stride;            // address of page 0 of the layer, bytes from a page to the next
-    i64 count;                   // a number past the last reads the last: never other memory
-
-    DEVICE i64 address(int entry) const {
-        const u32 id = min(u32(table[entry]), u32(count - 1));
-        return base + (offset ? offset[id] : i64(id) * stride);
-    }
-};
-
-struct Part {
-    i64 layer_stride;            // bytes from a page of one layer to the same page of the next
-    int head_bytes, chunks_per_page, raw;
-    int k_raw, v_raw;            // offsets inside a raw struct
-    int low_head_bytes;          // of the struct of low planes; 0 if the part's pages have none
-    i64 low_layer_stride;        // as `layer_stride`
-    const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D]; null if none
-    const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; kernels with HAS_LEVELS
-    const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; kernels with HAS_LEVELS
-    Pages pages, low_pages;      // kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
-    int page_size;
-};
-
-/// One run of bytes of a chunk, or of its low planes: from `page + from + chunk * step` to `slot + to`.
-struct Piece { int from, step, to, bytes; };
-constexpr int MAX_PIECES = 40;
-
-struct Args {
-    const void* q;               // [B, T, Hq, D], strides in elements, last dense
-    void* out;                   // [B, T, Hq, D] dense
-    float* lse;                  // [B, T, Hq], null if not wanted
-    const int* q_positions;      // [B, T]; negative: a padding query, sees nothing
-    const Segment* segments;
-    const i64* page_address;     // [entries], layer 0, kv head 0
-    const int2* page_tokens;     // [entries]: position of the first token, visible tokens
-    const i64* low_address;      // [entries]: of the low planes' structs, as `page_address`; kernels with HAS_LOW
-    float* page_lse;             // [entries][lse_rows][T][Hq]: log-sum-exp of each step over a page's tokens; kernels with PAGE_LSE
-    float* partial;              // [slots][COLS][D]
-    float2* partial_ml;          // [slots][COLS]: reference exponent (log2), sum
-    int* arrived;                // [units], zero between launches
-    i64 q_stride_b, q_stride_t, q_stride_h;
-    int num_queries, group, num_kv_heads, column_blocks, layer, window;  // window: 2**30 if none
-    float scaling, softcap;
-    int num_pieces, num_low_pieces, lse_rows;  // pieces of low planes follow those of pages
-    Piece pieces[MAX_PIECES];
-    Part parts[4];
-};
-
-/// A page that a segment reads: where the struct of its kv head lies (of its low plane with `low`), position of the first token, visible tokens.
-struct Page {
-    i64 address;
-    int2 tokens;
-
-    DEVICE Page(const Args& a, const Segment& s, int entry, bool low) {
-        const Part& part = a.parts[s.part];
-        const i64 head = s.unit / a.column_blocks % a.num_kv_heads;
-        if (BLOCK_TABLES) {
-            const int before = (entry - s.first_entry) * part.page_size;
-            address = low ? part.low_pages.address(entry) + head * part.low_head_bytes : part.pages.address(entry) + head * part.head_bytes;
-            tokens = {s.position + before, min(s.tokens - before, part.page_size)};
-        } else {
-            address = low ? a.low_address[entry] + a.layer * part.low_layer_stride + head * part.low_head_bytes
-                          : a.page_address[entry] + a.layer * part.layer_stride + head * part.head_bytes;
-            tokens = a.page_tokens[entry];
-        }
-    }
-    /// Under load a miss waits behind all the ring's bytes, microseconds: the tables are fetched rounds ahead.
-    static DEVICE void prefetch_tables(const Args& a, const Part& part, int entry, bool low) {
-        if (BLOCK_TABLES) {
-            prefetch_l1((low ? part.low_pages : part.pages).table + entry);
-        } else {
-            prefetch_l1((low ? a.low_address : a.page_address) + entry);
-            prefetch_l1(a.page_tokens + entry);
-        }
-    }
-};
+// OWN_START: each warp starts a segment on its own and need not wait for others at its end.
+constexpr int STARTS = OWN_START ? WARPS : 1;                   // copies of what a start needs

@@ -1,6 +1,6 @@
 """Decode attention on NVIDIA GPUs over anybody's pages: the CUDA half of `ops.paged_attention`, which has the contract.
 
-Everything is allocated when a plan is made. `update` is one launch that turns lengths on the device into the work list of attend.cu (work_list.cu), `run` one
+Everything is allocated when a plan is made. `update` is one launch that turns lengths on the device into a work list (work_list.cu), `run` one
 launch that reads it; both can be captured in a CUDA graph.
 """
 
@@ -126,7 +126,7 @@ class DevicePlan:
         has_raw = any(x.key.is_raw for x in layouts)
         common = (d, cols, attend_cuda.DTYPES[dtype], raw_dtype, softcap is not None, limit)
         self.kernel = kernel_for(packed, *common, fold=fold, low=fine, raw=packed is not None and has_raw, tables=True)
-        self._attend = attend_cuda.load_kernel(self.kernel, self.device.index)
+        self._attend, self._threads = attend_cuda.load_kernel(self.kernel, self.device.index), self.kernel.threads
         self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._list = load_list_kernel(len(layouts), list_shared_bytes(batch_size, self.blocks, len(layouts)), self.device.index)
         self._q_shape = (num_queries, num_q_heads, d)
@@ -157,11 +157,11 @@ class DevicePlan:
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
         for i, part in enumerate(zip(layouts, self.low, max_pages, walks, strict=True)):
             self._work.parts[i], self._args.parts[i] = self._part(*part)
-        self._max_pages = tuple(max_pages)
         self._layers: dict[int, tuple[attend_cuda.Args, tuple]] = {}
         self._keep: tuple = ()  # what the last list points to
         self._pointers: list[int | None] = []
         self._in_order = True
+        self._batch = 0  # of the last update
         self._accepted: tuple | None = None
 
     def _part(self, layout: PageLayout, low: LowLayout | None, max_pages: int, walk: int) -> tuple[_PartWork, attend_cuda.PartArgs]:
@@ -224,7 +224,7 @@ class DevicePlan:
             part.table_stride, part.table_width, part.tokens = table.stride(0), table.shape[1], n.data_ptr()
             part.positions, part.offsets = (None if x is None else x.data_ptr() for x in (start, offset))
         work.query_lens = None if query_lens is None else query_lens.data_ptr()
-        work.batch = len(tokens[0])
+        work.batch = self._batch = len(tokens[0])
         rows = self.blocks + work.batch * work.repeats * len(self.layouts)
         work.grid = min(MOST_LIST_BLOCKS, -(-rows // THREADS))
         self._list.launch(work.grid, THREADS, work, self._stream())
@@ -235,16 +235,17 @@ class DevicePlan:
             raise DataError(f"layer {layer} was never bound; call bind({layer}, pages) first")
         if not self._keep:
             raise DataError("run() before the first update(); the work list is empty")
-        given = (q.shape, q.stride(), q.dtype, q.device, self._work.batch, q.data_ptr() % 8)
+        at, strides = q.data_ptr(), q.stride()
+        given = (q.shape, strides, q.dtype, q.device, self._batch, at % 8)
         if given != self._accepted:
             self._check(q)
             self._accepted = given
         if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out = q.new_empty(q.shape)
         args = self._layers[layer][0]
-        args.q, args.out, args.lse = q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
-        args.q_stride_b, args.q_stride_t, args.q_stride_h, _ = q.stride()
-        self._attend.launch(self.blocks, self.kernel.threads, args, self._stream(), in_order=self._in_order)
+        args.q, args.out, args.lse = at, out.data_ptr(), None if lse is None else lse.data_ptr()
+        args.q_stride_b, args.q_stride_t, args.q_stride_h, _ = strides
+        self._attend.launch(self.blocks, self._threads, args, self._stream(), in_order=self._in_order)
         self._in_order = False
         return out
 
@@ -256,7 +257,7 @@ class DevicePlan:
             raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
 
     def _stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+        return driver.current_stream(self.device)
 
     def explain(self) -> str:
         packed = next((x for x in self.layouts if not x.key.is_raw), None)

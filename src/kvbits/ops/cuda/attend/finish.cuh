@@ -3,11 +3,6 @@
 #include "columns.cuh"
 
 // Plain stores and sums: float atomics in shared memory are compare-and-swap loops and cost 40 us a launch in an early trial.
-#if HAS_LEVELS
-constexpr int BIAS_GROUPS = 1;
-#else
-constexpr int BIAS_GROUPS = MERGE_BIAS ? 16 : 1;
-#endif
 constexpr int ROUND_STRIDE = 36;  // 32 channels, padded so that eight lanes' 16-byte stores meet no bank twice
 struct Merge {
     float2 warp_ml[WARPS][COLS];
@@ -15,9 +10,9 @@ struct Merge {
     float bias[WARPS][BIAS_GROUPS][COLS];
     float rounds[WARPS][ROUNDS_AT_ONCE][COLS][ROUND_STRIDE];
     float out[COLS][D];
-    Staged staged[OWN_START ? WARPS : 1];
-    Segment segments[OWN_START ? WARPS : 1];
-    Unit units[OWN_START ? WARPS : 1];
+    Staged staged[STARTS];
+    Segment segments[STARTS];
+    Unit units[STARTS];
     int last;
     int left;                    // warps that have left the current segment's results
     u32 segments_left[WARPS];    // how many segments a warp has left so

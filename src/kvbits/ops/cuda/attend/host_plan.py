@@ -85,7 +85,7 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
 
 
 class PagesArgs(ctypes.Structure):
-    """struct Pages of config.cuh."""
+    """struct Pages of args.cuh."""
 
     _fields_ = [
         ("table", ctypes.c_void_p), ("offset", ctypes.c_void_p), ("base", ctypes.c_int64), ("stride", ctypes.c_int64), ("count", ctypes.c_int64),
@@ -93,7 +93,7 @@ class PagesArgs(ctypes.Structure):
 
 
 class PartArgs(ctypes.Structure):
-    """struct Part of config.cuh."""
+    """struct Part of args.cuh."""
 
     _fields_ = [
         ("layer_stride", ctypes.c_int64), ("head_bytes", ctypes.c_int), ("chunks_per_page", ctypes.c_int), ("raw", ctypes.c_int),
@@ -105,7 +105,7 @@ class PartArgs(ctypes.Structure):
 
 
 class Args(ctypes.Structure):
-    """struct Args of config.cuh."""
+    """struct Args of args.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
@@ -131,7 +131,7 @@ class _Launch:
 def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
-        binary = cuda_compile.compile_source(Path(__file__).parent, "attend.cu", dict(kernel.defines), arch)
+        binary = cuda_compile.compile_source(Path(__file__).parent, kernel.source, dict(kernel.defines), arch)
         return driver.Kernel(binary, "attend", kernel.shared_bytes, early=True)
 
 

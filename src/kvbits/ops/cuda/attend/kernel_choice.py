@@ -1,4 +1,4 @@
-"""From a page layout to one instantiation of attend.cu: its macros, how chunks are cut from pages, how many warps and stages fit.
+"""From a page layout to one instantiation of raw.cu, packed.cu or codebook.cu: its macros, how chunks are cut from pages, how many warps and stages fit.
 
 The numbers of warps and stages are the measured best on Hopper (docs/log-gpu.md); other chips get what fits their shared memory.
 """
@@ -12,8 +12,8 @@ from typing import overload
 
 from ....errors import UnsupportedError
 from ....spec import DTYPE_BYTES, LowLayout, PageLayout, QuantSpec, plane_row_bytes
-from ...descriptor import CHANNEL, DTYPES, GROUP, low_plane, scale_kind
-from ...types import kvquant_extras
+from ...descriptor import CHANNEL, DTYPES, GROUP, STATIC, low_plane, scale_kind
+from ...types import banded_sides, kvquant_extras
 from .. import side
 from . import codebook_format
 
@@ -30,7 +30,7 @@ WIDE = 24
 RAW_TOKENS = (32, 16, 8)
 """Raw tokens of a chunk: the most of a step, or what a slot of the ring has room for."""
 LOW_BITS = 4
-"""Width of the low planes that attend.cu reads, and of the codes they refine."""
+"""Width of the low planes that packed.cu reads, and of the codes they refine."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,15 @@ class Shape:
 
 
 def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str | None:
-    """Why attend.cu cannot read pages of this layout, on a GPU whose blocks have `shared_limit` bytes of shared memory if given, or None."""
+    """Why no kernel can read pages of this layout, on a GPU whose blocks have `shared_limit` bytes of shared memory if given, or None."""
     d = layout.head_dim
     if d > 256:
         return f"head_dim={d} is above 256"
+    if banded := banded_sides(layout):
+        return f"{banded} have no CUDA kernel"
     if extras := kvquant_extras(layout):
         why = codebook_format.refuses(layout)
-        if not why and shared_limit and _levels_shape(layout, 8, shared_limit, False) is None:
+        if not why and shared_limit and _codebook_shape(layout, 8, shared_limit, False) is None:
             why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
         return why and f"{extras}: {why}"
     if layout.key.is_raw and layout.value.is_raw:
@@ -78,7 +80,7 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
 
 
 def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:
-    """Why attend.cu cannot read pages of this layout with these low planes, or None."""
+    """Why no kernel can read pages of this layout with these low planes, or None."""
     if why := side.refuses_low(len(low)):
         return why
     for fine in low:
@@ -94,7 +96,7 @@ def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:
 
 
 def _walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
-    """Bits of the planes that are walked one by one. Two whose rows are 2 : 1 bytes, without padding, are joined to one (packed.cuh), walked as the first."""
+    """Bits of the planes that are walked one by one. Two whose rows are 2 : 1 bytes, unpadded, are joined to one (packed_codes.cuh), walked as the first."""
     planes = spec.number_format.planes
     return planes[:1] if planes == (2, 1) and head_dim % 32 == 0 else planes
 
@@ -166,15 +168,16 @@ def _rounds_at_once(warps: int, cols: int, head_dim: int, with_bias: bool, room:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One instantiation: macros, launch shape and how chunks are cut."""
+    """One instantiation: source and macros, launch shape and how chunks are cut."""
 
+    source: str
     defines: tuple[tuple[str, int], ...]
     shape: Shape
     pieces: tuple[tuple[int, int, int, int], ...]
     shared_bytes: int
     low_pieces: tuple[tuple[int, int, int, int], ...] = ()
-    raw_joins: bool = False  # raw and packed tokens of a unit come to one result (RAW_JOINS of walk.cuh)
-    raw_in_ring: bool = False  # raw tokens come through the ring (RAW_ZONES of config.cuh)
+    raw_joins: bool = False  # raw and packed tokens of a unit come to one result (RAW_JOINS of packed_codes.cuh)
+    raw_in_ring: bool = False  # raw tokens come through the ring (RAW_IN_RING of ring.cuh)
     raw_tokens: int = RAW_TOKENS[0]  # of a chunk of raw pages
 
     @property
@@ -199,7 +202,7 @@ def is_wide(head_dim: int, layouts: list[PageLayout]) -> bool:
 
 
 def joins_raw(layout: PageLayout, cols: int) -> bool:
-    """Whether a kernel adds raw tokens to the running outputs of this layout (RAW_JOINS of walk.cuh): values of one plane, not scaled by page, queries and
+    """Whether a kernel adds raw tokens to the running outputs of this layout (RAW_JOINS): values of one plane, not scaled by page, queries and
     results that no calibrated scale belongs to, and registers. Three column tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining."""
     key, value = layout.key, layout.value
     one_sum = len(_walked_planes(value, layout.head_dim)) == 1 and scale_kind(value) != CHANNEL and not key.static and not value.static
@@ -207,7 +210,7 @@ def joins_raw(layout: PageLayout, cols: int) -> bool:
 
 
 def _fragments(layout: PageLayout | None, cols: int) -> int:
-    """Key operands of a column tile where more than two tiles share them in shared memory (Query of packed.cuh), else 0."""
+    """Key operands of a column tile where more than two tiles share them in shared memory (Query of packed_keys.cuh), else 0."""
     if layout is None or cols <= 16:
         return 0
     bits = layout.key.number_format.planes[0]
@@ -242,7 +245,8 @@ def kernel_for(
         tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
     """
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": DTYPES[q_dtype], "RAW_TYPE": DTYPES[raw_dtype], "SOFTCAP": int(softcap)}
-    defines |= {"PAGE_LSE": int(page_lse), "Q_FRAGMENTS": _fragments(layout, cols), "BLOCK_TABLES": int(tables)}
+    fragments = _fragments(layout, cols)
+    defines |= {"PAGE_LSE": int(page_lse), "Q_FRAGMENTS": fragments, "BLOCK_TABLES": int(tables)}
     if layout is None:
         return _raw_kernel(defines, shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, slots=0, chunk=32, units=1), head_dim, cols, shared_limit)
     chunk = shape.chunk if shape else _chunk_tokens(layout)
@@ -252,46 +256,48 @@ def kernel_for(
     slot = -(-max(_used_bytes(chunk_layout(layout, chunk)), least) // 128) * 128
     raw_tokens = RAW_TOKENS[0] if low or not raw_joins else next(n for n in RAW_TOKENS if 4 * head_dim * n <= slot)
     with_bias = layout.value.has_bias and scale_kind(layout.value) == GROUP
-    has_levels = kvquant_extras(layout) is not None
-    bias_groups, wide = with_bias and not has_levels, shared_limit >= codebook_format.WIDE_FROM
+    has_codebook = kvquant_extras(layout) is not None
+    bias_groups, wide = with_bias and not has_codebook, shared_limit >= codebook_format.WIDE_FROM
     if shape is None:
-        shape = _levels_shape(layout, cols, shared_limit, fold) if has_levels else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None)
+        shape = _codebook_shape(layout, cols, shared_limit, fold) if has_codebook else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None)
         if shape is None:
             raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
-    table_bytes = codebook_format.shared_bytes(layout, fold, wide) if has_levels else 0
-    ring = shape.slots * (slot + (40 if has_levels else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + table_bytes
+    table_bytes = codebook_format.shared_bytes(layout, fold, wide) if has_codebook else 0
+    ring = shape.slots * (slot + (40 if has_codebook else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + table_bytes
     rounds = _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds)
-    defines |= {"HAS_PACKED": 1, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "WARPS": shape.warps, "SLOTS": shape.slots}
+    # Warps start segments alone but where queries take a calibrated scale, where warps share operands, and where they share a head's tables.
+    defines["OWN_START"] = int(scale_kind(layout.key) != STATIC and not fragments and not has_codebook)
+    defines |= {"ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "BIAS_GROUPS": 16 if bias_groups else 1, "WARPS": shape.warps, "SLOTS": shape.slots}
     defines |= {"CHUNK": chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
     defines["PREFETCH_CHUNKS"] = min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS)
-    pieces = [*codebook_format.pieces(layout, "k"), *codebook_format.pieces(layout, "v")] if has_levels else _pieces(layout, chunk)
+    pieces = [*codebook_format.pieces(layout, "k"), *codebook_format.pieces(layout, "v")] if has_codebook else _pieces(layout, chunk)
     defines |= {"SLOT_BYTES": slot, "CHUNK_BYTES": sum(p[3] for p in pieces), "SHARED_BYTES": shared}
     low_pieces = _pieces(low, chunk) if low else []
     defines |= {"HAS_LOW": int(low is not None), "HAS_RAW": int(raw_in_ring), "RAW_TOKENS": raw_tokens}
     defines["LOW_BYTES"] = sum(p[3] for p in low_pieces)
-    defines |= _side_defines(layout, low, chunk, has_levels)
-    if has_levels:
+    defines |= _side_defines(layout, low, chunk, has_codebook)
+    if has_codebook:
         defines |= codebook_format.defines(layout, fold, wide)
-    return Kernel(tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens)
+    source = "codebook.cu" if has_codebook else "packed.cu"
+    return Kernel(source, tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens)
 
 
 def _raw_kernel(defines: dict[str, int], shape: Shape, head_dim: int, cols: int, shared_limit: int) -> Kernel:
     rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
     shared = merge_bytes(shape.warps, cols, head_dim, False, rounds)
-    defines |= {"HAS_PACKED": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "WARPS": shape.warps, "SHARED_BYTES": shared}
-    return Kernel(tuple(defines.items()), shape, (), shared)
+    defines |= {"OWN_START": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "BIAS_GROUPS": 1, "WARPS": shape.warps, "SHARED_BYTES": shared}
+    return Kernel("raw.cu", tuple(defines.items()), shape, (), shared)
 
 
-def _side_defines(layout: PageLayout, low: LowLayout | None, chunk: int, has_levels: bool) -> dict[str, int]:
+def _side_defines(layout: PageLayout, low: LowLayout | None, chunk: int, has_codebook: bool) -> dict[str, int]:
     """Macros of keys and values, and of their low planes."""
     defines: dict[str, int] = {}
     for kind, spec in (("k", layout.key), ("v", layout.value)):
-        planes = spec.number_format.planes if has_levels else _walked_planes(spec, layout.head_dim)
+        planes = spec.number_format.planes if has_codebook else _walked_planes(spec, layout.head_dim)
         defines |= side.attend_defines(chunk_layout(layout, chunk), kind, len(planes))
-        if low:
-            bits, offset = low_plane(chunk_layout(low, chunk), kind)
-            defines |= {f"{kind.upper()}_LOW_BITS": bits, f"{kind.upper()}_LOW_OFFSET": offset}
+        bits, offset = low_plane(chunk_layout(low, chunk), kind) if low else (0, 0)
+        defines |= {f"{kind.upper()}_LOW_BITS": bits, f"{kind.upper()}_LOW_OFFSET": offset}
     return defines
 
 
@@ -315,7 +321,7 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
     return Shape(1, 2 if low else 1, chunk, units)
 
 
-def _levels_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) -> Shape | None:
+def _codebook_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) -> Shape | None:
     """As many warps as fit with a slot each, and two if they do."""
     slot, wide = -(-_used_bytes(layout) // 128) * 128, shared_limit >= codebook_format.WIDE_FROM
     for warps in (codebook_format.MAX_WARPS, 7, 3):

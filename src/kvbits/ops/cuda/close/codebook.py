@@ -1,4 +1,4 @@
-"""close_pages of KVQuant's formats on NVIDIA GPUs (close_levels.cu): codebooks, outliers, keys turned back; bit for bit what the reference stores."""
+"""close_pages of KVQuant's formats on NVIDIA GPUs (close_codebook.cu): codebooks, outliers, keys turned back; bit for bit what the reference stores."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _ranges(layout: PageLayout, kind: str) -> int:
 
 
 def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
-    """Macros of one instantiation of close_levels.cu."""
+    """Macros of one instantiation of close_codebook.cu."""
     d, page = layout.head_dim, layout.page_size
     threads = page * d // ELEMENTS_PER_THREAD
     ranges = max(_ranges(layout, kind) for kind in ("key", "value"))
@@ -88,8 +88,8 @@ def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[dr
     macros = defines(layout, dtype)
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
-        binary = cuda_compile.compile_source(Path(__file__).parent, "close_levels.cu", macros, arch)
-        return driver.Kernel(binary, "close_levels", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
+        binary = cuda_compile.compile_source(Path(__file__).parent, "close_codebook.cu", macros, arch)
+        return driver.Kernel(binary, "close_codebook", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
 
 
 def first_angles(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-// A page's keys or values on their way through close_levels.cu: which elements a thread has, from device memory to shared memory, turned back.
+// A page's keys or values on their way through close_codebook.cu: which elements a thread has, from device memory to shared memory, turned back.
 #pragma once
 #include "ranks.cuh"
 #include "stored.cuh"

@@ -18,7 +18,7 @@ from ....later import upload
 from ....quant.qparams import require_finite
 from ....spec import LowLayout, PageLayout, PerChannel
 from ...descriptor import DTYPES, TORCH_DTYPES
-from ...types import LowStore, PageStore, check_closing, check_low, kvquant_extras
+from ...types import LowStore, PageStore, banded_sides, check_closing, check_low, kvquant_extras
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import low_arguments, refuses_low, side_arguments, with_aligned_rows
@@ -53,6 +53,8 @@ def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     """The part of `refuses` that needs no GPU."""
+    if banded := banded_sides(layout):
+        return f"{banded} have no CUDA kernel"
     if kvquant_extras(layout):
         return codebook.refuses_layout(layout, dtype)
     if dtype not in TORCH_DTYPES:
@@ -151,13 +153,18 @@ class DecodeStep:
         tail: raw pages.
         closings: int64 [B, 2] on the device, struct Closing of runs.cuh; runs: int64 [B, 5], struct Run. Bytes count from the first slab of each store.
         status: int32 [6] on the device, added to (see `launch_close`).
+        undo: [2, B, H, D] of `dtype`, dense: takes the rows that tokens replace, for `put_back`.
     """
 
-    def __init__(self, store: PageStore, tail: PageStore, dtype: torch.dtype, closings: torch.Tensor, runs: torch.Tensor, status: torch.Tensor) -> None:
+    def __init__(
+        self, store: PageStore, tail: PageStore, dtype: torch.dtype, closings: torch.Tensor, runs: torch.Tensor, status: torch.Tensor, undo: torch.Tensor
+    ) -> None:  # fmt: skip
         layout, raw = store.layout, tail.layout
         self._kernel, self._threads = _load(layout, dtype, -1 if store.device.index is None else store.device.index, None, True)
         self._grid = 2 * layout.num_kv_heads * len(runs)
-        self._keep = (store, tail, closings, runs, status)
+        self._keep = (store, tail, closings, runs, status, undo)
+        self._undo = undo
+        self._given: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # strides that need no copy
         self._args = StepArgs(
             status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes, closings=closings.data_ptr(), runs=runs.data_ptr(),
             closed=store.slabs[0].data_ptr(), tail=tail.slabs[0].data_ptr(), tail_head_bytes=raw.head_bytes,
@@ -168,26 +175,28 @@ class DecodeStep:
                 static = store.static.get(f"{kind}_{name}")
                 if static is not None:
                     field[i] = static.data_ptr()
+        self._fresh = self._args.fresh  # the same memory
+        self._args.before[0], self._args.before[1] = (x.data_ptr() for x in undo)
 
-    def run(self, k: torch.Tensor, v: torch.Tensor, before: torch.Tensor | None, stream: int) -> None:
-        """Store keys and values [B, 1, H, D] of the pages' dtype.
+    def run(self, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
+        """Store keys and values [B, 1, H, D] of the pages' dtype; the rows they replace go to `undo`."""
+        given = (k.stride(), v.stride())
+        k_at, v_at = k.data_ptr(), v.data_ptr()
+        if given != self._given or (k_at | v_at) % 16:
+            k, v = with_aligned_rows(k), with_aligned_rows(v)
+            k_at, v_at, size = k.data_ptr(), v.data_ptr(), k.element_size()
+            for i, x in enumerate((k, v)):
+                self._args.fresh_stride[i][0], self._args.fresh_stride[i][1] = x.stride(0) * size, x.stride(2) * size
+            self._given = given if given == (k.stride(), v.stride()) else None
+        self._fresh[0], self._fresh[1] = k_at, v_at
+        self._kernel.launch(self._grid, self._threads, self._args, stream)
 
-        Args:
-            before: [2, B, H, D] of that dtype, takes what the tokens replace (for `put_back`).
-        """
-        args, size = self._args, k.element_size()
-        for i, x in enumerate((k, v)):
-            x = with_aligned_rows(x)
-            args.fresh[i] = x.data_ptr()
-            args.fresh_stride[i][0], args.fresh_stride[i][1] = x.stride(0) * size, x.stride(2) * size
-            args.before[i] = None if before is None else before[i].data_ptr()
-        self._kernel.launch(self._grid, self._threads, args, stream)
-
-    def put_back(self, before: torch.Tensor, nothing_closes: torch.Tensor, stream: int) -> None:
+    def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
         """Write what `run` replaced; `nothing_closes`: as `closings`, NOWHERE alone."""
-        self._args.closings = nothing_closes.data_ptr()
-        self.run(before[0][:, None], before[1][:, None], None, stream)
-        self._args.closings = self._keep[2].data_ptr()
+        args, (k, v) = self._args, self._undo.unsqueeze(2)
+        args.closings, args.before[0], args.before[1] = nothing_closes.data_ptr(), None, None
+        self.run(k, v, stream)
+        args.closings, args.before[0], args.before[1] = self._keep[2].data_ptr(), k.data_ptr(), v.data_ptr()
 
 
 def close(

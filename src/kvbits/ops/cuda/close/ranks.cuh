@@ -1,4 +1,4 @@
-// Sums, orders and the largest of many numbers, by a warp or a block: what close_levels.cu chooses outliers with.
+// Sums, orders and the largest of many numbers, by a warp or a block: what close_codebook.cu chooses outliers with.
 #pragma once
 #include "side.cuh"
 

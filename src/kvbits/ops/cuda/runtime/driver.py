@@ -41,6 +41,16 @@ def _check(code: int, what: str) -> None:
         raise KernelError(f"{what}: CUDA error {code} ({(text.value or b'?').decode()})")
 
 
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream(device: torch.device) -> int:
+    """Handle of the current stream, without the object that torch makes around it."""
+    if _raw_stream is None or device.index is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _raw_stream(device.index)
+
+
 class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
 
@@ -72,13 +82,18 @@ class Kernel:
             _check(_driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes), f"{name} with {shared_bytes} bytes of shared memory")
 
         self._attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        self._start = _driver().cuLaunchKernelEx
         self._num_attributes = int(early and torch.cuda.get_device_capability() >= (9, 0))
 
     def launch(self, grid: int | tuple[int, int], block: int | tuple[int, int], args: ctypes.Structure, stream: int, *, in_order: bool = False) -> None:
         """Start the kernel on a stream with `args` passed by value; grid and block in x, or in x and y. `in_order`: not before the kernel ahead has ended."""
-        grid, block = (grid, 1) if isinstance(grid, int) else grid, (block, 1) if isinstance(block, int) else block
-        params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        config = _Config(*grid, 1, *block, 1, self.shared_bytes, stream, ctypes.pointer(self._attribute), 0 if in_order else self._num_attributes)
-        code = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, params, None)
+        given = (self, grid, block, in_order)
+        ready = args.__dict__.get("ready")
+        if ready is None or ready[0] != given:  # kept with the struct whose address it holds: decoding launches the same ones again and again
+            x, y = (grid, 1) if isinstance(grid, int) else grid, (block, 1) if isinstance(block, int) else block
+            config = _Config(*x, 1, *y, 1, self.shared_bytes, stream, ctypes.pointer(self._attribute), 0 if in_order else self._num_attributes)
+            args.ready = ready = given, config, ctypes.byref(config), (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        ready[1].stream = stream
+        code = self._start(ready[2], self._function, ready[3], None)
         if code:
             _check(code, f"launching {self.name} on {grid} blocks of {block} threads")

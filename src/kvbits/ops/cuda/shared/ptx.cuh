@@ -127,10 +127,13 @@ DEVICE void copy_bulk(u32 to, i64 from, u32 bytes, u32 bar, u64 policy) {
 DEVICE void prefetch_l2(i64 from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory"); }
 /// This thread's ordinary writes come before bulk copies that a barrier orders after it.
 DEVICE void shared_writes_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+/// Barriers that this thread has set up are there for bulk copies.
+DEVICE void barriers_before_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 /// Cache pages are read once a step: they should not push anything else out of L2.
 DEVICE u64 read_once_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
 #else
 DEVICE void shared_writes_before_copies() {}
+DEVICE void barriers_before_copies() {}
 DEVICE void copy_async_16(u32 to, i64 from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
 /// Arrives on `bar` once all earlier copy_async of this thread have landed.
 DEVICE void copy_async_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }

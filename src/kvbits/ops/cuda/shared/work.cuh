@@ -1,4 +1,4 @@
-// What attend.cu does: a list of segments for every block. The host writes it (schedule.py) or a kernel does (attend/work_list.cu).
+// What attention kernels do: a list of segments for every block. The host writes it (schedule.py) or a kernel does (attend/work_list.cu).
 #pragma once
 
 struct alignas(16) Segment {

@@ -1,4 +1,4 @@
-// What a block shares to read codes as levels: tables of pairs, turned scales, turned queries. See levels_walk.cuh for their use.
+// What a block shares to read codes as levels: tables of pairs, turned scales, turned queries. See codebook_walk.cuh for their use.
 #pragma once
 #include "columns.cuh"
 #include "turn.cuh"
@@ -10,7 +10,13 @@ constexpr int TABLE_ROWS = WIDE_TABLE || K_BITS == 4 || V_BITS == 4 ? 256 : K_BI
 constexpr bool QUADS = WIDE_TABLE && K_BITS == 2 && V_BITS == 2;  // a look-up gives the four codes of a byte
 constexpr bool FOLD = FOLDED;                                  // at most four query columns: the other four of a matrix instruction take a second kind of work
 constexpr int TURNS = FOLD ? 1 : 2;                            // turns of a lane's key rows that are left when the query has been turned
+constexpr int TOKENS = FOLD ? 4 : 8;                           // of a lane
 static_assert(COLS == 8 && CHUNK == 64, "one column tile, pages of 64 tokens");
+
+/// Token and column of a lane's i-th score of column e (lane = 4g + c).
+DEVICE int token_of(int i, int g, int c) { return FOLD ? 8 * g + 4 * (c / 2) + i : i / 4 * 32 + 4 * g + i % 4; }
+DEVICE int column_of(int e, int c) { return FOLD ? 2 * (c % 2) + e : 2 * c + e; }
+DEVICE u32 element(const uint4& w, int j) { return j == 0 ? w.x : j == 1 ? w.y : j == 2 ? w.z : w.w; }
 
 /// Channel pair of code k of a lane's word i (lane % 4 = c): codes of four bits lie side by side; narrower rows hold each byte's codes a quarter row apart.
 DEVICE int pair_of(int i, int c, int k) { return K_BITS == 4 ? 16 * i + 4 * c + k : i % 2 * (D / 4) + 16 * (i / 2) + 4 * c + k; }
@@ -22,11 +28,11 @@ DEVICE int order_of(int pair) {
 }
 
 /// Shared by all warps of a block; one head's.
-struct Levels {
+struct Tables {
     u32 table[TABLE_ROWS][2][32];   // [byte of two codes][keys, values][lane]: their levels as float16 pairs. A lane reads its own bank: no conflicts.
                                     // With QUADS [byte of four codes][keys, values][lane % 16][channels of the first, second quarter].
     uint4 turn[TURNS][STEPS][2][32];  // [row of the lane][word][two codes][lane]: (cos, sin), (-sin, cos) of each pair's angle at the row's first token
-    uint4 queries[4][STEPS][32];    // [m][word][lane]: four pairs of column lane / 4 turned back by m tokens (see LevelsWalk), times a power of two
+    uint4 queries[4][STEPS][32];    // [m][word][lane]: four pairs of column lane / 4 turned back by m tokens (see CodebookWalk), times a power of two
     uint2 scale[K_SCALE == SCALE_CHANNEL ? 1 : HALF];  // calibrated scales and biases of pairs in the order of a lane's words
     float2 ordered_turns[HALF];     // turns in that order
     float2 turns[HALF];             // of channel d
@@ -35,7 +41,7 @@ struct Levels {
 };
 
 /// A warp's, of the page whose scores it takes; in memory that it needs for other things before and after.
-struct PageLevels {
+struct PageTables {
     u32 turn[HALF];                 // (cos, sin) of the angles at the page's first position, in the order of a lane's words
     uint2 scale[K_SCALE == SCALE_CHANNEL ? HALF : 1];  // scales and biases of pairs in that order, where they are the page's own
 };
@@ -127,15 +133,15 @@ struct PageScales {
             m = fmaxf(m, fmaxf(low_f16(scale[side]) * largest_level + fabsf(low_f16(bias[side])), high_f16(scale[side]) * largest_level + fabsf(high_f16(bias[side]))));
         return m;
     }
-    /// The two pairs as `Levels::scale` has them.
+    /// The two pairs as `Tables::scale` has them.
     DEVICE uint4 pairs() const {
         return {permute_bytes(scale[0], scale[1], 0x5410), permute_bytes(bias[0], bias[1], 0x5410),
                 permute_bytes(scale[0], scale[1], 0x7632), permute_bytes(bias[0], bias[1], 0x7632)};
     }
 };
 
-/// Asks for what `share_levels` will read; lane `lane` of `lanes`.
-DEVICE void prefetch_levels(const Part& part, int head, int lane, int lanes) {
+/// Asks for what `share_tables` will read; lane `lane` of `lanes`.
+DEVICE void prefetch_codebook(const Part& part, int head, int lane, int lanes) {
     for (int ch = lane * 32; ch < D; ch += lanes * 32) {
         if (part.k_scale) prefetch_l1(part.k_scale + i64(head) * D + ch);
         if (part.k_bias) prefetch_l1(part.k_bias + i64(head) * D + ch);
@@ -146,7 +152,7 @@ DEVICE void prefetch_levels(const Part& part, int head, int lane, int lanes) {
 }
 
 /// Fills what belongs to a head. All consumer threads call it.
-DEVICE void share_levels(Levels& shared, const Part& part, int head, int thread) {
+DEVICE void share_tables(Tables& shared, const Part& part, int head, int thread) {
     if (shared.head == head) return;  // written before the last barrier of the segment before
     const float *k_level = part.k_level + (head << K_BITS), *v_level = part.v_level + (head << V_BITS);
     const int lane = thread % 32;

@@ -1,10 +1,9 @@
-// 16-bit pages (sinks, newest tokens, raw layers): up to 32 tokens per step, straight from memory into operand registers, or through the ring beside packed
-// ones (RAW_ZONES: warps that wait for keys, then for values, read a third less than memory gives, and a walk of its own costs each unit microseconds).
+// 16-bit pages (sinks, newest tokens, raw layers): up to 32 tokens per step, straight from memory into operand registers, or from the ring (packed_raw.cuh).
 //
 // Lane (g, c) holds the scores of tokens 4g .. 4g + 3, so that keys need 16-byte loads of four rows and values eight: see docs/formats.md for the
 // token order, which is the packed pages' own. Loads past the visible length give 0: such memory may hold anything, NaN included.
 #pragma once
-#include "columns.cuh"
+#include "segments.cuh"
 
 constexpr int RAW_STEPS = (D + 31) / 32;   // 16-byte loads of a key row by four lanes
 constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4 : D * COLS <= 1024 && WARPS <= 7 ? 2 : 1;  // key loads in flight per row: registers allow no more
@@ -21,29 +20,6 @@ struct RowsInMemory {
     DEVICE void keys_done() {}
     DEVICE void wait_for_values() {}
 };
-#if HAS_PACKED && HAS_RAW
-struct RowsInRing {
-    const unsigned char *keys, *values;
-    int visible;
-    u32 keys_empty, values_full, turn;  // barriers, of two slots: where the keys' slot is given back, where values arrive
-
-    DEVICE static uint4 row(const unsigned char* p, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(p) : uint4{0, 0, 0, 0}; }
-    DEVICE uint4 key(int j, int i, int g, int c) const { return row(keys + ((4 * g + j) * D + 32 * i + 8 * c) * 2, 4 * g + j < visible && 32 * i + 8 * c < D); }
-    DEVICE uint4 value(int token, int h, int g, int c) const { return row(values + ((8 * c + token) * D + 64 * h + 8 * g) * 2, 8 * c + token < visible && 64 * h + 8 * g < D); }
-    /// Four channels from `channel` on.
-    DEVICE uint2 four(int token, int channel, bool wanted, int c) const {
-        return wanted && 8 * c + token < visible ? *reinterpret_cast<const uint2*>(values + ((8 * c + token) * D + channel) * 2) : uint2{0, 0};
-    }
-    DEVICE void keys_done() {
-        if (RAW_SLOTS == 1) return;
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(keys_empty);
-    }
-    DEVICE void wait_for_values() {
-        if (RAW_SLOTS > 1) barrier_wait(values_full, turn);
-    }
-};
-#endif
 
 DEVICE void mma_raw(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     if (RAW_TYPE == BFLOAT16) mma_bf16(d, a0, a1, a2, a3, b0, b1);
@@ -184,3 +160,28 @@ struct RawWalk {
     }
     static DEVICE int channel(int r, int x) { return r / 2 * 64 + x / 4 * 8 + r % 2 * 4 + x % 4; }
 };
+
+/// Reads a raw part of a unit whose pages stay where they lie. Returns the block's next segment.
+DEVICE int walk_raw_in_memory(const Args& a, Unit u, Merge& merge, int warp, int lane) {
+    const Segment& s = merge.segments[Merge::own(warp)];
+    Staged& staged = merge.staged[Merge::own(warp)];
+    int g = lane / 4, c = lane % 4;
+    stage_queries(staged, a, u, nullptr, warp * 32 + lane);
+    const Visible see(staged, a.window, lane);
+    Softmax softmax;
+    softmax.clear();
+    RawWalk walk;
+    const QueryRows queries(a, staged, u, g);
+    walk.start(a, queries, c);
+    const Part& part = a.parts[s.part];
+    for (int k = warp; k < s.num_chunks; k += WARPS) {
+        int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
+        const Page found(a, s, entry, false);
+        const i64 page = found.address + i64(token) * D * 2;
+        const int2 tokens = found.tokens;
+        if (tokens.y <= token) continue;
+        const LseRow lse = LseRow::of(a, u, entry, token / 32);
+        walk.step(a, queries, see, softmax, RowsInMemory(page + part.k_raw, page + part.v_raw, tokens.y - token, g, c), tokens.x + token, lse, g, c);
+    }
+    return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
+}

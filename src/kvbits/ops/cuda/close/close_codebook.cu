@@ -90,7 +90,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_levels(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_codebook(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
     static_assert(sizeof(Shared) <= SHARED_BYTES, "codebook.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);

@@ -16,7 +16,7 @@ import torch
 
 from kvbits import ops, schemes
 from kvbits.errors import DataError
-from kvbits.ops.cuda.close import codebook as cuda_levels
+from kvbits.ops.cuda.close import codebook as cuda_codebook
 from kvbits.ops.cuda.close import packed as cuda
 from kvbits.ops.cuda.runtime import compile as cuda_compile
 from kvbits.ops.reference import close as reference
@@ -95,7 +95,7 @@ def test_a_gpu_stores_what_the_reference_stores(specs, head_dim, page_size, dtyp
 @pytest.fixture
 def emulated(monkeypatch, tmp_path):
     def load(layout, dtype, device_index):
-        here, macros = Path(__file__).parent / "emulated", cuda_levels.defines(layout, dtype)
+        here, macros = Path(__file__).parent / "emulated", cuda_codebook.defines(layout, dtype)
         for path in (
             *((FOLDER / "cuda" / "close").glob("*.cuh")),
             FOLDER / "cuda" / "shared" / "stored.cuh",
@@ -105,19 +105,19 @@ def emulated(monkeypatch, tmp_path):
             here / "block.cpp",
         ):
             (tmp_path / path.name).write_text(path.read_text())
-        text = (FOLDER / "cuda" / "close" / "close_levels.cu").read_text()
+        text = (FOLDER / "cuda" / "close" / "close_codebook.cu").read_text()
         for gpu_only, instead in (("extern __shared__ __align__(16) unsigned char memory[];", ""), ("(memory)", "(shared)"), ('extern "C" __global__', "")):
             assert gpu_only in text
             text = text.replace(gpu_only, instead)
         text = text.replace("Shared& shared = *reinterpret_cast<Shared*>(shared)", "Shared& shared = *reinterpret_cast<Shared*>(::shared)")
         (tmp_path / "kernel.h").write_text(text)
-        (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_levels", "NUM_THREADS": "THREADS"}).items()))
+        (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_codebook", "NUM_THREADS": "THREADS"}).items()))
         options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{tmp_path}", "-D__CUDA_ARCH__=900"]
         subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(tmp_path / "close.so")], check=True)
         library = ctypes.CDLL(str(tmp_path / "close.so"))
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
-    monkeypatch.setattr(cuda_levels, "_load", load)
+    monkeypatch.setattr(cuda_codebook, "_load", load)
 
 
 @emulates
@@ -165,8 +165,8 @@ def test_pages_of_nothing_but_bad_numbers_are_refused_and_touch_nothing_else(nam
 def test_compiles_with_few_spills(name, limit):
     """Some 40 words a thread once between phases: with the registers that take none fewer blocks fit, and pages took a tenth longer."""
     layout = PageLayout(**of(name), page_size=64, num_kv_heads=8, head_dim=128)
-    binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close_levels.cu", cuda_levels.defines(layout, torch.bfloat16), "sm_80")
-    assert binary.resources("close_levels").spill_bytes <= limit
+    binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close_codebook.cu", cuda_codebook.defines(layout, torch.bfloat16), "sm_80")
+    assert binary.resources("close_codebook").spill_bytes <= limit
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+// Codes of packed pages in shared memory as matrix operands, with one AND.
+//
+// A code masked out of a 32-bit word, (w >> 8 * odd) & (mask << bits * field), is a pair of SUBNORMAL float16 numbers code * 2**(bits * field - 24),
+// which the matrix units multiply exactly. So unpacking is one instruction per pair; the factors go elsewhere: for keys the field's 2**-(bits * field)
+// into q, for values into the end result; 2**24 into the score's factor; and the codes' zero point becomes a starting value of the scores
+// (zero * sum(q), exact) and one correction per step for the outputs (zero * sum of the weights, which another matrix instruction gives).
+// The correction is applied at every step, before the values are added: the running output then stays as small as the result, while a correction
+// at the end would subtract two large sums whose roundings (toward zero, in the matrix units) do not cancel.
+//
+// A 3-bit code lies in a 2-bit and a 1-bit plane. Where a token's bytes in the second are half of those in the first (head_dim a multiple of 32), field f of
+// byte r there is field 2 f of the second plane's byte r, or field 2 f + 1 of byte r - LOW_ROW. Two bitwise selections join words of both planes to one of
+// fields 0 and 2 and one of fields 1 and 3, at bits 1 and 5 of every byte, and there is one walk, over 3-bit fields. Elsewhere each plane has its own.
+#pragma once
+#include "config.cuh"
+
+constexpr int TOKENS = 4 * UNITS;        // of a lane in a step
+constexpr u32 WORD_ONES = 0x3c003c00u;  // (1, 1) in float16
+// A low plane counts in fifteenths of the code's step (docs/formats.md): its products meet the same operands, and are divided where they are few.
+constexpr u32 LOW_ZERO = 8;
+constexpr float LOW_STEP = 1.f / 15.f;
+
+/// One plane of codes. A plane of no bits is one that a format has not: its loops are empty.
+template <int BITS_, int PLANE_OFFSET, int LOW_BITS_, int LOW_OFFSET_ = 0>
+struct Plane {
+    static constexpr int BITS = BITS_, OFFSET = PLANE_OFFSET, LOW_BITS = LOW_BITS_;  // LOW_BITS: bits of the code in later planes
+    static constexpr int LOW_OFFSET = LOW_OFFSET_;             // of the plane joined to this one
+    static constexpr bool JOINED = LOW_OFFSET > 0;
+    static constexpr int FIELDS = BITS ? 8 / BITS : 0;
+    static constexpr int ROW = (D * BITS + 31) / 32 * 4;       // bytes of one token
+    static constexpr int WORDS = ROW / 4;
+    static constexpr int STEPS = (WORDS + 3) / 4;              // 16-byte column steps of a key row
+    static constexpr int BLOCKS = (ROW + 15) / 16;             // value blocks
+    static constexpr int PAIRS = (BLOCKS + 1) / 2;             // of value blocks: 32 byte positions
+    static constexpr int ROUNDS = FIELDS * PAIRS;
+    static constexpr int LOW_ROW = ROW / 2;                    // bytes of one token in the joined plane
+
+    /// A field's operands are codes times 2**exponent.
+    static constexpr int exponent(int field) { return JOINED ? 1 + field / 2 * 4 : BITS * field - LOW_BITS; }
+    /// The operand of a code alike in all channels.
+    static DEVICE u32 constant(u32 code, int field) {
+        if (JOINED) return code * 0x00010001u << exponent(field);
+        return ((code >> LOW_BITS) & ((1u << BITS) - 1)) * 0x00010001u << BITS * field;
+    }
+};
+
+template <int FLOAT, int BITS>
+DEVICE u32 operand(u32 even, u32 odd, int is_odd, int field) {
+    if (FLOAT == E5M2) return (is_odd ? odd : even << 8) & 0xff00ff00u;
+    if (FLOAT == E4M3) {
+        u32 x = is_odd ? odd : even << 8;
+        return ((x >> 1) & 0x3f803f80u) | (x & 0x80008000u);  // value * 2**-8
+    }
+    if (BITS == 8) return is_odd ? permute_bytes(odd, 0, 0x4341) : even & 0x00ff00ffu;
+    return (is_odd ? odd : even) & (((1u << BITS) - 1) * 0x00010001u << BITS * field);
+}
+/// The byte-shifted word that `operand` wants for odd bytes.
+template <int FLOAT, int BITS>
+DEVICE u32 odd_bytes(u32 w) { return FLOAT == INTEGER && BITS < 8 ? w >> 8 : w; }
+
+/// A word of codes and what to mask its operands out of: with joined planes two words, of even and of odd fields.
+template <class CodePlane, int FLOAT>
+struct Fields {
+    static constexpr bool JOINED = CodePlane::JOINED;
+    static constexpr int WORDS = JOINED ? 2 : 1;
+    u32 even[WORDS], odd[WORDS];
+
+    /// low: the joined plane's word of these bytes; second: they are in the row's second half.
+    DEVICE Fields(u32 w, u32 low = 0, int second = 0) {
+        even[0] = JOINED ? select_bits(0xccccccccu, w << 2, low * (2 - second)) : w;  // a product goes to another pipe than shifts
+        if (JOINED) even[WORDS - 1] = select_bits(0xccccccccu, w, low >> (1 + second));
+        for (int k = 0; k < WORDS; ++k) odd[k] = odd_bytes<FLOAT, CodePlane::BITS>(even[k]);
+    }
+    DEVICE u32 operand(int is_odd, int field) const {
+        if (JOINED) return (is_odd ? odd : even)[field % WORDS] & (0x00070007u << CodePlane::exponent(field));
+        return ::operand<FLOAT, CodePlane::BITS>(even[0], odd[0], is_odd, field);
+    }
+};
+
+constexpr int operand_exponent(int is_float) { return is_float == INTEGER ? 24 : is_float == E4M3 ? 8 : 0; }
+
+template <int TYPE>
+DEVICE void load_scales4(float (&s)[4], const unsigned char* section, int index) {
+    if (TYPE == FLOAT32) {
+        float4 w = *reinterpret_cast<const float4*>(section + index * 4);
+        s[0] = w.x; s[1] = w.y; s[2] = w.z; s[3] = w.w;
+        return;
+    }
+    uint2 w = *reinterpret_cast<const uint2*>(section + index * 2);
+    if (TYPE == FLOAT16) { s[0] = low_f16(w.x); s[1] = high_f16(w.x); s[2] = low_f16(w.y); s[3] = high_f16(w.y); }
+    else { s[0] = bf16_to_float(u16(w.x)); s[1] = bf16_to_float(u16(w.x >> 16)); s[2] = bf16_to_float(u16(w.y)); s[3] = bf16_to_float(u16(w.y >> 16)); }
+}
+
+/// float16 pairs (0, 4), (1, 5), (2, 6), (3, 7) of eight neighbours: the token pairs of a lane's value operands.
+template <int TYPE>
+DEVICE void load_pairs8(u32 (&p)[4], const unsigned char* section, int index) {
+    if (TYPE == FLOAT16) {
+        uint4 w = *reinterpret_cast<const uint4*>(section + index * 2);
+        p[0] = permute_bytes(w.x, w.z, 0x5410); p[1] = permute_bytes(w.x, w.z, 0x7632);
+        p[2] = permute_bytes(w.y, w.w, 0x5410); p[3] = permute_bytes(w.y, w.w, 0x7632);
+        return;
+    }
+    float a[4], b[4];
+    load_scales4<TYPE>(a, section, index);
+    load_scales4<TYPE>(b, section, index + 4);
+    for (int j = 0; j < 4; ++j) p[j] = pack_f16(a[j], b[j]);
+}
+
+/// What decides how keys are multiplied.
+struct KeyTraits {
+    using First = Plane<K_BITS0, K_OFFSET0, K_BITS1, K_JOINED_OFFSET>;
+    using Second = Plane<K_BITS1, K_OFFSET1, 0>;
+    static constexpr bool SCALES_QUERY = K_SCALE == SCALE_CHANNEL;          // a page's scales multiply the queries
+    static constexpr bool BIAS_BY_TOKEN = K_HAS_BIAS && K_SCALE == SCALE_GROUP;
+    static constexpr bool LOW = K_LOW_BITS > 0;
+    static_assert(!LOW || (K_LOW_BITS == 4 && K_BITS0 == 4 && K_BITS1 == 0 && K_FLOAT == INTEGER), "low planes of keys refine 4-bit codes by 4 bits");
+};
+/// What decides how values are added up.
+struct ValueTraits {
+    using First = Plane<V_BITS0, V_OFFSET0, V_BITS1, V_JOINED_OFFSET>;
+    using Second = Plane<V_BITS1, V_OFFSET1, 0>;
+    static constexpr bool PER_CHUNK = V_SCALE == SCALE_CHANNEL;             // outputs are scaled once per chunk
+    static constexpr bool WEIGHT_SUMS = V_HAS_MEAN || (PER_CHUNK && V_HAS_BIAS);  // a chunk's sum of weights multiplies a channel vector
+    static constexpr bool BIAS_SUMS = V_HAS_BIAS && V_SCALE == SCALE_GROUP;  // weights times biases of groups, added at the end
+    static constexpr bool LOW = V_LOW_BITS > 0;
+    static constexpr bool RAW_JOINS = HAS_RAW && !PER_CHUNK && V_BITS1 == 0;  // raw tokens are added to the same running outputs as packed ones
+    static_assert(!LOW || (V_LOW_BITS == 4 && V_BITS0 == 4 && V_BITS1 == 0 && V_FLOAT == INTEGER), "low planes of values refine 4-bit codes by 4 bits");
+};

@@ -1,0 +1,125 @@
+// Raw tokens that come through the ring beside packed ones: warps that wait for keys, then for values, read a third less than memory gives, and a walk of its own
+// costs each unit microseconds. Where outputs are of one plane and not scaled by page (ValueTraits::RAW_JOINS) they are added to those of packed tokens.
+#pragma once
+#include "packed_ring.cuh"
+#include "packed_walk.cuh"
+#include "raw_walk.cuh"
+
+struct RowsInRing {
+    const unsigned char *keys, *values;
+    int visible;
+    u32 keys_empty, values_full, filling;  // barriers, of two slots: where the keys' slot is given back, where values arrive
+
+    DEVICE static uint4 row(const unsigned char* p, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(p) : uint4{0, 0, 0, 0}; }
+    DEVICE uint4 key(int j, int i, int g, int c) const { return row(keys + ((4 * g + j) * D + 32 * i + 8 * c) * 2, 4 * g + j < visible && 32 * i + 8 * c < D); }
+    DEVICE uint4 value(int token, int h, int g, int c) const { return row(values + ((8 * c + token) * D + 64 * h + 8 * g) * 2, 8 * c + token < visible && 64 * h + 8 * g < D); }
+    /// Four channels from `channel` on.
+    DEVICE uint2 four(int token, int channel, bool wanted, int c) const {
+        return wanted && 8 * c + token < visible ? *reinterpret_cast<const uint2*>(values + ((8 * c + token) * D + channel) * 2) : uint2{0, 0};
+    }
+    DEVICE void keys_done() {
+        if (RAW_SLOTS == 1) return;
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(keys_empty);
+    }
+    DEVICE void wait_for_values() {
+        if (RAW_SLOTS > 1) barrier_wait(values_full, filling);
+    }
+};
+
+/// f(rows, position of the first, where log-sum-exps go) for each of a warp's chunks of raw tokens in the ring.
+template <class F>
+DEVICE void each_raw_chunk(const Args& a, Unit u, const Segment& s, Ring& ring, const unsigned char* slots, int warp, int lane, F f) {
+    const int chunks_per_page = a.parts[s.part].chunks_per_page;
+#pragma unroll 1
+    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
+        const int at = s.first_chunk + k;
+        const u32 chunk = ring.chunk(s, k, warp);
+        const RingSlot keys(chunk), values(chunk + (RAW_SLOTS - 1) * WARPS);
+        keys.wait(ring);
+        const int2 tokens = ring.tokens[keys.index];
+        const unsigned char* first_value = slots + values.index * SLOT_BYTES + (RAW_SLOTS > 1 ? 0 : RAW_TOKENS * D * 2);
+        RowsInRing rows = {slots + keys.index * SLOT_BYTES, first_value, tokens.y, shared_address(&ring.empty[keys.index]), shared_address(&ring.full[values.index]), values.filling};
+        f(rows, tokens.x, LseRow::of(a, u, s.first_entry + at / chunks_per_page, at % chunks_per_page));
+        __syncwarp();
+        if (lane == 0) {
+            values.give_back(ring);
+            ring.read(warp, chunk + RAW_SLOTS * WARPS);
+        }
+        __syncwarp();
+    }
+}
+/// The raw parts of a unit that follow one another, with a result of their own. Returns the block's next segment.
+DEVICE int walk_raw(const Args& a, Unit u, Ring& ring, const unsigned char* slots, Merge& merge, int warp, int lane) {
+    if (!RAW_IN_RING) return walk_raw_in_memory(a, u, merge, warp, lane);
+    const Segment& s = merge.segments[Merge::own(warp)];
+    Staged& staged = merge.staged[Merge::own(warp)];
+    int g = lane / 4, c = lane % 4;
+    stage_queries(staged, a, u, nullptr, warp * 32 + lane);
+    const Visible see(staged, a.window, lane);
+    Softmax softmax;
+    softmax.clear();
+    RawWalk walk;
+    const QueryRows queries(a, staged, u, g);
+    walk.start(a, queries, c);
+    for (;; join_next(a, merge, warp, lane)) {
+        each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) { walk.step(a, queries, see, softmax, rows, position, lse, g, c); });
+        if (!s.joins) break;
+    }
+    return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
+}
+
+/// Adds raw tokens to outputs of packed ones: weights `p`, as RawWalk::weights gives them, times four channels of a row at a time.
+template <class ValuePlane, class Rows>
+DEVICE void add_raw(Values<ValuePlane>& values, const u32 (&p)[NT][4], const Rows& rows, int g, int c) {
+#pragma unroll
+    for (int field = 0; field < ValuePlane::FIELDS; ++field)
+#pragma unroll
+        for (int pair = 0; pair < ValuePlane::PAIRS; ++pair) {
+            if (!Values<ValuePlane>::used(field, pair)) continue;
+            const int byte = 32 * pair + 4 * g, channel = field * ValuePlane::ROW + byte;
+            const bool inside = byte < ValuePlane::ROW && channel < D;
+#pragma unroll
+            for (int j = 0; j < 4; j += 2) {
+                const uint2 v0 = rows.four(j, channel, inside, c), v1 = rows.four(j + 4, channel, inside, c);
+                const uint2 v2 = rows.four(j + 1, channel, inside, c), v3 = rows.four(j + 5, channel, inside, c);
+                const u32 a0 = permute_bytes(v0.x, v1.x, 0x5410), a1 = permute_bytes(v0.x, v1.x, 0x7632);
+                const u32 a2 = permute_bytes(v2.x, v3.x, 0x5410), a3 = permute_bytes(v2.x, v3.x, 0x7632);
+                const u32 c0 = permute_bytes(v0.y, v1.y, 0x5410), c1 = permute_bytes(v0.y, v1.y, 0x7632);
+                const u32 c2 = permute_bytes(v2.y, v3.y, 0x5410), c3 = permute_bytes(v2.y, v3.y, 0x7632);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    mma_raw(values.o[n][field][pair][0], a0, a1, a2, a3, p[n][j], p[n][j + 1]);
+                    mma_raw(values.o[n][field][pair][1], c0, c1, c2, c3, p[n][j], p[n][j + 1]);
+                }
+            }
+        }
+}
+/// Outputs from units of packed values to those of raw ones (1), or back: powers of two.
+template <class ValuePlane>
+DEVICE void change_units(Values<ValuePlane>& values, bool to_raw) {
+    values.each([&](float& x, int, int, int field, int, int) {
+        const int exponent = operand_exponent(V_FLOAT) - ValuePlane::exponent(field);
+        x *= to_raw ? power_of_two(exponent) : power_of_two(-exponent);
+    });
+}
+
+/// The raw parts that end a unit, added to the outputs of its packed ones. Here the walk's own queries are needed no more: raw ones get their registers.
+DEVICE void join_raw(const Args& a, Unit u, const Segment& s, PackedWalk& walk, const Staged& staged, const Visible& see, Softmax& softmax, Ring& ring,
+                     const unsigned char* slots, Merge& merge, int warp, int lane) {
+    for (;; join_next(a, merge, warp, lane)) {
+        if (first_chunk_of(s, warp) < s.num_chunks) {  // few tokens are a chunk of some of the warps
+            const QueryRows queries(a, staged, u, lane / 4);
+            RawWalk raw;
+            raw.start(a, queries, lane % 4);
+            change_units(walk.values.first, true);
+            each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
+                u32 p[NT][4];
+                raw.weights(p, a, queries, see, softmax, rows, position, lse, lane / 4, lane % 4, [&](const float (&scale)[NT][2]) { walk.values.rescale(scale); });
+                add_raw(walk.values.first, p, rows, lane / 4, lane % 4);
+            });
+            change_units(walk.values.first, false);
+        }
+        if (!s.joins) break;
+    }
+}

@@ -1,0 +1,94 @@
+"""Queries and keys times a Hadamard matrix on a GPU, and the kernel run on a CPU, against the matrix product in float64."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvbits import ops
+from kvbits.errors import DataError
+from kvbits.ops.cuda import rotate
+from kvbits.ops.cuda.runtime import compile as cuda_compile
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+needs_compiler = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
+
+
+@pytest.fixture(params=[pytest.param("cpu", id="emulated", marks=needs_compiler), pytest.param("cuda", id="gpu", marks=needs_gpu)])
+def device(request, tmp_path, monkeypatch):
+    if request.param == "cpu":
+        here = Path(__file__).parent / "emulated"
+        for path in (here / "ptx.cuh", here / "block.cpp"):
+            (tmp_path / path.name).write_text(path.read_text())
+        text = (Path(rotate.__file__).parent / "rotate.cu").read_text()
+        assert 'extern "C" __global__' in text
+        (tmp_path / "kernel.h").write_text(text.replace('extern "C" __global__', ""))
+
+        def load(head_dim, dtype, device_index):
+            macros = rotate.defines(head_dim, dtype) | {"KERNEL": "rotate", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
+            (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
+            library = tmp_path / f"rotate{len(list(tmp_path.glob('*.so')))}.so"
+            options = ["-std=c++17", "-O1", "-w", "-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
+            folders = [f"-I{Path(ops.__file__).parent}", f"-I{tmp_path}"]
+            subprocess.run(["g++", *options, *folders, str(tmp_path / "block.cpp"), "-o", str(library)], check=True)
+            return SimpleNamespace(launch=lambda grid, threads, args, stream: ctypes.CDLL(str(library)).launch(ctypes.byref(args), grid))
+
+        monkeypatch.setattr(rotate, "_load", load)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
+    return request.param
+
+
+def hadamard(n: int) -> torch.Tensor:
+    """Sylvester's matrix of signs, element by element: -1 where the numbers of row and column have an odd number of bits in common."""
+    return torch.tensor([[1.0 - 2.0 * ((i & j).bit_count() % 2) for j in range(n)] for i in range(n)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", rotate.DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim, heads, kv_heads, tokens", [(128, 7, 2, 3), (64, 4, 4, 5), (256, 2, 1, 1)])
+def test_it_is_the_matrix_product(device, dtype, head_dim, heads, kv_heads, tokens):
+    gen = torch.Generator().manual_seed(head_dim)
+    rows = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=gen).to(dtype)  # as a projection leaves them
+    q, k = rows[:, :heads].to(device), rows[:, heads : heads + kv_heads].to(device)
+    found = rotate.rotate(q, k)
+    signs, bits = hadamard(head_dim), head_dim.bit_length() - 1
+    for x, y, exponent in zip((q, k), found, (bits - bits // 2, bits // 2), strict=True):
+        want = x.cpu().double() @ signs * 2.0**-exponent
+        assert y.dtype == dtype and y.is_contiguous() and y.shape == x.shape
+        torch.testing.assert_close(y.cpu().double(), want, rtol=2**-8 if dtype == torch.bfloat16 else 2**-11, atol=1e-5)
+    scores = torch.einsum("nhd,nd->nh", found[0].cpu().double(), found[1][:, 0].cpu().double())
+    plain = torch.einsum("nhd,nd->nh", q.cpu().double(), k[:, 0].cpu().double())
+    torch.testing.assert_close(scores, plain, rtol=0, atol=0.3 if dtype == torch.bfloat16 else 0.05)
+
+
+def test_rows_at_any_address(device):
+    rows = torch.randn(3, 3, 65, generator=torch.Generator().manual_seed(0)).half().to(device)[..., 1:]
+    dense = rows.contiguous()
+    for x, y in zip(rotate.rotate(rows[:, :2], rows[:, 2:]), rotate.rotate(dense[:, :2], dense[:, 2:]), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_nothing_to_rotate(device):
+    q, k = rotate.rotate(torch.empty(0, 4, 64, dtype=torch.float16, device=device), torch.empty(0, 2, 64, dtype=torch.float16, device=device))
+    assert q.shape == (0, 4, 64) and k.shape == (0, 2, 64)
+
+
+def test_what_does_not_fit_together_is_refused():
+    with pytest.raises(DataError, match=r"q is \[2, 4, 64\] torch.float16 and k \[3, 2, 64\]"):
+        rotate.rotate(torch.zeros(2, 4, 64).half(), torch.zeros(3, 2, 64).half())
+    assert "not on an NVIDIA GPU" in rotate.refuses(128, torch.float16, torch.device("cpu"))
+    assert "float32 of head_dim 128" in rotate.refuses(128, torch.float32, torch.device("cuda"))
+    assert "head_dim 80" in rotate.refuses(80, torch.float16, torch.device("cuda"))
+
+
+def test_it_compiles_without_spills():
+    if why := cuda_compile.missing():
+        pytest.skip(why)
+    resources = cuda_compile.compile_source(Path(rotate.__file__).parent, "rotate.cu", rotate.defines(256, torch.bfloat16), "sm_90").resources("rotate")
+    assert resources.spill_bytes == 0 and resources.registers <= 40
