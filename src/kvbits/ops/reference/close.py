@@ -44,7 +44,7 @@ def encode(x: torch.Tensor, spec: QuantSpec, static: QParams | None, codebook: t
     if spec.has_stretch:
         qparams = dataclasses.replace(qparams, stretch=_stretch(x, spec, qparams, outside))
         codes, _ = quantize(x, spec, qparams)
-        beside["stretch"] = qparams.stretch
+        beside = qparams.stored()
         outside = torch.zeros_like(outside)
     error = (x - dequantize(codes, spec, qparams)).flatten(-2).gather(-1, listed)
     return Encoded(codes, qparams, beside | {"outlier_index": listed, "outlier_value": rounded(error, spec.scale_dtype)}, int(outside.sum()))
