@@ -59,13 +59,11 @@ def run(
         model: directory, GGUF file or hub id, in its own dtype; None for the embedded SmolLM2-135M-Instruct in float32.
         schemes: preset names, files of schemes, schemes of your own (see `schemes.expand`). Those that need a calibration get one from the novel's end.
         context: tokens of text before those fed one by one, and before the generated ones.
-        new_tokens: tokens fed one by one, and tokens generated.
-        scored: tokens that accuracy is measured on, about.
+        new_tokens, scored: tokens fed one by one, and tokens generated; tokens that accuracy is measured on, about.
 
     Returns:
-        {"model", "context", "new_tokens", "scored", "device", "dtype", "threads", "rows": [...], "texts"}, the stock cache first. A row's `bytes_16bit` are
-        those of a 16-bit model, `bytes_predicted` and `bytes_measured` those of this run; `texts` has the end of the prompt, two continuations, and how many
-        tokens they share from the start.
+        {"model", "context", "new_tokens", "scored", "device", "dtype", "threads", "rows": [...], "texts"}, the stock cache first. A row has bytes of a
+        16-bit model and of this run, predicted and measured; `texts` the end of the prompt, two continuations, and how many tokens these begin alike with.
 
     Raises:
         DataError: the embedded text is too short, or the model's context is.
@@ -83,8 +81,7 @@ def run(
     specs = {name: CacheSpec(scheme=s, layers=layers) for name, s in fitted.items()}
     raw = CacheSpec(scheme=presets.get("raw"), layers=layers)
     text = novel_start() if any(s.needs_calibration for s in fitted.values()) else Text("novel", novel())
-    length = min(WINDOW, max(scored, 2), max_context(lm.config) or WINDOW)
-    accuracy = Options(windows=max(1, scored // length), length=length, chunk=min(CHUNK, -(-length // 2)))
+    accuracy = _windows(scored, max_context(lm.config) or WINDOW)
     speed = Options(windows=1, chunk=context, context=context, new_tokens=new_tokens)
     with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
 
@@ -95,22 +92,28 @@ def run(
             )[task]  # fmt: skip
 
         found, timed = measured("fidelity", accuracy, chosen), measured("decode", speed, chosen)
-        near = [name for name in fitted if found[name]["kl_mean"] <= Limits().kl] or list(fitted)
-        beside = min(near, key=lambda name: specs[name].bits_per_element)
+        beside = _fewest_usable(found, specs)
         measured("greedy", speed, [named[beside]])
         written = {d["scheme"]: next(iter(d["items"].values())) for d in map(read, Path(folder).glob("*/greedy/*.json"))}
     prompt = windows(tokenizer, text, count=1, length=context + new_tokens)[0, :context]
     return {
-        "model": model or MODEL,
-        "context": context,
-        "new_tokens": new_tokens,
-        "scored": next(iter(found.values()))["tokens"],
-        "device": str(lm.device),
-        "dtype": str(lm.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
+        "model": model or MODEL, "context": context, "new_tokens": new_tokens, "scored": next(iter(found.values()))["tokens"],
+        "device": str(lm.device), "dtype": str(lm.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
         "rows": [_row(n, s, timed[n], specs.get(n, raw), n in specs, lm.dtype.itemsize, context + new_tokens) for n, s in found.items()],
         "texts": _texts(tokenizer, prompt, beside, written),
-    }
+    }  # fmt: skip
+
+
+def _windows(scored: int, limit: int) -> Options:
+    """Windows of at most `limit` tokens, about `scored` tokens in all."""
+    length = min(WINDOW, max(scored, 2), limit)
+    return Options(windows=max(1, scored // length), length=length, chunk=min(CHUNK, -(-length // 2)))
+
+
+def _fewest_usable(found: dict[str, dict[str, Any]], specs: dict[str, CacheSpec]) -> str:
+    """The scheme of the fewest bits among those that `kvbits check` would let pass by their KL; of all if none would."""
+    near = [name for name in specs if found[name]["kl_mean"] <= Limits().kl] or list(specs)
+    return min(near, key=lambda name: specs[name].bits_per_element)
 
 
 def _row(name: str, found: dict[str, Any], timed: dict[str, Any], spec: CacheSpec, own: bool, itemsize: int, tokens: int) -> dict[str, Any]:
@@ -166,7 +169,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
         t.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in result["rows"]:
         name = f"stock ({stock['scheme']})" if r is stock else r["scheme"]
-        less = "" if r is stock else f"{r['memory_reduction']:.2f}x less"
+        less = f"{r['memory_reduction']:.2f}x less" if r["memory_reduction"] > 1 else ""
         t.add_row(
             name, f"{r['bits_per_element']:.2f}", human_bytes(r["bytes_16bit"]), less, f"{r['ppl']:.2f}", f"{r['ppl_change']:+.2%}",
             f"{max(r['kl_mean'], 0.0):.4f}", f"{r['top1_agreement']:.1%}", f"{r['tokens_per_s']:.1f}",
