@@ -45,6 +45,8 @@ from kvbits.ops.cpu import library
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.quant import banded
+from kvbits.quant.basis import inverse
 from kvbits.schemes import PRESETS
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec, Scheme
 
@@ -100,7 +102,7 @@ def huge(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def made_up(key: QuantSpec, value: QuantSpec, h: int, d: int) -> dict[str, torch.Tensor]:
-    """What calibration would bring: codebooks of even quantiles, ranges of a normal distribution, rotary frequencies."""
+    """What calibration would bring: codebooks of even quantiles, ranges of a normal distribution, random bases, rotary frequencies."""
     static = {}
     for kind, spec in (("k", key), ("v", value)):
         if spec.static:
@@ -108,7 +110,10 @@ def made_up(key: QuantSpec, value: QuantSpec, h: int, d: int) -> dict[str, torch
         if spec.has_codebook:
             levels = torch.erfinv(torch.linspace(-0.97, 0.97, 2**spec.bits))
             static[f"{kind}_codebook"] = (levels / levels.max()).expand(h, -1).contiguous()
-        if spec.pre_rope:
+        if spec.basis == "klt":
+            static[f"{kind}_basis"] = torch.linalg.qr(torch.randn(h, d, d)).Q / banded.steps(spec, d)
+            static[f"{kind}_inverse"] = inverse(static[f"{kind}_basis"])
+        if spec.needs_rotary:
             static[f"{kind}_inv_freq"] = (10_000.0 ** (-torch.arange(d // 2) / (d // 2))).float()
     return static
 

@@ -58,7 +58,7 @@ def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | 
 
 def filled(scheme: Scheme, batch: int, tokens: int, layers: int, room: int = 256) -> PagedCache:
     """A cache of fixed capacity that holds `tokens` random tokens of every sequence."""
-    rotary = Rotary(inv_freq=tuple(500_000.0 ** (-i / (HEAD_DIM // 2)) for i in range(HEAD_DIM // 2))) if scheme.pre_rope else None
+    rotary = Rotary(inv_freq=tuple(500_000.0 ** (-i / (HEAD_DIM // 2)) for i in range(HEAD_DIM // 2))) if scheme.needs_rotary else None
     spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rotary=rotary),) * layers)
     cache = PagedCache(spec, batch_size=batch, max_tokens=tokens + room, device="cuda", static=calibration(scheme, layers))
     whole = max(1, (1 << 28) // (batch * KV_HEADS * HEAD_DIM * 2)) // 64 * 64 or 64

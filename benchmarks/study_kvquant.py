@@ -106,7 +106,7 @@ class Samples:
     def calibrate(self, scheme: Scheme, *, prompts: int | None = None, weights: str = "fisher", per_head: bool = False, prior: float = PRIOR) -> Calibration:
         """What `kvbits.calibrate.calibrate` would return for the first `prompts` prompts."""
         layers = layer_geometries(self.model.config)
-        if scheme.pre_rope:
+        if scheme.needs_rotary:
             layers = with_rotary(layers, self.model)
         seen = self.seen[:prompts]
         skip = scheme.num_sink_tokens

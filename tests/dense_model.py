@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
+from kvbits.cache import parameters
 from kvbits.ops.reference.close import close_nested
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.spec import CacheSpec, LayerGroup
@@ -79,11 +81,12 @@ class DenseSequence:
         g = self.group
         raw_k, raw_v = (torch.stack(x).transpose(0, 1)[None] for x in zip(*page, strict=True))
         layouts = list(g.low_layouts.values())[::-1]
-        stored, _ = close_nested(raw_k, raw_v, g.layouts["closed"], self.static, layouts)
+        start = np.array([len(self.sink) + sum(c.length for c in self.closed)])
+        stored, _ = close_nested(raw_k, raw_v, g.layouts["closed"], self.static, layouts, start)
         sides = []
         for planes in range(len(layouts) + 1):
             low = list(zip(stored[1:], layouts, strict=True))[:planes]
-            sides.append([x[0].transpose(0, 1) for x in dequantize_pages(stored[0], g.layouts["closed"], self.static, torch.float64, low)])
+            sides.append([x[0].transpose(0, 1) for x in dequantize_pages(stored[0], g.layouts["closed"], self.static, torch.float64, low, start)])
         return ClosedPage(tuple(s[0] for s in sides), tuple(s[1] for s in sides), tuple(x[0] for x in stored), len(layouts))
 
     def demote(self, more: int) -> None:
@@ -135,7 +138,7 @@ class DenseCache:
 
     def __init__(self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None = None, *, fixed: bool = False) -> None:
         self.spec = spec
-        self.static = static or [{} for _ in spec.layers]
+        self.static = parameters.shared(spec, static or [{} for _ in spec.layers], torch.device("cpu"))
         self.fixed = fixed
         self.speculating = False
         self.group_of = {layer: g for g in spec.groups for layer in g.layers}

@@ -241,16 +241,20 @@ def test_schemes_lists_every_preset():
     assert "at head_dim 128" in text and "in heads of 128 channels (--head-dim for other models)" in text
 
 
-def test_schemes_at_the_readme_s_head_dim_print_the_readme_s_bits():
-    """Its table is of a model with heads of 64 channels, and says so."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+def test_schemes_at_a_table_s_head_dim_print_the_table_s_bits():
+    """The table of every cache is of a model with heads of 64 channels, the README's of heads of 128, and both say so."""
+    root = Path(__file__).parents[1]
+    readme = (root / "docs" / "evaluation.md").read_text()
     dim = int(re.search(r"at long context; both on \S+ \(`kvbits schemes --head-dim (\d+)`\)", readme)[1])
     printed = {r["scheme"]: f"{r['bits_per_element']:.2f}" for r in run_json("schemes", "--head-dim", dim)["rows"]}
     table = readme[readme.index("| bits held | bits |") :]
-    stated = dict(re.findall(r"^\| (\S+) \| [\d.]+ \| ([\d.]+) \|", table, re.M))
+    stated = dict(re.findall(r"^\| ([^` ]+) \| [\d.]+ \| ([\d.]+) \|", table, re.M))
     assert len(stated) > 15 and {k: printed[k] for k in stated} == stated
     other = {r["scheme"]: f"{r['bits_per_element']:.2f}" for r in run_json("schemes")["rows"]}
     assert other != printed, "the width would not have to be said"
+    readme = (root / "README.md").read_text()
+    stated = dict(re.findall(r"^\| `(\S+)` \| ([\d.]+) \|", readme, re.M))
+    assert len(stated) == 6 and {k: other[k] for k in stated} == stated and "in heads of 128 channels" in readme
 
 
 def test_schemes_fit_other_widths_and_refuse_impossible_ones():
@@ -377,7 +381,7 @@ def stub_demo(monkeypatch):
         return {"model": "m", "context": kwargs["context"], "rows": [{"scheme": "int8", "ppl": float("nan")}]}
 
     module = types.ModuleType("kvbits.evaluate.demo")
-    module.run, module.table = fake_run, lambda result: f"table of {result['model']}"
+    module.run, module.shown = fake_run, lambda result: [f"table of {result['model']}"]
     module.require_context = lambda context, new_tokens, config: None
     monkeypatch.setitem(sys.modules, "kvbits.evaluate.demo", module)
     monkeypatch.setattr("kvbits.evaluate.demo", module, raising=False)
@@ -386,7 +390,7 @@ def stub_demo(monkeypatch):
 
 def test_demo_passes_its_options_on(stub_demo):
     assert run("demo").stdout == "table of m\n"
-    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4", "kivi2"], "context": 1024, "new_tokens": 64, "progress": True}
+    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4", "kivi2"], "context": 1024, "new_tokens": 48, "progress": True}
     data = run_json("demo", "--model", "x", "--scheme", "fp8", "--context", 99, "--new-tokens", 5, "--threads", 1)
     assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5, "progress": True}
     assert data["rows"] == [{"scheme": "int8", "ppl": None}]  # JSON has no NaN
@@ -421,12 +425,14 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "eval"
         (["eval", "folder", "--out", "o", "--contexts", "-5"], "--contexts '-5' is no number of tokens"),
         (["eval", "folder", "--out", "o", "--text", "file", "--text", "file"], "--text file is given 2 times; give it once"),
         (["eval", "folder", "--out", "o", "--windows", "-1"], "'--windows'"),
+        (["eval", "folder", "--out", "o", "--name", "../x"], "--name '../x' is no name of a folder"),
+        (["plan", "--layers", "100000000", "--kv-heads", "1", "--head-dim", "64"], "num_layers=100000000 must be at least 1 and at most 4,096"),
         (["eval", "folder", "--out", "o", "--length", "1"], "at least 2 is needed"),
         (["check", "folder", "--scheme", "int8,int4"], "--scheme 'int8,int4' names 2 schemes, and this command takes one scheme"),
         (["check", "folder", "--scheme", "int8", "--scheme", "int4"], "--scheme is given 2 times; give it once"),
         (["check", "folder", "--windows", "-1"], "'--windows'"),
         (["check", "folder", "--length", "1"], "at least 2 is needed"),
-        (["demo", "--context", "100000000"], "context + new_tokens = 100,000,064 tokens, but the text has 159,940 characters; lower --context"),
+        (["demo", "--context", "100000000"], "context + new_tokens = 100,000,048 tokens, but the text has 159,940 characters; lower --context"),
         (["demo", "--new-tokens", "1"], "at least 2 is needed"),
         (["eval", "folder", "--out", "o", "--dtype", "int9"], "unknown dtype 'int9'; known: auto, bfloat16"),
         (["eval", "folder", "--out", "o", "--device", "nope"], "unknown device 'nope'; cpu and cuda are usual"),

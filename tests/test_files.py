@@ -10,7 +10,7 @@ from kvbits.spec import CacheSpec, LayerGeometry
 
 
 @pytest.mark.parametrize("bad", ["a\0b", "a\ud800", "a" * 5000, 5, None], ids=["zero byte", "half a character", "long", "number", "nothing"])
-@pytest.mark.parametrize("door", ["require_file", "require_folder", "save", "find_model"])
+@pytest.mark.parametrize("door", ["require_file", "require_folder", "save", "load", "find_model"])
 def test_what_is_no_path_is_refused(door, bad, tmp_path):
     path = str(tmp_path / bad) if isinstance(bad, str) else bad
     spec = CacheSpec(scheme=schemes.get("raw"), layers=(LayerGeometry(num_kv_heads=1, head_dim=64),))
@@ -18,6 +18,7 @@ def test_what_is_no_path_is_refused(door, bad, tmp_path):
         "require_file": lambda: files.require_file(path, "--out"),
         "require_folder": lambda: files.require_folder(path, "--out"),
         "save": lambda: PagedCache(spec).save(path),
+        "load": lambda: PagedCache.load(path),
         "find_model": lambda: find_model(path, look_up=False),
     }
     with pytest.raises(SpecError, match="is no path|longer than a path can be|no such file"):

@@ -27,6 +27,7 @@ _HOME = {
     "KvbitsError": "errors",
     "schemes": "schemes",
     "PagedCache": "cache.paged_cache",
+    "PrefixStore": "store.prefix_store",
     "KVCache": "integrations.huggingface",
     "Calibration": "calibrate",
     "graphed": "integrations.graphs",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from .spec import PerToken as PerToken
     from .spec import QuantSpec as QuantSpec
     from .spec import Scheme as Scheme
+    from .store.prefix_store import PrefixStore as PrefixStore
 
 
 def __getattr__(name: str) -> Any:

@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SpecError
-from .spec import CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme, Tier
+from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme, Tier
 
 _PAPER = "https://github.com/MaanasTaneja/cuda-kv-cache-compression"
 _KIVI = "https://arxiv.org/abs/2402.02750"
 _FP8 = "https://arxiv.org/abs/2209.05433"
 _SMOOTH_K = "https://arxiv.org/abs/2410.02367"
 _GROUPED = "https://arxiv.org/abs/2303.06865"
+_NVFP4_TEXT = "https://arxiv.org/abs/2509.25149"
 _QUAROT = "https://arxiv.org/abs/2404.00456"
 _KVQUANT = "https://arxiv.org/abs/2401.18079"
 
 _INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
 _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
+_NVFP4 = QuantSpec(format="fp4_e2m1", granularity=PerGroup(16), scale_dtype="float8_e4m3")
 _INT4_OF_64 = QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False)
 
 
@@ -42,6 +44,15 @@ def _nuq(bits: int, outliers: float) -> Scheme:
         name=f"nuq{bits}" + (f"-{outliers:.0%}" if outliers else ""), key=dataclasses.replace(value, granularity=PerChannel(), pre_rope=True),
         value=value, num_sink_tokens=1, residual_length=128, source=_KVQUANT,
         description=f"KVQuant: {bits}-bit calibrated codebooks, keys per channel of a page before the rotary embedding, values per token{listed}",
+    )  # fmt: skip
+
+
+def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
+    value = QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(bits,) * len(bands))
+    return Scheme(
+        name=f"klt{bits}", key=dataclasses.replace(value, basis="klt", bands=bands, center="channel"), value=value, num_sink_tokens=4, residual_length=128,
+        description=f"integers in a calibrated basis: keys of {min(bands)} to {max(bands)} bits by importance, values of {bits} bits turned by a Hadamard, one "
+        "8-bit scale per token",
     )  # fmt: skip
 
 
@@ -107,9 +118,16 @@ PRESETS: dict[str, Scheme] = {
             name="int8k_int4v", key=_INT8, value=_INT4, residual_length=64,
             description="INT8 keys, grouped INT4 values: the fallback when 4-bit keys cost too much",
         ),
+        Scheme(
+            name="nvfp4", key=_NVFP4, value=_NVFP4, source=_NVFP4_TEXT, residual_length=64,
+            description="E2M1 in groups of 16 with scales in E4M3 and one float32 a page and head, Blackwell's 4-bit floats: for models without a key bias",
+        ),
         _kivi(4),
         _kivi(2),
         *(_nuq(bits, outliers) for bits in (4, 3, 2) for outliers in (0.01, 0.0)),
+        _klt(4, (6, 6, 5, 5, 4, 4, 3, 3)),
+        _klt(3, (6, 5, 4, 4, 3, 3, 2, 1)),
+        _klt(2, (6, 4, 3, 2, 2, 2, 1, 0)),
         _tiered("tiered", 2048, 14336, "the zones of the 32k example"),
         _tiered("tiered_8k", 512, 2048, "zones for contexts of 8k, small models and edge devices"),
         _tiered("tiered_8k_adaptive", 512, 2048, "tiered_8k whose pages leave the 8-bit zone by how little attention uses them", demote="attention"),

@@ -167,6 +167,9 @@ def test_freeing_one_sequence_does_not_hide_that_others_were_left_unfinished():
         (lambda c: c.crop(-1), "cannot crop sequence 0 to -1 tokens; it has 5"),
         (lambda c: c.crop([3, 9]), "cannot crop sequence 1 to 9 tokens; it has 5"),
         (lambda c: c.crop([3]), "1 length for 2 sequences"),
+        (lambda c: c.crop(3.7), "length=3.7 must be a whole number"),
+        (lambda c: c.crop("5"), "length='5' must be a whole number"),
+        (lambda c: c.crop([1, None]), "length=None must be a whole number"),
         (lambda c: c.select([0, 2]), "sequence 2 does not exist; the cache holds 2"),
         (lambda c: c.select([-1]), "sequence -1 does not exist"),
         (lambda c: c.select([]), r"select\(\) of no sequence; use reset\(\)"),
@@ -230,7 +233,7 @@ def test_wrong_options_are_refused_at_construction(arguments, message):
 
 def test_static_schemes_without_fitting_calibration_are_refused():
     spec = CacheSpec(scheme=schemes.get("int8_static"), layers=(FULL,) * 2)
-    with pytest.raises(SpecError, match="'int8_static' has static scales or codebooks; run `kvbits calibrate`"):
+    with pytest.raises(SpecError, match="'int8_static' has static scales, codebooks or a basis; run `kvbits calibrate`"):
         PagedCache(spec)
     good = {"k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
     for static, message in (

@@ -34,6 +34,8 @@ def statics(spec):
                     layer[f"{kind}_bias"] = torch.full(shape, -1.0)
             if s.has_codebook:
                 layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
+            if s.basis == "klt":
+                layer[f"{kind}_basis"] = torch.eye(geometry.head_dim).repeat(geometry.num_kv_heads, 1, 1)
         found.append(layer)
     return found
 
@@ -43,7 +45,7 @@ def statics(spec):
 def test_every_preset_allocates_the_bytes_the_spec_predicts(name, sinks):
     scheme = schemes.get(name, num_sink_tokens=sinks)
     layers = (FULL, dataclasses.replace(FULL, sliding_window=100), LayerGeometry(num_kv_heads=3, head_dim=128), FULL)
-    if scheme.pre_rope:
+    if scheme.needs_rotary:
         layers = tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=(1.0, 0.1))) for g in layers)
     spec = CacheSpec(scheme=scheme, layers=layers)
     static = statics(spec) if scheme.needs_calibration else None

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError
-from kvbits.spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Scheme, Tier
+from kvbits.spec import SCALE_8BIT, CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Rotary, Scheme, Tier
 
 RAW = QuantSpec.raw()
 KEYS_AND_VALUES = [
@@ -24,6 +24,10 @@ KEYS_AND_VALUES = [
     (QuantSpec(format="int4", granularity=PerGroup(8), center="channel"), QuantSpec(format="int4", granularity=PerToken())),
     (QuantSpec(format="fp8_e5m2", granularity=PerToken()), QuantSpec(format="fp8_e4m3", granularity=PerChannel(), scale_dtype="float32")),
     (QuantSpec(format="int8", granularity=PerTensor(), static=True), QuantSpec(format="int4", granularity=PerGroup(8), static=True, symmetric=False)),
+    (
+        QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, center="channel", basis="klt", bands=(3,)),
+        QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(2,)),
+    ),
     (RAW, QuantSpec(format="int4", granularity=PerGroup(8))),
     (RAW, RAW),
 ]
@@ -48,6 +52,8 @@ def made_up_static(spec):
                     layer[f"{kind}_bias"] = torch.full(shape, -2.0)
             if s.has_codebook:
                 layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
+            if s.basis == "klt":
+                layer[f"{kind}_basis"] = torch.eye(geometry.head_dim) + 0.2 * torch.randn(geometry.num_kv_heads, geometry.head_dim, geometry.head_dim)
         found.append(layer)
     return found
 
@@ -86,8 +92,9 @@ class CacheMachine(RuleBasedStateMachine):
             name="random", key=pair[0], value=pair[1], num_sink_tokens=sinks, residual_length=residual, page_size=32, tiers=tiers, overrides=overrides,
             token_local=token_local,
         )  # fmt: skip
-        full = LayerGeometry(num_kv_heads=2, head_dim=16)
-        sliding = LayerGeometry(num_kv_heads=1, head_dim=16, sliding_window=window)
+        rotary = Rotary(inv_freq=(1.0, 0.3, 0.1, 0.01, 0.7, 0.2, 0.05, 0.003)) if scheme.needs_rotary else None
+        full = LayerGeometry(num_kv_heads=2, head_dim=16, rotary=rotary)
+        sliding = LayerGeometry(num_kv_heads=1, head_dim=16, sliding_window=window, rotary=rotary)
         spec = CacheSpec(scheme=scheme, layers=(full, sliding, full, sliding), raw_dtype=dtype)
         capacity = {"batch_size": 2, "max_tokens": MAX_TOKENS} if fixed else {}
         static = made_up_static(spec) if scheme.needs_calibration else None

@@ -508,3 +508,31 @@ def test_sixteen_bit_raw_pages_round_trip(dtype, tmp_path):
     pair.cache.fork(1)
     pair.model.rows.append(pair.model.clone_row(1))
     pair.check()
+
+
+def test_speculative_tokens_do_not_leave_and_an_interrupted_return_leaves_the_row_empty(monkeypatch):
+    cache = PagedCache(CacheSpec(scheme=schemes.get("int8"), layers=(LayerGeometry(num_kv_heads=2, head_dim=64),)))
+    k = torch.randn(1, 300, 2, 64).bfloat16()
+    cache.append(0, k, k)
+    cache.keep_past()
+    with pytest.raises(CacheStateError, match=r"swap_out\(\) while tokens are speculative; crop\(\) to the present length first"):
+        cache.swap_out(0)
+    cache.crop(300)
+    before = cache.dequantize(0, 0)
+    swapped = cache.swap_out(0)
+    used = {name: p.allocator.num_used for name, p in cache.groups[0].pools.items()}
+    block, calls = pool.Pool.block, []
+
+    def interrupted(of, page_id):
+        calls.append(page_id)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return block(of, page_id)
+
+    monkeypatch.setattr(pool.Pool, "block", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.swap_in(0, swapped)
+    monkeypatch.setattr(pool.Pool, "block", block)
+    assert cache.seq_lens == [0] and used == {name: p.allocator.num_used for name, p in cache.groups[0].pools.items()}
+    cache.swap_in(0, swapped)
+    assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(0, 0), before, strict=True))

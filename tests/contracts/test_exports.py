@@ -7,7 +7,7 @@ from kvbits import errors
 
 EXPORTS = {
     "CacheSpec", "Calibration", "KVCache", "KvbitsError", "LayerGeometry", "Override", "PagedCache", "PerChannel", "PerGroup", "PerTensor", "PerToken",
-    "QuantSpec", "Scheme", "__version__", "graphed", "load_model", "schemes",
+    "PrefixStore", "QuantSpec", "Scheme", "__version__", "graphed", "load_model", "schemes",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ LAYERS = [
     {"quant", "later"},
     {"ops"},
     {"cache"},
+    {"store"},
     {"integrations", "geometry", "planner", "weights"},
     {"calibrate", "evaluate"},
     {"report", "studies"},

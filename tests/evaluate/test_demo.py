@@ -2,12 +2,14 @@
 
 import dataclasses
 import importlib.metadata
+import io
 import json
-import subprocess
-import sys
+import re
+from pathlib import Path
 
 import pytest
 import tiny
+from rich.console import Console
 
 from kvbits import embedded as embedded_file
 from kvbits import schemes
@@ -16,10 +18,12 @@ from kvbits.evaluate import demo
 from kvbits.evaluate.calibrator import Sample
 from kvbits.evaluate.run import evaluate
 from kvbits.evaluate.texts import novel, novel_end, novel_start
+from kvbits.geometry import layer_geometries, load_config
+from kvbits.spec import CacheSpec
 
 KEYS = {
-    "scheme", "bytes_predicted", "bytes_measured", "memory_reduction", "bits_per_element", "ppl", "ppl_change", "kl_mean", "top1_agreement",
-    "greedy_agreement", "tokens_per_s",
+    "scheme", "bytes_16bit", "bytes_predicted", "bytes_measured", "memory_reduction", "bits_per_element", "ppl", "ppl_change", "kl_mean", "top1_agreement",
+    "tokens_per_s",
 }  # fmt: skip
 
 try:
@@ -31,20 +35,36 @@ embedded = pytest.mark.skipif(bool(reason), reason=reason)
 
 
 @embedded
-def test_the_demo_prints_one_json_object_whose_planned_bytes_are_the_held_bytes():
-    command = [sys.executable, "-m", "kvbits", "demo", "--context", "320", "--new-tokens", "16", "--threads", "1", "--json"]
-    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+def test_planned_bytes_are_held_bytes_lossless_is_lossless_and_two_texts_stand_side_by_side():
+    result = demo.run(context=320, new_tokens=16, scored=300, threads=1, progress=False)
+    assert json.loads(json.dumps(result)) == result and result["dtype"] == "float32" and result["scored"] == 299
     rows = {r["scheme"]: r for r in result["rows"]}
-    assert list(rows) == ["16-bit", "raw", "int8_centered", "kivi4", "kivi2"]
-    for row in rows.values():
-        assert set(row) >= KEYS
+    assert list(rows) == ["32-bit", "raw", "int8_centered", "kivi4", "kivi2"]
+    layers, tokens = layer_geometries(load_config(embedded_file.NAME)), 336
+    for name, row in rows.items():
+        assert set(row) == KEYS
         assert row["bytes_measured"] == row["bytes_predicted"] > 0
         assert row["tokens_per_s"] > 0
-    assert rows["16-bit"]["kl_mean"] == 0
-    assert rows["int8_centered"]["kl_mean"] < 0.01 and abs(rows["int8_centered"]["ppl_change"]) < 0.05
+        stock = name == "32-bit"
+        spec = CacheSpec(scheme=schemes.get("raw" if stock else name, head_dim=64), layers=layers)
+        assert row["bytes_16bit"] == (spec.raw_nbytes(tokens - 1) if stock else spec.nbytes(tokens))
+    assert rows["32-bit"]["kl_mean"] == 0 and rows["32-bit"]["memory_reduction"] == 1
+    assert rows["raw"]["kl_mean"] < 1e-6 and abs(rows["raw"]["ppl_change"]) < 1e-5 and rows["raw"]["top1_agreement"] == 1
+    assert 1e-6 < rows["int8_centered"]["kl_mean"] < 1e-3 and abs(rows["int8_centered"]["ppl_change"]) < 0.005
     assert 1 < rows["int8_centered"]["memory_reduction"] < rows["kivi2"]["memory_reduction"]
     assert rows["int8_centered"]["kl_mean"] < rows["kivi2"]["kl_mean"] < 2
-    assert rows["int8_centered"]["top1_agreement"] > 0.9
+    assert rows["int8_centered"]["top1_agreement"] > 0.97
+    texts = result["texts"]
+    assert " ".join(texts["before"].split()) in " ".join(novel().split())
+    (base, first), (beside, second) = texts["written"].items()
+    assert base == "32-bit" and beside == "kivi4" and len(first) > 20  # of the fewest bits among those that are near
+    assert 0 < texts["same_tokens"] <= 16 and (first == second) == (texts["same_tokens"] == 16)
+    printed = Console(width=200, record=True, file=io.StringIO())
+    for part in demo.shown(result):
+        printed.print(part)
+    text = printed.export_text()
+    assert "stock (32-bit)" in text and "kivi4," in text and all(name in text for name in schemes.expand(demo.SCHEMES))
+    assert re.search(r"raw +│ +16\.00 +│ .* \+0\.00% +│ +0\.0000 +│ +100\.0%", text)
 
 
 @embedded
@@ -80,7 +100,7 @@ def test_schemes_that_need_a_calibration_get_one_from_text_that_is_not_scored(mo
     seen = []
     monkeypatch.setattr(demo, "evaluate", lambda *a, **k: seen.append(k) or evaluate(*a, **k))
     monkeypatch.setattr(demo, "QUICK", Sample(4, 128))
-    result = demo.run(schemes=["nuq4-1%"], context=200, new_tokens=4, threads=1, progress=False)
+    result = demo.run(schemes=["nuq4-1%"], context=200, new_tokens=4, scored=200, threads=1, progress=False)
     assert seen[0]["calibration_text"] == novel_end() and seen[0]["texts"] == (novel_start(),)
     row = result["rows"][1]
     assert row["scheme"] == "nuq4-1%" and row["bytes_measured"] == row["bytes_predicted"]
@@ -88,11 +108,21 @@ def test_schemes_that_need_a_calibration_get_one_from_text_that_is_not_scored(mo
 
 
 def test_a_scheme_of_ones_own_is_shown_as_an_object_and_from_a_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "load_model", lambda model: (tiny.model(), tiny.tokenizer()))
+    monkeypatch.setattr(demo, "load_model", lambda model, dtype: (tiny.model(), tiny.tokenizer()))
     mine = dataclasses.replace(schemes.get("int4", head_dim=64), name="mine", page_size=32, residual_length=0)
     (tmp_path / "theirs.json").write_text(dataclasses.replace(mine, name="theirs", num_sink_tokens=4).to_json())
-    result = demo.run(schemes=["int4", mine, str(tmp_path / "theirs.json")], context=150, new_tokens=4, progress=False)
+    result = demo.run(schemes=["int4", mine, str(tmp_path / "theirs.json")], context=150, new_tokens=4, scored=150, progress=False)
     base, preset, ours, theirs = result["rows"]
     assert [r["scheme"] for r in result["rows"]] == ["32-bit", "int4", "mine", "theirs"] and base["kl_mean"] == 0
     assert ours["kl_mean"] > 0 and ours["bits_per_element"] == preset["bits_per_element"]
     assert ours["bytes_measured"] == ours["bytes_predicted"] < theirs["bytes_measured"] == theirs["bytes_predicted"] < preset["bytes_measured"]
+
+
+def test_the_readme_s_output_is_of_the_committed_result():
+    root = Path(__file__).parents[2]
+    result = json.loads((root / "benchmarks" / "results" / "demo" / "smollm2-135m-context-1024.json").read_text())
+    printed = Console(width=112, record=True, file=io.StringIO())
+    for part in demo.shown(result):
+        printed.print(part, highlight=False)
+    text = "\n".join(line.rstrip() for line in printed.export_text().splitlines())
+    assert f"```\n{text}\n```" in (root / "README.md").read_text()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
+from integrations import graph_cases
+from integrations.graph_cases import eagerly
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -44,24 +45,11 @@ def real():
 
 
 def prompts(lengths, seed=1, vocab=1024):
-    width = max(lengths)
-    ids = torch.randint(2, vocab, (len(lengths), width), generator=torch.Generator().manual_seed(seed))
-    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
-    return {"input_ids": (ids * mask).cuda(), "attention_mask": mask.cuda()}
+    return graph_cases.prompts(lengths, seed, vocab, "cuda")
 
 
 def fixed(model, scheme="int8_centered", batch=1, tokens=900):
     return KVCache.for_model(model, scheme, batch_size=batch, max_tokens=tokens)
-
-
-@contextmanager
-def eagerly(model, cache):
-    """Decoding on the device from the first token on, as inside graphed(): other kernels round otherwise."""
-    hook = model.register_forward_pre_hook(lambda *_: cache.store.expect_tokens())
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def generate(model, inputs, cache, count=128, **options):

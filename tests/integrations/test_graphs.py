@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
 from queue import Queue
 
 import pytest
 import torch
 from cache import test_device_decode
+from integrations.graph_cases import eagerly, prompts
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -62,25 +62,8 @@ def graph(gpu):
     return gpu
 
 
-def prompts(lengths, seed=1):
-    width = max(lengths)
-    ids = torch.randint(2, 97, (len(lengths), width), generator=torch.Generator().manual_seed(seed))
-    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
 def fixed(model, scheme="int8", batch=1, tokens=256):
     return KVCache.for_model(model, scheme, batch_size=batch, max_tokens=tokens)
-
-
-@contextmanager
-def eagerly(model, cache):
-    """Decoding on the device from the first token on, as inside graphed(): other kernels round otherwise."""
-    hook = model.register_forward_pre_hook(lambda *_: cache.store.expect_tokens())
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def generate(model, inputs, cache, count=24, **options):

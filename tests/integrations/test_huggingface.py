@@ -185,8 +185,9 @@ def test_bad_arguments_are_named():
     with pytest.raises(SpecError, match="head_dim=16 is not divisible by group_size=64"):
         KVCache.for_model(model, schemes.get("int8"))
     cache = KVCache.for_model(tiny("qwen3"), "raw")
-    with pytest.raises(DataError, match="negative number"):
-        cache.crop(3)
+    for wrong in (3, -1.5, "5", None, torch.tensor(-1.5)):
+        with pytest.raises(DataError, match="must be a whole number from .* to 0; how many tokens to remove, as a negative number"):
+            cache.crop(wrong)
     with pytest.raises(UnsupportedError, match="whole cache|call the same method"):
         cache.layers[0].crop(-1)
 

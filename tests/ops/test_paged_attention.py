@@ -15,7 +15,7 @@ import torch
 from ops import test_cuda_emulated
 from ops.cuda_cases import relative_error
 
-from kvbits import ops
+from kvbits import ops, schemes
 from kvbits.errors import DataError, SpecError
 from kvbits.ops import paged_attention
 from kvbits.ops.cuda.attend import device_plan
@@ -429,3 +429,29 @@ def test_every_subset_of_parts_may_be_empty(gpu):
 
 if not shutil.which("g++"):
     pytestmark = pytest.mark.skip(reason="needs g++")
+
+
+def test_what_is_no_tensor_is_named_and_arguments_are_not_mixed_up():
+    layout = PageLayout(key=schemes.get("int8").key, value=schemes.get("int8").value, page_size=64, num_kv_heads=2, head_dim=64)
+    made = paged_attention.plan([layout], max_pages=[4], batch_size=2, num_q_heads=4, dtype=torch.bfloat16, device="cpu")
+    pages = torch.zeros(8, 2, layout.head_bytes, dtype=torch.uint8)
+    table, lens = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    for call, message in (
+        (lambda: made.bind(0, [[1, 2]]), "pages of a part must be a list of tensors, one for each part; got int"),
+        (lambda: made.bind(0, ["pages"]), "pages of a part must be a list of tensors.* got str"),
+        (lambda: made.update([table.tolist()], [lens]), r"update\(\): block_tables must be a list of tensors, one for each part; got list"),
+        (lambda: made.update(table, [lens]), "block_tables must be a list of tensors, one for each part; got Tensor"),
+        (lambda: made.update([table], [None]), "tokens must be a list of tensors, one for each part; got NoneType"),
+        (lambda: made.update([table], [lens], starts=[1]), "starts must be a list of tensors, or None for each, one for each part; got int"),
+        (lambda: made.update([table], [lens], query_lens=3), "query_lens must be .*; got int"),
+    ):
+        with pytest.raises(DataError, match=message):
+            call()
+    made.bind(0, [pages])
+    made.update([table], [lens])
+    with pytest.raises(DataError, match="one for each part of the plan"):
+        made.update([table], [lens], starts=[None, None], offsets=[])  # as many as before in all
+    with pytest.raises(DataError, match=r"q must be a tensor \[B, T, Hq, D\], got list"):
+        made.run([1.0])
+    with pytest.raises(DataError, match="out must be dense .* got str"):
+        made.run(torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16), out="out")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+import kvbits
 from kvbits import schemes
 from kvbits.cli import app
 from kvbits.errors import SpecError
@@ -27,7 +28,9 @@ from kvbits.report.page import page, page_data
 from kvbits.spec import CacheSpec, LayerGeometry
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "eval"
+BENCHMARKS = ROOT / "benchmarks" / "results"
+RESULTS = BENCHMARKS / "eval"
+SCRIPT = Path(kvbits.__file__).parent / "report" / "assets" / "report.js"
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +84,21 @@ def test_the_recommendation_is_the_smallest_worst_kl(folder):
 
 
 def test_a_recommendation_says_what_a_scheme_asks_for():
-    assert markdown._price("nuq4-1%") == " Needs a calibration (`kvbits calibrate`). Slower than 16 bits on a GPU at 32 x 4,096 tokens (0.92 times as fast)."
-    assert markdown._price("nuq4") == " Needs a calibration (`kvbits calibrate`)."
-    assert markdown._price("int8_centered") == markdown._price("not a preset") == ""
+    speeds = {"nuq4-1%": {"a": 0.74, "b": 0.92, "c": 1.5}, "nuq4": {"a": 1.0}, "raw": {"a": 0.9}}
+    slow = "On a GPU slower than 16 bits in"
+    assert markdown._price("nuq4-1%", speeds) == f" Needs a calibration (`kvbits calibrate`). {slow} 2 of 3 shapes (down to 0.74 times as fast)."
+    assert markdown._price("nuq4", speeds) == " Needs a calibration (`kvbits calibrate`)."
+    assert markdown._price("raw", speeds) == f" {slow} 1 of 1 shapes (down to 0.90 times as fast)."
+    assert markdown._price("int8_centered", speeds) == markdown._price("not a preset", {}) == ""
+
+
+def test_budgets_are_one_plain_sentence_each_and_name_what_needs_no_setup_first():
+    results = collect(RESULTS)
+    eight, four, three = markdown.budgets(results, BENCHMARKS)
+    assert eight.startswith("**About 8 bits: `int8_centered`** makes the cache 1.9 times smaller; text becomes 0.1% harder to predict for the worst of the 4")
+    assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `nuq4-1%`" in four and "On a GPU slower" in four
+    assert three.startswith("**Under 4 bits: `nuq3-1%`**") and "Needs a calibration" in three
+    assert markdown.recommended(results) == ("int8_centered", "kivi4", "nuq4-1%", "nuq3-1%")
 
 
 def test_what_needs_no_setup_is_recommended_first_where_it_is_usable():
@@ -140,20 +155,48 @@ def test_schemes_whose_windows_stayed_raw_are_no_part_of_the_scheme_table(folder
     )
 
 
-def test_the_readme_part_is_replaced_between_its_markers(folder, tmp_path):
-    part = markdown.readme_table(collect(folder))
-    text = f"before\n{markdown.BEGIN}\nold\n{markdown.END}\nafter\n"
+def markers(name: str) -> str:
+    begin, end = markdown._between(name, "old").split("\nold\n")
+    return f"{begin}\nold\n{end}"
+
+
+def test_a_table_is_replaced_between_its_markers(folder):
+    part = markdown.scheme_table(collect(folder))
+    text = f"before\n{markers(markdown.TABLE)}\n{markers(markdown.SCHEMES)}\nafter\n"
     new = markdown.put_into(text, part)
-    assert new.startswith("before\n" + markdown.BEGIN) and new.endswith(markdown.END + "\nafter\n") and "old" not in new
+    assert new.startswith(f"before\n{markers(markdown.TABLE)}\n<!-- {markdown.SCHEMES}") and new.endswith(f"<!-- /{markdown.SCHEMES} -->\nafter\n")
+    assert new.count("old") == 1
     assert markdown.put_into(new, part) == new
     with pytest.raises(SpecError, match="no place for the table"):
         markdown.put_into("nothing", part)
 
 
-@pytest.mark.skipif(not RESULTS.is_dir(), reason="no committed results")
-def test_the_readme_table_is_what_the_command_writes():
-    text = (ROOT / "README.md").read_text()
-    assert markdown.put_into(text, markdown.readme_table(collect(RESULTS))) == text, "run: kvbits report benchmarks/results/eval --readme README.md"
+REPORT = "run: kvbits report benchmarks/results/eval --benchmarks benchmarks/results --readme README.md --table docs/evaluation.md --html docs/report.html"
+
+
+@pytest.mark.parametrize(("file", "made"), [("README.md", markdown.preset_table), ("docs/evaluation.md", markdown.scheme_table)])
+def test_the_committed_tables_are_what_the_command_writes(file, made):
+    text = (ROOT / file).read_text()
+    assert markdown.put_into(text, made(collect(RESULTS), BENCHMARKS)) == text, REPORT
+
+
+def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder, monkeypatch, tmp_path):
+    gpu = {"device": "G", "rows": [{"scheme": "kivi4", "shape": s, "speedup_real_cache": x} for s, x in (("a", 1.2), ("b", 2.0))]}
+    (tmp_path / "nvidia-x").mkdir()
+    (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps(gpu))
+    monkeypatch.setattr(markdown, "SHOWN", ("raw", "kivi4"))
+    results = collect(folder)
+    cells = results.models["tiny"].tasks["fidelity"]
+    timed = {"kivi4": dataclasses.replace(cells["kivi4"], summary={"speed_ratio": 3.04}, environment={"device": "AMD"})}
+    results.models["tiny"].tasks["decode"] = timed
+    _, _, _, raw, kivi, _ = markdown.preset_table(results, tmp_path).splitlines()
+    assert raw.startswith("| `raw` | 16.00 |") and raw.endswith("| not measured | not measured | none |")
+    summary = results.models["tiny"].tasks["fidelity"]["kivi4"].summary
+    bits = CacheSpec(scheme=schemes.get("kivi4"), layers=(LayerGeometry(num_kv_heads=1, head_dim=128),)).bits_per_element
+    assert kivi.split(" | ")[1:] == [f"{bits:.2f}", f"{summary['ppl_change']:+.2%}", f"{summary['kl_mean']:.4f}", "3.04x", "1.20x to 2.00x", "none |"]
+    monkeypatch.setattr(markdown, "SHOWN", ("nuq4",))
+    with pytest.raises(SpecError, match="nuq4 was not measured on tiny"):
+        markdown.preset_table(results, tmp_path)
 
 
 def test_no_results_is_an_error(tmp_path):
@@ -161,11 +204,13 @@ def test_no_results_is_an_error(tmp_path):
         collect(tmp_path)
 
 
-def test_the_command_writes_every_kind(folder, tmp_path):
+def test_the_command_writes_every_kind(folder, tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
     pytest.importorskip("matplotlib")
-    (tmp_path / "R.md").write_text(f"{markdown.BEGIN}{markdown.END}")
+    monkeypatch.setattr(markdown, "SHOWN", ("raw", "int8", "kivi2"))
+    (tmp_path / "R.md").write_text(markers(markdown.TABLE))
+    (tmp_path / "T.md").write_text(markers(markdown.SCHEMES))
     args = [
         "report",
         folder,
@@ -177,14 +222,20 @@ def test_the_command_writes_every_kind(folder, tmp_path):
         tmp_path / "png",
         "--readme",
         tmp_path / "R.md",
+        "--table",
+        tmp_path / "T.md",
+        "--benchmarks",
+        BENCHMARKS,
         "--json",
     ]
     out = CliRunner().invoke(app, [str(a) for a in args])
     assert out.exit_code == 0, out.output
     written = json.loads(out.stdout)["written"]
-    assert len(written) == 7 and all(Path(w).stat().st_size > 300 for w in written)
+    assert len(written) == 8 and all(Path(w).stat().st_size > 300 for w in written)
     assert sorted(p.name for p in (tmp_path / "png").iterdir()) == ["layers-tiny-float32.png", "layers-tiny.png", "pareto-tiny-float32.png", "pareto-tiny.png"]
-    assert "| kivi2 |" in (tmp_path / "r.md").read_text() and "kivi2" in (tmp_path / "R.md").read_text()
+    assert "| kivi2 |" in (tmp_path / "r.md").read_text() and "`kivi2`" in (tmp_path / "R.md").read_text() and "| int4 |" in (tmp_path / "T.md").read_text()
+    alone = CliRunner().invoke(app, ["report", str(folder), "--readme", str(tmp_path / "R.md")])
+    assert alone.exit_code == 2 and "give --benchmarks too" in alone.stderr
     bad = CliRunner().invoke(app, ["report", str(folder), "--html", str(tmp_path / "no" / "r.html")])
     assert bad.exit_code == 2 and "create it first" in bad.stderr
 
@@ -211,7 +262,31 @@ def test_the_page_needs_no_network_and_carries_all_rows(folder):
     assert [r["scheme"] for r in data["models"]["tiny"]["rows"]][:2] == ["16-bit", "raw"]
     assert len(data["models"]["tiny"]["attention"][0]["tvd"]) == 2
     assert set(data["presets"]) <= set(schemes.PRESETS) and {"int8", "kivi4"} <= set(data["presets"])
-    assert data["kernels"] and all(b["value"] > 0 for g in data["kernels"] for b in g["bars"])
+    assert data["kernels"] and all(b["value"] is None or b["value"] > 0 for g in data["kernels"] for b in g["bars"])
+    assert text.index('id="answer"') < text.index("<table") and text.index("KL divergence between") < text.index('id="answer"')
+    answer = {p["name"]: p for p in data["answer"]}
+    assert (
+        set(answer) == {"raw", "int8", "int4", "kivi4", "kivi2"}
+        and answer["kivi4"]["speed"] > 1
+        and {n for n, p in answer.items() if p["recommended"]} == set(markdown.recommended(collect(folder)))
+    )
+
+
+def test_recommended_presets_have_a_bar_in_every_speed_chart():
+    recommended = markdown.recommended(collect(RESULTS))
+    groups = [g for g in page_data(collect(RESULTS), BENCHMARKS)["kernels"] if not g["title"].startswith("vLLM")]  # vLLM has names of its own
+    assert any(g["title"].startswith("CPU") for g in groups)
+    assert len(groups) > 6
+    for group in groups:
+        labels = [b["label"] for b in group["bars"]]
+        assert all(sum(label in (name, f"{name}: not measured") for label in labels) == 1 for name in recommended), group["title"]
+        assert [b["label"] for b in group["bars"] if b["value"] is None] == [label for label in labels if label.endswith("not measured")]
+
+
+def test_passkeys_are_counted():
+    rows = page_data(collect(RESULTS), None)["models"]["smollm2-135m-instruct"]["passkey"]["rows"]
+    assert all(c is None or (0 <= c[0] <= c[1] and c[0] / c[1] == v) for r in rows for c, v in zip(r["counts"], r["values"], strict=True))
+    assert next(r for r in rows if r["name"] == "16-bit")["counts"][0] == [2, 2]
 
 
 def test_the_committed_page_is_of_the_committed_results():
@@ -219,8 +294,8 @@ def test_the_committed_page_is_of_the_committed_results():
     if not path.exists() or not RESULTS.is_dir():
         pytest.skip("no committed page or results")
     found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.S)
-    committed, fresh = json.loads(found.group(1))["models"], page_data(collect(RESULTS), None)["models"]
-    assert committed == json.loads(json.dumps(fresh)), "run: kvbits report benchmarks/results/eval --html docs/report.html --benchmarks benchmarks/results"
+    committed, fresh = json.loads(found.group(1)), json.loads(json.dumps(page_data(collect(RESULTS), BENCHMARKS)))
+    assert committed["models"] == fresh["models"] and committed["answer"] == fresh["answer"], REPORT
 
 
 def test_shapes_are_said_in_words():
@@ -276,7 +351,7 @@ def test_the_calculator_gives_the_specs_bytes():
     listed = list(cases())
     assert len(listed) > 1000
     script = f"""
-        const {{ nbytes, denseBytes }} = require({json.dumps(str(ROOT / "src/kvbits/report/assets/report.js"))});
+        const {{ nbytes, denseBytes }} = require({json.dumps(str(SCRIPT))});
         const input = JSON.parse(require("fs").readFileSync(0, "utf8"));
         console.log(JSON.stringify(input.cases.map((c) => [nbytes(input.presets[c.scheme], c), denseBytes(c)])));"""
     out = subprocess.run([node, "-e", script], input=json.dumps({"cases": listed, "presets": arithmetic.presets()}), capture_output=True, text=True, check=True)
@@ -293,7 +368,7 @@ def test_the_calculator_shares_gpus_as_the_planner_does():
         pytest.skip("no node to run the page's script with")
     listed = [(heads, gpus, 10**9 * memory, 10**7 * weights) for heads in (1, 2, 3, 8) for gpus in (1, 2, 4, 8) for memory, weights in ((80, 1606), (24, 99))]
     script = f"""
-        const {{ perGpu }} = require({json.dumps(str(ROOT / "src/kvbits/report/assets/report.js"))});
+        const {{ perGpu }} = require({json.dumps(str(SCRIPT))});
         const input = JSON.parse(require("fs").readFileSync(0, "utf8"));
         console.log(JSON.stringify(input.map(([kv_heads, gpus, memory, weights]) => perGpu({{ kv_heads }}, {{ memory, weights, reserve: {RESERVE}, gpus }}))));"""
     out = subprocess.run([node, "-e", script], input=json.dumps(listed), capture_output=True, text=True, check=True)
@@ -343,7 +418,7 @@ def test_the_page_draws_in_a_browser(folder, tmp_path, options):
     dom = browse(path, tmp_path / "profile", *options)
     assert "data-failed" not in dom and 'data-ready="yes"' in dom
     found = dict(x.split("=") for x in re.search(r'data-probe="([^"]*)"', dom).group(1).replace(", ", ",").split())
-    assert all(int(found[c]) > 1000 for c in ("pareto", "memory", "kernels"))
+    assert all(int(found[c]) > 1000 for c in ("answer", "pareto", "memory", "kernels"))
     assert found["fits"] == "true"
     assert found["background"] == ("rgb(18,23,30)" if options else "rgb(255,255,255)")
     assert dom.count("<tr") > 40 and "kivi2" in dom and 'output id="o-context">32,768' in dom

@@ -12,6 +12,7 @@ page of every layer, so that a layer can be used as soon as its own bytes are th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import struct
@@ -83,10 +84,10 @@ class Identity:
     @classmethod
     def of(cls, spec: CacheSpec, made_for: str | None, static: Sequence[dict[str, torch.Tensor]]) -> Identity:
         """Of a cache that holds all kv heads."""
-        turned = {g.key.pre_rope for g in spec.groups}
+        turned = {1 if g.key.pre_rope else 3 if g.key.needs_rotary else 0 for g in spec.groups}
         return cls(
             scheme=short(spec.format_id.encode()), model=short((made_for or "").encode()) if made_for else bytes(12), calibration=calibration_id(static),
-            rope=2 if len(turned) == 2 else int(turned.pop()), layers=len(spec.layers), page_size=spec.scheme.page_size,
+            rope=2 if len(turned) > 1 else turned.pop(), layers=len(spec.layers), page_size=spec.scheme.page_size,
             kv_heads=max(g.num_kv_heads for g in spec.layers),
         )  # fmt: skip
 
@@ -269,9 +270,15 @@ WITHIN = _odd(0, WORDS)
 """C: what the words of a run of `WORDS` are multiplied with."""
 
 
+@functools.lru_cache(64)
 def across(runs: int) -> np.ndarray:
     """D: what each run of `WORDS` words is multiplied with."""
     return _odd(1 << 40, runs)
+
+
+def weights(words: int) -> np.ndarray:
+    """c: what each of `words` words is multiplied with."""
+    return np.tile(WITHIN, -(-words // WORDS))[:words] * np.repeat(across(-(-words // WORDS)), WORDS)[:words]
 
 
 def checksums(units: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from ..ops.merging import merge_partials
 from ..ops.reference.close import encode_side
 from ..ops.reference.dequantize import section
 from ..ops.types import AttendCall, PageStore, Part
-from ..quant.qparams import TORCH_DTYPES, require_finite
+from ..quant.qparams import largest, require_finite
 from ..spec import QuantSpec, Scheme
 from .layer_stores import LayerStores, Place
 from .passes import Forward
@@ -75,7 +75,7 @@ _NOTHING_STORED = "Nothing was stored in this pass"
 
 
 def _in_the_specs(spec: QuantSpec, scheme: Scheme, place: Place) -> str:
-    limit = torch.finfo(TORCH_DTYPES[spec.scale_dtype]).max
+    limit = largest(spec.scale_dtype)
     return f"({spec.scale_dtype} ends at {limit:g}) in the specs of scheme {scheme.name!r}, or keep layer {place.layer} raw (an Override). {_NOTHING_STORED}"
 
 

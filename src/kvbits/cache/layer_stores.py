@@ -85,7 +85,7 @@ class LayerStores:
         return q if order is None else q[..., order]
 
     def _order(self, place: Place) -> torch.Tensor | None:
-        return self._orders.get(place.layer) if self.groups[place.group].group.key.pre_rope else None
+        return self._orders.get(place.layer) if self.groups[place.group].group.key.needs_rotary else None
 
     def _as_given(self, place: Place, k: torch.Tensor) -> torch.Tensor:
         """Keys of which `stored_keys` made `k`."""

@@ -23,7 +23,7 @@ from ..errors import CacheError, CacheStateError, DataError, PoolFullError, Spec
 from ..ops import dispatch
 from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
-from ..spec import CacheSpec
+from ..spec import MOST_TOKENS, CacheSpec, whole
 from . import explain, parameters, saved, serialize, swap
 from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
@@ -44,7 +44,7 @@ class PagedCache:
         max_tokens, batch_size: fix the capacity to `max_tokens` tokens of each of `batch_size` sequences (1 if not given): exactly
             `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more. Without them the cache grows.
         device: where pages live; queries, keys and values must be there too.
-        static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales or codebooks.
+        static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales, codebooks or a basis.
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes, so not where nothing
             closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
@@ -54,6 +54,7 @@ class PagedCache:
 
     Attributes:
         held_groups: page lists of every layer group, out of date while the cache decodes on the device (`groups` are not).
+        built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
         made_for: fingerprint of the model that fills the cache, kept in files; None if nobody said.
         saturated: per layer, elements of keys ("k") and values ("v") that were clamped to their largest code.
     """
@@ -91,7 +92,7 @@ class PagedCache:
             if max_tokens is None or batch_size is None:
                 raise
             raise CacheError(explain.no_memory(spec, batch_size, max_tokens, self.device, error)) from error
-        self._built_for = (batch_size, max_tokens)
+        self.built_for = (batch_size, max_tokens)
         self._inputs = InputCheck(spec, self.device, nonfinite)
         self._layers = LayerRunner(self._stores, backend, self.saturated)
         self._switch = DecodeSwitch(self._stores, backend, self.saturated)
@@ -111,7 +112,7 @@ class PagedCache:
     @property
     def max_tokens(self) -> int | None:
         """Tokens of each sequence that the capacity was fixed for; None for a cache that grows."""
-        return self._built_for[1]
+        return self.built_for[1]
 
     @property
     def groups(self) -> list[GroupState]:
@@ -172,7 +173,7 @@ class PagedCache:
         try:
             self._passes.begin(batch_size, num_tokens, valid)
         except PoolFullError as error:
-            raise PoolFullError(explain.full(self._built_for, self.groups, batch_size, num_tokens, str(error))) from None
+            raise PoolFullError(explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error))) from None
 
     @property
     def in_pass(self) -> bool:
@@ -335,7 +336,8 @@ class PagedCache:
             CacheStateError: a sliding window has already released tokens that would be needed. Nothing changed.
         """
         self._passes.require_none("crop")
-        wanted = [int(n) for n in lengths] if np.ndim(lengths) else [int(lengths)] * self.batch_size  # type: ignore[arg-type, union-attr]
+        rows = lengths if isinstance(lengths, (list, tuple, np.ndarray, torch.Tensor)) and np.ndim(lengths) else [lengths] * self.batch_size
+        wanted = [whole("length", n, -MOST_TOKENS, MOST_TOKENS, error=DataError) for n in rows]
         if len(wanted) != self.batch_size:
             raise DataError(f"{counted(len(wanted), 'length')} for {counted(self.batch_size, 'sequence')}")
         for row, (n, have) in enumerate(zip(wanted, self.seq_lens, strict=True)):
@@ -488,7 +490,7 @@ class PagedCache:
             CacheStateError: a pass is unfinished.
         """
         self._passes.require_none("save")
-        serialize.save(serialize.Contents(self.spec, self.static, self.nonfinite, self._built_for, self.saturated, self.made_for, self.groups), path)
+        serialize.save(serialize.Contents(self.spec, self.static, self.nonfinite, self.built_for, self.saturated, self.made_for, self.groups), path)
 
     @classmethod
     def load(
@@ -502,7 +504,7 @@ class PagedCache:
         with saved.opened(path, device, spec) as file:
             cache = cls(file.spec, device=device, static=file.static, nonfinite=file.nonfinite, backend=backend)
             file.fill(cache.held_groups, grow)
-            cache._built_for = (None, None) if grow else file.built_for
+            cache.built_for = (None, None) if grow else file.built_for
             cache.saturated[:] = file.saturated
             cache.made_for = file.made_for
         return cache

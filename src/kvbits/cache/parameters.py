@@ -1,13 +1,17 @@
-"""What the pages of a layer share: calibrated scales and codebooks, the rotary embedding, the stored order of channels."""
+"""What the pages of a layer share: calibrated scales, codebooks and bases, the rotary embedding, the stored order of channels."""
 
 from __future__ import annotations
 
 import torch
 
 from ..errors import SpecError
+from ..quant.basis import conditions, inverse
 from ..quant.rotary import turn_by
 from ..quant.rotation import rotated_turn
 from ..spec import CacheSpec, LayerGeometry, LayerGroup, QuantSpec
+
+MOST_CONDITION = 1e6
+"""Of a basis: beyond it float32 products lose what codes keep."""
 
 
 def wanted(spec: QuantSpec, side: str, geometry: LayerGeometry) -> dict[str, tuple[int, ...]]:
@@ -18,6 +22,8 @@ def wanted(spec: QuantSpec, side: str, geometry: LayerGeometry) -> dict[str, tup
         names[f"{side}_bias"] = shape
     if spec.has_codebook:
         names[f"{side}_codebook"] = (geometry.num_kv_heads, 2**spec.bits)
+    if spec.basis == "klt":
+        names[f"{side}_basis"] = (geometry.num_kv_heads, geometry.head_dim, geometry.head_dim)
     return names
 
 
@@ -29,7 +35,7 @@ def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None
     """
     if static is None:
         if spec.scheme.needs_calibration:
-            raise SpecError(f"scheme {spec.scheme.name!r} has static scales or codebooks; run `kvbits calibrate` and pass the calibration")
+            raise SpecError(f"scheme {spec.scheme.name!r} has static scales, codebooks or a basis; run `kvbits calibrate` and pass the calibration")
         return
     if len(static) != len(spec.layers):
         raise SpecError(f"calibration of {len(static)} layers for a cache of {len(spec.layers)}; calibrate this model")
@@ -42,10 +48,20 @@ def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None
                     raise SpecError(f"{name} of layer {layer} has shape {tuple(found[name].shape)}, expected {want}; calibrate this model for this scheme")
                 if name.endswith("_codebook") and not bool((found[name].diff() >= 0).all() and (found[name].abs() <= 1).all()):
                     raise SpecError(f"{name} of layer {layer} must hold ascending numbers in [-1, 1], as `kvbits calibrate` writes them")
+                if name.endswith("_basis"):
+                    _check_basis(found[name], f"{name} of layer {layer}")
+
+
+def _check_basis(basis: torch.Tensor, what: str) -> None:
+    """Refuse matrices [H, D, D] that cannot be inverted in float32."""
+    found = conditions(basis)
+    if not bool((found <= MOST_CONDITION).all()):
+        head = int((found > MOST_CONDITION).nonzero()[0])
+        raise SpecError(f"{what}, kv head {head}, has condition number {found[head].item():.3g}, above {MOST_CONDITION:g}; run `kvbits calibrate` again")
 
 
 def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Per layer what `PageStore.static` holds: the calibration and, for keys stored before the rotary embedding, its frequencies.
+    """Per layer what `PageStore.static` holds: the calibration, inverses of its bases and, for keys that are turned back, the rotary embedding's frequencies.
 
     Raises:
         SpecError: the geometry of such a layer has no rotary embedding.
@@ -53,11 +69,13 @@ def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch
     found = []
     for layer, (geometry, tensors) in enumerate(zip(spec.layers, static, strict=True)):
         found.append(dict(tensors))
+        if (basis := tensors.get("k_basis")) is not None:
+            found[-1]["k_inverse"] = inverse(basis).to(device)
         if layer in _turned(spec):
             if geometry.rotary is None:
                 raise SpecError(
-                    f"scheme {spec.scheme.name!r} stores keys before the rotary embedding, but layer {layer} has none in its geometry; "
-                    "build the cache with KVCache.for_model, give LayerGeometry(rotary=...), or use a scheme without pre_rope"
+                    f"scheme {spec.scheme.name!r} turns keys back by the rotary embedding, but layer {layer} has none in its geometry; "
+                    "build the cache with KVCache.for_model, give LayerGeometry(rotary=...), or use a scheme without pre_rope and basis='klt'"
                 )
             found[-1]["k_inv_freq"] = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32, device=device)
     return found
@@ -65,7 +83,9 @@ def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch
 
 def of_heads(tensors: dict[str, torch.Tensor], heads: tuple[int, ...], group: LayerGroup) -> dict[str, torch.Tensor]:
     """What pages that hold some kv heads of a layer share, as far as their specs, the group's, need it."""
-    names = {*wanted(group.key, "k", group.geometry), *wanted(group.value, "v", group.geometry), *(["k_inv_freq"] if group.key.pre_rope else [])}
+    names = {*wanted(group.key, "k", group.geometry), *wanted(group.value, "v", group.geometry)}
+    names |= {"k_inv_freq"} if group.key.needs_rotary else set()
+    names |= {"k_inverse"} if group.key.basis == "klt" else set()
     return {name: x[list(heads)] if x.ndim > 1 else x for name, x in tensors.items() if name in names}
 
 
@@ -91,5 +111,5 @@ def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
 
 
 def _turned(spec: CacheSpec) -> set[int]:
-    """Layers with a kv head whose keys are stored before the rotary embedding."""
-    return {layer for group in spec.groups if group.key.pre_rope for layer in group.layers}
+    """Layers with a kv head whose keys are turned back."""
+    return {layer for group in spec.groups if group.key.needs_rotary for layer in group.layers}

@@ -8,7 +8,9 @@ What is left of it past the last whole one lies on small pages, so no more memor
 
 from __future__ import annotations
 
+import copy
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,13 +101,20 @@ class Pool:
             page_id -= slab.shape[0]
         raise IndexError(f"page {page_id} lies past the {self.name} pool's end")
 
+    def remade(self, group: LayerGroup, device: torch.device, of_slab: Callable[[torch.Tensor], torch.Tensor]) -> Pool:
+        """A pool of another group of as many layers, with the same page ids and what `of_slab` makes of each slab [ids, layers, H, head_bytes]."""
+        new = Pool(group, self.name, None, device)
+        new.fixed_capacity, new.allocator = self.fixed_capacity, copy.deepcopy(self.allocator)
+        for slab in self.slabs:
+            x = of_slab(slab)
+            new.slabs.append(allocate_slab(x.numel(), device).view(x.shape).copy_(x))
+        return new
+
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: stores are views with raw addresses cached on them and are made anew."""
         return self.__dict__ | {"_stores": {}}
 
     def __deepcopy__(self, memo: dict) -> Pool:
-        import copy
-
         new = copy.copy(self)
         memo[id(self)] = new
         new.allocator = copy.deepcopy(self.allocator, memo)

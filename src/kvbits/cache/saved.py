@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import FileFormatError, SpecError, counted
+from ..files import find
 from ..spec import CacheSpec
 from . import blob, parameters
 from .blob import Header, Identity, Kind, Table
@@ -147,9 +148,10 @@ def opened(path: str | Path, device: torch.device | str, spec: CacheSpec | None 
     Raises:
         FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec, also if only the cache that is being built
             finds that; the message says which.
+        SpecError: what is given is no path.
     """
-    path = Path(path)
-    if "\0" in str(path) or not path.is_file():
+    path = find(path, "load:")
+    if not path.is_file():
         raise FileFormatError(f"no saved cache at {str(path)!r}")
     with path.open("rb", buffering=0) as file:
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import CacheStateError, DataError, PoolFullError, counted
+from ..errors import CacheStateError, DataError, counted
 from ..spec import CacheSpec
 from .group import GroupState
 from .sequence import Sequence
@@ -42,7 +42,13 @@ class SwappedSequence:
 
 
 def swap_out(groups: list[GroupState], row: int, spec: CacheSpec, static: list[dict[str, torch.Tensor]]) -> SwappedSequence:
-    """Copy a sequence to the host and free its pages."""
+    """Copy a sequence to the host and free its pages.
+
+    Raises:
+        CacheStateError: tokens are speculative, which another cache could not take back.
+    """
+    if any(g.keep_past for g in groups):
+        raise CacheStateError("swap_out() while tokens are speculative; crop() to the present length first, which ends the speculation")
     sequences, pages = [], []
     for g in groups:
         s = g.sequences[row].clone()
@@ -90,7 +96,7 @@ def swap_in(groups: list[GroupState], row: int, swapped: SwappedSequence, spec: 
                 s.renumber(name, new)
                 for page_id, page in zip(new, copies[name], strict=True):
                     pool.block(page_id).copy_(page)
-    except PoolFullError:
+    except BaseException:  # pages missing, or interrupted: the row has no bytes yet
         for g, was in zip(groups, undo, strict=True):
             g.restore(was)
         raise

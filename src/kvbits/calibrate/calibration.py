@@ -1,8 +1,9 @@
-"""Static scales and codebooks of a model and scheme, and what they were measured for.
+"""Static scales, codebooks and bases of a model and scheme, and what they were measured for.
 
 File: safetensors. Tensors `layers.{i}.k_scale`, `.k_bias`, `.v_scale`, `.v_bias`, float32 [H, groups or channels], only where the
-layer's spec is static (and has a bias), and `.k_codebook`, `.v_codebook` [H, entries] of nuq formats.
-Metadata, JSON text each: `format` "kvbits-calibration", `version`, `fingerprint`, `info`.
+layer's spec is static (and has a bias), `.k_codebook`, `.v_codebook` [H, entries] of nuq formats, and `.k_basis` [H, D, D] of keys in a calibrated basis.
+Metadata, JSON text each: `format` "kvbits-calibration", `version`, `fingerprint`, `info`, and `checksum`: SHA-256 over the others and every tensor, so that
+a file with a flipped bit is refused.
 
 The fingerprint is what changes keys and values or how they are coded: sizes of the model, rotary parameters, geometry per layer, the
 static specs per layer. Floats are compared at 6 digits, because GGUF files keep them in float32. It does not see weights: fine-tunes of
@@ -27,7 +28,7 @@ from ..geometry import layer_geometries, text_config
 from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
 
 FORMAT = "kvbits-calibration"
-VERSION = 1
+VERSION = 2
 
 _MODEL_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "hidden_activation",
@@ -96,11 +97,11 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Static scales per layer.
+    """Static scales, codebooks and bases per layer.
 
     Attributes:
-        static: per layer a dict of `k_scale`, `k_bias`, `v_scale`, `v_bias` (only those the specs need), float32 [H, groups or channels]:
-            what `PagedCache(static=...)` takes.
+        static: per layer a dict of `k_scale`, `k_bias`, `v_scale`, `v_bias`, float32 [H, groups or channels], `k_codebook`, `v_codebook`, `k_basis` (only those
+            that the specs need): what `PagedCache(static=...)` takes.
         fingerprint: what they were measured for (see `fingerprint`).
         info: how: model name, percentile, prompts (windows of the text), tokens, skipped tokens.
         path: the file it was loaded from, for messages.
@@ -172,14 +173,14 @@ class Calibration:
             "fingerprint": json.dumps(self.fingerprint, sort_keys=True),
             "info": json.dumps(self.info, sort_keys=True),
         }
-        write_file(path, tensors, metadata)
+        write_file(path, tensors, metadata | {"checksum": _checksum(metadata, tensors)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Read what `save` wrote.
 
         Raises:
-            FileFormatError: no such file, truncated, foreign, of another version, or holding other tensors than its fingerprint says.
+            FileFormatError: no such file, truncated, damaged, foreign, of another version, or holding other tensors than its fingerprint says.
         """
         metadata, tensors = read_file(path)
         if metadata.get("format") != FORMAT:
@@ -203,7 +204,17 @@ class Calibration:
             if not bool(torch.isfinite(t).all()) or (kind.endswith("_scale") and not bool((t > 0).all())):
                 raise FileFormatError(f"{path}: {name} holds values no scale can have (zero, negative, infinite or NaN); calibrate again")
             found.static[int(layer)][kind] = t
+        if _checksum({k: v for k, v in metadata.items() if k != "checksum"}, tensors) != metadata.get("checksum"):
+            raise FileFormatError(f"{path} is damaged: its data does not match its checksum; copy it again, or calibrate again")
         return found
+
+
+def _checksum(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name in sorted(tensors):
+        t = tensors[name].cpu().contiguous()
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode() + t.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_file(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Measure static scales: run a model over short prompts and see every key and value where the cache is written.
+"""Measure static scales, codebooks and bases: run a model over short prompts and see every key and value where the cache is written.
 
     prompts = prompts_from_text(tokenizer, text)             # 128 windows of 256 tokens
     calibration = calibrate(model, prompts, "int8_static")   # 99.9th percentile per layer, head and group
@@ -27,7 +27,8 @@ from . import histograms
 from .calibration import Calibration, fingerprint
 from .codebooks import Levels
 from .histograms import Target, as_stored
-from .observe import evaluating, forward
+from .moments import Moments
+from .observe import evaluating, forward, forward_with_queries
 from .ranges import Ranges, require_percentile
 
 Prompt = torch.Tensor | Sequence[int] | Mapping[str, torch.Tensor]
@@ -90,7 +91,7 @@ def calibrate(
     resume: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> Calibration:
-    """Static scales and codebooks of `scheme` for `model`, measured over `prompts`.
+    """Static scales, codebooks and bases of `scheme` for `model`, measured over `prompts`.
 
     Args:
         model: a Transformers decoder model.
@@ -126,7 +127,7 @@ def calibrate_all(
     resume: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> list[Calibration]:
-    """What `calibrate` returns for each scheme, with one pass over the prompts for all static scales and one for all codebooks."""
+    """What `calibrate` returns for each scheme, with one pass over the prompts for all static scales, one for all bases and one for all codebooks."""
     check_options(percentile, weights)
     given = [_batch(p) for p in prompts]
     targets = [_target(model, scheme, given, skip_tokens) for scheme in schemes]
@@ -140,6 +141,12 @@ def calibrate_all(
         for (layer, side), r in measured.items():
             found[-1][layer] |= {f"{side}_{name}": t for name, t in r.qparams().items()}
         target.levels.update(levels_of(target.scheme, target.layers, found[-1]))
+    moments = [moments_of(t.scheme, t.layers) for t in targets]
+    if any(moments):
+        _see_queries(model, batches, targets, moments, progress)
+    for static, measured_bases in zip(found, moments, strict=True):
+        for layer, m in measured_bases.items():
+            static[layer]["k_basis"] = m.basis()
     if any(t.levels for t in targets):
         histograms.collect(model, batches, [t for t in targets if t.levels], weights == "fisher", checkpointing, resume, progress)
     for target, static in zip(targets, found, strict=True):
@@ -170,7 +177,7 @@ def _target(model: Any, scheme: str | Scheme, given: list[tuple[torch.Tensor, to
     if not chosen.needs_calibration:
         static = [s.name for s in presets.PRESETS.values() if s.needs_calibration]
         raise CalibrationError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
-    if chosen.pre_rope:
+    if chosen.needs_rotary:
         layers = with_rotary(layers, model)
     CacheSpec(scheme=chosen, layers=layers)  # refuses what no cache could use
     skip = chosen.num_sink_tokens if skip_tokens is None else skip_tokens
@@ -224,6 +231,29 @@ def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[di
                 known = QParams(static[i][f"{side}_scale"], static[i].get(f"{side}_bias")) if spec.static else None
                 found[i, side] = Levels(spec, g.num_kv_heads, scheme.page_size, known, f"{what} of layer {i}")
     return found
+
+
+def moments_of(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> dict[int, Moments]:
+    """One pair of moments per layer whose keys are stored in a calibrated basis."""
+    keys = (scheme.for_layer(i, len(layers))[0] for i in range(len(layers)))
+    return {i: Moments(key, layers[i], scheme.page_size, f"layer {i}") for i, key in enumerate(keys) if key.basis == "klt"}
+
+
+def _see_queries(model: Any, prompts: list[histograms.Prompt], targets: list[Target], moments: list[dict[int, Moments]], progress: bool) -> None:
+    layers = {layer for wanted in moments for layer in wanted}
+    with evaluating(model), bar("bases", sum(len(ids) for ids, _ in prompts), enabled=progress) as advance:
+        for i, (ids, mask) in enumerate(prompts):
+
+            def observe(layer: int, q: torch.Tensor, k: torch.Tensor, i: int = i) -> None:
+                for target, wanted in zip(targets, moments, strict=True):
+                    if layer in wanted:
+                        for row, looked_at in enumerate(target.tokens[i]):
+                            positions = looked_at.nonzero().squeeze(1)
+                            at = positions.to(k.device)
+                            wanted[layer].add(q[row, at], k[row, at], positions)
+
+            forward_with_queries(model, ids, mask, observe, layers)
+            advance(len(ids))
 
 
 def _run(model: Any, prompts: list[histograms.Prompt], targets: list[Target], ranges: list[dict[histograms.Place, Ranges]], progress: bool) -> None:

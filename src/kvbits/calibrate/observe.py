@@ -1,4 +1,4 @@
-"""Keys and values as a model writes them to a cache, in a forward pass without gradients."""
+"""Keys and values as a model writes them to a cache, and queries as attention reads them, in a forward pass without gradients."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from ..errors import CalibrationError
 from ..geometry import text_config
 
+NAME = "kvbits_observe"
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
+_readers: list[Observer] = []
+
+
+def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    if _readers:
+        _readers[-1](module.layer_idx, query.transpose(1, 2), key.transpose(1, 2))
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class ObservingCache(DynamicCache):
@@ -46,13 +60,42 @@ def forward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, observe: O
         CalibrationError: a layer of `layers` that wrote nothing.
     """
     visited: set[int] = set()
-
-    def seen(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        visited.add(layer)
-        observe(layer, k, v)
-
-    backbone = getattr(model, "base_model", model)
-    cache = ObservingCache(text_config(model.config), seen)
-    backbone(input_ids=ids.to(model.device), attention_mask=None if mask is None else mask.to(model.device), past_key_values=cache, use_cache=True)
+    cache = ObservingCache(text_config(model.config), _noting(observe, visited))
+    _backbone(model)(input_ids=ids.to(model.device), attention_mask=None if mask is None else mask.to(model.device), past_key_values=cache, use_cache=True)
     if missing := layers - visited:
         raise CalibrationError(f"layers {sorted(missing)[:4]} of {type(model).__name__} wrote nothing to the cache; kvbits cannot calibrate this model")
+
+
+@torch.no_grad()
+def forward_with_queries(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, observe: Observer, layers: set[int]) -> None:
+    """The same, showing `observe(layer, q, k)`, [B, T, Hq, D] and [B, T, H, D], as attention has them.
+
+    Raises:
+        CalibrationError: a layer of `layers` whose attention the model does not look up in Transformers' registry.
+    """
+    visited: set[int] = set()
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    _readers.append(_noting(observe, visited))
+    try:
+        _backbone(model)(input_ids=ids.to(model.device), attention_mask=None if mask is None else mask.to(model.device), use_cache=False)
+    finally:
+        _readers.pop()
+        model.set_attn_implementation(before)
+    if missing := layers - visited:
+        raise CalibrationError(
+            f"the queries of layers {sorted(missing)[:4]} of {type(model).__name__} cannot be seen; kvbits cannot calibrate a basis for this model"
+        )
+
+
+def _backbone(model: Any) -> Any:
+    """The model up to the language head, whose logits would be the largest tensor of all."""
+    return getattr(model, "base_model", model)
+
+
+def _noting(observe: Observer, visited: set[int]) -> Observer:
+    def seen(layer: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        visited.add(layer)
+        observe(layer, a, b)
+
+    return seen

@@ -24,9 +24,11 @@ def calibrate(
     model: Model,
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
     text: Annotated[str, typer.Option(help="Text like what the model will read, never what you evaluate on: a file, hub:ID, or novel (shipped).")] = "novel",
-    scheme: Annotated[str, typer.Option(help="A scheme with static scales or codebooks: a preset, or a file of your own (.json).")] = "int8_static",
-    windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks.", show_default=False, min=1)] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of a window: 256, or 2,048 for codebooks.", show_default=False, parser=tokens(2))] = None,
+    scheme: Annotated[str, typer.Option(help="A scheme with static scales, codebooks or a basis: a preset, or a file of your own (.json).")] = "int8_static",
+    windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks and bases.", show_default=False, min=1)] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a window: 256, 1,024 for bases, or 2,048 for codebooks.", show_default=False, parser=tokens(2))
+    ] = None,
     percentile: Annotated[
         float | None, typer.Option(help="Percent of elements inside the range, 90 to 100; 99.9, or all but the scheme's outliers.", show_default=False)
     ] = None,
@@ -106,9 +108,11 @@ def _measure(model: str, device: str | None, text: Text, named: str | Scheme, sa
 
 def _print(found: Calibration, out: Path, seconds: float) -> None:
     info = found.info
-    share = "maximum" if info["percentile"] == 100 else f"percentile {info['percentile']:g}"
+    kinds = {name[2:] for layer in found.static for name in layer}
+    what = " and ".join(word for kind, word in (("scale", "scales"), ("codebook", "codebooks"), ("basis", "bases")) if kind in kinds)
+    share = "" if "scale" not in kinds else ", maximum" if info["percentile"] == 100 else f", percentile {info['percentile']:g}"
     tokens = f"{info['tokens']:,} tokens in {counted(info['prompts'], 'window')}"
-    show(f"{info['scheme']} scales of {len(found.static)} layers over {tokens}, {share}, {seconds:.1f} s", f"wrote {out} (id {found.id})")
+    show(f"{info['scheme']} {what} of {len(found.static)} layers over {tokens}{share}, {seconds:.1f} s", f"wrote {out} (id {found.id})")
 
 
 def _with_calibration(scheme: str) -> tuple[str | Scheme, Scheme]:

@@ -13,12 +13,12 @@ from .common import Json, Schemes, Threads, command, names_of, print_json, read_
 def demo(
     model: Annotated[str | None, typer.Option(help="Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.", show_default=False)] = None,
     scheme: Schemes = None,
-    context: Annotated[int, typer.Option(help="Tokens of text before the measured ones; 1k is 1,024.", parser=tokens())] = 1024,
-    new_tokens: Annotated[int, typer.Option(help="Tokens scored, and tokens generated.", parser=tokens(2))] = 64,
+    context: Annotated[int, typer.Option(help="Tokens of text before those; 1k is 1,024.", parser=tokens())] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens fed one by one, and tokens generated.", parser=tokens(2))] = 48,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """One text through the 16-bit cache and through each scheme: bytes, perplexity, KL divergence, agreement, speed.
+    """One text through the 16-bit cache and through each scheme: memory, accuracy, speed, and two texts side by side.
 
     Schemes are raw, int8_centered (the recommended one), kivi4 and kivi2 if none is named.
     """
@@ -36,4 +36,4 @@ def demo(
     if as_json:
         print_json(result)
     else:
-        show(demonstration.table(result))
+        show(*demonstration.shown(result))

@@ -12,26 +12,37 @@ from ..files import require_file, require_folder
 from .common import Json, command, print_json, show
 
 
+def _rewrite(path: Path, part: str, written: list[str]) -> None:
+    from ..report.markdown import put_into
+
+    path.write_text(put_into(path.read_text(encoding="utf-8"), part), encoding="utf-8")
+    written.append(str(path))
+
+
 @command()
 def report(
     results: Annotated[Path, typer.Argument(help="Folder that `kvbits eval` wrote.")],
     html: Annotated[Path | None, typer.Option(help="The page; kvbits-report.html here if no output is named.", show_default=False)] = None,
     markdown: Annotated[Path | None, typer.Option(help="All tables as Markdown.", show_default=False)] = None,
     png: Annotated[Path | None, typer.Option(help="Folder for PNG figures (matplotlib).", show_default=False)] = None,
-    readme: Annotated[Path | None, typer.Option(help="File whose table of schemes is rewritten between its markers.", show_default=False)] = None,
-    benchmarks: Annotated[Path | None, typer.Option(help="Folder benchmarks/results, for kernel speeds on the page.", show_default=False)] = None,
+    readme: Annotated[Path | None, typer.Option(help="File whose table of presets is rewritten; needs --benchmarks.", show_default=False)] = None,
+    table: Annotated[Path | None, typer.Option(help="File whose table of every cache on every model is rewritten.", show_default=False)] = None,
+    benchmarks: Annotated[Path | None, typer.Option(help="Folder benchmarks/results, for speeds.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
     """One self-contained HTML page (no network needed), Markdown tables and PNG figures from results. Nothing is written into RESULTS."""
-    if html is None and markdown is None and png is None and readme is None:
+    if html is None and markdown is None and png is None and readme is None and table is None:
         html = Path("kvbits-report.html")
-    for option, path in (("--html", html), ("--markdown", markdown), ("--readme", readme)):
+    for option, path in (("--html", html), ("--markdown", markdown), ("--readme", readme), ("--table", table)):
         if path is not None:
             require_file(path, option)
     if png is not None:
         require_folder(png, "--png")
-    if readme is not None and not readme.exists():
-        raise SpecError(f"--readme {readme}: no such file")
+    for option, path in (("--readme", readme), ("--table", table)):
+        if path is not None and not path.exists():
+            raise SpecError(f"{option} {path}: no such file")
+    if readme is not None and benchmarks is None:
+        raise SpecError("--readme has speeds in its table; give --benchmarks too, benchmarks/results of a checkout")
     if benchmarks is not None and not benchmarks.is_dir():
         raise SpecError(f"--benchmarks {benchmarks}: no such folder; benchmarks/results of a checkout is one")
     from ..report import markdown as tables
@@ -49,9 +60,10 @@ def report(
     if markdown is not None:
         markdown.write_text(tables.report(found), encoding="utf-8")
         written.append(str(markdown))
-    if readme is not None:
-        readme.write_text(tables.put_into(readme.read_text(encoding="utf-8"), tables.readme_table(found)), encoding="utf-8")
-        written.append(str(readme))
+    if readme is not None and benchmarks is not None:
+        _rewrite(readme, tables.preset_table(found, benchmarks), written)
+    if table is not None:
+        _rewrite(table, tables.scheme_table(found, benchmarks), written)
     if png is not None:
         written += [str(p) for p in figures(found, png)]
     if as_json:

@@ -2,7 +2,8 @@
 
     QUICK          4 windows of 512 tokens       the demo: seconds
     USUAL          32 windows of 512 tokens      eval, check, lm-eval
-    thorough()     128 of 256, or 16 of 2,048 for codebooks, which see a gradient per token      `kvbits calibrate`, whose files last
+    thorough()     128 of 256, 16 of 1,024 for bases, which see queries far from their keys, or 16 of 2,048 for codebooks, which see a gradient per token
+                                                 `kvbits calibrate`, whose files last
 
 The text is never one that is evaluated on.
 """
@@ -41,7 +42,9 @@ QUICK, USUAL = Sample(4, 512), Sample(32, 512)
 
 def thorough(scheme: Scheme) -> Sample:
     """What a calibration that is kept takes."""
-    return Sample(16, 2048) if _has_codebook([scheme]) else Sample(128, 256)
+    if _has_codebook([scheme]):
+        return Sample(16, 2048)
+    return Sample(16, 1024) if any(key.basis == "klt" for key in (scheme.key, *(o.key for o in scheme.overrides))) else Sample(128, 256)
 
 
 def require_positions(sample: Sample, config: Any) -> None:

@@ -1,7 +1,11 @@
 """`kvbits demo`: one long real text, one model, the stock 16-bit cache and each scheme beside it.
 
-Two of the evaluation's tasks on one window of the novel: `decode` feeds the text's own continuation token by token (perplexity, KL, top-1, speed, bytes
-really allocated), `greedy` generates (share of tokens equal to the 16-bit cache's, position by position). The context is fed at once.
+Three of the evaluation's tasks on the novel: `fidelity` scores whole windows (perplexity, KL, top-1), `decode` feeds a continuation token by token (speed,
+bytes really allocated), and `greedy` lets the stock cache and one scheme write on, for two texts side by side.
+
+The embedded model computes in float32: a lossless cache then shows no difference at all, so that what the others show is their codes' effect, and on a CPU
+without bfloat16 instructions it is several times as fast. Memory is stated as of a 16-bit model, by the same arithmetic that gives the bytes which the run
+itself allocates, and those are measured beside.
 """
 
 from __future__ import annotations
@@ -18,14 +22,24 @@ from ..errors import DataError
 from ..geometry import layer_geometries, max_context
 from ..integrations.models import load_model
 from ..spec import CacheSpec, Scheme
+from ..units import human_bytes
 from .calibrator import QUICK
+from .check import Limits
 from .results import read
 from .run import evaluate
 from .tasks import Options
-from .texts import Text, novel, novel_end, novel_start
+from .texts import Text, novel, novel_end, novel_start, windows
 
 SCHEMES = ("raw", presets.RECOMMENDED, "kivi4", "kivi2")
 MODEL = "SmolLM2-135M-Instruct (embedded)"
+SCORED = 2048
+"""Tokens of the novel that accuracy is measured on: KL is then sure to a few percent of itself."""
+WINDOW, CHUNK = 1024, 128
+"""Tokens of a window, and of a forward pass through it: every pass but the first reads what is older as stored."""
+SHOWN = 200
+"""Characters of the prompt that are shown before what was written."""
+COLUMN = 52
+"""Characters of a line of written text."""
 
 
 def run(
@@ -33,7 +47,8 @@ def run(
     model: str | None = None,
     schemes: Sequence[str | Scheme] = SCHEMES,
     context: int = 1024,
-    new_tokens: int = 64,
+    new_tokens: int = 48,
+    scored: int = SCORED,
     threads: int | None = None,
     backend: str = "auto",
     progress: bool = True,
@@ -41,13 +56,14 @@ def run(
     """Measure schemes on a model.
 
     Args:
-        model: directory, GGUF file or hub id; None for the embedded SmolLM2-135M-Instruct.
+        model: directory, GGUF file or hub id, in its own dtype; None for the embedded SmolLM2-135M-Instruct in float32.
         schemes: preset names, files of schemes, schemes of your own (see `schemes.expand`). Those that need a calibration get one from the novel's end.
-        context: tokens of text before the measured continuation.
-        new_tokens: tokens fed one by one, whose successors are scored, and tokens generated.
+        context: tokens of text before those fed one by one, and before the generated ones.
+        new_tokens, scored: tokens fed one by one, and tokens generated; tokens that accuracy is measured on, about.
 
     Returns:
-        {"model", "context", "new_tokens", "device", "dtype", "threads", "rows": [...]}, the stock 16-bit cache first.
+        {"model", "context", "new_tokens", "scored", "device", "dtype", "threads", "rows": [...], "texts"}, the stock cache first. A row has bytes of a
+        16-bit model and of this run, predicted and measured; `texts` the end of the prompt, two continuations, and how many tokens these begin alike with.
 
     Raises:
         DataError: the embedded text is too short, or the model's context is.
@@ -57,27 +73,65 @@ def run(
     if threads:
         torch.set_num_threads(threads)
     chosen = presets.expand(schemes)
-    lm, tokenizer = load_model(model)
+    lm, tokenizer = load_model(model, "float32" if model is None else "auto")
     require_context(context, new_tokens, lambda: lm.config)
     layers = layer_geometries(lm.config)
-    calibrated = any(presets.for_layers(one, layers).needs_calibration for one in chosen)
-    text = novel_start() if calibrated else Text("novel", novel())
+    named = {presets.for_layers(one, layers).name: one for one in chosen}
+    fitted = {name: presets.for_layers(one, layers) for name, one in named.items()}
+    specs = {name: CacheSpec(scheme=s, layers=layers) for name, s in fitted.items()}
+    raw = CacheSpec(scheme=presets.get("raw"), layers=layers)
+    text = novel_start() if any(s.needs_calibration for s in fitted.values()) else Text("novel", novel())
+    accuracy = _windows(scored, max_context(lm.config) or WINDOW)
+    speed = Options(windows=1, chunk=context, context=context, new_tokens=new_tokens)
     with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
-        found = evaluate(
-            lm, tokenizer, name="demo", schemes=chosen, tasks=("decode", "greedy"), texts=(text,), out=Path(folder), calibration_text=novel_end(),
-            calibration_sample=QUICK, options=Options(windows=1, chunk=context, context=context, new_tokens=new_tokens), backend=backend, progress=progress,
-        )  # fmt: skip
-        bits = {d["scheme"]: d["info"]["bits_per_element"] for d in map(read, Path(folder).glob("*/decode/*.json"))}
-    stock = CacheSpec(scheme=presets.get("raw"), layers=layers).raw_nbytes(context + new_tokens - 1, 1, lm.dtype.itemsize)
+
+        def measured(task: str, options: Options, which: Sequence[str | Scheme]) -> dict[str, dict[str, Any]]:
+            return evaluate(
+                lm, tokenizer, name="demo", schemes=which, tasks=(task,), texts=(text,), out=Path(folder), calibration_text=novel_end(),
+                calibration_sample=QUICK, options=options, backend=backend, progress=progress,
+            )[task]  # fmt: skip
+
+        found, timed = measured("fidelity", accuracy, chosen), measured("decode", speed, chosen)
+        beside = _fewest_usable(found, specs)
+        measured("greedy", speed, [named[beside]])
+        written = {d["scheme"]: next(iter(d["items"].values())) for d in map(read, Path(folder).glob("*/greedy/*.json"))}
+    prompt = windows(tokenizer, text, count=1, length=context + new_tokens)[0, :context]
     return {
-        "model": model or MODEL,
-        "context": context,
-        "new_tokens": new_tokens,
-        "device": str(lm.device),
-        "dtype": str(lm.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "rows": [_row(name, s, found["greedy"][name], bits[name], stock) for name, s in found["decode"].items()],
-    }
+        "model": model or MODEL, "context": context, "new_tokens": new_tokens, "scored": next(iter(found.values()))["tokens"],
+        "device": str(lm.device), "dtype": str(lm.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
+        "rows": [_row(n, s, timed[n], specs.get(n, raw), n in specs, lm.dtype.itemsize, context + new_tokens) for n, s in found.items()],
+        "texts": _texts(tokenizer, prompt, beside, written),
+    }  # fmt: skip
+
+
+def _windows(scored: int, limit: int) -> Options:
+    """Windows of at most `limit` tokens, about `scored` tokens in all."""
+    length = min(WINDOW, max(scored, 2), limit)
+    return Options(windows=max(1, scored // length), length=length, chunk=min(CHUNK, -(-length // 2)))
+
+
+def _fewest_usable(found: dict[str, dict[str, Any]], specs: dict[str, CacheSpec]) -> str:
+    """The scheme of the fewest bits among those that `kvbits check` would let pass by their KL; of all if none would."""
+    near = [name for name in specs if found[name]["kl_mean"] <= Limits().kl] or list(specs)
+    return min(near, key=lambda name: specs[name].bits_per_element)
+
+
+def _row(name: str, found: dict[str, Any], timed: dict[str, Any], spec: CacheSpec, own: bool, itemsize: int, tokens: int) -> dict[str, Any]:
+    stock = spec.raw_nbytes(tokens - 1)  # the last token is scored, not fed
+    sixteen = spec.nbytes(tokens) if own else stock
+    return {
+        "scheme": name, "bits_per_element": spec.bits_per_element, "bytes_16bit": sixteen, "memory_reduction": stock / sixteen,
+        "bytes_predicted": timed["bytes_planned"] if own else spec.raw_nbytes(tokens - 1, 1, itemsize), "bytes_measured": timed["bytes_held"],
+        "ppl": found["ppl"], "ppl_change": found["ppl_change"], "kl_mean": found["kl_mean"], "top1_agreement": found["top1_agreement"],
+        "tokens_per_s": timed["tokens_per_s"],
+    }  # fmt: skip
+
+
+def _texts(tokenizer: Any, prompt: torch.Tensor, beside: str, written: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    base = next(name for name in written if name != beside)
+    before = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN:]
+    texts = {name: tokenizer.decode(written[name]["tokens"], skip_special_tokens=True) for name in (base, beside)}
+    return {"before": before[before.find(" ") + 1 :], "written": texts, "same_tokens": written[beside]["first_divergence"]}
 
 
 def require_context(context: int, new_tokens: int, config: Callable[[], Any] | None = None) -> None:
@@ -98,31 +152,39 @@ def require_context(context: int, new_tokens: int, config: Callable[[], Any] | N
         raise DataError(f"context + new_tokens = {context + new_tokens} exceeds the model's {limit} positions; lower --context")
 
 
-def _row(name: str, decode: dict[str, Any], greedy: dict[str, Any], bits: float, stock: int) -> dict[str, Any]:
-    return {
-        "scheme": name, "bytes_predicted": decode.get("bytes_planned", stock), "bytes_measured": decode["bytes_held"],
-        "memory_reduction": stock / decode["bytes_held"], "bits_per_element": bits, "ppl": decode["ppl"], "ppl_change": decode["ppl_change"],
-        "kl_mean": decode["kl_mean"], "top1_agreement": decode["top1_agreement"], "greedy_agreement": greedy["agreement"],
-        "tokens_per_s": decode["tokens_per_s"],
-    }  # fmt: skip
-
-
-def table(result: dict[str, Any]) -> Any:
-    """Rich table of a `run`."""
+def shown(result: dict[str, Any]) -> list[Any]:
+    """What the command prints of a `run`: a table, and two texts side by side."""
     from rich.table import Table
 
+    stock, *ours = result["rows"]
+    noise = "The model computes in float32, so a lossless cache differs by nothing" if result["dtype"] == "float32" else "What raw shows is rounding noise"
     t = Table(
-        caption="bits: stored per cached number, scales included; memory: 16-bit bytes / bytes held; change: of perplexity; KL: against the 16-bit cache's "
-        "predictions; top-1: same most likely token; greedy: same tokens generated, position by position. raw is lossless: what it shows is "
-        "rounding noise, and a perplexity over few tokens moves by percents from noise alone. Sinks and the newest tokens are always raw and counted.",
-        title=f"{result['model']}: {result['context']} tokens of context, {result['new_tokens']} new, {result['threads']} threads on {result['device']}",
-    )
-    for heading in ("cache", "bits", "bytes planned", "bytes held", "memory", "perplexity", "change", "KL (nats)", "top-1", "greedy", "tokens/s"):
+        caption=f"memory: of {result['context'] + result['new_tokens']:,} tokens in a 16-bit model, scales and raw newest tokens included; perplexity and KL "
+        f"over {result['scored']:,} tokens: how much worse the text is predicted, and how far predictions lie from the stock cache's (0: the same); top token: "
+        f"how often the likeliest next token is the same; tokens/s: one by one after {result['context']:,}. raw is lossless. {noise}.",
+        title=f"{result['model']}, {result['dtype']}, on {result['device']} with {_counted(result['threads'], 'thread')}", title_justify="left",
+        caption_justify="left",
+    )  # fmt: skip
+    for heading in ("cache", "bits", "memory", "", "perplexity", "change", "KL, nats", "top token", "tokens/s"):
         t.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in result["rows"]:
+        name = f"stock ({stock['scheme']})" if r is stock else r["scheme"]
+        less = f"{r['memory_reduction']:.2f}x less" if r["memory_reduction"] > 1 else ""
         t.add_row(
-            r["scheme"], f"{r['bits_per_element']:.2f}", f"{r['bytes_predicted']:,}", f"{r['bytes_measured']:,}", f"{r['memory_reduction']:.2f}x",
-            f"{r['ppl']:.3f}", f"{r['ppl_change']:+.2%}", f"{r['kl_mean']:.5f}", f"{r['top1_agreement']:.1%}", f"{r['greedy_agreement']:.1%}",
-            f"{r['tokens_per_s']:.1f}",
+            name, f"{r['bits_per_element']:.2f}", human_bytes(r["bytes_16bit"]), less, f"{r['ppl']:.2f}", f"{r['ppl_change']:+.2%}",
+            f"{max(r['kl_mean'], 0.0):.4f}", f"{r['top1_agreement']:.1%}", f"{r['tokens_per_s']:.1f}",
         )  # fmt: skip
-    return t
+    texts = result["texts"]
+    (base, mine), (name, theirs) = texts["written"].items()
+    same = "word for word the same" if texts["same_tokens"] == result["new_tokens"] else f"the same for {_counted(texts['same_tokens'], 'token')}"
+    beside = Table(title=f"... {' '.join(texts['before'].split())}", caption=f"What each cache's model writes next, the likeliest word each time: {same}.")
+    beside.title_justify = beside.caption_justify = "left"
+    held = next(r for r in ours if r["scheme"] == name)
+    beside.add_column(f"stock ({base})", width=COLUMN)
+    beside.add_column(f"{name}, {held['memory_reduction']:.1f} times smaller", width=COLUMN)
+    beside.add_row(" ".join(mine.split()), " ".join(theirs.split()))
+    return [t, beside]
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

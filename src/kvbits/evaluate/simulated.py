@@ -53,7 +53,7 @@ class SimulatedLayer(DynamicLayer):
             first = group.num_sink_tokens + self.pages * group.page_size
             where = slice(first, group.num_sink_tokens + due * group.page_size)
             starts = np.arange(first, where.stop, group.page_size)
-            order = self.order if group.key.pre_rope else None
+            order = self.order if group.key.needs_rotary else None
             for row in range(len(all_keys)):
                 k, v = (x[row, list(heads), where].unflatten(1, (len(starts), -1)).transpose(0, 1) for x in (all_keys, all_values))
                 k = rotated_keys(k) if group.key.rotated else k

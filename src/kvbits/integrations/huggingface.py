@@ -26,14 +26,17 @@ from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries
-from ..spec import CacheSpec, Scheme
+from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
+from . import prefix, tensor_parallel
 from .attention import Handle
 from .masks import NAME, Columns
 from .models import unfit_for, weights_fingerprint
 from .rotary import stored_layers
+from .tensor_parallel import Ranks
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
+    from ..store.prefix_store import PrefixStore
 
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
@@ -115,8 +118,8 @@ class KVCache(Cache):
 
     layers: list[KVLayer]
 
-    def __init__(self, store: PagedCache) -> None:
-        self.store = store
+    def __init__(self, store: PagedCache, ranks: Ranks = Ranks()) -> None:  # noqa: B008 - frozen
+        self.store, self._ranks = store, ranks
         lengths = torch.tensor(store.seq_lens or [0])
         seen = int(lengths.max())
         ragged = bool((lengths != seen).any())
@@ -162,22 +165,50 @@ class KVCache(Cache):
         if calibration is not None and not hasattr(calibration, "static"):
             raise CalibrationError(f"calibration={calibration!r} is not a Calibration; pass Calibration.load(path)")
         config = model.config.get_text_config(decoder=True)
-        layers = layer_geometries(config)
+        layers, ranks = layer_geometries(config), Ranks.of(model)
         chosen = schemes.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
         if (unfit := unfit_for(model, chosen)) is not None:
             warnings.warn(unfit, KvbitsWarning, stacklevel=2)
-        layers = stored_layers(layers, chosen, model)
+        layers = stored_layers(ranks.layers(layers, chosen), chosen, model)
         spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
         static = None
         if calibration is not None:
             calibration.check(model.config, chosen)
-            static = calibration.to(model.device).static
+            static = ranks.static(calibration.to(model.device).static)
         elif chosen.needs_calibration:
-            raise CalibrationError(f"scheme {chosen.name!r} has static scales or codebooks; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)")
+            raise CalibrationError(
+                f"scheme {chosen.name!r} has static scales, codebooks or a basis; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)"
+            )
         use_kvbits_attention(model)
         store = PagedCache(spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend)
         store.made_for = weights_fingerprint(model)
-        return cls(store)
+        return cls(store, ranks)
+
+    @classmethod
+    def from_prefix(
+        cls, model: Any, ids: Any, *, store: PrefixStore, scheme: str | Scheme = "int8", chunk: int = prefix.CHUNK, put: bool = True, **options: Any
+    ) -> KVCache:
+        """A cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the rest computed.
+
+            cache = KVCache.from_prefix(model, ids, store=store)
+            model.generate(ids, past_key_values=cache)
+
+        Args:
+            ids: token ids of one prompt, [tokens] or [1, tokens].
+            chunk: most tokens that go through the model together.
+            put: store what was computed, for the next prompt that begins like this one.
+            options: of `for_model`.
+
+        Raises:
+            DataError: no token, or several prompts.
+            UnsupportedError: ranks share the model: files of prefixes hold all kv heads.
+            What `for_model` and `PrefixStore.load` raise.
+        """
+        if (ranks := Ranks.of(model)).size > 1:
+            raise UnsupportedError(f"from_prefix() of a model that {ranks.size} ranks share; use for_model, and save and load for prefixes")
+        cache = cls.for_model(model, scheme, **options)
+        prefix.fill(cache, model, ids, store, chunk=chunk, put=put)
+        return cache
 
     @staticmethod
     def detach(model: Any) -> None:
@@ -190,8 +221,14 @@ class KVCache(Cache):
             model.set_attn_implementation(before or "sdpa")  # without a note: whoever set "kvbits" by hand, SDPA is what it was for other caches
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a file (see `cache.serialize`). Padding is not written: `load` takes shorter rows as left-padded."""
-        self.store.save(path)
+        """Write the cache to a file (see `cache.serialize`). Padding is not written: `load` takes shorter rows as left-padded.
+
+        Where ranks share the model, all call it; the file is that of one process and loads under any number of ranks.
+        """
+        if self._ranks.size > 1:
+            tensor_parallel.save(self.store, self._ranks, path)
+        else:
+            self.store.save(path)
 
     @classmethod
     def load(cls, path: str | Path, model: Any, *, grow: bool = False, check_weights: bool = True) -> KVCache:
@@ -204,8 +241,8 @@ class KVCache(Cache):
             FileFormatError: a damaged or foreign file, or a cache of another geometry, dtype or other weights than the model's.
         """
         require_loaded(model)
-        layers = layer_geometries(model.config.get_text_config(decoder=True))
-        store = PagedCache.load(path, device=model.device, grow=grow)
+        layers, ranks = layer_geometries(model.config.get_text_config(decoder=True)), Ranks.of(model)
+        store = PagedCache.load(path, device=model.device if ranks.size == 1 else "cpu", grow=grow)
         layers = stored_layers(layers, store.spec.scheme, model)
         if store.spec.layers != layers:
             raise FileFormatError(
@@ -219,7 +256,7 @@ class KVCache(Cache):
                 "load that model, or pass check_weights=False if they are near enough"
             )
         use_kvbits_attention(model)
-        return cls(store)
+        return cls(store if ranks.size == 1 else tensor_parallel.cut(store, ranks, model.device), ranks)
 
     @property
     def nbytes(self) -> int:
@@ -239,9 +276,7 @@ class KVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove positions (padding among them counts). 0 only ends the speculation."""
-        n = int(tokens_to_remove)
-        if n > 0:
-            raise DataError(f"crop({n}): pass how many tokens to remove as a negative number")
+        n = whole("tokens_to_remove", tokens_to_remove, -MOST_TOKENS, 0, "how many tokens to remove, as a negative number", DataError)
         columns = self.columns
         if -n > columns.seen:
             raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")

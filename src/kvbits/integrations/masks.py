@@ -140,7 +140,7 @@ class Mask(NotATensor):
 
     _why: ClassVar[str] = (
         f"the {NAME!r} attention builds no mask tensor, but this model or cache wants one (static and compiled caches do); "
-        "call model.set_attn_implementation('sdpa') for it, or use a KVCache or DynamicCache"
+        "call KVCache.detach(model), which gives the model its own attention back, or use a KVCache or DynamicCache"
     )
     batch_size: int
     q_length: int

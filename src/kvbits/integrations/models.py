@@ -113,15 +113,17 @@ def weights_fingerprint(model: Any) -> str:
     """SHA-256, in hex, over names and shapes of a model's parameters, a few values of each, and what its configuration says of positions, norms and
     activations, at the price of one copy from the GPU.
 
-    The same weights in another dtype give another one. Of parameters without values here (on `meta`, or spread over ranks) only name and shape count.
+    The same weights in another dtype give another one, over however many ranks they are spread (which all must ask then). Of parameters on `meta` only name
+    and shape count.
     """
     import torch
 
     digest, values = hashlib.sha256(), []
     for name, p in model.named_parameters():
         digest.update(f"{name}{tuple(p.shape)}".encode())
-        if type(p.data) is torch.Tensor and p.numel() and not p.is_meta:
-            flat = p.data.flatten()
+        whole = p.data.full_tensor() if hasattr(p.data, "full_tensor") else p.data
+        if type(whole) is torch.Tensor and p.numel() and not p.is_meta:
+            flat = whole.flatten()
             values.append(flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].double())
     for device in sorted({x.device for x in values}, key=str):  # one wait each
         digest.update(torch.cat([x for x in values if x.device == device]).cpu().numpy().tobytes())

@@ -23,7 +23,7 @@ from ..spec import LayerGeometry, Rotary, Scheme
 
 def stored_layers(layers: tuple[LayerGeometry, ...], scheme: Scheme, model: Any) -> tuple[LayerGeometry, ...]:
     """`layers` of a loaded Transformers model with their rotary embeddings as far as the scheme needs them (see `with_rotary`) or has use for them."""
-    if scheme.pre_rope:
+    if scheme.needs_rotary:
         return with_rotary(layers, model)
     if not scheme.knows_rotary:
         return layers
@@ -42,10 +42,12 @@ def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeo
     config = text_config(model.config)
     name = type(model).__name__
     if _sections(config):
-        raise UnsupportedError(f"{name} turns channels by several positions (M-RoPE), so its keys cannot be stored before it; use pre_rope=False")
+        raise UnsupportedError(
+            f"{name} turns channels by several positions (M-RoPE), so its keys cannot be turned back; use a scheme without pre_rope and basis='klt'"
+        )
     found = _frequencies(model)
     if not found:
-        raise UnsupportedError(f"{name} has no rotary embedding, so its keys cannot be stored before it; use a scheme with pre_rope=False")
+        raise UnsupportedError(f"{name} has no rotary embedding, so its keys cannot be turned back; use a scheme without pre_rope and basis='klt'")
     pairs = _pairs(model, name)
     kinds = layer_types(config)
     return tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=found.get(kind, found[""]), pairs=pairs)) for g, kind in zip(layers, kinds, strict=True))
@@ -78,7 +80,7 @@ def _pairs(model: Any, name: str) -> str:
     )
     rotary = next((m for path, m in model.named_modules() if path.rpartition(".")[2] == "rotary_emb"), None)
     if apply is None or rotary is None:
-        raise UnsupportedError(f"{name} turns its keys in a way kvbits cannot see; use a scheme with pre_rope=False")
+        raise UnsupportedError(f"{name} turns its keys in a way kvbits cannot see; use a scheme without pre_rope and basis='klt'")
     buffer = next(b for n, b in rotary.named_buffers(recurse=False) if n.endswith("inv_freq"))
     size = 2 * len(buffer)
     units = torch.eye(size, device=buffer.device)[None, None]
@@ -91,4 +93,4 @@ def _pairs(model: Any, name: str) -> str:
         for pairs, partner in (("half", size // 2), ("interleaved", 1)):
             if turned[0].nonzero().flatten().tolist() in ([0, partner], [0]) and turned[0, partner] != 0:
                 return pairs
-    raise UnsupportedError(f"{name} turns channels neither in halves nor in neighbours; use a scheme with pre_rope=False")
+    raise UnsupportedError(f"{name} turns channels neither in halves nor in neighbours; use a scheme without pre_rope and basis='klt'")

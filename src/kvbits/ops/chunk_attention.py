@@ -47,6 +47,15 @@ def choose(q: torch.Tensor, v: torch.Tensor, softcap: float | None, backend: str
     return dispatch.choose("attend_fresh", q, v, softcap, backend=backend)
 
 
+def refuses_flash(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
+    """What no kernel of torch's FlashAttention serves, or None."""
+    if softcap is not None:
+        return "torch's FlashAttention has no softcap"
+    if v.shape[3] != q.shape[3]:
+        return f"values have a head_dim of {v.shape[3]}, queries of {q.shape[3]}"
+    return None
+
+
 def check_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
     """Refuse tensors that do not fit together.
 

@@ -17,16 +17,19 @@ from pathlib import Path
 import torch
 
 from ..spec import LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
-from ..spec.quant import DTYPE_BYTES, NumberFormat
+from ..spec.quant import DTYPE_BYTES, SCALE_BYTES, NumberFormat
 from ..spec.quant import FORMATS as NUMBER_FORMATS
 
-DTYPES = {name: i for i, name in enumerate(DTYPE_BYTES)}
-"""Of raw rows, scales, biases and means."""
-TORCH_DTYPES = {getattr(torch, name): i for name, i in DTYPES.items()}
+DTYPES = {name: i for i, name in enumerate(SCALE_BYTES)}
+"""Of raw rows (the first ones), scales, biases and means."""
+TORCH_DTYPES = {getattr(torch, name): DTYPES[name] for name in DTYPE_BYTES}
 FORMATS = {name: i for i, name in enumerate(["raw", *(n for n in NUMBER_FORMATS if n != "raw")])}
 _FLOATS = [f.name for f in NUMBER_FORMATS.values() if f.kind == "float"]
-LEVELS = {"int": 0} | {name: i for i, name in enumerate(_FLOATS, 1)} | {"raw": 1 + len(_FLOATS), "codebook": 2 + len(_FLOATS)}
-"""What a code stands for: an integer, a float of one of the formats, a raw number, an entry of a calibrated codebook."""
+_KINDS = ("int", *_FLOATS, "raw", "codebook", "banded")
+LEVELS = {name: i for i, name in enumerate(_KINDS)}
+"""What a code stands for: an integer, a float of one of the formats, a raw number, an entry of a calibrated codebook, an integer of its band's width."""
+_WITHOUT_KERNELS = ("banded",)
+"""Of the formats and levels; they have no numbers in C++ and CUDA."""
 STATIC, GROUP, CHANNEL = 0, 1, 2
 SCALES = {"static": STATIC, "group": GROUP, "channel": CHANNEL}
 """Who shares a scale: channels of all pages (calibrated), a group of channels of a token, a channel of a page's tokens."""
@@ -56,6 +59,7 @@ class Side:
         zero: the code that means 0 before biases and means.
         has_bias, has_mean, has_codebook, turned: whether codes are asymmetric, the page is centred, levels come from a codebook, keys are from before the
             rotary embedding.
+        widths: bits of each band of 16 channels (banded codes; the planes then hold some channels each).
         row_bytes, plane_offset: of a token in each plane; of raw rows and their section where the tensor is raw.
         outliers, index_bytes: listed elements of a page, and the width of their indices.
     """
@@ -76,9 +80,11 @@ class Side:
     has_mean: bool
     has_codebook: bool
     turned: bool
+    widths: tuple[int, ...]
     row_bytes: tuple[int, ...]
     plane_offset: tuple[int, ...]
     scale_offset: int | None
+    page_scale_offset: int | None
     bias_offset: int | None
     mean_offset: int | None
     stretch_offset: int | None
@@ -101,7 +107,7 @@ def describe(layout: PageLayout, kind: str) -> Side:
     """Keys (kind "k") or values ("v") of a layout."""
     spec = layout.key if kind == "k" else layout.value
     d, fmt = layout.head_dim, spec.number_format
-    planes = fmt.planes
+    planes = spec.planes(d)
 
     def offset(name: str) -> int | None:
         section = layout.sections.get(f"{kind}_{name}")
@@ -110,12 +116,14 @@ def describe(layout: PageLayout, kind: str) -> Side:
     stored = ["raw"] if spec.is_raw else [f"plane{i}" for i in range(len(planes))]
     groups = 1 if spec.is_raw else spec.num_groups(d)
     return Side(
-        name=spec.format, format=FORMATS[spec.format], levels=levels_of(fmt), exponent_bits=fmt.exponent_bits, mantissa_bits=fmt.mantissa_bits, planes=planes,
-        dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], scale=scale_kind(spec), group=d // groups, groups=groups, zero=spec.zero,
-        has_bias=spec.has_bias, has_mean=spec.center is not None, has_codebook=spec.has_codebook, turned=spec.pre_rope,
-        row_bytes=tuple(plane_row_bytes(d, bits) for bits in planes) or (d * DTYPE_BYTES[layout.raw_dtype],),
+        name=spec.format, format=FORMATS[spec.format], levels=levels_of(fmt), exponent_bits=fmt.exponent_bits, mantissa_bits=fmt.mantissa_bits,
+        planes=tuple(bits for bits, _ in planes), dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], scale=scale_kind(spec),
+        group=d // groups, groups=groups, zero=spec.zero, has_bias=spec.has_bias, has_mean=spec.center is not None, has_codebook=spec.has_codebook,
+        turned=spec.pre_rope, widths=spec.widths(d) if spec.is_banded else (),
+        row_bytes=tuple(plane_row_bytes(channels, bits) for bits, channels in planes) or (d * DTYPE_BYTES[layout.raw_dtype],),
         plane_offset=tuple(layout.sections[f"{kind}_{name}"].offset for name in stored),
-        scale_offset=offset("scale"), bias_offset=offset("bias"), mean_offset=offset("mean"), stretch_offset=offset("stretch"),
+        scale_offset=offset("scale"), page_scale_offset=offset("page_scale"), bias_offset=offset("bias"),
+        mean_offset=offset("mean"), stretch_offset=offset("stretch"),
         outliers=spec.num_outliers(layout.page_size, d), index_bytes=2 if layout.outlier_index_dtype == "uint16" else 4,
         outlier_index_offset=offset("outlier_index"), outlier_value_offset=offset("outlier_value"),
     )  # fmt: skip
@@ -129,27 +137,27 @@ def low_plane(low: LowLayout | None, kind: str) -> tuple[int, int]:
 
 def header() -> str:
     """Text of `numbers.h`."""
-    short = {name: name.removeprefix("fp8_").upper() for name in _FLOATS} | {"int": "INTEGER", "raw": "RAW", "codebook": "CODEBOOK"}
+    short = {name: name.split("_")[1].upper() for name in _FLOATS} | {"int": "INTEGER", "raw": "RAW", "codebook": "CODEBOOK"}
     rows = []
-    for name in FORMATS:
+    formats, levels = ({name: i for name, i in numbers.items() if name not in _WITHOUT_KERNELS} for numbers in (FORMATS, LEVELS))
+    for name in formats:
         fmt = NUMBER_FORMATS[name]
         first, second = (*fmt.planes, 0, 0)[:2]
-        rows.append(
-            f"        {{{short[name if fmt.kind == 'float' else fmt.kind]}, {first}, {second}, {fmt.exponent_bits}, {fmt.mantissa_bits}, {fmt.max_value:.1f}f, {fmt.saturates_at:.1f}f}},  // {name}"
-        )
+        bits, ends = f"{first}, {second}, {fmt.exponent_bits}, {fmt.mantissa_bits}", f"{fmt.max_value:.1f}f, {fmt.saturates_at:.1f}f"
+        rows.append(f"        {{{short[name if fmt.kind == 'float' else fmt.kind]}, {bits}, {ends}}},  // {name}")
     return "\n".join([
         "// Numbers by which kernels know what a page stores, and what its number formats are. Written by `python -m kvbits.ops.descriptor`; a test compares.",
         "#pragma once",
         "",
         "// Of raw rows, scales, biases, means.",
-        _enum("Dtype", {name.upper(): i for name, i in DTYPES.items()} | {"NUM_DTYPES": len(DTYPES)}),
+        _enum("Dtype", {name.upper(): i for name, i in DTYPES.items()} | {"NUM_RAW_DTYPES": len(DTYPE_BYTES)}),
         "// What a code stands for.",
-        _enum("LevelKind", {short[name]: i for name, i in LEVELS.items()}),
+        _enum("LevelKind", {short[name]: i for name, i in levels.items()}),
         "// Who shares a scale.",
         _enum("ScaleKind", {f"SCALE_{name.upper()}": i for name, i in SCALES.items()}),
-        _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in FORMATS.items()} | {"NUM_FORMATS": len(FORMATS)}),
+        _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in formats.items()} | {"NUM_FORMATS": len(formats)}),
         "",
-        "/// Codes lie in one or two bit planes, high bits first. Of floats the bits behind the sign, the largest finite value, and where rounding would pass it.",
+        "/// Codes lie in one or two bit planes, high bits first. Of floats the bits behind the sign, the largest value, and where rounding passes it.",
         "struct NumberFormat {",
         "    int levels, bits0, bits1, exponent_bits, mantissa_bits;",
         "    float max_value, saturates_at;",

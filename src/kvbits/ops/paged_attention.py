@@ -138,7 +138,9 @@ class PagedAttention:
         self._backend.bind(layer, own, static or {}, fine)
 
     def _slabs(self, layout: PageLayout | LowLayout, given: Slabs) -> tuple[torch.Tensor, ...]:
-        slabs = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+        slabs = (given,) if isinstance(given, torch.Tensor) else given
+        _require_tensors("pages of a part", slabs)
+        slabs = tuple(slabs)
         want = (layout.num_kv_heads, layout.head_bytes)
         if not slabs:
             raise DataError("a part without slabs has no pages")
@@ -179,8 +181,10 @@ class PagedAttention:
         """
         none: list[torch.Tensor | None] = [None] * len(self.layouts)
         starts, offsets, low_tables = (none if x is None else x for x in (starts, offsets, low_tables))
-        tensors = (*block_tables, *tokens, *starts, *offsets, query_lens, *low_tables)
-        given = tuple((None if x is None else (x.shape, x.stride(), x.dtype, x.device)) for x in tensors)
+        lists = {"block_tables": block_tables, "tokens": tokens, "starts": starts, "offsets": offsets, "query_lens": [query_lens], "low_tables": low_tables}
+        for name, xs in lists.items():
+            _require_tensors(f"update(): {name}", xs, optional=name not in ("block_tables", "tokens"))
+        given = tuple(tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in xs) for xs in lists.values())
         if given != self._accepted:
             self._check(block_tables, tokens, starts, offsets, query_lens, low_tables)
             self._accepted = given
@@ -231,15 +235,28 @@ class PagedAttention:
         Raises:
             DataError: tensors that are not what was planned, or no `bind` and `update` before.
         """
+        if not isinstance(q, torch.Tensor):
+            raise DataError(f"q must be a tensor [B, T, Hq, D], got {type(q).__name__}")
         given = () if out is None and lse is None else (("out", out, q.dtype, q.shape), ("lse", lse, torch.float32, q.shape[:3]))
         for name, x, dtype, shape in given:
-            if x is not None and (x.shape != shape or x.dtype != dtype or x.device != q.device or not x.is_contiguous()):
-                raise DataError(f"{name} must be dense {dtype} {list(shape)} on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}")
+            if x is not None and (not isinstance(x, torch.Tensor) or x.shape != shape or x.dtype != dtype or x.device != q.device or not x.is_contiguous()):
+                got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
+                raise DataError(f"{name} must be dense {dtype} {list(shape)} on {q.device}, got {got}")
         return self._backend.run(q, layer, out, lse)
 
     def explain(self) -> str:
         """Which kernel serves."""
         return self._backend.explain()
+
+
+def _require_tensors(name: str, given: Any, optional: bool = False) -> None:
+    """
+    Raises:
+        DataError: not a list of tensors (or, if `optional`, None).
+    """
+    bad = given if not isinstance(given, (list, tuple)) else next((x for x in given if not (isinstance(x, torch.Tensor) or (optional and x is None))), given)
+    if bad is not given or not isinstance(given, (list, tuple)):
+        raise DataError(f"{name} must be a list of tensors{', or None for each' * optional}, one for each part; got {type(bad).__name__}")
 
 
 class _HostPlan:

@@ -368,3 +368,9 @@ def kvquant_extras(layout: PageLayout) -> str | None:
         if used
     ]
     return " and ".join(found) or None
+
+
+def banded_sides(layout: PageLayout) -> str | None:
+    """Which sides of a layout are stored as banded codes, in words for a refusal, or None."""
+    found = [side for side, spec in (("keys", layout.key), ("values", layout.value)) if spec.is_banded]
+    return f"banded codes ({' and '.join(found)})" if found else None

@@ -11,6 +11,7 @@ import functools
 import torch
 
 from ..spec import KEY_TILE, VALUE_BLOCK, VALUE_TOKEN_ORDER, NumberFormat, plane_row_bytes
+from .banded import plane_fields
 
 
 def pack(codes: torch.Tensor, fmt: NumberFormat, kind: str) -> list[torch.Tensor]:
@@ -38,6 +39,25 @@ def unpack(planes: list[torch.Tensor], fmt: NumberFormat, kind: str, tokens: int
         field = unpack_rows(rows, bits, head_dim)
         codes = field if codes is None else (codes << bits) | field
     assert codes is not None
+    return codes
+
+
+def pack_banded(codes: torch.Tensor, widths: tuple[int, ...], kind: str) -> list[torch.Tensor]:
+    """Stored bytes of each plane of banded codes: a plane's row holds the channels of the bands that have it, side by side."""
+    stored = []
+    for bits, channels, shifts in plane_fields(widths, codes.shape[-1]):
+        rows = pack_rows((codes[..., channels.to(codes.device)] >> shifts.to(codes.device)) & (2**bits - 1), bits)
+        stored.append(_interleave_keys(rows) if kind == "k" else _interleave_values(rows))
+    return stored
+
+
+def unpack_banded(planes: list[torch.Tensor], widths: tuple[int, ...], kind: str, tokens: int, head_dim: int) -> torch.Tensor:
+    """Codes uint8 [..., tokens, head_dim] from the stored bytes of each plane; 0 in bands without bits."""
+    codes = torch.zeros(*planes[0].shape[:-1], tokens, head_dim, dtype=torch.uint8, device=planes[0].device)
+    for plane, (bits, channels, shifts) in zip(planes, plane_fields(widths, head_dim), strict=True):
+        row_bytes = plane_row_bytes(len(channels), bits)
+        rows = _deinterleave_keys(plane, tokens, row_bytes) if kind == "k" else _deinterleave_values(plane, tokens, row_bytes)
+        codes[..., channels.to(codes.device)] |= unpack_rows(rows, bits, len(channels)) << shifts.to(codes.device)
     return codes
 
 

@@ -1,4 +1,5 @@
-"""Speeds of kernels and of serving from benchmarks/results, as groups of bars. A file that is not there leaves its group out."""
+"""Speeds of presets and of serving from benchmarks/results: as groups of bars, and as worst and best of what was measured. A file that is not there leaves its
+part out."""
 
 from __future__ import annotations
 
@@ -7,33 +8,66 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..schemes import PRESETS
 
-def kernel_groups(folder: Path) -> list[dict[str, Any]]:
-    """[{title, unit, note, bars: [{label, value, kind}]}]."""
-    found: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("nvidia-*/attend_decode.json")):
-        found += _gpu(json.loads(path.read_text()))
-    for path in sorted(folder.glob("nvidia-*/serve_vllm.json")):
-        found += _serving(json.loads(path.read_text()))
-    path = folder / "cpu" / "generate.json"
-    if path.exists():
-        found += _generate(json.loads(path.read_text()))
-    for path in sorted((folder / "cpu").glob("attend_*_thread.json")):
-        found.append(_attend(json.loads(path.read_text())))
+GPU = "nvidia-*/attend_decode*.json"
+"""Decode attention of presets in a whole cache (`bench_decode_gpu.py`)."""
+
+
+def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
+    """preset -> shape -> speed of decode attention in a whole cache, raw tail included, over the fastest 16-bit kernel of the same run."""
+    found: dict[str, dict[str, float]] = {}
+    for data in _read(folder, GPU):
+        for r in data["rows"]:
+            if "speedup_real_cache" in r and r["scheme"] in PRESETS:
+                found.setdefault(r["scheme"], {}).setdefault(r["shape"], r["speedup_real_cache"])
     return found
 
 
+def kernel_groups(folder: Path, presets: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """[{title, unit, note, bars: [{label, value, kind}]}].
+
+    Args:
+        presets: have a bar in every group of presets: an empty one, whose label says so, where they were not measured. Groups of serving have vLLM's names.
+    """
+    found: list[dict[str, Any]] = []
+    shapes: dict[str, dict[str, Any]] = {}
+    for data in _read(folder, GPU):
+        for group in _gpu(data):
+            if (known := shapes.setdefault(group["title"], group)) is not group:
+                labels = {b["label"] for b in known["bars"]}
+                known["bars"] += [b for b in group["bars"] if b["kind"] == "kvbits" and b["label"] not in labels]
+    found += shapes.values()
+    for data in _read(folder, "nvidia-*/generate.json"):
+        found += _graphed(data)
+    for group in found:
+        complete(group, presets)
+    for data in _read(folder, "nvidia-*/serve_vllm.json"):
+        found += _serving(data)
+    return found
+
+
+def complete(group: dict[str, Any], presets: tuple[str, ...]) -> None:
+    """Sort a group's bars, the longest first, and add empty ones for the presets that were not measured."""
+    group["bars"].sort(key=lambda b: b["value"], reverse=True)
+    missing = [p for p in presets if p not in {b["label"] for b in group["bars"]}]
+    group["bars"] += [{"label": f"{p}: not measured", "value": None, "kind": "kvbits"} for p in missing]
+
+
+def _read(folder: Path, pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+
+
 def _gpu(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Speeds over the fastest 16-bit kernel; that one is a bar of 1."""
     found = []
-    for shape in dict.fromkeys(r["shape"] for r in data["rows"]):
-        rows = [r for r in data["rows"] if r["shape"] == shape]
-        peers = [p for p in data.get("peers", []) if p["shape"] == shape]
-        ours = [{"label": r["scheme"], "value": round(r["time_us"], 1), "kind": "kvbits"} for r in rows]
-        theirs = [{"label": p["kernel"], "value": round(p["time_us"], 1), "kind": "stock"} for p in peers]
-        bars = sorted([*ours, *theirs], key=lambda b: b["value"])
-        where = f"{data['device']}: {in_words(shape)}"
-        note = f"Decode attention, {where}; other libraries in the same run in orange, over 16 bits unless their name says else. {data.get('command', '')}"
-        found.append({"title": where, "unit": "microseconds (less is faster)", "note": note, "bars": bars})
+    rows = [r for r in data["rows"] if "speedup_real_cache" in r and r["scheme"] in PRESETS]
+    for shape in dict.fromkeys(r["shape"] for r in rows):
+        bars = [{"label": r["scheme"], "value": round(r["speedup_real_cache"], 2), "kind": "kvbits"} for r in rows if r["shape"] == shape]
+        bars.append({"label": "fastest 16-bit kernel", "value": 1.0, "kind": "stock"})
+        where = f"{data['device']}, attention: {in_words(shape)}"
+        note = f"Attention of one new token in a whole cache, raw newest tokens included, on {where.replace(', attention', '')}. {data.get('command', '')}"
+        found.append({"title": where, "unit": "times as fast as the best 16-bit kernel", "note": note, "bars": bars})
     return found
 
 
@@ -87,20 +121,25 @@ def in_words(shape: str) -> str:
     return f"{batch} sequence{'s' if batch > 1 else ''} of {tokens:,} tokens, {heads} query and {kv_heads} kv heads of {size}"
 
 
-def _generate(data: dict[str, Any]) -> list[dict[str, Any]]:
+def _graphed(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tokens through Transformers: presets in a CUDA graph, beside the stock cache with FlashAttention."""
     found = []
-    for model, context in dict.fromkeys((r["model"], r["context"]) for r in data["rows"]):
-        rows = [r for r in data["rows"] if (r["model"], r["context"]) == (model, context)]
-        stock = ("16-bit", "quanto", "hqq", "fp8")
-        bars = [{"label": r["cache"], "value": round(r["ratio_vs_16bit"], 2), "kind": "stock" if r["cache"].startswith(stock) else "kvbits"} for r in rows]
-        note = f"Decoding {model} through Transformers after {context:,} tokens, {data['threads']} CPU threads; Transformers' caches in orange."
-        title = f"CPU, {model}, {context:,} tokens"
-        found.append({"title": title, "unit": "times the stock 16-bit cache's tokens per second", "note": note, "bars": bars})
+    shapes = dict.fromkeys((r["batch"], r["context"]) for r in data["rows"])
+    for batch, context in shapes:
+        rows = [r for r in data["rows"] if (r["batch"], r["context"]) == (batch, context) and r.get("through") == "forward"]
+        stock = next((r["ms_per_token"] for r in rows if r["scheme"] == "stock_flash" and r["mode"] == "eager"), None)
+        graphed = {r["scheme"]: r["ms_per_token"] for r in rows if r["mode"] == "graph" and r["scheme"] in PRESETS}
+        if stock is None or not graphed:
+            continue
+        bars = [{"label": name, "value": round(stock / ms, 2), "kind": "kvbits"} for name, ms in graphed.items()]
+        bars.append({"label": "stock cache, FlashAttention", "value": 1.0, "kind": "stock"})
+        if fa3 := next((r["ms_per_token"] for r in rows if r["scheme"] == "fa3" and r["mode"] == "graph"), None):
+            bars.append({"label": "16 bits in a graph, FlashAttention-3", "value": round(stock / fa3, 2), "kind": "stock"})
+        what = f"{_counted(batch, 'sequence')} of {context:,} tokens"
+        note = f"Tokens of Llama-3.1-8B's geometry through Transformers, {what}, in a CUDA graph; the stock cache without. {data.get('command', '')}"
+        found.append({"title": f"{data['device']}, tokens: {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
     return found
 
 
-def _attend(data: dict[str, Any]) -> dict[str, Any]:
-    ratios = [(f"{scheme}, {shape}", ratio) for shape, s in data["shapes"].items() for scheme, ratio in s["ratio_vs_torch16"].items()]
-    bars = [{"label": label, "value": ratio, "kind": "kvbits"} for label, ratio in ratios]
-    note = f"Decode attention on the CPU, {data['threads']} threads, {data['tier']}; shapes are query heads / kv heads / head size / tokens."
-    return {"title": f"CPU kernel, {data['threads']} threads", "unit": "times torch's bf16 matmuls", "note": note, "bars": bars}
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

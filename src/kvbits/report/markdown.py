@@ -1,23 +1,33 @@
 """Markdown tables, and which scheme to take: all of it computed from results, by rules that stand here.
 
-The README's table is what `readme_table` gives for benchmarks/results/eval; `kvbits report DIR --readme README.md` puts it there and a test holds them equal.
+The README's table is what `preset_table` gives for benchmarks/results, that of docs/evaluation.md what `scheme_table` gives; `kvbits report DIR --benchmarks ..
+--readme README.md --table docs/evaluation.md` puts them there, and a test holds them equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from .. import schemes
 from ..errors import SpecError
 from ..schemes import PRESETS, weak_to_key_bias
+from ..spec import CacheSpec, LayerGeometry
 from .collect import Cell, Model, Results, bits, held_bits
+from .kernels import gpu_speeds
 
 LEGEND = (
     "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows, then the KL divergence between the two "
     "caches' next-token probabilities in nats (0: the same)."
 )
-BEGIN, END = "<!-- scheme-table: written by `kvbits report` -->", "<!-- /scheme-table -->"
+SCHEMES, TABLE = ("scheme-table", "preset-table")
+"""Names of the places for `scheme_table` and `preset_table`."""
+SHOWN = ("raw", "int8_centered", "int4", "kivi4", "nuq4-1%", "nuq3-1%")
+"""Presets of `preset_table`: lossless, then by bits."""
+HEAD_DIM = 128
+"""Channels of a head for which `preset_table` states bits: most models above a billion parameters."""
 CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits", 0.0, 3.9))
 """Bits per element at long context that compete with each other for a recommendation."""
 
@@ -29,9 +39,6 @@ RAW_SHARE = 0.95
 """Share of the raw cache's bits from which on nothing is quantized."""
 TIE_KL = 2e-4
 """Nats by which two correct kernels in bfloat16 differ: presets that near are equals."""
-SLOW_ON_GPU = {"nuq4-1%": 0.92}
-"""Decode attention of 32 sequences of 4,096 tokens, 64 query and 8 kv heads of 128, raw tail included, over cuDNN's on bf16 (H200, docs/benchmarks.md): the
-presets that few bits make slower there, of those that were measured in a whole cache."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def _still_raw(cell: Cell, cells: dict[str, Cell]) -> bool:
     return stated < whole <= held
 
 
-def scheme_rows(results: Results) -> tuple[list[str], list[Row], list[str]]:
+def scheme_rows(results: Results, benchmarks: Path | None = None) -> tuple[list[str], list[Row], list[str]]:
     """(column names, rows by bits, sentences) of the table "which scheme should I take".
 
     Raises:
@@ -99,7 +106,7 @@ def scheme_rows(results: Results) -> tuple[list[str], list[Row], list[str]]:
             s = _measured(m)[name].summary if name in _measured(m) else None
             cells.append("" if s is None else f"{_change(s)}, {s['kl_mean']:.4f}")
         rows.append(Row(name, cell.kind, cells))
-    return columns, rows, [*recommendations(results), *_notes(models)]
+    return columns, rows, [*recommendations(results, benchmarks), *_notes(models)]
 
 
 def _named(name: str, cell: Cell) -> str:
@@ -125,8 +132,10 @@ def _notes(models: dict[str, Model]) -> list[str]:
             f"costs at long context{_widths(models)}." + noise, *found, *_unfit_notes(models)]  # fmt: skip
 
 
-def _unfit_notes(models: dict[str, Model]) -> list[str]:
-    if not (found := unfit(models)):
+def _unfit_notes(models: dict[str, Model], among: tuple[str, ...] = ()) -> list[str]:
+    """Which schemes, of `among` if any are named, are unfit for which models, and why."""
+    found = {name: titles for name, titles in unfit(models).items() if not among or name in among}
+    if not found:
         return []
     listed = "; ".join(f"`{name}` for {', '.join(titles)}" for name, titles in found.items())
     shared = [f"`{name}`" for name in found if name in PRESETS and weak_to_key_bias(PRESETS[name])]
@@ -149,24 +158,58 @@ def _widths(models: dict[str, Model]) -> str:
     return f"; both on {' and '.join(found)}"
 
 
-def recommendations(results: Results) -> list[str]:
+def recommendations(results: Results, benchmarks: Path | None = None) -> list[str]:
     """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one. One that needs no
-    calibration comes first where it is usable (`USABLE_KL`), then one that does if it is better; none where even the best passes that limit."""
+    calibration comes first where it is usable (`USABLE_KL`), then one that does if it is better; none where even the best passes that limit.
+
+    Args:
+        benchmarks: the folder benchmarks/results, for what a preset costs on a GPU; None leaves that out.
+    """
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
     found = []
     for title, names in _recommended(models):
         first, *others = names
         usable = _worst(models, first, "kl_mean") <= USABLE_KL
         name = f"`{first}`" if usable else f"none to recommend; the best is `{first}`"
-        text = f"**{title}: {name}**. On the worst of these models {_costs(results, models, first)}.{_price(first)}"
+        text = f"**{title}: {name}**. On the worst of these models {_costs(results, models, first)}.{_price(first, speeds)}"
         for other in others:
-            text += f" With a calibration (`kvbits calibrate`) `{other}`: {_costs(results, models, other)}.{_slow(other)}"
+            text += f" With a calibration (`kvbits calibrate`) `{other}`: {_costs(results, models, other)}.{_slow(other, speeds)}"
+        found.append(text)
+    return found
+
+
+def recommended(results: Results) -> tuple[str, ...]:
+    """The schemes that `recommendations` and `budgets` name as usable."""
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    return tuple(name for _, names in _recommended(models) for name in names if _worst(models, name, "kl_mean") <= USABLE_KL)
+
+
+def budgets(results: Results, benchmarks: Path | None = None) -> list[str]:
+    """One sentence a budget of bits, without figures that need an explanation."""
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
+    found = []
+    for title, (first, *others) in _recommended(models):
+        if first not in recommended(results):
+            found.append(f"**{title}**: nothing to recommend.")
+            continue
+        harder = f"text becomes {_worst(models, first, 'ppl_change'):.1%} harder to predict for the worst of the {len(models)} models"
+        text = f"**{title}: `{first}`** makes the cache {16 / _bits(models, first):.1f} times smaller; {harder}.{_price(first, speeds)}"
+        for other in others:
+            near = f"predictions lie {_worst(models, first, 'kl_mean') / _worst(models, other, 'kl_mean'):.1f} times nearer to the 16-bit cache's"
+            text += f" With a calibration (`kvbits calibrate`) `{other}`, whose {near}.{_slow(other, speeds)}"
         found.append(text)
     return found
 
 
 def _worst(models: dict[str, Model], scheme: str, figure: str) -> float:
     return float(max(_measured(m)[scheme].summary[figure] for m in models.values()))
+
+
+def _bits(models: dict[str, Model], scheme: str) -> float:
+    """The most that a number costs at long context on any of the models."""
+    return max(b for m in models.values() if (b := bits(_measured(m)[scheme], m.tasks["fidelity"])))
 
 
 def _costs(results: Results, models: dict[str, Model], scheme: str) -> str:
@@ -179,13 +222,15 @@ def _needs_calibration(scheme: str) -> bool:
     return scheme in PRESETS and PRESETS[scheme].needs_calibration
 
 
-def _price(scheme: str) -> str:
+def _price(scheme: str, speeds: dict[str, dict[str, float]]) -> str:
     """What a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
-    return (" Needs a calibration (`kvbits calibrate`)." if _needs_calibration(scheme) else "") + _slow(scheme)
+    return (" Needs a calibration (`kvbits calibrate`)." if _needs_calibration(scheme) else "") + _slow(scheme, speeds)
 
 
-def _slow(scheme: str) -> str:
-    return f" Slower than 16 bits on a GPU at 32 x 4,096 tokens ({SLOW_ON_GPU[scheme]} times as fast)." if scheme in SLOW_ON_GPU else ""
+def _slow(scheme: str, speeds: dict[str, dict[str, float]]) -> str:
+    measured = speeds.get(scheme, {})
+    slow = [ratio for ratio in measured.values() if ratio < 1]
+    return f" On a GPU slower than 16 bits in {len(slow)} of {len(measured)} shapes (down to {min(slow):.2f} times as fast)." if slow else ""
 
 
 def _recommended(models: dict[str, Model]) -> list[tuple[str, list[str]]]:
@@ -277,24 +322,59 @@ def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bo
     return min((n for n in found if found[n][0] <= smallest + TIE_KL), key=lambda n: (found[n][1], found[n][0]))
 
 
-def readme_table(results: Results) -> str:
-    """The README's part between its markers, markers included."""
-    columns, rows, notes = scheme_rows(results)
-    chosen = recommendations(results)
+def decoded(results: Results) -> list[Model]:
+    """Models whose tokens were timed one by one on a CPU, the caches taking turns."""
+    timed = [m for m in results.models.values() if "decode" in m.tasks]
+    return [m for m in timed if all("NVIDIA" not in str(c.environment.get("device", "")) for c in m.tasks["decode"].values())]
+
+
+def preset_table(results: Results, benchmarks: Path) -> str:
+    """The README's table: what a preset keeps, costs and asks for, the lossless one first, between its markers.
+
+    Raises:
+        SpecError: one of `SHOWN` was not measured on every model.
+    """
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    gpu, cpu = gpu_speeds(benchmarks), next((m.tasks["decode"] for m in decoded(results)), {})
+    columns = ["preset", "bits", "worst change of perplexity", "worst KL, nats", "CPU", "GPU, worst to best", "calibration"]
+    rows = []
+    for name in SHOWN:
+        if missing := [m.title for m in models.values() if name not in _measured(m)]:
+            raise SpecError(f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first")
+        spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
+        title, ppl = max(((m.title, _measured(m)[name].summary["ppl_change"]) for m in models.values()), key=lambda x: x[1])
+        kl = max(_measured(m)[name].summary["kl_mean"] for m in models.values())
+        on_cpu = f"{cpu[name].summary['speed_ratio']:.2f}x" if name in cpu else "not measured"
+        on_gpu = f"{min(gpu[name].values()):.2f}x to {max(gpu[name].values()):.2f}x" if name in gpu else "not measured"
+        change = f"{ppl:+.2%}" if ppl < 0.1 else f"**{ppl:+,.0%}** ({title})"
+        needs = "needed" if PRESETS[name].needs_calibration else "none"
+        rows.append([f"`{name}`", f"{spec.bits_per_element:.2f}", change, f"{kl:.4f}", on_cpu, on_gpu, needs])
+    return _between(TABLE, "\n\n".join([table(columns, rows), *_unfit_notes(models, SHOWN)]))
+
+
+def scheme_table(results: Results, benchmarks: Path | None = None) -> str:
+    """Every cache on every model and what to take, between its markers."""
+    columns, rows, notes = scheme_rows(results, benchmarks)
+    chosen = recommendations(results, benchmarks)
     rest = [n for n in notes if n not in (LEGEND, *chosen)]
-    parts = [LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest)]
-    return "\n".join([BEGIN, *(f"- {c}" for c in chosen), "", "\n\n".join(parts), END])
+    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest)]
+    return _between(SCHEMES, "\n\n".join(parts))
+
+
+def _between(name: str, part: str) -> str:
+    return f"<!-- {name}: written by `kvbits report` -->\n{part}\n<!-- /{name} -->"
 
 
 def put_into(text: str, part: str) -> str:
-    """`text` with what stands between the markers replaced.
+    """`text` with what stands between the markers of `part` replaced by it.
 
     Raises:
         SpecError: no markers.
     """
-    if BEGIN not in text or END not in text:
-        raise SpecError(f"the file has no place for the table; put {BEGIN} and {END} where it shall stand")
-    return text[: text.index(BEGIN)] + part + text[text.index(END) + len(END) :]
+    begin, end = part.splitlines()[0], part.splitlines()[-1]
+    if begin not in text or end not in text:
+        raise SpecError(f"the file has no place for the table; put {begin} and {end} where it shall stand")
+    return text[: text.index(begin)] + part + text[text.index(end) + len(end) :]
 
 
 def report(results: Results) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import importlib.resources
 import re
+import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from .. import __version__
 from ..files import to_json
 from ..planner import RESERVE
 from . import arithmetic, markdown
-from .collect import Cell, Model, Results, held_bits
-from .kernels import kernel_groups
+from .collect import Cell, Model, Results, bits, held_bits
+from .kernels import complete, gpu_speeds, kernel_groups
 
 LINES = ("int8_centered", "int4", "kivi4", "nuq4-1%", "nuq3-1%", "kivi2")
 """Presets of the memory chart; one that does not exist is left out."""
@@ -30,7 +32,7 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
     data = page_data(results, benchmarks)
     models = list(data["models"])
     sections = [
-        _section("Which scheme should I take", markdown_table(results), "recommend"),
+        _section("Which cache should I take", _answer(results, benchmarks), "answer-section"),
         _section(
             "Bits against accuracy",
             _controls(_select("pareto-model", "model", models), _select("pareto-measure", "measure", ACCURACY))
@@ -53,7 +55,7 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
         )
         sections.append(_section("Which layers suffer", text + controls + _heat("layers"), "layers-section"))
     if with_passkey := [k for k, m in data["models"].items() if m["passkey"]]:
-        text = "<p>Share of passkeys found, in percent, by prompt length in tokens and depth (0 is the start).</p>"
+        text = "<p>Passkeys found of those hidden, by prompt length in tokens and depth (0 is the start).</p>"
         sections.append(_section("Passkey by depth", text + _controls(_select("passkey-model", "model", with_passkey)) + _heat("passkey"), "passkey-section"))
     for model in results.models.values():
         if "decode" in model.tasks:
@@ -64,6 +66,8 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
         chosen = _controls(_select("kernels-group", "measured", groups))
         sections.append(_section("Speed of kernels and of serving", chosen + chart + '<p class="note" id="kernels-note"></p>', "kernels-section"))
     sections.append(_section("Calculator", _calculator(data), "calculator-section"))
+    tables = f"<details><summary>every cache on every model</summary>{markdown_table(results, benchmarks)}</details>"
+    sections.append(_section("All figures", tables, "tables-section"))
     sections.append(_section("Where the figures come from", _provenance(results), "provenance"))
     script = "".join(f"<script>{_asset(name)}</script>" for name in ("chart.umd.min.js", "report.js"))
     embedded = to_json(data, compact=True).replace("<", "\\u003c")
@@ -89,10 +93,45 @@ def _asset(name: str) -> str:
 def page_data(results: Results, benchmarks: Path | None) -> dict[str, Any]:
     """Everything the script draws, as JSON data."""
     models = {key: _model(m) for key, m in results.models.items() if "fidelity" in m.tasks}
+    chosen = markdown.recommended(results)
+    speeds = [] if benchmarks is None else [*kernel_groups(benchmarks, chosen), *_decoded(results, chosen)]
     return {
         "models": models, "presets": arithmetic.presets(), "shapes": arithmetic.MODELS, "head_dims": list(arithmetic.HEAD_DIMS), "lines": list(LINES),
-        "kernels": [] if benchmarks is None else kernel_groups(benchmarks),
+        "kernels": speeds, "answer": _points(results, benchmarks),
     }  # fmt: skip
+
+
+def _decoded(results: Results, presets: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A group of bars (see `kernel_groups`) for each model whose tokens were timed on a CPU."""
+    found = []
+    for m in markdown.decoded(results):
+        cells = {n: c for n, c in m.tasks["decode"].items() if c.summary.get("speed_ratio")}
+        first = next(iter(cells.values()))
+        bars = [{"label": n, "value": round(c.summary["speed_ratio"], 2), "kind": "kvbits" if c.kind == "kvbits" else "stock"} for n, c in cells.items()]
+        what = f"tokens of {m.title} after {first.settings['context']:,}"
+        note = (
+            f"Through Transformers, {what}, {first.environment.get('threads')} thread of {first.environment.get('device')}; Transformers' own caches in orange."
+        )
+        found.append({"title": f"CPU, {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
+        complete(found[-1], presets)
+    return found
+
+
+def _points(results: Results, benchmarks: Path | None) -> list[dict[str, Any]]:
+    """A mark for every cache measured on all models: its bits, the KL of its worst model, its speed on a GPU (the middle of the shapes measured)."""
+    models = {k: m.tasks["fidelity"] for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
+    chosen = markdown.recommended(results)
+    found = []
+    for name, cell in next(iter(models.values()), {}).items():
+        if cell.kind == "base" or not all(name in cells and cells[name].summary for cells in models.values()):
+            continue
+        kl = max(cells[name].summary["kl_mean"] for cells in models.values())
+        speed = statistics.median(speeds[name].values()) if name in speeds else None
+        found.append(
+            {"name": name, "kind": cell.kind, "bits": bits(cell, next(iter(models.values()))), "kl": kl, "speed": speed, "recommended": name in chosen}
+        )
+    return found
 
 
 def _model(model: Model) -> dict[str, Any]:
@@ -108,7 +147,7 @@ def _row(cell: Cell, cells: dict[str, Cell]) -> dict[str, Any]:
     return {
         "scheme": cell.scheme, "kind": cell.kind, "held_bits": held_bits(cell, cells), "ppl": s["ppl"], "ppl_change": s.get("ppl_change", 0.0),
         "se": s.get("ppl_change_se"), "kl": s["kl_mean"], "kl_p99": s["kl_p99"], "mass": s["mass_matched"], "top1": s["top1_agreement"],
-        "reduction": s.get("memory_reduction"), "speed": s.get("speed_ratio"),
+        "reduction": s.get("memory_reduction"), "speed": s.get("speed_ratio"), "tokens": s["tokens"],
     }  # fmt: skip
 
 
@@ -127,7 +166,11 @@ def _passkey(cells: dict[str, Cell]) -> dict[str, Any] | None:
     if not maps:
         return None
     columns = list(dict.fromkeys(key for m in maps.values() for key in m))
-    rows = [{"name": n, "kind": cells[n].kind, "values": [m.get(c) for c in columns]} for n, m in maps.items()]
+    rows = []
+    for name, shares in maps.items():
+        tried = Counter(item.rsplit(":", 1)[0] for item in cells[name].items)
+        counts = [None if c not in shares else [round(shares[c] * tried[c]), tried[c]] for c in columns]
+        rows.append({"name": name, "kind": cells[name].kind, "values": [shares.get(c) for c in columns], "counts": counts})
     return {"columns": [c.replace(":", ", ") for c in columns], "rows": rows}
 
 
@@ -178,12 +221,24 @@ def _decode(cells: dict[str, Cell]) -> str:
     return f'<p>{lead}</p><div class="wide"><table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def markdown_table(results: Results) -> str:
+def _answer(results: Results, benchmarks: Path | None) -> str:
+    """A picture, and one sentence a budget."""
+    plain = (
+        "<p>A cache of fewer bits holds more tokens in the same memory and predicts the next token a little differently. How differently is measured by the "
+        "KL divergence between its probabilities and the 16-bit cache's: 0 is no difference, and at 0.05 a text is a few percent harder to predict. "
+        "Each mark is a cache at its worst of the models measured; a larger mark is faster on a GPU.</p>"
+    )
+    said = "".join(f"<li>{_inline(s)}</li>" for s in markdown.budgets(results, benchmarks))
+    picture = _canvas("answer", "Scatter plot: bits per cached number against KL divergence of the worst model; the size of a mark is its speed on a GPU")
+    return f'{plain}{picture}<p class="note" id="answer-note"></p><ul>{said}</ul>'
+
+
+def markdown_table(results: Results, benchmarks: Path | None = None) -> str:
     """The table of `markdown.scheme_rows` as HTML."""
-    columns, rows, notes = markdown.scheme_rows(results)
+    columns, rows, notes = markdown.scheme_rows(results, benchmarks)
     head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in columns)
     body = "".join("<tr>" + "".join(f"<td{' class=stock' if r.kind == 'stock' else ''}>{html.escape(c)}</td>" for c in r.cells) + "</tr>" for r in rows)
-    chosen = markdown.recommendations(results)
+    chosen = markdown.recommendations(results, benchmarks)
     lead = "".join(f"<li>{_inline(n)}</li>" for n in chosen)
     text = "".join(f'<p class="note">{_inline(n)}</p>' for n in notes if n not in (markdown.LEGEND, *chosen))
     legend = f'<p class="note">{_inline(markdown.LEGEND)}</p>'

@@ -11,6 +11,8 @@ allocation cannot drift apart. docs/formats.md pictures the byte layouts that `P
 All specs are frozen, keyword-only and validated at birth; `repr` is constructor text; `to_json` / `from_json` round-trip.
 """
 
+from .bands import BAND
+from .bands import PLANES as BAND_PLANES
 from .cache import CacheSpec, LayerGeometry, LayerGroup
 from .codec import from_dict, to_dict, whole
 from .layout import (
@@ -26,16 +28,20 @@ from .layout import (
     Section,
     plane_row_bytes,
 )
-from .quant import FORMATS, Granularity, NumberFormat, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
+from .quant import FORMATS, FRAME, SCALE_8BIT, Granularity, NumberFormat, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 from .rotary import Rotary
 from .scheme import MOST_TOKENS, Override, Scheme, Tier
 
 __all__ = [
+    "BAND",
+    "BAND_PLANES",
     "DTYPE_BYTES",
     "FORMATS",
     "FORMATS_VERSION",
+    "FRAME",
     "KEY_TILE",
     "MOST_TOKENS",
+    "SCALE_8BIT",
     "SECTION_ALIGNMENT",
     "STRUCT_ALIGNMENT",
     "VALUE_BLOCK",

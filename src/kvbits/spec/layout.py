@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import SpecError
-from .quant import DTYPE_BYTES, QuantSpec
+from .quant import DTYPE_BYTES, SCALE_BYTES, QuantSpec
 
 FORMATS_VERSION = 1
 """Version of the byte layouts in docs/formats.md. Saved files and format ids carry it."""
@@ -54,7 +54,7 @@ class PageLayout:
     """Byte layout of one page of one layer: `num_kv_heads` identical structs, one after the other.
 
     Sections appear in this order, each aligned to 16 bytes, the struct padded to 64 bytes:
-    key planes, value planes, then key scale, bias, mean, stretch, outlier indices, outlier values, and the same of the values.
+    key planes, value planes, then key scale, page scale, bias, mean, stretch, outlier indices, outlier values, and the same of the values.
     """
 
     key: QuantSpec
@@ -84,25 +84,27 @@ class PageLayout:
         for prefix, spec in (("k", self.key), ("v", self.value)):
             if spec.is_raw:
                 add(f"{prefix}_raw", self.raw_dtype, DTYPE_BYTES[self.raw_dtype], (self.page_size, self.head_dim))
-            for i, plane_bits in enumerate(spec.number_format.planes):
-                add(f"{prefix}_plane{i}", "uint8", 1, (self.page_size, plane_row_bytes(self.head_dim, plane_bits)))
+            for i, (plane_bits, channels) in enumerate(spec.planes(self.head_dim)):
+                add(f"{prefix}_plane{i}", "uint8", 1, (self.page_size, plane_row_bytes(channels, plane_bits)))
         for prefix, spec in (("k", self.key), ("v", self.value)):
             if spec.is_raw:
                 continue
-            itemsize = DTYPE_BYTES[spec.scale_dtype]
+            itemsize = DTYPE_BYTES[spec.offset_dtype]
             if not spec.static:
                 shape = spec.scale_shape(self.page_size, self.head_dim)
-                add(f"{prefix}_scale", spec.scale_dtype, itemsize, shape)
+                add(f"{prefix}_scale", spec.scale_dtype, SCALE_BYTES[spec.scale_dtype], shape)
+                if spec.has_page_scale:
+                    add(f"{prefix}_page_scale", "float32", 4, (1,))
                 if spec.has_bias:
-                    add(f"{prefix}_bias", spec.scale_dtype, itemsize, shape)
+                    add(f"{prefix}_bias", spec.offset_dtype, itemsize, shape)
             if spec.center:
-                add(f"{prefix}_mean", spec.scale_dtype, itemsize, (self.head_dim,))
+                add(f"{prefix}_mean", spec.offset_dtype, itemsize, (self.head_dim,))
             if spec.has_stretch:
-                add(f"{prefix}_stretch", spec.scale_dtype, itemsize, (self.page_size,))
+                add(f"{prefix}_stretch", spec.offset_dtype, itemsize, (self.page_size,))
             if spec.outliers:
                 n = spec.num_outliers(self.page_size, self.head_dim)
                 add(f"{prefix}_outlier_index", self.outlier_index_dtype, _INDEX_BYTES[self.outlier_index_dtype], (n,))
-                add(f"{prefix}_outlier_value", spec.scale_dtype, itemsize, (n,))
+                add(f"{prefix}_outlier_value", spec.offset_dtype, itemsize, (n,))
         return found
 
     @property

@@ -7,11 +7,20 @@ import functools
 from dataclasses import dataclass
 
 from ..errors import SpecError
+from . import bands as banding
 from .codec import choice, serialisable, whole
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+SCALE_8BIT = "float8_e5m3"
+"""Scales of banded codes: 5 bits of exponent, 3 of mantissa, no sign; the byte is bits 7 to 14 of the same number in float16."""
+SCALE_IN_UNITS = "float8_e4m3"
+"""Scales that count in units of one float32 number for each page and kv head, `page_scale`."""
+SCALE_BYTES = DTYPE_BYTES | {SCALE_IN_UNITS: 1, SCALE_8BIT: 1}
 MAX_OUTLIERS = 0.125
 MAX_GROUP = 65_536
+BASES = (None, "hadamard", "klt")
+FRAME = 256
+"""Positions of a frame, in which a calibrated basis holds: a page's keys are turned back by the largest multiple of it up to the page's first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +32,7 @@ class NumberFormat:
 
     name: str
     planes: tuple[int, ...]
-    kind: str  # "int", "float", "codebook" or "raw"
+    kind: str  # "int", "float", "codebook", "banded" or "raw"
     exponent_bits: int = 0  # float formats: behind the sign
     mantissa_bits: int = 0
     max_value: float = 0.0  # float formats: largest finite value
@@ -43,9 +52,11 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="int2", planes=(2,), kind="int"),
         NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", exponent_bits=4, mantissa_bits=3, max_value=448.0, saturates_at=464.0),
         NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", exponent_bits=5, mantissa_bits=2, max_value=57344.0, saturates_at=61440.0),
+        NumberFormat(name="fp4_e2m1", planes=(4,), kind="float", exponent_bits=2, mantissa_bits=1, max_value=6.0, saturates_at=7.0),
         NumberFormat(name="nuq4", planes=(4,), kind="codebook"),
         NumberFormat(name="nuq3", planes=(2, 1), kind="codebook"),
         NumberFormat(name="nuq2", planes=(2,), kind="codebook"),
+        NumberFormat(name="banded", planes=(), kind="banded"),
         NumberFormat(name="raw", planes=(), kind="raw"),
     )
 }
@@ -93,7 +104,7 @@ class QuantSpec:
 
         x ~ level(code) * scale * stretch + bias + mean + outlier
 
-    `level` is code - zero for integers (`zero` is 2**(bits - 1) if symmetric, else 0), the float itself for fp8, and an entry of the
+    `level` is code - zero for integers (`zero` is 2**(bits - 1) if symmetric, else 0), the float itself for fp8 and fp4, and an entry of the
     calibrated codebook, in [-1, 1], for nuq formats (KVQuant, arXiv:2401.18079, section 3.4). `bias` exists for asymmetric specs, `mean`
     for `center="channel"`, `outlier` for the listed elements of a page, `stretch` per token for static per-channel specs with outliers.
 
@@ -101,7 +112,8 @@ class QuantSpec:
         format: one of `FORMATS`; "raw" keeps the model's own 16-bit (or 32-bit) values.
         granularity: who shares a scale (and a bias).
         symmetric: integers only; False adds a float `bias` beside each scale.
-        scale_dtype: storage dtype of scale, bias and mean.
+        scale_dtype: storage dtype of scale, bias and mean. "float8_e4m3" (NVFP4's): a scale is the product of 8 bits and of one float32 number for the
+            page and head, max|x| / (448 * the format's largest level); only for symmetric scales that are the page's own and belong to tokens.
         static: scales come from a `Calibration` instead of from the page, and are not stored in it.
         center: "channel" keeps each channel's mean over the page apart, so that a constant offset (a key bias) costs no
             code range. A score then gains q . mean once per page and head.
@@ -111,6 +123,10 @@ class QuantSpec:
             (KVQuant, section 3.2).
         rotated: keys only; a page stores keys multiplied by an orthonormal Hadamard matrix, and attention multiplies queries alike, so scores stay what they
             were and no channel sticks out of its group (QuaRot, arXiv:2404.00456, section 4). head_dim must be a power of two.
+        basis: of banded codes (quant/basis.py). "klt" (keys only): a calibrated basis of each kv head, in the frame of the page's `FRAME` positions, whose
+            channels are uncorrelated, the most important first. "hadamard": channels turned by a Hadamard matrix, no calibration.
+        bands: of banded codes: bits of each band of 16 neighbouring channels (0 to 6, or 8). A code of b bits means code - (2**b - 1) / 2 steps, so that no
+            level is 0; a band of 0 bits reads as its mean. Heads with another number of bands get as many bits in the mean, see `widths`.
 
     Raises:
         SpecError: for any combination that cannot be.
@@ -125,10 +141,14 @@ class QuantSpec:
     outliers: float = 0.0
     pre_rope: bool = False
     rotated: bool = False
+    basis: str | None = None
+    bands: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bands", tuple(self.bands))
         choice("number format", self.format, FORMATS)
-        choice("scale_dtype", self.scale_dtype, DTYPE_BYTES)
+        choice("scale_dtype", self.scale_dtype, SCALE_BYTES)
+        choice("basis", self.basis, BASES)
         choice("center", self.center, (None, "channel"))
         if not isinstance(self.granularity, Granularity):
             raise SpecError(f"granularity={self.granularity!r} is not one of {', '.join(_GRANULARITIES)}()")
@@ -137,6 +157,7 @@ class QuantSpec:
             raise SpecError(f"{self.format} has a sign of its own and takes no offset; use symmetric=True")
         if kind == "raw" and self != QuantSpec._raw():
             raise SpecError("a raw spec has no granularity, scale or center; use QuantSpec.raw()")
+        self._check_banded()
         if isinstance(self.granularity, PerTensor) and not self.static:
             raise SpecError("PerTensor scales are shared by all pages, so they must come from calibration: static=True")
         if isinstance(self.granularity, PerToken) and self.static:
@@ -149,12 +170,35 @@ class QuantSpec:
             raise SpecError(f"{self.format} has a wide range of its own and takes no outliers; use outliers=0")
         if self.outliers and self.static and not (self.has_codebook and isinstance(self.granularity, PerChannel)):
             raise SpecError("calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats (nuq) can; use static=False")
+        if self.has_page_scale and (self.static or self.center or self.outliers or self.pre_rope or not self.symmetric or self.has_codebook):
+            raise SpecError(
+                "scales in float8_e4m3 count in units of the page's largest number and have no room for offsets; with static=True, center, outliers, pre_rope, "
+                "codebooks or symmetric=False use scale_dtype='float16'"
+            )
+        if self.has_page_scale and isinstance(self.granularity, PerChannel):
+            raise SpecError("scales in float8_e4m3 belong to tokens; use PerGroup(16), or scale_dtype='float16' per channel")
         if self.rotated and (self.needs_calibration or self.pre_rope):
             raise SpecError(
                 "rotated keys take their scales from the page, after the rotary embedding; use rotated=False with static scales, codebooks or pre_rope"
             )
         if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
             raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
+
+    def _check_banded(self) -> None:
+        if not self.is_banded:
+            if self.bands or self.basis is not None or self.scale_dtype == SCALE_8BIT:
+                raise SpecError(f"bands, basis and scale_dtype={SCALE_8BIT!r} belong to format='banded', not to {self.format!r}")
+            return
+        for width in self.bands:
+            choice("width of a band", width, banding.WIDTHS)
+        if not any(self.bands):
+            raise SpecError(f"bands={self.bands} hold no bits; give one width for each {banding.BAND} channels, such as (5, 3, 2, 0) for head_dim 64")
+        usual = isinstance(self.granularity, PerToken) and self.symmetric and self.scale_dtype == SCALE_8BIT
+        if not usual or self.static or self.outliers or self.pre_rope or self.rotated:
+            raise SpecError(
+                f"banded codes have one fitted 8-bit scale per token: granularity=PerToken(), symmetric=True, scale_dtype={SCALE_8BIT!r}, no static scales, no "
+                "outliers, no pre_rope, not rotated"
+            )
 
     @classmethod
     def raw(cls) -> QuantSpec:
@@ -181,8 +225,29 @@ class QuantSpec:
 
     @property
     def bits(self) -> int:
-        """Bits of one code, without metadata."""
-        return self.number_format.bits
+        """Bits of one code (of the widest, where bands differ), without metadata."""
+        return max(self.bands) if self.is_banded else self.number_format.bits
+
+    @property
+    def is_banded(self) -> bool:
+        return self.number_format.kind == "banded"
+
+    @property
+    def offset_dtype(self) -> str:
+        """Storage dtype of bias, mean and outliers: the scale's own, or float16 beside 8-bit scales."""
+        return self.scale_dtype if self.scale_dtype in DTYPE_BYTES else "float16"
+
+    def widths(self, head_dim: int) -> tuple[int, ...]:
+        """Bits of each band of banded codes."""
+        return banding.widths(self.bands, head_dim)
+
+    def planes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """(bits, channels) of each stored plane, high bits first: all channels, or of banded codes those of the bands whose width has that plane."""
+        if not self.is_banded:
+            return tuple((bits, head_dim) for bits in self.number_format.planes)
+        widths = self.widths(head_dim)
+        counts = [(bits, sum(bool(widths[c // banding.BAND] & bits) for c in range(head_dim))) for bits in banding.PLANES]
+        return tuple((bits, channels) for bits, channels in counts if channels)
 
     @property
     def has_bias(self) -> bool:
@@ -193,22 +258,32 @@ class QuantSpec:
         return self.number_format.kind == "codebook"
 
     @property
+    def has_page_scale(self) -> bool:
+        """True where scales are stored in 8 bits, in units of one float32 number for each page and kv head."""
+        return self.scale_dtype == SCALE_IN_UNITS
+
+    @property
     def has_stretch(self) -> bool:
         """True where a page cannot fit the scale to its own numbers: each token then has a factor, so that none is cut off."""
         return bool(self.outliers) and self.static
 
     @property
     def needs_calibration(self) -> bool:
-        return self.static or self.has_codebook
+        return self.static or self.has_codebook or self.basis == "klt"
+
+    @property
+    def needs_rotary(self) -> bool:
+        """True where keys are turned back by positions before they are stored, so that the cache must know the rotary embedding."""
+        return self.pre_rope or self.basis == "klt"
 
     @property
     def token_local(self) -> bool:
         """True where a token's bytes depend on no other token of its page, so that tokens can be stored one by one, quantized as they come.
 
-        That is where scales belong to a token or come from calibration. A mean (`center`) is the page's own, but any number does for it: one fixed when
-        the page opens. Codebooks, outliers and keys before the rotary embedding are left to whole pages.
+        That is where scales belong to a token alone or come from calibration. A mean (`center`) is the page's own, but any number does for it: one fixed when
+        the page opens. Codebooks, outliers, keys before the rotary embedding and banded codes are left to whole pages.
         """
-        if self.has_codebook or self.outliers or self.pre_rope:
+        if self.has_codebook or self.outliers or self.pre_rope or self.has_page_scale or self.is_banded:
             return False
         return self.is_raw or self.static or not isinstance(self.granularity, PerChannel)
 

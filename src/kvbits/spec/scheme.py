@@ -11,6 +11,12 @@ from .layout import PageLayout
 from .quant import QuantSpec
 
 
+def _require_specs(key: object, value: object) -> None:
+    for name, spec in (("key", key), ("value", value)):
+        if not isinstance(spec, QuantSpec):
+            raise SpecError(f"{name}={spec!r} is not a QuantSpec; pass QuantSpec(format=..), or QuantSpec.raw()")
+
+
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class Override:
@@ -26,6 +32,7 @@ class Override:
     heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        _require_specs(self.key, self.value)
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "heads", None if self.heads is None else tuple(self.heads))
 
@@ -108,8 +115,11 @@ class Scheme:
     description: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        _require_specs(self.key, self.value)
         object.__setattr__(self, "overrides", tuple(self.overrides))
         object.__setattr__(self, "tiers", tuple(self.tiers))
+        if wrong := [o for o in self.overrides if not isinstance(o, Override)]:
+            raise SpecError(f"overrides hold {wrong[0]!r}, which is not an Override; pass Override(layers=(0,), key=.., value=..)")
         object.__setattr__(self, "page_size", whole("page_size", self.page_size, 32, MAX_PAGE_SIZE, "a multiple of 32, for example 64 or 128"))
         if self.page_size % 32:
             raise SpecError(f"page_size={self.page_size} must be a multiple of 32, for example 64 or 128")
@@ -117,6 +127,8 @@ class Scheme:
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS, "0 means none"))
         if any(value.pre_rope for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
+        if any(value.basis == "klt" for value in (self.value, *(o.value for o in self.overrides))):
+            raise SpecError("basis='klt' is of keys, calibrated against their queries; values take basis='hadamard'")
         if any(value.rotated for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values are not turned back after attention; rotated=True belongs to the key spec")
         choice("demote", self.demote, ("age", "attention"))
@@ -165,9 +177,9 @@ class Scheme:
         return any(s.needs_calibration for s in self._specs)
 
     @property
-    def pre_rope(self) -> bool:
-        """True if any layer's keys are stored before the rotary embedding, so that the cache must know it."""
-        return any(s.pre_rope for s in self._specs)
+    def needs_rotary(self) -> bool:
+        """True if any layer's keys are turned back by positions before they are stored, so that the cache must know the rotary embedding."""
+        return any(s.needs_rotary for s in self._specs)
 
     @property
     def knows_rotary(self) -> bool:

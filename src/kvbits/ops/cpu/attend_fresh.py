@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..chunk_attention import check_chunk, without_padding
+from ..chunk_attention import check_chunk, refuses_flash, without_padding
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WINDOW_ROWS = 512
@@ -22,13 +22,9 @@ def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | No
     """
     if q.device.type != "cpu":
         return f"queries are on {q.device}, not on the CPU"
-    if softcap is not None:
-        return "torch's FlashAttention has no softcap"
     if q.dtype not in DTYPES:
         return f"queries are {q.dtype}; torch's FlashAttention takes float32, float16, bfloat16 and float64"
-    if v.shape[3] != q.shape[3]:
-        return f"values have a head_dim of {v.shape[3]}, queries of {q.shape[3]}"
-    return None
+    return refuses_flash(q, v, softcap)
 
 
 def attend_fresh(

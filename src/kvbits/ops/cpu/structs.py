@@ -15,7 +15,7 @@ import torch
 from ...errors import DataError
 from ...spec import KEY_TILE, LowLayout, PageLayout
 from ..descriptor import FORMATS, STATIC, TORCH_DTYPES, Side, describe, low_plane
-from ..types import LowStore, PageStore, PageTable
+from ..types import LowStore, PageStore, PageTable, banded_sides
 from .library import StoreStruct, TableStruct, TensorStruct, unavailable
 
 MAX_HEAD_DIM = 512
@@ -39,6 +39,8 @@ def refuses_layout(layout: PageLayout) -> str | None:
     d = layout.head_dim
     if d % 8 or d > MAX_HEAD_DIM:
         return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if banded := banded_sides(layout):
+        return f"{banded} have no CPU kernel"
     for spec in (layout.key, layout.value):
         if spec.is_raw:
             continue
@@ -76,7 +78,7 @@ def _encoded(side: Side) -> TensorStruct:
     )  # fmt: skip
     for i, offset in enumerate(side.plane_offset):
         t.plane_offset[i] = offset
-    for name in ("scale", "bias", "mean", "stretch", "outlier_index", "outlier_value"):
+    for name in ("scale", "page_scale", "bias", "mean", "stretch", "outlier_index", "outlier_value"):
         offset = getattr(side, f"{name}_offset")
         setattr(t, f"{name}_offset", -1 if offset is None else offset)
     return t
@@ -144,7 +146,7 @@ def low_struct(store: LowStore) -> StoreStruct:
     tensors = []
     for kind in "kv":
         bits, offset = low_plane(layout, kind)
-        t = TensorStruct(format=LOW_FORMATS[bits], scale_offset=-1, bias_offset=-1, mean_offset=-1)
+        t = TensorStruct(format=LOW_FORMATS[bits], scale_offset=-1, page_scale_offset=-1, bias_offset=-1, mean_offset=-1)
         t.plane_offset[0] = offset
         tensors.append(t)
     address, pages, stride = _slabs(store)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..chunk_attention import without_padding
+from ..chunk_attention import refuses_flash, without_padding
 from .attend.dense import attention
 
 MOST_HEAD_DIM = 256
@@ -22,13 +22,9 @@ def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | No
         return "FlashAttention needs an NVIDIA GPU of compute capability 8.0"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"queries are {q.dtype}; FlashAttention takes float16 and bfloat16"
-    if softcap is not None:
-        return "torch's FlashAttention has no softcap"
     if q.shape[3] % 8 or q.shape[3] > MOST_HEAD_DIM:
         return f"head_dim={q.shape[3]} is not a multiple of 8 up to {MOST_HEAD_DIM}"
-    if v.shape[3] != q.shape[3]:
-        return f"values have a head_dim of {v.shape[3]}, queries of {q.shape[3]}"
-    return None
+    return refuses_flash(q, v, softcap)
 
 
 def attend_fresh(

@@ -2,6 +2,7 @@
 
     m' = max(m, max(s)),  l' = l exp(m - m') + sum(exp(s - m')),  o' = o exp(m - m') + exp(s - m') V     (arXiv:1805.02867)
 
+Keys and values in a basis stay in it: queries go there once per frame, and outputs come back (quant/basis.py).
 Runs anywhere torch runs. With `dtype=torch.float64` it is the judge of every kernel.
 """
 
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from ...quant.basis import frames, hadamard
+from ...quant.rotary import turn
 from ..types import AttendCall, Part, check_call
 from .dequantize import dequantize_pages
 
@@ -55,8 +58,9 @@ def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tenso
     out = torch.zeros_like(rows)
     first_page = 0
     for part in call.parts:
+        queries = _Queries(rows, part)
         for k, v, key_positions, page_of in _steps(part, b, dtype):
-            scores = rows @ k.transpose(-1, -2) * call.scaling
+            scores = queries.dot(k, page_of) * call.scaling
             if call.softcap is not None:
                 scores = call.softcap * torch.tanh(scores / call.softcap)
             hidden = (key_positions < 0) | (key_positions > row_positions[:, None])
@@ -72,7 +76,8 @@ def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tenso
             p = torch.exp(scores - safe)
             alpha = torch.exp(best - safe)
             total = total * alpha + p.sum(-1, keepdim=True)
-            out = out * alpha + p @ v
+            seen_here = p @ v
+            out = out * alpha + (hadamard(seen_here) if part.store.layout.value.basis == "hadamard" else seen_here)
             best = new_best
         first_page += part.table.num_pages
     seen = total > 0
@@ -85,13 +90,37 @@ def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tenso
     )
 
 
+class _Queries:
+    """Queries [H, n, D] of one sequence for the keys of a part, each in the basis that its page stores them in."""
+
+    def __init__(self, rows: torch.Tensor, part: Part) -> None:
+        self.rows, self.part = rows, part
+        self._in_frame: dict[int, torch.Tensor] = {}
+
+    def dot(self, k: torch.Tensor, page_of: np.ndarray) -> torch.Tensor:
+        """[H, n, tokens] with keys [H, tokens, D] of the pages `page_of` [tokens], entries of the page table."""
+        if self.part.store.layout.key.basis != "klt":
+            return self.rows @ k.transpose(-1, -2)
+        frame_of = frames(self.part.table.starts[page_of])
+        found = [self._of(int(f)) @ k[:, torch.from_numpy(np.flatnonzero(frame_of == f)).to(k.device)].mT for f in np.unique(frame_of)]
+        order = np.argsort(np.argsort(frame_of, kind="stable"))
+        return torch.cat(found, -1)[..., torch.from_numpy(order).to(k.device)]
+
+    def _of(self, frame: int) -> torch.Tensor:
+        if frame not in self._in_frame:
+            static = self.part.store.static
+            self._in_frame[frame] = turn(self.rows, torch.tensor([frame]), static["k_inv_freq"], back=True) @ static["k_inverse"].to(self.rows).mT
+        return self._in_frame[frame]
+
+
 def _steps(part: Part, b: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]]:
-    """Dequantized [H, n, D] keys and values of a few pages at a time, with their positions and their entries in the page table, [n] each."""
+    """[H, n, D] keys and values of a few pages at a time, dequantized in the basis that they are stored in, their positions [n] and their entries in the page
+    table [n]."""
     layout, table = part.store.layout, part.table
     for first in range(table.indptr[b], table.indptr[b + 1], PAGES_PER_STEP):
         entries = slice(first, min(first + PAGES_PER_STEP, table.indptr[b + 1]))
         low = [(store.gather(ids[entries]), store.layout) for store, ids in zip(part.low, table.low, strict=True)]
-        k, v = dequantize_pages(part.store.gather(table.page_ids[entries]), layout, part.store.static, dtype, low, table.starts[entries])
+        k, v = dequantize_pages(part.store.gather(table.page_ids[entries]), layout, part.store.static, dtype, low, table.starts[entries], True)
         inside = np.arange(layout.page_size)
         positions = np.where(inside < table.lengths[entries, None], table.starts[entries, None] + inside, -1).reshape(-1)
         keep = torch.from_numpy(positions >= 0).to(k.device)

@@ -1,4 +1,4 @@
-"""Raw keys and values to whole pages: turn keys back if they are stored so, choose parameters, quantize, list outliers, pack, once."""
+"""Raw keys and values to whole pages: turn keys back or change the basis if they are stored so, choose parameters, quantize, list outliers, pack, once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...quant.basis import into_basis
 from ...quant.nested import PLANES, low_codes
 from ...quant.outliers import worst
-from ...quant.packing import pack
-from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normalize, quantize, require_finite, rounded, rounded_scale
+from ...quant.packing import pack, pack_banded
+from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normalize, quantize, require_finite, rounded, rounded_scale, stored
 from ...quant.rotary import turn_pages_back
-from ...spec import LowLayout, NumberFormat, PageLayout, QuantSpec
+from ...spec import LowLayout, PageLayout, QuantSpec
 from ..types import LowStore, PageStore, check_closing
 from .dequantize import require_starts, section
 
@@ -35,18 +36,18 @@ def encode(x: torch.Tensor, spec: QuantSpec, static: QParams | None, codebook: t
     """Quantize pages `x` [n, H, tokens, head_dim], float32 and finite."""
     qparams = choose_qparams(x, spec, static, codebook)
     codes, outside = quantize(x, spec, qparams)
-    stored = {name: t for name in ("scale", "bias", "mean") if (t := getattr(qparams, name)) is not None}
+    beside = qparams.stored()
     if not spec.outliers:
-        return Encoded(codes, qparams, stored, int(outside.sum()))
+        return Encoded(codes, qparams, beside, int(outside.sum()))
     listed = worst((x - dequantize(codes, spec, qparams)).abs(), outside, spec.num_outliers(*x.shape[-2:]))
     outside = outside.flatten(-2).scatter(-1, listed, False).view_as(outside)
     if spec.has_stretch:
         qparams = dataclasses.replace(qparams, stretch=_stretch(x, spec, qparams, outside))
         codes, _ = quantize(x, spec, qparams)
-        stored["stretch"] = qparams.stretch
+        beside = qparams.stored()
         outside = torch.zeros_like(outside)
     error = (x - dequantize(codes, spec, qparams)).flatten(-2).gather(-1, listed)
-    return Encoded(codes, qparams, stored | {"outlier_index": listed, "outlier_value": rounded(error, spec.scale_dtype)}, int(outside.sum()))
+    return Encoded(codes, qparams, beside | {"outlier_index": listed, "outlier_value": rounded(error, spec.scale_dtype)}, int(outside.sum()))
 
 
 def _stretch(x: torch.Tensor, spec: QuantSpec, qparams: QParams, outside: torch.Tensor) -> torch.Tensor:
@@ -77,9 +78,9 @@ def close_nested(
     Args:
         k, v: finite [n, H, page_size, head_dim], any float dtype.
         static: calibrated float32 `k_scale` .. `v_bias`, [H, groups or channels], for static specs; `k_codebook`, `v_codebook` [H, entries] for
-            codebook formats; `k_inv_freq` [head_dim / 2] for pre-RoPE keys.
+            codebook formats; `k_inv_freq` [head_dim / 2] for pre-RoPE keys and, with `k_basis` [H, head_dim, head_dim], for those in a calibrated basis.
         low: layouts of the low planes that refine the pages, the coarsest first.
-        starts: [n] position of each page's first token, for pre-RoPE keys.
+        starts: [n] position of each page's first token, for keys that are turned back.
 
     Returns:
         uint8 [n, H, head_bytes] of each layout, padding zeroed, and how many elements of keys and values were clamped to their code range.
@@ -94,15 +95,16 @@ def close_nested(
             continue
         x, found = encode_side(x, kind, spec, static, starts)
         saturated[kind] = found.saturated
-        _store(pages[0], layout, kind, found.codes, spec.number_format)
+        packed = pack_banded(found.codes, spec.widths(layout.head_dim), kind) if spec.is_banded else pack(found.codes, spec.number_format, kind)
+        _store(pages[0], layout, kind, packed)
         for name, t in found.stored.items():
-            if f"{kind}_{name}" in layout.sections:
-                section(pages[0], layout, f"{kind}_{name}").copy_(t)
+            if (s := layout.sections.get(f"{kind}_{name}")) is not None:
+                section(pages[0], layout, s.name).copy_(stored(t, s.dtype))
         fine = [(i, bits) for i, y in enumerate(low, 1) if (bits := y.key_bits if kind == "k" else y.value_bits)]
         if fine:
             missed = normalize(x, spec, found.qparams) - (found.codes.float() - spec.zero)
             for (i, bits), plane in zip(fine, low_codes(missed, [bits for _, bits in fine]), strict=True):
-                _store(pages[i], layouts[i], kind, plane, PLANES[bits])
+                _store(pages[i], layouts[i], kind, pack(plane, PLANES[bits], kind))
     return pages, saturated
 
 
@@ -111,12 +113,14 @@ def encode_side(x: torch.Tensor, kind: str, spec: QuantSpec, static: dict[str, t
     x = x.float()
     if spec.pre_rope:
         x = turn_pages_back(x, require_starts(starts, len(x)), static["k_inv_freq"])
+    elif spec.basis is not None:
+        x = into_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None)
     known = QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias")) if spec.static and f"{kind}_scale" in static else None
     return x, encode(x, spec, known, static.get(f"{kind}_codebook"))
 
 
-def _store(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, codes: torch.Tensor, fmt: NumberFormat) -> None:
-    for i, plane in enumerate(pack(codes, fmt, kind)):
+def _store(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, planes: list[torch.Tensor]) -> None:
+    for i, plane in enumerate(planes):
         section(pages, layout, f"{kind}_plane{i}").copy_(plane.unflatten(-1, (layout.page_size, -1)))
 
 

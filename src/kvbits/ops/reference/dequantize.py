@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from ...errors import DataError
+from ...quant.basis import out_of_basis
 from ...quant.nested import PLANES
-from ...quant.packing import unpack
+from ...quant.packing import unpack, unpack_banded
 from ...quant.qparams import TORCH_DTYPES, QParams, dequantize
+from ...quant.qparams import read as read_stored
 from ...quant.rotary import turn
-from ...spec import LowLayout, NumberFormat, PageLayout
+from ...spec import LowLayout, NumberFormat, PageLayout, QuantSpec
 
 
 def section(pages: torch.Tensor, layout: PageLayout | LowLayout, name: str) -> torch.Tensor:
@@ -28,20 +30,22 @@ def stored_qparams(pages: torch.Tensor, layout: PageLayout, kind: str, static: d
     def read(name: str) -> torch.Tensor | None:
         full = f"{kind}_{name}"
         if full in layout.sections:
-            return section(pages, layout, full).float()
+            return read_stored(section(pages, layout, full), layout.sections[full].dtype)
         return static.get(full)
 
     scale = read("scale")
     if scale is None:
         raise KeyError(f"{kind}_scale is neither stored in the page nor calibrated")
-    return QParams(scale, read("bias"), read("mean"), read("stretch"), static.get(f"{kind}_codebook"))
+    if (page_scale := read("page_scale")) is not None:
+        scale = scale * page_scale.unsqueeze(-1)
+    return QParams(scale, read("bias"), read("mean"), read("stretch"), static.get(f"{kind}_codebook"), page_scale)
 
 
 def require_starts(starts: np.ndarray | None, num_pages: int) -> np.ndarray:
     """int64 [num_pages]: `starts`, checked. Raises DataError where there are none or too few."""
     if starts is None or len(starts) != num_pages:
         got = "no" if starts is None else len(starts)
-        raise DataError(f"{num_pages} pages of keys stored before the rotary embedding were given {got} starts; pass `starts`, each page's first position")
+        raise DataError(f"{num_pages} pages of keys that were turned back were given {got} starts; pass `starts`, each page's first position")
     return np.ascontiguousarray(starts, np.int64)
 
 
@@ -52,12 +56,14 @@ def dequantize_pages(
     dtype: torch.dtype = torch.float32,
     low: Sequence[tuple[torch.Tensor, LowLayout]] = (),
     starts: np.ndarray | None = None,
+    in_basis: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [n, H, page_size, head_dim] of pages uint8 [n, H, head_bytes], computed in `dtype`.
 
     Args:
         low: the pages of low planes that refine them, [n, H, head_bytes of their layout] each, the coarsest first.
-        starts: [n] position of each page's first token, to which keys stored before the rotary embedding are turned.
+        starts: [n] position of each page's first token, to which keys that were turned back are turned.
+        in_basis: leave banded codes in the basis that they are stored in.
     """
     static = static or {}
     found = []
@@ -65,7 +71,7 @@ def dequantize_pages(
         if spec.is_raw:
             found.append(section(pages, layout, f"{kind}_raw").to(dtype))
             continue
-        codes = _codes(pages, layout, kind, spec.number_format)
+        codes = _banded_codes(pages, layout, kind, spec) if spec.is_banded else _codes(pages, layout, kind, spec.number_format)
         planes = []
         for fine, fine_layout in low:
             if bits := fine_layout.key_bits if kind == "k" else fine_layout.value_bits:
@@ -77,6 +83,8 @@ def dequantize_pages(
         if spec.pre_rope:
             first = torch.from_numpy(require_starts(starts, len(x)))
             x = turn(x, (first[:, None] + torch.arange(layout.page_size))[:, None], static["k_inv_freq"])
+        elif spec.basis is not None and not in_basis:
+            x = out_of_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None)
         found.append(x)
     return found[0], found[1]
 
@@ -84,3 +92,8 @@ def dequantize_pages(
 def _codes(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, fmt: NumberFormat) -> torch.Tensor:
     planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(fmt.planes))]
     return unpack(planes, fmt, kind, layout.page_size, layout.head_dim)
+
+
+def _banded_codes(pages: torch.Tensor, layout: PageLayout, kind: str, spec: QuantSpec) -> torch.Tensor:
+    planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(spec.planes(layout.head_dim)))]
+    return unpack_banded(planes, spec.widths(layout.head_dim), kind, layout.page_size, layout.head_dim)

@@ -60,14 +60,16 @@ if (typeof document !== "undefined") (() => {
     afterDatasetsDraw(chart) {
       const ctx = chart.ctx, taken = [];
       ctx.save();
-      ctx.font = "12px system-ui, 'DejaVu Sans', sans-serif";
+      const font = "12px system-ui, 'DejaVu Sans', sans-serif";
       ctx.textBaseline = "middle";
-      chart.data.datasets.forEach((set, d) => chart.getDatasetMeta(d).data.forEach((p) => taken.push([p.x - 6, p.y - 6, p.x + 6, p.y + 6])));
+      chart.data.datasets.forEach((set, d) => set.unnamed || chart.getDatasetMeta(d).data.forEach((p) => taken.push([p.x - 6, p.y - 6, p.x + 6, p.y + 6])));
       chart.data.datasets.forEach((set, d) => {
-        ctx.fillStyle = set.borderColor;
+        if (set.unnamed) return;
+        ctx.fillStyle = set.nameColor ?? set.borderColor;
+        ctx.font = set.bold ? "600 " + font : font;
         chart.getDatasetMeta(d).data.forEach((p, i) => {
-          const name = set.data[i].name, w = ctx.measureText(name).width;
-          const places = [[9, 0], [-9 - w, 0], [-w / 2, -13], [-w / 2, 13], [7, -11], [7, 11], [-7 - w, -11], [-7 - w, 11]];
+          const name = set.data[i].name, w = ctx.measureText(name).width, r = Math.max(0, (p.options.radius ?? 6) - 6);
+          const places = [[9 + r, 0], [-9 - r - w, 0], [-w / 2, -13 - r], [-w / 2, 13 + r], [7 + r, -11 - r], [7 + r, 11 + r], [-7 - r - w, -11 - r], [-7 - r - w, 11 + r]];
           for (const [dx, dy] of places) {
             const box = [p.x + dx - 1, p.y + dy - 7, p.x + dx + w + 1, p.y + dy + 7], area = chart.chartArea;
             if (box[0] < area.left || box[2] > chart.width || box[1] < 0 || box[3] > area.bottom) continue;
@@ -86,6 +88,39 @@ if (typeof document !== "undefined") (() => {
   });
   const short = (v) => { const x = Number(v); return x >= 1e9 ? x / 1e9 + " GB" : x >= 1e6 ? x / 1e6 + " MB" : x >= 1e3 ? x / 1e3 + " kB" : x; };
   const decade = (v) => [1, 2, 5].some((m) => Math.abs(Math.log10(v / m) - Math.round(Math.log10(v / m))) < 1e-6);
+
+  function answer() {
+    const radius = (p) => p.speed === null ? 5 : 8 * Math.sqrt(p.speed), points = data.answer.filter((p) => p.bits !== null && p.kl > 0);
+    const set = (label, keep, color, more) => {
+      const mine = points.filter(keep);
+      return { label, data: mine.map((p) => ({ x: p.bits, y: p.kl, name: p.name, row: p })), pointRadius: mine.map(radius), pointHoverRadius: mine.map((p) => radius(p) + 2),
+        borderColor: css(color), backgroundColor: mine.map((p) => p.speed === null ? "transparent" : css(color) + (more.bold ? "" : "55")), borderWidth: 1.5, ...more };
+    };
+    const phone = window.innerWidth < 640, ours = (p) => p.kind === "kvbits" && p.name !== "raw";
+    draw("answer", {
+      type: "scatter", plugins: [names],
+      data: { datasets: [
+        set("recommended", (p) => p.recommended, "--ours", { bold: true, nameColor: css("--text") }),
+        set("lossless", (p) => p.name === "raw", "--base", {}),
+        set("other presets", (p) => ours(p) && !p.recommended, "--ours", { unnamed: phone }),
+        set("Transformers' own", (p) => p.kind === "stock", "--stock", { pointStyle: "triangle", unnamed: phone }),
+      ].filter((s) => s.data.length) },
+      options: {
+        animation: false, maintainAspectRatio: false, layout: { padding: { right: 24, top: 24 } },
+        scales: {
+          x: axis("bits per cached number", { min: 2, max: 17 }),
+          y: axis("KL of the worst model, nats (log)", { type: "logarithmic", ticks: { color: css("--soft"), callback: (v) => decade(v) ? v : null } }),
+        },
+        plugins: {
+          legend: { position: "bottom", labels: { color: css("--text"), usePointStyle: true } },
+          tooltip: { callbacks: { label: (c) => { const p = c.raw.row; return [`${p.name}: ${p.bits.toFixed(2)} bits, KL ${p.kl.toPrecision(2)} nats`, p.speed === null ? "not timed on a GPU" : `on a GPU ${p.speed.toFixed(2)} times as fast as 16 bits`]; } } },
+        },
+      },
+    });
+    const raw = points.find((p) => p.name === "raw" && p.speed !== null);
+    $("answer-note").textContent = points.some((p) => p.speed !== null) ? "Size of a mark: speed of attention on a GPU over the fastest 16-bit kernel's, the middle of the shapes measured"
+      + (raw ? ` (raw: ${raw.speed.toFixed(2)} times as fast)` : "") + ". Hollow marks were not timed there." : "";
+  }
 
   function pareto() {
     const model = data.models[$("pareto-model").value], measure = $("pareto-measure").value;
@@ -112,9 +147,9 @@ if (typeof document !== "undefined") (() => {
       },
     });
     const table = $("pareto-table");
-    table.replaceChildren(head(["cache", "bits held", "memory", "perplexity", "change", "± s.e.", "KL", "KL 99 %", "mass matched", "top-1", "speed"]), body(model.rows.map((r) => ({
+    table.replaceChildren(head(["cache", "bits held", "memory", "perplexity", "change", "± s.e.", "KL", "KL 99 %", "mass matched", "top-1", "same top token", "speed"]), body(model.rows.map((r) => ({
       kind: r.kind, cells: [r.scheme, r.held_bits?.toFixed(2), r.reduction ? r.reduction.toFixed(2) + "x less" : "", r.ppl.toFixed(3), percent(r.ppl_change), r.se === null ? "" : (100 * r.se).toFixed(2) + " %",
-        r.kl.toPrecision(3), r.kl_p99.toPrecision(3), (100 * r.mass).toFixed(2) + " %", (100 * r.top1).toFixed(2) + " %", r.speed === null ? "" : r.speed.toFixed(2) + "x"],
+        r.kl.toPrecision(3), r.kl_p99.toPrecision(3), (100 * r.mass).toFixed(2) + " %", (100 * r.top1).toFixed(2) + " %", `${Math.round(r.top1 * r.tokens).toLocaleString("en")} of ${r.tokens.toLocaleString("en")}`, r.speed === null ? "" : r.speed.toFixed(2) + "x"],
     }))));
     $("pareto-note").textContent = `${model.title}: ${model.note}`;
   }
@@ -153,12 +188,12 @@ if (typeof document !== "undefined") (() => {
     [first, ...columns].forEach((c) => cap.append(make("th", c, { scope: "col" })));
     const h = make("thead"), b = make("tbody");
     h.append(cap);
-    rows.forEach(({ name, kind, values, titles }) => {
+    rows.forEach(({ name, kind, values, titles, texts }) => {
       const r = make("tr");
       r.append(make("td", name, kind === "stock" ? { class: "stock" } : {}));
       values.forEach((v, i) => {
         const share = v === null ? 0 : Math.max(0, Math.min(1, v / top));
-        const cell = make("td", v === null ? "" : format(v), { style: `background: color-mix(in srgb, var(--heat) ${Math.round(85 * share)}%, var(--bg)); color: ${share > 0.8 ? "var(--bg)" : "var(--text)"}` });
+        const cell = make("td", v === null ? "" : texts ? texts[i] : format(v), { style: `background: color-mix(in srgb, var(--heat) ${Math.round(85 * share)}%, var(--bg)); color: ${share > 0.8 ? "var(--bg)" : "var(--text)"}` });
         if (titles) cell.title = titles[i];
         r.append(cell);
       });
@@ -174,7 +209,8 @@ if (typeof document !== "undefined") (() => {
   }
   function passkey() {
     const model = data.models[$("passkey-model").value];
-    heat($("passkey"), model.passkey.columns, model.passkey.rows, (v) => Math.round(100 * v), 1, "length, depth");
+    const rows = model.passkey.rows.map((r) => ({ ...r, texts: r.counts.map((c) => c && `${c[0]}/${c[1]}`) }));
+    heat($("passkey"), model.passkey.columns, rows, null, 1, "length, depth");
   }
 
   function kernels() {
@@ -228,7 +264,7 @@ if (typeof document !== "undefined") (() => {
     calculator();
   }
 
-  const all = [["pareto", pareto, ["pareto-model", "pareto-measure"]], ["memory", memory, ["memory-shape"]], ["layers", layers, ["layers-model", "layers-measure"]],
+  const all = [["answer", answer, []], ["pareto", pareto, ["pareto-model", "pareto-measure"]], ["memory", memory, ["memory-shape"]], ["layers", layers, ["layers-model", "layers-measure"]],
     ["passkey", passkey, ["passkey-model"]], ["kernels", kernels, ["kernels-group"]],
     ["calculator", calculator, ["c-layers", "c-heads", "c-dim", "c-context", "c-batch", "c-memory", "c-gpus", "c-weights", "c-reserve"]]].filter(([id]) => $(id));
   const redraw = () => all.forEach(([, f]) => f());

@@ -18,7 +18,7 @@ from ....later import upload
 from ....quant.qparams import require_finite
 from ....spec import LowLayout, PageLayout, PerChannel
 from ...descriptor import DTYPES, TORCH_DTYPES
-from ...types import LowStore, PageStore, check_closing, check_low, kvquant_extras
+from ...types import LowStore, PageStore, banded_sides, check_closing, check_low, kvquant_extras
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import low_arguments, refuses_low, side_arguments, with_aligned_rows
@@ -53,6 +53,8 @@ def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     """The part of `refuses` that needs no GPU."""
+    if banded := banded_sides(layout):
+        return f"{banded} have no CUDA kernel"
     if kvquant_extras(layout):
         return codebook.refuses_layout(layout, dtype)
     if dtype not in TORCH_DTYPES:

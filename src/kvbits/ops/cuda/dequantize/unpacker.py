@@ -12,7 +12,7 @@ import torch
 from ....errors import DataError
 from ....spec import LowLayout, PageLayout
 from ...descriptor import TORCH_DTYPES
-from ...types import LowStore, PageStore
+from ...types import LowStore, PageStore, banded_sides
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
@@ -27,6 +27,8 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     """Why pages cannot be unpacked to `dtype`, or None."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"rows of {dtype} are not float16 or bfloat16"
+    if banded := banded_sides(layout):
+        return f"{banded} have no CUDA kernel"
     if layout.head_dim % 4:
         return f"head_dim={layout.head_dim} is no multiple of 4"
     if layout.page_size % 16 and not (layout.key.is_raw and layout.value.is_raw):

@@ -1,0 +1,97 @@
+"""What a calibrated basis is worth on a model, through the real packed cache: klt presets beside KVQuant, KIVI and plain integers on the same windows.
+
+    python benchmarks/study_basis.py MODEL --text wiki.test.raw --calibration wiki.valid.tokens
+    python benchmarks/study_basis.py MODEL --text wiki.test.raw --calibration wiki.valid.tokens --calibration cpython311_inspect.py --schemes klt3,klt2
+
+Several --calibration texts measure what another domain costs, several --prompts (as 2x1024 or 16x512) what more tokens give. Codebooks are fitted without gradients,
+which on these models is as good (docs/schemes.md). The last line is one JSON object; --out also writes it to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from result_file import write_result
+
+import kvbits
+from kvbits import schemes
+from kvbits.calibrate import Calibration, calibrate_all, prompts_from_text
+from kvbits.evaluate.caches import CacheFactory, base_factory, factory
+from kvbits.evaluate.fidelity import Fidelity, compare
+from kvbits.evaluate.texts import read_text, windows
+from kvbits.geometry import layer_geometries
+from kvbits.spec import Scheme
+
+SCHEMES = "klt4,klt3,klt2,nuq4-1%,nuq3-1%,nuq2-1%,kivi4,kivi2,int4"
+
+
+def calibrated(model: Any, tokenizer: Any, wanted: list[Scheme], source: str, prompts: str) -> tuple[dict[str, Calibration], float]:
+    """Calibrations of the schemes by name, and the seconds they took together."""
+    count, length = (int(n) for n in prompts.split("x"))
+    batches = prompts_from_text(tokenizer, read_text(source).content, num_prompts=count, length=length, batch_size=1)
+    began = time.perf_counter()
+    found = calibrate_all(model, batches, wanted, weights="none")
+    return {s.name: c for s, c in zip(wanted, found, strict=True)}, time.perf_counter() - began
+
+
+def row(name: str, bits: float, result: Fidelity, base: Fidelity) -> dict[str, Any]:
+    return {
+        "scheme": name, "bits_per_element": bits, "kl": result.kl_mean, "perplexity_change": result.perplexity / base.perplexity - 1,
+        "top1_agreement": result.top1_agreement, "tokens": result.num_tokens,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", required=True, help="evaluation text")
+    parser.add_argument("--calibration", action="append", required=True, help="calibration text; several are measured each")
+    parser.add_argument("--prompts", action="append", help="windows x tokens to calibrate on; several are measured each; 4x1024 if not given")
+    parser.add_argument("--schemes", default=SCHEMES)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, tokenizer = kvbits.load_model(args.model, dtype=args.dtype, device=args.device)
+    layers = layer_geometries(model.config)
+    wanted = [schemes.for_layers(name, layers) for name in args.schemes.split(",")]
+    prompts = args.prompts or ["4x1024"]
+    factories: dict[str, CacheFactory] = {"base": base_factory(model)}
+    seconds = {}
+    for source in args.calibration:
+        for size in prompts:
+            label = "" if len(args.calibration) * len(prompts) == 1 else f" ({Path(source).stem}, {size})"
+            found, seconds[f"{Path(source).stem} {size}"] = calibrated(model, tokenizer, [s for s in wanted if s.needs_calibration], source, size)
+            made = {f"{s.name}{label}": factory(model, s, calibration=lambda scheme, found=found: found[scheme.name]) for s in wanted if s.needs_calibration}
+            factories |= made
+    factories |= {s.name: factory(model, s) for s in wanted if not s.needs_calibration}
+    results: dict[str, Fidelity] | None = None
+    for window in windows(tokenizer, read_text(args.text), count=args.windows, length=args.length):
+        results = compare(model, {n: f.make(1, args.length) for n, f in factories.items()}, window, first=0, chunk=args.chunk, results=results)
+        print(" ".join(f"{name} {r.kl_mean:.5f}" for name, r in results.items() if name != "base"), flush=True)
+    assert results is not None
+    rows = [row(name, factories[name].info["bits_per_element"], r, results["base"]) for name, r in results.items() if name != "base"]
+    for r in rows:
+        print(f"{r['scheme']:40s} {r['bits_per_element']:6.3f} bits   KL {r['kl']:.5f}   perplexity {r['perplexity_change']:+.2%}")
+    write_result(
+        {
+            "benchmark": "study_basis", "kvbits": kvbits.__version__, "machine": platform.processor(), "torch": torch.__version__, "model": Path(args.model).name,
+            "text": Path(args.text).name, "windows": args.windows, "length": args.length, "chunk": args.chunk, "dtype": args.dtype,
+            "calibration_seconds": seconds, "rows": rows,
+        },
+        args.out,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""A Transformers cache that begins with what a store has: `KVCache.from_prefix`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import DataError, SpecError
+from ..store import keys
+from ..store.prefix_store import PrefixStore
+
+if TYPE_CHECKING:
+    from .huggingface import KVCache
+
+CHUNK = 512
+"""Tokens that go through the model together."""
+
+
+def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int, put: bool) -> int:
+    """Load the longest prefix of a prompt into an empty cache of one sequence, and compute the rest of it but the last token.
+
+    Args:
+        put: store what was computed.
+
+    Returns:
+        Tokens that were loaded.
+    """
+    tokens = keys.token_ids(ids)
+    if not len(tokens):
+        raise DataError("a prompt of no tokens; pass at least one")
+    if type(chunk) is not int or chunk < 1:
+        raise SpecError(f"chunk={chunk!r} must be a whole number of tokens, at least 1")
+    known, wanted = cache.store, tokens[:-1]
+    loaded = store.load(known, wanted)
+    cache.columns.seen = loaded
+    spec = known.spec
+    windows = [g.sliding_window for g in spec.layers if g.sliding_window is not None]
+    if windows and put:  # a window gives pages back that a shared beginning needs: they are put before
+        scheme = spec.scheme
+        chunk = min(chunk, max(scheme.page_size, min(windows) - scheme.residual_length - scheme.page_size))
+    inputs = torch.from_numpy(wanted).to(model.device)[None]
+    with torch.no_grad():
+        for start in range(loaded, len(wanted), chunk):
+            model.base_model(input_ids=inputs[:, start : start + chunk], past_key_values=cache, use_cache=True)
+            if put and windows and start + chunk < len(wanted):
+                store.put(known, wanted, end=False)
+    if put and len(wanted) > loaded:
+        store.put(known, wanted)
+    return loaded

@@ -1,0 +1,119 @@
+"""Banded codes: integers whose width differs by band of `spec.BAND` channels, with one fitted 8-bit scale per token.
+
+    x ~ (code - (2**b - 1) / 2) * scale + mean         code in [0, 2**b - 1],  b = bits of the channel's band
+
+The levels are those of a mid-rise quantizer: symmetric, none is 0, so that 1 and 2 bits lose no level. A band of 0 bits reads as its mean.
+Numbers come in units in which a step of 1 is about right for every channel (keys: the calibrated basis has the channels' spread in it), so one
+scale per token says only how loud the token is. It is fitted, not the maximum:
+
+    s0 = sqrt(mean((x STEP[b])**2)) over the channels that have bits, as an 8-bit float: the scale of a Gaussian token
+    of the 13 8-bit floats from 4 below to 8 above it the one with the least squared error, the smallest of equals
+
+Scales (`float8_e5m3`) have 5 bits of exponent, 3 of mantissa and no sign: the byte is bits 7 to 14 of the number in float16, so a reader shifts
+and has it. None is below 2**-17 (code 1), none above 61,440 (code 247).
+
+Error of one element:   |x - x'| <= max(scale * (0.5 + 2**-15), |x - mean| - scale * (2**b - 1) / 2),   |x - mean| where b is 0
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ..errors import DataError
+from ..spec import BAND, BAND_PLANES, QuantSpec
+
+STEP = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
+"""Step of the best uniform mid-rise quantizer of a Gaussian of variance 1, by bits (J. Max, IRE Trans. Inf. Theory 6(1), 1960, table II)."""
+BELOW, ABOVE = 4, 8
+"""How many 8-bit floats below and above s0 are tried: with 4 and 8 the squared error of keys at 6, 5, 4, 3 bits is half of that with 2 and 2."""
+SMALLEST_CODE, LARGEST_CODE = 1, 247
+
+
+def scale_codes(x: torch.Tensor) -> torch.Tensor:
+    """int32 codes of the 8-bit floats nearest to x >= 0, from `SMALLEST_CODE` to `LARGEST_CODE`; ties go up."""
+    return ((x.clamp(max=65504.0).half().view(torch.int16).int() + 64) >> 7).clamp(SMALLEST_CODE, LARGEST_CODE)
+
+
+def scale_values(codes: torch.Tensor) -> torch.Tensor:
+    """float32 values of 8-bit float codes (any integer dtype)."""
+    return (codes.int() << 7).to(torch.int16).view(torch.float16).float()
+
+
+@functools.lru_cache(maxsize=64)
+def _by_channel(widths: tuple[int, ...], head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [head_dim] each: highest code, and `STEP` (0 where a channel has no bits)."""
+    top = torch.tensor([2.0**b - 1 for b in widths]).repeat_interleave(BAND)[:head_dim]
+    return top, torch.tensor([STEP.get(b, 0.0) for b in widths]).repeat_interleave(BAND)[:head_dim]
+
+
+def steps(spec: QuantSpec, head_dim: int) -> torch.Tensor:
+    """float32 [head_dim]: `STEP` of each channel's width, 1 where it has none."""
+    step = _by_channel(spec.widths(head_dim), head_dim)[1]
+    return torch.where(step > 0, step, 1.0)
+
+
+def _of(spec: QuantSpec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    top, step = _by_channel(spec.widths(x.shape[-1]), x.shape[-1])
+    return top.to(x.device), step.to(x.device)
+
+
+def fitted_scales(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """float32 [..., tokens]: the scale of each token of x [..., tokens, head_dim], float32, whose mean is taken off.
+
+    Raises:
+        DataError: a token so large that its scale overflows 8 bits.
+    """
+    top, step = _of(spec, x)
+    start = (x * step).square().sum(-1).div(float((step > 0).sum())).sqrt()
+    largest = scale_values(torch.tensor(LARGEST_CODE)).item()
+    if not bool((start <= largest).all()):
+        raise DataError(
+            f"a scale of magnitude {start.max().item():.3g} overflows {spec.scale_dtype}, which ends at {largest:g}; keep the layer raw (an Override)"
+        )
+    first = scale_codes(start)
+    best, least = torch.zeros_like(first), torch.full_like(start, torch.inf)
+    for offset in range(-BELOW, ABOVE + 1):
+        codes = (first + offset).clamp(SMALLEST_CODE, LARGEST_CODE)
+        scale = scale_values(codes).unsqueeze(-1)
+        error = ((x - _values(_codes(x, scale, top), scale, top)) * (step > 0)).square().sum(-1)
+        best, least = torch.where(error < least, codes, best), torch.minimum(error, least)
+    return scale_values(best)
+
+
+def _codes(x: torch.Tensor, scale: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    levels = torch.addcmul(top / 2, x, scale.reciprocal()).round()
+    return torch.minimum(levels.clamp(min=0), top)
+
+
+def _values(codes: torch.Tensor, scale: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    return (codes - top / 2) * scale
+
+
+def quantize(x: torch.Tensor, spec: QuantSpec, scale: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [..., tokens, head_dim] of x, float32, whose mean is taken off; scale [..., tokens]."""
+    return _codes(x, scale.unsqueeze(-1), _of(spec, x)[0]).to(torch.uint8)
+
+
+def dequantize(codes: torch.Tensor, spec: QuantSpec, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values [..., tokens, head_dim] in `dtype`, without the mean."""
+    return _values(codes.to(dtype), scale.to(dtype).unsqueeze(-1), _of(spec, codes)[0].to(dtype))
+
+
+def error_bound(x: torch.Tensor, spec: QuantSpec, scale: torch.Tensor) -> torch.Tensor:
+    """Largest |x - dequantize(quantize(x))| per element of x [..., tokens, head_dim], whose mean is taken off."""
+    top, step = _of(spec, x)
+    s = scale.unsqueeze(-1)
+    return torch.where(step > 0, torch.maximum(s * (0.5 + 2.0**-15), x.abs() - s * top / 2), x.abs()) + 2.0**-22 * x.abs()
+
+
+@functools.lru_cache(maxsize=64)
+def plane_fields(widths: tuple[int, ...], head_dim: int) -> tuple[tuple[int, torch.Tensor, torch.Tensor], ...]:
+    """(bits, channels int64 [n], shifts uint8 [n]) of each stored plane: field j of a token's row is (code of channel j >> shift j) & (2**bits - 1)."""
+    found = []
+    for bits in BAND_PLANES:
+        if channels := [c for c in range(head_dim) if widths[c // BAND] & bits]:
+            shifts = [widths[c // BAND] & (bits - 1) for c in channels]  # the planes below it
+            found.append((bits, torch.tensor(channels), torch.tensor(shifts, dtype=torch.uint8)))
+    return tuple(found)

@@ -1,0 +1,94 @@
+"""Other bases for banded codes: a calibrated one for keys, Hadamard matrices for values.
+
+**Keys** ("klt", after the Karhunen-Loeve transform). Per kv head, with moments of the model (`calibrate.moments`)
+
+    H = E[q q^T] of the queries,  S = covariance of keys inside a page,  both in the frame of a page
+    U, lam = eigenvectors and eigenvalues of H^(1/2) S H^(1/2), largest first
+    y = k_f A,    A = H^(1/2) U D^-1        D = diag(sqrt(lam) STEP[bits of the channel's band])
+
+the channels of y are uncorrelated, have about the spread that a step of 1 is right for, and a squared error of y D is the squared error of scores.
+Scores stay exact:  q . k = q_f . k_f = (q_f A^-T) . y,  so a reader multiplies a query by A^-T and never a key by anything.
+
+**Frame.** The moments hold where the rotary embedding does not turn keys on and on: k_f is the key of a page turned back by the largest multiple
+of `spec.FRAME` positions up to the page's first token. So a page's keys lie where those of the first positions lie, at any context length.
+
+**Values** ("hadamard"): v H with H the Sylvester matrix of the largest power of two that divides head_dim, over sqrt of its size (several blocks where it
+is smaller than head_dim). Outputs are turned back once per query: (p V H) H = p V. The products are sums and differences in the order of strides 1, 2, 4 ..,
+and one multiplication at the end, so that kernels can store the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..spec import FRAME, QuantSpec
+from .rotary import turn
+
+_inverses = WeakIdKeyDictionary()
+
+
+def frames(starts: np.ndarray) -> np.ndarray:
+    """int64 [n]: the position that pages whose first tokens are at `starts` [n] are turned back by."""
+    return np.ascontiguousarray(starts, np.int64) // FRAME * FRAME
+
+
+def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:
+    """Keys or values `x` [n, H, tokens, head_dim], float32, of pages as banded codes store them, float32: by definition products in float64, rounded.
+
+    Args:
+        static: for "klt" `k_basis` [H, head_dim, head_dim] and `k_inv_freq` [head_dim / 2].
+        starts: for "klt" int64 [n], position of each page's first token.
+    """
+    if spec.basis == "hadamard":
+        return hadamard(x)
+    if spec.basis is None:
+        return x
+    assert starts is not None
+    return (turn(x.double(), _positions(starts), static["k_inv_freq"], back=True) @ static["k_basis"].to(x.device, torch.float64)).float()
+
+
+def out_of_basis(y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:
+    """The inverse of `into_basis`, with `k_inverse` [H, head_dim, head_dim], see `inverse`."""
+    if spec.basis == "hadamard":
+        return hadamard(y)
+    if spec.basis is None:
+        return y
+    assert starts is not None
+    return turn(y @ static["k_inverse"].to(y), _positions(starts), static["k_inv_freq"])
+
+
+def inverse(basis: torch.Tensor) -> torch.Tensor:
+    """float32 inverse of `k_basis` [H, head_dim, head_dim], taken in float64: what readers multiply with, q_f A^-T = q_f @ inverse(A).mT.
+
+    Made once for a tensor, since every cache of a calibration asks for it. Not finite where a matrix is singular (`conditions` says so).
+    """
+    if basis not in _inverses:
+        _inverses[basis] = torch.linalg.inv_ex(basis.double()).inverse.float().contiguous()
+    return _inverses[basis]
+
+
+def conditions(basis: torch.Tensor) -> torch.Tensor:
+    """[H]: condition numbers in the Frobenius norm over head_dim, at least 1; infinite where a matrix is singular or holds what is no number."""
+    found = basis.double().flatten(1).norm(dim=1) * inverse(basis).double().flatten(1).norm(dim=1) / basis.shape[-1]
+    return found.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """`x` [..., head_dim] times the Hadamard matrix, its own inverse."""
+    head_dim = x.shape[-1]
+    size = head_dim & -head_dim
+    stride = 1
+    while stride < size:
+        a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+        stride *= 2
+    return x * (1 / math.sqrt(size))
+
+
+def _positions(starts: np.ndarray) -> torch.Tensor:
+    """[n, 1, 1]: the same turn for all heads and tokens of a page."""
+    return torch.from_numpy(frames(starts))[:, None, None]

@@ -1,0 +1,246 @@
+"""Files of a store in a local folder: written whole or not at all, by any number of processes, and never outside of it.
+
+    <root>/<namespace>/<two digits>/<name>
+
+A file is written under a temporary name, flushed to the disk and renamed, so a name that is there is a complete file whatever was killed when. The writer holds
+a lock on the temporary file: one without a lock belongs to nobody any more and is cleared away. Folders and files are opened below the root one by one and
+symbolic links are not followed, so neither a name nor a link that somebody put there leads out of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from ..cache import blob
+from ..errors import SpecError
+from ..files import require_folder
+
+NAME = re.compile(r"[0-9a-f]{40}[0-9a-z.+-]{1,100}")
+"""What a file is called: the key of its tokens, then which of them it is."""
+TEMPORARY = ".part-"
+WRITERS = 8
+"""Files written at once: a disk flushes several in the time of one."""
+ABANDONED_S = 60.0
+"""Age from which a temporary file that nobody has locked is cleared away."""
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Entry(NamedTuple):
+    """A file of a folder. `used` is when it was last used, in nanoseconds."""
+
+    namespace: str
+    name: str
+    nbytes: int
+    used: int
+
+
+class _Unfinished(NamedTuple):
+    """A file under a temporary name, its writer's lock on it."""
+
+    name: str
+    temporary: str
+    fd: int
+
+
+class Folder:
+    """The files below `root`, by namespace and name.
+
+    Raises:
+        SpecError: a file is where the folder should be.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        if "\0" in str(root):
+            raise SpecError(f"a store at {str(root)!r}: a path has no NUL in it")
+        self.root = require_folder(Path(root).expanduser(), "a store at").absolute()
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def _folder(self, namespace: str, bucket: str | None, make: bool = False) -> Iterator[int | None]:
+        """A descriptor of the folder of a namespace or of one of its buckets; None where it is not there."""
+        opened: list[int] = []
+        try:
+            opened.append(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            for part in (namespace, bucket):
+                if part is None:
+                    break
+                if not re.fullmatch(r"[0-9a-z]{2,64}", part):
+                    raise SpecError(f"{part!r} is no folder of a store")
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=opened[-1])
+                opened.append(os.open(part, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=opened[-1]))
+            yield opened[-1]
+        except FileNotFoundError:
+            if make:
+                raise
+            yield None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise SpecError(f"{self.root}/{namespace}/{bucket or ''} is a symbolic link or a file, where a store has a folder; remove it") from error
+            raise
+        finally:
+            for fd in reversed(opened):
+                os.close(fd)
+
+    def path(self, namespace: str, name: str) -> str:
+        """Where a file is, for messages."""
+        return f"{self.root}/{namespace}/{name[:2]}/{name}"
+
+    def open(self, namespace: str, name: str) -> int | None:
+        """A descriptor to read a file with, or None where there is none. A link or anything but a file is none."""
+        with self._folder(namespace, _bucket(name)) as folder:
+            if folder is None:
+                return None
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK, dir_fd=folder)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES):
+                    return None
+                raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            return None
+        return fd
+
+    def has(self, namespace: str, name: str) -> bool:
+        fd = self.open(namespace, name)
+        if fd is not None:
+            os.close(fd)
+        return fd is not None
+
+    def nbytes(self, namespace: str, name: str) -> int | None:
+        """Size of a file, None where there is none."""
+        fd = self.open(namespace, name)
+        if fd is None:
+            return None
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
+    def write(self, namespace: str, files: Sequence[tuple[str, Sequence[memoryview]]]) -> int:
+        """Write files, several at once; when all are on the disk they appear under their names, in order. Returns the bytes written.
+
+        Raises:
+            OSError: the disk is full, or the like. No file of these appeared.
+        """
+        for name, _ in files:
+            _bucket(name)
+        held: list[_Unfinished] = []
+        try:
+            with ThreadPoolExecutor(max(1, min(WRITERS, len(files)))) as pool:
+                jobs = [pool.submit(self._write, namespace, name, pieces, held) for name, pieces in files]
+            for job in jobs:
+                job.result()
+            order = {name: i for i, (name, _) in enumerate(files)}
+            for one in sorted(held, key=lambda x: order[x.name]):
+                with self._folder(namespace, _bucket(one.name)) as folder:
+                    os.rename(one.temporary, one.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            for one in held:
+                with contextlib.suppress(OSError, SpecError), self._folder(namespace, _bucket(one.name)) as folder:
+                    os.unlink(one.temporary, dir_fd=folder)
+            raise
+        finally:
+            for one in held:
+                os.close(one.fd)  # and with it the lock
+        return sum(len(p) for _, pieces in files for p in pieces)
+
+    def _write(self, namespace: str, name: str, pieces: Sequence[memoryview], held: list[_Unfinished]) -> None:
+        """Write a file under a temporary name, down to the disk; the lock on it is held on."""
+        with self._folder(namespace, _bucket(name), make=True) as folder:
+            temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666, dir_fd=folder)
+        held.append(_Unfinished(name, temporary, fd))
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        blob.write_all(fd, pieces)
+        os.fsync(fd)
+
+    def names(self, namespace: str, start: str) -> list[str]:
+        """Names of the files that begin with `start`, at least two digits."""
+        with self._folder(namespace, start[:2]) as folder:
+            return [] if folder is None else sorted(n for n in os.listdir(folder) if n.startswith(start) and NAME.fullmatch(n))
+
+    def use(self, namespace: str, name: str, used: int) -> None:
+        """Note when a file was used, in nanoseconds."""
+        with self._folder(namespace, _bucket(name)) as folder:
+            if folder is not None:
+                with contextlib.suppress(FileNotFoundError, PermissionError):
+                    os.utime(name, ns=(used, used), dir_fd=folder, follow_symlinks=False)
+
+    def remove(self, namespace: str, name: str) -> bool:
+        with self._folder(namespace, _bucket(name)) as folder:
+            if folder is None:
+                return False
+            try:
+                os.unlink(name, dir_fd=folder)
+            except FileNotFoundError:
+                return False
+            return True
+
+    def set_aside(self, namespace: str, name: str) -> str | None:
+        """Rename a file so that nobody finds it any more. Returns its new name; None where it could not be done, or was gone."""
+        kept = f"{name}.damaged"
+        with self._folder(namespace, _bucket(name)) as folder:
+            try:
+                os.rename(name, kept, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                return None
+        return kept
+
+    def namespaces(self) -> list[str]:
+        with os.scandir(self.root) as found:
+            return sorted(e.name for e in found if e.is_dir(follow_symlinks=False) and re.fullmatch(r"[0-9a-f]{40}", e.name))
+
+    def entries(self) -> Iterator[Entry]:
+        """All files. Clears away what killed writers left."""
+        for namespace in self.namespaces():
+            with os.scandir(self.root / namespace) as found:
+                buckets = sorted(e.name for e in found if e.is_dir(follow_symlinks=False) and re.fullmatch(r"[0-9a-f]{2}", e.name))
+            for bucket in buckets:
+                with self._folder(namespace, bucket) as folder:
+                    for name in [] if folder is None else os.listdir(folder):
+                        try:
+                            about = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                        except FileNotFoundError:
+                            continue
+                        if name.startswith(TEMPORARY):
+                            self._clear(folder, name, about)
+                        elif NAME.fullmatch(name) and stat.S_ISREG(about.st_mode):
+                            yield Entry(namespace, name, about.st_size, about.st_mtime_ns)
+
+    @staticmethod
+    def _clear(folder: int | None, name: str, about: os.stat_result) -> None:
+        """Remove a temporary file whose writer is gone."""
+        if not stat.S_ISREG(about.st_mode) or time.time() - about.st_mtime < ABANDONED_S:
+            return
+        with contextlib.suppress(OSError):
+            fd = os.open(name, os.O_RDONLY | _NO_LINK, dir_fd=folder)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name, dir_fd=folder)
+            finally:
+                os.close(fd)
+
+
+def _bucket(name: str) -> str:
+    """The folder that a file is in.
+
+    Raises:
+        SpecError: it is no name of a file of a store.
+    """
+    if not NAME.fullmatch(name):
+        raise SpecError(f"{name!r} is no name of a file of a store")
+    return name[:2]

@@ -1,0 +1,56 @@
+"""Names of token prefixes: a chain of hashes, so that equal prefixes of equal caches have equal names, whoever computes them.
+
+    key of no token        SHA-256 of whose pages they are (`Identity`)
+    key of blob i          SHA-256 of the key before and of its token ids (int64, little-endian)
+
+as in vLLM's prefix cache. The first 20 bytes of a key are in the header of its blob.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..cache.blob import Identity
+from ..errors import DataError
+
+KEY_BYTES = 20
+
+
+def token_ids(ids: Any) -> np.ndarray:
+    """int64 [tokens] of a list, array or tensor [tokens] or [1, tokens].
+
+    Raises:
+        DataError: several sequences, or no whole numbers.
+    """
+    x = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    if x.ndim == 2 and len(x) == 1:
+        x = x[0]
+    if x.ndim != 1 or (x.size and x.dtype.kind not in "iu"):
+        raise DataError(f"token ids must be whole numbers [tokens] or [1, tokens], got {x.dtype} {list(x.shape)}; store one sequence at a time")
+    return np.ascontiguousarray(x, "<i8")
+
+
+def namespace(identity: Identity, blob_tokens: int) -> str:
+    """Folder of the blobs that go together: hexadecimal digits of whose pages they are, for all shards."""
+    i = identity
+    numbers = (i.rope, i.layers, i.page_size, i.kv_heads * i.shards, blob_tokens)
+    return hashlib.sha256(b"kvbits" + i.scheme + i.model + i.calibration + repr(numbers).encode()).hexdigest()[:40]
+
+
+def after(key: bytes, ids: np.ndarray) -> bytes:
+    """The key of a prefix that goes on with these tokens."""
+    return hashlib.sha256(key + ids.tobytes()).digest()
+
+
+def chain(seed: str, ids: np.ndarray, ends: Iterable[int]) -> list[bytes]:
+    """The key of no token, and that of the tokens up to each end."""
+    keys, start = [hashlib.sha256(seed.encode()).digest()], 0
+    for end in ends:
+        keys.append(after(keys[-1], ids[start:end]))
+        start = end
+    return keys

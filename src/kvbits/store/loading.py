@@ -1,0 +1,170 @@
+"""Pages from the files of blobs to where attention reads them: several files at once, on a GPU through pinned memory, each page checked on its way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..cache import blob
+from ..cache.blob import Header, Table
+from ..errors import FileFormatError
+
+MOST_READERS = 8
+"""Files read at once."""
+CHECKED = 1 << 26
+"""Bytes of pages on a GPU that are checked at once."""
+CACHED = 1 << 18
+"""Bytes that are read before they are checked, or one page."""
+
+
+class DamagedError(FileFormatError):
+    """A file of a store that is not what it should be.
+
+    Attributes:
+        name: of the file.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+@dataclass(frozen=True)
+class Source:
+    """A blob in a file, its header and table read and checked."""
+
+    name: str
+    path: str
+    header: Header
+    table: Table
+
+    def offsets(self, sizes: Sequence[int]) -> list[int]:
+        """Where in the file each page begins."""
+        found, at = [], blob.HEADER_BYTES + self.header.table_bytes
+        for n in sizes:
+            found.append(at)
+            at += n
+        return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A page to be read: which of a source, and the page [layers, H, head_bytes] that it goes to.
+
+    `heads` are those of the source's page that are wanted, put into heads `into` of the page; None takes the page as it is.
+    """
+
+    number: int
+    to: torch.Tensor
+    heads: slice | None = None
+    into: slice | None = None
+
+
+def _runs(pieces: list[Piece], offsets: list[int], sizes: list[int]) -> list[list[int]]:
+    """Indices of pieces that follow each other in the file, as long as they are small."""
+    runs: list[list[int]] = []
+    for i, p in enumerate(pieces):
+        last = pieces[i - 1].number
+        if i and offsets[p.number] == offsets[last] + sizes[last] and offsets[p.number] - offsets[pieces[runs[-1][0]].number] < CACHED:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def readers() -> int:
+    """Files to read at once: no more than there are processors."""
+    return max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def read_pages(open_file, work: Iterable[tuple[Source, Sequence[tuple[int, ...]], list[Piece]]]) -> None:  # type: ignore[no-untyped-def]
+    """Read pages of many sources to where they belong.
+
+    Args:
+        open_file: name -> a descriptor to read from, or None.
+        work: sources, the shape of each of their pages, and what to read of them.
+
+    Raises:
+        DamagedError: a source is not what its header says. Pages hold whatever was there.
+    """
+    jobs = list(work)
+    if not jobs:
+        return
+    device = next((p.to.device for _, _, pieces in jobs for p in pieces), torch.device("cpu"))
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))  # the pages may have been somebody else's
+    if (n := min(readers(), len(jobs))) == 1:
+        for job in jobs:
+            _read(open_file, *job, stream)
+    else:
+        with ThreadPoolExecutor(n) as pool:
+            for done in [pool.submit(_read, open_file, *job, stream) for job in jobs]:
+                done.result()
+    if stream is not None:
+        torch.cuda.current_stream(device).wait_stream(stream)
+        check_where_they_lie([job for job in jobs if all(p.heads is None for p in job[2])])
+
+
+def check_where_they_lie(work: Iterable[tuple[Source, Sequence[tuple[int, ...]], list[Piece]]]) -> None:
+    """Compare the checksums of pages that were read, on the device that they are on: runs of neighbours at once, one wait for all.
+
+    Raises:
+        DamagedError: one is not what its source's table says.
+    """
+    runs: list[list[tuple[Source, Piece]]] = []
+    for source, _, pieces in work:
+        for p in pieces:
+            last = runs[-1][-1][1].to if runs else None
+            nbytes = 0 if last is None else last.numel()
+            joins = last is not None and last.shape == p.to.shape and last.data_ptr() + nbytes == p.to.data_ptr() and len(runs[-1]) * nbytes < CHECKED
+            runs[-1].append((source, p)) if joins else runs.append([(source, p)])
+    weights: dict[int, torch.Tensor] = {}
+    differ = []
+    for run in runs:
+        first = run[0][1].to
+        layers, words = first.shape[0], first[0].numel() // 8
+        if words not in weights:
+            weights[words] = torch.from_numpy(blob.weights(words).view(np.int64)).to(first.device)
+        held = first.as_strided((len(run), layers, words * 8), (first.numel(), words * 8, 1)).view(torch.int64)
+        stated = torch.from_numpy(np.stack([source.table.sums[p.number] for source, p in run]).view(np.int64)).to(first.device)
+        differ.append(((held * weights[words]).sum(-1) != stated).any(1))
+    if differ and len(bad := torch.cat(differ).nonzero()):
+        source, piece = [x for run in runs for x in run][int(bad[0])]
+        raise _damage(source, piece.number)
+
+
+def _damage(source: Source, number: int) -> DamagedError:
+    page = source.table.pages[number]
+    return DamagedError(source.name, f"{source.path} is damaged: {page.pool} page {page.column} of layer group {page.group} has another checksum")
+
+
+def _read(open_file, source: Source, shapes: Sequence[tuple[int, ...]], pieces: list[Piece], stream) -> None:  # type: ignore[no-untyped-def]
+    if not pieces:
+        return
+    fd = open_file(source.name)
+    if fd is None:
+        raise DamagedError(source.name, f"{source.path} is gone")
+    try:
+        sizes = [a * b * c for a, b, c in shapes]
+        offsets = source.offsets(sizes)
+        on_host = stream is None or any(p.heads is not None for p in pieces)
+        direct = stream is None and all(p.heads is None and p.to.is_contiguous() for p in pieces)
+        staged = [p.to if direct else torch.empty(shapes[p.number], dtype=torch.uint8, pin_memory=stream is not None) for p in pieces]
+        for run in _runs(pieces, offsets, sizes):  # a run is read, then checked while it is still in the processor's cache
+            blob.read_all(fd, [staged[i].numpy().data.cast("B") for i in run], offsets[pieces[run[0]].number])
+            if on_host and (bad := blob.damaged([staged[i] for i in run], [source.table.sums[pieces[i].number] for i in run])) is not None:
+                raise _damage(source, pieces[run[bad]].number)
+    finally:
+        os.close(fd)
+    if direct:
+        return
+    with torch.cuda.stream(stream):
+        for p, x in zip(pieces, staged, strict=True):
+            to, x = (p.to, x) if p.heads is None else (p.to[:, p.into], x[:, p.heads])
+            to.copy_(x, non_blocking=True)

@@ -1,0 +1,413 @@
+"""A store of prefixes: the pages of token sequences, found again by their tokens.
+
+    store = kvbits.PrefixStore("/data/prefixes", max_bytes="200GB")
+    store.put(cache, ids)                        # after a prompt went through the model
+    store.load(empty_cache, ids)                 # -> tokens that need not be computed again
+
+Files are blobs (docs/formats.md) named by what their tokens hash to, so equal prefixes of equal models and schemes are stored once and found by anybody. What
+is loaded is what was put, byte for byte; what cannot be read, or is not what it says, is set aside and computed again (docs/store.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..cache import blob
+from ..cache.blob import Identity, Kind, Page
+from ..cache.group import GroupState
+from ..cache.paged_cache import PagedCache
+from ..cache.serialize import shown_part
+from ..errors import CacheStateError, DataError, FileFormatError, SpecError, counted
+from ..spec import CacheSpec
+from . import keys, pages
+from .finding import Plan, find
+from .folder import Folder
+from .loading import DamagedError, Piece, read_pages
+from .pages import Cuts
+from .remote import Remote, local_tier
+from .shelf import Shard, Shelf, name_of, stem_of
+
+WRITTEN_AT_ONCE = 8
+"""Blobs on their way to the disk together."""
+PIN = ".pin"
+BLOB = re.compile(r"[0-9a-f]{40}(\+[0-9]+-[0-9a-f]{16})?\.[0-9]+-[0-9]+")
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+class PrefixStore:
+    """Prefixes of sequences in a folder, shared by any number of processes.
+
+    Args:
+        where: a folder, made where it is not there; or a URL of any file system that fsspec knows ("s3://bucket/prefixes").
+        max_bytes: size that `put` keeps the store below, evicting what was used least lately: bytes, or "200GB". None: `evict` does. Of a remote store it is
+            the size of the local folder: what is there stays until the object store's own rules remove it.
+        blob_tokens: tokens of one file, the unit in which prefixes are shared: 256, or 64 for short ones.
+        local: folder that keeps what was used lately of a remote store (None: one in the user's cache folder).
+        shard: (rank, ranks) where the caches hold that part of every layer's kv heads (tensor parallel). What ranks of one number put, ranks of another load.
+        calibration: of all kv heads, where the caches have theirs cut out of it (a `Calibration`, or its `static`).
+        made_for: names the model and its weights, for caches that do not say, or where each rank says something else.
+        options: of the remote file system, as fsspec takes them.
+
+    Raises:
+        SpecError: a size, shard or place that cannot be.
+    """
+
+    def __init__(
+        self, where: str | Path, *, max_bytes: int | str | None = None, blob_tokens: int = pages.BLOB_TOKENS, local: str | Path | None = None,
+        shard: Shard = (0, 1), calibration: Any = None, made_for: str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        Cuts(0, 1, blob_tokens)
+        remote = isinstance(where, str) and "://" in where
+        if not remote and (local is not None or options):
+            raise SpecError(f"local={local!r} and options {sorted(options)} are of remote stores; {os.fspath(where)!r} is a folder")
+        self.blob_tokens, self.max_bytes = blob_tokens, None if max_bytes is None else as_bytes(max_bytes)
+        self.shard, self.made_for, self._whole = _shard(shard), made_for, calibration
+        self.folder = Folder((local or local_tier(str(where))) if remote else where)
+        self._shelf = Shelf(self.folder, Remote(str(where), options) if remote else None, self.shard)
+        self._known: tuple[int, int] | None = None  # bytes when last counted, bytes written since
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({self.where!r}, max_bytes={self.max_bytes}, blob_tokens={self.blob_tokens})"
+
+    @property
+    def where(self) -> str:
+        """The folder or URL."""
+        return self._shelf.remote.url if self._shelf.remote else str(self.folder.root)
+
+    # -- what is where ----------------------------------------------------------------------------------------------
+
+    def _cuts(self, cache: PagedCache) -> Cuts:
+        scheme = cache.spec.scheme
+        return Cuts(scheme.num_sink_tokens, scheme.page_size, self.blob_tokens)
+
+    def _identity(self, cache: PagedCache) -> tuple[Identity, str]:
+        """Whose pages a cache holds, and the folder of the blobs that go with it."""
+        made_for = self.made_for or cache.made_for
+        if made_for is None:
+            raise SpecError(
+                "this cache does not say whose keys and values it holds; KVCache.for_model does, for a PagedCache of your own set cache.made_for to a text "
+                "that names the model and its weights"
+            )
+        static = cache.static
+        if self.shard[1] > 1 and any(static):
+            if self._whole is None:
+                raise SpecError("a shard of a calibrated cache: pass PrefixStore(.., calibration=) that of all kv heads, so that all ranks name it alike")
+            static = getattr(self._whole, "static", self._whole)
+        identity = Identity.of(whole_spec(cache.spec, self.shard[1]), made_for, static)
+        identity = dataclasses.replace(identity, kv_heads=identity.kv_heads // self.shard[1], shard=self.shard[0], shards=self.shard[1])
+        return identity, keys.namespace(identity, self._cuts(cache).blob_pages * cache.spec.scheme.page_size)
+
+    def match(self, cache: PagedCache, ids: Any) -> int:
+        """Tokens that `load` would bring of a prompt into an empty cache like this one."""
+        plan = self._plan(paged(cache), keys.token_ids(ids))
+        return plan.length if plan else 0
+
+    def explain(self) -> dict[str, Any]:
+        """What the store holds: files and bytes, per namespace (a model, scheme and calibration) and in all."""
+        found: dict[str, dict[str, int]] = {}
+        for e in self.folder.entries():
+            about = found.setdefault(e.namespace, {"files": 0, "bytes": 0})
+            about["files"] += 1
+            about["bytes"] += e.nbytes
+        total = {name: sum(x[name] for x in found.values()) for name in ("files", "bytes")}
+        return {"where": self.where, "max_bytes": self.max_bytes, **total, "namespaces": found, "damaged": dict(self._shelf.damaged)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(e.nbytes for e in self.folder.entries())
+
+    # -- put --------------------------------------------------------------------------------------------------------
+
+    def put(self, cache: Any, ids: Any, row: int = 0, *, end: bool = True) -> int:
+        """Store the pages of a sequence. Blobs that are there already are not written again.
+
+        Args:
+            cache: a KVCache or PagedCache.
+            ids: token ids of the sequence, padding left out: [tokens] or [1, tokens]; may go on past what the cache holds.
+            end: also store what only this very sequence has (its raw tail), so that loading exactly these tokens gives exactly this cache.
+
+        Returns:
+            Tokens of the sequence that can now be loaded.
+
+        Raises:
+            DataError: fewer ids than tokens, or no such sequence.
+            OSError: the disk is full, or the like. The store is as good as before.
+        """
+        known, tokens = paged(cache), keys.token_ids(ids)
+        groups = settled(known, row)
+        length = groups[0].sequences[row].length
+        if len(tokens) < length:
+            raise DataError(f"{counted(len(tokens), 'token id')} for a sequence of {counted(length, 'token')}; pass the ids of all of them, padding left out")
+        identity, space = self._identity(known)
+        cuts = self._cuts(known)
+        blobs = min(cuts.within(length), pages.whole_blobs(groups, row, cuts))
+        chain = keys.chain(space, tokens, cuts.ends(length)[:blobs])
+        new = []
+        names = []
+        windows = any(g.group.geometry.sliding_window is not None for g in groups)
+        for i in range(blobs):
+            held = pages.pages_of(groups, row, cuts, i)
+            names.append(name_of(stem_of(chain[i + 1]), self.shard))
+            if not self._shelf.has(space, names[-1], len(held) if windows else 0):
+                new.append((names[-1], Kind.PAGES, held, cuts.end(i), cuts.end(i + 1), chain[i + 1], b""))
+        stored = cuts.end(blobs)
+        if end and length > stored and pages.is_plain(groups, row):
+            held, state = pages.end_of(groups, row, cuts, blobs)
+            key = keys.after(chain[blobs], tokens[stored:length])
+            names.append(name_of(stem_of(chain[blobs], length - stored, key), self.shard))
+            if not self._shelf.has(space, names[-1]):
+                new.append((names[-1], Kind.END, held, stored, length, key, state))
+            stored = length
+        written = 0
+        for at in range(0, len(new), WRITTEN_AT_ONCE):
+            files = []
+            for name, kind, held, first, last, key, state in new[at : at + WRITTEN_AT_ONCE]:
+                blocks = blob.on_host(blocks_of(groups, row, held))
+                pieces = blob.encode(kind, identity, [p for p, _ in held], blocks, start=first, tokens=last - first, key=key[: keys.KEY_BYTES], state=state)
+                files.append((name, pieces))
+            written += self.folder.write(space, files)
+        self._shelf.send(space, names)
+        self._shelf.use(space, names)
+        self._wrote(written)
+        return stored
+
+    # -- load -------------------------------------------------------------------------------------------------------
+
+    def load(self, cache: PagedCache, ids: Any, row: int = 0) -> int:
+        """Put the longest prefix of a prompt that the store has into an empty sequence.
+
+        A file that is damaged, cut short or of somebody else is set aside (renamed to .damaged) with a warning that names it; the prefix before it is
+        loaded.
+
+        Args:
+            cache: of the model, scheme and calibration that the pages are wanted for.
+            ids: token ids [tokens] or [1, tokens].
+
+        Returns:
+            Tokens loaded: the sequence's length now. The rest is to be computed.
+
+        Raises:
+            CacheStateError: the sequence is not empty.
+            PoolFullError: pages are missing. Nothing changed.
+        """
+        tokens = keys.token_ids(ids)
+        groups = settled(cache, row, make=True)
+        if length := groups[0].sequences[row].length:
+            raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; load a prefix into an empty one, or free({row}) first")
+        space = self._identity(cache)[1]
+        while plan := self._plan(cache, tokens):
+            before = [g.snapshot() for g in groups]
+            try:
+                self._fill(space, groups, row, plan)
+            except DamagedError as error:
+                for g, was in zip(groups, before, strict=True):
+                    g.restore(was)
+                self._shelf.set_aside(space, error)
+                continue
+            except BaseException:
+                for g, was in zip(groups, before, strict=True):
+                    g.restore(was)
+                raise
+            self._shelf.use(space, plan.names)
+            return plan.length
+        return 0
+
+    def _fill(self, space: str, groups: list[GroupState], row: int, plan: Plan) -> None:
+        """Give a sequence its pages and read them."""
+        wanted: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for state, (s, listed) in zip(groups, plan.made, strict=True):
+            s = s.clone()
+            ids: dict[str, list[int]] = {name: [] for name in state.pools}
+            for page in listed:
+                ids[page.pool].append(page.column)
+            new = {}
+            for name, at in ids.items():
+                pool = state.pools[name]
+                pool.reserve(len(at))
+                new[name] = [pool.allocator.allocate() for _ in at]
+            order = {name: iter(x) for name, x in new.items()}
+            for page in listed:
+                where, number = plan.at[page]
+                wanted.setdefault(where, []).append((number, state.pools[page.pool].block(next(order[page.pool]))))
+            for name, held in s.pages().items():
+                s.renumber(name, [new[name][i] for i in held])
+            state.replace(row, s)
+        own, work = [g.group for g in groups], []
+        for i, of_blob in sorted(wanted.items()):
+            work += plan.blobs[i].work(own, self.shard, sorted(of_blob, key=lambda p: p[0]))
+        read_pages(lambda name: self.folder.open(space, name), work)
+
+    def _plan(self, cache: PagedCache, tokens: np.ndarray) -> Plan | None:
+        identity, space = self._identity(cache)
+        return find(self._shelf, space, identity, [g.group for g in cache.groups], self._cuts(cache), tokens)
+
+    # -- what stays -------------------------------------------------------------------------------------------------
+
+    def pin(self, cache: Any, ids: Any) -> int:
+        """Keep the stored prefix of these tokens whatever `max_bytes` says, until `unpin`. Returns how many tokens are pinned.
+
+        Raises:
+            DataError: nothing of it is stored.
+        """
+        known, tokens = paged(cache), keys.token_ids(ids)
+        plan = self._plan(known, tokens)
+        if plan is None:
+            raise DataError(f"nothing of these {counted(len(tokens), 'token')} is stored for this model and scheme; put them first")
+        space = self._identity(known)[1]
+        text = json.dumps(plan.names).encode()
+        self.folder.write(space, [(_pin_name(tokens), [memoryview(text)])])
+        return plan.length
+
+    def unpin(self, cache: Any, ids: Any) -> bool:
+        """Let a pinned prefix be evicted again. Returns whether it was pinned."""
+        return self.folder.remove(self._identity(paged(cache))[1], _pin_name(keys.token_ids(ids)))
+
+    def evict(self, max_bytes: int | str | None = None) -> int:
+        """Remove what was used least lately until the store is no larger than this (None: than its own `max_bytes`); what is pinned stays.
+
+        Returns:
+            Bytes removed.
+        """
+        limit = self.max_bytes if max_bytes is None else as_bytes(max_bytes)
+        if limit is None:
+            raise SpecError("evict() of a store without max_bytes; say how many bytes may stay")
+        with open(self.folder.root / ".evicting", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            entries = sorted(self.folder.entries(), key=lambda e: e.used)
+            total, removed = sum(e.nbytes for e in entries), 0
+            pinned = {(e.namespace, name) for e in entries if e.name.endswith(PIN) for name in self._pinned(e.namespace, e.name)}
+            for e in entries:
+                if total - removed <= limit:
+                    break
+                if not e.name.endswith(PIN) and (e.namespace, e.name) not in pinned and self.folder.remove(e.namespace, e.name):
+                    removed += e.nbytes
+        self._known = (total - removed, 0)
+        return removed
+
+    def _pinned(self, space: str, name: str) -> list[str]:
+        fd = self.folder.open(space, name)
+        if fd is None:
+            return []
+        with os.fdopen(fd, "rb") as file:
+            try:
+                found = json.loads(file.read(1 << 26))
+                return [x for x in found if isinstance(x, str)]
+            except (ValueError, TypeError, RecursionError):
+                return []
+
+    def _wrote(self, nbytes: int) -> None:
+        """Evict when the store has outgrown its size: counted anew after every sixteenth of it that this process wrote, since others write too."""
+        if self.max_bytes is None:
+            return
+        if self._known is None or self._known[1] + nbytes > self.max_bytes // 16:
+            self._known = (self.nbytes, 0)
+        else:
+            self._known = (self._known[0], self._known[1] + nbytes)
+        if sum(self._known) > self.max_bytes:
+            self.evict()
+
+    def check(self, cache: Any) -> list[str]:
+        """Read every blob of this cache's model, scheme and calibration and compare checksums. Returns what is wrong, by file; nothing is set aside."""
+        known, wrong = paged(cache), []
+        identity, space = self._identity(known)
+        groups = [g.group for g in known.groups]
+        for e in list(self.folder.entries()):
+            if e.namespace != space or not BLOB.fullmatch(e.name) or not e.name.endswith(name_of("", self.shard)):
+                continue
+            try:
+                if source := self._shelf.source(space, e.name, identity, groups):
+                    shapes = [blob.block_shape(groups[p.group], p.pool) for p in source.table.pages]
+                    room = [Piece(i, torch.empty(shape, dtype=torch.uint8)) for i, shape in enumerate(shapes)]
+                    read_pages(lambda name: self.folder.open(space, name), [(source, shapes, room)])
+            except FileFormatError as error:
+                wrong.append(str(error))
+        return wrong
+
+
+def _pin_name(tokens: np.ndarray) -> str:
+    return hashlib.sha256(tokens.tobytes()).hexdigest()[:40] + PIN
+
+
+def _shard(shard: Shard) -> Shard:
+    rank, size = shard
+    if not (type(rank) is type(size) is int and 0 <= rank < size < 1 << 16):
+        raise SpecError(f"shard={shard!r} must be (rank, ranks) with 0 <= rank < ranks")
+    return rank, size
+
+
+def whole_spec(spec: CacheSpec, shards: int) -> CacheSpec:
+    """The spec of all kv heads, of one of equal shards.
+
+    Raises:
+        SpecError: some heads are stored in other ways than others, so that a shard does not say what the whole is.
+    """
+    if shards == 1:
+        return spec
+    if any(o.heads is not None for o in spec.scheme.overrides):
+        raise SpecError(f"scheme {spec.scheme.name!r} has overrides by kv head, which shards count anew; store it whole, or use overrides by layer")
+    return dataclasses.replace(spec, layers=tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * shards) for g in spec.layers))
+
+
+def as_bytes(size: int | str) -> int:
+    """Bytes of a number, or of text like "200GB", "64 MB".
+
+    Raises:
+        SpecError: neither.
+    """
+    if type(size) is int and size >= 0:
+        return size
+    text = str(size).replace(" ", "").upper()
+    number = text.rstrip("KMGTB")
+    unit = text[len(number) :].removesuffix("B")
+    try:
+        if type(size) is str and text.endswith("B") and unit in UNITS and float(number) >= 0:
+            return int(float(number) * UNITS[unit])
+    except (ValueError, OverflowError):
+        pass
+    raise SpecError(f"{size!r} is no size; give bytes, or text like '200GB'")
+
+
+def paged(cache: Any) -> PagedCache:
+    found = getattr(cache, "store", cache)
+    if not isinstance(found, PagedCache):
+        raise DataError(f"{type(cache).__name__} is neither a KVCache nor a PagedCache")
+    return found
+
+
+def settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState]:
+    """The groups of a cache between two passes, with the row that is asked for."""
+    if cache.in_pass:
+        raise CacheStateError("a prefix is stored or loaded in the middle of a forward pass; finish it, or call reset() or abandon()")
+    groups = cache.groups
+    if make and row == 0 and not cache.batch_size:
+        for g in groups:
+            g.resize(1)
+    if type(row) is not int or not 0 <= row < cache.batch_size:
+        raise DataError(f"sequence {row!r} does not exist; the cache holds {cache.batch_size}")
+    return groups
+
+
+def blocks_of(groups: list[GroupState], row: int, held: list[tuple[Page, int]]) -> list[torch.Tensor]:
+    """Pages [layers, H, head_bytes] where they lie; copies of those with slots that the sequence does not show, with zeros there."""
+    found = []
+    for page, page_id in held:
+        state = groups[page.group]
+        s, pool = state.sequences[row], state.pools[page.pool]
+        block = pool.block(page_id)
+        if page.pool == "sink":
+            block = shown_part(block, pool.layout, min(s.length, state.group.num_sink_tokens))
+        elif page.pool == "tail":
+            block = shown_part(block, pool.layout, s.tail_lengths[s.tail.index(page_id)])
+        found.append(block)
+    return found

@@ -1,0 +1,226 @@
+"""The blobs of a store as readers see them: files of one folder, or of a remote store behind it; what is not what it says is set aside.
+
+A file is called by the key of its tokens and by which part of the kv heads it holds, `<key>.<shard>-<shards>`; an END by the key of the blobs before it, its
+tokens and their key: `<key>+<tokens>-<key>.<shard>-<shards>`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import warnings
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+
+from ..cache import blob
+from ..cache.blob import Header, Identity, Kind, Page, Table
+from ..errors import FileFormatError, SpecError, counted
+from ..spec import LayerGroup
+from . import keys, pages
+from .folder import Folder
+from .loading import DamagedError, Piece, Source
+from .remote import AT_ONCE, Remote
+
+Shard = tuple[int, int]
+"""Which of how many equal parts of every layer's kv heads."""
+
+
+def stem_of(key: bytes, tokens: int = 0, end: bytes = b"") -> str:
+    """Name of a blob without its shard."""
+    return key[: keys.KEY_BYTES].hex() + (f"+{tokens}-{end[:8].hex()}" if tokens else "")
+
+
+def name_of(stem: str, shard: Shard) -> str:
+    return f"{stem}.{shard[0]}-{shard[1]}"
+
+
+def groups_of(groups: Rows[LayerGroup], mine: Shard, other: Shard) -> list[LayerGroup]:
+    """The layer groups of a shard of another size, of caches that have `groups`.
+
+    Raises:
+        SpecError: the kv heads cannot be cut so.
+    """
+    found = []
+    for g in groups:
+        heads, rest = divmod(g.geometry.num_kv_heads * mine[1], other[1])
+        if rest:
+            raise SpecError(f"{g.geometry.num_kv_heads * mine[1]} kv heads cannot be cut into {other[1]} equal shards")
+        found.append(dataclasses.replace(g, geometry=dataclasses.replace(g.geometry, num_kv_heads=heads)))
+    return found
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A blob as one shard needs it: the same pages in one source or more, each with some of the kv heads.
+
+    Attributes:
+        shards: of each source.
+    """
+
+    sources: list[Source]
+    shards: list[Shard]
+
+    @property
+    def pages(self) -> list[Page]:
+        return self.sources[0].table.pages
+
+    def work(self, groups: Rows[LayerGroup], mine: Shard, wanted: Rows[tuple[int, torch.Tensor]]) -> list[tuple[Source, list[tuple[int, ...]], list[Piece]]]:
+        """What to read of each source.
+
+        Args:
+            wanted: numbers of pages, and the page [layers, H, head_bytes] that each goes to.
+        """
+        found = []
+        for source, shard in zip(self.sources, self.shards, strict=True):
+            theirs = groups_of(groups, mine, shard)
+            shapes: list[tuple[int, ...]] = [blob.block_shape(theirs[p.group], p.pool) for p in self.pages]
+            pieces = []
+            for number, to in wanted:
+                heads, into = _overlap(to.shape[1] * mine[1], mine, shard)
+                pieces.append(Piece(number, to) if shard == mine else Piece(number, to, heads, into))
+            found.append((source, shapes, pieces))
+        return found
+
+
+def _overlap(num_heads: int, mine: Shard, theirs: Shard) -> tuple[slice, slice]:
+    """Heads that two shards of a layer share: in theirs, in mine."""
+    own, other = num_heads // mine[1], num_heads // theirs[1]
+    first = max(mine[0] * own, theirs[0] * other)
+    last = min((mine[0] + 1) * own, (theirs[0] + 1) * other)
+    return slice(first - theirs[0] * other, last - theirs[0] * other), slice(first - mine[0] * own, last - mine[0] * own)
+
+
+class Shelf:
+    """The files of a store, for one shard.
+
+    Attributes:
+        damaged: files set aside since this object was made, with the reason.
+    """
+
+    def __init__(self, folder: Folder, remote: Remote | None, shard: Shard) -> None:
+        self.folder, self.remote, self.shard = folder, remote, shard
+        self.damaged: dict[str, str] = {}
+
+    def has(self, space: str, name: str, at_least: int = 0) -> bool:
+        """Whether a file is there, whole by its size, with at least so many pages."""
+        fd = self.folder.open(space, name)
+        if fd is None:
+            return False
+        try:
+            header = Header.parse(os.pread(fd, blob.HEADER_BYTES, 0), name)
+            return header.nbytes == os.fstat(fd).st_size and header.pages >= at_least
+        except FileFormatError:
+            return False
+        finally:
+            os.close(fd)
+
+    def send(self, space: str, names: list[str]) -> None:
+        """Copy files to the remote store that are not there yet, the beginning first."""
+        if self.remote is None:
+            return
+        mine = [self.folder.nbytes(space, name) for name in names]
+        there = self.remote.sizes(space, names)
+        self.remote.put(space, [name for name, a, b in zip(names, there, mine, strict=True) if a != b and b is not None], self.folder)
+
+    def fetch(self, space: str, stems: list[str]) -> None:
+        """Bring the beginning of a chain of blobs from the remote store, as far as it goes."""
+        for at in range(0, len(stems) if self.remote else 0, AT_ONCE):
+            names = [name_of(stem, self.shard) for stem in stems[at : at + AT_ONCE]]
+            batch = [name for name in names if not self.folder.has(space, name)]
+            if self.remote and batch and not all(self.remote.fetch(space, batch, self.folder)):
+                break
+
+    def names(self, space: str, start: str) -> set[str]:
+        """Names of files, here or there, that begin so."""
+        return set(self.folder.names(space, start)) | set(self.remote.names(space, start) if self.remote else ())
+
+    def use(self, space: str, names: list[str]) -> None:
+        """Note that the files of a prefix were used now: its end a little before its beginning, so that it leaves first."""
+        now = time.time_ns()
+        for i, name in enumerate(names):
+            self.folder.use(space, name, now - i)
+
+    def blob(
+        self, space: str, stem: str, identity: Identity, groups: Rows[LayerGroup], kind: Kind, span: tuple[int, int], key: bytes
+    ) -> Blob | None:  # fmt: skip
+        """A blob with headers and tables read, or None where it is not there. A file that is not what it should be is set aside.
+
+        Args:
+            groups: of this shard.
+            span: its first token, and the one behind its last.
+        """
+        for shards in self._cuts(space, stem):
+            sources = [self._checked(space, name_of(stem, s), identity, groups_of(groups, self.shard, s), kind, span, key) for s in shards]
+            whole = [s for s in sources if s is not None]
+            if len(whole) == len(shards) and all(s.table.pages == whole[0].table.pages for s in whole):
+                return Blob(whole, shards)
+        return None
+
+    def _cuts(self, space: str, stem: str) -> list[list[Shard]]:
+        """Shards of each size that could together give this shard's heads: its own file first."""
+        found = [[self.shard]]
+        if not self.folder.has(space, name_of(stem, self.shard)):
+            there: dict[int, set[int]] = {}
+            for name in self.names(space, stem + "."):
+                shard, _, shards = name[len(stem) + 1 :].partition("-")
+                if shard.isdigit() and shards.isdigit() and len(name) < 100 and 0 <= int(shard) < int(shards):
+                    there.setdefault(int(shards), set()).add(int(shard))
+            rank, size = self.shard
+            for n, held in sorted(there.items()):
+                needed = range(rank * n // size, -(-(rank + 1) * n // size))
+                if n != size and held.issuperset(needed):
+                    found.append([(j, n) for j in needed])
+        return found
+
+    def _checked(
+        self, space: str, name: str, identity: Identity, groups: Rows[LayerGroup], kind: Kind, span: tuple[int, int], key: bytes
+    ) -> Source | None:  # fmt: skip
+        try:
+            source = self.source(space, name, identity, groups)
+            if source is None:
+                return None
+            header = source.header
+            if (header.kind, header.start, header.start + header.tokens, header.key) != (kind, *span, key[: keys.KEY_BYTES]):
+                raise FileFormatError(f"{source.path} does not belong there: it holds other tokens")
+            size, sinks = groups[0].page_size, groups[0].num_sink_tokens
+            if kind == Kind.PAGES and not pages.fit(source.table.pages, groups, range(max(0, span[0] - sinks) // size, (span[1] - sinks) // size)):
+                raise FileFormatError(f"{source.path} holds pages of other tokens than its header says")
+            return source
+        except FileFormatError as error:
+            self.set_aside(space, DamagedError(name, str(error)))
+            return None
+
+    def source(self, space: str, name: str, identity: Identity, groups: Rows[LayerGroup]) -> Source | None:
+        """A file's header and table; None where there is no such file.
+
+        Raises:
+            FileFormatError: it is damaged, or somebody else's.
+        """
+        fd = self.folder.open(space, name)
+        if fd is None and self.remote and all(self.remote.fetch(space, [name], self.folder)):
+            fd = self.folder.open(space, name)
+        if fd is None:
+            return None
+        path = self.folder.path(space, name)
+        try:
+            header = Header.parse(os.pread(fd, blob.HEADER_BYTES, 0), path)
+            if reason := header.refuses(identity):
+                raise FileFormatError(f"{path} does not belong there: {reason}")
+            if name.rpartition(".")[2] != f"{header.identity.shard}-{header.identity.shards}":
+                raise FileFormatError(f"{path} does not belong there: it holds shard {header.identity.shard} of {header.identity.shards}")
+            if header.nbytes != (size := os.fstat(fd).st_size):
+                raise FileFormatError(f"{path} is truncated: {counted(size, 'byte')} of {header.nbytes}")
+            return Source(name, path, header, Table.parse(header, os.pread(fd, header.table_bytes, blob.HEADER_BYTES), groups, path))
+        finally:
+            os.close(fd)
+
+    def set_aside(self, space: str, error: DamagedError) -> None:
+        """Take a file out of the way, so that it is made again, and say so."""
+        self.damaged[error.name] = str(error)
+        kept = self.folder.set_aside(space, error.name)
+        if self.remote:
+            self.remote.set_aside(space, error.name)
+        warnings.warn(f"{error}; it was {'renamed to ' + kept if kept else 'left'} and its tokens will be computed again", stacklevel=4)

@@ -1,0 +1,240 @@
+"""Calibrated bases: what the moments say about made-up data, degenerate ones, tiny models from calibration to cache, foreign models, damaged files."""
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from kvbits import schemes
+from kvbits.calibrate import Calibration, calibrate, calibrate_all
+from kvbits.calibrate.moments import Moments
+from kvbits.errors import CalibrationError, DataError, FileFormatError, SpecError, UnsupportedError
+from kvbits.evaluate.caches import factory
+from kvbits.evaluate.fidelity import compare
+from kvbits.integrations.huggingface import KVCache
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.reference.dequantize import dequantize_pages
+from kvbits.quant import banded
+from kvbits.quant.basis import into_basis, inverse
+from kvbits.spec import LayerGeometry, Override, PageLayout, QuantSpec, Rotary
+
+DIM = 64
+ROTARY = Rotary(inv_freq=tuple(1000.0 ** (-i / 32) for i in range(32)))
+GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=DIM, rotary=ROTARY)
+KEY = schemes.get("klt2", head_dim=DIM).key
+
+
+def correlated(tokens, heads, seed):
+    """Tokens of channels that move together, with a bias."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(heads, DIM, DIM, generator=generator) * torch.logspace(1, -2, DIM)
+    return torch.einsum("thd,hde->the", torch.randn(tokens, heads, DIM, generator=generator), mix.mT) + 5 * torch.randn(heads, DIM, generator=generator)
+
+
+def seen(q, k, tokens=None):
+    m = Moments(KEY, GEOMETRY, 64, "layer 3")
+    m.add(q, k, torch.arange(len(k))[:tokens])
+    return m
+
+
+def prompts(n=4, length=200, vocab=None):
+    vocab = len(tiny.ALPHABET) if vocab is None else vocab
+    return list(torch.randint(3, vocab, (n, length), generator=torch.Generator().manual_seed(1)).split(2))
+
+
+def test_channels_of_the_basis_are_uncorrelated_sorted_and_as_wide_as_their_steps_want():
+    q, k = correlated(1920, 4, 0), correlated(1920, 2, 1)
+    basis = seen(q, k).basis()
+    pages = k.unflatten(0, (30, 64)).transpose(1, 2)
+    shared = {"k_basis": basis, "k_inv_freq": torch.tensor(ROTARY.frequencies(DIM))}
+    y = into_basis(pages, KEY, shared, np.arange(0, 1920, 64)).double()
+    y = (y - y.mean(-2, keepdim=True)).transpose(0, 1).flatten(1, 2)
+    covariance = y.mT @ y / y.shape[1]
+    spread = covariance.diagonal(dim1=-2, dim2=-1).sqrt() * banded.steps(KEY, DIM)
+    assert torch.allclose(spread, torch.ones_like(spread), atol=1e-3)
+    off = covariance / (covariance.diagonal(dim1=-2, dim2=-1).sqrt()[:, None] * covariance.diagonal(dim1=-2, dim2=-1).sqrt()[:, :, None])
+    assert (off - torch.eye(DIM)).abs().max() < 1e-3
+
+
+def test_scores_lose_less_than_in_the_channels_as_they_are():
+    """At equal bits on keys the calibration never saw: against the same codes in a basis that only scales channels, a fifth of the squared score error."""
+    q, k = correlated(1920, 4, 0), correlated(1920, 2, 1)
+    fresh_q, fresh_k = correlated(256, 4, 0).unflatten(1, (2, 2)), correlated(64, 2, 1)
+    layout = PageLayout(key=KEY, value=QuantSpec.raw(), page_size=64, num_kv_heads=2, head_dim=DIM, raw_dtype="float32")
+    plain = torch.diag_embed(1 / (k.unflatten(0, (30, 64)).std(1).mean(0) * banded.steps(KEY, DIM)))
+    found = []
+    for basis in (seen(q, k).basis(), plain):
+        shared = {"k_basis": basis, "k_inverse": inverse(basis), "k_inv_freq": torch.tensor(ROTARY.frequencies(DIM))}
+        page, start = fresh_k.transpose(0, 1)[None], np.array([0])
+        got, _ = dequantize_pages(close_pages(page, page, layout, shared, start)[0], layout, shared, starts=start)
+        found.append(torch.einsum("thgd,hkd->hgtk", fresh_q, (got - page)[0]).square().mean().item())
+    assert found[0] < found[1] / 5
+
+
+def test_tokens_may_come_in_any_portions_of_whole_pages():
+    q, k = correlated(512, 4, 0), correlated(512, 2, 1)
+    whole = seen(q, k)
+    again = Moments(KEY, GEOMETRY, 64, "layer 3")
+    for _ in range(2):
+        again.add(q, k, torch.arange(512))
+    assert torch.allclose(again.basis(), whole.basis(), rtol=1e-4, atol=1e-5 * whole.basis().abs().max().item())
+    assert again.pages == 2 * whole.pages == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda q, k: (q[:100], k[:100]), r"kv head [01] of layer 3: 1 pages of 64 tokens were seen, too little for a basis of 64 channels"),
+        (lambda q, k: (q, k * torch.tensor([1.0, 0.0])[:, None]), r"kv head 1 of layer 3: its queries or keys are all zero"),
+        (lambda q, k: (q * torch.tensor([1.0, 1.0, 0.0, 0.0])[:, None], k), r"kv head 1 of layer 3: its queries or keys are all zero"),
+    ],
+)
+def test_moments_that_say_too_little_warn_with_the_head_and_still_give_a_basis(change, why):
+    q, k = change(correlated(640, 4, 0), correlated(640, 2, 1))
+    with pytest.warns(RuntimeWarning, match=why):
+        basis = seen(q, k).basis()
+    assert torch.isfinite(basis).all() and torch.isfinite(inverse(basis)).all()
+
+
+def test_nan_in_keys_is_an_error_that_names_the_layer():
+    with pytest.raises(DataError, match="queries or keys of layer 3 hold NaN"):
+        seen(correlated(64, 4, 0), correlated(64, 2, 1) * torch.nan)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model(key_bias=20.0)
+
+
+@pytest.fixture(scope="module")
+def calibrations(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return dict(zip(("klt4", "klt3", "klt2"), calibrate_all(model, prompts(8, 300), ["klt4", "klt3", "klt2"]), strict=True))
+
+
+def test_a_calibration_holds_one_basis_a_layer_and_comes_back_from_its_file(model, calibrations, tmp_path):
+    found = calibrations["klt3"]
+    assert [{k: tuple(v.shape) for k, v in layer.items()} for layer in found.static] == [{"k_basis": (2, 64, 64)}] * 2
+    path = tmp_path / "c.safetensors"
+    found.save(path)
+    again = Calibration.load(path)
+    assert again.id == found.id and again.id != calibrations["klt2"].id
+    again.check(model.config, schemes.get("klt3", head_dim=64))
+
+
+def test_attention_is_the_models_own_again_after_calibration(model):
+    before = model.config._attn_implementation
+    calibrate(model, prompts(), "klt2")
+    assert model.config._attn_implementation == before and model.training is False
+
+
+def test_fewer_bits_cost_more_and_the_packed_cache_agrees_with_the_simulated_one(model, calibrations):
+    ids = torch.randint(3, len(tiny.ALPHABET), (420,), generator=torch.Generator().manual_seed(2))
+    factories = [factory(model, name, calibration=lambda s: calibrations[s.name], simulate=s) for name in calibrations for s in (False, True)]
+    caches = {"base": factory(model, "raw").make(1, 420)} | {f.name: f.make(1, 420) for f in factories}
+    found = compare(model, caches, ids, first=0, chunk=60)
+    kl = {name: found[name].kl_mean for name in caches}
+    assert 0 < kl["klt4"] < kl["klt3"] < kl["klt2"]
+    for name in calibrations:
+        assert kl[f"{name}-simulated"] == pytest.approx(kl[name], rel=0.02)
+        assert abs(found[f"{name}-simulated"].nll - found[name].nll) < 1e-3 * found[name].num_tokens
+
+
+def test_the_cache_says_that_the_reference_serves_and_why(model, calibrations):
+    cache = factory(model, "klt2", calibration=lambda s: calibrations["klt2"]).make(1, 300)
+    with torch.no_grad():
+        for piece in torch.randint(3, 60, (1, 300)).split([220, 60, 20], 1):
+            model(piece, past_key_values=cache)
+    ops = cache.store.explain()["ops"]
+    assert any(x.startswith("attend_pages by reference (cpu: banded codes (keys and values) have no CPU kernel") for x in ops)
+    assert any(x.startswith("close_pages by reference (cpu: banded codes (keys and values) have no CPU kernel") for x in ops)
+    assert cache.nbytes == cache.store.spec.nbytes(300)
+
+
+def test_a_raw_layer_and_heads_of_the_layers_own_spec_are_exceptions_as_elsewhere(model):
+    scheme = schemes.get("klt2", head_dim=64)
+    raw = Override(layers=(0,), key=QuantSpec.raw(), value=QuantSpec.raw(), heads=(1,))
+    mine = dataclasses.replace(scheme, name="mine", overrides=(raw,))
+    found = calibrate(model, prompts(8, 300), mine)
+    cache = KVCache.for_model(model, mine, calibration=found)
+    with torch.no_grad():
+        out = [model(piece, past_key_values=cache).logits for piece in torch.randint(3, 60, (1, 300)).split(150, 1)]
+    assert torch.isfinite(out[1]).all() and len(cache.store.spec.groups) == 3
+
+
+def test_a_saved_cache_brings_its_basis_along(model, calibrations, tmp_path):
+    cache = factory(model, "klt3", calibration=lambda s: calibrations["klt3"]).make(1, 300)
+    ids = torch.randint(3, 60, (1, 290))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(tmp_path / "cache.kv")
+    again = KVCache.load(tmp_path / "cache.kv", model)
+    with torch.no_grad():
+        a, b = (model(ids[:, :5], past_key_values=c).logits for c in (cache, again))
+    assert torch.equal(a, b)
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------------
+
+
+def other(model, **changes):
+    config = type(model.config)(**{**model.config.to_dict(), **changes})
+    return type(model)(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta"),
+        ({"num_key_value_heads": 4}, "num_kv_heads is 4 here and 2"),
+        ({"num_hidden_layers": 3}, "3 here and 2"),
+        ({"head_dim": 32}, "head_dim is 32 here and 64"),
+    ],
+)
+def test_another_model_is_refused_with_what_differs(model, calibrations, changes, words):
+    with pytest.raises(CalibrationError, match=f"made for another model.*{words}"):
+        calibrations["klt2"].check(other(model, **changes).config, schemes.get("klt2", head_dim=changes.get("head_dim", 64)))
+
+
+def test_another_width_is_refused(model, calibrations):
+    with pytest.raises(CalibrationError, match="made for scheme 'klt3', not 'klt2'"):
+        KVCache.for_model(model, "klt2", calibration=calibrations["klt3"])
+
+
+def test_a_singular_basis_is_refused_with_its_head(model, calibrations):
+    broken = [{"k_basis": layer["k_basis"].clone()} for layer in calibrations["klt2"].static]
+    broken[1]["k_basis"][1, :, 5] = broken[1]["k_basis"][1, :, 6]
+    with pytest.raises(SpecError, match="k_basis of layer 1, kv head 1, has condition number"):
+        KVCache.for_model(model, "klt2", calibration=dataclasses.replace(calibrations["klt2"], static=broken))
+
+
+def test_models_without_a_rotary_embedding_are_refused():
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=1, vocab_size=100)
+    with pytest.raises(UnsupportedError, match="rotary embedding"):
+        calibrate(transformers.GPT2LMHeadModel(config).eval(), [torch.randint(0, 100, (1, 200))], "klt2")
+
+
+@pytest.mark.parametrize("name", ["klt2", "int8_static"])
+def test_a_flipped_bit_is_refused_wherever_it_is(model, calibrations, name, tmp_path):
+    found = calibrations["klt2"] if name == "klt2" else calibrate(model, prompts(), name)
+    path = tmp_path / "c.safetensors"
+    found.save(path)
+    whole = path.read_bytes()
+    random = np.random.default_rng(0)
+    header = int.from_bytes(whole[:8], "little") + 8
+    places = [*random.integers(0, header, 150), *random.integers(header, len(whole), 150)]
+    for at in places:
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << int(random.integers(0, 8))
+        path.write_bytes(damaged)
+        with pytest.raises(FileFormatError):
+            Calibration.load(path)

@@ -1,0 +1,278 @@
+"""Banded codes and their bases: 8-bit scales, widths, stored planes, error bounds, Hadamard and calibrated bases, frames."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbits import schemes
+from kvbits.errors import DataError, SpecError
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.reference.dequantize import dequantize_pages, section
+from kvbits.quant import banded
+from kvbits.quant.basis import conditions, frames, hadamard, into_basis, inverse, out_of_basis
+from kvbits.quant.packing import pack_banded, unpack_banded
+from kvbits.quant.rotary import turn
+from kvbits.spec import FRAME, SCALE_8BIT, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
+from kvbits.spec.bands import PLANES, WIDTHS
+
+HEAD_DIMS = (16, 40, 64, 80, 128, 256)
+
+
+def spec(bands, basis=None, center=None):
+    return QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center)
+
+
+def static(head_dim, heads=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.eye(head_dim) * 2 + torch.randn(heads, head_dim, head_dim, generator=generator) / head_dim**0.5
+    return {"k_basis": basis, "k_inverse": inverse(basis), "k_inv_freq": 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2))}
+
+
+# -- 8-bit scales -------------------------------------------------------------------------------------------------------
+
+
+def test_every_scale_is_its_own_nearest_and_the_top_byte_of_float16_without_its_sign():
+    codes = torch.arange(banded.SMALLEST_CODE, banded.LARGEST_CODE + 1)
+    values = banded.scale_values(codes)
+    assert torch.equal(banded.scale_codes(values), codes.int())
+    assert (values.diff() > 0).all() and values[0] == 2.0**-17 and values[-1] == 61_440
+    halves = values.half().view(torch.int16).numpy().view(np.uint16)
+    assert (halves & 0x807F == 0).all() and (halves >> 7 == codes.numpy()).all()
+    assert banded.scale_values(torch.tensor(0x78)) == 1.0  # 15 << 3: exponent 0, mantissa 0
+
+
+@given(st.floats(2.0**-17, 61_440))
+def test_scales_round_to_a_sixteenth(x):
+    found = float(banded.scale_values(banded.scale_codes(torch.tensor(x))))
+    assert abs(found - x) <= max(x / 15.9, 2.0**-18)
+
+
+# -- widths ---------------------------------------------------------------------------------------------------------------
+
+
+def test_presets_have_the_widths_that_the_documents_name():
+    named = {
+        "klt2": ((5, 3, 2, 0), (6, 4, 3, 2, 2, 2, 1, 0)),
+        "klt3": ((6, 4, 3, 1), (6, 5, 4, 4, 3, 3, 2, 1)),
+        "klt4": ((6, 5, 4, 3), (6, 6, 5, 5, 4, 4, 3, 3)),
+    }
+    for name, (small, large) in named.items():
+        key = schemes.get(name).key
+        assert (key.widths(64), key.widths(128)) == (small, large)
+        assert set(schemes.get(name).value.widths(64)) == {int(name[-1])}
+
+
+@pytest.mark.parametrize("name", ["klt2", "klt3", "klt4"])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256, 512])
+def test_widths_fall_and_keep_their_mean_to_two_bits_of_a_head(name, head_dim):
+    found = schemes.get(name).key.widths(head_dim)
+    mean = int(name[-1]) + 0.5
+    assert list(found) == sorted(found, reverse=True) and set(found) <= set(WIDTHS)
+    assert sum(found) % 2 == 0 and mean * len(found) - 2 < sum(found) <= mean * len(found)
+
+
+def test_planes_hold_the_channels_of_the_bands_that_have_them():
+    assert spec((5, 3, 2, 0)).planes(64) == ((4, 16), (2, 32), (1, 32))
+    assert spec((8, 6)).planes(32) == ((8, 16), (4, 16), (2, 16))
+    assert spec((3, 1)).planes(24) == ((2, 16), (1, 24))  # the last band is narrower
+    layout = PageLayout(key=spec((5, 3, 2, 0), "klt", "channel"), value=spec((2,) * 4, "hadamard"), page_size=64, num_kv_heads=1, head_dim=64)
+    assert {n: (s.offset, s.nbytes, s.dtype, s.shape) for n, s in layout.sections.items()} == {
+        "k_plane0": (0, 512, "uint8", (64, 8)),
+        "k_plane1": (512, 512, "uint8", (64, 8)),
+        "k_plane2": (1024, 256, "uint8", (64, 4)),
+        "v_plane0": (1280, 1024, "uint8", (64, 16)),
+        "k_scale": (2304, 64, SCALE_8BIT, (1, 64)),
+        "k_mean": (2368, 128, "float16", (64,)),
+        "v_scale": (2496, 64, SCALE_8BIT, (1, 64)),
+    }
+    assert layout.head_bytes == 2560 and layout.bits_per_element == 2.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bands": (7,)}, "unknown width of a band 7; known: 0, 1, 2, 3, 4, 5, 6, 8"),
+        ({"bands": ()}, "hold no bits; give one width for each 16 channels"),
+        ({"bands": (0, 0)}, "hold no bits"),
+        ({"granularity": PerChannel()}, "one fitted 8-bit scale per token"),
+        ({"scale_dtype": "float16"}, "one fitted 8-bit scale per token"),
+        ({"outliers": 0.01}, "no outliers"),
+        ({"basis": "pca"}, "unknown basis 'pca'; known: None, hadamard, klt"),
+        ({"format": "int4"}, "belong to format='banded', not to 'int4'"),
+    ],
+)
+def test_specs_that_cannot_be_are_refused(change, message):
+    with pytest.raises(SpecError, match=message):
+        dataclasses.replace(spec((5, 3, 2, 0)), **change)
+
+
+def test_values_have_no_calibrated_basis_and_banded_codes_no_low_planes():
+    preset = schemes.get("klt2")
+    with pytest.raises(SpecError, match="basis='klt' is of keys"):
+        Scheme(name="a", key=preset.key, value=preset.key)
+    with pytest.raises(SpecError, match="banded keys have no low planes"):
+        schemes.get("klt2", tiers=schemes.get("tiered").tiers)
+    with pytest.raises(SpecError, match="token_local=True, but"):
+        schemes.get("klt2", token_local=True, residual_length=0)
+
+
+# -- codes and bytes --------------------------------------------------------------------------------------------------------
+
+
+def loop_planes(codes, bands):
+    """Each plane's rows by plain loops: field i of byte r, lowest first, is number r + i * row_bytes of the channels that have the plane."""
+    tokens, head_dim = codes.shape
+    found = []
+    for bits in PLANES:
+        channels = [c for c in range(head_dim) if bands[c // 16] & bits]
+        if not channels:
+            continue
+        row_bytes = -(-len(channels) * bits // 32) * 4
+        rows = np.zeros((tokens, row_bytes), np.uint8)
+        for t in range(tokens):
+            for j, c in enumerate(channels):
+                lower = sum(p for p in PLANES if p < bits and bands[c // 16] & p)
+                rows[t, j % row_bytes] |= ((int(codes[t, c]) >> lower) & (2**bits - 1)) << (j // row_bytes * bits)
+        found.append(rows)
+    return found
+
+
+def key_bytes(rows):
+    """docs/formats.md: byte (t, r) of keys."""
+    stored = np.zeros(rows.size, np.uint8)
+    for t in range(rows.shape[0]):
+        for r in range(rows.shape[1]):
+            stored[((t // 16) * (rows.shape[1] // 4) + r // 4) * 64 + (t % 16) * 4 + r % 4] = rows[t, r]
+    return stored
+
+
+@pytest.mark.parametrize("bands", [(5, 3, 2, 0), (6, 4, 3, 1), (8, 1), (2, 2, 2, 2, 2), (0, 6)])
+def test_stored_bytes_follow_the_documented_formulas(bands):
+    head_dim = 16 * len(bands)
+    top = torch.tensor([2**b for b in bands]).repeat_interleave(16)
+    codes = (torch.randint(0, 2**30, (32, head_dim)) % top).to(torch.uint8)
+    packed = pack_banded(codes, bands, "k")
+    for plane, rows in zip(packed, loop_planes(codes, bands), strict=True):
+        assert plane.numpy().tobytes() == key_bytes(rows).tobytes()
+    for kind in "kv":
+        assert torch.equal(unpack_banded(pack_banded(codes, bands, kind), bands, kind, 32, head_dim), codes)
+
+
+def test_literal_bytes_of_one_token():
+    """Bands of 3 and 1 bits: plane 0 has the two high bits of channels 0 to 15, plane 1 the low bit of all 32."""
+    codes = torch.zeros(16, 32, dtype=torch.uint8)
+    codes[0, 0], codes[0, 4], codes[0, 15], codes[0, 17] = 0b101, 0b111, 0b010, 1
+    high, low = pack_banded(codes, (3, 1), "k")
+    assert high.view(-1, 64)[0, :4].tolist() == [0b11_10, 0, 0, 0b01 << 6]  # byte r: channels r, r + 4, r + 8, r + 12
+    assert low.view(-1, 64)[0, :4].tolist() == [0b11, 1 << 4, 0, 0]  # channels 0 and 4 are bits 0 and 1 of byte 0, channel 17 = 1 + 4 * 4
+    assert low.numpy().sum() == 3 + 16
+
+
+UGLY = {
+    "zeros": torch.zeros(4, 64),
+    "constant": torch.full((4, 64), 3.0),
+    "one outlier": torch.nn.functional.one_hot(torch.arange(4), 64) * 1e4,
+    "denormal": torch.full((4, 64), 1e-40),
+    "large": torch.full((4, 64), 3e4) * torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).sign(),
+    "normal": torch.randn(4, 64, generator=torch.Generator().manual_seed(0)),
+}
+
+
+@pytest.mark.parametrize("name", UGLY)
+@pytest.mark.parametrize("bands", [(5, 3, 2, 0), (6, 5, 4, 3), (8, 1, 1, 1), (2, 2, 2, 2)])
+def test_errors_stay_within_the_bound(name, bands):
+    x, s = UGLY[name].float(), spec(bands)
+    scale = banded.fitted_scales(x, s)
+    codes = banded.quantize(x, s, scale)
+    top = torch.tensor([2.0**b - 1 for b in bands]).repeat_interleave(16)
+    assert (codes <= top).all()
+    error = (banded.dequantize(codes, s, scale, torch.float64) - x.double()).abs()
+    assert (error <= banded.error_bound(x, s, scale).double()).all()
+
+
+def test_the_fitted_scale_beats_every_other_one_that_is_tried_and_the_maximum():
+    x, s = torch.randn(50, 64) * torch.tensor([8.0, 2.0, 1.0, 0.5]).repeat_interleave(16), spec((5, 3, 2, 1))
+    scale = banded.fitted_scales(x, s)
+
+    def error(t):
+        return (banded.dequantize(banded.quantize(x, s, t), s, t) - x).square().sum(-1)
+
+    codes = banded.scale_codes(scale)
+    for other in (-1, 1):
+        assert (error(scale) <= error(banded.scale_values((codes + other).clamp(1, 247)))).float().mean() > 0.9
+    top = torch.tensor([31.0, 7.0, 3.0, 1.0]).repeat_interleave(16)
+    widest = banded.scale_values(banded.scale_codes((x.abs() * 2 / top).amax(-1)))
+    assert error(scale).mean() < 0.7 * error(widest).mean()
+
+
+def test_a_token_beyond_8_bit_scales_is_an_error():
+    with pytest.raises(DataError, match=r"a scale of magnitude .* overflows float8_e5m3, .*; keep the layer raw"):
+        banded.fitted_scales(torch.full((1, 16), 1e9), spec((2,)))
+
+
+# -- bases --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_hadamard_is_orthonormal_symmetric_and_spreads_one_channel_over_its_block(head_dim):
+    h = hadamard(torch.eye(head_dim, dtype=torch.float64))
+    assert torch.allclose(h @ h, torch.eye(head_dim, dtype=torch.float64), atol=1e-12) and torch.equal(h, h.mT)
+    size = head_dim & -head_dim
+    assert torch.allclose(h[0, :size].abs(), torch.full((size,), size**-0.5, dtype=torch.float64)) and not h[0, size:].any()
+
+
+@pytest.mark.parametrize("start", [0, 4, 252, 260, 4100, 131_072 - 64])
+def test_scores_stay_exact_in_the_basis_at_any_position(start):
+    """q . k = (q turned back by the frame, times the inverse transposed) . y, with nothing quantized."""
+    shared, s = static(64), spec((4,) * 4, "klt")
+    k, q = torch.randn(1, 2, 64, 64), torch.randn(2, 64, dtype=torch.float64)
+    y = into_basis(k, s, shared, np.array([start])).double()
+    frame = int(frames(np.array([start]))[0])
+    assert frame == start // 256 * 256 and FRAME == 256
+    q_frame = turn(q[None, :, None], torch.tensor([frame]), shared["k_inv_freq"], back=True)[0]
+    scores = (q_frame @ shared["k_inverse"].double().mT) @ y[0].mT
+    expected = q[:, None] @ k[0].double().mT
+    assert torch.allclose(scores, expected, atol=2e-5 * expected.abs().max().item())
+    assert torch.allclose(out_of_basis(y, s, shared, np.array([start])), k.double(), atol=1e-5)
+
+
+def test_pages_of_one_frame_are_turned_alike_and_equal_keys_of_other_frames_store_equal_bytes():
+    """A key that the rotary embedding turned on by whole frames is stored as it was."""
+    preset, shared = schemes.get("klt3", head_dim=64), static(64)
+    layout = PageLayout(key=preset.key, value=preset.value, page_size=64, num_kv_heads=2, head_dim=64)
+    k, v = torch.randn(2, 1, 2, 64, 64)
+    first, _ = close_pages(k, v, layout, shared, np.array([68]))
+    later = turn(k.double(), torch.tensor([[[10 * FRAME]]]), shared["k_inv_freq"]).float()
+    second, _ = close_pages(later, v, layout, shared, np.array([68 + 10 * FRAME]))
+    same = (first == second).float().mean()
+    assert same > 0.999, "rounding of the turned keys may move a code or two"
+    assert not torch.equal(first, close_pages(later, v, layout, shared, np.array([68]))[0])
+
+
+@pytest.mark.parametrize("name", ["klt4", "klt3", "klt2"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_pages_read_back_within_what_their_codes_allow(name, head_dim):
+    preset, shared = schemes.get(name), static(head_dim)
+    layout = PageLayout(key=preset.key, value=preset.value, page_size=64, num_kv_heads=2, head_dim=head_dim)
+    k, v = torch.randn(2, 3, 2, 64, head_dim)
+    starts = np.array([4, 324, 100_000])
+    pages, saturated = close_pages(k + 3, v, layout, shared, starts)
+    assert saturated == {"k": 0, "v": 0}
+    got_k, got_v = dequantize_pages(pages, layout, shared, torch.float64, starts=starts)
+    for x, got, side, kind in ((k + 3, got_k, preset.key, "k"), (v, got_v, preset.value, "v")):
+        y = into_basis(x, side, shared, starts)
+        mean = section(pages, layout, "k_mean").float().unsqueeze(-2) if kind == "k" else 0.0
+        scale = banded.scale_values(section(pages, layout, f"{kind}_scale")).squeeze(-2)
+        stored = into_basis(got.float(), side, shared, starts)
+        bound = banded.error_bound(y - mean, side, scale) + 2e-5 * y.abs().max()
+        assert ((stored - y).abs() <= bound).all()
+
+
+def test_singular_bases_have_no_condition():
+    basis = torch.stack([torch.eye(8), torch.ones(8, 8)])
+    found = conditions(basis)
+    assert found[0] == pytest.approx(1.0) and not found[1] <= 1e6

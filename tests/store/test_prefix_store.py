@@ -1,0 +1,286 @@
+"""What a store gives back is what was put, byte for byte; anything else is set aside by name and computed again."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from cache_checks import check_books, picture, poison_free_pages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_checks import FULL, SLIDING, bytes_of, cache_of, extend, ids_of, pieces, spec_of
+
+from kvbits import PrefixStore
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import CacheStateError, DataError, PoolFullError, SpecError
+from kvbits.store.prefix_store import as_bytes
+
+
+@pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
+@pytest.mark.parametrize("name", ["int4", "kivi2", "raw", "int8_centered", "fp8", "tiered", "token_local"])
+def test_exactly_the_tokens_that_were_put_load_as_exactly_the_cache_that_was_put(tmp_path, name, windows):
+    spec, static = pieces(name, (FULL, SLIDING, FULL) if windows else (FULL, FULL))
+    ids = ids_of(413)
+    donor = cache_of(spec, ids, 400, static=static)
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    assert store.put(donor, ids) == 400
+    loaded = cache_of(spec, static=static)
+    assert store.match(loaded, ids) == 400
+    assert store.load(loaded, ids) == 400
+    assert bytes_of(loaded) == bytes_of(donor)
+    check_books(loaded)
+    poison_free_pages(loaded)
+    for cache in (donor, loaded):
+        extend(cache, ids, 413, chunk=7)
+    assert bytes_of(loaded) == bytes_of(donor)
+
+
+@pytest.mark.parametrize("name", ["int4", "kivi2", "raw", "int8_centered", "fp8", "tiered", "token_local"])
+def test_another_prompt_with_the_same_beginning_loads_what_a_crop_of_the_first_would_be(tmp_path, name):
+    spec, static = pieces(name)
+    ids, other = ids_of(400), ids_of(400, seed=1)
+    other[:330] = ids[:330]
+    donor = cache_of(spec, ids, static=static)
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    store.put(donor, ids)
+    loaded = cache_of(spec, static=static)
+    n = store.load(loaded, other)
+    assert n == spec.scheme.num_sink_tokens + 320
+    check_books(loaded)
+    donor.crop(n)
+    for g in donor.groups:
+        for low in (x for s in g.sequences for x in s.low):
+            for i, page in enumerate(low):
+                if page is not None:  # low planes belong to the whole sequence
+                    g.pools["low0"].allocator.release(page)
+                    low[i] = None
+    assert bytes_of(loaded) == bytes_of(donor)
+    extend(loaded, other, 400)
+    assert store.put(loaded, other) == 400
+    again = cache_of(spec, static=static)
+    assert store.load(again, other) == 400
+    assert bytes_of(again) == bytes_of(loaded)
+
+
+def test_layers_with_windows_load_a_shared_beginning_where_their_pages_were_put_in_time(tmp_path):
+    spec, _ = pieces("int4", (FULL, SLIDING))
+    ids, other = ids_of(400), ids_of(400, seed=1)
+    other[:330] = ids[:330]
+    late, early = PrefixStore(tmp_path / "late", blob_tokens=64), PrefixStore(tmp_path / "early", blob_tokens=64)
+    donor = cache_of(spec)
+    for upto in range(32, 401, 32):
+        extend(donor, ids, min(upto, 400))
+        early.put(donor, ids, end=False)
+    late.put(donor, ids)
+    loaded = cache_of(spec)
+    assert late.load(loaded, other) == 0, "the window's pages before the shared end were gone when it was put"
+    n = early.load(loaded, other)
+    assert n == 324
+    check_books(loaded)
+    fresh = extend(cache_of(spec), ids, 324, 32)
+    k, v = loaded.dequantize(1, 0)
+    assert len(k) >= 99
+    assert torch.isfinite(k).all()
+    whole = cache_of(spec, ids, 345, chunk=32)
+    for got, want in zip((k, v), whole.dequantize(1, 0), strict=True):
+        last = len(want) - 21  # tokens up to 324, quantized as the longer sequence has them
+        assert torch.equal(got[-60:], want[last - 60 : last])
+    assert fresh.seq_lens == loaded.seq_lens
+
+
+def test_prompts_that_share_nothing_or_too_little_load_nothing(tmp_path):
+    spec, _ = pieces("int4")
+    ids = ids_of(300)
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    store.put(cache_of(spec, ids), ids, end=False)
+    for other in (ids_of(300, 1), ids[:67], ids[1:], ids[:0]):
+        assert store.load(cache_of(spec), other) == 0
+    assert store.load(cache_of(spec), ids[:68]) == 68
+    assert store.load(cache_of(spec), torch.from_numpy(ids)[None]) == 260
+
+
+@given(st.integers(1, 200), st.integers(0, 60), st.sampled_from(["int4", "raw", "int8_centered", "token_local"]))
+@settings(max_examples=15)
+def test_any_length_goes_through_a_store(tmp_path_factory, n, more, name):
+    spec, _ = pieces(name)
+    ids = ids_of(n + more)
+    store = PrefixStore(tmp_path_factory.mktemp("store"), blob_tokens=32)
+    donor = cache_of(spec, ids, n)
+    assert store.put(donor, ids) == n
+    loaded = cache_of(spec)
+    assert store.load(loaded, ids) == n
+    assert bytes_of(loaded) == bytes_of(donor)
+
+
+def test_what_is_there_is_not_written_again_and_equal_prefixes_are_stored_once(tmp_path):
+    spec, _ = pieces("int4")
+    ids, other = ids_of(400), ids_of(400, 1)
+    other[:200] = ids[:200]
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    store.put(cache_of(spec, ids), ids)
+    names = {e.name: e.nbytes for e in store.folder.entries()}
+    store.put(cache_of(spec, ids), ids)
+    assert {e.name: e.nbytes for e in store.folder.entries()} == names
+    store.put(cache_of(spec, other), other)
+    assert len(list(store.folder.entries())) == len(names) + 3, "two blobs and the end are new, three are shared"
+
+
+@pytest.mark.parametrize("change", ["model", "scheme", "calibration", "dtype"])
+def test_what_another_model_scheme_or_calibration_made_is_not_found(tmp_path, change):
+    static = [{"k_scale": torch.full((2, 1), 0.1), "v_scale": torch.full((2, 1), 0.1)} for _ in range(2)]
+    spec, ids = spec_of("int8_static", residual_length=0), ids_of(300)
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    store.put(cache_of(spec, ids, static=static), ids)
+    assert store.match(cache_of(spec, static=static), ids) == 300
+    if change == "calibration":
+        static[1]["v_scale"] = torch.full((2, 1), 0.2)
+    if change == "scheme":
+        spec = spec_of("int8_static", residual_length=32)
+    if change == "dtype":
+        spec = dataclasses.replace(spec, raw_dtype="bfloat16")
+    other = cache_of(spec, static=static)
+    if change == "model":
+        other.made_for = "another"
+    assert store.match(other, ids) == 0
+
+
+def test_sequences_that_were_cropped_into_a_page_or_lost_one_store_what_is_whole(tmp_path):
+    spec, _ = pieces("int4")
+    ids = ids_of(400)
+    donor = cache_of(spec, ids)
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    donor.crop(300)
+    assert store.put(donor, ids) == 260, "a crop into a page is not what 300 tokens make"
+    extend(donor, ids, 400)
+    assert store.put(donor, ids[:400]) in (0, 260), "pages behind the crop lie elsewhere than those of other sequences"
+    dropped = cache_of(spec, ids)
+    dropped.drop_pages(0, [[4 + 32 * 5]])
+    assert PrefixStore(tmp_path / "other", blob_tokens=64).put(dropped, ids) == 4 + 128
+
+
+def test_bad_calls_are_refused_in_words(tmp_path):
+    spec, _ = pieces("int4")
+    store, ids = PrefixStore(tmp_path), ids_of(100)
+    cache = cache_of(spec, ids)
+    with pytest.raises(DataError, match="50 token ids for a sequence of 100 tokens; pass the ids of all of them"):
+        store.put(cache, ids[:50])
+    with pytest.raises(DataError, match="sequence 3 does not exist; the cache holds 1"):
+        store.put(cache, ids, row=3)
+    with pytest.raises(DataError, match=r"whole numbers \[tokens\] or \[1, tokens\], got float64 \[2\]"):
+        store.put(cache, [0.5, 1])
+    with pytest.raises(DataError, match=r"got int64 \[2, 3\]; store one sequence at a time"):
+        store.put(cache, np.zeros((2, 3), np.int64))
+    with pytest.raises(CacheStateError, match=r"sequence 0 holds 100 tokens; load a prefix into an empty one, or free\(0\) first"):
+        store.load(cache, ids)
+    with pytest.raises(DataError, match="str is neither a KVCache nor a PagedCache"):
+        store.put("cache", ids)
+    with pytest.raises(SpecError, match=r"set cache.made_for"):
+        store.match(PagedCache(spec), ids)
+    with pytest.raises(DataError, match="blob_tokens=0 must be"):
+        PrefixStore(tmp_path, blob_tokens=0)
+    with pytest.raises(SpecError, match="'12 lightyears' is no size"):
+        PrefixStore(tmp_path, max_bytes="12 lightyears")
+    with pytest.raises(SpecError, match="without max_bytes"):
+        store.evict()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpecError, match="is a file; name a folder"):
+        PrefixStore(tmp_path / "file")
+    cache.begin(1, 3)
+    with pytest.raises(CacheStateError, match="in the middle of a forward pass"):
+        store.put(cache, ids)
+
+
+def test_a_cache_without_room_is_left_as_it_was(tmp_path):
+    spec, _ = pieces("int4")
+    ids = ids_of(400)
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    store.put(cache_of(spec, ids), ids)
+    small = cache_of(spec, batch_size=1, max_tokens=200)
+    store.load(small, ids[:3])
+    before = picture(small)
+    with pytest.raises(PoolFullError):
+        store.load(small, ids)
+    assert picture(small) == before
+    rows = cache_of(spec, batch_size=2, max_tokens=500)
+    for layer in range(2):
+        rows.append(layer, torch.zeros(2, 1, 2, 32), torch.zeros(2, 1, 2, 32))
+    rows.free(1)
+    assert store.load(rows, ids, row=1) == 400
+    assert rows.seq_lens == [1, 400]
+
+
+def test_sizes_are_read_as_people_write_them():
+    assert [as_bytes(x) for x in (7, "7B", "64 MB", "1.5gb", "2TB", "1kb")] == [7, 7, 64 * 10**6, 15 * 10**8, 2 * 10**12, 1000]
+    for bad in (-1, 1.5, "", "64", "GB", "-1GB", "infGB", "1e400GB", "1XB", None):
+        with pytest.raises(SpecError, match="is no size"):
+            as_bytes(bad)
+
+
+# -- what stays ---------------------------------------------------------------------------------------------------------
+
+
+def aged(store, seconds):
+    """Make every file look unused for so long."""
+    for e in list(store.folder.entries()):
+        store.folder.use(e.namespace, e.name, e.used - int(seconds * 1e9))
+
+
+def test_what_was_used_least_lately_leaves_first_and_the_end_of_a_prefix_before_its_beginning(tmp_path):
+    spec, _ = pieces("int4")
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    prompts = [ids_of(400, seed) for seed in range(3)]
+    for ids in prompts:
+        store.put(cache_of(spec, ids), ids)
+        aged(store, 10)
+    store.load(cache_of(spec), prompts[0])  # used again
+    one = store.nbytes // 3
+    assert store.evict(2 * one + one // 2) > 0
+    assert [store.match(cache_of(spec), ids) for ids in prompts][::2] == [400, 400]
+    assert 0 < store.match(cache_of(spec), prompts[1]) < 400
+    store.evict(0)
+    assert store.nbytes == 0
+    assert store.load(cache_of(spec), prompts[0]) == 0
+
+
+def test_a_pinned_prefix_stays(tmp_path):
+    spec, _ = pieces("int4")
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    kept, other = ids_of(400), ids_of(400, 1)
+    with pytest.raises(DataError, match="nothing of these 400 tokens is stored"):
+        store.pin(cache_of(spec), kept)
+    for ids in (kept, other):
+        store.put(cache_of(spec, ids), ids)
+    assert store.pin(cache_of(spec), kept) == 400
+    PrefixStore(tmp_path).evict(0)  # another process
+    assert store.match(cache_of(spec), kept) == 400
+    assert store.match(cache_of(spec), other) == 0
+    assert store.unpin(cache_of(spec), kept)
+    assert not store.unpin(cache_of(spec), kept)
+    store.evict(0)
+    assert store.match(cache_of(spec), kept) == 0
+
+
+def test_put_keeps_the_store_below_its_size(tmp_path):
+    spec, _ = pieces("int4")
+    ids = ids_of(400)
+    store = PrefixStore(tmp_path, blob_tokens=64, max_bytes=10**9)
+    store.put(cache_of(spec, ids), ids)
+    one = store.nbytes
+    store = PrefixStore(tmp_path, blob_tokens=64, max_bytes=3 * one)
+    for seed in range(1, 8):
+        more = ids_of(400, seed)
+        store.put(cache_of(spec, more), more)
+        assert store.nbytes <= 3 * one + one // 4
+        assert store.match(cache_of(spec), more) == 400, "the newest stays"
+
+
+def test_explain_counts_files_and_bytes(tmp_path):
+    spec, _ = pieces("int4")
+    ids = ids_of(400)
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    store.put(cache_of(spec, ids), ids)
+    about = store.explain()
+    assert about["files"] == 6
+    assert about["bytes"] == store.nbytes == sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
+    assert len(about["namespaces"]) == 1
+    assert repr(store).startswith("PrefixStore(")

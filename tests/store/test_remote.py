@@ -1,0 +1,113 @@
+"""A remote store behind a local folder: what one machine put another loads, damage and lost connections included."""
+
+import uuid
+
+import pytest
+from store_checks import bytes_of, cache_of, ids_of, pieces
+
+from kvbits import PrefixStore
+from kvbits.errors import SpecError
+
+SPEC, _ = pieces("int4")
+IDS = ids_of(400)
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path):
+    return f"memory://{uuid.uuid4().hex}/prefixes" if request.param == "memory" else f"file://{tmp_path}/bucket/prefixes"
+
+
+def machine(url, tmp_path, name, **options):
+    return PrefixStore(url, local=tmp_path / name, blob_tokens=64, **options)
+
+
+def load(store, ids=IDS):
+    cache = cache_of(SPEC)
+    return store.load(cache, ids), cache
+
+
+def test_what_one_machine_put_another_loads_and_then_has(url, tmp_path):
+    donor, a, b = cache_of(SPEC, IDS), machine(url, tmp_path, "a"), machine(url, tmp_path, "b")
+    assert a.put(donor, IDS) == 400
+    n, loaded = load(b)
+    assert n == 400
+    assert bytes_of(loaded) == bytes_of(donor)
+    assert b.nbytes == a.nbytes
+    other = ids_of(400, 1)
+    other[:200] = IDS[:200]
+    assert load(machine(url, tmp_path, "c"), other)[0] == 196
+    b._shelf.remote = None  # the connection is gone: what is here is still good
+    assert load(b)[0] == 400
+
+
+def test_nothing_is_left_under_a_temporary_name_and_what_is_there_is_not_sent_again(url, tmp_path, monkeypatch):
+    donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
+    a.put(donor, IDS)
+    there = a._shelf.remote.fs.find(a._shelf.remote.root)
+    assert len(there) == 6
+    assert not [p for p in there if ".part-" in p]
+    sent = []
+    monkeypatch.setattr(a._shelf.remote.fs, "pipe_file", lambda path, data: sent.append(path))
+    a.put(donor, IDS)
+    assert not sent
+
+
+def test_a_put_that_lost_its_connection_is_made_good_by_the_next(url, tmp_path, monkeypatch):
+    donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
+    pipe, sent = a._shelf.remote.fs.pipe_file, []
+
+    def broken(path, data):
+        sent.append(path)
+        if len(sent) > 2:
+            raise ConnectionResetError("the other side hung up")
+        pipe(path, data)
+
+    monkeypatch.setattr(a._shelf.remote.fs, "pipe_file", broken)
+    with pytest.raises(ConnectionResetError):
+        a.put(donor, IDS)
+    assert load(a)[0] == 400, "here it is whole"
+    monkeypatch.undo()
+    assert load(machine(url, tmp_path, "b"))[0] < 400
+    a.put(donor, IDS)
+    assert load(machine(url, tmp_path, "c"))[0] == 400
+
+
+def test_a_damaged_object_is_named_set_aside_there_too_and_made_again(url, tmp_path):
+    donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
+    a.put(donor, IDS)
+    path = next(p for p in a._shelf.remote.fs.find(a._shelf.remote.root) if "+" in p)
+    data = bytearray(a._shelf.remote.fs.cat_file(path))
+    data[-5] ^= 1
+    a._shelf.remote.fs.pipe_file(path, bytes(data))
+    b = machine(url, tmp_path, "b")
+    with pytest.warns(UserWarning, match=path.rsplit("/", 1)[-1].replace("+", r"\+")):
+        assert load(b)[0] == 324
+    assert not a._shelf.remote.fs.exists(path)
+    a.put(donor, IDS)
+    assert load(machine(url, tmp_path, "c"))[0] == 400
+
+
+def test_the_local_folder_keeps_to_its_size_and_the_rest_stays_there(url, tmp_path):
+    small = machine(url, tmp_path, "a", max_bytes="100KB")
+    for seed in range(4):
+        ids = ids_of(400, seed)
+        small.put(cache_of(SPEC, ids), ids)
+    assert small.nbytes <= 150_000
+    assert load(small, ids_of(400, 0))[0] == 400
+
+
+def test_bad_urls_and_options_are_refused(tmp_path):
+    with pytest.raises(SpecError, match=r"no store at 'nosuch://x'"):
+        PrefixStore("nosuch://x", local=tmp_path)
+    with pytest.raises(SpecError, match="are of remote stores; .* is a folder"):
+        PrefixStore(tmp_path, local=tmp_path)
+    with pytest.raises(SpecError, match="options .*anon.* are of remote stores"):
+        PrefixStore(tmp_path, anon=True)
+
+
+def test_the_local_folder_of_a_url_is_in_the_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    a, b = (PrefixStore(f"memory://{uuid.uuid4().hex}") for _ in "ab")
+    assert a.folder.root.parent == b.folder.root.parent == tmp_path / "kvbits" / "prefixes"
+    assert a.folder.root != b.folder.root
+    assert repr(a).startswith("PrefixStore('memory://")
