@@ -1,5 +1,5 @@
-// Raw tokens that come through the ring beside packed ones: warps that wait for keys, then for values, read a third less than memory gives, and a walk of its own
-// costs each unit microseconds. Where outputs are of one plane and not scaled by page (ValueTraits::RAW_JOINS) they are added to those of packed tokens.
+// Raw tokens that come through the ring beside packed ones: warps that wait for keys, then for values, read a third less than memory gives, and a walk of
+// its own costs each unit microseconds. Where outputs are of one plane and not scaled by page (ValueTraits::RAW_JOINS) they are added to those of packed tokens.
 #pragma once
 #include "packed_ring.cuh"
 #include "packed_walk.cuh"
@@ -39,7 +39,8 @@ DEVICE void each_raw_chunk(const Args& a, Unit u, const Segment& s, Ring& ring, 
         keys.wait(ring);
         const int2 tokens = ring.tokens[keys.index];
         const unsigned char* first_value = slots + values.index * SLOT_BYTES + (RAW_SLOTS > 1 ? 0 : RAW_TOKENS * D * 2);
-        RowsInRing rows = {slots + keys.index * SLOT_BYTES, first_value, tokens.y, shared_address(&ring.empty[keys.index]), shared_address(&ring.full[values.index]), values.filling};
+        RowsInRing rows = {slots + keys.index * SLOT_BYTES, first_value, tokens.y, shared_address(&ring.empty[keys.index]), shared_address(&ring.full[values.index]),
+                           values.filling};
         f(rows, tokens.x, LseRow::of(a, u, s.first_entry + at / chunks_per_page, at % chunks_per_page));
         __syncwarp();
         if (lane == 0) {
@@ -63,7 +64,9 @@ DEVICE int walk_raw(const Args& a, Unit u, Ring& ring, const unsigned char* slot
     const QueryRows queries(a, staged, u, g);
     walk.start(a, queries, c);
     for (;; join_next(a, merge, warp, lane)) {
-        each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) { walk.step(a, queries, see, softmax, rows, position, lse, g, c); });
+        each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
+            walk.step(a, queries, see, softmax, rows, position, lse, g, c);
+        });
         if (!s.joins) break;
     }
     return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
