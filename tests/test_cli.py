@@ -425,6 +425,8 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "eval"
         (["eval", "folder", "--out", "o", "--contexts", "-5"], "--contexts '-5' is no number of tokens"),
         (["eval", "folder", "--out", "o", "--text", "file", "--text", "file"], "--text file is given 2 times; give it once"),
         (["eval", "folder", "--out", "o", "--windows", "-1"], "'--windows'"),
+        (["eval", "folder", "--out", "o", "--name", "../x"], "--name '../x' is no name of a folder"),
+        (["plan", "--layers", "100000000", "--kv-heads", "1", "--head-dim", "64"], "num_layers=100000000 must be at least 1 and at most 4,096"),
         (["eval", "folder", "--out", "o", "--length", "1"], "at least 2 is needed"),
         (["check", "folder", "--scheme", "int8,int4"], "--scheme 'int8,int4' names 2 schemes, and this command takes one scheme"),
         (["check", "folder", "--scheme", "int8", "--scheme", "int4"], "--scheme is given 2 times; give it once"),

@@ -27,6 +27,9 @@ DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
 GROUPS = {"all": (*DENSE, *presets.PRESETS)}
 """What a plan knows by name (see `schemes.expand`)."""
 
+MAX_LAYERS = 4096
+"""More than any model has: above it a number was mistyped."""
+
 UNBOUNDED = 2**40
 """A context this long that fits is called unbounded: every layer slides, so more tokens cost nothing."""
 
@@ -90,7 +93,7 @@ class Cards:
         if self.cache_bytes < 1:
             raise SpecError(
                 f"{human_bytes(self.memory_bytes)} of a GPU hold {human_bytes(self.weights_share)} of weights and a reserve of "
-                f"{human_bytes(self.reserve_bytes or 0)}, and nothing is left for a cache; use more GPUs, larger ones, or quantized weights (weights_bytes)"
+                f"{human_bytes(self.reserve_bytes or 0)}, and nothing is left for a cache; use more or larger GPUs, or quantized weights"
             )
 
     @property
@@ -157,8 +160,8 @@ def uniform(num_layers: int, num_kv_heads: int, head_dim: int, sliding_window: i
     Raises:
         SpecError: numbers that cannot be.
     """
-    if num_layers < 1:
-        raise SpecError(f"num_layers={num_layers} must be at least 1")
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise SpecError(f"num_layers={num_layers} must be at least 1 and at most {MAX_LAYERS:,}")
     return (LayerGeometry(num_kv_heads=num_kv_heads, head_dim=head_dim, sliding_window=sliding_window),) * num_layers
 
 

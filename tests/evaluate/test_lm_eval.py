@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import tiny
+import torch
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install lm-eval)")
 pytest.importorskip("datasets", reason="datasets is not installed (pip install datasets)")
@@ -107,8 +111,6 @@ def test_the_backend_takes_one_more_argument_and_refuses_padded_batches():
     made = []
     real = lm.factory.make
     object.__setattr__(lm.factory, "make", lambda *a: made.append(real(*a)) or made[-1])
-    import torch
-
     ids = torch.randint(3, 60, (1, 400))
     logits = lm._model_call(ids)
     assert logits.shape == (1, 400, model.config.vocab_size) and made[0].store.seq_lens == [400]
@@ -117,3 +119,18 @@ def test_the_backend_takes_one_more_argument_and_refuses_padded_batches():
     assert 1e-6 < (logits - exact).abs().mean() < 0.3
     with pytest.raises(SpecError, match="batch_size=4"):
         KvbitsLM(model, scheme="kivi4", tokenizer=tokenizer, batch_size=4)
+
+
+def test_the_command_line_of_lm_eval_knows_the_model(tmp_path):
+    """A real process, a real model folder, a task of one's own."""
+    tiny.model(dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"q": f"word {i} " * 30, "choices": ["a", "b"], "gold": i % 2}) + "\n" for i in range(2)))
+    (tmp_path / "t.yaml").write_text(
+        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/t.jsonl}}}}\ntest_split: test\noutput_type: multiple_choice\n"
+        'doc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{gold}}"\nmetric_list: [{metric: acc}]\n'
+    )
+    command = [sys.executable, "-m", "kvbits.evaluate.lm_eval", "run", "--model", "kvbits", "--tasks", "mine", "--include_path", str(tmp_path)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
+    out = subprocess.run([*command, "--model_args", f"pretrained={tmp_path}/model,scheme=kivi4"], capture_output=True, text=True, env=environment)
+    assert out.returncode == 0 and "|mine" in out.stdout, out.stderr

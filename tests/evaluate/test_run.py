@@ -205,3 +205,46 @@ def test_every_task_loads_and_calls_itself_what_the_table_says(name):
 def test_windows_of_one_pass_are_refused(model, tmp_path):
     with pytest.raises(SpecError, match="windows of 100 tokens in passes of 99 read nothing as stored; take --chunk below --length"):
         run(model, tmp_path, schemes=["int8"], length=100, chunk=99)
+
+
+def command(monkeypatch, model, *args, code=0):
+    from typer.testing import CliRunner
+
+    from kvbits.cli import app
+
+    loads = []
+    monkeypatch.setattr("kvbits.geometry.load_config", lambda name: model.config)
+    monkeypatch.setattr("kvbits.integrations.models.load_tokenizer", lambda name: tiny.tokenizer())
+    monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, **how: loads.append(name) or (model, tiny.tokenizer()))
+    out = CliRunner().invoke(app, ["eval", "tiny", "--dtype", "fp32", *map(str, args)])
+    assert out.exit_code == code, (out.output, out.exception)
+    return out, loads
+
+
+def test_the_command_s_defaults_calibrate_on_the_other_half_of_the_novel(monkeypatch, model, tmp_path):
+    sizes = ("--windows", 1, "--length", 200, "--chunk", 32, "--out", tmp_path)
+    out, _ = command(monkeypatch, model, *sizes, "--scheme", "int8_static", "--scheme", "int8")
+    assert "note: calibrated on the second half of the novel; its first half is evaluated on" in out.stderr and "int8_static" in out.stderr
+    data = results.read(tmp_path / "tiny-float32" / "fidelity" / "int8_static.json")
+    assert data["info"]["calibration"]["text"] == "novel-end" and next(iter(data["items"])).startswith("novel-start@")
+    out, _ = command(monkeypatch, model, *sizes, "--scheme", "int8", "--overwrite")
+    assert "note:" not in out.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--windows", 9000], "but 9000 windows of 200 need"),
+        (["--length", "8k"], "windows of 8192 tokens pass the model's 4096 positions"),
+        (["--tasks", "arc"], "task 'arc_dev' needs its problems: give --data arc_dev="),
+        (["--tasks", "arc", "--data", "arc_dev=none.jsonl"], "none.jsonl: no such file"),
+        (["--tasks", "passkey", "--contexts", "4k"], "pass the model's 4096 positions; lower --contexts"),
+        (["--chunk", 32], "int8.json holds results of something else: chunk is 32 here and 64 in the file; give another --out, or --overwrite"),
+    ],
+)
+def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path, args, message):
+    header = {"task": "fidelity", "scheme": "int8", "kind": "kvbits", "info": {}, "settings": {"length": 200, "chunk": 64}, "model": {}}
+    results.ResultFile(tmp_path / "tiny-float32" / "fidelity" / "int8.json", header).write({}, {})
+    sizes = {"--length": 200, "--chunk": 64} | dict(zip(args[::2], args[1::2], strict=True))
+    out, loads = command(monkeypatch, model, "--out", tmp_path, "--scheme", "int8", *(x for pair in sizes.items() for x in pair), code=2)
+    assert message in out.stderr and not loads

@@ -45,7 +45,7 @@ def judge(q, call, positions):
 @pytest.mark.parametrize("fmt", [*FORMATS, "raw"])
 def test_layout_documented_is_layout_read(fmt):
     """The judge decodes bytes from docs/formats.md, sharing no code with packing.py."""
-    for spec in [RAW] if fmt == "raw" else specs_of(fmt, group=16)[:4]:
+    for spec in [RAW] if fmt == "raw" else (*specs_of(fmt, group=16)[:4], *(s for s in specs_of(fmt) if s.has_page_scale)):
         for head_dim, page_size in ((64, 64), (80, 32)):
             q, call, positions = random_call(spec, spec, head_dim=head_dim, page_size=page_size, pages=2, group=1, dtype=torch.float32)
             assert_close(cpu.attend(q, call, positions), by_hand.attention(q, call, positions), NOISE[fmt])
@@ -93,7 +93,7 @@ def test_kvquant_presets(tier, fmt, head_dim):
 @pytest.mark.parametrize("fmt", [*CODEBOOKS, *FORMATS])
 def test_keys_before_the_rotary_embedding(tier, fmt):
     """Whatever the keys are stored as; positions at which angles in fp32 would be off by 0.008 radians. With AVX-512 codes of few bits meet integer queries."""
-    specs = specs_of(fmt) if fmt in FORMATS else kvquant_specs(fmt)
+    specs = [s for s in specs_of(fmt) if not s.has_page_scale] if fmt in FORMATS else kvquant_specs(fmt)
     for i, spec in enumerate(specs):
         key = dataclasses.replace(spec, pre_rope=True)
         case = random_call(key, RAW, head_dim=(64, 96, 128)[i % 3], group=5, tokens=1 + i % 3, first=(0, 131_000)[i % 2])

@@ -371,3 +371,13 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
     most = {"attend": 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 0}
     rows = {("close_pages", torch.float32, False): 128, ("close_codebook", torch.float32, False): 128}
     assert spills and not {k: n for k, n in spills.items() if n > rows.get(k, most.get(k[0], 0))}
+
+
+@pytest.mark.parametrize("header", sorted(p.name for p in SOURCES["packed.cu"].glob("*.cuh")))
+def test_every_header_of_attention_includes_what_it_uses(header, tmp_path):
+    layout = "nuq4-1%" if header.startswith("codebook") else "int4"
+    kernel = attend_kernel(schemes.get(layout).key, schemes.get(layout).value, (9, 0), raw=True)
+    for path in SOURCES["packed.cu"].glob("*.cuh"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "alone.cu").write_text(f'#include "{header}"\n')
+    cuda_compile.compile_source(tmp_path, "alone.cu", dict(kernel.defines), "sm_90")

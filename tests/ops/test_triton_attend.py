@@ -35,12 +35,15 @@ def cases():
     yield Case(
         key=spec("int4", PerToken(), scale_dtype="bfloat16"), value=spec("int4", PerToken(), scale_dtype="float32"), lengths=(40,), head_dim=80, page_size=32
     )
+    yield Case(
+        key=spec("fp4_e2m1", PerGroup(16), scale_dtype="float8_e4m3"), value=spec("fp4_e2m1", PerGroup(16), scale_dtype="float8_e4m3"), **small, tail=5, sinks=3
+    )
     yield Case(key=spec("int4"), value=spec("int4"), **small | {"lengths": (150,)}, window=60, softcap=5.0, num_queries=9, tail=4, dtype=torch.float16)
 
 
 @needs_triton
 @pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="runs interpreted in a process of its own, see below")
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(12))
 def test_agrees_with_float64(index):
     from ops.cuda_cases import build, relative_error
 
@@ -66,7 +69,7 @@ def test_interpreted_on_the_cpu():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "agrees"]
     found = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert found.returncode == 0, found.stdout[-3000:]
-    assert "11 passed" in found.stdout
+    assert "12 passed" in found.stdout
 
 
 @needs_triton

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+import kvbits
 from kvbits import schemes
 from kvbits.cli import app
 from kvbits.errors import SpecError
@@ -29,6 +30,7 @@ from kvbits.spec import CacheSpec, LayerGeometry
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks" / "results"
 RESULTS = BENCHMARKS / "eval"
+SCRIPT = Path(kvbits.__file__).parent / "report" / "assets" / "report.js"
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +351,7 @@ def test_the_calculator_gives_the_specs_bytes():
     listed = list(cases())
     assert len(listed) > 1000
     script = f"""
-        const {{ nbytes, denseBytes }} = require({json.dumps(str(ROOT / "src/kvbits/report/assets/report.js"))});
+        const {{ nbytes, denseBytes }} = require({json.dumps(str(SCRIPT))});
         const input = JSON.parse(require("fs").readFileSync(0, "utf8"));
         console.log(JSON.stringify(input.cases.map((c) => [nbytes(input.presets[c.scheme], c), denseBytes(c)])));"""
     out = subprocess.run([node, "-e", script], input=json.dumps({"cases": listed, "presets": arithmetic.presets()}), capture_output=True, text=True, check=True)
@@ -366,7 +368,7 @@ def test_the_calculator_shares_gpus_as_the_planner_does():
         pytest.skip("no node to run the page's script with")
     listed = [(heads, gpus, 10**9 * memory, 10**7 * weights) for heads in (1, 2, 3, 8) for gpus in (1, 2, 4, 8) for memory, weights in ((80, 1606), (24, 99))]
     script = f"""
-        const {{ perGpu }} = require({json.dumps(str(ROOT / "src/kvbits/report/assets/report.js"))});
+        const {{ perGpu }} = require({json.dumps(str(SCRIPT))});
         const input = JSON.parse(require("fs").readFileSync(0, "utf8"));
         console.log(JSON.stringify(input.map(([kv_heads, gpus, memory, weights]) => perGpu({{ kv_heads }}, {{ memory, weights, reserve: {RESERVE}, gpus }}))));"""
     out = subprocess.run([node, "-e", script], input=json.dumps(listed), capture_output=True, text=True, check=True)

@@ -1,10 +1,11 @@
-"""Static scales: measured once over a few short prompts, saved, and refused for any other model or scheme.
+"""Static scales, codebooks and bases: measured once over a few short prompts, saved, and refused for any other model or scheme.
 
 calibration.py   Calibration: scales per layer, fingerprint, safetensors file
 ranges.py        Ranges: exact percentiles of a stream in bounded memory
 collect.py       calibrate(), calibrate_all(): run a model over prompts, keep what the schemes need
 observe.py       ObservingCache: every key and value where the cache is written
 histograms.py    codebook histograms, weighted by gradients or not
+moments.py       second moments of queries and keys, and the basis that follows from them
 
 Only collect.py and observe.py need transformers; their names load when first used, so that a saved calibration can be read without it.
 """

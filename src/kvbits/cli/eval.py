@@ -89,7 +89,7 @@ def evaluate(
     )
     chosen = _schemes(schemes)
     evaluated, calibration, note = _texts(text, calibration_text, chosen)
-    how = {"name": name or Path(model.rstrip("/")).name.removesuffix(".gguf"), "schemes": chosen, "tasks": _tasks(tasks), "texts": evaluated, "out": out}
+    how = {"name": _name(name, model), "schemes": chosen, "tasks": _tasks(tasks), "texts": evaluated, "out": out}
     how |= {"options": options, "overwrite": overwrite}
     found = _run((model, dtype_name(dtype), device), how, threads, note, calibration_text=calibration, simulate=simulate)
     if as_json:
@@ -106,11 +106,20 @@ def _run(place: tuple[str, str, str | None], how: dict[str, Any], threads: int |
 
     check_place(dtype, device)
     require_possible(read_config(model), load_tokenizer(model), dtype=dtype, **how)
+    how["out"].mkdir(parents=True, exist_ok=True)
     if note is not None:
         typer.echo(f"note: {note}", err=True)
     set_threads(threads)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     return evaluate(lm, tokenizer, **how, **more, on_skip=lambda message: typer.echo(f"left out: {message}", err=True))
+
+
+def _name(given: str | None, model: str) -> str:
+    """What results call the model: a folder's name."""
+    name = Path(model.rstrip("/")).name.removesuffix(".gguf") if given is None else given
+    if not name or "/" in name or name.startswith("."):
+        raise SpecError(f"--name {name!r} is no name of a folder; results go to OUT/NAME, so give one without a slash or a dot at its front")
+    return name
 
 
 def _tasks(text: str) -> list[str]:

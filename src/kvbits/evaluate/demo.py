@@ -169,7 +169,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
         t.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in result["rows"]:
         name = f"stock ({stock['scheme']})" if r is stock else r["scheme"]
-        less = "" if r is stock else f"{r['memory_reduction']:.2f}x less"
+        less = f"{r['memory_reduction']:.2f}x less" if r["memory_reduction"] > 1 else ""
         t.add_row(
             name, f"{r['bits_per_element']:.2f}", human_bytes(r["bytes_16bit"]), less, f"{r['ppl']:.2f}", f"{r['ppl_change']:+.2%}",
             f"{max(r['kl_mean'], 0.0):.4f}", f"{r['top1_agreement']:.1%}", f"{r['tokens_per_s']:.1f}",

@@ -1,10 +1,14 @@
 """The cache inside lm-eval (EleutherAI's lm-evaluation-harness): its Transformers backend with one more argument.
 
+    python -m kvbits.evaluate.lm_eval run --model kvbits --model_args pretrained=Qwen/Qwen2.5-0.5B-Instruct,scheme=kivi4 --tasks arc_challenge
+
+is lm-eval's own command line, which finds no models of other packages by itself (0.4.13 has no entry point for them): this module registers "kvbits"
+and hands on. From Python, importing it registers the model too:
+
     from kvbits.evaluate.lm_eval import KvbitsLM
     lm_eval.simple_evaluate(model=KvbitsLM(pretrained="Qwen/Qwen2.5-0.5B-Instruct", scheme="kivi4"), tasks=["arc_challenge"])
 
-Importing this module also registers the model as "kvbits", so `lm_eval.simple_evaluate(model="kvbits", model_args="pretrained=...,scheme=kivi4", ...)`
-works after it. lm-eval scores a continuation in one forward pass without a cache; here prompt and continuation go through a fresh cache in chunks,
+lm-eval scores a continuation in one forward pass without a cache; here prompt and continuation go through a fresh cache in chunks,
 so that what is scored has read its prompt as stored. Needs `pip install lm-eval`.
 """
 
@@ -14,7 +18,9 @@ from typing import Any
 
 import torch
 
+from .. import embedded
 from ..errors import SpecError, UnsupportedError
+from ..integrations.models import load_model
 from ..schemes import RECOMMENDED
 from .caches import CacheFactory, base_factory, factory
 from .calibrator import Calibrator
@@ -32,7 +38,7 @@ class KvbitsLM(HFLM):
     """`HFLM` whose model reads and writes a cache of one kind.
 
     Args:
-        pretrained: as in HFLM: a directory, a hub id, or a loaded model (then give `tokenizer` too).
+        pretrained: as in HFLM: a directory, a hub id, or a loaded model (then give `tokenizer` too); or "embedded" (see `embedded`).
         scheme: preset, stock quantized cache, or "base" for the model's own cache.
         chunk: tokens per forward pass; older history is read as stored.
         calibration_text: file for schemes that need calibration, never the benchmark's text.
@@ -53,6 +59,8 @@ class KvbitsLM(HFLM):
     ) -> None:
         if int(kwargs.get("batch_size") or 1) != 1:
             raise SpecError(f"batch_size={kwargs['batch_size']}: lm-eval pads batches on the right, which a packed cache would store; use batch_size=1")
+        if pretrained == embedded.NAME:
+            pretrained, kwargs["tokenizer"] = load_model(pretrained)
         super().__init__(pretrained, **({"device": "cpu"} | kwargs if not torch.cuda.is_available() else kwargs))
         self.chunk = int(chunk)
         self.factory = cache_factory or self._factory(scheme, calibration_text)
@@ -75,3 +83,14 @@ class KvbitsLM(HFLM):
         cache = self.factory.make(len(context), max_length)
         out: torch.Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, prefill_chunk_size=self.chunk, **generation_kwargs)
         return out
+
+
+def main() -> None:
+    """lm-eval's command line, with the model "kvbits" registered."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

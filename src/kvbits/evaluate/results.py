@@ -164,9 +164,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise FileFormatError(f"cannot read {path}: {e}; remove it or give another --out") from e
+        raise FileFormatError(f"cannot read {path}: {e}; remove it or name another folder") from e
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
-        raise FileFormatError(f"{path} is not a result of `kvbits eval` version {VERSION}; remove it or give another --out")
+        raise FileFormatError(f"{path} is not a result of `kvbits eval` version {VERSION}; remove it or name another folder")
     return data
 
 

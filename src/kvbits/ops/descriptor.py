@@ -20,11 +20,9 @@ from ..spec import LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..spec.quant import DTYPE_BYTES, SCALE_BYTES, NumberFormat
 from ..spec.quant import FORMATS as NUMBER_FORMATS
 
-DTYPES = {name: i for i, name in enumerate(DTYPE_BYTES)}
-"""Of raw rows, scales, biases and means."""
-SCALE_DTYPES = {name: i for i, name in enumerate(SCALE_BYTES)}
-"""The same, and the 8-bit scales of banded codes."""
-TORCH_DTYPES = {getattr(torch, name): i for name, i in DTYPES.items()}
+DTYPES = {name: i for i, name in enumerate(SCALE_BYTES)}
+"""Of raw rows (the first ones), scales, biases and means."""
+TORCH_DTYPES = {getattr(torch, name): DTYPES[name] for name in DTYPE_BYTES}
 FORMATS = {name: i for i, name in enumerate(["raw", *(n for n in NUMBER_FORMATS if n != "raw")])}
 _FLOATS = [f.name for f in NUMBER_FORMATS.values() if f.kind == "float"]
 _KINDS = ("int", *_FLOATS, "raw", "codebook", "banded")
@@ -86,6 +84,7 @@ class Side:
     row_bytes: tuple[int, ...]
     plane_offset: tuple[int, ...]
     scale_offset: int | None
+    page_scale_offset: int | None
     bias_offset: int | None
     mean_offset: int | None
     stretch_offset: int | None
@@ -118,12 +117,13 @@ def describe(layout: PageLayout, kind: str) -> Side:
     groups = 1 if spec.is_raw else spec.num_groups(d)
     return Side(
         name=spec.format, format=FORMATS[spec.format], levels=levels_of(fmt), exponent_bits=fmt.exponent_bits, mantissa_bits=fmt.mantissa_bits,
-        planes=tuple(bits for bits, _ in planes), dtype=DTYPES[layout.raw_dtype], scale_dtype=SCALE_DTYPES[spec.scale_dtype], scale=scale_kind(spec),
+        planes=tuple(bits for bits, _ in planes), dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], scale=scale_kind(spec),
         group=d // groups, groups=groups, zero=spec.zero, has_bias=spec.has_bias, has_mean=spec.center is not None, has_codebook=spec.has_codebook,
         turned=spec.pre_rope, widths=spec.widths(d) if spec.is_banded else (),
         row_bytes=tuple(plane_row_bytes(channels, bits) for bits, channels in planes) or (d * DTYPE_BYTES[layout.raw_dtype],),
         plane_offset=tuple(layout.sections[f"{kind}_{name}"].offset for name in stored),
-        scale_offset=offset("scale"), bias_offset=offset("bias"), mean_offset=offset("mean"), stretch_offset=offset("stretch"),
+        scale_offset=offset("scale"), page_scale_offset=offset("page_scale"), bias_offset=offset("bias"),
+        mean_offset=offset("mean"), stretch_offset=offset("stretch"),
         outliers=spec.num_outliers(layout.page_size, d), index_bytes=2 if layout.outlier_index_dtype == "uint16" else 4,
         outlier_index_offset=offset("outlier_index"), outlier_value_offset=offset("outlier_value"),
     )  # fmt: skip
@@ -137,30 +137,27 @@ def low_plane(low: LowLayout | None, kind: str) -> tuple[int, int]:
 
 def header() -> str:
     """Text of `numbers.h`."""
-    short = {name: name.removeprefix("fp8_").upper() for name in _FLOATS} | {"int": "INTEGER", "raw": "RAW", "codebook": "CODEBOOK"}
+    short = {name: name.split("_")[1].upper() for name in _FLOATS} | {"int": "INTEGER", "raw": "RAW", "codebook": "CODEBOOK"}
     rows = []
     formats, levels = ({name: i for name, i in numbers.items() if name not in _WITHOUT_KERNELS} for numbers in (FORMATS, LEVELS))
     for name in formats:
         fmt = NUMBER_FORMATS[name]
         first, second = (*fmt.planes, 0, 0)[:2]
-        limits = f"{fmt.max_value:.1f}f, {fmt.saturates_at:.1f}f"
-        rows.append(
-            f"        {{{short[name if fmt.kind == 'float' else fmt.kind]}, {first}, {second}, {fmt.exponent_bits}, {fmt.mantissa_bits}, {limits}}},  // {name}"
-        )
+        bits, ends = f"{first}, {second}, {fmt.exponent_bits}, {fmt.mantissa_bits}", f"{fmt.max_value:.1f}f, {fmt.saturates_at:.1f}f"
+        rows.append(f"        {{{short[name if fmt.kind == 'float' else fmt.kind]}, {bits}, {ends}}},  // {name}")
     return "\n".join([
         "// Numbers by which kernels know what a page stores, and what its number formats are. Written by `python -m kvbits.ops.descriptor`; a test compares.",
         "#pragma once",
         "",
         "// Of raw rows, scales, biases, means.",
-        _enum("Dtype", {name.upper(): i for name, i in DTYPES.items()} | {"NUM_DTYPES": len(DTYPES)}),
+        _enum("Dtype", {name.upper(): i for name, i in DTYPES.items()} | {"NUM_RAW_DTYPES": len(DTYPE_BYTES)}),
         "// What a code stands for.",
         _enum("LevelKind", {short[name]: i for name, i in levels.items()}),
         "// Who shares a scale.",
         _enum("ScaleKind", {f"SCALE_{name.upper()}": i for name, i in SCALES.items()}),
         _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in formats.items()} | {"NUM_FORMATS": len(formats)}),
         "",
-        "/// Codes lie in one or two bit planes, high bits first. Of floats the bits behind the sign, the largest finite value, and where rounding would "
-        "pass it.",
+        "/// Codes lie in one or two bit planes, high bits first. Of floats the bits behind the sign, the largest value, and where rounding passes it.",
         "struct NumberFormat {",
         "    int levels, bits0, bits1, exponent_bits, mantissa_bits;",
         "    float max_value, saturates_at;",

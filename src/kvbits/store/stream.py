@@ -5,8 +5,8 @@
     sender      the blobs from there on, never more than `WINDOW` bytes ahead of what the receiver said it has checked
     receiver    after each blob, how many it has
 
-Versions, scheme, geometry, model and calibration are compared before a page is sent. What arrives goes from the socket straight into pages of the cache, on a
-GPU by way of pinned memory. After a broken connection the same two objects go on over a new one, with the first blob that was not checked.
+Versions, scheme, geometry, model and calibration are compared before a page is sent. What arrives goes from the socket straight into pages of the cache (on a
+GPU by way of pinned memory). After a broken connection the same two objects go on over a new one with the first blob that was not checked.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def side_arguments(layout: PageLayout, kind: str) -> str:
     side = describe(layout, kind)
     values = [
         side.levels, side.plane(0)[0] or 8, side.plane(1)[0], side.scale, side.group, side.zero, int(side.has_bias), int(side.has_mean), side.scale_dtype,
-        side.plane_offset[0], side.plane(1)[2], *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset)),
+        side.plane_offset[0], side.plane(1)[2], *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset, side.page_scale_offset)),
     ]  # fmt: skip
     return ", ".join(map(str, values))
 
@@ -61,14 +61,13 @@ def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, i
     """Macros of attend.cu for keys ("k") or values ("v"). `chunk` is laid out like a page; its first `num_planes` planes are walked one by one, and one
     behind them is joined to the first (kernel_choice.py)."""
     side, name = describe(chunk, kind), kind.upper()
-    walked, joined = side.plane(1) if num_planes > 1 else (0, 0, side.plane(1)[2]), num_planes < len(side.planes)
     groups = side.groups if side.scale == GROUP else 1
     return {
         f"{name}_BITS0": side.planes[0],
-        f"{name}_BITS1": walked[0],
+        f"{name}_BITS1": side.plane(1)[0] if num_planes > 1 else 0,
         f"{name}_OFFSET0": side.plane_offset[0],
-        f"{name}_OFFSET1": walked[2],
-        f"{name}_JOINED_OFFSET": side.plane(1)[2] if joined else 0,
+        f"{name}_OFFSET1": side.plane(1)[2],
+        f"{name}_JOINED_OFFSET": side.plane(1)[2] if num_planes < len(side.planes) else 0,
         f"{name}_FLOAT": side.levels,
         f"{name}_ZERO": side.zero,
         f"{name}_SCALE": side.scale,

@@ -36,7 +36,7 @@ def encode(x: torch.Tensor, spec: QuantSpec, static: QParams | None, codebook: t
     """Quantize pages `x` [n, H, tokens, head_dim], float32 and finite."""
     qparams = choose_qparams(x, spec, static, codebook)
     codes, outside = quantize(x, spec, qparams)
-    beside = {name: t for name in ("scale", "bias", "mean") if (t := getattr(qparams, name)) is not None}
+    beside = qparams.stored()
     if not spec.outliers:
         return Encoded(codes, qparams, beside, int(outside.sum()))
     listed = worst((x - dequantize(codes, spec, qparams)).abs(), outside, spec.num_outliers(*x.shape[-2:]))
@@ -44,7 +44,7 @@ def encode(x: torch.Tensor, spec: QuantSpec, static: QParams | None, codebook: t
     if spec.has_stretch:
         qparams = dataclasses.replace(qparams, stretch=_stretch(x, spec, qparams, outside))
         codes, _ = quantize(x, spec, qparams)
-        beside["stretch"] = qparams.stretch
+        beside = qparams.stored()
         outside = torch.zeros_like(outside)
     error = (x - dequantize(codes, spec, qparams)).flatten(-2).gather(-1, listed)
     return Encoded(codes, qparams, beside | {"outlier_index": listed, "outlier_value": rounded(error, spec.scale_dtype)}, int(outside.sum()))

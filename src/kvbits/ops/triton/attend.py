@@ -37,7 +37,7 @@ if importlib.util.find_spec("triton") is not None:
 
     INTEGER, RAW = tl.constexpr(LEVELS["int"]), tl.constexpr(LEVELS["raw"])
     SCALE_STATIC, SCALE_GROUP = tl.constexpr(STATIC), tl.constexpr(GROUP)
-    FLOAT16, BFLOAT16 = tl.constexpr(DTYPES["float16"]), tl.constexpr(DTYPES["bfloat16"])
+    FLOAT16, BFLOAT16, FLOAT8 = (tl.constexpr(DTYPES[name]) for name in ("float16", "bfloat16", "float8_e4m3"))
 else:  # the module can be imported everywhere; `refuses` says what is missing
     triton = None
 
@@ -99,6 +99,8 @@ if triton is not None:
         """Numbers of a scale, bias or mean section as float32."""
         if TYPE == FLOAT16:
             return tl.load(base.to(tl.pointer_type(tl.float16)) + index, mask=mask, other=0).to(tl.float32)
+        elif TYPE == FLOAT8:
+            return _float(tl.load(base + index, mask=mask, other=0).to(tl.int32), 4, 3)
         elif TYPE == BFLOAT16:
             return tl.load(base.to(tl.pointer_type(tl.bfloat16)) + index, mask=mask, other=0).to(tl.float32)
         else:
@@ -137,6 +139,8 @@ if triton is not None:
             else:
                 index = channel + token * 0
             x = x * _section(page + S[13], index, TYPE, mask)
+            if TYPE == FLOAT8:
+                x = x * tl.load((page + S[18]).to(tl.pointer_type(tl.float32)))
             if HAS_BIAS:
                 x += _section(page + S[14], index, TYPE, mask)
         if HAS_MEAN:
@@ -206,6 +210,7 @@ def _constants(layout: PageLayout, kind: str) -> tuple[int, ...]:
         side.levels, row0, bits0, row1, bits1, side.scale, side.group, side.zero, int(side.has_bias), int(side.has_mean),
         side.dtype if side.is_raw else side.scale_dtype, side.plane_offset[0] if side.is_raw else offset0, offset1,
         *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset)), side.exponent_bits, side.mantissa_bits,
+        side.page_scale_offset or 0,
     )  # fmt: skip
 
 

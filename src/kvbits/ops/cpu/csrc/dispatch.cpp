@@ -46,6 +46,7 @@ int32_t check_tensor(const kvbits_tensor& t, const kvbits_store& s, int head_dim
   if ((number_format(t.format).levels == CODEBOOK) != (t.codebook != nullptr) || (t.inv_freq != nullptr) != (t.turns != nullptr)) return KVBITS_BAD_FORMAT;
   if (t.num_outliers < 0 || t.num_outliers > static_cast<int64_t>(s.page_size) * head_dim) return KVBITS_BAD_OUTLIERS;
   if (!t.static_scale && t.scale_offset < 0) return KVBITS_BAD_FORMAT;
+  if ((t.scale_dtype == FLOAT8_E4M3) != (t.page_scale_offset >= 0) || (t.page_scale_offset >= 0 && (t.per_channel || t.static_scale))) return KVBITS_BAD_FORMAT;
   if (t.per_channel || t.static_scale) return 0;
   if (t.group_size < 4 || t.group_size % 4 || head_dim % t.group_size || head_dim / t.group_size > MAX_GROUPS) return KVBITS_BAD_GROUP;
   return 0;

@@ -177,8 +177,7 @@ struct Image {
         u32 code = stored_field<S::VALUES, S::BITS0>(image, place, channel);
         if (S::BITS1) code = code << S::BITS1 | stored_field<S::VALUES, S::BITS1 ? S::BITS1 : 1>(image + PLANE1, place, channel);
         float level;
-        if (S::FLOAT == E4M3) level = f16_to_float(u16((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.f;
-        else if (S::FLOAT == E5M2) level = f16_to_float(u16(code << 8));
+        if (S::IS_FLOAT) level = float_of<S::FLOAT>(code);
         else level = float(int(code) - S::ZERO);
         const int at = channel / S::GROUP * PAGE + place;
         float x = __fmul_rn(level, load_value<S::TYPE>(image + SCALE, at));

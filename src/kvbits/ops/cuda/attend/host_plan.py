@@ -25,7 +25,7 @@ from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import as_float32, turns_on, widened
 from . import codebook_format, unpack_then_flash
-from .kernel_choice import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout, refuses_low
+from .kernel_choice import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout, refuses_low, unread_format
 from .schedule import PartWork, chunks_per_sequence, schedule
 from .unpack_then_flash import ChunkPlan
 
@@ -46,13 +46,18 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
     if why := cuda_compile.missing():
         return why
     why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), driver.shared_limit(torch.cuda.get_device_capability(q.device)))
-    if why and _is_kvquant(call) and q.dtype in DTYPES:
+    if why and _may_unpack(call) and q.dtype in DTYPES:
         return _refuses_unpacked(call, q.shape[2], q.dtype)
     return why
 
 
 def _is_kvquant(call: AttendCall) -> bool:
     return any(kvquant_extras(p.store.layout) for p in call.parts)
+
+
+def _may_unpack(call: AttendCall) -> bool:
+    """Whether the pages have a format that some layouts of are read unpacked only."""
+    return _is_kvquant(call) or any(unread_format(p.store.layout) for p in call.parts)
 
 
 def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) -> str | None:
@@ -351,13 +356,13 @@ class Plan:
 def plan(
     call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1, history_only: bool = False, **options: Any
 ) -> Plan | ChunkPlan:
-    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats of KVQuant that no kernel reads packed.
+    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel reads packed.
 
     Args:
         history_only: every query that is no padding comes after all pages of the call.
     """
     unpacks = unpack_then_flash.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
-    if not unpacks and _is_kvquant(call) and (num_queries == 1 or history_only):
+    if not unpacks and _may_unpack(call) and (num_queries == 1 or history_only):
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
         packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit) is None
         unpacks = not packed and _refuses_unpacked(call, num_q_heads, q_dtype) is None

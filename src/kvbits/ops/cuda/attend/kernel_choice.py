@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import overload
 
 from ....errors import UnsupportedError
-from ....spec import DTYPE_BYTES, LowLayout, PageLayout, QuantSpec, plane_row_bytes
+from ....spec import LowLayout, PageLayout, QuantSpec, plane_row_bytes
+from ....spec.quant import SCALE_BYTES
 from ...descriptor import CHANNEL, DTYPES, GROUP, STATIC, low_plane, scale_kind
 from ...types import banded_sides, kvquant_extras
 from .. import side
@@ -55,6 +56,8 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
         if not why and shared_limit and _codebook_shape(layout, 8, shared_limit, False) is None:
             why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
         return why and f"{extras}: {why}"
+    if unread := unread_format(layout):
+        return unread
     if layout.key.is_raw and layout.value.is_raw:
         return None if layout.raw_dtype != "float32" else "raw pages are float32; the kernel multiplies float16 and bfloat16"
     if layout.key.is_raw or layout.value.is_raw:
@@ -76,6 +79,14 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
             return f"{spec.num_groups(d)} value groups with a bias are more than 8"
     if len(_pieces(layout, _chunk_tokens(layout))) > MAX_PIECES:
         return f"a chunk of this layout is cut from more than {MAX_PIECES} places of the page"
+    return None
+
+
+def unread_format(layout: PageLayout) -> str | None:
+    """What of a layout's formats the matrix operands of packed.cuh are not made of yet, or None. Such pages are unpacked to 16-bit rows."""
+    for spec in (layout.key, layout.value):
+        if spec.has_page_scale or (spec.number_format.kind == "float" and spec.bits < 8):
+            return f"{spec.format} codes with scales in {spec.scale_dtype} are read unpacked only"
     return None
 
 
@@ -145,7 +156,7 @@ def _pieces(layout: PageLayout | LowLayout, tokens: int) -> list[tuple[int, int,
                 width = min(16, row - r)
                 runs.append((section.offset + r * layout.page_size, width * tokens, to + r * tokens, width * tokens))
         elif len(section.shape) == 2:
-            item = DTYPE_BYTES[section.dtype]
+            item = SCALE_BYTES[section.dtype]
             for g in range(section.shape[0]):
                 runs.append((section.offset + g * layout.page_size * item, tokens * item, to + g * tokens * item, tokens * item))
         else:

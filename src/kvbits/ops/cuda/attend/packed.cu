@@ -9,7 +9,8 @@
 #include "packed_walk.cuh"
 
 template <bool LOW>
-DEVICE void read_chunk(const Args& a, Unit u, PackedWalk& walk, const Visible& see, Softmax& softmax, Ring& ring, const unsigned char* slots, int k, u32 number, int lane) {
+DEVICE void read_chunk(const Args& a, Unit u, PackedWalk& walk, const Visible& see, Softmax& softmax, Ring& ring, const unsigned char* slots, int k, u32 number,
+                       int lane) {
     const RingSlot coarse(number), fine(number + WARPS);
     coarse.wait(ring);
     if (LOW) fine.wait(ring);

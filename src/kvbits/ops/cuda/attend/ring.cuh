@@ -1,4 +1,5 @@
-// The ring that a block's pages come through: which chunks a producer's lane fetches, in which order, and where they lie. Ring and produce() are the kernels' own.
+// The ring that a block's pages come through: which chunks a producer's lane fetches, in which order, and where they lie. The ring's slots and barriers, and
+// produce(), are of packed_ring.cuh and codebook_ring.cuh.
 //
 // The producer fills the ring before the kernel just ahead has ended. That kernel may have written tokens: they are in the last two pages of a sequence and
 // part (`fresh`; eight tokens and a page that closed at most), which are read after the wait, as queries are. Everything else it reads must have been

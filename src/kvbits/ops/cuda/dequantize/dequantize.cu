@@ -52,8 +52,7 @@ DEVICE void value_codes(u32 (&word)[4], const unsigned char* plane, int quad, in
 template <class S, class E>
 DEVICE float number(u32 code, const float* codebook) {
     if (E::CODEBOOK) return codebook[code];
-    if (S::FLOAT == E4M3) return f16_to_float(u16((code & 0x7f) << 7 | (code & 0x80) << 8)) * 256.f;
-    if (S::FLOAT == E5M2) return f16_to_float(u16(code << 8));
+    if (S::IS_FLOAT) return float_of<S::FLOAT>(code);
     return float(int(code) - S::ZERO);
 }
 
@@ -81,7 +80,7 @@ struct Reader {
         const float stretch = E::STRETCH ? load_value<S::TYPE>(page + E::STRETCH_OFFSET, token) : 1.f;
         for (int k = 0; k < 4; ++k) {
             int place = S::SCALE == SCALE_CHANNEL ? ch + k : ch / S::GROUP * PAGE + token;
-            x[k] *= S::SCALE == SCALE_STATIC ? scale[ch + k] : load_value<S::TYPE>(page + S::SCALE_OFFSET, place);
+            x[k] *= S::SCALE == SCALE_STATIC ? scale[ch + k] : load_scale<S>(page, place);
             if (E::STRETCH) x[k] *= stretch;
             if (S::HAS_BIAS) x[k] += S::SCALE == SCALE_STATIC ? bias[ch + k] : load_value<S::TYPE>(page + S::BIAS_OFFSET, place);
             if (S::HAS_MEAN) x[k] += load_value<S::TYPE>(page + S::MEAN_OFFSET, ch + k);

@@ -51,8 +51,16 @@ struct Octet {
     }
 };
 
+/// Codes of E2M1: even multiples of its steps, half to even, past the ends the largest number.
+DEVICE u32 to_e2m1(float x) {
+    const float size = fminf(fabsf(x), 6.f);
+    const float code = size < 2.f ? rintf(size * 2.f) : size < 4.f ? rintf(size) + 2.f : rintf(size * 0.5f) + 4.f;
+    return u32(code) | (__float_as_uint(x) >> 31) << 3;
+}
+
 template <int FLOAT>
-DEVICE unsigned char to_fp8(float x) {
+DEVICE unsigned char to_float_code(float x) {
+    if (FLOAT == E2M1) return (unsigned char)to_e2m1(x);
 #if __CUDA_ARCH__ >= 890
     return (unsigned char)(FLOAT == E4M3 ? to_e4m3(x) : to_e5m2(x));
 #else
@@ -89,7 +97,7 @@ template <class S>
 DEVICE u32 code_of(float y, int& saturated) {
     if (S::FLOAT != INTEGER) {
         saturated += fabsf(y) >= S::SATURATES;
-        return to_fp8<S::FLOAT>(y);
+        return to_float_code<S::FLOAT>(y);
     }
     // 1.5 * 2**23 leaves no room for a fraction: the addition rounds half to even (ZERO is even) and the low bits are the integer.
     constexpr float MAGIC = 12582912.f;

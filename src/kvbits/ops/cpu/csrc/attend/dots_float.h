@@ -101,7 +101,7 @@ static void value_fp8(const ValueArgs& a) {
 
 // bf16 rows where q and the outputs are kept in split order: of every 2 * VL channels first the even, then the odd ones. One
 // load then gives two vectors for a shift and a mask, a third of what widening takes. An internal "dtype" behind the others.
-constexpr int BF16_SPLIT = NUM_DTYPES;
+constexpr int BF16_SPLIT = NUM_RAW_DTYPES;
 
 INLINE vf even_bf16(const uint8_t* p) { return (vf)(load_int(p) << 16); }
 INLINE vf odd_bf16(const uint8_t* p) { return (vf)(load_int(p) & (int)0xffff0000); }

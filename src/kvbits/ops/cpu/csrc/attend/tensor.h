@@ -22,7 +22,7 @@ struct Tensor {
   int groups, group_channels, row_bytes[2];
   float zero;      // middle of the code range
   float dot_zero;  // what of it the dot products leave to be settled
-  float unit;      // of the code in scales: 1, a 15th for NESTED, that of the level bytes for codebooks
+  float unit;      // of the code in scales: 1, a 15th for NESTED, a step of small floats, that of the level bytes for codebooks
   int64_t low_offset;  // NESTED: of the plane in the low page's struct
 };
 
@@ -44,11 +44,11 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   d.split = d.raw && t.raw_dtype == BFLOAT16 && head_dim % (2 * VL) == 0 && pages >= MIN_SPLIT_PAGES;
   const bool nested = low && low->format != FORMAT_RAW;
   d.format = nested ? NESTED : t.format;
-  d.unit = nested ? 1.0f / LOW_LEVELS : 1.0f;
   d.low_offset = nested ? low->plane_offset[0] : 0;
   d.decoded = t.codebook || t.inv_freq;
   d.stretched = t.stretch_offset >= 0;
-  d.integer = is_int(t.format) && !d.decoded;
+  d.integer = has_int_dots(t.format) && !d.decoded;
+  d.unit = nested ? 1.0f / LOW_LEVELS : d.decoded ? 1.0f : step_size(t.format);
   const bool is_static = t.static_scale != nullptr;
   d.channel_scales = !d.raw && (t.per_channel || is_static);
   d.page_channels = d.channel_scales && !is_static;
@@ -57,7 +57,7 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   d.group_channels = d.token_scales ? t.group_size : head_dim;
   d.groups = head_dim / d.group_channels;
   d.zero = is_int(t.format) ? int_zero(t.format) * (nested ? LOW_LEVELS : 1.0f) : 0.0f;
-  const float middle = nested ? 128.0f : d.zero;  // 15 * 8 + 8: the low plane brings its own
+  const float middle = nested ? 128.0f : is_looked_up(t.format) ? (float)most_steps(t.format) : d.zero;  // 15 * 8 + 8: the low plane brings its own
   d.dot_zero = is_wide(d.format) && DOTS_CENTER_INT8 ? 0.0f : middle;
   for (int i = 0; i < 2; i++) d.row_bytes[i] = d.raw ? 0 : row_bytes_of(head_dim, plane_bits(t.format, i));
   return d;
@@ -65,7 +65,7 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
 
 static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
   Tensor d = describe(t, low, head_dim, pages);
-  if (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4) d.dot_zero = 0.0f;
+  if (is_looked_up(d.format) || (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4)) d.dot_zero = 0.0f;
   return d;
 }
 
@@ -112,11 +112,13 @@ static void widen_params(float* to, const uint8_t* from, int n, int dtype, int64
 static void token_params(const Tensor& d, const uint8_t* page, int page_size, int token, int n, int64_t ahead, float (*scale)[BLOCK], float (*bias)[BLOCK]) {
   const kvbits_tensor& t = *d.t;
   const int size = dtype_bytes(t.scale_dtype);
+  float unit = d.unit;
+  if (t.page_scale_offset >= 0) unit *= *(const float*)(page + t.page_scale_offset);
   for (int g = 0; g < d.groups; g++) {
     const int64_t at = ((int64_t)g * page_size + token) * size;
     widen_params(scale[g], page + t.scale_offset + at, n, t.scale_dtype, ahead);
-    if (d.unit != 1.0f)
-      for (int i = 0; i < BLOCK; i += VL) store(scale[g] + i, load(scale[g] + i) * d.unit);
+    if (unit != 1.0f)
+      for (int i = 0; i < BLOCK; i += VL) store(scale[g] + i, load(scale[g] + i) * unit);
     if (!d.token_bias) continue;
     widen_params(bias[g], page + t.bias_offset + at, n, t.scale_dtype, ahead);
     for (int i = 0; i < BLOCK; i += VL) store(bias[g] + i, load(bias[g] + i) + load(scale[g] + i) * d.zero);

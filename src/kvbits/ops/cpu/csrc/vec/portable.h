@@ -127,6 +127,7 @@ INLINE vf tanh_cap(vf x, float cap) {
   return select(negative, -t, t);
 }
 
+INLINE vi load_bytes(const uint8_t* p);
 #ifndef HAVE_BYTES
 // VL bytes as unsigned integers, and back (the low byte of each). GCC turns a conversion of vectors of bytes into scalar code.
 INLINE vi load_bytes(const uint8_t* p) {
@@ -197,21 +198,25 @@ INLINE vf from_fp16(const uint16_t* p) {
 }
 #endif
 
-// VL elements of a float array in any of the three dtypes.
+// E4M3 floats in the low bytes of 32-bit lanes: one exact multiply moves the exponent, subnormals included.
+INLINE vf from_e4m3(vi bits) { return (vf)((vi)((vf)((bits & 0x7f) << 20) * 0x1p120f) | ((bits & 0x80) << 24)); }
+
+// VL elements of a float array in any of the dtypes.
 template <int DTYPE>
 INLINE vf load_as(const void* base, int64_t i) {
   if (DTYPE == FLOAT32) return load((const float*)base + i);
   if (DTYPE == FLOAT16) return from_fp16((const uint16_t*)base + i);
+  if (DTYPE == FLOAT8_E4M3) return from_e4m3(load_bytes((const uint8_t*)base + i));
   return from_bf16((const uint16_t*)base + i);
 }
 
-INLINE int dtype_bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+INLINE int dtype_bytes(int dtype) { return dtype == FLOAT32 ? 4 : dtype == FLOAT8_E4M3 ? 1 : 2; }
 
 // The first n < VL elements, zeros behind them: the last piece of an array that must not be read past its end.
 template <int DTYPE>
 INLINE vf load_first(const void* base, int64_t i, int n) {
   alignas(64) char t[VL * 4] = {};
-  const int size = DTYPE == FLOAT32 ? 4 : 2;
+  const int size = dtype_bytes(DTYPE);
   __builtin_memcpy(t, (const char*)base + i * size, n * size);
   return load_as<DTYPE>(t, 0);
 }
@@ -233,6 +238,7 @@ static void widen_as(float* to, const void* from, int n) {
 INLINE void widen(float* to, const void* from, int n, int dtype) {
   if (dtype == FLOAT32) widen_as<FLOAT32>(to, from, n);
   else if (dtype == FLOAT16) widen_as<FLOAT16>(to, from, n);
+  else if (dtype == FLOAT8_E4M3) widen_as<FLOAT8_E4M3>(to, from, n);
   else widen_as<BFLOAT16>(to, from, n);
 }
 

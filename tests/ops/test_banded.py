@@ -1,0 +1,80 @@
+"""Pages of banded codes: the reference, which stays in the basis, against a float64 softmax over dequantized keys; kernels that refuse them by name."""
+
+import numpy as np
+import pytest
+import torch
+from dense_model import dense_attention
+
+from kvbits import schemes
+from kvbits.ops.cpu import structs
+from kvbits.ops.cuda.attend import kernel_choice
+from kvbits.ops.cuda.close import packed
+from kvbits.ops.cuda.dequantize import unpacker
+from kvbits.ops.descriptor import LEVELS, SCALE_DTYPES, describe
+from kvbits.ops.reference.attend import attend
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.reference.dequantize import dequantize_pages
+from kvbits.ops.triton import attend as triton_attend
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.quant.basis import inverse
+from kvbits.spec import SCALE_8BIT, PageLayout
+
+HEADS, GROUP, SIZE = 2, 3, 64
+
+
+def layout_of(name, head_dim):
+    scheme = schemes.get(name)
+    return PageLayout(key=scheme.key, value=scheme.value, page_size=SIZE, num_kv_heads=HEADS, head_dim=head_dim)
+
+
+def made(name, head_dim, starts, lengths):
+    """A part of one sequence with pages at `starts`, and the dense keys and values that they read as, in float64."""
+    layout = layout_of(name, head_dim)
+    basis = torch.eye(head_dim) * 2 + torch.randn(HEADS, head_dim, head_dim) / head_dim**0.5
+    static = {"k_basis": basis, "k_inverse": inverse(basis), "k_inv_freq": 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2))}
+    k, v = torch.randn(2, len(starts), HEADS, SIZE, head_dim)
+    pages, _ = close_pages(k + 1, v, layout, static, np.array(starts))
+    table = PageTable(np.array([0, len(starts)]), np.arange(len(starts)), np.array(starts), np.array(lengths, np.int32))
+    dense = dequantize_pages(pages, layout, static, torch.float64, starts=np.array(starts))
+    held = [torch.cat([x[i, :, :n].transpose(0, 1) for i, n in enumerate(lengths)]) for x in dense]
+    positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    return Part(PageStore(layout, (pages,), static), table), held, positions
+
+
+@pytest.mark.parametrize("name", ["klt4", "klt3", "klt2"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_in_the_basis_is_attention_over_what_the_pages_read_as(name, head_dim, dtype):
+    """Pages of three frames, one cut short, in an order that is not the frames'."""
+    starts, lengths = [516, 4, 580, 260, 68], [64, 64, 20, 64, 64]
+    part, held, positions = made(name, head_dim, starts, lengths)
+    q = torch.randn(1, 2, HEADS * GROUP, head_dim)
+    call = AttendCall((part,), 0.2, None, None)
+    out, lse = attend(q, call, torch.tensor([[300, 700]]), dtype)
+    for t, position in enumerate((300, 700)):
+        seen = torch.from_numpy(np.flatnonzero(positions <= position))
+        want, want_lse = dense_attention(q[0, t : t + 1], held[0][seen], held[1][seen], [len(seen) - 1], 0.2, None, None)
+        torch.testing.assert_close(out[0, t].double(), want[0], rtol=0, atol=1e-9 if dtype == torch.float64 else 2e-5)
+        torch.testing.assert_close(lse[0, t].double(), want_lse[0], rtol=0, atol=1e-9 if dtype == torch.float64 else 2e-4)
+
+
+def test_kernels_refuse_banded_codes_by_name():
+    layout = layout_of("klt2", 64)
+    words = "banded codes (keys and values) have no"
+    assert kernel_choice.refuses_layout(layout) == f"{words} CUDA kernel"
+    assert packed.refuses_layout(layout, torch.bfloat16) == f"{words} CUDA kernel"
+    assert unpacker.refuses_layout(layout, torch.bfloat16) == f"{words} CUDA kernel"
+    assert structs.refuses_layout(layout) == f"{words} CPU kernel"
+
+
+def test_triton_refuses_banded_codes_by_name(monkeypatch):
+    monkeypatch.setattr(triton_attend, "INTERPRETED", True)
+    part, _, _ = made("klt2", 64, [4], [64])
+    found = triton_attend.refuses(torch.zeros(1, 1, 2, 64), AttendCall((part,), 0.2, None, None))
+    assert found in ("banded codes (keys and values) have no Triton kernel", "Triton is not installed; pip install triton")
+
+
+def test_sides_name_the_planes_of_bands():
+    side = describe(layout_of("klt2", 64), "k")
+    assert (side.planes, side.row_bytes, side.plane_offset) == ((4, 2, 1), (8, 8, 4), (0, 512, 1024))
+    assert (side.widths, side.scale_dtype, side.levels, side.has_mean) == ((5, 3, 2, 0), SCALE_DTYPES[SCALE_8BIT], LEVELS["banded"], True)
