@@ -79,6 +79,7 @@ def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, i
         f"{name}_SCALE_OFFSET": side.scale_offset or 0,
         f"{name}_BIAS_OFFSET": side.bias_offset or 0,
         f"{name}_MEAN_OFFSET": side.mean_offset or 0,
+        f"{name}_PAGE_SCALE_OFFSET": side.page_scale_offset or 0,
     }
 
 

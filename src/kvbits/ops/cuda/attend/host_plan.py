@@ -25,7 +25,7 @@ from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import as_float32, turns_on, widened
 from . import codebook_format, unpack_then_flash
-from .kernel_choice import MAX_PIECES, Kernel, Shape, columns, kernel_for, refuses_layout, refuses_low, unread_format
+from .kernel_choice import MAX_PIECES, Kernel, Shape, columns, kernel_for, may_unpack, refuses_layout, refuses_low
 from .schedule import PartWork, chunks_per_sequence, schedule
 from .unpack_then_flash import ChunkPlan
 
@@ -57,7 +57,7 @@ def _is_kvquant(call: AttendCall) -> bool:
 
 def _may_unpack(call: AttendCall) -> bool:
     """Whether the pages have a format that some layouts of are read unpacked only."""
-    return _is_kvquant(call) or any(unread_format(p.store.layout) for p in call.parts)
+    return _is_kvquant(call) or any(may_unpack(p.store.layout) for p in call.parts)
 
 
 def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) -> str | None:

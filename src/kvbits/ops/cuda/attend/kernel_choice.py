@@ -30,6 +30,8 @@ WIDE = 24
 341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill) 393, 380 and 403."""
 RAW_TOKENS = (32, 16, 8)
 """Raw tokens of a chunk: the most of a step, or what a slot of the ring has room for."""
+FLOATS = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
+"""Floats that packed_codes.cuh makes matrix operands of."""
 LOW_BITS = 4
 """Width of the low planes that packed.cu reads, and of the codes they refine."""
 
@@ -56,17 +58,17 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
         if not why and shared_limit and _codebook_shape(layout, 8, shared_limit, False) is None:
             why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
         return why and f"{extras}: {why}"
-    if unread := unread_format(layout):
-        return unread
     if layout.key.is_raw and layout.value.is_raw:
         return None if layout.raw_dtype != "float32" else "raw pages are float32; the kernel multiplies float16 and bfloat16"
     if layout.key.is_raw or layout.value.is_raw:
         return "one of keys and values is raw and the other is not"
+    if unknown := [s.format for s in (layout.key, layout.value) if s.number_format.kind == "float" and s.format not in FLOATS]:
+        return f"{unknown[0]} codes have no matrix operands yet; there are those of {', '.join(FLOATS)}"
     if len(_walked_planes(layout.value, d)) > 1 and scale_kind(layout.value) == CHANNEL:
         return f"head_dim={d}: {layout.value.format} values with a scale per channel need more registers than a thread has; per token or per group they fit"
     if d > 128 and _two_planes(layout):
         return f"3-bit codes at head_dim={d} need more registers than a thread has; at most 128, or a multiple of 32"
-    for kind, spec, step in (("key", layout.key, 16), ("value", layout.value, 32)):
+    for kind, spec, step in (("key", layout.key, 16), ("value", layout.value, 16 if _scales_codes(layout) else 32)):
         if scale_kind(spec) != GROUP:
             continue
         size = d // spec.num_groups(d)
@@ -82,12 +84,15 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
     return None
 
 
-def unread_format(layout: PageLayout) -> str | None:
-    """What of a layout's formats the matrix operands of packed.cuh are not made of yet, or None. Such pages are unpacked to 16-bit rows."""
-    for spec in (layout.key, layout.value):
-        if spec.has_page_scale or (spec.number_format.kind == "float" and spec.bits < 8):
-            return f"{spec.format} codes with scales in {spec.scale_dtype} are read unpacked only"
-    return None
+def _scales_codes(layout: PageLayout) -> bool:
+    """Whether values' scales are multiplied onto the codes, not onto the weights (ValueTraits::SCALES_CODES): groups may then be as small as 16 channels."""
+    value, d = layout.value, layout.head_dim
+    return value.format == "fp4_e2m1" and value.has_page_scale and d == 16 * value.num_groups(d)
+
+
+def may_unpack(layout: PageLayout) -> bool:
+    """Whether pages of this layout are unpacked to 16-bit rows where no kernel reads them packed: of 4-bit floats, or with a scale for each page."""
+    return any(s.has_page_scale or (s.number_format.kind == "float" and s.bits < 8) for s in (layout.key, layout.value))
 
 
 def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:

@@ -104,7 +104,7 @@ DEVICE void add_raw(Values<ValuePlane>& values, const u32 (&p)[NT][Rows::E], con
 template <class ValuePlane>
 DEVICE void change_units(Values<ValuePlane>& values, bool to_raw) {
     values.each([&](float& x, int, int, int field, int, int) {
-        const int exponent = operand_exponent(V_FLOAT) - ValuePlane::exponent(field);
+        const int exponent = ValueTraits::EXPONENT - ValuePlane::exponent(field);
         x *= to_raw ? power_of_two(exponent) : power_of_two(-exponent);
     });
 }

@@ -9,7 +9,7 @@ struct Values {
     float o[NT][ValuePlane::FIELDS ? ValuePlane::FIELDS : 1][ValuePlane::PAIRS ? ValuePlane::PAIRS : 1][2][4];
 
     static constexpr bool used(int field, int pair) { return field * ValuePlane::ROW + 32 * pair < D; }
-    static constexpr int group_of(int field, int pair) { return (field * ValuePlane::ROW + 32 * pair) / V_GROUP; }
+    static constexpr int group_of(int field, int pair) { return ValueTraits::WEIGHTS == 1 ? 0 : (field * ValuePlane::ROW + 32 * pair) / V_GROUP; }
 
     template <class F>
     DEVICE void each(F f) {
@@ -43,12 +43,13 @@ struct Values {
             const LowBlock low(slot, 16 * block + 4 * quarter);
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
+                const RowScales scales(slot, pair, (tile * UNITS + u) * 32 + 8 * c, g);
                 int quad = (tile * UNITS + u) * 8 + 2 * c;
                 // Four lanes meet in the same banks here. It costs nothing: shared memory gives 128 bytes a clock and full memory speed needs 17.
                 uint4 first = *reinterpret_cast<const uint4*>(p + quad * 4 * width);
                 uint4 second = *reinterpret_cast<const uint4*>(p + (quad + 1) * 4 * width);
-                quad_of(first, low.load(quad), low.second, weights, u, 0, pair);
-                quad_of(second, low.load(quad + 1), low.second, weights, u, 1, pair);
+                quad_of(first, low.load(quad), low.second, weights, scales, u, 0, pair);
+                quad_of(second, low.load(quad + 1), low.second, weights, scales, u, 1, pair);
             }
         }
     }
@@ -69,14 +70,36 @@ struct Values {
             return *reinterpret_cast<const uint4*>(p + quad * 4 * width);
         }
     };
+    /// Scales of the groups that a lane's rows are of, for eight tokens, if they are multiplied onto codes.
+    struct RowScales {
+        static constexpr int N = ValueTraits::SCALES_CODES && ValuePlane::FIELDS ? ValuePlane::FIELDS : 1;
+        u32 pairs[N][4];
+
+        DEVICE RowScales(const unsigned char* slot, int pair, int token, int g) {
+            if (!ValueTraits::SCALES_CODES) return;
+#pragma unroll
+            for (int f = 0; f < ValuePlane::FIELDS; ++f) {
+                if (!used(f, pair)) continue;
+                const int group = min((f * ValuePlane::ROW + 32 * pair) / 16 + g / 4, V_GROUPS - 1);  // past the row: any group
+                load_pairs8<V_SCALE_TYPE>(pairs[f % N], slot + V_SCALE_OFFSET, group * CHUNK + token);
+                for (int j = 0; j < 4; ++j) pairs[f % N][j] = mul_f16x2(pairs[f % N][j], ValueTraits::CODE_UNIT);
+            }
+        }
+        /// An operand of two tokens, of `quad`'s first or second pair.
+        DEVICE u32 times(u32 operand, int f, int quad, int odd) const {
+            return ValueTraits::SCALES_CODES ? mul_f16x2(operand, pairs[f % N][2 * quad + odd]) : operand;
+        }
+    };
     template <class Weights>
-    DEVICE void quad_of(const uint4& w, const uint4& low, int second, const Weights& weights, int u, int which, int pair) {
+    DEVICE void quad_of(const uint4& w, const uint4& low, int second, const Weights& weights, const RowScales& scales, int u, int which, int pair) {
         const Fields<ValuePlane, V_FLOAT> x(w.x, low.x, second), y(w.y, low.y, second), z(w.z, low.z, second), w3(w.w, low.w, second);
 #pragma unroll
         for (int f = 0; f < ValuePlane::FIELDS; ++f) {
             if (!used(f, pair)) continue;
-            u32 a0 = x.operand(0, f), a1 = y.operand(0, f), a2 = x.operand(1, f), a3 = y.operand(1, f);
-            u32 c0 = z.operand(0, f), c1 = w3.operand(0, f), c2 = z.operand(1, f), c3 = w3.operand(1, f);
+            const u32 a0 = scales.times(x.operand(0, f), f, which, 0), a1 = scales.times(y.operand(0, f), f, which, 0);
+            const u32 a2 = scales.times(x.operand(1, f), f, which, 1), a3 = scales.times(y.operand(1, f), f, which, 1);
+            const u32 c0 = scales.times(z.operand(0, f), f, which, 0), c1 = scales.times(w3.operand(0, f), f, which, 0);
+            const u32 c2 = scales.times(z.operand(1, f), f, which, 1), c3 = scales.times(w3.operand(1, f), f, which, 1);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 const u32 (&b)[2] = weights[group_of(f, pair)][n][u][which];
@@ -125,15 +148,19 @@ struct ValueSide {
 
     /// Scale pairs of the lane's value tokens, 0 for hidden ones; returns the largest, as float16 bits.
     template <bool MASKED>
-    DEVICE u32 scales(u32 (&pairs)[V_GROUPS][UNITS][4], const unsigned char* slot, int t, int visible, int c) const {
+    DEVICE u32 scales(u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4], const unsigned char* slot, int t, int visible, int c) const {
         if (V_SCALE != SCALE_GROUP) return 0;
+        const float unit = page_scale<V_SCALE_TYPE, V_PAGE_SCALE_OFFSET>(slot) * (ValueTraits::SCALES_CODES ? ValueTraits::PAGE_UNIT : 1.f);
+        const u32 of_page = pack_f16(unit, unit);
         u32 largest = 0;
 #pragma unroll
-        for (int gr = 0; gr < V_GROUPS; ++gr)
+        for (int gr = 0; gr < ValueTraits::WEIGHTS; ++gr)
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 int token = (t * UNITS + u) * 32 + 8 * c;
-                load_pairs8<V_SCALE_TYPE>(pairs[gr][u], slot + V_SCALE_OFFSET, gr * CHUNK + token);
+                if (!ValueTraits::SCALES_CODES) load_pairs8<V_SCALE_TYPE>(pairs[gr][u], slot + V_SCALE_OFFSET, gr * CHUNK + token);
+                if (V_SCALE_TYPE == FLOAT8_E4M3)
+                    for (int j = 0; j < 4; ++j) pairs[gr][u][j] = ValueTraits::SCALES_CODES ? of_page : mul_f16x2(pairs[gr][u][j], of_page);
                 if (MASKED) mask_pairs(pairs[gr][u], token, visible);
                 for (int j = 0; j < 4; ++j) largest = max_f16x2(largest, pairs[gr][u][j]);
             }
@@ -145,9 +172,9 @@ struct ValueSide {
 
     /// Adds a step's tokens, whose weights are `packed` and whose scales `pairs`. LOW: `low` holds their low planes.
     template <bool MASKED, bool LOW>
-    DEVICE void add(const u32 (&packed)[TOKENS][NT], const u32 (&pairs)[V_GROUPS][UNITS][4], const unsigned char* slot, const unsigned char* low, int t, int visible,
-                    int g, int c) {
-        u32 weights[V_GROUPS][NT][UNITS][2][2];
+    DEVICE void add(const u32 (&packed)[TOKENS][NT], const u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4], const unsigned char* slot, const unsigned char* low, int t,
+                    int visible, int g, int c) {
+        u32 weights[ValueTraits::WEIGHTS][NT][UNITS][2][2];
         weights_of<MASKED>(weights, packed, slot, t, pairs, visible, g, c);
         if (V_ZERO) subtract_zero<V_ZERO>(weights);
         first.accumulate(slot, First::OFFSET, t, weights, g, c);
@@ -155,7 +182,7 @@ struct ValueSide {
         if (LOW && ValueTraits::LOW) {
             const u32 step = pack_f16(LOW_STEP, LOW_STEP);
 #pragma unroll
-            for (int gr = 0; gr < V_GROUPS; ++gr)
+            for (int gr = 0; gr < ValueTraits::WEIGHTS; ++gr)
 #pragma unroll
                 for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -167,8 +194,8 @@ struct ValueSide {
     }
 
     template <bool MASKED>
-    DEVICE void weights_of(u32 (&weights)[V_GROUPS][NT][UNITS][2][2], const u32 (&packed)[TOKENS][NT], const unsigned char* slot, int t,
-                              const u32 (&pairs)[V_GROUPS][UNITS][4], int visible, int g, int c) {
+    DEVICE void weights_of(u32 (&weights)[ValueTraits::WEIGHTS][NT][UNITS][2][2], const u32 (&packed)[TOKENS][NT], const unsigned char* slot, int t,
+                              const u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4], int visible, int g, int c) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             u32 bias[4] = {};
@@ -192,7 +219,7 @@ struct ValueSide {
                     for (int e = 0; e < 2; ++e) weight_sum[n][e] += acc[e];
                 }
 #pragma unroll
-                for (int gr = 0; gr < V_GROUPS; ++gr) {
+                for (int gr = 0; gr < ValueTraits::WEIGHTS; ++gr) {
                     for (int j = 0; j < 4; ++j) weights[gr][n][u][j / 2][j % 2] = V_SCALE == SCALE_GROUP ? mul_f16x2(p[j], pairs[gr][u][j]) : p[j];
                 }
             }
@@ -200,10 +227,10 @@ struct ValueSide {
     }
 
     template <u32 ZERO>
-    DEVICE void subtract_zero(const u32 (&weights)[V_GROUPS][NT][UNITS][2][2]) {
-        float sums[V_GROUPS][NT][2];
+    DEVICE void subtract_zero(const u32 (&weights)[ValueTraits::WEIGHTS][NT][UNITS][2][2]) {
+        float sums[ValueTraits::WEIGHTS][NT][2];
 #pragma unroll
-        for (int gr = 0; gr < V_GROUPS; ++gr)
+        for (int gr = 0; gr < ValueTraits::WEIGHTS; ++gr)
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 float acc[4];
@@ -236,7 +263,7 @@ struct ValueSide {
                 if (ValueTraits::PER_CHUNK) load_scales4<V_SCALE_TYPE>(scale, slot + V_SCALE_OFFSET, at);
                 if (ValueTraits::PER_CHUNK && V_HAS_BIAS) load_scales4<V_SCALE_TYPE>(bias, slot + V_BIAS_OFFSET, at);
                 if (V_HAS_MEAN) load_scales4<V_SCALE_TYPE>(mean, slot + V_MEAN_OFFSET, at);
-                const float unit = power_of_two(ValuePlane::exponent(field) - operand_exponent(V_FLOAT));
+                const float unit = power_of_two(ValuePlane::exponent(field) - ValueTraits::EXPONENT);
                 for (int n = 0; n < NT; ++n)
                     for (int k = 0; k < 4; ++k)
                         for (int e = 0; e < 2; ++e) {
@@ -258,7 +285,7 @@ struct ValueSide {
         if constexpr (ValuePlane::PAIRS > 0) {
             int field = r / ValuePlane::PAIRS;
             const auto& x = v.o[n][field][r % ValuePlane::PAIRS];
-            float m = power_of_two(operand_exponent(V_FLOAT) - ValuePlane::exponent(field));
+            float m = power_of_two(ValueTraits::EXPONENT - ValuePlane::exponent(field));
             return {x[0][e] * m, x[0][2 + e] * m, x[1][e] * m, x[1][2 + e] * m};
         }
         return {};

@@ -30,7 +30,7 @@ struct PackedWalk {
             const float factor = keys.page_operands(scaled, chunk.slot, lane);
             steps<MASKED, LOW>(a, see, softmax, chunk, {scaled, factor, constant}, lane);
         } else {
-            steps<MASKED, LOW>(a, see, softmax, chunk, {keys.operands, keys.factor, constant}, lane);
+            steps<MASKED, LOW>(a, see, softmax, chunk, {keys.operands, keys.factor * page_scale<K_SCALE_TYPE, K_PAGE_SCALE_OFFSET>(chunk.slot), constant}, lane);
         }
         values.finish_chunk(chunk.slot, lane / 4);
     }
@@ -57,7 +57,7 @@ struct PackedWalk {
                         for (int e = 0; e < 2; ++e)
                             if (token >= chunk.visible || see.hides(a.window, n * 8 + 2 * c + e, chunk.position + token)) s[4 * u + j][n][e] = negative_infinity();
                 }
-        u32 pairs[V_GROUPS][UNITS][4];
+        u32 pairs[ValueTraits::WEIGHTS][UNITS][4];
         u32 largest = values.scales<MASKED>(pairs, chunk.slot, t, chunk.visible, c);
         float p[TOKENS][NT][2];
         u32 packed[TOKENS][NT];
