@@ -253,6 +253,25 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
     assert [p.name for p in tmp_path.rglob("*")] == ["store"]
 
 
+def test_the_lock_of_an_eviction_is_no_way_out(full, tmp_path):
+    store, _, _ = full
+    (store.folder.root / ".evicting").symlink_to(tmp_path / "made")
+    with pytest.raises(OSError, match="symbolic links"):
+        store.evict(0)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_folder_that_somebody_removed_is_an_empty_store(full):
+    import shutil
+
+    store, donor, _ = full
+    shutil.rmtree(store.folder.root)
+    assert load(store)[0] == 0
+    store.folder.root.mkdir()
+    store.put(donor, IDS)
+    assert load(store)[0] == 400
+
+
 def test_a_pin_that_names_anything_else_pins_nothing(full):
     store, donor, files = full
     store.pin(donor, IDS)

@@ -284,3 +284,24 @@ def test_explain_counts_files_and_bytes(tmp_path):
     assert about["bytes"] == store.nbytes == sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
     assert len(about["namespaces"]) == 1
     assert repr(store).startswith("PrefixStore(")
+
+
+def test_a_sequence_that_waits_leaves_low_planes_first_and_comes_back_with_them(tmp_path):
+    spec, _ = pieces("tiered")
+    ids = ids_of(400)
+    donor = cache_of(spec, ids, batch_size=1, max_tokens=420)
+    before, whole, free = bytes_of(donor), donor.explain()["bytes"], []
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    assert store.put(donor, ids) == 400
+    donor.set_zones(0, [0])
+    free.append(donor.explain()["bytes"]["free"])
+    low = donor.groups[0].pools["low0"]
+    assert low.allocator.num_used == 0
+    assert free[0] == whole["free"] + low.block_bytes * 2
+    donor.free(0)
+    free.append(donor.explain()["bytes"]["free"])
+    assert free[1] == donor.nbytes == whole["total"]
+    poison_free_pages(donor)
+    assert store.load(donor, ids) == 400
+    assert bytes_of(donor) == before
+    assert donor.explain()["bytes"] == whole

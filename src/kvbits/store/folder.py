@@ -66,33 +66,52 @@ class Folder:
         self.root = require_folder(Path(root).expanduser(), "a store at").absolute()
         self.root.mkdir(parents=True, exist_ok=True)
 
-    @contextlib.contextmanager
-    def _folder(self, namespace: str, bucket: str | None, make: bool = False) -> Iterator[int | None]:
-        """A descriptor of the folder of a namespace or of one of its buckets; None where it is not there."""
-        opened: list[int] = []
+    def _open_folder(self, namespace: str, bucket: str, make: bool) -> int | None:
+        """A descriptor of a bucket; None where it is not there.
+
+        Raises:
+            SpecError: something else than a folder is in its place, or a link to one.
+        """
+        fd: int | None = None
         try:
-            opened.append(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             for part in (namespace, bucket):
-                if part is None:
-                    break
                 if not re.fullmatch(r"[0-9a-z]{2,64}", part):
                     raise SpecError(f"{part!r} is no folder of a store")
                 if make:
                     with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, dir_fd=opened[-1])
-                opened.append(os.open(part, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=opened[-1]))
-            yield opened[-1]
-        except FileNotFoundError:
-            if make:
-                raise
-            yield None
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise SpecError(f"{self.root}/{namespace}/{bucket or ''} is a symbolic link or a file, where a store has a folder; remove it") from error
-            raise
-        finally:
-            for fd in reversed(opened):
+                        os.mkdir(part, dir_fd=fd)
+                above, fd = fd, os.open(part, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=fd)
+                os.close(above)
+        except BaseException as error:
+            if fd is not None:
                 os.close(fd)
+            if isinstance(error, FileNotFoundError) and not make:
+                return None
+            if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise SpecError(f"{self.root}/{namespace}/{bucket} is a symbolic link or a file, where a store has a folder; remove it") from error
+            raise
+        return fd
+
+    @contextlib.contextmanager
+    def _folder(self, namespace: str, bucket: str, make: bool = False) -> Iterator[int | None]:
+        """A descriptor of a bucket; None where it is not there."""
+        fd = self._open_folder(namespace, bucket, make)
+        try:
+            yield fd
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """While one process evicts, others wait."""
+        fd = os.open(self.root / ".evicting", os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
 
     def path(self, namespace: str, name: str) -> str:
         """Where a file is, for messages."""
@@ -146,11 +165,11 @@ class Folder:
                 job.result()
             order = {name: i for i, (name, _) in enumerate(files)}
             for one in sorted(held, key=lambda x: order[x.name]):
-                with self._folder(namespace, _bucket(one.name)) as folder:
+                with self._folder(namespace, _bucket(one.name), make=True) as folder:
                     os.rename(one.temporary, one.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             for one in held:
-                with contextlib.suppress(OSError, SpecError), self._folder(namespace, _bucket(one.name)) as folder:
+                with contextlib.suppress(OSError, SpecError), self._folder(namespace, _bucket(one.name), make=True) as folder:
                     os.unlink(one.temporary, dir_fd=folder)
             raise
         finally:
@@ -194,6 +213,8 @@ class Folder:
         """Rename a file so that nobody finds it any more. Returns its new name; None where it could not be done, or was gone."""
         kept = f"{name}.damaged"
         with self._folder(namespace, _bucket(name)) as folder:
+            if folder is None:
+                return None
             try:
                 os.rename(name, kept, src_dir_fd=folder, dst_dir_fd=folder)
             except OSError:

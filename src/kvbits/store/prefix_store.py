@@ -11,7 +11,6 @@ is loaded is what was put, byte for byte; what cannot be read, or is not what it
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -282,8 +281,7 @@ class PrefixStore:
         limit = self.max_bytes if max_bytes is None else as_bytes(max_bytes)
         if limit is None:
             raise SpecError("evict() of a store without max_bytes; say how many bytes may stay")
-        with open(self.folder.root / ".evicting", "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with self.folder.locked():
             entries = sorted(self.folder.entries(), key=lambda e: e.used)
             total, removed = sum(e.nbytes for e in entries), 0
             pinned = {(e.namespace, name) for e in entries if e.name.endswith(PIN) for name in self._pinned(e.namespace, e.name)}

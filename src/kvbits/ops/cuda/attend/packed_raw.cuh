@@ -6,16 +6,17 @@
 #include "raw_walk.cuh"
 
 struct RowsInRing {
+    static constexpr int E = RAW_TOKENS / 8;
     const unsigned char *keys, *values;
     int visible;
     u32 keys_empty, values_full, filling;  // barriers, of two slots: where the keys' slot is given back, where values arrive
 
     DEVICE static uint4 row(const unsigned char* p, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(p) : uint4{0, 0, 0, 0}; }
-    DEVICE uint4 key(int j, int i, int g, int c) const { return row(keys + ((4 * g + j) * D + 32 * i + 8 * c) * 2, 4 * g + j < visible && 32 * i + 8 * c < D); }
-    DEVICE uint4 value(int token, int h, int g, int c) const { return row(values + ((8 * c + token) * D + 64 * h + 8 * g) * 2, 8 * c + token < visible && 64 * h + 8 * g < D); }
+    DEVICE uint4 key(int j, int i, int g, int c) const { return row(keys + ((E * g + j) * D + 32 * i + 8 * c) * 2, E * g + j < visible && 32 * i + 8 * c < D); }
+    DEVICE uint4 value(int token, int h, int g, int c) const { return row(values + ((2 * E * c + token) * D + 64 * h + 8 * g) * 2, 2 * E * c + token < visible && 64 * h + 8 * g < D); }
     /// Four channels from `channel` on.
     DEVICE uint2 four(int token, int channel, bool wanted, int c) const {
-        return wanted && 8 * c + token < visible ? *reinterpret_cast<const uint2*>(values + ((8 * c + token) * D + channel) * 2) : uint2{0, 0};
+        return wanted && 2 * E * c + token < visible ? *reinterpret_cast<const uint2*>(values + ((2 * E * c + token) * D + channel) * 2) : uint2{0, 0};
     }
     DEVICE void keys_done() {
         if (RAW_SLOTS == 1) return;
@@ -74,7 +75,8 @@ DEVICE int walk_raw(const Args& a, Unit u, Ring& ring, const unsigned char* slot
 
 /// Adds raw tokens to outputs of packed ones: weights `p`, as RawWalk::weights gives them, times four channels of a row at a time.
 template <class ValuePlane, class Rows>
-DEVICE void add_raw(Values<ValuePlane>& values, const u32 (&p)[NT][4], const Rows& rows, int g, int c) {
+DEVICE void add_raw(Values<ValuePlane>& values, const u32 (&p)[NT][Rows::E], const Rows& rows, int g, int c) {
+    constexpr int E = Rows::E;
 #pragma unroll
     for (int field = 0; field < ValuePlane::FIELDS; ++field)
 #pragma unroll
@@ -83,17 +85,17 @@ DEVICE void add_raw(Values<ValuePlane>& values, const u32 (&p)[NT][4], const Row
             const int byte = 32 * pair + 4 * g, channel = field * ValuePlane::ROW + byte;
             const bool inside = byte < ValuePlane::ROW && channel < D;
 #pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-                const uint2 v0 = rows.four(j, channel, inside, c), v1 = rows.four(j + 4, channel, inside, c);
-                const uint2 v2 = rows.four(j + 1, channel, inside, c), v3 = rows.four(j + 5, channel, inside, c);
+            for (int j = 0; j < E; j += 2) {
+                const uint2 v0 = rows.four(j, channel, inside, c), v1 = rows.four(j + E, channel, inside, c);
+                const uint2 v2 = rows.four(j + 1, channel, inside && E > 1, c), v3 = rows.four(j + 1 + E, channel, inside && E > 1, c);
                 const u32 a0 = permute_bytes(v0.x, v1.x, 0x5410), a1 = permute_bytes(v0.x, v1.x, 0x7632);
                 const u32 a2 = permute_bytes(v2.x, v3.x, 0x5410), a3 = permute_bytes(v2.x, v3.x, 0x7632);
                 const u32 c0 = permute_bytes(v0.y, v1.y, 0x5410), c1 = permute_bytes(v0.y, v1.y, 0x7632);
                 const u32 c2 = permute_bytes(v2.y, v3.y, 0x5410), c3 = permute_bytes(v2.y, v3.y, 0x7632);
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
-                    mma_raw(values.o[n][field][pair][0], a0, a1, a2, a3, p[n][j], p[n][j + 1]);
-                    mma_raw(values.o[n][field][pair][1], c0, c1, c2, c3, p[n][j], p[n][j + 1]);
+                    mma_raw(values.o[n][field][pair][0], a0, a1, a2, a3, p[n][j], j + 1 < E ? p[n][(j + 1) % E] : 0);
+                    mma_raw(values.o[n][field][pair][1], c0, c1, c2, c3, p[n][j], j + 1 < E ? p[n][(j + 1) % E] : 0);
                 }
             }
         }
@@ -117,7 +119,7 @@ DEVICE void join_raw(const Args& a, Unit u, const Segment& s, PackedWalk& walk, 
             raw.start(a, queries, lane % 4);
             change_units(walk.values.first, true);
             each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
-                u32 p[NT][4];
+                u32 p[NT][RowsInRing::E];
                 raw.weights(p, a, queries, see, softmax, rows, position, lse, lane / 4, lane % 4, [&](const float (&scale)[NT][2]) { walk.values.rescale(scale); });
                 add_raw(walk.values.first, p, rows, lane / 4, lane % 4);
             });

@@ -1,7 +1,8 @@
 // 16-bit pages (sinks, newest tokens, raw layers): up to 32 tokens per step, straight from memory into operand registers, or from the ring (packed_raw.cuh).
 //
-// Lane (g, c) holds the scores of tokens 4g .. 4g + 3, so that keys need 16-byte loads of four rows and values eight: see docs/formats.md for the
-// token order, which is the packed pages' own. Loads past the visible length give 0: such memory may hold anything, NaN included.
+// Of 8 E tokens lane (g, c) holds the scores of tokens E g .. E g + E - 1, so that keys need 16-byte loads of E rows and values 2 E. E = 4 is the packed
+// pages' own order (docs/formats.md); where a chunk is of fewer tokens, because a slot of the ring has room for no more, a step takes as much less. Loads past
+// the visible length give 0: such memory may hold anything, NaN included.
 #pragma once
 #include "segments.cuh"
 
@@ -11,6 +12,7 @@ constexpr int RAW_HALVES = (D + 63) / 64;  // 16-byte loads of a value row by ei
 
 /// Eight channels of a row that is visible, else zeros: rows past the visible length may hold anything, NaN included.
 struct RowsInMemory {
+    static constexpr int E = 4;
     i64 keys, values;            // a lane's first rows and channels
     int visible;
 
@@ -52,15 +54,16 @@ struct RawWalk {
         }
     }
 
-    /// Weights of tokens 0 .. 31 of `rows`, of which rows.visible are, the first at `position`: p[n] of tokens (8c, 8c + 4), (8c + 1, 8c + 5), (8c + 2, 8c + 6),
-    /// (8c + 3, 8c + 7) of column 8n + g. `rescale` multiplies running outputs.
+    /// Weights of tokens 0 .. 8 E - 1 of `rows`, of which rows.visible are, the first at `position`: p[n][j] of tokens 2 E c + j and 2 E c + E + j of column
+    /// 8n + g. `rescale` multiplies running outputs.
     template <class Rows, class Rescale>
-    DEVICE void weights(u32 (&p)[NT][4], const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows& rows, int position, const LseRow& lse,
+    DEVICE void weights(u32 (&p)[NT][Rows::E], const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows& rows, int position, const LseRow& lse,
                         int g, int c, Rescale rescale) const {
+        constexpr int E = Rows::E;
         const int visible = rows.visible;
-        float s[4][NT][2];
+        float s[E][NT][2];
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
+        for (int tile = 0; tile < (E + 1) / 2; ++tile) {
             float acc[NT][4];
             for (int n = 0; n < NT; ++n)
                 for (int r = 0; r < 4; ++r) acc[n][r] = 0.f;
@@ -70,7 +73,7 @@ struct RawWalk {
 #pragma unroll
                 for (int i = 0; i < RAW_LOADS; ++i) {
                     even[i] = rows.key(2 * tile, first + i, g, c);
-                    odd[i] = rows.key(2 * tile + 1, first + i, g, c);
+                    odd[i] = E > 1 ? rows.key(2 * tile + 1, first + i, g, c) : uint4{0, 0, 0, 0};
                 }
 #pragma unroll
                 for (int i = 0; i < RAW_LOADS; ++i)
@@ -83,21 +86,21 @@ struct RawWalk {
                     }
             }
             for (int n = 0; n < NT; ++n)
-                for (int r = 0; r < 4; ++r) s[2 * tile + r / 2][n][r % 2] = acc[n][r];
+                for (int r = 0; r < (E > 1 ? 4 : 2); ++r) s[2 * tile + r / 2][n][r % 2] = acc[n][r];
         }
         rows.keys_done();
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < E; ++j)
             for (int n = 0; n < NT; ++n)
                 for (int e = 0; e < 2; ++e) {
-                    int token = 4 * g + j;
+                    int token = E * g + j;
                     float x = s[j][n][e] * factor;
                     if (SOFTCAP) x = tanh_approx(x) * (a.softcap * LOG2E);
                     bool hidden = token >= visible || see.hides(a.window, n * 8 + 2 * c + e, position + token);
                     s[j][n][e] = hidden ? negative_infinity() : x - softmax.reference[n][e];
                 }
         float best[NT][2];
-        highest<4>(best, s);
+        highest<E>(best, s);
         bool above = false;
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e) above |= best[n][e] > softmax.top;
@@ -105,14 +108,14 @@ struct RawWalk {
             float down[NT][2], scale[NT][2];
             softmax.move(best, 0, down, scale);
             for (int n = 0; n < NT; ++n)
-                for (int j = 0; j < 4; ++j)
+                for (int j = 0; j < E; ++j)
                     for (int e = 0; e < 2; ++e) s[j][n][e] -= down[n][e];
             rescale(scale);
         }
         float own[NT][2] = {};
 #pragma unroll
         for (int n = 0; n < NT; ++n)
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < E; ++j) {
                 float p0 = exp2_approx(s[j][n][0]), p1 = exp2_approx(s[j][n][1]);
                 softmax.sum[n][0] += p0;
                 softmax.sum[n][1] += p1;
@@ -125,7 +128,8 @@ struct RawWalk {
 
     template <class Rows>
     DEVICE void step(const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows rows, int position, const LseRow& lse, int g, int c) {
-        u32 p[NT][4];
+        constexpr int E = Rows::E;
+        u32 p[NT][E];
         weights(p, a, queries, see, softmax, rows, position, lse, g, c, [&](const float (&scale)[NT][2]) {
             for (int n = 0; n < NT; ++n)
                 for (int h = 0; h < RAW_HALVES; ++h)
@@ -135,17 +139,17 @@ struct RawWalk {
 #pragma unroll
         for (int h = 0; h < RAW_HALVES; ++h) {
 #pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-                uint4 v[4];  // tokens j, j + 4, j + 1, j + 5
+            for (int j = 0; j < E; j += 2) {
+                uint4 v[4];  // tokens j, j + E, j + 1, j + 1 + E
                 for (int i = 0; i < 4; ++i) {
-                    int token = j + i / 2 + i % 2 * 4;
-                    v[i] = rows.value(token, h, g, c);
+                    int token = j + i / 2 + i % 2 * E;
+                    v[i] = i < 2 * E ? rows.value(token, h, g, c) : uint4{0, 0, 0, 0};
                 }
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     u32 a0 = permute_bytes(word(v[0], k), word(v[1], k), 0x5410), a1 = permute_bytes(word(v[0], k), word(v[1], k), 0x7632);
                     u32 a2 = permute_bytes(word(v[2], k), word(v[3], k), 0x5410), a3 = permute_bytes(word(v[2], k), word(v[3], k), 0x7632);
-                    for (int n = 0; n < NT; ++n) mma_raw(o[n][h][k], a0, a1, a2, a3, p[n][j], p[n][j + 1]);
+                    for (int n = 0; n < NT; ++n) mma_raw(o[n][h][k], a0, a1, a2, a3, p[n][j], j + 1 < E ? p[n][(j + 1) % E] : 0);
                 }
             }
         }
