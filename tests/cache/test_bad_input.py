@@ -378,3 +378,25 @@ def test_queries_that_are_not_finite_answer_nan_and_nobody_else_does(backend, to
     out[1, -1, 2] = want[1, -1, 2]
     torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
     assert picture(cache) == picture(twin)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.select([0.7]),
+        lambda c: c.select([None]),
+        lambda c: c.free("a"),
+        lambda c: c.repeat(1.5),
+        lambda c: c.repeat(0),
+        lambda c: c.swap_in(0, None),
+    ],
+    ids=["select 0.7", "select None", "free a", "repeat 1.5", "repeat 0", "swap_in None"],
+)
+def test_rows_and_counts_are_whole_numbers(call):
+    geometry = LayerGeometry(num_kv_heads=2, head_dim=64)
+    cache = PagedCache(CacheSpec(scheme=schemes.get("int8"), layers=(geometry,)))
+    x = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)
+    cache.append(0, x, x)
+    with pytest.raises(DataError, match="whole number|no swapped sequence"):
+        call(cache)
+    assert cache.seq_lens == [4]

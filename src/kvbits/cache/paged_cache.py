@@ -215,7 +215,8 @@ class PagedCache:
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""
-        valid = None if valid is None else valid.bool()
+        if valid is not None:
+            valid = torch.as_tensor(valid, device=k.device).bool()
         try:
             if self._passes.forward is not None:
                 valid = self._passes.forward.mask(layer, valid)
@@ -292,7 +293,7 @@ class PagedCache:
     # -- sequences --------------------------------------------------------------------------------------------------
 
     def _rows(self, rows: Rows[int]) -> list[int]:
-        checked = [int(r) for r in rows]
+        checked = [whole("sequence", r, -MOST_TOKENS, MOST_TOKENS, error=DataError) for r in rows]
         if bad := [r for r in checked if not 0 <= r < self.batch_size]:
             raise DataError(f"sequence {bad[0]} does not exist; the cache holds {self.batch_size}")
         return checked
@@ -413,8 +414,7 @@ class PagedCache:
 
     def repeat(self, n: int) -> None:
         """Every sequence n times, copies next to each other."""
-        if n < 1:
-            raise DataError(f"repeat({n}) must be at least 1; use reset() to empty the cache")
+        n = whole("repeat", n, 1, MOST_TOKENS, "use reset() to empty the cache", error=DataError)
         self.select([row for row in range(self.batch_size) for _ in range(n)])
 
     def free(self, row: int) -> None:

@@ -31,9 +31,8 @@ def token_ids(ids: Any) -> np.ndarray:
     if x.ndim == 2 and len(x) == 1:
         x = x[0]
     if x.ndim != 1 or (x.size and x.dtype.kind not in "iu"):
-        raise DataError(
-            f"token ids must be whole numbers [tokens] or [1, tokens], got {'text' if x.dtype.kind == 'U' else x.dtype} {list(x.shape)}; tokenize a prompt first, and store one sequence at a time"
-        )
+        held = "text" if x.dtype.kind == "U" else f"{x.dtype} {list(x.shape)}"
+        raise DataError(f"token ids must be whole numbers [tokens] or [1, tokens], got {held}; tokenize a prompt first, and store one sequence at a time")
     return np.ascontiguousarray(x, "<i8")
 
 
