@@ -175,7 +175,11 @@ def test_freeing_one_sequence_does_not_hide_that_others_were_left_unfinished():
         (lambda c: c.select([]), r"select\(\) of no sequence; use reset\(\)"),
         (lambda c: c.fork(5), "sequence 5 does not exist"),
         (lambda c: c.free(2), "sequence 2 does not exist"),
-        (lambda c: c.repeat(0), "repeat.* at least 1"),
+        (lambda c: c.repeat(0), "repeat=0 .* from 1"),
+        (lambda c: c.repeat(1.5), "repeat=1.5 .* whole number"),
+        (lambda c: c.select([0.7]), "sequence=0.7 .* whole number"),
+        (lambda c: c.free("a"), "sequence='a' .* whole number"),
+        (lambda c: c.swap_in(0, None), "NoneType is no swapped sequence"),
         (lambda c: c.dequantize(0, 3), "sequence 3 does not exist"),
         (lambda c: c.dequantize(7, 0), "layer 7 does not exist"),
     ],
@@ -378,25 +382,3 @@ def test_queries_that_are_not_finite_answer_nan_and_nobody_else_does(backend, to
     out[1, -1, 2] = want[1, -1, 2]
     torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
     assert picture(cache) == picture(twin)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda c: c.select([0.7]),
-        lambda c: c.select([None]),
-        lambda c: c.free("a"),
-        lambda c: c.repeat(1.5),
-        lambda c: c.repeat(0),
-        lambda c: c.swap_in(0, None),
-    ],
-    ids=["select 0.7", "select None", "free a", "repeat 1.5", "repeat 0", "swap_in None"],
-)
-def test_rows_and_counts_are_whole_numbers(call):
-    geometry = LayerGeometry(num_kv_heads=2, head_dim=64)
-    cache = PagedCache(CacheSpec(scheme=schemes.get("int8"), layers=(geometry,)))
-    x = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)
-    cache.append(0, x, x)
-    with pytest.raises(DataError, match="whole number|no swapped sequence"):
-        call(cache)
-    assert cache.seq_lens == [4]
