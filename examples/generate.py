@@ -11,7 +11,7 @@ import kvbits
 model, tokenizer = kvbits.load_model(sys.argv[1] if len(sys.argv) > 1 else None)
 inputs = tokenizer("The key-value cache of a language model holds", return_tensors="pt")
 
-cache = kvbits.KVCache.for_model(model, sys.argv[2] if len(sys.argv) > 2 else "int8")
+cache = kvbits.KVCache.for_model(model, sys.argv[2] if len(sys.argv) > 2 else "int8_centered")
 out = model.generate(**inputs, past_key_values=cache, max_new_tokens=40, do_sample=False)
 
 print(tokenizer.decode(out[0], skip_special_tokens=True))

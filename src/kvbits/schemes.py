@@ -165,9 +165,10 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
 
 def weak_to_key_bias(scheme: Scheme) -> bool:
     """Whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8. One channel with a large constant offset, as models with a bias in their
-    key projection have it, then takes the steps from all others. Keys per channel do not know this, and 8-bit integers bear it."""
+    key projection have it, then takes the steps from all others. Keys per channel do not know this, 8-bit integers bear it, and
+    a rotation spreads it over all channels."""
     key = scheme.key
-    return not key.is_raw and not isinstance(key.granularity, PerChannel) and (key.bits <= 4 or key.number_format.kind == "float")
+    return not key.is_raw and not isinstance(key.granularity, PerChannel) and not key.rotated and (key.bits <= 4 or key.number_format.kind == "float")
 
 
 def key_bias_note(scheme: Scheme, of: str) -> str | None:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from kvbits import schemes
 from kvbits.errors import UnsupportedError
 from kvbits.integrations import vllm
-from kvbits.integrations.vllm import formats, prefill
+from kvbits.integrations.vllm import formats, prefill, rotation
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
+from kvbits.ops.cuda import rotate
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import Rotary
@@ -110,6 +111,30 @@ def test_rotary_embeddings_are_told_apart_by_the_window_of_a_layer():
     assert rope_parameters(SimpleNamespace(rope_parameters=by_kind), False) == {"rope_theta": 1e6}
     assert rope_parameters(SimpleNamespace(rope_parameters={"rope_theta": 5e5}), True) == {"rope_theta": 5e5}
     assert rope_parameters(SimpleNamespace(), False) == {}
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.float32), (128, torch.bfloat16), (32, torch.float16)])
+def test_rotations_are_two_products_where_the_kernel_refuses(head_dim, dtype):
+    gen = torch.Generator().manual_seed(0)
+    q, k = torch.randn(3, 4, head_dim, generator=gen).to(dtype), torch.randn(3, 2, head_dim, generator=gen).to(dtype)
+    turned = rotation.rotation_for(head_dim, dtype, torch.device("cpu"))(q, k)
+    assert [x.shape for x in turned] == [q.shape, k.shape]
+    assert not torch.allclose(turned[0], q, atol=0.1)
+    want, found = (torch.einsum("nhd,nd->nh", x.double(), y[:, 0].double()) for x, y in ((q, k), turned))
+    torch.testing.assert_close(found, want, rtol=0, atol={torch.float32: 1e-4, torch.bfloat16: 0.3, torch.float16: 0.05}[dtype])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "one_launch"), [(128, torch.bfloat16, True), (64, torch.float16, True), (128, torch.float32, False), (512, torch.float16, False)]
+)
+def test_rotations_are_one_launch_where_the_kernel_takes_them(head_dim, dtype, one_launch, monkeypatch):
+    device, compiled, products = torch.device("cuda", 0), [], []
+    monkeypatch.setattr(rotate.cuda_compile, "missing", lambda: None)
+    monkeypatch.setattr(rotate, "prepare", lambda *kind: compiled.append(kind))
+    monkeypatch.setattr(rotation, "rotations", lambda *kind: products.append(kind))  # no GPU holds the matrices here
+    function = rotation.rotation_for(head_dim, dtype, device)
+    assert (function is rotate.rotate) == one_launch
+    assert (compiled, products) == (([(head_dim, dtype, device)], []) if one_launch else ([], [(head_dim, dtype, device)]))
 
 
 lengths = st.lists(st.tuples(st.integers(1, 130), st.integers(0, 700)), min_size=1, max_size=6)

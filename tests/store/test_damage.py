@@ -256,9 +256,26 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
 def test_the_lock_of_an_eviction_is_no_way_out(full, tmp_path):
     store, _, _ = full
     (store.folder.root / ".evicting").symlink_to(tmp_path / "made")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(SpecError, match=r"/\.evicting is a symbolic link or a folder, where a store has a file; remove it"):
         store.evict(0)
     assert not (tmp_path / "made").exists()
+    (store.folder.root / ".evicting").unlink()
+    (store.folder.root / ".evicting").mkdir()
+    with pytest.raises(SpecError, match=r"/\.evicting is a symbolic link or a folder"):
+        store.evict(0)
+
+
+def test_a_folder_where_a_file_belongs_is_named(full):
+    store, donor, files = full
+    files[1].unlink()
+    files[1].mkdir()
+    assert load(store)[0] == 68
+    with pytest.raises(SpecError, match=f"{re.escape(str(files[1]))} is a folder, where a store has a file; remove it"):
+        store.put(donor, IDS)
+    assert not list(store.folder.root.rglob(".part-*"))
+    files[1].rmdir()
+    assert store.put(donor, IDS) == 400
+    assert load(store)[0] == 400
 
 
 def test_a_folder_that_somebody_removed_is_an_empty_store(full):

@@ -88,6 +88,22 @@ def test_layers_with_windows_load_a_shared_beginning_where_their_pages_were_put_
     assert fresh.seq_lens == loaded.seq_lens
 
 
+@pytest.mark.parametrize("name", ["int4", "raw", "token_local"])
+@pytest.mark.parametrize(("end", "speculates", "chunks"), [(False, False, (400,)), (True, True, (400,)), (True, False, (287, 400)), (True, False, (400,))])
+def test_what_put_says_is_what_loads(tmp_path, name, end, speculates, chunks):
+    spec, _ = pieces(name, (FULL, SLIDING))
+    ids, donor = ids_of(400), cache_of(spec)
+    store = PrefixStore(tmp_path, blob_tokens=64)
+    for upto in chunks:
+        extend(donor, ids, upto, chunk=upto)
+        if speculates:
+            donor.keep_past()
+        said = store.put(donor, ids[:upto], end=end)
+    assert said == store.load(cache_of(spec), ids)
+    if end and not speculates and len(chunks) == 1:
+        assert said == 400
+
+
 def test_prompts_that_share_nothing_or_too_little_load_nothing(tmp_path):
     spec, _ = pieces("int4")
     ids = ids_of(300)
@@ -158,6 +174,20 @@ def test_sequences_that_were_cropped_into_a_page_or_lost_one_store_what_is_whole
     assert PrefixStore(tmp_path / "other", blob_tokens=64).put(dropped, ids) == 4 + 128
 
 
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [([[1], [2, 3]], "got lists of different lengths"), (np.full(300, 2**63, np.uint64), r"token id 9223372036854775808 is above 2\*\*63 - 1")],
+)
+def test_ids_that_are_none_are_refused(tmp_path, ids, reason):
+    spec, _ = pieces("int4")
+    store = PrefixStore(tmp_path)
+    for call in (store.load, store.match):
+        with pytest.raises(DataError, match=reason):
+            call(cache_of(spec), ids)
+    largest = np.full(100, 2**63 - 1, np.uint64)
+    assert store.match(cache_of(spec), largest) == 0
+
+
 def test_bad_calls_are_refused_in_words(tmp_path):
     spec, _ = pieces("int4")
     store, ids = PrefixStore(tmp_path), ids_of(100)
@@ -168,7 +198,7 @@ def test_bad_calls_are_refused_in_words(tmp_path):
         store.put(cache, ids, row=3)
     with pytest.raises(DataError, match=r"whole numbers \[tokens\] or \[1, tokens\], got float64 \[2\]"):
         store.put(cache, [0.5, 1])
-    with pytest.raises(DataError, match=r"got int64 \[2, 3\]; store one sequence at a time"):
+    with pytest.raises(DataError, match=r"got int64 \[2, 3\]; tokenize a prompt first, and store one sequence at a time"):
         store.put(cache, np.zeros((2, 3), np.int64))
     with pytest.raises(CacheStateError, match=r"sequence 0 holds 100 tokens; load a prefix into an empty one, or free\(0\) first"):
         store.load(cache, ids)

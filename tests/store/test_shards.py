@@ -62,6 +62,19 @@ def test_there_and_back_gives_the_same_files(tmp_path):
     assert len(files[0]) == 6
 
 
+def test_each_rank_pins_its_own_files(tmp_path):
+    stores, caches = [store_of(tmp_path, rank, 2) for rank in range(2)], [rank_of("int4", rank, 2) for rank in range(2)]
+    for store, cache in zip(stores, caches, strict=True):
+        store.put(cache, IDS)
+        assert store.pin(cache, IDS) == 400
+    stores[1].evict(0)
+    assert [store.match(cache, IDS) for store, cache in zip(stores, caches, strict=True)] == [400, 400]
+    assert stores[0].unpin(caches[0], IDS)
+    stores[1].evict(0)
+    assert [store.match(cache, IDS) for store, cache in zip(stores, caches, strict=True)] == [0, 400]
+    assert stores[1].unpin(caches[1], IDS)
+
+
 def test_a_shard_that_is_missing_is_not_made_up(tmp_path):
     for rank in (0, 1, 3):
         store_of(tmp_path, rank, 4).put(rank_of("int4", rank, 4), IDS)
@@ -100,7 +113,7 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
     with pytest.raises(SpecError, match="has overrides by kv head, which shards count anew"):
         store_of(tmp_path, 0, 2).match(cache, IDS)
     assert store_of(tmp_path, 0, 1).match(cache, IDS) == 0
-    for bad in ((2, 2), (0, 0), (-1, 2), (0.0, 1), (0, 10**6)):
+    for bad in ((2, 2), (0, 0), (-1, 2), (0.0, 1), (0, 10**6), 3, (0,), None, (False, True)):
         with pytest.raises(SpecError, match=r"must be \(rank, ranks\)"):
             PrefixStore(tmp_path, shard=bad)
 
@@ -115,6 +128,7 @@ def test_a_damaged_shard_is_named_and_the_prefix_ends_before_it(tmp_path):
     with pytest.warns(UserWarning, match=re.escape(path.name)):
         n = store_of(tmp_path, 0, 1).load(rank_of("int4", 0, 1, filled=False), IDS)
     assert n == 0, "layers with windows have their pages in the end alone"
+    store_of(tmp_path, 1, 2).put(rank_of("int4", 1, 2), IDS)  # what was set aside is there again, so that every file is looked at
     with pytest.warns(UserWarning, match="truncated"):
         sorted(p for p in tmp_path.rglob("*.1-2") if p.is_file())[0].write_bytes(b"")
         store_of(tmp_path, 0, 1).load(rank_of("int4", 0, 1, filled=False), IDS)

@@ -174,6 +174,94 @@ def test_sequences_that_tokens_do_not_make_and_rows_that_hold_some_are_refused()
         Sender(donor, IDS[:300])
 
 
+def used(cache):
+    return sum(p.allocator.num_used for g in cache.groups for p in g.pools.values())
+
+
+def test_a_receiver_used_again_leaves_a_live_sequence_alone():
+    spec, _ = pieces("int4", (FULL, SLIDING))
+    other = ids_of(300, 5)
+    first, second = Sender(cache_of(spec, IDS, 400), IDS[:400], blob_tokens=64), Sender(cache_of(spec, other), other, blob_tokens=64)
+    receiver = Receiver(cache := cache_of(spec))
+    assert both(first, receiver) == {"ids": IDS[:400].tolist()}
+    before, pages = bytes_of(cache), used(cache)
+    for sender in (second, first):
+        found = both(sender, receiver)
+        assert isinstance(found["receiver"], CacheStateError)
+        assert "the receiver refuses: sequence 0 holds 400 tokens" in str(found["sender"])
+        assert (bytes_of(cache), used(cache)) == (before, pages)
+    cache.free(0)
+    assert used(cache) == 0
+    for sender, ids in ((first, IDS[:400]), (second, other)):  # the same transfer comes again in full, not as what is there already
+        assert both(sender, receiver) == {"ids": ids.tolist()}
+        assert cache.seq_lens == [len(ids)]
+        cache.free(0)
+        assert used(cache) == 0
+
+
+def test_a_row_that_is_filled_during_a_transfer_is_left_alone(monkeypatch):
+    spec, _ = pieces("int4")
+    receiver = Receiver(cache := cache_of(spec))
+    tell = stream._tell
+
+    def fill(connection, received):
+        if received == 2:
+            extend(cache, IDS, 100)
+        tell(connection, received)
+
+    monkeypatch.setattr(stream, "_tell", fill)
+    found = both(Sender(cache_of(spec, IDS, 400), IDS[:400], blob_tokens=64), receiver)
+    assert isinstance(found["receiver"], CacheStateError)
+    assert bytes_of(cache) == bytes_of(alone := cache_of(spec, IDS, 100))
+    assert used(cache) == used(alone)
+
+
+def test_when_only_the_last_answer_is_lost_the_same_transfer_ends_well_unless_the_row_was_freed(monkeypatch):
+    spec, _ = pieces("int4")
+    tell, whole = stream._tell, IDS[:400].tolist()
+
+    def lost(connection, received):
+        if received == 6:
+            raise ConnectionResetError("cut")
+        tell(connection, received)
+
+    for freed in (False, True):
+        sender, receiver = Sender(cache_of(spec, IDS, 400), IDS[:400], blob_tokens=64), Receiver(cache := cache_of(spec))
+        monkeypatch.setattr(stream, "_tell", lost)
+        assert isinstance(both(sender, receiver)["receiver"], ConnectionResetError)
+        monkeypatch.setattr(stream, "_tell", tell)
+        if freed:
+            cache.free(0)
+        assert both(sender, receiver) == {"ids": whole}
+        assert bytes_of(cache) == bytes_of(cache_of(spec, IDS, 400))
+
+
+class Says:
+    """A connection whose other side answers with these counts, whatever it gets."""
+
+    def __init__(self, *counts):
+        self.data = b"".join(stream._COUNT.pack(0, n) for n in counts)
+
+    def sendall(self, data):
+        pass
+
+    def recv_into(self, view):
+        part, self.data = self.data[: len(view)], self.data[len(view) :]
+        view[: len(part)] = part
+        return len(part)
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason"), [((10**9,), "1000000000 blobs"), ((1,), "1 blob"), ((0, 0), "0 blobs"), ((0, 1, 2, 1), "1 blob"), ((0, 7), "7 blobs")]
+)
+def test_a_sender_believes_no_count_that_cannot_be(counts, reason):
+    spec, _ = pieces("int4")
+    sender = Sender(cache_of(spec, IDS, 400), IDS[:400], blob_tokens=64)
+    with pytest.raises(FileFormatError, match=f"the receiver says that it has {reason}, which cannot be"):
+        sender.send(Says(*counts))
+    Sender(cache_of(spec, IDS, 400), IDS[:400], blob_tokens=64).send(Says(*range(7)))
+
+
 def hostile(*messages):
     """A sender that sends these bytes and no more."""
 

@@ -28,6 +28,31 @@ class Explanation(dict[str, Any]):
         return "\n".join([*lines, *(f"note: {n}" for n in self["notes"])])
 
 
+def facts(
+    spec: CacheSpec, groups: list[GroupState], by_heads: bool, saturated: list[dict[str, int]], ops: Iterable[str], notes: list[str]
+) -> Explanation:  # fmt: skip
+    """What a cache stores, who serves its ops, and where its bytes are.
+
+    Args:
+        by_heads: kv heads of a layer are stored in different ways, so they are listed.
+        ops: who serves each operation, and why the others do not.
+        notes: what else a user should know; what a GPU serves badly at the present size comes behind it.
+    """
+    on_gpu = any(p.device.type == "cuda" for g in groups for p in g.pools.values())
+    kinds = bytes_by_kind(groups)
+    return Explanation(
+        {
+            "scheme": spec.scheme.name,
+            "bits_per_element": round(spec.bits_per_element, 4),
+            "layers": layer_groups(groups, by_heads),
+            "ops": sorted(ops),
+            "notes": notes + (too_small_for_a_gpu(groups) if on_gpu else []),
+            "bytes": kinds | {"total": sum(kinds.values())},
+            "saturated": {i: s for i, s in enumerate(saturated) if any(s.values())},
+        }
+    )
+
+
 def _layers(group: dict[str, Any]) -> str:
     heads = "" if group["kv_heads"] == "all" else f", kv heads {' / '.join(dict.fromkeys(ranges(h) for h in group['kv_heads']))}"
     return f"layer{'s' if len(group['layers']) > 1 else ''} {ranges(group['layers'])}{heads}"

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CacheError, CacheStateError, DataError, PoolFullError, SpecError, counted
+from ..errors import CacheStateError, DataError, PoolFullError, SpecError, counted
 from ..ops import dispatch
 from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
 from ..spec import MOST_TOKENS, CacheSpec, whole
-from . import explain, parameters, saved, serialize, swap
+from . import capacity, explain, parameters, saved, serialize, swap
 from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
 from .explain import Explanation
@@ -33,7 +33,6 @@ from .inputs import InputCheck
 from .layer_runner import LayerRunner
 from .layer_stores import LayerStores
 from .passes import Forward, Passes
-from .pool import Pool
 
 
 class PagedCache:
@@ -63,15 +62,9 @@ class PagedCache:
         self, spec: CacheSpec, *, batch_size: int | None = None, max_tokens: int | None = None, device: torch.device | str = "cpu",
         static: list[dict[str, torch.Tensor]] | None = None, nonfinite: str = "refuse", backend: str = "auto",
     ) -> None:  # fmt: skip
-        if max_tokens is None and batch_size is not None:
-            raise SpecError(f"batch_size={batch_size} fixes nothing without max_tokens, the tokens of each sequence; give both, or neither: the cache grows")
-        if max_tokens is not None and batch_size is None:
-            batch_size = 1
         if nonfinite not in ("refuse", "clamp"):
             raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
-        for name, n in (("batch_size", batch_size), ("max_tokens", max_tokens)):
-            if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-                raise SpecError(f"{name}={n!r} must be a whole number of at least 1")
+        self.built_for = capacity.checked(batch_size, max_tokens)
         parameters.check(spec, static)
         dispatch.check_backend(backend)
         self.spec = spec
@@ -83,16 +76,7 @@ class PagedCache:
         self.made_for: str | None = None
         self.held_groups: list[GroupState] = []
         self._stores = LayerStores(spec, self.held_groups, self.static, self.device)  # refuses what cannot be before anything is allocated
-        try:
-            for group in spec.groups:
-                wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
-                pools = {name: Pool(group, name, None if wanted is None else wanted[name], self.device) for name in group.pools}
-                self.held_groups.append(GroupState(group, pools))
-        except (MemoryError, OSError, OverflowError, RuntimeError, TypeError) as error:  # sizes that no memory has, in the words of who was asked
-            if max_tokens is None or batch_size is None:
-                raise
-            raise CacheError(explain.no_memory(spec, batch_size, max_tokens, self.device, error)) from error
-        self.built_for = (batch_size, max_tokens)
+        self.held_groups += capacity.allocate(spec, *self.built_for, self.device)
         self._inputs = InputCheck(spec, self.device, nonfinite)
         self._layers = LayerRunner(self._stores, backend, self.saturated)
         self._switch = DecodeSwitch(self._stores, backend, self.saturated)
@@ -131,10 +115,6 @@ class PagedCache:
         self._layers.watching = on
 
     @property
-    def has_head_overrides(self) -> bool:
-        return self._stores.has_head_overrides
-
-    @property
     def nbytes(self) -> int:
         """Bytes really allocated for pages, free ones included."""
         return sum(p.nbytes for g in self.held_groups for p in g.pools.values())
@@ -145,18 +125,9 @@ class PagedCache:
 
     def explain(self) -> Explanation:
         """What is stored, who serves each op and why the others do not, and where the bytes are: a dict, which prints as a few lines."""
-        groups, notes = self.groups, [f"single tokens are led by the host: {self.led_by_host}"] if self.led_by_host else []
-        return Explanation(
-            {
-                "scheme": self.spec.scheme.name,
-                "bits_per_element": round(self.spec.bits_per_element, 4),
-                "layers": explain.layer_groups(groups, self.has_head_overrides),
-                "ops": sorted({str(c) for c in self._layers.choices.values()} | self._switch.explain()),
-                "notes": notes + (explain.too_small_for_a_gpu(groups) if self.device.type == "cuda" else []),
-                "bytes": self.bytes_by_kind() | {"total": self.nbytes},
-                "saturated": {i: s for i, s in enumerate(self.saturated) if any(s.values())},
-            }
-        )
+        ops = {str(c) for c in self._layers.choices.values()} | self._switch.explain()
+        notes = [f"single tokens are led by the host: {self.led_by_host}"] if self.led_by_host else []
+        return explain.facts(self.spec, self.groups, self._stores.has_head_overrides, self.saturated, ops, notes)
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
@@ -244,7 +215,8 @@ class PagedCache:
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""
-        valid = None if valid is None else valid.bool()
+        if valid is not None:
+            valid = torch.as_tensor(valid, device=k.device).bool()
         try:
             if self._passes.forward is not None:
                 valid = self._passes.forward.mask(layer, valid)
@@ -321,7 +293,7 @@ class PagedCache:
     # -- sequences --------------------------------------------------------------------------------------------------
 
     def _rows(self, rows: Rows[int]) -> list[int]:
-        checked = [int(r) for r in rows]
+        checked = [whole("sequence", r, -MOST_TOKENS, MOST_TOKENS, error=DataError) for r in rows]
         if bad := [r for r in checked if not 0 <= r < self.batch_size]:
             raise DataError(f"sequence {bad[0]} does not exist; the cache holds {self.batch_size}")
         return checked
@@ -442,8 +414,7 @@ class PagedCache:
 
     def repeat(self, n: int) -> None:
         """Every sequence n times, copies next to each other."""
-        if n < 1:
-            raise DataError(f"repeat({n}) must be at least 1; use reset() to empty the cache")
+        n = whole("repeat", n, 1, MOST_TOKENS, "use reset() to empty the cache", error=DataError)
         self.select([row for row in range(self.batch_size) for _ in range(n)])
 
     def free(self, row: int) -> None:

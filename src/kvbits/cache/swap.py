@@ -75,6 +75,8 @@ def swap_in(groups: list[GroupState], row: int, swapped: SwappedSequence, spec: 
         CacheStateError: the row holds tokens.
         PoolFullError: pages are missing. Nothing changed.
     """
+    if not isinstance(swapped, SwappedSequence):
+        raise DataError(f"{type(swapped).__name__} is no swapped sequence; give what swap_out() returned")
     if swapped.spec != spec:
         raise DataError(
             f"the swapped sequence is of scheme {swapped.spec.scheme.name!r} for {len(swapped.spec.layers)} layers, the cache of "

@@ -68,9 +68,9 @@ def read_text(source: str) -> Text:
     try:
         raw = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
-        raise SpecError(f"--text {source} is not UTF-8 text: {e}") from e
+        raise SpecError(f"text {source} is not UTF-8 text: {e}") from e
     except OSError as e:
-        raise SpecError(f"--text {source}: {e.strerror or e}; give a file, `novel`, or hub:ID[:CONFIG[:SPLIT]]") from e
+        raise SpecError(f"text {source}: {e.strerror or e}; give a file, `novel`, or hub:ID[:CONFIG[:SPLIT]]") from e
     if path.suffix == ".jsonl":
         raw = "\n\n".join(_document(source, i, line) for i, line in enumerate(raw.split("\n")) if line.strip())
     elif path.name.startswith("wiki"):
@@ -78,7 +78,7 @@ def read_text(source: str) -> Text:
     else:
         raw = _without_gutenberg(raw)
     if not raw.strip():
-        raise SpecError(f"--text {source} holds no text")
+        raise SpecError(f"text {source} holds no text")
     return Text(path.stem, raw)
 
 
@@ -89,7 +89,7 @@ def _document(source: str, number: int, line: str) -> str:
             return f"{data['question']}\n{data['answer']}"
         return str(data["text"]) if "text" in data else str(data["prefix"]) + str(data["gold_completion"])
     except (json.JSONDecodeError, KeyError, TypeError) as e:
-        raise SpecError(f"--text {source}: line {number + 1} holds no `text`, `prefix` and `gold_completion`, or `question` and `answer` ({e!r})") from e
+        raise SpecError(f"text {source}: line {number + 1} holds no `text`, `prefix` and `gold_completion`, or `question` and `answer` ({e!r})") from e
 
 
 def _without_gutenberg(raw: str) -> str:

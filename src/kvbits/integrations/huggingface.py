@@ -186,7 +186,15 @@ class KVCache(Cache):
 
     @classmethod
     def from_prefix(
-        cls, model: Any, ids: Any, *, store: PrefixStore, scheme: str | Scheme = "int8", chunk: int = prefix.CHUNK, put: bool = True, **options: Any
+        cls,
+        model: Any,
+        ids: Any,
+        *,
+        store: PrefixStore,
+        scheme: str | Scheme = schemes.RECOMMENDED,
+        chunk: int = prefix.CHUNK,
+        put: bool = True,
+        **options: Any,
     ) -> KVCache:
         """A cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the rest computed.
 
@@ -201,9 +209,12 @@ class KVCache(Cache):
 
         Raises:
             DataError: no token, or several prompts.
+            SpecError: `store` is a path.
             UnsupportedError: ranks share the model: files of prefixes hold all kv heads.
             What `for_model` and `PrefixStore.load` raise.
         """
+        if isinstance(store, (str, Path)):
+            raise SpecError(f"store={str(store)!r} is a place, not a store; pass kvbits.PrefixStore({str(store)!r})")
         if (ranks := Ranks.of(model)).size > 1:
             raise UnsupportedError(f"from_prefix() of a model that {ranks.size} ranks share; use for_model, and save and load for prefixes")
         cache = cls.for_model(model, scheme, **options)

@@ -105,8 +105,18 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """While one process evicts, others wait."""
-        fd = os.open(self.root / ".evicting", os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
+        """While one process evicts, others wait.
+
+        Raises:
+            SpecError: something else than a file is in the place of the lock.
+        """
+        path = self.root / ".evicting"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR):
+                raise SpecError(f"{path} is a symbolic link or a folder, where a store has a file; remove it") from error
+            raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
@@ -116,6 +126,14 @@ class Folder:
     def path(self, namespace: str, name: str) -> str:
         """Where a file is, for messages."""
         return f"{self.root}/{namespace}/{name[:2]}/{name}"
+
+    @contextlib.contextmanager
+    def _no_folder(self, namespace: str, name: str) -> Iterator[None]:
+        """Say which folder it is that lies where a file belongs."""
+        try:
+            yield
+        except IsADirectoryError as error:
+            raise SpecError(f"{self.path(namespace, name)} is a folder, where a store has a file; remove it") from error
 
     def open(self, namespace: str, name: str) -> int | None:
         """A descriptor to read a file with, or None where there is none. A link or anything but a file is none."""
@@ -154,6 +172,7 @@ class Folder:
 
         Raises:
             OSError: the disk is full, or the like. No file of these appeared.
+            SpecError: a folder is where one of them belongs.
         """
         for name, _ in files:
             _bucket(name)
@@ -165,7 +184,7 @@ class Folder:
                 job.result()
             order = {name: i for i, (name, _) in enumerate(files)}
             for one in sorted(held, key=lambda x: order[x.name]):
-                with self._folder(namespace, _bucket(one.name), make=True) as folder:
+                with self._folder(namespace, _bucket(one.name), make=True) as folder, self._no_folder(namespace, one.name):
                     os.rename(one.temporary, one.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             for one in held:
@@ -204,7 +223,8 @@ class Folder:
             if folder is None:
                 return False
             try:
-                os.unlink(name, dir_fd=folder)
+                with self._no_folder(namespace, name):
+                    os.unlink(name, dir_fd=folder)
             except FileNotFoundError:
                 return False
             return True

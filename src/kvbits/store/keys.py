@@ -25,13 +25,19 @@ def token_ids(ids: Any) -> np.ndarray:
     """int64 [tokens] of a list, array or tensor [tokens] or [1, tokens].
 
     Raises:
-        DataError: several sequences, or no whole numbers.
+        DataError: several sequences, no whole numbers, or some above 2**63 - 1.
     """
-    x = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    try:
+        x = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    except ValueError as error:  # NumPy's, of lists of different lengths
+        raise DataError("token ids must be whole numbers [tokens] or [1, tokens], got lists of different lengths; store one sequence at a time") from error
     if x.ndim == 2 and len(x) == 1:
         x = x[0]
     if x.ndim != 1 or (x.size and x.dtype.kind not in "iu"):
-        raise DataError(f"token ids must be whole numbers [tokens] or [1, tokens], got {x.dtype} {list(x.shape)}; store one sequence at a time")
+        held = "text" if x.dtype.kind == "U" else f"{x.dtype} {list(x.shape)}"
+        raise DataError(f"token ids must be whole numbers [tokens] or [1, tokens], got {held}; tokenize a prompt first, and store one sequence at a time")
+    if x.dtype.kind == "u" and x.size and (largest := int(x.max())) >= 1 << 63:
+        raise DataError(f"token id {largest} is above 2**63 - 1 = {(1 << 63) - 1}; pass ids as signed 64-bit whole numbers")
     return np.ascontiguousarray(x, "<i8")
 
 

@@ -137,10 +137,11 @@ class PrefixStore:
             end: also store what only this very sequence has (its raw tail), so that loading exactly these tokens gives exactly this cache.
 
         Returns:
-            Tokens of the sequence that can now be loaded.
+            Tokens of the sequence that can now be loaded, as `match` counts them.
 
         Raises:
             DataError: fewer ids than tokens, or no such sequence.
+            SpecError: a folder or link is where a file of the store belongs.
             OSError: the disk is full, or the like. The store is as good as before.
         """
         known, tokens = paged(cache), keys.token_ids(ids)
@@ -167,7 +168,6 @@ class PrefixStore:
             names.append(name_of(stem_of(chain[blobs], length - stored, key), self.shard))
             if not self._shelf.has(space, names[-1]):
                 new.append((names[-1], Kind.END, held, stored, length, key, state))
-            stored = length
         written = 0
         for at in range(0, len(new), WRITTEN_AT_ONCE):
             files = []
@@ -179,7 +179,7 @@ class PrefixStore:
         self._shelf.send(space, names)
         self._shelf.use(space, names)
         self._wrote(written)
-        return stored
+        return self.match(known, tokens[:length])
 
     # -- load -------------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,8 @@ class PrefixStore:
     # -- what stays -------------------------------------------------------------------------------------------------
 
     def pin(self, cache: Any, ids: Any) -> int:
-        """Keep the stored prefix of these tokens whatever `max_bytes` says, until `unpin`. Returns how many tokens are pinned.
+        """Keep the stored prefix of these tokens whatever `max_bytes` says, until `unpin`: the files of this shard, so each rank pins its own. Returns how
+        many tokens are pinned.
 
         Raises:
             DataError: nothing of it is stored.
@@ -265,12 +266,12 @@ class PrefixStore:
             raise DataError(f"nothing of these {counted(len(tokens), 'token')} is stored for this model and scheme; put them first")
         space = self._identity(known)[1]
         text = json.dumps(plan.names).encode()
-        self.folder.write(space, [(_pin_name(tokens), [memoryview(text)])])
+        self.folder.write(space, [(_pin_name(tokens, self.shard), [memoryview(text)])])
         return plan.length
 
     def unpin(self, cache: Any, ids: Any) -> bool:
         """Let a pinned prefix be evicted again. Returns whether it was pinned."""
-        return self.folder.remove(self._identity(paged(cache))[1], _pin_name(keys.token_ids(ids)))
+        return self.folder.remove(self._identity(paged(cache))[1], _pin_name(keys.token_ids(ids), self.shard))
 
     def evict(self, max_bytes: int | str | None = None) -> int:
         """Remove what was used least lately until the store is no larger than this (None: than its own `max_bytes`); what is pinned stays.
@@ -333,15 +334,17 @@ class PrefixStore:
         return wrong
 
 
-def _pin_name(tokens: np.ndarray) -> str:
-    return hashlib.sha256(tokens.tobytes()).hexdigest()[:40] + PIN
+def _pin_name(tokens: np.ndarray, shard: Shard) -> str:
+    """Each shard pins its own files."""
+    stem = hashlib.sha256(tokens.tobytes()).hexdigest()[:40]
+    return (stem if shard == (0, 1) else name_of(stem, shard)) + PIN
 
 
 def _shard(shard: Shard) -> Shard:
-    rank, size = shard
-    if not (type(rank) is type(size) is int and 0 <= rank < size < 1 << 16):
-        raise SpecError(f"shard={shard!r} must be (rank, ranks) with 0 <= rank < ranks")
-    return rank, size
+    match shard:
+        case (int(rank), int(size)) if type(rank) is type(size) is int and 0 <= rank < size < 1 << 16:
+            return rank, size
+    raise SpecError(f"shard={shard!r} must be (rank, ranks) with 0 <= rank < ranks")
 
 
 def whole_spec(spec: CacheSpec, shards: int) -> CacheSpec:

@@ -21,7 +21,9 @@ import torch
 
 from ..cache import blob
 from ..cache.blob import Header, Identity, Kind, Page, Table
+from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
+from ..cache.sequence import Sequence
 from ..errors import CacheStateError, DataError, FileFormatError, counted
 from . import keys, pages
 from .pages import Cuts
@@ -62,26 +64,35 @@ class Sender:
         self._cuts = Cuts(scheme.num_sink_tokens, scheme.page_size, blob_tokens)
         self._blobs = pages.whole_blobs(self._groups, row, self._cuts)
         self._name = secrets.token_hex(16)
+        self._most = 0  # blobs that were sent or begun, over all connections
 
     def send(self, connection: socket.socket) -> None:
         """Send what the receiver does not have yet, and wait until it has checked everything.
 
         Raises:
-            FileFormatError: the receiver refuses; the message says why.
+            FileFormatError: the receiver refuses, and the message says why; or it says that it has blobs that were never sent, or fewer than before.
             ConnectionError: it is gone. Call again with a new connection.
         """
         about = {"transfer": self._name, "ids": self._ids.tolist(), "blobs": self._blobs + 1, "blob_tokens": self._cuts.blob_tokens}
         _send(connection, blob.encode_bytes(Kind.ABOUT, _identity(self._cache), json.dumps(about).encode()))
-        done = sent = _answer(connection)
+        done = sent = self._confirmed(_answer(connection), 0)
         ahead: list[int] = []
         while done <= self._blobs:
             while sent <= self._blobs and (not ahead or sum(ahead) < WINDOW):
                 pieces = self._blob(sent)
+                self._most = max(self._most, sent + 1)
                 _send(connection, pieces)
                 ahead.append(sum(len(p) for p in pieces))
                 sent += 1
-            done = _answer(connection)
+            done = self._confirmed(_answer(connection), done + 1, sent)
             ahead = ahead[len(ahead) - (sent - done) :] if sent > done else []
+
+    def _confirmed(self, count: int, least: int, most: int | None = None) -> int:
+        """What the receiver says it has, if that can be: from `least` to what was sent."""
+        most = self._most if most is None else most
+        if not least <= count <= most:
+            raise FileFormatError(f"the receiver says that it has {counted(count, 'blob')}, which cannot be: {least} to {most} of {self._blobs + 1}")
+        return count
 
     def _blob(self, number: int) -> list[memoryview]:
         cuts, groups, state = self._cuts, self._groups, b""
@@ -104,17 +115,24 @@ class Receiver:
 
     def __init__(self, cache: PagedCache, row: int = 0) -> None:
         self._cache, self._row = cache, row
-        self._groups = settled(cache, row, make=True)
-        if length := self._groups[0].sequences[row].length:
-            raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; receive into an empty one, or free({row}) first")
+        self._groups = self._empty()
         self.received = 0
-        self._name: str | None = None
+        self._about: dict[str, Any] | None = None  # the transfer that is under way
+        self._installed: list[Sequence] = []
         self._held: dict[Page, int] = {}
 
+    def _empty(self) -> list[GroupState]:
+        """The groups of the cache, between two passes and with nothing in the row."""
+        groups = settled(self._cache, self._row, make=True)
+        if length := groups[0].sequences[self._row].length:
+            raise CacheStateError(f"sequence {self._row} holds {counted(length, 'token')}; receive into an empty one, or free({self._row}) first")
+        return groups
+
     def receive(self, connection: socket.socket) -> list[int]:
-        """Take the sequence. Returns its token ids.
+        """Take the sequence. Returns its token ids. Once it is there, the row is to be freed before another, or the same again, can be received.
 
         Raises:
+            CacheStateError: the sequence holds tokens, or the cache is in the middle of a pass; the sender is told.
             FileFormatError: of another version, scheme, model or calibration, or damaged on the way; the sender is told why.
             PoolFullError: pages are missing; the sender is told, and pages that arrived are free again.
             ConnectionError: the sender is gone. Call again with a new connection; what arrived is kept until then, or until `abandon`.
@@ -126,6 +144,7 @@ class Receiver:
                 self._take(connection, about, self.received + 1 == about["blobs"])
                 self.received += 1
                 _tell(connection, self.received)
+            self._about, self._installed = None, []
         except OSError:
             raise
         except Exception as error:
@@ -138,7 +157,7 @@ class Receiver:
         """Give the pages back that arrived so far."""
         for page, page_id in self._held.items():
             self._groups[page.group].pools[page.pool].allocator.release(page_id)
-        self._held, self._name, self.received = {}, None, 0
+        self._held, self._about, self._installed, self.received = {}, None, [], 0
 
     def _hello(self, connection: socket.socket) -> dict[str, Any]:
         header = Header.parse(_read(connection, blob.HEADER_BYTES), "what arrives")
@@ -157,10 +176,18 @@ class Receiver:
                 raise ValueError(f"{blobs!r} blobs for {counted(len(ids), 'token')}")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, DataError) as error:
             raise FileFormatError(f"a transfer begins with what cannot be ({type(error).__name__}: {error})") from error
-        if about["transfer"] != self._name:
+        if about == self._about and self._installed and self._stands(len(ids)):
+            return about  # only the last answer was lost
+        if about != self._about or self._installed:
             self.abandon()
-            self._name = about["transfer"]
+            self._about = about
+        self._empty()
         return about
+
+    def _stands(self, length: int) -> bool:
+        """Whether the row still holds what was installed."""
+        rows = [g.sequences[self._row] for g in self._cache.groups if self._row < len(g.sequences)]
+        return len(rows) == len(self._installed) and all(a is b and a.length == length for a, b in zip(rows, self._installed, strict=True))
 
     def _take(self, connection: socket.socket, about: dict[str, Any], last: bool) -> None:
         """One blob, from the socket into pages; behind the last, the sequence."""
@@ -208,7 +235,8 @@ class Receiver:
             if gpu:
                 block.copy_(staged, non_blocking=True)
 
-    def _install(self, made: list[tuple[Any, list[Page]]]) -> None:
+    def _install(self, made: list[tuple[Sequence, list[Page]]]) -> None:
+        self._empty()  # since the transfer began, somebody may have filled it
         for state, (s, listed) in zip(self._groups, made, strict=True):
             new: dict[str, list[int]] = {name: [] for name in state.pools}
             for page in listed:
@@ -218,7 +246,7 @@ class Receiver:
             state.replace(self._row, s)
         for page, page_id in self._held.items():  # what a window has left behind
             self._groups[page.group].pools[page.pool].allocator.release(page_id)
-        self._held = {}
+        self._held, self._installed = {}, [s for s, _ in made]
 
 
 def _send(connection: socket.socket, pieces: list[memoryview]) -> None:

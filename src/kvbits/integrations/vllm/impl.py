@@ -15,11 +15,12 @@ from ...errors import UnsupportedError
 from ...ops.cuda.append import tokens as append_cuda
 from ...ops.cuda.dequantize import unpacker as dequantize_cuda
 from ...ops.reference import append as append_reference
-from ...quant.rotation import rotated_keys, rotated_queries, rotated_turn, rotations
+from ...quant.rotation import rotated_turn
 from ...spec import PageLayout
 from . import formats
 from .prefill import Scratch, scratch_for
 from .rotary import page_turn, rope_parameters
+from .rotation import rotation_for
 
 if TYPE_CHECKING:
     from .metadata import KVBitsMetadata
@@ -76,7 +77,6 @@ class KVBitsImpl(AttentionImpl):
         form = formats.FORMATS.get(kv_cache_dtype)
         if form and (why := form.refuses(head_size, formats.has_key_bias(config.model_config.hf_text_config))):
             raise UnsupportedError(why)
-        self._rotated = bool(form and form.rotated)
         scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, sliding_window)
         self.call = call_for(layout, num_heads, dtype, float(scale), sliding_window, logits_soft_cap or None, scratch, _fa_version(device, head_size))
         self._turn: torch.Tensor | None = None
@@ -85,13 +85,12 @@ class KVBitsImpl(AttentionImpl):
         if device.type == "cuda":
             append_cuda.prepare(layout, dtype, device)
             dequantize_cuda.prepare(layout, dtype, device)
-        if self._rotated:
-            rotations(head_size, dtype, device)  # made now, not in a capture
+        self._rotation = rotation_for(head_size, dtype, device) if form and form.rotated else None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         turn = page_turn(self.head_size, self._rope) if self.call.layout.is_centered else None
         if turn is not None:
-            self._turn = (rotated_turn(turn) if self._rotated else turn).to(self._device)
+            self._turn = (rotated_turn(turn) if self._rotation else turn).to(self._device)
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: KVBitsMetadata | None,
@@ -105,8 +104,8 @@ class KVBitsImpl(AttentionImpl):
         m = attn_metadata
         pages = kv_cache.flatten(2)
         stored, asked = key, query
-        if self._rotated:
-            stored, asked = rotated_keys(key[: m.num_tokens]), rotated_queries(query[: m.num_tokens])
+        if self._rotation:
+            asked, stored = self._rotation(query[: m.num_tokens], key[: m.num_tokens])
         if self._stores:
             self._store(stored[: m.num_tokens], value[: m.num_tokens], pages, m)
         d = m.num_decode_tokens
@@ -114,7 +113,7 @@ class KVBitsImpl(AttentionImpl):
             m.decodes[self.call].run(asked[:d], output[:d], layer.layer_name, pages)
         if m.prefills:
             prefill = m.prefills[self.call]
-            plain = not self._rotated or not prefill.has_history
+            plain = not self._rotation or not prefill.has_history
             q, k = (query, key) if plain else (asked, stored)
             n = d + prefill.num_tokens
             prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages)
