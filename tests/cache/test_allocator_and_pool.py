@@ -152,9 +152,9 @@ def feed(cache, tokens):
         cache.append(layer, k, k)
 
 
-feed(PagedCache(spec), 300)
+feed(PagedCache(spec), 600)
 before, cache = resident(), PagedCache(spec)
-for _ in range(24):
+for _ in range(64):
     feed(cache, 256)
 print((resident() - before) / cache.nbytes, max(len(p.slabs) for p in cache.held_groups[0].pools.values()))
 """
