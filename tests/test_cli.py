@@ -258,7 +258,9 @@ def test_schemes_at_a_table_s_head_dim_print_the_table_s_bits():
 
 
 def test_schemes_fit_other_widths_and_refuse_impossible_ones():
-    assert run_json("schemes", "--head-dim", 96)["rows"]
+    found = run_json("schemes", "--head-dim", 96)
+    assert {r["scheme"] for r in found["rows"]} | set(found["unfit"]) == set(schemes.PRESETS) and set(found["unfit"]) == {"int4_rotated"}
+    assert "not listed: int4_rotated: " in run("schemes", "--head-dim", 96).output
     assert "head_dim=7" in error("schemes", "--head-dim", 7)
 
 

@@ -296,10 +296,10 @@ def test_what_is_no_model_scheme_or_calibration_is_said():
         KVCache.for_model(tiny("llama"), "int8_static", calibration="file.safetensors")
 
 
-def test_a_static_cache_is_told_to_use_sdpa():
+def test_a_static_cache_is_told_to_detach():
     model = tiny("llama")
     model.set_attn_implementation("kvbits")
-    with pytest.raises(UnsupportedError, match="set_attn_implementation\\('sdpa'\\)"):
+    with pytest.raises(UnsupportedError, match=r"call KVCache\.detach\(model\)"):
         model.generate(**prompts([9]), max_new_tokens=4, cache_implementation="static")
 
 

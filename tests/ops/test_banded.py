@@ -10,7 +10,7 @@ from kvbits.ops.cpu import structs
 from kvbits.ops.cuda.attend import kernel_choice
 from kvbits.ops.cuda.close import packed
 from kvbits.ops.cuda.dequantize import unpacker
-from kvbits.ops.descriptor import LEVELS, SCALE_DTYPES, describe
+from kvbits.ops.descriptor import DTYPES, LEVELS, describe
 from kvbits.ops.reference.attend import attend
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
@@ -77,4 +77,4 @@ def test_triton_refuses_banded_codes_by_name(monkeypatch):
 def test_sides_name_the_planes_of_bands():
     side = describe(layout_of("klt2", 64), "k")
     assert (side.planes, side.row_bytes, side.plane_offset) == ((4, 2, 1), (8, 8, 4), (0, 512, 1024))
-    assert (side.widths, side.scale_dtype, side.levels, side.has_mean) == ((5, 3, 2, 0), SCALE_DTYPES[SCALE_8BIT], LEVELS["banded"], True)
+    assert (side.widths, side.scale_dtype, side.levels, side.has_mean) == ((5, 3, 2, 0), DTYPES[SCALE_8BIT], LEVELS["banded"], True)

@@ -122,7 +122,7 @@ def test_kvquant_bad_input_is_refused():
     assert cpu.refuses(k, store) is None
     for close in (cpu.close, reference.close):
         for starts in (None, np.array([0])):
-            with pytest.raises(DataError, match="2 pages of keys stored before the rotary embedding were given"):
+            with pytest.raises(DataError, match="2 pages of keys that were turned back were given"):
                 close(k, k, store, ids, starts=starts)
         with pytest.raises(DataError, match="overflows"):
             close(k, k * 1e8, store, ids, starts=np.array([0, 32]))

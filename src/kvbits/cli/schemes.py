@@ -16,25 +16,33 @@ def list_schemes(
 ) -> None:
     """The named schemes, with bits per element (scales, offsets and padding included), description and paper link."""
     from .. import schemes
+    from ..errors import SpecError
     from ..spec import LayerGeometry, to_dict
 
     LayerGeometry(num_kv_heads=1, head_dim=head_dim)  # refuses a head_dim that no cache has
-    found = [schemes.get(name, head_dim=head_dim) for name in schemes.PRESETS]
+    found, unfit = [], {}
+    for name in schemes.PRESETS:
+        scheme = schemes.get(name, head_dim=head_dim)
+        try:
+            found.append((scheme, scheme.bits_per_element(head_dim)))
+        except SpecError as error:
+            unfit[name] = str(error)
     if as_json:
         rows = [
             {
-                "scheme": s.name, "bits_per_element": s.bits_per_element(head_dim), "description": s.description, "source": s.source,
+                "scheme": s.name, "bits_per_element": bits, "description": s.description, "source": s.source,
                 "page_size": s.page_size, "num_sink_tokens": s.num_sink_tokens, "residual_length": s.residual_length,
                 "needs_calibration": s.needs_calibration, "key": to_dict(s.key), "value": to_dict(s.value),
             }
-            for s in found
+            for s, bits in found
         ]  # fmt: skip
-        print_json({"head_dim": head_dim, "rows": rows})
+        print_json({"head_dim": head_dim, "rows": rows, "unfit": unfit})
         return
     table = new_table(f"Schemes at head_dim {head_dim}", "scheme", "bits/element", "newest raw", "page", "description", "source")
     for column in table.columns[4:]:
         column.justify = "left"
-    for s in found:
-        table.add_row(s.name, f"{s.bits_per_element(head_dim):.3f}", f"{s.residual_length}", f"{s.page_size}", s.description, s.source)
+    for s, bits in found:
+        table.add_row(s.name, f"{bits:.3f}", f"{s.residual_length}", f"{s.page_size}", s.description, s.source)
     basis = f"bits/element: closed pages in heads of {head_dim} channels (--head-dim for other models), all metadata included."
-    show(table, f"{basis} newest raw: tokens always kept at 16 bits, besides the unfinished page.")
+    notes = [f"{basis} newest raw: tokens always kept at 16 bits, besides the unfinished page.", *(f"not listed: {name}: {why}" for name, why in unfit.items())]
+    show(table, "\n".join(notes))
