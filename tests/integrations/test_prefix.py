@@ -91,10 +91,10 @@ def test_weights_that_changed_find_nothing(tmp_path):
     model, ids = tiny("llama"), ids_of(100)
     store = PrefixStore(tmp_path, blob_tokens=32)
     KVCache.from_prefix(model, ids, store=store)
-    assert store.match(KVCache.for_model(model, "int8"), ids[:, :-1]) == 99
+    assert store.match(KVCache.for_model(model, "int8_centered"), ids[:, :-1]) == 99
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
-    assert store.match(KVCache.for_model(model, "int8"), ids) == 0
+    assert store.match(KVCache.for_model(model, "int8_centered"), ids) == 0
 
 
 def test_nothing_is_put_unless_it_is_wanted_and_bad_calls_say_why(tmp_path):
