@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import shutil
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from ops.emulated_op import DEVICES, emulate, needs_gpu
 
-from kvbits import ops
 from kvbits.ops.cuda import merge
 from kvbits.ops.cuda.attend import dense
 from kvbits.ops.cuda.runtime import compile as cuda_compile
 from kvbits.ops.reference.merge import merge_partials
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-needs_compiler = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
 
-
-@pytest.fixture(params=[pytest.param("cpu", id="emulated", marks=needs_compiler), pytest.param("cuda", id="gpu", marks=needs_gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request, tmp_path, monkeypatch):
     if request.param == "cpu":
-        here = Path(__file__).parent / "emulated"
-        for path in (here / "ptx.cuh", here / "block.cpp"):
-            (tmp_path / path.name).write_text(path.read_text())
-        text = (Path(merge.__file__).parent / "merge.cu").read_text()
-        assert 'extern "C" __global__' in text
-        (tmp_path / "kernel.h").write_text(text.replace('extern "C" __global__', ""))
-
-        def load(head_dim, dtype, device_index):
-            macros = merge.defines(head_dim, dtype) | {"KERNEL": "merge_partials", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
-            (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
-            library = tmp_path / f"merge{len(list(tmp_path.glob('*.so')))}.so"
-            options = ["-std=c++17", "-O1", "-w", "-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
-            options += [f"-I{Path(ops.__file__).parent}", f"-I{tmp_path}"]  # numbers.h; the rest
-            subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(library)], check=True)
-            return SimpleNamespace(launch=lambda grid, threads, args, stream: ctypes.CDLL(str(library)).launch(ctypes.byref(args), grid))
-
-        monkeypatch.setattr(merge, "_load", load)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
+        emulate(merge, "merge_partials", tmp_path, monkeypatch)
     return request.param
 
 

@@ -1,0 +1,41 @@
+"""A CUDA kernel of one file, compiled for the CPU in place of the GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvbits import ops
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+needs_compiler = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
+DEVICES = [pytest.param("cpu", id="emulated", marks=needs_compiler), pytest.param("cuda", id="gpu", marks=needs_gpu)]
+
+
+def emulate(module, kernel: str, tmp_path: Path, monkeypatch) -> None:
+    """Have an op's module (`defines`, `_load`, a source beside it that is called like its folder) launch `kernel` on the CPU."""
+    here, name = Path(__file__).parent / "emulated", Path(module.__file__).parent.name
+    for path in (here / "ptx.cuh", here / "block.cpp"):
+        (tmp_path / path.name).write_text(path.read_text())
+    text = (Path(module.__file__).parent / f"{name}.cu").read_text()
+    assert 'extern "C" __global__' in text
+    (tmp_path / "kernel.h").write_text(text.replace('extern "C" __global__', ""))
+
+    def load(head_dim, dtype, device_index):
+        macros = module.defines(head_dim, dtype) | {"KERNEL": kernel, "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
+        (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
+        library = tmp_path / f"{name}{len(list(tmp_path.glob('*.so')))}.so"
+        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
+        options += [f"-I{Path(ops.__file__).parent}", f"-I{tmp_path}"]  # numbers.h; the rest
+        subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(library)], check=True)
+        return SimpleNamespace(launch=lambda grid, threads, args, stream: ctypes.CDLL(str(library)).launch(ctypes.byref(args), grid))
+
+    monkeypatch.setattr(module, "_load", load)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
