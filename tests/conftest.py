@@ -1,5 +1,6 @@
-"""Poisoned page memory, fixed seeds, few threads, hypothesis profiles (KVBITS_HYPOTHESIS=thorough for a long run)."""
+"""Poisoned memory, fixed seeds, few threads, hypothesis profiles (KVBITS_HYPOTHESIS=thorough for a long run)."""
 
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # shared helpers: `from dense_model import ...`
+
+if hasattr(_libc := ctypes.CDLL(None), "mallopt"):  # glibc: fresh memory is 0x7F, the largest numbers that integers and floats have
+    _libc.mallopt(-6, 0x80)  # M_PERTURB
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]}
 settings.register_profile("ci", max_examples=25, derandomize=True, print_blob=True, **_COMMON)

@@ -117,6 +117,8 @@ static int64_t code_page(PageBuffers& b, const PageCoding& p, const Coding& k) {
       const vi before = t % FOLD ? load_int(most + c) : key;
       *(vi_mem*)(most + c) = key > before ? key : before;
     }
+    if (LIST)  // `list_worst` reads whole rows of them
+      for (int c = round_up(p.head_dim, VL); c < width; c += VL) *(vi_mem*)(most + c) = vi{} - 1;
     if (LIST) b.outside[t] = row != 0;
     total += row;
   }
