@@ -259,7 +259,9 @@ def test_scales_that_cannot_be_are_refused_with_their_place(bad):
     spoilt = {name: x.clone() for name, x in good.items()}
     PagedCache(spec, static=[good, spoilt])
     spoilt["v_scale"][1, 0] = bad  # in a tensor that was accepted before
-    with pytest.raises(SpecError, match=rf"v_scale of layer 1 holds {bad:g} at \[1, 0\], where only positive and finite numbers can be; run `kvbits calibrate`"):
+    with pytest.raises(
+        SpecError, match=rf"v_scale of layer 1 holds {bad:g} at \[1, 0\], where only positive and finite numbers can be; run `kvbits calibrate`"
+    ):
         PagedCache(spec, static=[good, spoilt])
 
 

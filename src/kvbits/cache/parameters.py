@@ -14,6 +14,7 @@ from ..quant.rotary import turn_by
 from ..quant.rotation import rotated_turn
 from ..spec import CacheSpec, LayerGroup
 
+
 def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None:
     """Refuse a calibration that does not fit, or none where one is needed.
 
