@@ -132,6 +132,10 @@ class Calibration:
     def _named(self) -> str:
         return "this calibration" if self.path is None else f"calibration {self.path}"
 
+    def fits(self, config: Any, scheme: Scheme) -> bool:
+        """Whether it was made for this model and scheme."""
+        return scheme.needs_calibration and fingerprint(config, scheme) == self.fingerprint
+
     def check(self, config: Any, scheme: Scheme) -> None:
         """Refuse any other model or scheme.
 

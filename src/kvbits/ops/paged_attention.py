@@ -151,7 +151,8 @@ class PagedAttention:
         """Of what was given what the layouts need, checked."""
         if given is not None and not isinstance(given, Mapping):
             raise DataError(f"static must be a dict of tensors by name, got {type(given).__name__}")
-        given, used = given or {}, {}
+        given = given or {}
+        used: dict[str, torch.Tensor] = {}
         for layout in self.layouts:
             want = {} if layout.is_raw else read_with(layout)
             check_static(given, want, f"for pages of layer {layer}", f"pass static={{..}} with {', '.join(want)}")
