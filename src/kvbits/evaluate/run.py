@@ -108,10 +108,10 @@ def require_possible(
     for scheme in chosen:
         CacheSpec(scheme=scheme, layers=layers)
     require_other_text(calibrations, texts)
-    for one in calibrations:
-        if not any(one.fits(config, scheme) for scheme in chosen):
+    for file in calibrations:
+        if not any(file.fits(config, scheme) for scheme in chosen):
             needing = [s for s in chosen if s.needs_calibration] or chosen
-            one.check(config, next((s for s in needing if s.name == one.info.get("scheme")), needing[0]))
+            file.check(config, next((s for s in needing if s.name == file.info.get("scheme")), needing[0]))
     home = out / _folder(name, str(getattr(config, "dtype", None) or "float32") if dtype == "auto" else dtype)
     for task in (load(wanted)(Context(None, tokenizer, texts, options, config)) for wanted in tasks):
         for one in [] if overwrite else [None, *chosen]:
