@@ -28,6 +28,7 @@ from .files import find
 from .spec import LayerGeometry
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_DOWNLOAD = "run `hf download ID --local-dir FOLDER` where there is a network and give FOLDER, set HF_ENDPOINT to a mirror, or take `embedded`"
 _SLIDING = ("sliding_attention", "hybrid_sliding")
 _RECURRENT = ("linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding", "moe", "mlp")
 
@@ -64,7 +65,9 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
     try:
         socket.getaddrinfo(host, 443)
     except OSError as e:
-        raise SpecError(f"no such file or directory: {text!r}; as a hub id it is not in the cache, and {host} cannot be reached ({e.strerror or e})") from e
+        raise SpecError(
+            f"no such file or directory: {text!r}; as a hub id it is not in the cache, and {host} cannot be reached ({e.strerror or e}); {_DOWNLOAD}"
+        ) from e
     return text
 
 

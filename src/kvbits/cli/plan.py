@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import counted
+from ..errors import SpecError, counted, unknown
 from ..schemes import RECOMMENDED
 from .common import Json, Schemes, command, names_of, new_table, print_json, show, tokens
 from .subject import Subject, require_cards, subject_of
@@ -44,9 +44,10 @@ def plan(
     """Bytes of a cache per scheme, and how many users and tokens fit a GPU.
 
     Totals are what a cache of fixed capacity allocates to the byte: whole pages, scales, sinks, raw tail and padding included.
+    Schemes are 16 bits and the recommended ones if none is named; `--scheme all` lists every one.
     """
     from .. import planner, schemes
-    from ..units import dtype_name, parse_bytes
+    from ..units import parse_bytes
 
     if sources:
         _sources(as_json)
@@ -56,14 +57,23 @@ def plan(
     require_cards(gpu_memory, memory, {"--gpus": gpus if gpus > 1 else None, "--weights": weights, "--reserve": reserve})
     given = {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}
     found = planner.plan(
-        planner.rank(subject.layers, gpus, subject.query_heads), schemes.expand(names_of("--schemes", scheme or "all"), planner.GROUPS), context=context,
-        batch=batch, memory_bytes=None if memory is None else parse_bytes(memory, "--memory"), cards=cards, raw_dtype=dtype_name(raw_dtype),
+        planner.rank(subject.layers, gpus, subject.query_heads), schemes.expand(names_of("--schemes", scheme or list(planner.SHOWN)), planner.GROUPS),
+        context=context, batch=batch, memory_bytes=None if memory is None else parse_bytes(memory, "--memory"), cards=cards, raw_dtype=_raw_dtype(raw_dtype),
         **{k: v for k, v in given.items() if v is not None},
     )  # fmt: skip
     if as_json:
         print_json({"model": subject.model, "model_max_context": subject.longest, "weights_from": subject.weights_from} | found.to_dict())
     else:
-        show(_plan_table(found, subject), *_plan_notes(found, subject))
+        chosen = [] if scheme else [f"The schemes are 16 bits and the recommended ones; --scheme all lists all {len(planner.GROUPS['all'])}."]
+        show(_plan_table(found, subject), *chosen, *_plan_notes(found, subject))
+
+
+def _raw_dtype(given: str) -> str:
+    from ..units import dtype_name
+
+    if (name := dtype_name(given)) not in ("bfloat16", "float16", "float32"):
+        raise SpecError(unknown("--raw-dtype", given, ["bf16", "fp16", "fp32"]))
+    return name
 
 
 def _plan_table(found: Plan, subject: Subject) -> Table:

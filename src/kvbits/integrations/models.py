@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import embedded, schemes
-from ..errors import SpecError, UnsupportedError, counted
+from ..errors import SpecError, UnsupportedError, counted, unknown
 from ..geometry import find_weights, layer_geometries
 from ..schemes import key_bias_note, weak_to_key_bias
 from ..spec import FittedScheme, Scheme
@@ -78,7 +78,8 @@ def _tokenizer(auto: Any, path: Path | str) -> Any:
 
 
 def _not_loaded(name: Any, error: Exception) -> UnsupportedError:
-    return UnsupportedError(f"cannot load a model from {str(name)!r}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
+    reason = str(error).strip().partition(chr(10))[0].rstrip(".") or type(error).__name__
+    return UnsupportedError(f"cannot load a model from {str(name)!r}: {reason}; give a folder with config.json, weights and tokenizer, or a GGUF file")
 
 
 KEY_BIAS = 20.0
@@ -150,7 +151,7 @@ def check_place(dtype: str, device: str | None) -> None:
     import torch
 
     if dtype not in DTYPES:
-        raise SpecError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        raise SpecError(unknown("dtype", dtype, ["auto", "bf16", "fp16", "fp32"], ", or their long names: bfloat16, float16, float32"))
     if device is None:
         return
     try:
