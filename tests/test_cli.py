@@ -48,7 +48,7 @@ def error(*args):
 
 def test_help_lists_every_command():
     text = run("--help").stdout
-    commands = ["bench", "calibrate", "check", "demo", "eval", "plan", "report", "schemes"]
+    commands = ["bench", "calibrate", "check", "demo", "eval", "fit", "plan", "report", "schemes"]
     assert sorted(typer.main.get_command(app).commands) == commands
     for command in commands:
         assert command in text

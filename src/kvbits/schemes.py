@@ -244,8 +244,13 @@ def read(path: str) -> Scheme:
 
 
 def for_layers(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], **changes: Any) -> Scheme:
-    """The preset of that name fitted to a model's layers (see `get`); a scheme of one's own is taken as it is."""
-    return scheme if isinstance(scheme, Scheme) else get(scheme, head_dim=math.gcd(*(g.head_dim for g in layers)), **changes)
+    """What a name, a file or a scheme means on a model: a preset fitted to its layers (see `get`); a scheme of one's own, or of a file, as it is.
+
+    Raises:
+        SpecError: unknown, or fitted to another model (`FittedScheme.on`).
+    """
+    own = find(scheme) if isinstance(scheme, str) else scheme
+    return own.on(layers) if isinstance(own, Scheme) else get(own, head_dim=math.gcd(*(g.head_dim for g in layers)), **changes)
 
 
 def within(scheme: Scheme, layers: tuple[LayerGeometry, ...], memory_bytes: int, *, context: int, batch: int = 1, raw_dtype: str = "bfloat16") -> Scheme:

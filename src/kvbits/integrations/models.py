@@ -8,11 +8,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from .. import embedded
+from .. import embedded, schemes
 from ..errors import SpecError, UnsupportedError, counted, unknown
-from ..geometry import find_weights, forget_parsed, parsed_once
+from ..geometry import find_weights, forget_parsed, layer_geometries, parsed_once
 from ..schemes import key_bias_note, weak_to_key_bias
-from ..spec import Scheme
+from ..spec import FittedScheme, Scheme
 from ..units import dtype_name
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -107,6 +107,19 @@ def key_bias(model: Any) -> float:
 
     found = [p for name, p in model.named_parameters() if name.endswith("k_proj.bias") and p.numel() and not p.is_meta and type(p.data) is torch.Tensor]
     return max((float(p.detach().abs().max()) for p in found), default=0.0)
+
+
+def scheme_for(model: Any, scheme: str | Scheme) -> Scheme:
+    """What a preset's name, a file of a scheme (`mine.json`) or a scheme means on a loaded model.
+
+    Raises:
+        SpecError: unknown, or fitted to another model or other weights (`FittedScheme`).
+    """
+    found = schemes.find(scheme) if isinstance(scheme, str) else scheme
+    chosen = schemes.for_layers(found, layer_geometries(model.config))
+    if isinstance(found, FittedScheme):
+        found.require_weights(weights_fingerprint(model))
+    return chosen
 
 
 def unfit_for(model: Any, scheme: Scheme) -> str | None:

@@ -194,6 +194,7 @@ class CacheSpec:
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise SpecError("a cache needs at least one layer")
+        object.__setattr__(self, "scheme", self.scheme.on(self.layers))
         choice("raw_dtype", self.raw_dtype, DTYPE_BYTES)
         for group in self.groups:  # refuses what does not fit, with the layer's own numbers
             for layout in group.layouts.values():
