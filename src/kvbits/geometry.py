@@ -14,6 +14,7 @@ Models whose cache is something else than one key and one value per kv head and 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -121,8 +122,7 @@ _parsed: dict[tuple[str, int, int], Any] = {}
 def parsed_once() -> Iterator[None]:
     """Inside, a GGUF file is parsed once. Transformers parses it anew for the configuration, the tokenizer and the weights, three seconds of a core each for
     the embedded model. What was parsed is kept until another file is, or `forget_parsed`."""
-    import gguf
-
+    gguf: Any = importlib.import_module("gguf")
     plain = gguf.GGUFReader
 
     def reader(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
