@@ -444,5 +444,5 @@ def test_the_readme_s_milliseconds_are_the_measured_ones():
     columns = (("stock_flash", "eager"), ("raw", "graph"), ("int8_centered", "graph"), ("kivi4", "graph"))
     readme = (BENCHMARKS.parents[1] / "README.md").read_text()
     for label, batch, context in (("1 sequence of 32,768 tokens", 1, 32768), ("32 sequences of 8,192", 32, 8192)):
-        assert f"| {label} | {' | '.join(f'{measured[batch, context, *column]:.1f}' for column in columns)} |" in readme
+        assert f"| {label} | {' | '.join(f'{measured[batch, context, scheme, mode]:.1f}' for scheme, mode in columns)} |" in readme
     assert f"`int8_centered` takes {measured[1, 32768, 'int8_centered', 'eager']:.1f} and {measured[32, 8192, 'int8_centered', 'eager']:.1f} ms" in readme
