@@ -62,7 +62,7 @@ def fill(cache: Any, contents: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         else:
             cache.update(k, v, layer)
     if isinstance(cache, kvbits.KVCache):
-        cache._columns.seen = contents[0][0].shape[2]
+        cache.columns.seen = contents[0][0].shape[2]
 
 
 def check(model: Any, tokenizer: Any) -> float:
