@@ -138,26 +138,3 @@ def test_a_fingerprint_follows_values_shapes_and_names():
     assert weights_fingerprint(tiny("qwen3")) != first
     meta = tiny("llama").to("meta")
     assert weights_fingerprint(meta) != first
-
-
-@pytest.mark.parametrize("how", ["wrapped", "forward", "in_place"])
-def test_a_compiled_model_refuses_the_cache_in_one_sentence(how):
-    """And neither compiles the cache nor warns."""
-    torch.compiler.reset()
-    model = tiny("llama")
-    cache = KVCache.for_model(model, "int8")
-    inputs = prompts([20])
-    assert not cache.is_compileable
-    call = model
-    if how == "wrapped":
-        call = torch.compile(model, backend="eager")
-    elif how == "forward":
-        model.forward = torch.compile(model.forward, backend="eager")
-    else:
-        model.compile(backend="eager")
-    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"inside torch\.compile.*kvbits\.graphed"):
-        call(**inputs, past_key_values=cache)
-    assert cache.get_seq_length() == 0 and not cache.store.in_pass
-    if how == "wrapped":  # its generate() is the model's own
-        assert call.generate(**inputs, past_key_values=cache, max_new_tokens=3).shape == (1, 23)
-    torch.compiler.reset()
