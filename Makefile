@@ -1,6 +1,7 @@
 # make demo   set up an environment and run the main job on an embedded real model, offline after the installation
 # make test   set up an environment, lint, and run every test
 # make lint   style, format and types
+# make test-wheel   build the wheel and test what users get: installed, without the source tree and without a compiler
 # make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails on spills (NVRTC, no GPU; an hour and more)
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 MODEL = $(VENV)/.model
 
-.PHONY: setup demo lint test kernels test-sanitized clean
+.PHONY: setup demo lint test test-wheel kernels test-sanitized clean
 
 setup: $(STAMP) $(MODEL)
 
@@ -35,6 +36,9 @@ lint: $(STAMP)
 
 test: setup lint
 	$(BIN)/python -m pytest -q -n 2
+
+test-wheel: setup
+	PYTHON=$(abspath $(BIN)/python) tests/run_installed.sh
 
 kernels: $(STAMP)
 	KVBITS_TEST_ALL_KERNELS=1 $(BIN)/python -m pytest -q -n 2 tests/ops/test_cuda_compile.py

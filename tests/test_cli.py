@@ -48,7 +48,7 @@ def error(*args):
 
 def test_help_lists_every_command():
     text = run("--help").stdout
-    commands = ["bench", "calibrate", "check", "demo", "eval", "plan", "report", "schemes"]
+    commands = ["bench", "calibrate", "check", "demo", "eval", "fit", "plan", "report", "schemes"]
     assert sorted(typer.main.get_command(app).commands) == commands
     for command in commands:
         assert command in text
@@ -111,7 +111,9 @@ def test_plan_rows_are_the_specs_bytes():
 
 
 def test_plan_takes_every_scheme_and_option():
-    data = run_json("plan", *GEOMETRY, "--sliding-window", 256, "--residual", 128, "--page-size", 32, "--raw-dtype", "float32", "--memory", "2GiB")
+    data = run_json(
+        "plan", *GEOMETRY, "--sliding-window", 256, "--residual", 128, "--page-size", 32, "--raw-dtype", "float32", "--memory", "2GiB", "--scheme", "all"
+    )
     assert [r["scheme"] for r in data["rows"]] == schemes.expand(["all"], planner.GROUPS)
     assert all(r["unbounded"] and r["max_context"] is None for r in data["rows"])
     assert data["layers"] == [{"count": 4, "num_kv_heads": 2, "head_dim": 64, "sliding_window": 256}]
@@ -120,6 +122,13 @@ def test_plan_takes_every_scheme_and_option():
 def test_plan_prints_a_table_with_its_units():
     text = run("plan", *GEOMETRY, "--scheme", "bf16,int4", "--memory", "10MB").stdout
     assert "bf16" in text and "int4" in text and "10.00 MB for the cache alone: weights and activations are not in it" in text and "GB is 10**9 bytes" in text
+
+
+def test_plan_lists_the_recommended_schemes_if_none_is_named():
+    text = run("plan", *GEOMETRY).stdout
+    assert f"--scheme all lists all {len(schemes.PRESETS) + 3}" in text and "int8_per_token" not in text
+    assert [r["scheme"] for r in run_json("plan", *GEOMETRY)["rows"]] == list(planner.SHOWN)
+    assert "--scheme all" not in run("plan", *GEOMETRY, "--scheme", "int8").stdout
 
 
 def test_plan_reads_a_model_directory(tmp_path):
@@ -138,7 +147,12 @@ def test_plan_reads_a_model_directory(tmp_path):
         (["--layers", 2], "missing: --kv-heads, --head-dim"),
         (["/no/such/model"], "no such file or directory: '/no/such/model'"),
         (["model", "--layers", 2], "already says what --layers says"),
-        ([*GEOMETRY, "--scheme", "int5"], "unknown scheme 'int5'; known: all, fp32"),
+        ([*GEOMETRY, "--scheme", "int5"], "unknown scheme 'int5'; did you mean int8 or int4? known: all, fp32"),
+        ([*GEOMETRY, "--scheme", "KIVI-4"], "unknown scheme 'KIVI-4'; did you mean kivi4 or kivi2?"),
+        ([*GEOMETRY, "--scheme", "zzz"], "unknown scheme 'zzz'; known: all"),
+        ([*GEOMETRY, "--scheme", "none.json"], "cannot read a scheme from none.json: No such file or directory; a file is written by Path"),
+        ([*GEOMETRY, "--context", "9999999999999"], "context=9,999,999,999,999 is more than the 2,147,483,647 tokens that a cache holds of one sequence"),
+        ([*GEOMETRY, "--raw-dtype", "bf17"], "unknown --raw-dtype 'bf17'; did you mean bf16? known: bf16, fp16, fp32"),
         ([*GEOMETRY, "--scheme", " , "], "--schemes ' , ' names nothing"),
         ([*GEOMETRY, "--memory", "24G"], "--memory '24G' is not understood; write it with its unit, like 24GB"),
         ([*GEOMETRY, "--memory", "24"], "--memory '24' is not understood; write it with its unit"),
@@ -155,7 +169,7 @@ def test_plan_reads_a_model_directory(tmp_path):
         ([*GEOMETRY, "--context", "8x"], "'8x' is no number of tokens; write 8192 or 8k"),
         ([*GEOMETRY, "--context", 1, "--context", 2], "--context is given 2 times; give it once"),
         ([*GEOMETRY, "--page-size", 5], "page_size=5"),
-        ([*GEOMETRY, "--raw-dtype", "int8"], "unknown raw_dtype 'int8'"),
+        ([*GEOMETRY, "--raw-dtype", "int8"], "unknown --raw-dtype 'int8'; known: bf16, fp16, fp32"),
         (["--layers", 2, "--kv-heads", 2, "--head-dim", 63], "head_dim=63 must be a multiple of 8"),
     ],
 )
@@ -377,6 +391,7 @@ def stub_demo(monkeypatch):
     calls = []
 
     def fake_run(**kwargs):
+        kwargs.pop("say")("found something")
         calls.append(kwargs)
         if kwargs["context"] == 13:
             raise DataError("context=13\nis unlucky")
@@ -391,15 +406,16 @@ def stub_demo(monkeypatch):
 
 
 def test_demo_passes_its_options_on(stub_demo):
-    assert run("demo").stdout == "table of m\n"
-    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4", "kivi2"], "context": 1024, "new_tokens": 48, "progress": True}
+    shown = run("demo")
+    assert shown.stdout == "table of m\n" and shown.stderr == "found something\n"
+    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4", "kivi2"], "context": 1024, "new_tokens": 48}
     data = run_json("demo", "--model", "x", "--scheme", "fp8", "--context", 99, "--new-tokens", 5, "--threads", 1)
-    assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5, "progress": True}
+    assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5}
     assert data["rows"] == [{"scheme": "int8", "ppl": None}]  # JSON has no NaN
 
 
 def test_demo_errors_are_one_line(stub_demo):
-    assert error("demo", "--context", 13) == "error: context=13 is unlucky\n"
+    assert run("demo", "--context", 13, code=2).stderr == "found something\nerror: context=13 is unlucky\n"
     assert "unknown scheme" in error("demo", "--scheme", "int5")
     assert "unknown scheme 'int5'" in error("demo", "--schemes", "int8,int5")
 
@@ -436,7 +452,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "eval"
         (["check", "folder", "--length", "1"], "at least 2 is needed"),
         (["demo", "--context", "100000000"], "context + new_tokens = 100,000,048 tokens, but the text has 159,940 characters; lower --context"),
         (["demo", "--new-tokens", "1"], "at least 2 is needed"),
-        (["eval", "folder", "--out", "o", "--dtype", "int9"], "unknown dtype 'int9'; known: auto, bfloat16"),
+        (["eval", "folder", "--out", "o", "--dtype", "int9"], "unknown dtype 'int9'; known: auto, bf16, fp16"),
         (["eval", "folder", "--out", "o", "--device", "nope"], "unknown device 'nope'; cpu and cuda are usual"),
         (["eval", "folder", "--out", "o", "--device", "cuda:99"], "device 'cuda:99' is not there: torch"),
         (["check", "folder", "--scheme", "int5"], "unknown scheme 'int5'"),
@@ -463,3 +479,26 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", full)
     assert "x.html: No space left on device" in error("report", RESULTS, "--html", tmp_path / "x.html")
+
+
+def test_a_dtype_that_is_not_is_told_by_the_names_of_the_help():
+    line = error("check", "embedded", "--dtype", "bf17")
+    assert "unknown dtype 'bf17'; did you mean bf16? known: auto, bf16, fp16, fp32, or their long names: bfloat16, float16, float32" in line
+
+
+def test_a_hub_id_without_a_network_says_the_way_out(monkeypatch):
+    pytest.importorskip("transformers")
+    import socket
+
+    def nobody(*args):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nobody)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    line = error("plan", "nobody/no-such-model")
+    assert "cannot be reached (Name or service not known); run `hf download ID --local-dir FOLDER` where there is a network" in line
+
+
+def test_a_report_of_nothing_says_which_folder_it_wants(tmp_path):
+    assert "no such folder; give the one that `kvbits eval MODEL --out FOLDER` wrote" in error("report", tmp_path / "nowhere")
+    assert "holds no results of `kvbits eval` (MODEL/TASK/SCHEME.json); give the folder itself that its --out named" in error("report", tmp_path)

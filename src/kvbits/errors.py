@@ -14,6 +14,9 @@
 Messages give the value, the limit and the way out. What is only unwise is a `KvbitsWarning`.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class KvbitsError(Exception):
     """Base class of every error raised on purpose by kvbits."""
@@ -57,6 +60,19 @@ class CalibrationError(KvbitsError, ValueError):
 
 class KernelError(KvbitsError, RuntimeError):
     """A kernel that does not compile, load or launch: a broken installation or a bug, never a reason to take a slower path silently."""
+
+
+def unknown(what: str, name: object, known: Iterable[object], more: str = "") -> str:
+    """That there is nothing of a name, what it may have meant, and what there is.
+
+    Args:
+        what: the kind of thing, like "scheme".
+        more: what else it could be, after the list.
+    """
+    names = [str(k) for k in known]
+    near = difflib.get_close_matches(str(name).lower(), names, n=2, cutoff=0.6)
+    meant = f" did you mean {' or '.join(near)}?" if near else ""
+    return f"unknown {what} {name!r};{meant} known: {', '.join(names)}{more}"
 
 
 def counted(n: int, noun: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from . import schemes as presets
 from .errors import SpecError
-from .spec import CacheSpec, LayerGeometry, Scheme
+from .spec import MOST_TOKENS, CacheSpec, LayerGeometry, Scheme
 from .units import human_bytes
 
 DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -26,6 +26,9 @@ DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 GROUPS = {"all": (*DENSE, *presets.PRESETS)}
 """What a plan knows by name (see `schemes.expand`)."""
+
+SHOWN = ("bf16", "int8_centered", "kivi4", "nuq4-1%", "nuq3-1%")
+"""What a plan lists if nobody names schemes: 16 bits, and the recommended presets (docs/evaluation.md)."""
 
 MAX_LAYERS = 4096
 """More than any model has: above it a number was mistyped."""
@@ -213,13 +216,15 @@ def plan(
         changes: fields of `Scheme` to change in every preset, for example num_sink_tokens=4.
 
     Raises:
-        SpecError: a negative or zero size, an unknown scheme, or one of your own that does not fit the geometry.
+        SpecError: a negative or zero size, more tokens than a cache holds, an unknown scheme, or one of your own that does not fit the geometry.
     """
     layers = tuple(layers)
     if cards is not None:
         if memory_bytes is not None:
             raise SpecError("memory_bytes is for the cache alone, cards for weights too; give one of them")
         memory_bytes = cards.cache_bytes
+    if context > MOST_TOKENS:
+        raise SpecError(f"context={context:,} is more than the {MOST_TOKENS:,} tokens that a cache holds of one sequence; give fewer")
     for name, n in (("context", context), ("batch", batch), *([("memory_bytes", memory_bytes)] if memory_bytes is not None else [])):
         if n < 1:
             raise SpecError(f"{name}={n} must be at least 1")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import SpecError
+from .errors import SpecError, unknown
 from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme, Tier
 
 _PAPER = "https://github.com/MaanasTaneja/cuda-kv-cache-compression"
@@ -153,12 +153,12 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
         SpecError: unknown preset or field.
     """
     if name not in PRESETS:
-        raise SpecError(f"unknown scheme {name!r}; known: {', '.join(PRESETS)}")
+        raise SpecError(unknown("scheme", name, PRESETS))
     fields = {f.name for f in dataclasses.fields(Scheme)}
     if changes.get("tiers") == "adaptive":
         changes = {name: x for name, x in changes.items() if name != "tiers"} | {"demote": "attention"}
-    if unknown := set(changes) - fields:
-        raise SpecError(f"a scheme has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(fields))}")
+    if strange := set(changes) - fields:
+        raise SpecError(f"a scheme has no field {', '.join(sorted(strange))}; known: {', '.join(sorted(fields))}")
     scheme = dataclasses.replace(PRESETS[name], **changes)
     return scheme if head_dim is None else fitted(scheme, head_dim)
 
@@ -212,7 +212,7 @@ def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | 
             found[one.name] = one
             continue
         if one not in known and one not in groups:
-            raise SpecError(f"unknown scheme {one!r}; known: {', '.join([*groups, *known])}, or a file like mine.json")
+            raise SpecError(unknown("scheme", one, [*groups, *known], ", or a file like mine.json"))
         found |= {name: name for name in groups.get(one, [one])}
     return list(found.values())
 
@@ -226,6 +226,9 @@ def find(name: str) -> str | Scheme:
     return read(name) if name.endswith(".json") else get(name).name
 
 
+_WRITE_ONE = 'a file is written by Path("mine.json").write_text(scheme.to_json()), see examples/new_scheme.py'
+
+
 def read(path: str) -> Scheme:
     """The scheme in a JSON file that `Scheme.to_json` wrote.
 
@@ -234,13 +237,20 @@ def read(path: str) -> Scheme:
     """
     try:
         return Scheme.from_json(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise SpecError(f"cannot read a scheme from {path}: {e}; write one with Scheme.to_json()") from e
+    except OSError as e:
+        raise SpecError(f"cannot read a scheme from {path}: {e.strerror or e}; {_WRITE_ONE}") from e
+    except ValueError as e:
+        raise SpecError(f"cannot read a scheme from {path}: {e}; {_WRITE_ONE}") from e
 
 
 def for_layers(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], **changes: Any) -> Scheme:
-    """The preset of that name fitted to a model's layers (see `get`); a scheme of one's own is taken as it is."""
-    return scheme if isinstance(scheme, Scheme) else get(scheme, head_dim=math.gcd(*(g.head_dim for g in layers)), **changes)
+    """What a name, a file or a scheme means on a model: a preset fitted to its layers (see `get`); a scheme of one's own, or of a file, as it is.
+
+    Raises:
+        SpecError: unknown, or fitted to another model (`FittedScheme.on`).
+    """
+    own = find(scheme) if isinstance(scheme, str) else scheme
+    return own.on(layers) if isinstance(own, Scheme) else get(own, head_dim=math.gcd(*(g.head_dim for g in layers)), **changes)
 
 
 def within(scheme: Scheme, layers: tuple[LayerGeometry, ...], memory_bytes: int, *, context: int, batch: int = 1, raw_dtype: str = "bfloat16") -> Scheme:

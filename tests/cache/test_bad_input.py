@@ -242,11 +242,27 @@ def test_static_schemes_without_fitting_calibration_are_refused():
     good = {"k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
     for static, message in (
         ([good], "calibration of 1 layers for a cache of 2"),
-        ([good, {"k_scale": torch.ones(2, 1)}], "layer 1 .* no v_scale"),
+        ([good, {"k_scale": torch.ones(2, 1)}], "no v_scale of layer 1"),
         ([good, good | {"k_scale": torch.ones(2, 4)}], r"k_scale of layer 1 .*\(2, 4\), expected \(2, 1\)"),
+        ([good, good | {"k_scale": [[1.0], [1.0]]}], "k_scale of layer 1 must be a tensor .* got list"),
+        ([good, None], "static must be a list with one dict of tensors for each layer"),
     ):
         with pytest.raises(SpecError, match=message):
             PagedCache(spec, static=static)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_that_cannot_be_are_refused_with_their_place(bad):
+    """A scale of NaN stored every number as 0 and read it as 0."""
+    spec = CacheSpec(scheme=schemes.get("int8_static"), layers=(FULL,) * 2)
+    good = {"k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
+    spoilt = {name: x.clone() for name, x in good.items()}
+    PagedCache(spec, static=[good, spoilt])
+    spoilt["v_scale"][1, 0] = bad  # in a tensor that was accepted before
+    with pytest.raises(
+        SpecError, match=rf"v_scale of layer 1 holds {bad:g} at \[1, 0\], where only positive and finite numbers can be; run `kvbits calibrate`"
+    ):
+        PagedCache(spec, static=[good, spoilt])
 
 
 # -- NaN and infinity -------------------------------------------------------------------------------------------------

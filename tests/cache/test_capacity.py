@@ -1,5 +1,6 @@
 """A cache of fixed capacity holds exactly what the arithmetic says, and that suffices."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -250,3 +251,21 @@ def test_an_explanation_is_a_dict_that_prints_as_a_few_lines():
     assert isinstance(found, dict) and json.loads(json.dumps(found)) == json.loads(json.dumps(dict(found)))
     text = str(found)
     assert f"bytes: {human_bytes(cache.nbytes)} (codes " in text and "closed, " in text and "ops: a" in text and len(text.splitlines()) == 5
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("name", ["raw", "int4", "kivi4", "tiered_8k"])
+def test_the_room_of_a_capacity_is_what_really_fits(name, window):
+    layers = (LayerGeometry(num_kv_heads=1, head_dim=64, sliding_window=window),)
+    spec = CacheSpec(scheme=schemes.get(name), layers=layers, raw_dtype="float32")
+    for asked in (1, 64, 100, 129):
+        cache, fed = PagedCache(spec, max_tokens=asked), 0
+        token = torch.ones(1, 1, 1, 64)
+        with contextlib.suppress(PoolFullError):
+            for fed in range(asked + 200):  # noqa: B007 - how many fitted
+                cache.step(0, token, token, token, scaling=0.1)
+        room = spec.room(asked)
+        assert (room is None and fed == asked + 199) or room == fed >= asked
+    assert spec.room(100) != 100
+    line = "windows hold any number" if room is None else f"whole pages have room for {room:,}"
+    assert f"capacity: 1 sequence of 129 tokens; {line}" in str(cache.explain()).splitlines()

@@ -13,7 +13,7 @@ from kvbits import schemes
 from kvbits.errors import CalibrationError, FileFormatError, SpecError, UnsupportedError
 from kvbits.evaluate import results
 from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, factory, held_bytes
-from kvbits.evaluate.calibrator import Calibrator
+from kvbits.evaluate.calibrator import Calibrator, Sample
 from kvbits.evaluate.run import evaluate
 from kvbits.evaluate.tasks import TASKS, Options, load, names_of
 from kvbits.evaluate.tasks import text as text_tasks
@@ -248,3 +248,27 @@ def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path
     sizes = {"--length": 200, "--chunk": 64} | dict(zip(args[::2], args[1::2], strict=True))
     out, loads = command(monkeypatch, model, "--out", tmp_path, "--scheme", "int8", *(x for pair in sizes.items() for x in pair), code=2)
     assert message in out.stderr and not loads
+
+
+def test_a_calibration_file_serves_the_scheme_it_was_made_for(monkeypatch, model, tmp_path):
+    chosen = schemes.get("int8_static", head_dim=64)
+    made = Calibrator(model, tiny.tokenizer(), Text("other", novel()[9000:20000]), sample=Sample(2, 64))(chosen)
+    made.save(tmp_path / "scales.safetensors")
+    sizes = ("--windows", 1, "--length", 200, "--chunk", 32, "--out", tmp_path / "out", "--calibration", tmp_path / "scales.safetensors")
+    out, _ = command(monkeypatch, model, *sizes, "--scheme", "int8_static,int8")
+    assert "note:" not in out.stderr  # nothing else needs a text to calibrate on
+    data = results.read(tmp_path / "out" / "tiny-float32" / "fidelity" / "int8_static.json")
+    assert data["info"]["calibration"]["id"] == data["settings"]["calibration"] == made.id and next(iter(data["items"])).startswith("novel@")
+    assert "calibration" not in results.read(tmp_path / "out" / "tiny-float32" / "fidelity" / "int8.json")["settings"]
+    (tmp_path / "t.txt").write_text(novel()[:30000])
+    out, loads = command(monkeypatch, model, *sizes[:-2], "--scheme", "int8_static", "--text", "novel", "--calibration-text", tmp_path / "t.txt", code=2)
+    assert f"calibration is None here and '{made.id}' in the file; give another --out, or --overwrite" in out.stderr and not loads
+    out, loads = command(monkeypatch, model, *sizes, "--scheme", "int4", code=2)
+    assert "scheme 'int4' needs no calibration" in out.stderr and not loads
+
+
+def test_a_calibration_of_the_text_that_is_evaluated_is_refused(monkeypatch, model, tmp_path):
+    made = Calibrator(model, tiny.tokenizer(), Text("novel", novel()), sample=Sample(2, 64))(schemes.get("int8_static", head_dim=64))
+    made.save(tmp_path / "scales.safetensors")
+    out, loads = command(monkeypatch, model, "--out", tmp_path / "out", "--scheme", "int8_static", "--calibration", tmp_path / "scales.safetensors", code=2)
+    assert "was made on 'novel', which is evaluated on" in out.stderr and not loads

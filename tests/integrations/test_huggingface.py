@@ -180,7 +180,7 @@ def test_custom_masks_and_attention_weights_are_refused():
 
 def test_bad_arguments_are_named():
     model = tiny("llama")
-    with pytest.raises(SpecError, match="unknown scheme 'int5'; known: raw, int8"):
+    with pytest.raises(SpecError, match="unknown scheme 'int5'; did you mean int8 or int4. known: raw, int8"):
         KVCache.for_model(model, "int5")
     with pytest.raises(SpecError, match="head_dim=16 is not divisible by group_size=64"):
         KVCache.for_model(model, schemes.get("int8"))

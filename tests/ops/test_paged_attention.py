@@ -375,10 +375,16 @@ def test_bad_input_is_refused():
         ({"device": "meta"}, "are for 'cpu' and 'cuda'"),
         ({"sliding_window": 1.5}, "whole number"),
         ({"dtype": torch.int32}, "floating-point"),
+        ({"max_pages": 4}, "max_pages must be a list of int, one for each part; got int"),
+        ({"max_pages": ["4"]}, "max_pages must be a list of int, one for each part; got str"),
+        ({"low": [4]}, "low must be a list of LowLayout, one for each part; got int"),
         ({"scaling": 1e300}, "scaling"),
     ):
         with pytest.raises(SpecError, match=message):
             paged_attention.plan([INT8], **good | changes)
+    for layouts in (INT8, [INT8.key]):
+        with pytest.raises(SpecError, match="layouts must be a list of PageLayout, one for each part; got (PageLayout|QuantSpec)"):
+            paged_attention.plan(layouts, **good)
     made.update([table], [lens])
     with pytest.raises(DataError, match="the plan is for"):
         made.run(q[:, :, :2], 0)
@@ -455,3 +461,60 @@ def test_what_is_no_tensor_is_named_and_arguments_are_not_mixed_up():
         made.run([1.0])
     with pytest.raises(DataError, match="out must be dense .* got str"):
         made.run(torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16), out="out")
+
+
+BINDING = dict(max_pages=[4], batch_size=2, num_q_heads=4, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("bad", [0.0, -2.0, float("nan"), float("inf")])
+def test_calibrated_scales_that_cannot_be_are_refused_when_they_are_bound(bad):
+    """Attention over pages with a scale of NaN answered 0."""
+    scheme = schemes.get("int8_static")
+    layout = PageLayout(key=scheme.key, value=scheme.value, page_size=64, num_kv_heads=2, head_dim=64)
+    pages, good = torch.zeros(5, 2, layout.head_bytes, dtype=torch.uint8), {"k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
+    made = paged_attention.plan([layout], **BINDING)
+    made.bind(3, [pages], good)
+    with pytest.raises(SpecError, match=rf"v_scale for pages of layer 3 holds {bad:g} at \[0, 0\]"):
+        made.bind(3, [pages], good | {"v_scale": torch.tensor([[bad], [1.0]])})
+    for static, message in (
+        (None, "there is no k_scale for pages of layer 3, float32 .*pass static="), (good | {"k_scale": torch.ones(2, 2)}, "k_scale .* has shape"),
+        (good | {"k_scale": 1.0}, "k_scale .* got float"), (good | {"k_scale": torch.ones(2, 1, dtype=torch.int32)}, "k_scale .* got torch.int32"),
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match=message):
+            made.bind(3, [pages], static)
+
+
+def test_banded_pages_say_what_they_are_read_with():
+    """Pages in a calibrated basis ended in a KeyError of the first run."""
+    scheme = schemes.get("klt4")
+    layout = PageLayout(key=scheme.key, value=scheme.value, page_size=64, num_kv_heads=2, head_dim=64)
+    pages = torch.zeros(5, 2, layout.head_bytes, dtype=torch.uint8)
+    made = paged_attention.plan([layout], **BINDING)
+    with pytest.raises(SpecError, match=r"there is no k_inverse .*\[2, 64, 64\]; pass static=\{\.\.\} with k_inverse, k_inv_freq"):
+        made.bind(0, [pages], {"k_basis": torch.eye(64).expand(2, -1, -1)})
+    made.bind(0, [pages], {"k_inverse": torch.eye(64).repeat(2, 1, 1), "k_inv_freq": torch.ones(32)})
+    made.update([torch.zeros(2, 4, dtype=torch.int32)], [torch.ones(2, dtype=torch.int32)])
+    assert not made.run(torch.ones(2, 1, 4, 64), 0).any()  # codes and scales of 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("0", ["pages"]), "layer='0' must be a number"),
+        ((0, torch.zeros(1, 2, 64, dtype=torch.uint8)), "pages must be a list, of each part .* got Tensor"),
+        ((0, 7), "pages must be a list, .* got int"),
+        ((0, [None]), "pages of a part must be a list of tensors"),
+        ((0, [[]]), "a part without slabs"),
+        ((0, [], None), "pages of 0 and"),
+        ((0, ["pages"], [1]), "pages of a part"),
+    ],
+)
+def test_what_is_bound_with_wrong_types_is_named(arguments, message):
+    made = paged_attention.plan([INT8], **BINDING)
+    with pytest.raises(DataError, match=message):
+        made.bind(*arguments)
+    pages = torch.zeros(5, HEADS, INT8.head_bytes, dtype=torch.uint8)
+    with pytest.raises(DataError, match="static must be a dict of tensors by name, got list"):
+        made.bind(0, [pages], [torch.ones(1)])
+    with pytest.raises(DataError, match="low must be a list.* got int"):
+        made.bind(0, [pages], low=3)

@@ -20,7 +20,7 @@ from kvbits.errors import SpecError
 from kvbits.evaluate.run import evaluate
 from kvbits.evaluate.tasks import Options
 from kvbits.evaluate.texts import Text, novel
-from kvbits.planner import DENSE, RESERVE, Cards, _Dense, rank, uniform
+from kvbits.planner import DENSE, RESERVE, SHOWN, Cards, _Dense, rank, uniform
 from kvbits.report import arithmetic, markdown
 from kvbits.report.collect import collect, held_bits
 from kvbits.report.kernels import in_words, kernel_groups
@@ -98,7 +98,7 @@ def test_budgets_are_one_plain_sentence_each_and_name_what_needs_no_setup_first(
     assert eight.startswith("**About 8 bits: `int8_centered`** makes the cache 1.9 times smaller; text becomes 0.1% harder to predict for the worst of the 4")
     assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `nuq4-1%`" in four and "On a GPU slower" in four
     assert three.startswith("**Under 4 bits: `nuq3-1%`**") and "Needs a calibration" in three
-    assert markdown.recommended(results) == ("int8_centered", "kivi4", "nuq4-1%", "nuq3-1%")
+    assert markdown.recommended(results) == ("int8_centered", "kivi4", "nuq4-1%", "nuq3-1%") == SHOWN[1:]
 
 
 def test_what_needs_no_setup_is_recommended_first_where_it_is_usable():
@@ -436,3 +436,13 @@ def test_a_phone_needs_no_sideways_scrolling(folder, tmp_path):
     dom = browse(outer, tmp_path / "profile", "--allow-file-access-from-files")
     width = re.search(r'data-width="(\d+) yes"', dom)
     assert width and 300 < int(width.group(1)) <= 390
+
+
+def test_the_readme_s_milliseconds_are_the_measured_ones():
+    rows = json.loads((BENCHMARKS / "nvidia-h200" / "generate.json").read_text())["rows"]
+    measured = {(r["batch"], r["context"], r["scheme"], r["mode"]): r["ms_per_token"] for r in rows if r["through"] == "forward" and not r.get("chunk")}
+    columns = (("stock_flash", "eager"), ("raw", "graph"), ("int8_centered", "graph"), ("kivi4", "graph"))
+    readme = (BENCHMARKS.parents[1] / "README.md").read_text()
+    for label, batch, context in (("1 sequence of 32,768 tokens", 1, 32768), ("32 sequences of 8,192", 32, 8192)):
+        assert f"| {label} | {' | '.join(f'{measured[batch, context, scheme, mode]:.1f}' for scheme, mode in columns)} |" in readme
+    assert f"`int8_centered` takes {measured[1, 32768, 'int8_centered', 'eager']:.1f} and {measured[32, 8192, 'int8_centered', 'eager']:.1f} ms" in readme

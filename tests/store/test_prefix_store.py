@@ -14,6 +14,7 @@ from kvbits import PrefixStore
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError, SpecError
 from kvbits.store.prefix_store import as_bytes
+from kvbits.units import human_bytes
 
 
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
@@ -314,6 +315,17 @@ def test_explain_counts_files_and_bytes(tmp_path):
     assert about["bytes"] == store.nbytes == sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
     assert len(about["namespaces"]) == 1
     assert repr(store).startswith("PrefixStore(")
+    (namespace,) = about["namespaces"]
+    assert str(about).splitlines() == [
+        f"{tmp_path}: 6 files, {human_bytes(about['bytes'])}", f"{namespace}: 6 files, {human_bytes(about['bytes'])}",
+        "one line for each model, scheme and calibration, whose pages are never mixed",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["/proc/x", "/dev/null/x"])
+def test_a_folder_that_cannot_be_made_says_so(where):
+    with pytest.raises(SpecError, match="a store at .*name a folder"):
+        PrefixStore(where)
 
 
 def test_a_sequence_that_waits_leaves_low_planes_first_and_comes_back_with_them(tmp_path):

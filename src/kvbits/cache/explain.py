@@ -21,6 +21,7 @@ class Explanation(dict[str, Any]):
         held = self["bytes"]
         kinds = ", ".join(f"{kind} {n / held['total']:.0%}" for kind, n in held.items() if kind != "total" and n) if held["total"] else "nothing allocated yet"
         lines = [f"{self['scheme']}: {self['bits_per_element']:.2f} bits a number in closed pages", f"bytes: {human_bytes(held['total'])} ({kinds})"]
+        lines += [_room(self["capacity"])] if self["capacity"] else []
         lines += [f"{_layers(g)}: {g['stored']}{_window(g)}; {_pages(g)}" for g in self["layers"]]
         lines.append(f"ops: {'; '.join(self['ops']) or 'none yet, the first forward pass chooses who serves them'}")
         if self["saturated"]:
@@ -29,11 +30,13 @@ class Explanation(dict[str, Any]):
 
 
 def facts(
-    spec: CacheSpec, groups: list[GroupState], by_heads: bool, saturated: list[dict[str, int]], ops: Iterable[str], notes: list[str]
+    spec: CacheSpec, groups: list[GroupState], built_for: tuple[int | None, int | None], by_heads: bool, saturated: list[dict[str, int]], ops: Iterable[str],
+    notes: list[str],
 ) -> Explanation:  # fmt: skip
     """What a cache stores, who serves its ops, and where its bytes are.
 
     Args:
+        built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
         by_heads: kv heads of a layer are stored in different ways, so they are listed.
         ops: who serves each operation, and why the others do not.
         notes: what else a user should know; what a GPU serves badly at the present size comes behind it.
@@ -44,6 +47,7 @@ def facts(
         {
             "scheme": spec.scheme.name,
             "bits_per_element": round(spec.bits_per_element, 4),
+            "capacity": _capacity(spec, *built_for),
             "layers": layer_groups(groups, by_heads),
             "ops": sorted(ops),
             "notes": notes + (too_small_for_a_gpu(groups) if on_gpu else []),
@@ -51,6 +55,17 @@ def facts(
             "saturated": {i: s for i, s in enumerate(saturated) if any(s.values())},
         }
     )
+
+
+def _capacity(spec: CacheSpec, sequences: int | None, tokens: int | None) -> dict[str, int | None] | None:
+    """A fixed capacity: sequences, tokens of each that were asked for, and tokens that its whole pages really hold (None: any number)."""
+    return None if sequences is None or tokens is None else {"sequences": sequences, "tokens": tokens, "room": spec.room(tokens)}
+
+
+def _room(capacity: dict[str, int]) -> str:
+    asked, room = capacity["tokens"], capacity["room"]
+    real = "" if room == asked else "; windows hold any number" if room is None else f"; whole pages have room for {room:,}"
+    return f"capacity: {counted(capacity['sequences'], 'sequence')} of {counted(asked, 'token')}{real}"
 
 
 def _layers(group: dict[str, Any]) -> str:

@@ -41,7 +41,8 @@ class PagedCache:
     Args:
         spec: scheme and geometry.
         max_tokens, batch_size: fix the capacity to `max_tokens` tokens of each of `batch_size` sequences (1 if not given): exactly
-            `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more. Without them the cache grows.
+            `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more, whole pages, which take up to `spec.room(max_tokens)` tokens.
+            Without them the cache grows.
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales, codebooks or a basis.
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes, so not where nothing
@@ -127,7 +128,7 @@ class PagedCache:
         """What is stored, who serves each op and why the others do not, and where the bytes are: a dict, which prints as a few lines."""
         ops = {str(c) for c in self._layers.choices.values()} | self._switch.explain()
         notes = [f"single tokens are led by the host: {self.led_by_host}"] if self.led_by_host else []
-        return explain.facts(self.spec, self.groups, self._stores.has_head_overrides, self.saturated, ops, notes)
+        return explain.facts(self.spec, self.groups, self.built_for, self._stores.has_head_overrides, self.saturated, ops, notes)
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 

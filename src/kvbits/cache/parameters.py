@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ..errors import SpecError
-from ..quant.basis import conditions, inverse
+from ..ops.static import calibrated
+from ..ops.static import check as check_tensors
+from ..quant.basis import inverse
 from ..quant.rotary import turn_by
 from ..quant.rotation import rotated_turn
-from ..spec import CacheSpec, LayerGeometry, LayerGroup, QuantSpec
-
-MOST_CONDITION = 1e6
-"""Of a basis: beyond it float32 products lose what codes keep."""
-
-
-def wanted(spec: QuantSpec, side: str, geometry: LayerGeometry) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the calibrated tensors that a side ("k", "v") of a layer needs."""
-    shape = (geometry.num_kv_heads, *spec.scale_shape(0, geometry.head_dim)) if spec.static else ()
-    names = {f"{side}_scale": shape} if spec.static else {}
-    if spec.static and spec.has_bias:
-        names[f"{side}_bias"] = shape
-    if spec.has_codebook:
-        names[f"{side}_codebook"] = (geometry.num_kv_heads, 2**spec.bits)
-    if spec.basis == "klt":
-        names[f"{side}_basis"] = (geometry.num_kv_heads, geometry.head_dim, geometry.head_dim)
-    return names
+from ..spec import CacheSpec, LayerGroup
 
 
 def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None:
@@ -37,27 +25,14 @@ def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None
         if spec.scheme.needs_calibration:
             raise SpecError(f"scheme {spec.scheme.name!r} has static scales, codebooks or a basis; run `kvbits calibrate` and pass the calibration")
         return
+    if not isinstance(static, (list, tuple)) or not all(isinstance(found, Mapping) for found in static):
+        raise SpecError(f"static must be a list with one dict of tensors for each layer, as Calibration.static is, got {type(static).__name__}")
     if len(static) != len(spec.layers):
         raise SpecError(f"calibration of {len(static)} layers for a cache of {len(spec.layers)}; calibrate this model")
+    way_out = f"run `kvbits calibrate` for this model and scheme {spec.scheme.name!r}"
     for layer, (geometry, found) in enumerate(zip(spec.layers, static, strict=True)):
         for side, quant in zip("kv", spec.scheme.for_layer(layer, len(spec.layers)), strict=True):
-            for name, want in wanted(quant, side, geometry).items():
-                if name not in found:
-                    raise SpecError(f"calibration of layer {layer} has no {name}, which scheme {spec.scheme.name!r} needs; calibrate for this scheme")
-                if tuple(found[name].shape) != want:
-                    raise SpecError(f"{name} of layer {layer} has shape {tuple(found[name].shape)}, expected {want}; calibrate this model for this scheme")
-                if name.endswith("_codebook") and not bool((found[name].diff() >= 0).all() and (found[name].abs() <= 1).all()):
-                    raise SpecError(f"{name} of layer {layer} must hold ascending numbers in [-1, 1], as `kvbits calibrate` writes them")
-                if name.endswith("_basis"):
-                    _check_basis(found[name], f"{name} of layer {layer}")
-
-
-def _check_basis(basis: torch.Tensor, what: str) -> None:
-    """Refuse matrices [H, D, D] that cannot be inverted in float32."""
-    found = conditions(basis)
-    if not bool((found <= MOST_CONDITION).all()):
-        head = int((found > MOST_CONDITION).nonzero()[0])
-        raise SpecError(f"{what}, kv head {head}, has condition number {found[head].item():.3g}, above {MOST_CONDITION:g}; run `kvbits calibrate` again")
+            check_tensors(found, calibrated(quant, side, geometry.num_kv_heads, geometry.head_dim), f"of layer {layer}", way_out)
 
 
 def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device) -> list[dict[str, torch.Tensor]]:
@@ -83,7 +58,8 @@ def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch
 
 def of_heads(tensors: dict[str, torch.Tensor], heads: tuple[int, ...], group: LayerGroup) -> dict[str, torch.Tensor]:
     """What pages that hold some kv heads of a layer share, as far as their specs, the group's, need it."""
-    names = {*wanted(group.key, "k", group.geometry), *wanted(group.value, "v", group.geometry)}
+    heads_and_dim = (group.geometry.num_kv_heads, group.geometry.head_dim)
+    names = {*calibrated(group.key, "k", *heads_and_dim), *calibrated(group.value, "v", *heads_and_dim)}
     names |= {"k_inv_freq"} if group.key.needs_rotary else set()
     names |= {"k_inverse"} if group.key.basis == "klt" else set()
     return {name: x[list(heads)] if x.ndim > 1 else x for name, x in tensors.items() if name in names}

@@ -152,13 +152,15 @@ def opened(path: str | Path, device: torch.device | str, spec: CacheSpec | None 
     """
     path = find(path, "load:")
     if not path.is_file():
-        raise FileFormatError(f"no saved cache at {str(path)!r}")
+        found = "a folder is there" if path.is_dir() else "nothing is there"
+        raise FileFormatError(f"no saved cache at {str(path)!r}: {found}; give the file that `cache.save(path)` wrote")
     with path.open("rb", buffering=0) as file:
         try:
             about, offset = _read_about(path, file.fileno())
             yield SavedCache(path, file.fileno(), about, _read_spec(path, about, spec), offset, torch.device(device))
-        except FileFormatError:
-            raise
+        except FileFormatError as error:
+            said = str(error)
+            raise FileFormatError(said if "again" in said else f"{said}; copy the file again, or save the cache again") from error
         except (SpecError, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise FileFormatError(
                 f"{path} is a kvbits cache file with contents that cannot be ({type(error).__name__}: {error}); save the cache again"

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from ..cache.parameters import wanted
 from ..errors import CalibrationError, FileFormatError
 from ..files import require_file
 from ..geometry import layer_geometries, text_config
+from ..ops.static import calibrated
 from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
 
 FORMAT = "kvbits-calibration"
@@ -131,6 +131,10 @@ class Calibration:
     @property
     def _named(self) -> str:
         return "this calibration" if self.path is None else f"calibration {self.path}"
+
+    def fits(self, config: Any, scheme: Scheme) -> bool:
+        """Whether it was made for this model and scheme."""
+        return scheme.needs_calibration and fingerprint(config, scheme) == self.fingerprint
 
     def check(self, config: Any, scheme: Scheme) -> None:
         """Refuse any other model or scheme.
@@ -249,5 +253,5 @@ def _wanted(prints: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for side, data in specs.items():
             spec: QuantSpec = from_dict(data)
             heads = LayerGeometry(num_kv_heads=geometry["num_kv_heads"], head_dim=geometry["head_dim"])
-            found |= {f"layers.{i}.{name}": shape for name, shape in wanted(spec, side, heads).items()}
+            found |= {f"layers.{i}.{name}": shape for name, shape in calibrated(spec, side, heads.num_kv_heads, heads.head_dim).items()}
     return found

@@ -7,10 +7,10 @@ run, so that help, `schemes` and `plan --layers ...` load neither torch nor tran
 
 from __future__ import annotations
 
-from . import bench, calibrate, check, demo, eval, plan, report, schemes
+from . import bench, calibrate, check, demo, eval, fit, plan, report, schemes
 from .common import app
 
-__all__ = ["app", "bench", "calibrate", "check", "demo", "eval", "main", "plan", "report", "schemes"]
+__all__ = ["app", "bench", "calibrate", "check", "demo", "eval", "fit", "main", "plan", "report", "schemes"]
 
 
 def main() -> None:

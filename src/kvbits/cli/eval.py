@@ -45,6 +45,9 @@ def evaluate(
     calibration_text: Annotated[
         str | None, typer.Option(help="Text for schemes that need calibration, never one evaluated on (32 windows of 512).", show_default="end of the novel")
     ] = None,
+    calibration: Annotated[
+        list[Path] | None, typer.Option(help="File of `kvbits calibrate`, for the scheme it was made for. Repeatable.", show_default=False)
+    ] = None,
     windows: Annotated[int, typer.Option(help="Windows of each text.", min=1)] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a window; 1k is 1,024.", parser=tokens(2))] = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens per forward pass: history older than that is read as stored.", parser=tokens())] = 128,
@@ -72,7 +75,8 @@ def evaluate(
     Schemes are every preset if none is named; `stock` adds Transformers' own quantized caches (quanto, HQQ, fp8).
     """
     require_model(model)
-    require_folder(out, "--out")
+    require_folder(out, "--out", writable=True)
+    from ..calibrate import Calibration
     from ..evaluate.tasks import Options
 
     sizes: dict[str, Any] = {
@@ -88,10 +92,11 @@ def evaluate(
         **sizes, contexts=_lengths(contexts), depths=_floats("--depths", depths), shots=shots, batch_size=batch_size, data=_pairs(data or []), seed=seed
     )
     chosen = _schemes(schemes)
-    evaluated, calibration, note = _texts(text, calibration_text, chosen)
+    given = [Calibration.load(path) for path in calibration or []]
+    evaluated, to_calibrate, note = _texts(text, calibration_text, chosen, [c.info.get("scheme") for c in given])
     how = {"name": _name(name, model), "schemes": chosen, "tasks": _tasks(tasks), "texts": evaluated, "out": out}
-    how |= {"options": options, "overwrite": overwrite}
-    found = _run((model, dtype_name(dtype), device), how, threads, note, calibration_text=calibration, simulate=simulate)
+    how |= {"options": options, "overwrite": overwrite, "calibrations": given}
+    found = _run((model, dtype_name(dtype), device), how, threads, note, calibration_text=to_calibrate, simulate=simulate)
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})
     else:
@@ -135,8 +140,14 @@ def _schemes(given: list[str] | None) -> list[str | Scheme]:
     return schemes.expand(names_of("--schemes", given or "all"), GROUPS)
 
 
-def _texts(given: list[str] | None, calibration: str | None, chosen: list[str | Scheme]) -> tuple[tuple[Text, ...], Text | None, str | None]:
-    """(texts to evaluate on, text to calibrate on, a note): if no text to calibrate on is named, halves of the novel, so that they do not meet."""
+def _texts(
+    given: list[str] | None, calibration: str | None, chosen: list[str | Scheme], calibrated_before: list[Any]
+) -> tuple[tuple[Text, ...], Text | None, str | None]:
+    """(texts to evaluate on, text to calibrate on, a note): if no text to calibrate on is named, halves of the novel, so that they do not meet.
+
+    Args:
+        calibrated_before: names of schemes that a file was given for.
+    """
     from .. import schemes
     from ..evaluate.texts import novel_end, novel_start, read_text
 
@@ -146,7 +157,7 @@ def _texts(given: list[str] | None, calibration: str | None, chosen: list[str | 
     if calibration is not None:
         return tuple(map(read_text, sources)), read_text(calibration), None
     ours = [schemes.PRESETS.get(one) if isinstance(one, str) else one for one in chosen]  # None: a stock cache
-    calibrated = [s.name for s in ours if s is not None and s.needs_calibration]
+    calibrated = [s.name for s in ours if s is not None and s.needs_calibration and s.name not in calibrated_before]
     if not calibrated:
         return tuple(map(read_text, sources)), None, None
     split = "; its first half is evaluated on" if "novel" in sources else ""

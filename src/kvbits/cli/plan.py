@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import SpecError, counted
+from ..errors import SpecError, counted, unknown
 from ..schemes import RECOMMENDED
-from .common import Json, Schemes, command, names_of, new_table, print_json, read_config, show, tokens
+from .common import Json, Schemes, command, names_of, new_table, print_json, show, tokens
+from .subject import Subject, require_cards, subject_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..planner import Cards, Plan
-    from ..spec import LayerGeometry
+    from ..planner import Plan
 
 
 @command()
@@ -45,105 +44,39 @@ def plan(
     """Bytes of a cache per scheme, and how many users and tokens fit a GPU.
 
     Totals are what a cache of fixed capacity allocates to the byte: whole pages, scales, sinks, raw tail and padding included.
+    Schemes are 16 bits and the recommended ones if none is named; `--scheme all` lists every one.
     """
     from .. import planner, schemes
-    from ..units import dtype_name, parse_bytes
+    from ..units import parse_bytes
 
     if sources:
         _sources(as_json)
         return
-    subject = _subject(model, layers, kv_heads, head_dim, sliding_window)
+    subject = subject_of(model, layers, kv_heads, head_dim, sliding_window)
     cards = None if gpu_memory is None else subject.cards(gpu_memory, gpus, weights, reserve)
-    _require_cards(gpu_memory, memory, {"--gpus": gpus if gpus > 1 else None, "--weights": weights, "--reserve": reserve})
+    require_cards(gpu_memory, memory, {"--gpus": gpus if gpus > 1 else None, "--weights": weights, "--reserve": reserve})
     given = {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}
     found = planner.plan(
-        planner.rank(subject.layers, gpus, subject.query_heads), schemes.expand(names_of("--schemes", scheme or "all"), planner.GROUPS), context=context,
-        batch=batch, memory_bytes=None if memory is None else parse_bytes(memory, "--memory"), cards=cards, raw_dtype=dtype_name(raw_dtype),
+        planner.rank(subject.layers, gpus, subject.query_heads), schemes.expand(names_of("--schemes", scheme or list(planner.SHOWN)), planner.GROUPS),
+        context=context, batch=batch, memory_bytes=None if memory is None else parse_bytes(memory, "--memory"), cards=cards, raw_dtype=_raw_dtype(raw_dtype),
         **{k: v for k, v in given.items() if v is not None},
     )  # fmt: skip
     if as_json:
         print_json({"model": subject.model, "model_max_context": subject.longest, "weights_from": subject.weights_from} | found.to_dict())
     else:
-        show(_plan_table(found, subject), *_plan_notes(found, subject))
+        chosen = [] if scheme else [f"The schemes are 16 bits and the recommended ones; --scheme all lists all {len(planner.GROUPS['all'])}."]
+        show(_plan_table(found, subject), *chosen, *_plan_notes(found, subject))
 
 
-@dataclass
-class _Subject:
-    """What is planned for: a model, or numbers.
+def _raw_dtype(given: str) -> str:
+    from ..units import dtype_name
 
-    Attributes:
-        longest: the model's own longest context.
-        weights_from: where the bytes of its weights were found, once they were asked for.
-    """
-
-    layers: tuple[LayerGeometry, ...]
-    model: str | None = None
-    config: Any = None
-    query_heads: int | None = None
-    longest: int | None = None
-    weights_from: str | None = None
-
-    def cards(self, gpu_memory: str, gpus: int, weights: str | None, reserve: str | None) -> Cards:
-        from ..planner import Cards
-        from ..units import parse_bytes
-
-        memory_bytes = parse_bytes(gpu_memory, "--gpu-memory")
-        if weights is not None:
-            nbytes, self.weights_from = parse_bytes(weights, "--weights"), "--weights"
-        elif self.model is None:
-            raise SpecError("--gpu-memory holds the weights too, and --layers does not say how many bytes they take; give --weights, like --weights 16GB")
-        else:
-            from ..weights import weights_bytes
-
-            nbytes, self.weights_from = weights_bytes(self.model, self.config)
-        return Cards(memory_bytes=memory_bytes, weights_bytes=nbytes, count=gpus, reserve_bytes=None if reserve is None else _reserve(reserve, memory_bytes))
+    if (name := dtype_name(given)) not in ("bfloat16", "float16", "float32"):
+        raise SpecError(unknown("--raw-dtype", given, ["bf16", "fp16", "fp32"]))
+    return name
 
 
-def _reserve(text: str, memory_bytes: int) -> int:
-    """Bytes of "4GB", or of a share of the GPU like "10%"."""
-    from ..units import parse_bytes
-
-    if not text.strip().endswith("%"):
-        return parse_bytes(text, "--reserve")
-    try:
-        share = float(text.strip()[:-1])
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 100:
-        raise SpecError(f"--reserve {text!r} is no share of a GPU; write 0% to 99%, or bytes like 8GB")
-    return int(memory_bytes * share / 100)
-
-
-def _require_cards(gpu_memory: str | None, memory: str | None, others: dict[str, Any]) -> None:
-    """Refuse memory that is given twice, and options that say nothing without --gpu-memory."""
-    if gpu_memory is not None and memory is not None:
-        raise SpecError("--memory is for the cache alone, --gpu-memory holds weights and activations too; give one of them")
-    if gpu_memory is None and (unused := [name for name, value in others.items() if value is not None]):
-        raise SpecError(f"{', '.join(unused)} means nothing without --gpu-memory, the memory of each GPU, like --gpu-memory 80GB")
-
-
-def _subject(model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None, sliding_window: int | None) -> _Subject:
-    """From either the model or the numbers."""
-    from ..planner import uniform
-
-    numbers = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
-    if model is not None:
-        if clash := [k for k, v in (numbers | {"--sliding-window": sliding_window}).items() if v is not None]:
-            raise SpecError(f"MODEL {model!r} already says what {', '.join(clash)} says; give one or the other")
-        from rich.console import Console
-
-        with Console(stderr=True).status(f"reading the configuration of {model}"):
-            from ..geometry import layer_geometries, max_context, query_heads
-
-            config = read_config(model)
-            return _Subject(layer_geometries(config), model, config, query_heads(config), max_context(config))
-    if layers is None or kv_heads is None or head_dim is None:
-        missing = [k for k, v in numbers.items() if v is None]
-        raise SpecError(f"give MODEL, or --layers, --kv-heads and --head-dim (missing: {', '.join(missing)})")
-    return _Subject(uniform(layers, kv_heads, head_dim, sliding_window))
-
-
-def _plan_table(found: Plan, subject: _Subject) -> Table:
+def _plan_table(found: Plan, subject: Subject) -> Table:
     from ..units import human_bytes
 
     kinds = ", ".join(
@@ -168,7 +101,7 @@ def _plan_table(found: Plan, subject: _Subject) -> Table:
     return table
 
 
-def _memory(found: Plan, subject: _Subject) -> str:
+def _memory(found: Plan, subject: Subject) -> str:
     """What the memory is for, in words."""
     from ..units import human_bytes
 
@@ -182,7 +115,7 @@ def _memory(found: Plan, subject: _Subject) -> str:
     )
 
 
-def _plan_notes(found: Plan, subject: _Subject) -> list[str]:
+def _plan_notes(found: Plan, subject: Subject) -> list[str]:
     longest = subject.longest
     notes = ["GB is 10**9 bytes. bits/element and bytes/token are those of long contexts; the total counts whole pages, sinks and raw tail."]
     if found.cards is not None:

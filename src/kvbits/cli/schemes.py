@@ -43,6 +43,9 @@ def list_schemes(
         column.justify = "left"
     for s, bits in found:
         table.add_row(s.name, f"{bits:.3f}", f"{s.residual_length}", f"{s.page_size}", s.description, s.source)
-    basis = f"bits/element: closed pages in heads of {head_dim} channels (--head-dim for other models), all metadata included."
-    notes = [f"{basis} newest raw: tokens always kept at 16 bits, besides the unfinished page.", *(f"not listed: {name}: {why}" for name, why in unfit.items())]
+    notes = [
+        f"bits/element: closed pages in heads of {head_dim} channels (--head-dim for other models), all metadata included.",
+        "newest raw: tokens always kept at 16 bits; besides them the unfinished page is, so with 0 still up to `page` tokens.",
+        *(f"not listed: {name}: {why}" for name, why in unfit.items()),
+    ]
     show(table, "\n".join(notes))

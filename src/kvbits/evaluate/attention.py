@@ -25,7 +25,7 @@ from ..integrations.attention import attention
 from ..integrations.huggingface import KVCache
 from ..integrations.masks import mask
 
-OBSERVER = "kvbits_observe"
+OBSERVER = "kvbits_measure"
 """Name of the observing attention in Transformers' registries, while `observe` runs."""
 QUERIES = 64
 """Newest tokens whose attention is looked at, if nobody says otherwise."""

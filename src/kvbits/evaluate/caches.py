@@ -21,6 +21,7 @@ from .. import schemes as presets
 from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
+from ..integrations.models import scheme_for
 from ..spec import Scheme, to_dict
 from .simulated import SimulatedCache
 
@@ -94,7 +95,7 @@ def factory(
     if isinstance(name, str) and name in STOCK:
         return _stock(model, name)
     layers = layer_geometries(model.config)
-    scheme = presets.for_layers(name, layers)
+    scheme = scheme_for(model, name)
     found = None
     if scheme.needs_calibration:
         if calibration is None:

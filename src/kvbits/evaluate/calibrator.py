@@ -58,6 +58,24 @@ def require_positions(sample: Sample, config: Any) -> None:
         raise DataError(f"windows of {sample.length} tokens pass the model's {limit} positions; give --length, at most {limit}")
 
 
+def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) -> None:
+    """Refuse calibrations of a text that is evaluated on.
+
+    Raises:
+        SpecError: naming both.
+    """
+    for one in given:
+        if same := [t.name for t in tests if t.sha256 == one.info.get("text_sha256")]:
+            raise SpecError(
+                f"--calibration {one.path} was made on {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another --text"
+            )
+
+
+def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibration | None:
+    """Of calibrations the one that was made for this model and scheme."""
+    return next((one for one in given if one.fits(config, scheme)), None)
+
+
 def _has_codebook(schemes: Sequence[Scheme]) -> bool:
     return any(spec.has_codebook for s in schemes for spec in (s.key, s.value))
 
@@ -70,14 +88,18 @@ class Calibrator:
         tests: the texts evaluated on.
         sample: how much of the text is looked at.
         directory: where files are kept and used again if they fit; None keeps calibrations in memory.
+        given: calibrations that were made before, taken for the schemes that they fit.
 
     Raises:
-        SpecError: the calibration text is one of the texts evaluated on.
+        SpecError: the calibration text, or that of a given calibration, is one of the texts evaluated on.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, text: Text | None, *, tests: tuple[Text, ...] = (), sample: Sample = USUAL, directory: Path | None = None
-    ) -> None:
+        self, model: Any, tokenizer: Any, text: Text | None, *, tests: tuple[Text, ...] = (), sample: Sample = USUAL, directory: Path | None = None,
+        given: Sequence[Calibration] = (),
+    ) -> None:  # fmt: skip
+        require_other_text(given, tests)
+        self.given = tuple(given)
         if text is not None and (same := [t.name for t in tests if t.sha256 == text.sha256]):
             raise SpecError(f"--calibration-text is {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another text")
         self.model, self.tokenizer, self.text, self.sample, self.directory = model, tokenizer, text, sample, directory
@@ -138,7 +160,9 @@ class Calibrator:
         return {"text": self.text.name, "text_sha256": self.text.sha256, "windows": self.sample.windows, "length": self.sample.length}
 
     def _kept(self, scheme: Scheme) -> Calibration | None:
-        """What was made before: here, or by an earlier run of this text for this model and scheme."""
+        """What was made before: given, made here, or by an earlier run of this text for this model and scheme."""
+        if (own := fitting(self.given, self.model.config, scheme)) is not None:
+            return own
         if self.directory is None or self.text is None:
             return self._made.get(scheme)
         path = self._path(self.directory, scheme)

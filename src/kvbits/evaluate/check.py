@@ -25,6 +25,7 @@ from .. import schemes as presets
 from ..cache.explain import ranges
 from ..errors import KvbitsError, SpecError, UnsupportedError
 from ..geometry import layer_geometries
+from ..integrations.models import scheme_for
 from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
 from .attention import QUERIES, LayerInputs, measure, observe, statistics
@@ -146,7 +147,7 @@ def check(
     """
     limits = Limits() if limits is None else limits
     layers = layer_geometries(model.config)
-    chosen = presets.for_layers(scheme, layers)
+    chosen = scheme_for(model, scheme)
     require_length(chosen, layers, ids.shape[1])
     tried = factory(model, chosen, calibration=calibration)
     with bar(f"checking {chosen.name}", 4 + len(ids), enabled=progress) as advance:

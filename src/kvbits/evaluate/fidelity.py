@@ -141,6 +141,11 @@ def compare(
     return results
 
 
+def divergence(log_p: torch.Tensor, reference: torch.Tensor, p_reference: torch.Tensor) -> torch.Tensor:
+    """KL of each token, nats: of log-probabilities [n, vocabulary] against the reference's, and these as probabilities."""
+    return (p_reference * (reference - log_p)).sum(-1).clamp(min=0)
+
+
 def _now(model: Any) -> float:
     if model.device.type == "cuda":
         torch.cuda.synchronize()
@@ -157,5 +162,5 @@ def _score(result: Fidelity, log_p: torch.Tensor, reference: torch.Tensor, p_ref
         result.tvd += [0.0] * len(targets)
         return
     result.top1_same += int((log_p.argmax(-1) == reference.argmax(-1)).sum())
-    result.kl += (p_reference * (reference - log_p)).sum(-1).clamp(min=0).tolist()
+    result.kl += divergence(log_p, reference, p_reference).tolist()
     result.tvd += ((p_reference - log_p.exp_()).abs_().sum(-1) / 2).tolist()

@@ -177,9 +177,11 @@ def read_all(directory: Path) -> list[dict[str, Any]]:
         SpecError: none there.
         FileFormatError: a damaged one.
     """
+    if not directory.is_dir():
+        raise SpecError(f"{directory}: no such folder; give the one that `kvbits eval MODEL --out FOLDER` wrote, or benchmarks/results/eval of a checkout")
     found = [read(p) for p in sorted(directory.glob("*/*/*.json"))]
     if not found:
-        raise SpecError(f"{directory} holds no results of `kvbits eval` (MODEL/TASK/SCHEME.json)")
+        raise SpecError(f"{directory} holds no results of `kvbits eval` (MODEL/TASK/SCHEME.json); give the folder itself that its --out named, or run it first")
     return found
 
 

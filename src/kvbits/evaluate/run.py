@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from .. import schemes as presets
+from ..calibrate import Calibration
 from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..progress import bar
 from ..spec import CacheSpec, Scheme, to_dict
 from .caches import GROUPS, STOCK, CacheFactory, base_factory, factory
-from .calibrator import USUAL, Calibrator, Sample
+from .calibrator import USUAL, Calibrator, Sample, fitting, require_other_text
 from .results import ResultFile, environment, model_facts, require_same
 from .tasks import Context, Options, Task, load
 from .texts import Text
@@ -38,6 +39,7 @@ def evaluate(
     options: Options | None = None,
     calibration_text: Text | None = None,
     calibration_sample: Sample = USUAL,
+    calibrations: Sequence[Calibration] = (),
     backend: str = "auto",
     simulate: bool = False,
     overwrite: bool = False,
@@ -54,6 +56,7 @@ def evaluate(
         texts: texts of the text tasks.
         out: results go to OUT/NAME/TASK/SCHEME.json.
         calibration_text, calibration_sample: for schemes that need one.
+        calibrations: made before, for the schemes that they fit; results say which.
         backend: for presets and schemes of your own, see `KVCache.for_model`.
         simulate: measure presets also as a dense cache simulates them (see `evaluate.simulated`); `kvbits report` leaves such results out.
         on_skip: told about stock caches that this model cannot have, and schemes that cannot be simulated; a preset that cannot serve is an error.
@@ -71,10 +74,10 @@ def evaluate(
     torch.manual_seed(options.seed)
     home = out / _folder(name, str(model.dtype))
     facts = model_facts(model, name)
-    calibrator = Calibrator(model, tokenizer, calibration_text, tests=texts, sample=calibration_sample, directory=home / "calibration")
+    calibrator = Calibrator(model, tokenizer, calibration_text, tests=texts, sample=calibration_sample, directory=home / "calibration", given=calibrations)
     factories = _factories(model, presets.expand(schemes, GROUPS), calibrator, backend, simulate, on_skip)
     context = Context(model, tokenizer, texts, options)
-    return {task: _run(load(task)(context), factories, home, facts, overwrite, progress) for task in tasks}
+    return {task: _run(load(task)(context), factories, home, facts, calibrations, overwrite, progress) for task in tasks}
 
 
 def require_possible(
@@ -89,6 +92,7 @@ def require_possible(
     out: Path,
     options: Options,
     overwrite: bool = False,
+    calibrations: Sequence[Calibration] = (),
 ) -> None:
     """Refuse what `evaluate` would refuse once the model is loaded, as far as its configuration and tokenizer tell: schemes that do not fit, texts too short,
     windows too long, data files, results of other settings.
@@ -103,12 +107,18 @@ def require_possible(
     chosen = [presets.for_layers(given, layers) for given in presets.expand(schemes, GROUPS) if given not in STOCK]
     for scheme in chosen:
         CacheSpec(scheme=scheme, layers=layers)
+    require_other_text(calibrations, texts)
+    for file in calibrations:
+        if not any(file.fits(config, scheme) for scheme in chosen):
+            needing = [s for s in chosen if s.needs_calibration] or chosen
+            file.check(config, next((s for s in needing if s.name == file.info.get("scheme")), needing[0]))
     home = out / _folder(name, str(getattr(config, "dtype", None) or "float32") if dtype == "auto" else dtype)
     for task in (load(wanted)(Context(None, tokenizer, texts, options, config)) for wanted in tasks):
         for one in [] if overwrite else [None, *chosen]:
             names = ("16-bit", "32-bit") if one is None else (one.name, f"{one.name}-simulated")
             for path in (home / task.name / f"{n}.json" for n in names):
-                require_same(path, {"settings": task.settings | _own(one)})
+                given = None if one is None else fitting(calibrations, config, one)
+                require_same(path, {"settings": task.settings | _own(one, given)})
 
 
 def _folder(name: str, dtype: str) -> str:
@@ -136,11 +146,14 @@ def _factories(
     return found
 
 
-def _run(task: Task, factories: list[CacheFactory], home: Path, facts: dict[str, Any], overwrite: bool, progress: bool) -> dict[str, dict[str, Any]]:
+def _run(
+    task: Task, factories: list[CacheFactory], home: Path, facts: dict[str, Any], given: Sequence[Calibration], overwrite: bool, progress: bool
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     model = task.context.model
     files = {}
     for f in factories:
-        header = {"task": task.name, "scheme": f.name, "kind": f.kind, "info": f.info, "settings": task.settings | _own(f.scheme), "model": facts}
+        own = None if f.scheme is None else fitting(given, model.config, f.scheme)
+        header = {"task": task.name, "scheme": f.name, "kind": f.kind, "info": f.info, "settings": task.settings | _own(f.scheme, own), "model": facts}
         files[f.name] = ResultFile(home / task.name / f"{f.name}.json", header, overwrite=overwrite)
     base = factories[0]
     keys = task.item_keys()
@@ -160,9 +173,10 @@ def _run(task: Task, factories: list[CacheFactory], home: Path, facts: dict[str,
     return {name: task.summary(file.items, files[base.name].items) if file.items else {} for name, file in files.items()}
 
 
-def _own(scheme: Scheme | None) -> dict[str, Any]:
-    """The scheme, where it is one's own: a name alone does not say what it is, and two of one name are not mixed in a file."""
-    return {} if scheme is None or scheme.name in presets.PRESETS else {"scheme": to_dict(scheme)}
+def _own(scheme: Scheme | None, given: Calibration | None) -> dict[str, Any]:
+    """The scheme, where it is one's own, and the id of a calibration that was given: a name alone does not say what it is, and two are not mixed in a file."""
+    found = {} if scheme is None or scheme.name in presets.PRESETS else {"scheme": to_dict(scheme)}
+    return found if given is None else found | {"calibration": given.id}
 
 
 def _batches(task: Task, todo: dict[str, list[CacheFactory]]) -> list[tuple[list[str], list[CacheFactory]]]:

@@ -44,14 +44,18 @@ def novel() -> str:
 
 def novel_start() -> Text:
     """The first half of the novel: what is looked at beside a calibration on the second."""
-    content = novel()
-    return Text("novel-start", content[: len(content) // 2])
+    return halves(Text("novel", novel()))[0]
 
 
 def novel_end() -> Text:
     """The second half of the novel: what a command calibrates on that looks at its first pages."""
-    content = novel()
-    return Text("novel-end", content[len(content) // 2 :])
+    return halves(Text("novel", novel()))[1]
+
+
+def halves(text: Text) -> tuple[Text, Text]:
+    """A text's first and second half: what is measured on one is confirmed on the other."""
+    middle = len(text.content) // 2
+    return Text(f"{text.name}-start", text.content[:middle]), Text(f"{text.name}-end", text.content[middle:])
 
 
 def read_text(source: str) -> Text:

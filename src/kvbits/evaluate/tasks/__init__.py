@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ...errors import SpecError
+from ...errors import SpecError, unknown
 from ...geometry import max_context
 from ..caches import CacheFactory
 from ..texts import Text
@@ -157,7 +157,7 @@ def names_of(wanted: list[str]) -> list[str]:
     """
     for name in wanted:
         if ALIASES.get(name, name) not in TASKS:
-            raise SpecError(f"unknown task {name!r}; known: {', '.join(TASKS)} (ppl and kl are part of fidelity)")
+            raise SpecError(unknown("task", name, TASKS, " (ppl and kl are part of fidelity)"))
     return list(dict.fromkeys(ALIASES.get(n, n) for n in wanted))
 
 

@@ -13,7 +13,7 @@ from ...quant.qparams import require_finite
 from ...quant.rotary import page_turns, step_turns
 from ..descriptor import TORCH_DTYPES
 from ..reference.dequantize import require_starts
-from ..types import LowStore, PageStore, check_closing
+from ..types import LowStore, PageStore, banded_sides, check_closing
 from .library import CloseStruct, check, library
 from .structs import low_struct, refuses_low, refuses_writing, store_struct
 
@@ -22,6 +22,8 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
     if reason := refuses_low(store.layout, [s.layout for s in low], closing=True):
         return reason
+    if banded := banded_sides(store.layout):
+        return f"{banded} have no CPU kernel"
     return refuses_writing(k, store)
 
 

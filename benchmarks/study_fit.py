@@ -1,0 +1,111 @@
+"""Formats by layer against uniform presets of equal bytes, on text unlike the one that they were fitted to.
+
+    python benchmarks/study_fit.py MODEL --text wiki.test.raw --work DIR [--bits 8,6,4.5,3.5,3,2.5] [--calibrate] [--windows 2] [--out FILE]
+
+For each number of bits the budget is what a cache of --context tokens takes at so many bits per element, scales included, plus the raw first and newest tokens of
+the fitted schemes. `kvbits fit` chooses on the novel that is shipped; then its choice, every layer alike in the same formats (`alike`: the mildest choice) and the
+presets that fit the budget are measured as whole caches on windows of --text. Measurements are kept in --work: a run that stops goes on.
+
+The rows: bits, KL of the fitted choice before and after (predicted, measured on the novel, measured on --text), the best preset of equal or fewer bytes on --text and
+the ratio of the two. `taken` says what `kvbits fit` would have written: the fitted choice, or the preset that it could not beat. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from result_file import merge_result
+
+import kvbits
+from kvbits import schemes
+from kvbits.errors import SpecError
+from kvbits.evaluate.calibrator import Calibrator, Sample
+from kvbits.evaluate.fit import PAGE, RESIDUAL, SINKS, Fit, Goal, fit, widths
+from kvbits.evaluate.results import command_line
+from kvbits.evaluate.sensitivity import SIDES, Bench, State, formats
+from kvbits.evaluate.texts import novel_end, novel_start, read_text, windows
+from kvbits.geometry import layer_geometries
+from kvbits.integrations.models import load_model, weights_fingerprint
+from kvbits.spec import LayerGeometry
+
+
+def budget(layers: tuple[LayerGeometry, ...], bits: float, context: int) -> int:
+    """Bytes of a cache of so many bits per element, its first and newest tokens raw."""
+    raw = SINKS + RESIDUAL + PAGE
+    return sum(int(2 * g.num_kv_heads * g.head_dim * (bits / 8 * context + 2 * raw)) for g in layers)
+
+
+def row(found: Fit, bits: float, held_out: Bench, formats_: str) -> dict[str, Any]:
+    """What a budget gave, measured on the other text."""
+    beside = [found.fitted.scheme, *([] if found.preset is None else [found.preset.scheme])]
+    tried = [m.scheme for m in found.tried]
+    kl = held_out.whole([*beside, tried[-1]], progress=True)
+    preset = None if found.preset is None else {"name": found.preset.scheme.name, "nbytes": found.preset.nbytes, "bits": found.preset.bits, "kl": kl[1]}
+    taken = kl[0] if found.gained or preset is None else kl[1]
+    return {
+        "bits": bits, "formats": formats_, "nbytes": found.fitted.nbytes, "fitted_bits": found.fitted.bits, "predicted": found.fitted.predicted,
+        "kl_novel": found.fitted.kl, "kl": kl[0], "alike_kl": kl[-1], "preset": preset, "preset_kl_novel": None if found.preset is None else found.preset.kl,
+        "taken": "fitted" if found.gained else found.preset and found.preset.scheme.name, "temperature": [m.kl for m in found.tried],
+        "ratio": None if preset is None else taken / preset["kl"], "widths": {s: widths(found.fitted.scheme, len(found.goal.layers), s) for s in SIDES},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", required=True, help="held-out text")
+    parser.add_argument("--work", type=Path, required=True, help="folder for measurements")
+    parser.add_argument("--bits", default="8,6,4.5,3.5,3,2.5")
+    parser.add_argument("--calibrate", action="store_true")
+    parser.add_argument("--windows", type=int, default=2, help="of 1,024 tokens, of the held-out text")
+    parser.add_argument("--context", type=int, default=32_768)
+    parser.add_argument("--device")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    began = time.process_time()
+    model, tokenizer = load_model(args.model, dtype="float32", device=args.device)
+    layers, kind, text = layer_geometries(model.config), "calibrated" if args.calibrate else "plain", read_text(args.text)
+    args.work.mkdir(parents=True, exist_ok=True)
+    bases = None
+    if args.calibrate:
+        calibrator = Calibrator(model, tokenizer, novel_start(), tests=(text,), sample=Sample(8, 1024), directory=args.work)
+        bases = calibrator(schemes.for_layers("klt4", layers)).static
+    probes, wholes = windows(tokenizer, novel_start(), count=2, length=512), windows(tokenizer, novel_end(), count=2, length=1024)
+    other = windows(tokenizer, text, count=args.windows, length=1024)
+    facts = {"weights": weights_fingerprint(model), "formats": kind}
+    bench = Bench(model, probes, wholes, bases, State(args.work / f"{kind}.json", facts))
+    held_out = Bench(model, probes, other, bases, State(args.work / f"{kind}-held-out.json", facts | {"text": text.sha256, "windows": list(other.shape)}))
+    rows = []
+    for bits in map(float, args.bits.split(",")):
+        goal = Goal(layers=layers, context=args.context, memory_bytes=budget(layers, bits, args.context))
+        try:
+            rows.append(row(fit(bench, formats(layers, args.calibrate), goal, name="fitted"), bits, held_out, kind))
+        except SpecError as error:
+            print(f"{bits} bits: {error}", flush=True)
+            continue
+        r = rows[-1]
+        beside = "no preset" if r["preset"] is None else f"{r['preset']['name']} {r['preset']['kl']:.5f}, ratio {r['ratio']:.2f}"
+        print(
+            f"{bits} bits: predicted {r['predicted']:.5f}, novel {r['kl_novel']:.5f}, {text.name} {r['kl']:.5f}, alike {r['alike_kl']:.5f}; {beside}; "
+            f"takes {r['taken']}; keys {r['widths']['key']}, values {r['widths']['value']}",
+            flush=True,
+        )
+    merge_result(
+        {
+            "benchmark": "study_fit", "command": f"python {command_line()}", "model": Path(args.model.rstrip("/")).name, "text": text.name, "windows": list(other.shape),
+            "context": args.context, "torch": torch.__version__, "transformers": transformers.__version__, "kvbits": kvbits.__version__,
+            "cpu_seconds": round(time.process_time() - began, 1), "measured_alone": len(bench.state.found), "rows": rows,
+        },
+        args.out, ("formats", "bits"),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

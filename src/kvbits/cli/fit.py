@@ -1,0 +1,178 @@
+"""`kvbits fit`: give two of memory, context and quality, get the third, as a scheme file for one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import SpecError, counted
+from ..files import require_file, require_folder
+from ..units import dtype_name
+from .common import Device, Dtype, Json, Model, Threads, command, new_table, print_json, require_model, set_threads, show, tokens
+from .subject import require_cards, subject_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..evaluate.fit import Fit, Goal
+    from ..evaluate.texts import Text
+
+SIZES = (2, 512, 2, 1024)
+"""Windows and tokens of each for single layers, and for whole caches."""
+
+
+@command()
+def fit(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="The scheme file, like mine.json. Measurements lie beside it; a run that stopped goes on.")],
+    context: Annotated[int | None, typer.Option(help="Tokens per sequence; 8k is 8,192. If not given, the longest.", parser=tokens())] = None,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.", min=1)] = 1,
+    gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, like 80GB, for weights, activations and cache.")] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism, with --gpu-memory.", min=1)] = 1,
+    weights: Annotated[str | None, typer.Option(help="Weights of the whole model, like 16GB; from MODEL's files if not given.")] = None,
+    reserve: Annotated[str | None, typer.Option(help="Memory of each GPU for everything else: activations, CUDA, graphs.", show_default="12 %")] = None,
+    memory: Annotated[str | None, typer.Option(help="Instead: memory for the cache alone, like 24GB (10**9) or 24GiB (2**30).")] = None,
+    max_kl: Annotated[float | None, typer.Option(help="Largest KL divergence from the 16-bit cache, nats. If not given, the least that fits.")] = None,
+    text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Formats of the klt presets, whose keys need a calibration: made, and saved beside.")] = False,
+    windows: Annotated[int, typer.Option(help="Windows of each half of the text.", min=1)] = SIZES[0],
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Give two of memory, context and quality, get the third: bits for the keys and values of every layer, measured on this model.
+
+    With all three, the best that fits, and exit code 1 if it costs more than --max-kl. auto dtype is float32 on a CPU.
+    """
+    require_model(model)
+    require_file(out, "--out")
+    if out.suffix != ".json":
+        raise SpecError(f"--out {out} must end in .json, by which other commands know a file from a preset")
+    work = require_folder(out.with_suffix(".fit"), "--out")
+    from .. import planner
+    from ..evaluate.fit import Goal
+    from ..units import parse_bytes
+
+    subject = subject_of(model, None, None, None, None)
+    cards = None if gpu_memory is None else subject.cards(gpu_memory, gpus, weights, reserve)
+    require_cards(gpu_memory, memory, {"--gpus": gpus if gpus > 1 else None, "--weights": weights, "--reserve": reserve})
+    limit = cards.cache_bytes if cards is not None else None if memory is None else parse_bytes(memory, "--memory")
+    layers = planner.rank(subject.layers, gpus, subject.query_heads)
+    goal = Goal(layers=layers, context=context, batch=batch, memory_bytes=limit, max_kl=max_kl)
+    kind = "float32" if dtype == "auto" and device in (None, "cpu") else dtype_name(dtype)
+    set_threads(threads)
+    found = _run((model, kind, device), goal, text, (out, work), windows, calibrate)
+    if as_json:
+        print_json({"model": model, "out": str(out)} | found.to_dict())
+    else:
+        _print(found, model, out, calibrate)
+    if not found.reached:
+        raise typer.Exit(1)
+
+
+def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tuple[Path, Path], count: int, calibrated: bool) -> Fit:
+    """Measure, choose, and write the scheme (and what it needs)."""
+    from ..evaluate.fit import bound_to, fit
+    from ..evaluate.sensitivity import formats
+    from ..evaluate.texts import halves, read_text
+    from ..geometry import layer_geometries
+    from ..integrations.models import check_place, load_model, load_tokenizer, weights_fingerprint
+
+    (model, dtype, device), (out, work) = place, places
+    check_place(dtype, device)
+    first, second = halves(read_text(source))
+    ids = _windows(load_tokenizer(model), model, first, second, count)
+    work.mkdir(exist_ok=True)
+    lm, tokenizer = load_model(model, dtype=dtype, device=device)
+    layers, name = layer_geometries(lm.config), Path(model.rstrip("/")).name
+    bench = _bench(lm, tokenizer, ids, first, second, work, calibrated)
+    found = fit(bench, formats(layers, calibrated), goal, name=out.stem)
+    how = f"fitted to {name} on {first.name.removesuffix('-start')}" if found.gained else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
+    scheme = bound_to(found.chosen.scheme, layers, name=out.stem, weights=weights_fingerprint(lm), model=name, description=how)
+    out.write_text(scheme.to_json() + "\n")
+    if (needed := bench.calibration(scheme.plain)) is not None:
+        needed.save(out.with_suffix(".safetensors"))
+    return found
+
+
+def _windows(tokenizer: Any, model: str, first: Text, second: Text, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    from ..evaluate.texts import windows
+    from ..geometry import max_context
+    from .common import read_config
+
+    limit = max_context(read_config(model))
+    return (
+        windows(tokenizer, first, count=count, length=SIZES[1], limit=limit),
+        windows(tokenizer, second, count=count, length=SIZES[3], limit=limit),
+    )
+
+
+def _bench(model: Any, tokenizer: Any, ids: tuple[torch.Tensor, torch.Tensor], first: Text, second: Text, work: Path, calibrated: bool) -> Any:
+    from .. import schemes
+    from ..evaluate.calibrator import Calibrator, Sample
+    from ..evaluate.sensitivity import Bench, State
+    from ..geometry import layer_geometries
+    from ..integrations.models import weights_fingerprint
+
+    bases = None
+    if calibrated:
+        klt = schemes.for_layers("klt4", layer_geometries(model.config))
+        bases = Calibrator(model, tokenizer, first, tests=(second,), sample=Sample(8, 1024), directory=work)(klt).static
+    header = {"weights": weights_fingerprint(model), "dtype": str(model.dtype), "text": first.sha256 + second.sha256, "windows": [list(x.shape) for x in ids]}
+    kind = "calibrated" if calibrated else "plain"
+    return Bench(model, *ids, bases, State(work / f"{kind}.json", header | {"formats": kind}))
+
+
+def _print(found: Fit, model: str, out: Path, calibrated: bool) -> None:
+    from ..units import human_bytes
+
+    goal = found.goal
+    table = new_table("what quality costs", "bits/element", "bytes", "predicted KL", left=0)
+    for nbytes, bits, kl in found.steps:
+        table.add_row(f"{bits:.2f}", human_bytes(nbytes), f"{kl:.5f}")
+    beside = new_table("measured as whole caches", "cache", "bits/element", "bytes", "predicted KL", "measured KL")
+    rows = [(f"choice {i}", m) for i, m in enumerate(found.tried, 1)] + ([(found.preset.scheme.name, found.preset)] if found.preset else [])
+    for name, m in rows:
+        taken = " (taken)" if m is found.chosen else ""
+        beside.add_row(name + taken, f"{m.bits:.2f}", human_bytes(m.nbytes), "" if m.predicted is None else f"{m.predicted:.5f}", f"{m.kl:.5f}")
+    show(f"{model}, {goal.weighed_at:,} tokens x {goal.batch}", table, beside, *picture(found), "", *_words(found, out, calibrated))
+
+
+def picture(found: Fit) -> list[str]:
+    """Bits of each layer's keys and values: a row of digits and one of blocks."""
+    from ..evaluate.fit import widths
+    from ..evaluate.sensitivity import RAW, SIDES
+
+    count = len(found.goal.layers)
+    lines = ["layer   " + "".join(str(i // 10 % 10) if i % 10 == 0 else "." if i % 5 else ":" for i in range(count))]
+    for side in SIDES:
+        bits = widths(found.chosen.scheme, count, side)
+        blocks = "".join(" ▁▂▃▄▅▆▇█"[min(8, round(b))] for b in bits)
+        digits = "".join("R" if b >= RAW else str(round(b)) for b in bits)
+        lines += [f"{side + 's':8}{blocks}", f"        {digits}"]
+    return lines
+
+
+def _words(found: Fit, out: Path, calibrated: bool) -> list[str]:
+    from ..units import human_bytes
+
+    goal, chosen = found.goal, found.chosen
+    users = counted(goal.batch, "sequence")
+    context = "any number of" if found.context is None else f"{found.context:,}"
+    lines = [f"{human_bytes(chosen.nbytes)} at {goal.weighed_at:,} tokens x {goal.batch}, KL {chosen.kl:.5f} nats; {context} tokens for {users}"]
+    if not found.gained and found.preset is not None:
+        lines.insert(
+            0, f"nothing to gain over {found.preset.scheme.name}: the best choice by layer costs a KL of {found.fitted.kl:.5f}, it {found.preset.kl:.5f}"
+        )
+    elif found.preset is not None:
+        lines.insert(0, f"{found.fitted.kl / found.preset.kl:.2f} times the KL of {found.preset.scheme.name}, the best preset of equal or fewer bytes")
+    elif goal.memory_bytes is not None:
+        lines.insert(0, "no preset fits" if calibrated else "no preset without a calibration fits")
+    if not found.reached:
+        lines.append(f"not reached: KL {chosen.kl:.5f} is above {goal.max_kl}; give more memory, or a shorter context")
+    also = f", calibration={out.with_suffix('.safetensors').name}" if chosen.scheme.needs_calibration else ""
+    lines.append(f"scheme in {out}{also}: KVCache.for_model(model, {str(out)!r}), kvbits plan, eval, check --scheme {out}")
+    return lines
