@@ -3,16 +3,15 @@
 python examples/generate.py [MODEL] [SCHEME]
 """
 
-import json
 import sys
 
 import kvbits
 
 model, tokenizer = kvbits.load_model(sys.argv[1] if len(sys.argv) > 1 else None)
-inputs = tokenizer("The key-value cache of a language model holds", return_tensors="pt")
+inputs = tokenizer("A cache holds the keys and values of every token, and attention reads them again and again. " * 20, return_tensors="pt")
 
 cache = kvbits.KVCache.for_model(model, sys.argv[2] if len(sys.argv) > 2 else "int8_centered")
 out = model.generate(**inputs, past_key_values=cache, max_new_tokens=40, do_sample=False)
 
-print(tokenizer.decode(out[0], skip_special_tokens=True))
-print(json.dumps(cache.explain() | {"layers": len(cache.layers)}, indent=1))
+print(tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
+print(cache.explain())

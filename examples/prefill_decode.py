@@ -50,8 +50,8 @@ def decode(name: str | None) -> None:
             received = receiver.receive(connection)
         seconds = time.perf_counter() - start
     assert received == ids[0, :-1].tolist()
-    held = cache.store.spec.nbytes(len(received))
-    print(f"{len(received)} tokens arrived in {seconds:.3f} s: {held:,} bytes, in 16 bits {cache.store.spec.raw_nbytes(len(received)):,}")
+    held, plain = cache.store.spec.nbytes(len(received)), cache.store.spec.raw_nbytes(len(received), 1, model.dtype.itemsize)
+    print(f"{len(received)} tokens arrived in {seconds:.3f} s: {held:,} bytes, in {model.dtype} {plain:,}")
     cache = kvbits.KVCache(cache.store)
     answer = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
     print(tokenizer.decode(answer[0, ids.shape[1] :]))

@@ -11,7 +11,7 @@ torch.manual_seed(0)
 model, tokenizer = kvbits.load_model()
 prompt = tokenizer("Once upon a time, in a house by the sea, there lived " * 20, return_tensors="pt").input_ids
 
-cache = kvbits.KVCache.for_model(model, "int8")
+cache = kvbits.KVCache.for_model(model, "int8_centered")
 with torch.no_grad():
     logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 before = cache.nbytes

@@ -391,6 +391,7 @@ def stub_demo(monkeypatch):
     calls = []
 
     def fake_run(**kwargs):
+        kwargs.pop("say")("found something")
         calls.append(kwargs)
         if kwargs["context"] == 13:
             raise DataError("context=13\nis unlucky")
@@ -405,15 +406,16 @@ def stub_demo(monkeypatch):
 
 
 def test_demo_passes_its_options_on(stub_demo):
-    assert run("demo").stdout == "table of m\n"
-    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4", "kivi2"], "context": 1024, "new_tokens": 48, "progress": True}
+    shown = run("demo")
+    assert shown.stdout == "table of m\n" and shown.stderr == "found something\n"
+    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4", "kivi2"], "context": 1024, "new_tokens": 48}
     data = run_json("demo", "--model", "x", "--scheme", "fp8", "--context", 99, "--new-tokens", 5, "--threads", 1)
-    assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5, "progress": True}
+    assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5}
     assert data["rows"] == [{"scheme": "int8", "ppl": None}]  # JSON has no NaN
 
 
 def test_demo_errors_are_one_line(stub_demo):
-    assert error("demo", "--context", 13) == "error: context=13 is unlucky\n"
+    assert run("demo", "--context", 13, code=2).stderr == "found something\nerror: context=13 is unlucky\n"
     assert "unknown scheme" in error("demo", "--scheme", "int5")
     assert "unknown scheme 'int5'" in error("demo", "--schemes", "int8,int5")
 

@@ -1,5 +1,7 @@
 """Paths that can be no path are refused in words, wherever one is given."""
 
+from pathlib import Path
+
 import pytest
 
 from kvbits import files, schemes
@@ -24,3 +26,12 @@ def test_what_is_no_path_is_refused(door, bad, tmp_path):
     with pytest.raises(SpecError, match="is no path|longer than a path can be|no such file"):
         doors[door]()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no files, also of root")
+def test_where_nothing_can_be_written_is_said_before_the_work(tmp_path):
+    for call in (lambda: files.require_file("/proc/x.json", "--out"), lambda: files.require_folder("/proc/x/y", "--out", writable=True)):
+        with pytest.raises(SpecError, match=r"--out /proc/x.*: nothing can be written in /proc \(.*\); name another folder"):
+            call()
+    assert files.require_folder("/proc/x", "--out") == Path("/proc/x")  # to read, it may be there one day
+    assert files.require_file(tmp_path / "new", "--out") == tmp_path / "new" and not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,26 +42,42 @@ def require_file(path: str | os.PathLike[str], what: str) -> Path:
         what: names the option or operation in the message.
 
     Raises:
-        SpecError: no path, a directory is there, or the directory it would be in is not.
+        SpecError: no path, a directory is there, or the directory it would be in is not, or takes no files.
     """
     found = find(path, what)
     if found.is_dir():
         raise SpecError(f"{what} {os.fspath(path)!r} is a directory; name a file in it")
     if not found.parent.is_dir():
         raise SpecError(f"{what} {found}: the directory {found.parent} does not exist; create it first")
+    if not found.exists():
+        _require_writable(found.parent, f"{what} {found}")
     return found
 
 
-def require_folder(path: str | os.PathLike[str], what: str) -> Path:
+def _require_writable(folder: Path, what: str) -> None:
+    """Refuse a folder in which no file can be made: permissions alone do not say it of root or of /proc."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SpecError(f"{what}: nothing can be written in {folder} ({error.strerror or error}); name another folder") from error
+
+
+def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = False) -> Path:
     """The path, if a folder is or can be made there.
 
+    Args:
+        writable: files are to be written into it.
+
     Raises:
-        SpecError: no path, or it, or what it would be in, is a file.
+        SpecError: no path, or it, or what it would be in, is a file, or takes no files though it should.
     """
     found = find(path, what)
     for part in (found, *found.parents):
         if part.exists() and not part.is_dir():
             raise SpecError(f"{what} {found}: {part} is a file; name a folder")
+    if writable:
+        _require_writable(next(part for part in (found, *found.absolute().parents) if part.exists()), f"{what} {found}")
     return found
 
 

@@ -13,12 +13,15 @@ Models whose cache is something else than one key and one value per kv head and 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import re
 import socket
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +100,8 @@ def load_config(model: str | os.PathLike[str]) -> Any:
 
     try:
         if isinstance(path, Path) and path.suffix == ".gguf":
-            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+            with parsed_once():
+                return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         if isinstance(path, Path) and path.is_file():
             fields = json.loads(path.read_text())
             if not isinstance(fields, dict) or "model_type" not in fields:
@@ -109,6 +113,38 @@ def load_config(model: str | os.PathLike[str]) -> Any:
     except (OSError, ValueError, KeyError, ImportError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise SpecError(f"cannot read the configuration of {str(model)!r}: {reason}; give a local directory, a config.json, a GGUF file or a hub id") from e
+
+
+_parsed: dict[tuple[str, int, int], Any] = {}
+
+
+@contextlib.contextmanager
+def parsed_once() -> Iterator[None]:
+    """Inside, a GGUF file is parsed once. Transformers parses it anew for the configuration, the tokenizer and the weights, three seconds of a core each for
+    the embedded model. What was parsed is kept until another file is, or `forget_parsed`."""
+    gguf: Any = importlib.import_module("gguf")
+    plain = gguf.GGUFReader
+
+    def reader(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        state = os.stat(path)
+        key = (os.path.realpath(path), state.st_mtime_ns, state.st_size)
+        if args or kwargs:
+            return plain(path, *args, **kwargs)
+        if key not in _parsed:
+            _parsed.clear()
+            _parsed[key] = plain(path)
+        return _parsed[key]
+
+    gguf.GGUFReader = reader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = plain
+
+
+def forget_parsed() -> None:
+    """Give back what `parsed_once` keeps: the weights are loaded."""
+    _parsed.clear()
 
 
 def text_config(config: Any) -> Any:

@@ -11,16 +11,26 @@ import torch
 from kvbits.ops.cpu import library
 from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
+from kvbits.quant.banded import steps as band_steps
+from kvbits.quant.basis import inverse
+from kvbits.spec import SCALE_8BIT, LowLayout, PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 
 needs_library = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
 TIERS = library.runnable_tiers() if library.unavailable() is None else []
 RAW = QuantSpec.raw()
 CODEBOOKS = ("nuq4", "nuq3", "nuq2")
 FORMATS = ("int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
-NOISE = {"int8": 1e-4, "int4": 2e-2, "int3": 2e-2, "int2": 2e-2, "fp4_e2m1": 2e-2, "fp8_e4m3": 5e-6, "fp8_e5m2": 5e-6, "raw": 5e-6} | dict.fromkeys(
-    CODEBOOKS, 2e-2
-)
+NOISE = {
+    "int8": 1e-4,
+    "banded": 2e-2,
+    "int4": 2e-2,
+    "int3": 2e-2,
+    "int2": 2e-2,
+    "fp4_e2m1": 2e-2,
+    "fp8_e4m3": 5e-6,
+    "fp8_e5m2": 5e-6,
+    "raw": 5e-6,
+} | dict.fromkeys(CODEBOOKS, 2e-2)
 """Relative L2 error allowed on dequantized values: q and p are rounded to 16 bits for int8, to 8 bits below; the rest is fp32."""
 
 
@@ -41,6 +51,11 @@ def kvquant_specs(fmt: str, group: int = 32) -> list[QuantSpec]:
         made += [QuantSpec(**f32, granularity=g, static=True, symmetric=s) for g in (PerChannel(), PerGroup(group), PerTensor()) for s in (True, False)]
         made += [QuantSpec(**f32, granularity=PerChannel(), static=True, symmetric=s, outliers=o) for s in (True, False) for o in (0.002, 0.05)]
     return made
+
+
+def banded(*bands: int, basis: str | None = None, center: str | None = None) -> QuantSpec:
+    """Banded codes of these widths."""
+    return QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center)
 
 
 def inverse_frequencies(head_dim: int, turned: float = 0.75) -> torch.Tensor:
@@ -74,8 +89,11 @@ def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int) -
         if spec.has_codebook:
             steps = torch.rand(heads, 2**spec.bits).cumsum(-1)
             found[f"{kind}_codebook"] = 2 * (steps - steps[:, :1]) / (steps[:, -1:] - steps[:, :1]) - 1
-        if spec.pre_rope:
+        if spec.needs_rotary:
             found[f"{kind}_inv_freq"] = inverse_frequencies(head_dim)
+        if spec.basis == "klt":
+            found[f"{kind}_basis"] = (torch.eye(head_dim) + torch.randn(heads, head_dim, head_dim) / (2 * head_dim**0.5)) / band_steps(spec, head_dim)
+            found[f"{kind}_inverse"] = inverse(found[f"{kind}_basis"])
     return found
 
 

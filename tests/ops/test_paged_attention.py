@@ -375,10 +375,16 @@ def test_bad_input_is_refused():
         ({"device": "meta"}, "are for 'cpu' and 'cuda'"),
         ({"sliding_window": 1.5}, "whole number"),
         ({"dtype": torch.int32}, "floating-point"),
+        ({"max_pages": 4}, "max_pages must be a list of int, one for each part; got int"),
+        ({"max_pages": ["4"]}, "max_pages must be a list of int, one for each part; got str"),
+        ({"low": [4]}, "low must be a list of LowLayout, one for each part; got int"),
         ({"scaling": 1e300}, "scaling"),
     ):
         with pytest.raises(SpecError, match=message):
             paged_attention.plan([INT8], **good | changes)
+    for layouts in (INT8, [INT8.key]):
+        with pytest.raises(SpecError, match="layouts must be a list of PageLayout, one for each part; got (PageLayout|QuantSpec)"):
+            paged_attention.plan(layouts, **good)
     made.update([table], [lens])
     with pytest.raises(DataError, match="the plan is for"):
         made.run(q[:, :, :2], 0)

@@ -436,3 +436,13 @@ def test_a_phone_needs_no_sideways_scrolling(folder, tmp_path):
     dom = browse(outer, tmp_path / "profile", "--allow-file-access-from-files")
     width = re.search(r'data-width="(\d+) yes"', dom)
     assert width and 300 < int(width.group(1)) <= 390
+
+
+def test_the_readme_s_milliseconds_are_the_measured_ones():
+    rows = json.loads((BENCHMARKS / "nvidia-h200" / "generate.json").read_text())["rows"]
+    measured = {(r["batch"], r["context"], r["scheme"], r["mode"]): r["ms_per_token"] for r in rows if r["through"] == "forward" and not r.get("chunk")}
+    columns = (("stock_flash", "eager"), ("raw", "graph"), ("int8_centered", "graph"), ("kivi4", "graph"))
+    readme = (BENCHMARKS.parents[1] / "README.md").read_text()
+    for label, batch, context in (("1 sequence of 32,768 tokens", 1, 32768), ("32 sequences of 8,192", 32, 8192)):
+        assert f"| {label} | {' | '.join(f'{measured[batch, context, scheme, mode]:.1f}' for scheme, mode in columns)} |" in readme
+    assert f"`int8_centered` takes {measured[1, 32768, 'int8_centered', 'eager']:.1f} and {measured[32, 8192, 'int8_centered', 'eager']:.1f} ms" in readme

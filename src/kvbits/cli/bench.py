@@ -36,11 +36,11 @@ def paper(
     Without an NVIDIA GPU the CPU part is measured alone.
     """
     if out:
-        require_folder(out.parent, "--out")
+        require_folder(out.parent, "--out", writable=True)
         if out.is_dir():
             raise SpecError(f"--out {out} is a directory; name a file in it")
     if figures:
-        require_folder(figures, "--figures")
+        require_folder(figures, "--figures", writable=True)
     result = _load(data) if data else _measure(cases, cpu_rows, threads)
     if out and not data:
         out.parent.mkdir(parents=True, exist_ok=True)

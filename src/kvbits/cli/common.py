@@ -214,9 +214,12 @@ def require_model(model: str) -> None:
 
 def read_config(model: str) -> Any:
     """The configuration of a model, for what it says about the work to be looked at before the weights are loaded."""
-    from ..geometry import load_config
+    from rich.console import Console
 
-    return load_config(model)
+    with Console(stderr=True).status(f"reading the configuration of {model}"):  # nothing where that is no terminal
+        from ..geometry import load_config
+
+        return load_config(model)
 
 
 def set_threads(threads: int | None) -> None:

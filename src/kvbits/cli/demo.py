@@ -13,8 +13,8 @@ from .common import Json, Schemes, Threads, command, names_of, print_json, read_
 def demo(
     model: Annotated[str | None, typer.Option(help="Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.", show_default=False)] = None,
     scheme: Schemes = None,
-    context: Annotated[int, typer.Option(help="Tokens of text before those; 1k is 1,024.", parser=tokens())] = 1024,
-    new_tokens: Annotated[int, typer.Option(help="Tokens fed one by one, and tokens generated.", parser=tokens(2))] = 48,
+    context: Annotated[int, typer.Option(help="Tokens of text that the cache holds before; fewer are faster; 1k is 1,024.", parser=tokens())] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens fed one by one behind them for the speed, and tokens generated.", parser=tokens(2))] = 48,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -32,7 +32,7 @@ def demo(
 
     demonstration.require_context(context, new_tokens, lambda: read_config(model or embedded.NAME))
     set_threads(threads)
-    result = demonstration.run(model=model, schemes=chosen, context=context, new_tokens=new_tokens, progress=True)
+    result = demonstration.run(model=model, schemes=chosen, context=context, new_tokens=new_tokens, say=lambda text: typer.echo(text, err=True))
     if as_json:
         print_json(result)
     else:

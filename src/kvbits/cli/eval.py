@@ -75,7 +75,7 @@ def evaluate(
     Schemes are every preset if none is named; `stock` adds Transformers' own quantized caches (quanto, HQQ, fp8).
     """
     require_model(model)
-    require_folder(out, "--out")
+    require_folder(out, "--out", writable=True)
     from ..calibrate import Calibration
     from ..evaluate.tasks import Options
 

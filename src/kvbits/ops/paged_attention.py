@@ -69,6 +69,9 @@ def plan(
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise SpecError(f"device={str(device)!r}: plans are for 'cpu' and 'cuda'")
+    _require_list("layouts", layouts, PageLayout)
+    _require_list("max_pages", max_pages, int)
+    _require_list("low", low or [], (LowLayout, type(None)))
     if not layouts or len(layouts) != len(max_pages):
         raise SpecError(f"{len(layouts)} layouts and {len(max_pages)} numbers of pages; give one of each for every part, and at least one part")
     for name, n in (("batch_size", batch_size), ("num_q_heads", num_q_heads), ("num_queries", num_queries), *(("max_pages", n) for n in max_pages)):
@@ -272,6 +275,17 @@ class PagedAttention:
     def explain(self) -> str:
         """Which kernel serves."""
         return self._backend.explain()
+
+
+def _require_list(name: str, given: Any, kind: type | tuple[type, ...]) -> None:
+    """
+    Raises:
+        SpecError: no list of such things, one for each part.
+    """
+    bad = [x for x in given if not isinstance(x, kind)] if isinstance(given, (list, tuple)) else [given]
+    if bad:
+        wanted = (kind if isinstance(kind, type) else kind[0]).__name__
+        raise SpecError(f"{name} must be a list of {wanted}, one for each part; got {type(bad[0]).__name__}")
 
 
 def _require_tensors(name: str, given: Any, optional: bool = False) -> None:

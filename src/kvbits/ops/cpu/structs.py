@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ...errors import DataError
 from ...spec import KEY_TILE, LowLayout, PageLayout
 from ..descriptor import FORMATS, STATIC, TORCH_DTYPES, Side, describe, low_plane
-from ..types import LowStore, PageStore, PageTable, banded_sides
+from ..types import LowStore, PageStore, PageTable
 from .library import StoreStruct, TableStruct, TensorStruct, unavailable
 
 MAX_HEAD_DIM = 512
@@ -39,8 +40,8 @@ def refuses_layout(layout: PageLayout) -> str | None:
     d = layout.head_dim
     if d % 8 or d > MAX_HEAD_DIM:
         return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
-    if banded := banded_sides(layout):
-        return f"{banded} have no CPU kernel"
+    if layout.value.is_banded and ((widths := set(layout.value.widths(d))) - {2, 3, 4} or len(widths) > 1):
+        return f"banded values of {', '.join(map(str, sorted(widths)))} bits: the CPU kernels take 2, 3 or 4, the same in every band"
     for spec in (layout.key, layout.value):
         if spec.is_raw:
             continue
@@ -74,7 +75,7 @@ def _encoded(side: Side) -> TensorStruct:
     """The C struct of a side without what lies outside of its pages."""
     t = TensorStruct(
         format=side.format, raw_dtype=side.dtype, scale_dtype=side.scale_dtype, symmetric=not side.has_bias, per_channel=int(side.group == 1),
-        group_size=side.group, num_outliers=side.outliers,
+        group_size=side.group, num_outliers=side.outliers, hadamard=int(side.basis == "hadamard"),
     )  # fmt: skip
     for i, offset in enumerate(side.plane_offset):
         t.plane_offset[i] = offset
@@ -95,10 +96,21 @@ def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep
             setattr(t, f"static_{name}", keep[-1].data_ptr())
     if side.has_codebook:
         t.codebook = _given(static, f"{kind}_codebook", (heads, 2 ** sum(side.planes)), "num_kv_heads, entries", keep).data_ptr()
-    if side.turned:
+    if side.widths:
+        keep.append(torch.tensor(side.widths, dtype=torch.uint8))
+        t.bands = keep[-1].data_ptr()
+    if side.turned or side.basis == "klt":
         inv_freq = _given(static, f"{kind}_inv_freq", (d // 2,), "head_dim / 2", keep)
+        t.inv_freq = inv_freq.data_ptr()
+    if side.turned:
         keep.append(rotations(inv_freq.numpy().tobytes(), layout.page_size))
-        t.inv_freq, t.turns = inv_freq.data_ptr(), keep[-1].data_ptr()
+        t.turns = keep[-1].data_ptr()
+    if side.basis == "klt":
+        inverse = _given(static, f"{kind}_inverse", (heads, d, d), "num_kv_heads, head_dim, head_dim", keep)
+        keep.append(F.pad(inverse.mT, (0, -d % 16)).unflatten(-1, (-1, 16)).transpose(1, 2).contiguous())
+        t.from_basis = keep[-1].data_ptr()
+        if f"{kind}_basis" in static:  # of closing alone
+            t.to_basis = _given(static, f"{kind}_basis", (heads, d, d), "num_kv_heads, head_dim, head_dim", keep).data_ptr()
     return t
 
 

@@ -39,11 +39,24 @@ const TierKernels* find(const char* name) {
 
 std::atomic<const TierKernels*> active{nullptr};
 
-int32_t check_tensor(const kvbits_tensor& t, const kvbits_store& s, int head_dim) {
+bool is_width(int bits) { return bits >= 0 && bits <= 8 && bits != 7; }
+
+int32_t check_bands(const kvbits_tensor& t, bool is_key, int head_dim) {
+  if (t.format != FORMAT_BANDED) return t.bands || t.from_basis || t.hadamard ? KVBITS_BAD_FORMAT : 0;
+  if (!t.bands || (t.from_basis != nullptr) != (t.inv_freq != nullptr) || t.turns || t.scale_dtype != FLOAT8_E5M3 || t.num_outliers || t.static_scale || t.per_channel)
+    return KVBITS_BAD_FORMAT;
+  if (t.group_size != head_dim || (!is_key && t.from_basis)) return KVBITS_BAD_FORMAT;
+  for (int i = 0; i < (head_dim + BAND - 1) / BAND; i++)
+    if (!is_width(t.bands[i]) || (!is_key && (t.bands[i] != t.bands[0] || t.bands[i] < 2 || t.bands[i] > 4))) return KVBITS_BAD_BANDS;
+  return 0;
+}
+
+int32_t check_tensor(const kvbits_tensor& t, bool is_key, const kvbits_store& s, int head_dim) {
   if (t.format < 0 || t.format >= NUM_FORMATS) return KVBITS_BAD_FORMAT;
   if (t.format == FORMAT_RAW) return 0;
   if (s.page_size % 32) return KVBITS_BAD_PAGE_SIZE;
-  if ((number_format(t.format).levels == CODEBOOK) != (t.codebook != nullptr) || (t.inv_freq != nullptr) != (t.turns != nullptr)) return KVBITS_BAD_FORMAT;
+  if ((number_format(t.format).levels == CODEBOOK) != (t.codebook != nullptr) || (t.turns && !t.inv_freq)) return KVBITS_BAD_FORMAT;
+  if (const int32_t bad = check_bands(t, is_key, head_dim)) return bad;
   if (t.num_outliers < 0 || t.num_outliers > static_cast<int64_t>(s.page_size) * head_dim) return KVBITS_BAD_OUTLIERS;
   if (!t.static_scale && t.scale_offset < 0) return KVBITS_BAD_FORMAT;
   if ((t.scale_dtype == FLOAT8_E4M3) != (t.page_scale_offset >= 0) || (t.page_scale_offset >= 0 && (t.per_channel || t.static_scale))) return KVBITS_BAD_FORMAT;
@@ -62,8 +75,8 @@ const TierKernels* active_tier() {
 int32_t check_store(const kvbits_store& store, int head_dim) {
   if (head_dim < 8 || head_dim % 8 || head_dim > MAX_HEAD_DIM) return KVBITS_BAD_HEAD_DIM;
   if (store.page_size < 1) return KVBITS_BAD_PAGE_SIZE;
-  const int32_t bad = check_tensor(store.key, store, head_dim);
-  return bad ? bad : check_tensor(store.value, store, head_dim);
+  const int32_t bad = check_tensor(store.key, true, store, head_dim);
+  return bad ? bad : check_tensor(store.value, false, store, head_dim);
 }
 
 int64_t num_pages(const kvbits_store& store) {
@@ -94,6 +107,7 @@ int32_t kvbits_uses_openmp(void) { return pool_uses_openmp(); }
 const char* kvbits_error(int32_t code) {
   switch (code) {
     case KVBITS_BAD_FORMAT: return "a store names no known number format, or has neither stored nor static scales, or lacks its codebook or rotary frequencies";
+    case KVBITS_BAD_BANDS: return "bands of keys have 0 to 6 or 8 bits, those of values the same 2, 3 or 4";
     case KVBITS_BAD_OUTLIERS: return "a page cannot list more outliers than it has elements";
     case KVBITS_BAD_PAGE_SIZE: return "page_size must be a multiple of 32 where anything is quantized";
     case KVBITS_BAD_GROUP: return "group_size must be a multiple of 4 that divides head_dim into at most 32 groups";

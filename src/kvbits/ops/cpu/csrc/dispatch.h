@@ -19,6 +19,7 @@ enum Error {
   KVBITS_NO_MEMORY,
   KVBITS_BAD_OUTLIERS,
   KVBITS_BAD_RUN,
+  KVBITS_BAD_BANDS,
 };
 
 const TierKernels* active_tier();

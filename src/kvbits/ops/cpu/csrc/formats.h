@@ -14,6 +14,7 @@ constexpr float LOW_LEVELS = 15.0f;
 constexpr NumberFormat codes_of(int format) { return number_format(format == NESTED ? FORMAT_INT4 : format); }
 constexpr bool is_int(int format) { return codes_of(format).levels == INTEGER && format != NESTED; }
 constexpr bool is_codebook(int format) { return codes_of(format).levels == CODEBOOK; }
+constexpr bool is_banded(int format) { return codes_of(format).levels == BANDED; }
 constexpr bool is_float(int format) { return codes_of(format).exponent_bits > 0; }
 constexpr int code_bits(int format) { return codes_of(format).bits0 + codes_of(format).bits1; }
 constexpr int num_planes(int format) { return codes_of(format).bits1 ? 2 : 1; }
@@ -49,6 +50,9 @@ template <int FMT>
 constexpr StepTable key_steps = make_steps(FMT, is_looked_up(FMT) ? most_steps(FMT) : 0);
 template <int FMT>
 constexpr StepTable value_steps = make_steps(FMT, 0);
+
+// Plain integers of a width that banded values have, -1 where there are none of 2 to 4 bits.
+constexpr int integers_of_bits(int bits) { return bits == 2 ? FORMAT_INT2 : bits == 3 ? FORMAT_INT3 : bits == 4 ? FORMAT_INT4 : -1; }
 
 INLINE float float_bits(int bits) {
   float x;

@@ -15,17 +15,17 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 10 };
+enum { KVBITS_ABI_VERSION = 12 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
   int32_t format;        // Format of numbers.h
   int32_t raw_dtype;     // Dtype of raw rows
-  int32_t scale_dtype;   // Dtype of scales, biases and means; FLOAT8_E4M3 of scales only, with a page_scale
+  int32_t scale_dtype;   // Dtype of scales, biases and means; 8 bits of scales only: FLOAT8_E4M3 with a page_scale, FLOAT8_E5M3 with means of FLOAT16
   int32_t symmetric;     // 0: integer codes start at 0 and a bias is added
   int32_t per_channel;   // 1: one scale per channel of the page; 0: [groups, page_size]
   int32_t group_size;    // channels sharing a scale when !per_channel (head_dim for per token)
-  int32_t plane_offset[2];  // code planes, high bits first; [0] is the raw rows of a raw tensor
+  int32_t plane_offset[4];  // code planes, high bits first; [0] is the raw rows of a raw tensor
   int32_t scale_offset;  // -1: scales are static
   int32_t bias_offset;   // -1: none in the page
   int32_t mean_offset;   // -1: none
@@ -36,9 +36,13 @@ typedef struct {
   int32_t page_scale_offset;     // float32 of the page that scales in FLOAT8_E4M3 are multiplied with; -1: none
   const float* static_scale;  // [num_kv_heads, head_dim], widened from groups to channels; null unless static
   const float* static_bias;   // same shape; null unless static and asymmetric
+  int32_t hadamard;           // 1: banded, and times a Hadamard matrix
+  const uint8_t* bands;       // [head_dim / BAND, rounded up] bits of each band of channels; null unless the format is banded
+  const float* from_basis;    // transposed inverse of the keys' basis, 16 columns after the other: [num_kv_heads][head_dim / 16, rounded up][head_dim][16], zeros behind; null for none
+  const float* to_basis;      // [num_kv_heads][head_dim][head_dim] that keys are multiplied with when their page closes; null for none
   const float* codebook;      // [num_kv_heads, 2^bits] ascending; null unless the format has one
-  const float* inv_freq;      // [head_dim / 2] radians per token; null unless keys are stored before the rotary embedding
-  const float* turns;         // cos and sin of j * inv_freq for the page's tokens j: [page_size / 16][head_dim / 2][2][16]
+  const float* inv_freq;      // [head_dim / 2] radians per token; null unless keys are stored before the rotary embedding, or in a basis (turned back by their frame)
+  const float* turns;         // cos and sin of j * inv_freq for the page's tokens j: [page_size / 16][head_dim / 2][2][16]; null unless keys are stored before the rotary embedding
 } kvbits_tensor;
 
 // Pages of one layer in one pool. Page ids count through the slabs in order.
@@ -94,8 +98,8 @@ typedef struct {
   int32_t num_kv_heads, head_dim, dtype, num_threads;
   const void* source[2];
   int64_t stride[2][3];     // elements: page, head, token
-  // For keys stored before the rotary embedding: cosines, then sines of head_dim / 2 angles, each padded to a multiple of 16.
-  const double* turn_starts;  // [num_pages] of each page's first token
+  // For keys that are turned back: cosines, then sines of head_dim / 2 angles, each padded to a multiple of 16.
+  const double* turn_starts;  // [num_pages] of each page's first token, or its frame
   const double* turn_steps;   // [page_size] of token j's distance from it
   int64_t saturated[2];     // out: elements clamped to the code range
   int64_t nonfinite[2];     // out: first page * num_kv_heads + head that holds NaN or infinity, -1 for none

@@ -1,15 +1,22 @@
-// Angles of keys stored before the rotary embedding, and queries turned by them: a score needs q turned back once per page,
+// Angles of keys that are stored turned back, and queries turned by them: a score needs q turned back once per page (once per frame of a basis),
 // q . R(start + j) k = (R(-start) q) . R(j) k.
 #pragma once
 #include <stdint.h>
 
-#include "decoded.h"
+#include "state.h"
 
 namespace {
 
 typedef double vd __attribute__((vector_size(VL * 8)));
 typedef int64_t vl __attribute__((vector_size(VL * 8)));
 typedef double vd_mem __attribute__((vector_size(VL * 8), aligned(8), may_alias));
+
+// Of the current page's start, or its frame.
+struct Angles {
+  alignas(64) double cos[MAX_HEAD_DIM / 2 + VL], sin[MAX_HEAD_DIM / 2 + VL];            // of start * inv_freq
+  alignas(64) double step_cos[MAX_HEAD_DIM / 2 + VL], step_sin[MAX_HEAD_DIM / 2 + VL];  // of step * inv_freq
+  int64_t start;  // -1 before the first one
+};
 
 INLINE vd choose(vl mask, vd a, vd b) { return (vd)(((vl)a & mask) | ((vl)b & ~mask)); }
 
@@ -49,10 +56,10 @@ static void angles_at(double* cos, double* sin, const float* inv_freq, int64_t p
   }
 }
 
-// Angles of the page at `start`, from those of the page before it where it follows one: a product loses 2^-53, over a million tokens 2^-38.
-static void page_angles(Decoded& w, const float* inv_freq, int64_t start, int page_size, int half) {
-  if (w.angles_of < 0 || start != w.angles_of + page_size) {
-    if (w.angles_of < 0) angles_at(w.step_cos, w.step_sin, inv_freq, page_size, half);
+// Angles of `start`, from those before them where they follow by a step: a product loses 2^-53, over a million tokens 2^-38.
+static void move_to(Angles& w, const float* inv_freq, int64_t start, int step, int half) {
+  if (w.start < 0 || start != w.start + step) {
+    if (w.start < 0) angles_at(w.step_cos, w.step_sin, inv_freq, step, half);
     angles_at(w.cos, w.sin, inv_freq, start, half);
   } else {
     for (int i = 0; i < half; i += VL) {
@@ -62,11 +69,11 @@ static void page_angles(Decoded& w, const float* inv_freq, int64_t start, int pa
       *(vd_mem*)(w.sin + i) = s0 * c1 + c0 * s1;
     }
   }
-  w.angles_of = start;
+  w.start = start;
 }
 
-// The chunk's queries turned back by the page's start, into `folded`.
-static void turn_back(Chunk& c, const Decoded& w, int head_dim) {
+// The chunk's queries turned back by the start.
+static void turn_back(const Chunk& c, const Angles& w, int head_dim, float (*to)[ROW_STRIDE]) {
   const int half = head_dim / 2;
   for (int i = 0; i < half; i += VL) {
     const vf cos = __builtin_convertvector(*(const vd_mem*)(w.cos + i), vf), sin = __builtin_convertvector(*(const vd_mem*)(w.sin + i), vf);
@@ -74,11 +81,11 @@ static void turn_back(Chunk& c, const Decoded& w, int head_dim) {
       const vf a = load(c.q[h] + i), b = load(c.q[h] + half + i);
       const vf x = a * cos + b * sin, y = b * cos - a * sin;
       if (half - i >= VL) {
-        store(c.folded[h] + i, x);
-        store(c.folded[h] + half + i, y);
+        store(to[h] + i, x);
+        store(to[h] + half + i, y);
       } else {
-        store_first(c.folded[h] + i, x, half - i);
-        store_first(c.folded[h] + half + i, y, half - i);
+        store_first(to[h] + i, x, half - i);
+        store_first(to[h] + half + i, y, half - i);
       }
     }
   }

@@ -84,7 +84,6 @@ struct CodebookPart {
     } else if (p.value.decoded) {
       fill_levels(w.value_levels, value, p.kv_head);
     }
-    w.angles_of = -1;
   }
 
   void fill_channels() {
@@ -120,7 +119,7 @@ struct CodebookPart {
     const int head_dim = p.call.head_dim;
     if (p.value.token_scales) __builtin_memset(c.corr, 0, sizeof(c.corr[0]) * p.value.groups);
     fold_key_channels(p, c, !p.key.page_channels, biases);
-    if (key.num_outliers && !key.inv_freq) BY_ROWS(c, query_columns, c, false, head_dim);
+    if (key.num_outliers && !key.turns) BY_ROWS(c, query_columns, c, false, head_dim);
     if (pairs) longest_pair = __builtin_fmaxf(longest_pair, measure_pairs(c, head_dim));
     c.value_outliers = p.value.t->num_outliers;
     if (c.value_outliers) __builtin_memset(c.acc_columns, 0, sizeof(float) * (c.rows <= 4 ? 4 : 8) * round_up(head_dim, 16));
@@ -131,13 +130,13 @@ struct CodebookPart {
     const kvbits_store& store = *part.pages.store;
     const kvbits_tensor& key = *part.key.t;
     const int head_dim = part.call.head_dim;
-    page_angles(w, key.inv_freq, start, store.page_size, head_dim / 2);
+    move_to(part.angles, key.inv_freq, start, store.page_size, head_dim / 2);
     // Integer queries lose to a row's largest pair what the others have: too much for large outliers.
     float_outliers = pairs && key.num_outliers && largest_outlier(outliers_of(key, page, store.page_size, head_dim)) * longest_pair > PAIR_OUTLIER_LIMIT;
     const bool floats = !pairs || float_outliers;
     for (int i = 0; i < part.num_chunks && (floats || part.key.stretched); i++) {
       Chunk& c = part.chunks[i];
-      turn_back(c, w, head_dim);
+      turn_back(c, part.angles, head_dim, c.folded);
       if (key.num_outliers && floats) BY_ROWS(c, query_columns, c, true, head_dim);
     }
   }
@@ -148,7 +147,8 @@ struct CodebookPart {
     const kvbits_tensor& key = *p.key.t;
     const int head_dim = p.call.head_dim;
     if (fetches) fetch_range(at.page + at.ahead + params, p.pages.store->head_bytes - params);
-    if (key.inv_freq) turn_queries(at.page, start);
+    if (key.turns) turn_queries(at.page, start);
+    enter_basis(p, start);
     if (p.key.page_channels || key.mean_offset >= 0) {
       const bool biases = channel_params(p.key, at.page, p.kv_head, head_dim, b.k_channel, b.k_channel_bias);
       fill_channels();
@@ -156,8 +156,8 @@ struct CodebookPart {
     }
     for (int i = 0; pairs && i < p.num_chunks; i++) {
       Chunk& c = p.chunks[i];
-      if (!key.num_outliers || float_outliers) quantize_pairs<0>(c, w, *pairs, head_dim);
-      else BY_ROWS(c, quantize_pairs, c, w, *pairs, head_dim);
+      if (!key.num_outliers || float_outliers) quantize_pairs<0>(c, p.angles, *pairs, head_dim);
+      else BY_ROWS(c, quantize_pairs, c, p.angles, *pairs, head_dim);
     }
     p.value_bias = channel_params(p.value, at.page, p.kv_head, head_dim, b.v_channel, b.v_channel_bias);
   }
@@ -184,7 +184,7 @@ struct CodebookPart {
     const Tensor& key = part.key;
     float* scores = part.block.s[0];
     const int head_dim = part.call.head_dim, bits = code_bits(key.t->format), first = token / TILE;
-    const bool turned = key.t->inv_freq, in_nibbles = has_nibbles(bits, key.row_bytes, head_dim);
+    const bool turned = key.t->turns, in_nibbles = has_nibbles(bits, key.row_bytes, head_dim);
     for (int tile = 0, tiles = 1; tile * TILE < n; tile += tiles) {
       const bool looks = looked_up(key, w, tile);
       tiles = pairs && looks && (tile + 1) * TILE < n && looked_up(key, w, tile + 1) ? 2 : 1;

@@ -1,4 +1,4 @@
-// What KVQuant's formats add to the scratch of an item: numbers that codes stand for, angles, outliers taken apart.
+// What KVQuant's formats add to the scratch of an item: numbers that codes stand for, outliers taken apart.
 #pragma once
 #include <stdint.h>
 
@@ -29,9 +29,6 @@ struct Decoded {
   alignas(64) int8_t nibble_bytes[2][LEVELS];       // of nibbles whose lower half (then upper half) is the field (nibble_code)
   alignas(64) float factor[BLOCK];                  // what the scale of a token is multiplied with
   alignas(64) float ones[BLOCK];
-  alignas(64) double cos[MAX_HEAD_DIM / 2 + VL], sin[MAX_HEAD_DIM / 2 + VL];  // of start * inv_freq
-  alignas(64) double step_cos[MAX_HEAD_DIM / 2 + VL], step_sin[MAX_HEAD_DIM / 2 + VL];  // of page_size * inv_freq
-  int64_t angles_of;                                // the start
   OutlierBatch batch;
   alignas(64) float block_columns[BLOCK * ROWS];    // scores that outliers add, or probabilities
   bool stretched[BLOCK / TILE];                     // whether any factor of the tile is not 1

@@ -46,6 +46,13 @@ INLINE __m256i broadcast_word(const void* p) {
   return _mm256_set1_epi32(w);
 }
 
+// Products of banded codes (banded_keys.h), 4 channels of 8 tokens in a word each, up to 4 words of fields below 16.
+typedef __m256i BandSums;
+constexpr int BAND_ROWS_OF_TWO = 4;  // up to how many rows two vectors of tokens go side by side
+constexpr int NARROW_Q_BYTES = 1;
+INLINE void add_band_word(BandSums& to, vi fields, const uint8_t* q) { to = _mm256_add_epi16(to, _mm256_maddubs_epi16((__m256i)fields, broadcast_word(q))); }
+INLINE vf band_sums(BandSums x) { return to_float((vi)_mm256_madd_epi16(x, _mm256_set1_epi16(1))); }
+
 INLINE __m256i even_bytes(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi16(0xff)); }
 INLINE __m256i odd_bytes(__m256i v) { return _mm256_srli_epi16(v, 8); }
 INLINE __m256i widen_sums(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }

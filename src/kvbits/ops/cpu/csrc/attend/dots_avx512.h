@@ -49,6 +49,13 @@ INLINE __m512i broadcast_word(const void* p) {
   return _mm512_set1_epi32(w);
 }
 
+// Products of banded codes (banded_keys.h), 4 channels of 16 tokens in a word each.
+typedef __m512i BandSums;
+constexpr int BAND_ROWS_OF_TWO = 8;  // up to how many rows two vectors of tokens go side by side
+constexpr int NARROW_Q_BYTES = 1;
+INLINE void add_band_word(BandSums& to, vi fields, const uint8_t* q) { add_dot_word(to, (__m512i)fields, q); }
+INLINE vf band_sums(BandSums x) { return (vf)_mm512_cvtepi32_ps(x); }
+
 // Third bits of codes turned to their places beside the others.
 #define HAVE_JOIN_PLANES
 INLINE vi join_planes(vi two, vi one, vi turn, vi mask) {

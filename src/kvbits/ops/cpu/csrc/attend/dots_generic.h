@@ -24,6 +24,15 @@ INLINE vf store_p(uint8_t* row, const vi* p) {
   return to_float(total);
 }
 
+// Products of banded codes (banded_keys.h), 4 channels of VL tokens in a word each.
+typedef vi BandSums;
+constexpr int BAND_ROWS_OF_TWO = 1;  // up to how many rows two vectors of tokens go side by side
+constexpr int NARROW_Q_BYTES = 2;
+INLINE void add_band_word(BandSums& to, vi fields, const uint8_t* q) {
+  for (int k = 0; k < 4; k++) to += (fields >> (8 * k) & 255) * ((const int16_t*)q)[k];
+}
+INLINE vf band_sums(BandSums x) { return to_float(x); }
+
 template <int FMT>
 INLINE int code_at(const uint8_t* p, int64_t low, int shift, int mask, const StepTable& steps) {
   const int code = *p >> shift & mask;

@@ -18,6 +18,13 @@ INLINE int8x16_t broadcast_word(const uint8_t* p) {
   return vreinterpretq_s8_s32(vdupq_n_s32(w));
 }
 
+// Products of banded codes (banded_keys.h), 4 channels of 4 tokens in a word each.
+typedef int32x4_t BandSums;
+constexpr int BAND_ROWS_OF_TWO = 2;  // up to how many rows two vectors of tokens go side by side
+constexpr int NARROW_Q_BYTES = 1;
+INLINE void add_band_word(BandSums& to, vi fields, const uint8_t* q) { to = vdotq_s32(to, (int8x16_t)fields, broadcast_word(q)); }
+INLINE vf band_sums(BandSums x) { return to_float((vi)x); }
+
 // 16 bytes of codes as signed bytes: the field, or code - 128 for whole bytes.
 template <int BITS>
 INLINE int8x16_t signed_codes(uint8x16_t v, int shift) {

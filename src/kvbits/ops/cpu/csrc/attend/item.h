@@ -13,6 +13,8 @@ namespace {
 
 struct Scratch {
   Block block;
+  Angles angles;
+  BandPieces pieces;
   Decoded decoded;
   KeyPairs pairs;
   Chunk chunks[ITEM_ROWS / ROWS];
@@ -74,6 +76,12 @@ static void reorder_outputs(Part& p, bool back) {
     for (int h = 0; h < p.chunks[i].rows; h++) split_order(p.chunks[i].acc[h], p.call.head_dim, back);
 }
 
+// Outputs to the basis of the part's values, and out of it again: the matrix is its own inverse.
+static void turn_outputs(Part& p) {
+  for (int i = 0; i < p.num_chunks; i++)
+    for (int h = 0; h < p.chunks[i].rows; h++) hadamard(p.chunks[i].acc[h], p.call.head_dim);
+}
+
 static const uint8_t* first_page(const kvbits_attend_call& call, const AttendItem& item) {
   int64_t flat = 0;
   for (int p = 0; p < call.num_parts; p++) {
@@ -88,8 +96,12 @@ static const uint8_t* first_page(const kvbits_attend_call& call, const AttendIte
 
 static void attend_part(Part& part, const Entries& entries, Scratch& w) {
   if (part.value.split) reorder_outputs(part, false);
+  if (part.value.t->hadamard) turn_outputs(part);
+  if (part.key.banded) list_pieces(part.pieces, *part.key.t, part.call.head_dim);
+  part.angles.start = part.frame = -1;
   if (adds_to_plain(part.key) || adds_to_plain(part.value)) attend_codebook_part(part, entries, w.decoded, w.pairs);
   else attend_plain_part(part, entries);
+  if (part.value.t->hadamard) turn_outputs(part);
   if (part.value.split) reorder_outputs(part, true);
 }
 
@@ -114,7 +126,7 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     if (lo < hi) {
       const kvbits_store &store = *pages.store, *low = pages.low;
       Part part = {call, pages, item->kv_head, chunks, describe(store.key, low ? &low->key : nullptr, call.head_dim, hi - lo),
-                   describe_values(store.value, low ? &low->value : nullptr, call.head_dim, hi - lo), w.chunks, w.block, false};
+                   describe_values(store.value, low ? &low->value : nullptr, call.head_dim, hi - lo), w.chunks, w.block, w.angles, w.pieces, -1, false};
       attend_part(part, {begin + lo, begin + hi, after, page_lse}, w);
     }
     if (page_lse) page_lse += table.num_entries * call.num_tokens * call.num_heads;

@@ -1,5 +1,6 @@
 // The kernels of plain pages (codes with scales, FP8, raw rows), by number format and number of query rows.
 #pragma once
+#include "banded_keys.h"
 #include "dots.h"
 #include "dots_float.h"
 #include "state.h"
@@ -21,7 +22,7 @@ static_assert(ROWS == 8, "kernels are listed for 1 to 8 rows");
 struct PlainKernels {
   ByRows<KeyKernel> key[NESTED + 1], raw_key[BF16_SPLIT + 1];
   ByRows<ValueKernel> value[NESTED + 1], raw_value[BF16_SPLIT + 1];
-  constexpr bool serve(int format) const { return key[format].there && value[format].there; }
+  constexpr bool serve(int format) const { return key[format].there && (value[format].there || is_banded(format)); }  // banded values are read as integers
   constexpr bool serve_raw(int dtype) const { return raw_key[dtype].there && raw_value[dtype].there; }
 };
 
@@ -30,6 +31,7 @@ template <int FORMAT>
 constexpr void add_formats(PlainKernels& k) {
   if constexpr (has_int_dots(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_int, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_int, FORMAT);
   else if constexpr (is_float(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_fp8, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_fp8, FORMAT);
+  else if constexpr (is_banded(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_banded, FORMAT);
   if constexpr (FORMAT < NESTED) add_formats<FORMAT + 1>(k);
 }
 

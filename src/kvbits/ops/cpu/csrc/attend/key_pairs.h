@@ -33,7 +33,7 @@ struct KeyPairs {
 INLINE bool pairs_usable(const kvbits_tensor& t, const int* row_bytes, int page_size, int head_dim) {
   const int bits = code_bits(t.format);
   const bool channels = t.per_channel || t.static_scale;
-  return t.inv_freq && bits < 8 && channels && page_size <= PAIR_TILES * TILE && has_nibbles(bits, row_bytes, head_dim);
+  return t.turns && bits < 8 && channels && page_size <= PAIR_TILES * TILE && has_nibbles(bits, row_bytes, head_dim);
 }
 
 static void fill_turns(KeyPairs& p, const float* turns, int page_size, int half) {
@@ -108,7 +108,7 @@ INLINE __m512i join_halves(vf low, vf high) {
 // q turned to the page's start, as pairs of integers, and as columns of them where W is not 0: (q[d + half], q[d]) for the lower channel of a pair, after all those
 // (-q[d], q[d + half]) for the upper one, each to meet (sine, cosine).
 template <int W>
-static void quantize_pairs(Chunk& c, const Decoded& w, const KeyPairs& p, int head_dim) {
+static void quantize_pairs(Chunk& c, const Angles& w, const KeyPairs& p, int head_dim) {
   const int half = head_dim / 2;
   alignas(64) float k[VL];
   vf total[ROWS];
@@ -244,7 +244,7 @@ INLINE void fill_pair_levels(KeyPairs&, const float*, int, int) {}
 INLINE void fill_pairs(KeyPairs&, const float*, const float*, int) {}
 INLINE float measure_pairs(Chunk&, int) { return 0.0f; }
 template <int W>
-INLINE void quantize_pairs(Chunk&, const Decoded&, const KeyPairs&, int) {}
+INLINE void quantize_pairs(Chunk&, const Angles&, const KeyPairs&, int) {}
 INLINE void attend_pairs(const Chunk&, const KeyPairs&, const Nibbles&, int, int, int, float*) {}
 #endif
 

@@ -5,6 +5,7 @@
 
 #include "../kvbits_cpu.h"
 #include "../store.h"
+#include "banded_keys.h"
 #include "kernels.h"
 #include "plan.h"
 #include "softmax.h"
@@ -21,7 +22,10 @@ struct Part {
   Tensor key, value;
   Chunk* chunks;
   Block& block;
-  bool value_bias;  // of the current page, per channel
+  Angles& angles;
+  BandPieces& pieces;  // of banded keys
+  int64_t frame;       // whose queries are in `folded` (banded keys); -1 for none
+  bool value_bias;     // of the current page, per channel
 };
 
 // Entries of the page table that an item reads of the part.
@@ -53,7 +57,21 @@ static void fold_key_channels(Part& p, Chunk& c, bool scales, bool biases) {
   const int head_dim = p.call.head_dim;
   if (scales && !p.key.decoded) prepare_query(c, p.key, p.block.k_channel, head_dim);
   for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
-  if (biases && !p.key.decoded) add_query_bias(c, p.block.k_channel_bias, head_dim);
+  if (biases && !p.key.decoded) add_query_bias(c, p.key.banded ? c.folded[0] : c.q[0], p.block.k_channel_bias, head_dim);
+}
+
+// Queries in the basis of banded keys, made anew where a page's frame is another one than the page's before it.
+static void enter_basis(Part& p, int64_t start) {
+  const kvbits_tensor& key = *p.key.t;
+  const int64_t frame = key.inv_freq ? start / FRAME * FRAME : 0;
+  if (!p.key.banded || frame == p.frame) return;
+  const int head_dim = p.call.head_dim;
+  if (key.inv_freq) move_to(p.angles, key.inv_freq, frame, FRAME, head_dim / 2);
+  for (int i = 0; i < p.num_chunks; i++) {
+    queries_in_basis(p.chunks[i], key, p.angles, p.kv_head, head_dim);
+    quantize_by_band(p.chunks[i], key, p.pieces, head_dim);
+  }
+  p.frame = frame;
 }
 
 // From scores to what the value kernel multiplies with.
@@ -123,6 +141,9 @@ static void plain_scores(const Part& p, Chunk& c, const PageView& at, int token,
   k.chunk = &c;
   k.s = p.block.s[0];
   k.ahead = at.ahead;
+  k.page = at.page;
+  k.first_tile = token / TILE;
+  k.pieces = &p.pieces;
   if (key.format == NESTED) k.low = at.low + key.low_offset - (at.page + key.t->plane_offset[0]), k.low_ahead = at.low_ahead;
   (key.raw ? plain_kernels.raw_key[key.split ? BF16_SPLIT : key.t->raw_dtype] : plain_kernels.key[key.format]).of[c.rows - 1](k);
 }

@@ -1,4 +1,4 @@
-// Attention to a part whose pages are raw rows, FP8 or integer codes with scales: every kernel reads them as they lie.
+// Attention to a part whose pages are raw rows, FP8, integer or banded codes with scales: every kernel reads them as they lie.
 #pragma once
 #include <stdint.h>
 
@@ -25,11 +25,12 @@ struct PlainPart {
     }
   }
 
-  void begin_page(const PageView& at, int64_t) {
+  void begin_page(const PageView& at, int64_t start) {
     Part& p = part;
     Block& b = p.block;
     const int head_dim = p.call.head_dim;
     fetch_range(at.page + at.ahead + params, params_bytes);
+    enter_basis(p, start);
     if (p.key.page_channels || p.key.t->mean_offset >= 0) {
       const bool biases = channel_params(p.key, at.page, p.kv_head, head_dim, b.k_channel, b.k_channel_bias);
       for (int i = 0; i < p.num_chunks; i++) fold_key_channels(p, p.chunks[i], p.key.page_channels, biases);

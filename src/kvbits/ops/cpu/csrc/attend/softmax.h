@@ -51,10 +51,10 @@ static void fold_channels(Chunk& c, const float* scale, int head_dim) {
     for (int i = 0; i < head_dim; i += VL) store(c.folded[h] + i, load(c.q[h] + i) * load(scale + i));
 }
 
-static void add_query_bias(Chunk& c, const float* bias, int head_dim) {
+static void add_query_bias(Chunk& c, const float* q, const float* bias, int head_dim) {
   for (int h = 0; h < c.rows; h++) {
     vf t = vf{};
-    for (int i = 0; i < head_dim; i += VL) t += load(c.q[h] + i) * load(bias + i);
+    for (int i = 0; i < head_dim; i += VL) t += load(q + h * ROW_STRIDE + i) * load(bias + i);
     c.q_bias[h] += sum(t);
   }
 }

@@ -25,7 +25,7 @@ constexpr float NARROW_P_LIMIT = 255.0f;
 // Up to ROWS query rows: queries, running softmax and outputs.
 struct Chunk {
   alignas(64) float q[ROWS][ROW_STRIDE];       // q * scaling, * log2(e) unless capped
-  alignas(64) float folded[ROWS][ROW_STRIDE];  // q with per-channel key scales folded in
+  alignas(64) float folded[ROWS][ROW_STRIDE];  // q with per-channel key scales folded in, turned to the page, or in its basis
   alignas(64) uint8_t qw[ROWS][Q_STRIDE];      // integer q in the tier's own order
   alignas(64) float acc[ROWS][ROW_STRIDE];     // sum of 2^(s - m) * v
   alignas(64) float q_columns[(MAX_HEAD_DIM + 32) * ROWS];    // q as key outliers meet it (outliers.h); with KeyPairs pairs of integers
@@ -37,6 +37,7 @@ struct Chunk {
   alignas(64) float l[ROWS][VL];               // sum of 2^(s - m), one partial sum per lane
   float q_scale[MAX_GROUPS][ROWS];             // q ~ q_scale * integer
   float q_zero[MAX_GROUPS][ROWS];              // - zero * q_scale * sum of integers
+  float piece_scale[2 * MAX_GROUPS][ROWS];     // of what the pieces of banded codes add
   float q_sum[MAX_GROUPS][ROWS];               // q_scale * sum of integers
   float pair_scale[ROW_LANES];                 // of a score in pairs (key_pairs.h)
   float q_bias[ROWS];                          // q . (per-channel bias or mean) of the current page
@@ -62,6 +63,8 @@ struct Block {
   alignas(64) float v_channel[ROW_STRIDE], v_channel_bias[ROW_STRIDE];
 };
 
+struct BandPieces;
+
 struct KeyArgs {
   const uint8_t* plane[2];  // at the block's first tile (raw: at its first row)
   int row_bytes[2];
@@ -74,6 +77,9 @@ struct KeyArgs {
   float* s;                    // [ROWS][BLOCK]
   int64_t ahead;               // distance to the page that is fetched into L2 while this one is read
   int64_t low, low_ahead;      // NESTED: from plane 0 to the low plane, and `ahead` there
+  const uint8_t* page;         // banded: the head struct, the block's first tile, what of the page is read
+  int first_tile;
+  const BandPieces* pieces;
 };
 
 struct ValueArgs {

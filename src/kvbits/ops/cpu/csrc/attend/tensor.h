@@ -16,6 +16,7 @@ struct Tensor {
   int format;              // t->format, or NESTED with a low plane
   bool raw, split;         // split: raw bf16 read in split order (dots_float.h)
   bool decoded;            // looked up in a codebook, or keys that are turned: codebook_keys.h, codebook_values.h
+  bool banded;             // keys whose codes' widths differ by band: banded_keys.h
   bool stretched;          // its scales are multiplied with a factor per token
   bool integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
   bool token_scales, token_bias;
@@ -45,7 +46,8 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   const bool nested = low && low->format != FORMAT_RAW;
   d.format = nested ? NESTED : t.format;
   d.low_offset = nested ? low->plane_offset[0] : 0;
-  d.decoded = t.codebook || t.inv_freq;
+  d.banded = t.format == FORMAT_BANDED;
+  d.decoded = t.codebook || t.turns;
   d.stretched = t.stretch_offset >= 0;
   d.integer = has_int_dots(t.format) && !d.decoded;
   d.unit = nested ? 1.0f / LOW_LEVELS : d.decoded ? 1.0f : step_size(t.format);
@@ -63,11 +65,25 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   return d;
 }
 
-static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
-  Tensor d = describe(t, low, head_dim, pages);
-  if (is_looked_up(d.format) || (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4)) d.dot_zero = 0.0f;
+// Banded values have one width: they are integers around the middle between two codes.
+static Tensor describe_banded_values(const kvbits_tensor& t, int head_dim, int64_t pages) {
+  kvbits_tensor as_integers = t;
+  as_integers.format = integers_of_bits(t.bands[0]);
+  Tensor d = describe(as_integers, nullptr, head_dim, pages);
+  d.t = &t;
+  d.zero = d.dot_zero = 0.5f * (float)((1 << t.bands[0]) - 1);
   return d;
 }
+
+static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
+  Tensor d = t.format == FORMAT_BANDED ? describe_banded_values(t, head_dim, pages) : describe(t, low, head_dim, pages);
+  if (is_looked_up(d.format)) d.dot_zero = 0.0f;
+  else if (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4) d.dot_zero -= int_zero(FORMAT_INT4);
+  return d;
+}
+
+// Of means: those beside 8-bit scales are float16.
+INLINE int mean_dtype(const kvbits_tensor& t) { return t.scale_dtype == FLOAT8_E5M3 ? (int)FLOAT16 : t.scale_dtype; }
 
 // Per-channel scale and bias (the bias around the middle of the code range; the mean is part of it).
 // Returns whether there is any bias.
@@ -89,7 +105,7 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
   }
   if (t.mean_offset >= 0) {
     alignas(64) float mean[ROW_STRIDE];
-    widen(mean, page + t.mean_offset, head_dim, t.scale_dtype);
+    widen(mean, page + t.mean_offset, head_dim, mean_dtype(t));
     for (int i = 0; i < head_dim; i += VL) store(bias + i, any ? load(bias + i) + load(mean + i) : load(mean + i));
     any = true;
   }

@@ -72,6 +72,7 @@ extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   const kvbits_store& store = *call->store;
   if (const int32_t bad = check_store(store, call->head_dim)) return bad;
   if ((store.key.inv_freq || store.value.inv_freq) && !(call->turn_starts && call->turn_steps)) return KVBITS_BAD_FORMAT;
+  if (store.key.from_basis && !store.key.to_basis) return KVBITS_BAD_FORMAT;
   const int64_t pages = num_pages(store);
   for (int64_t i = 0; i < call->num_pages; i++)
     if (call->page_ids[i] < 0 || call->page_ids[i] >= pages) return KVBITS_BAD_PAGE_ID;

@@ -1,0 +1,200 @@
+"""CPU kernels of banded codes and their bases against float64 over the dequantized pages, for every tier that this machine can run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from dense_model import dense_attention
+from ops.cpu_cases import NOISE, RAW, banded, inverse_frequencies, needs_library, random_call, static_params
+
+from kvbits import schemes
+from kvbits.errors import DataError
+from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.cpu import close as close_cpu
+from kvbits.ops.cpu import structs
+from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import close as close_reference
+from kvbits.ops.reference.dequantize import dequantize_pages, section
+from kvbits.ops.types import PageStore
+from kvbits.quant.banded import scale_values
+from kvbits.quant.basis import inverse
+from kvbits.spec import PageLayout, PerGroup, PerToken, QuantSpec
+
+pytestmark = needs_library
+
+PRESETS = ("klt4", "klt3", "klt2")
+
+
+def sides(name):
+    scheme = schemes.get(name)
+    return scheme.key, scheme.value
+
+
+def assert_agrees(case, noise=NOISE["banded"]):
+    q, call, positions = case
+    (out, lse), (want, want_lse) = cpu.attend(q, call, positions), reference.attend(q, call, positions, torch.float64)
+    assert torch.equal(torch.isinf(lse), torch.isinf(want_lse))
+    assert not out[torch.isinf(want_lse)].any(), "rows that see nothing are zero"
+    assert float((out - want).norm()) <= noise * float(want.norm())
+    seen = torch.isfinite(want_lse)
+    assert float((lse - want_lse)[seen].abs().max()) <= 2 * noise
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 128, 256])
+def test_presets(tier, name, head_dim):
+    """Pages of two frames, the last one cut short; positions at which angles in float32 would be off."""
+    for group, tokens, first in ((1, 1, 0), (4, 2, 131_000), (7, 1, 200)):
+        assert_agrees(random_call(*sides(name), head_dim=head_dim, group=group, tokens=tokens, pages=5, first=first))
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 512])
+def test_other_head_dims(tier, head_dim):
+    assert_agrees(random_call(*sides("klt3"), head_dim=head_dim, group=5, pages=2))
+
+
+@pytest.mark.parametrize("options", [
+    {"window": 70}, {"softcap": 20.0}, {"window": 130, "softcap": 30.0, "tokens": 9}, {"tokens": 83, "pages": 6}, {"page_size": 32}, {"page_size": 160},
+    {"heads": 1, "group": 16, "pages": 70, "batch": 1}, {"sinks": 0, "dtype": torch.float32}, {"batch": 5, "pages": 6, "group": 64},
+])  # fmt: skip
+def test_options(tier, options):
+    for name in PRESETS:
+        assert_agrees(random_call(*sides(name), **options))
+
+
+def test_every_width_of_keys(tier):
+    """All planes, in every order; 8 bits are two fields of 4."""
+    for bands in ((8, 6, 5, 4), (0, 1, 8, 3), (3, 0, 0, 6), (1, 1, 1, 1), (2, 5, 0, 8), (0, 0, 0, 4)):
+        for basis in (None, "hadamard", "klt"):
+            assert_agrees(random_call(banded(*bands, basis=basis, center="channel"), RAW, group=5, dtype=torch.float32))
+    assert_agrees(random_call(banded(8, 3, 1, 2, 4), RAW, head_dim=72))
+
+
+def test_values_of_every_width_that_kernels_take(tier):
+    for bits in (2, 3, 4):
+        for basis in (None, "hadamard"):
+            assert_agrees(random_call(RAW, banded(*[bits] * 4, basis=basis), group=5, dtype=torch.float32))
+            assert_agrees(random_call(RAW, banded(*[bits] * 4, basis=basis, center="channel"), head_dim=80, tokens=3))
+
+
+def test_beside_other_formats(tier):
+    key, value = sides("klt3")
+    for other in ("int8", "int4", "fp8_e4m3", "nuq4"):
+        spec = QuantSpec(
+            format=other, granularity=PerToken() if other == "nuq4" else PerGroup(32), symmetric=other != "nuq4", outliers=0.01 * (other == "nuq4")
+        )
+        assert_agrees(random_call(key, spec, group=4))
+        assert_agrees(random_call(spec, value, group=4))
+
+
+@pytest.mark.parametrize("basis", [None, "hadamard", "klt"])
+@pytest.mark.parametrize("attend", [cpu.attend, reference.attend])
+def test_levels_are_those_of_the_documents(attend, basis):
+    """Keys and values as dequantizing reads them, against plain softmax: the reference's own way in the basis is not asked."""
+    key, value = sides("klt2")
+    key = dataclasses.replace(key, basis=basis)
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
+    basis = torch.eye(64) * 2 + torch.randn(2, 64, 64) / 8
+    static = {"k_basis": basis, "k_inverse": inverse(basis), "k_inv_freq": inverse_frequencies(64)}
+    q, call, _ = random_call(key, value, batch=1, sinks=0, pages=5, dtype=torch.float32)
+    part = call.parts[0]
+    pages, _ = close_reference.close_pages(*torch.randn(2, 5, 2, 64, 64), layout, static, part.table.starts)
+    k, v = (x.transpose(0, 1).flatten(1, 2).transpose(0, 1) for x in dequantize_pages(pages, layout, static, torch.float64, starts=part.table.starts))
+    table = dataclasses.replace(part.table, page_ids=np.arange(5), lengths=np.full(5, 64, np.int32))
+    store = dataclasses.replace(part.store, slabs=(pages,), static=static)
+    alone = dataclasses.replace(call, parts=(dataclasses.replace(part, store=store, table=table),))
+    out, lse = attend(q, alone, torch.tensor([[400]]))
+    want, want_lse = dense_attention(q[0], k, v, [319], call.scaling, None, None)
+    assert float((out[0] - want).norm()) <= NOISE["banded"] * float(want.norm())
+    assert float((lse[0] - want_lse).abs().max()) <= 2 * NOISE["banded"]
+
+
+def test_queries_large_in_one_direction(tier):
+    """A query bias a hundred times the rest, which a calibrated basis takes out: numbers lost before it would not come back."""
+    q, call, positions = random_call(*sides("klt3"), head_dim=128, group=4, dtype=torch.float32)
+    q[..., 7] += 100
+    part = call.parts[0]
+    basis = part.store.static["k_basis"] * torch.where(torch.arange(128) == 7, 100, 1)[:, None]
+    part.store.static.update(k_basis=basis, k_inverse=inverse(basis))
+    k, v = torch.randn(2, len(part.table.page_ids), 2, 64, 128)
+    k[..., 7] *= 1e-2
+    close_reference.close(k, v, part.store, part.table.page_ids, starts=part.table.starts)
+    assert_agrees((q, dataclasses.replace(call, parts=call.parts[:1]), positions))
+
+
+def test_what_kernels_refuse():
+    def refused(key, value, head_dim=64):
+        return structs.refuses_layout(PageLayout(key=key, value=value, page_size=64, num_kv_heads=1, head_dim=head_dim))
+
+    assert refused(*sides("klt2")) is None
+    assert refused(RAW, banded(3, 2, 3, 2)) == "banded values of 2, 3 bits: the CPU kernels take 2, 3 or 4, the same in every band"
+    assert refused(RAW, banded(8, 8, 8, 8)) == "banded values of 8 bits: the CPU kernels take 2, 3 or 4, the same in every band"
+    q, call, positions = random_call(*sides("klt2"))
+    part = call.parts[0]
+    for name in ("k_inverse", "k_inv_freq"):
+        static = {n: t for n, t in part.store.static.items() if n != name}
+        bare = dataclasses.replace(part, store=dataclasses.replace(part.store, static=static))
+        with pytest.raises(DataError, match=f"{name} must be"):
+            cpu.attend(q, dataclasses.replace(call, parts=(bare,)), positions)
+
+
+# -- closing ------------------------------------------------------------------------------------------------------------
+
+
+def closed(key, value, k, v, page_size, head_dim):
+    """(pages by the kernel, pages by the reference [n, 2, head_bytes], their layout and what the layer's pages share) of pages at far positions."""
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=2, head_dim=head_dim, raw_dtype=str(k.dtype).removeprefix("torch."))
+    static, starts, ids = static_params(key, value, 2, head_dim), np.array([5, 131_008, 70_001]), np.array([4, 0, 3])
+    found = []
+    for close in (close_cpu.close, close_reference.close):
+        buffer = torch.full((5, 3, layout.head_bytes), 0xFF, dtype=torch.uint8)
+        close(k, v, PageStore(layout, (buffer[:2, :2], buffer[2:, :2]), static), ids, starts=starts)
+        assert bool((buffer[:, 2] == 0xFF).all()) and bool((buffer[1:3] == 0xFF).all()), "other bytes stay as they are"
+        found.append(buffer[torch.from_numpy(ids), :2])
+    return *found, layout, static, starts
+
+
+def rows(page_size, head_dim, dtype):
+    """Tokens of very different size, a constant one, one of zeros, one with a single large number."""
+    x = torch.randn(3, 2, page_size, head_dim) * torch.randn(3, 2, page_size, 1).exp() + torch.randn(1, 2, 1, head_dim)
+    x[0, 0, 0], x[1, 0, 4], x[2, 0, 2, 0] = 0, 7, 1000
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (72, 32), (80, 64), (128, 64), (256, 96), (8, 32)])
+def test_closing_is_the_references_but_for_ties(tier, name, head_dim, page_size):
+    """Scales are another one only where both cost the same squared error; codes under equal scales differ by one step in keys that lie between two."""
+    for dtype in (torch.float32, torch.bfloat16):
+        k, v = rows(page_size, head_dim, dtype), rows(page_size, head_dim, dtype).flip(2)
+        ours, theirs, layout, static, starts = closed(*sides(name), k, v, page_size, head_dim)
+        read = [dequantize_pages(x, layout, static, torch.float64, starts=starts, in_basis=True) for x in (ours, theirs)]
+        for kind, x, y, spec in zip("kv", *read, sides(name), strict=True):
+            stored, _ = close_reference.encode_side(k if kind == "k" else v, kind, spec, static, starts)
+            scales = [section(p, layout, f"{kind}_scale").flatten(-2) for p in (ours, theirs)]
+            same = scales[0] == scales[1]
+            error, best = ((z - stored.double()).square().sum(-1) for z in (x, y))
+            assert float((~same).float().mean()) <= 0.01
+            assert bool((error <= best * (1 + 1e-5) + 1e-12).all())
+            assert bool(((x - y).abs().amax(-1) <= torch.where(same, 1.01 * scale_values(scales[1]), torch.inf)).all())
+            assert int(((x != y) & same.unsqueeze(-1)).sum()) <= 4
+
+
+def test_every_width_closes(tier):
+    for bands in ((8, 6, 5, 4), (0, 1, 8, 3), (3, 0, 0, 6), (1, 1, 1, 1), (0, 0, 0, 4)):
+        for key in (banded(*bands), banded(*bands, basis="hadamard", center="channel")):
+            x = torch.randn(3, 2, 64, 64)
+            ours, theirs, *_ = closed(key, banded(3, 3, 3, 3, basis="hadamard"), x, x.flip(2), 64, 64)
+            assert float((ours != theirs).float().mean()) <= 1e-3
+
+
+def test_what_cannot_be_closed_is_named(tier):
+    key, value = sides("klt2")
+    x = torch.randn(3, 2, 64, 64)
+    with pytest.raises(DataError, match=r"of the values overflows float8_e5m3; keep the layer raw \(an Override\)"):
+        closed(key, value, x, x * 1e7, 64, 64)
+    with pytest.raises(DataError, match="keys holds nan"):
+        closed(key, value, torch.where(x > 3, torch.nan, x), x, 64, 64)
