@@ -4,16 +4,18 @@
 
 First real text goes through the lossless scheme and the stock 16-bit cache, whose logits must agree, so that what is timed is right. Then every cache is filled
 with the same random keys and values (speed does not depend on them), and single tokens are decoded, the caches taking turns. Codebooks come from 512 tokens of the novel (speed does not
-depend on them either). The stock quantized caches need optimum-quanto and hqq; missing ones are named.
+depend on them either). The stock quantized caches need optimum-quanto and hqq; missing ones are named. With --compile every cache is timed a second time, under torch.compile.
 The last line is one JSON object; it is also written to --out (benchmarks/results/cpu/generate.json is one).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,11 @@ parser.add_argument("--schemes", default="raw,int8,int4,kivi2")
 parser.add_argument("--stock", default="quanto4,hqq8,fp8", help="stock quantized caches: quanto4, quanto2, hqq8, hqq4, fp8 or none")
 parser.add_argument("--tokens", type=int, default=12)
 parser.add_argument("--threads", type=int, default=2)
+parser.add_argument("--compile", metavar="BACKEND", help="a backend of torch.compile, such as inductor: time every cache under it too")
 parser.add_argument("--out", type=Path)
 args = parser.parse_args()
+WARM_UP = 3 if args.compile else 1
+"""Tokens before those that are timed: the first compiles, and the second again where lengths had been taken for constants."""
 torch.set_num_threads(args.threads)
 
 
@@ -96,7 +101,7 @@ for path in args.models:
         caches: dict[str, Any] = {"16-bit": DynamicCache(config=model.config)}
         for name in args.schemes.split(","):
             found = calibrate(model, [some_text], name, weights="none") if PRESETS[name].needs_calibration else None
-            caches[name] = kvbits.KVCache.for_model(model, name, batch_size=1, max_tokens=context + args.tokens + 2, calibration=found)
+            caches[name] = kvbits.KVCache.for_model(model, name, batch_size=1, max_tokens=context + args.tokens + WARM_UP, calibration=found)
         for name in [] if args.stock == "none" else args.stock.split(","):
             try:
                 caches[name] = stock(name, model.config)
@@ -104,17 +109,23 @@ for path in args.models:
                 print(f"stock {name} left out: {error}")
         for cache in caches.values():
             fill(cache, contents)
+        calls: dict[str, Callable[..., Any]] = dict.fromkeys(caches, model)
+        if args.compile:
+            torch.compiler.reset()
+            caches |= {f"{name}, compiled": copy.deepcopy(cache) for name, cache in caches.items()}
+            calls |= dict.fromkeys([name for name in caches if name not in calls], torch.compile(model, backend=args.compile, fullgraph=True))
         token = torch.tensor([[11]])
         times: dict[str, list[float]] = {name: [] for name in caches}
         with torch.no_grad():
-            for cache in caches.values():  # warm up
-                model(token, past_key_values=cache)
+            for name, cache in caches.items():
+                for _ in range(WARM_UP):
+                    calls[name](token, past_key_values=cache)
             for _ in range(args.tokens):
                 for name, cache in caches.items():
                     began = time.perf_counter()
-                    model(token, past_key_values=cache)
+                    calls[name](token, past_key_values=cache)
                     times[name].append(time.perf_counter() - began)
-        base = statistics.median(times["16-bit"])
+        base, width = statistics.median(times["16-bit"]), max(map(len, caches))
         for name, cache in caches.items():
             t = statistics.median(times[name])
             row = {"model": Path(path).name, "context": context, "cache": name, "tokens_per_s": 1 / t, "ratio_vs_16bit": base / t, "bytes": held_bytes(cache)}
@@ -122,7 +133,7 @@ for path in args.models:
             rows.append(row)
             memory = f"{row['memory_reduction']:.2f}x less memory" if row["memory_reduction"] else ""
             print(
-                f"{row['model']:28} {context:6} {name:8} {row['tokens_per_s']:7.2f} tokens/s  {row['ratio_vs_16bit']:5.2f}x the 16-bit cache  {memory}",
+                f"{row['model']:28} {context:6} {name:{width}} {row['tokens_per_s']:7.2f} tokens/s  {row['ratio_vs_16bit']:5.2f}x the 16-bit cache  {memory}",
                 flush=True,
             )
         del caches, contents

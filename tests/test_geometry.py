@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbits.errors import SpecError, UnsupportedError
-from kvbits.geometry import find_model, layer_geometries, load_config, max_context, text_config
+from kvbits.geometry import find_model, forget_parsed, layer_geometries, load_config, max_context, text_config
 from kvbits.spec import LayerGeometry
 
 transformers = pytest.importorskip("transformers")
@@ -273,7 +273,7 @@ def test_foreign_files_are_refused(tmp_path):
         load_config(tmp_path)
 
 
-def test_gguf_metadata_is_enough(tmp_path):
+def test_gguf_metadata_is_enough_and_is_parsed_once(tmp_path, monkeypatch):
     gguf = pytest.importorskip("gguf")
     path = tmp_path / "tiny.gguf"
     w = gguf.GGUFWriter(path, "llama")
@@ -293,3 +293,13 @@ def test_gguf_metadata_is_enough(tmp_path):
     c = load_config(path)
     assert layer_geometries(c) == (LayerGeometry(num_kv_heads=2, head_dim=16),) * 3
     assert max_context(c) == 77
+    plain, parsed = gguf.GGUFReader, []
+    monkeypatch.setattr(gguf, "GGUFReader", lambda *args: parsed.append(args) or plain(*args))
+    load_config(path), load_config(path)
+    assert not parsed, "a file that is as it was is not parsed again"
+    forget_parsed()
+    load_config(path), load_config(path)
+    assert len(parsed) == 1
+    path.write_bytes(path.read_bytes() + b"\0")
+    load_config(path)
+    assert len(parsed) == 2

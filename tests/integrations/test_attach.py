@@ -7,7 +7,7 @@ from integrations.test_huggingface import ours, prompts, stock, tiny
 from packaging.version import Version
 
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.errors import CacheStateError, DataError, FileFormatError, UnsupportedError
+from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError, UnsupportedError
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.models import weights_fingerprint
 
@@ -79,6 +79,55 @@ def test_a_loaded_prefix_is_repeated_for_beams_and_samples(tmp_path, options):
     assert torch.equal(ours(model, whole, cache=loaded, **options), stock(model, whole, **options))
 
 
+@pytest.mark.parametrize("options", [{"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 3}], ids=["beams", "samples"])
+@pytest.mark.parametrize("family, scheme", [("gemma3", "int8"), ("llama", "int4")])
+def test_a_loaded_quantized_prefix_goes_on_like_the_one_that_was_saved(tmp_path, family, scheme, options):
+    """Windows and closed pages of several sequences that share a file's pages."""
+    model, inputs = tiny(family), prompts([200])
+    saved = KVCache.for_model(model, scheme)
+    with torch.no_grad():
+        model(**inputs, past_key_values=saved)
+    saved.save(tmp_path / "prefix")
+    loaded = KVCache.load(tmp_path / "prefix", model)
+    whole = {"input_ids": torch.cat([inputs["input_ids"], prompts([4], seed=2)["input_ids"]], 1)}
+    found = []
+    for cache in (saved, loaded):
+        cache.batch_repeat_interleave(3)
+        found.append(ours(model, whole, cache=cache, max_new_tokens=8, **options))
+    assert torch.equal(*found) and loaded.store.seq_lens == [211] * 3
+
+
+def test_a_prefix_of_fixed_capacity_is_loaded_to_grow_for_beams(tmp_path):
+    model, inputs = tiny("llama"), prompts([60])
+    cache = KVCache.for_model(model, "raw", max_tokens=96)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    cache.save(tmp_path / "prefix")
+    whole = {"input_ids": torch.cat([inputs["input_ids"], prompts([4], seed=2)["input_ids"]], 1)}
+    full, grown = (KVCache.load(tmp_path / "prefix", model, grow=grow) for grow in (False, True))
+    for loaded in (full, grown):
+        loaded.batch_repeat_interleave(3)
+    with pytest.raises(PoolFullError, match=r"built for 1 sequence of 96 tokens.*load\(\.\., grow=True\)"):
+        ours(model, whole, cache=full, num_beams=3)
+    assert torch.equal(ours(model, whole, cache=grown, num_beams=3), stock(model, whole, num_beams=3))
+
+
+def test_a_prefix_goes_on_after_the_model_was_detached_for_a_static_cache(tmp_path):
+    model, inputs = tiny("llama"), prompts([20])
+    model.set_attn_implementation("sdpa")
+    whole = {"input_ids": torch.cat([inputs["input_ids"], prompts([4], seed=2)["input_ids"]], 1)}
+    want = model.generate(**whole, max_new_tokens=5, do_sample=False)
+    with torch.no_grad():
+        cache = KVCache.for_model(model, "raw")
+        model(**inputs, past_key_values=cache)
+        cache.save(tmp_path / "prefix")
+    KVCache.detach(model)
+    static = transformers.StaticCache(config=model.config, max_cache_len=40)
+    assert torch.equal(model.generate(**whole, past_key_values=static, max_new_tokens=5, do_sample=False), want)
+    loaded = KVCache.load(tmp_path / "prefix", model)  # attaches the model again
+    assert torch.equal(model.generate(**whole, past_key_values=loaded, max_new_tokens=5, do_sample=False), want)
+
+
 def test_a_batch_that_no_repeat_gives_is_said():
     model = tiny("llama")
     cache = KVCache.for_model(model, "raw")
@@ -138,26 +187,3 @@ def test_a_fingerprint_follows_values_shapes_and_names():
     assert weights_fingerprint(tiny("qwen3")) != first
     meta = tiny("llama").to("meta")
     assert weights_fingerprint(meta) != first
-
-
-@pytest.mark.parametrize("how", ["wrapped", "forward", "in_place"])
-def test_a_compiled_model_refuses_the_cache_in_one_sentence(how):
-    """And neither compiles the cache nor warns."""
-    torch.compiler.reset()
-    model = tiny("llama")
-    cache = KVCache.for_model(model, "int8")
-    inputs = prompts([20])
-    assert not cache.is_compileable
-    call = model
-    if how == "wrapped":
-        call = torch.compile(model, backend="eager")
-    elif how == "forward":
-        model.forward = torch.compile(model.forward, backend="eager")
-    else:
-        model.compile(backend="eager")
-    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"inside torch\.compile.*kvbits\.graphed"):
-        call(**inputs, past_key_values=cache)
-    assert cache.get_seq_length() == 0 and not cache.store.in_pass
-    if how == "wrapped":  # its generate() is the model's own
-        assert call.generate(**inputs, past_key_values=cache, max_new_tokens=3).shape == (1, 23)
-    torch.compiler.reset()

@@ -6,7 +6,6 @@ import torch
 from dense_model import dense_attention
 
 from kvbits import schemes
-from kvbits.ops.cpu import close
 from kvbits.ops.cuda.attend import kernel_choice
 from kvbits.ops.cuda.close import packed
 from kvbits.ops.cuda.dequantize import unpacker
@@ -64,8 +63,6 @@ def test_kernels_refuse_banded_codes_by_name():
     assert kernel_choice.refuses_layout(layout) == f"{words} CUDA kernel"
     assert packed.refuses_layout(layout, torch.bfloat16) == f"{words} CUDA kernel"
     assert unpacker.refuses_layout(layout, torch.bfloat16) == f"{words} CUDA kernel"
-    store = PageStore(layout, (torch.zeros(1, HEADS, layout.head_bytes, dtype=torch.uint8),), {})
-    assert close.refuses(torch.zeros(1, HEADS, SIZE, 64), store) == f"{words} CPU kernel"
 
 
 def test_triton_refuses_banded_codes_by_name(monkeypatch):

@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 from dense_model import dense_attention
-from ops.cpu_cases import NOISE, RAW, banded, inverse_frequencies, needs_library, random_call
+from ops.cpu_cases import NOISE, RAW, banded, inverse_frequencies, needs_library, random_call, static_params
 
 from kvbits import schemes
 from kvbits.errors import DataError
 from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cpu import structs
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
-from kvbits.ops.reference.dequantize import dequantize_pages
+from kvbits.ops.reference.dequantize import dequantize_pages, section
+from kvbits.ops.types import PageStore
+from kvbits.quant.banded import scale_values
 from kvbits.quant.basis import inverse
 from kvbits.spec import PageLayout, PerGroup, PerToken, QuantSpec
 
@@ -136,3 +139,62 @@ def test_what_kernels_refuse():
         bare = dataclasses.replace(part, store=dataclasses.replace(part.store, static=static))
         with pytest.raises(DataError, match=f"{name} must be"):
             cpu.attend(q, dataclasses.replace(call, parts=(bare,)), positions)
+
+
+# -- closing ------------------------------------------------------------------------------------------------------------
+
+
+def closed(key, value, k, v, page_size, head_dim):
+    """(pages by the kernel, pages by the reference [n, 2, head_bytes], their layout and what the layer's pages share) of pages at far positions."""
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=2, head_dim=head_dim, raw_dtype=str(k.dtype).removeprefix("torch."))
+    static, starts, ids = static_params(key, value, 2, head_dim), np.array([5, 131_008, 70_001]), np.array([4, 0, 3])
+    found = []
+    for close in (close_cpu.close, close_reference.close):
+        buffer = torch.full((5, 3, layout.head_bytes), 0xFF, dtype=torch.uint8)
+        close(k, v, PageStore(layout, (buffer[:2, :2], buffer[2:, :2]), static), ids, starts=starts)
+        assert bool((buffer[:, 2] == 0xFF).all()) and bool((buffer[1:3] == 0xFF).all()), "other bytes stay as they are"
+        found.append(buffer[torch.from_numpy(ids), :2])
+    return *found, layout, static, starts
+
+
+def rows(page_size, head_dim, dtype):
+    """Tokens of very different size, a constant one, one of zeros, one with a single large number."""
+    x = torch.randn(3, 2, page_size, head_dim) * torch.randn(3, 2, page_size, 1).exp() + torch.randn(1, 2, 1, head_dim)
+    x[0, 0, 0], x[1, 0, 4], x[2, 0, 2, 0] = 0, 7, 1000
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (72, 32), (80, 64), (128, 64), (256, 96), (8, 32)])
+def test_closing_is_the_references_but_for_ties(tier, name, head_dim, page_size):
+    """Scales are another one only where both cost the same squared error; codes under equal scales differ by one step in keys that lie between two."""
+    for dtype in (torch.float32, torch.bfloat16):
+        k, v = rows(page_size, head_dim, dtype), rows(page_size, head_dim, dtype).flip(2)
+        ours, theirs, layout, static, starts = closed(*sides(name), k, v, page_size, head_dim)
+        read = [dequantize_pages(x, layout, static, torch.float64, starts=starts, in_basis=True) for x in (ours, theirs)]
+        for kind, x, y, spec in zip("kv", *read, sides(name), strict=True):
+            stored, _ = close_reference.encode_side(k if kind == "k" else v, kind, spec, static, starts)
+            scales = [section(p, layout, f"{kind}_scale").flatten(-2) for p in (ours, theirs)]
+            same = scales[0] == scales[1]
+            error, best = ((z - stored.double()).square().sum(-1) for z in (x, y))
+            assert float((~same).float().mean()) <= 0.01
+            assert bool((error <= best * (1 + 1e-5) + 1e-12).all())
+            assert bool(((x - y).abs().amax(-1) <= torch.where(same, 1.01 * scale_values(scales[1]), torch.inf)).all())
+            assert int(((x != y) & same.unsqueeze(-1)).sum()) <= 4
+
+
+def test_every_width_closes(tier):
+    for bands in ((8, 6, 5, 4), (0, 1, 8, 3), (3, 0, 0, 6), (1, 1, 1, 1), (0, 0, 0, 4)):
+        for key in (banded(*bands), banded(*bands, basis="hadamard", center="channel")):
+            x = torch.randn(3, 2, 64, 64)
+            ours, theirs, *_ = closed(key, banded(3, 3, 3, 3, basis="hadamard"), x, x.flip(2), 64, 64)
+            assert float((ours != theirs).float().mean()) <= 1e-3
+
+
+def test_what_cannot_be_closed_is_named(tier):
+    key, value = sides("klt2")
+    x = torch.randn(3, 2, 64, 64)
+    with pytest.raises(DataError, match=r"of the values overflows float8_e5m3; keep the layer raw \(an Override\)"):
+        closed(key, value, x, x * 1e7, 64, 64)
+    with pytest.raises(DataError, match="keys holds nan"):
+        closed(key, value, torch.where(x > 3, torch.nan, x), x, 64, 64)

@@ -168,17 +168,22 @@ def other_batch(held: int, batch_size: int) -> str:
     )
 
 
-def full(built_for: tuple[int | None, int | None], groups: list[GroupState], batch_size: int, num_tokens: int, error: str) -> str:
+def full(
+    built_for: tuple[int | None, int | None], groups: list[GroupState], batch_size: int, num_tokens: int, error: str, budget: int | None = None
+) -> str:  # fmt: skip
     """That tokens did not fit, into what, and why more capacity may not help.
 
     Args:
         built_for: sequences, and tokens of each, of the fixed capacity, where they are known.
         error: of the pool that is short.
+        budget: bytes of all pools, where there is one.
     """
     sequences, tokens = built_for
     built = "a cache of fixed capacity"
     if sequences is not None and tokens is not None:
         built = f"a cache built for {counted(sequences, 'sequence')} of {counted(tokens, 'token')}"
+    if budget is not None:
+        built = f"a cache with a budget of {human_bytes(budget)}"
     held = [s.length for s in groups[0].sequences]
     now = f"of {counted(max(held), 'token')}" if held else "empty"
     text = f"{built}, now {now}, was given {batch_size} x {num_tokens} tokens more: {error}"

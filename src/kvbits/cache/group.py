@@ -273,6 +273,20 @@ class GroupState:
         s.boundaries, s.residual_length = boundaries, residual_length
         self._demote(s, 0)
 
+    def lower(self, tier: int, boundary: int) -> int:
+        """At most `boundary` planes of a tier for each sequence from now on. Returns how many planes went back."""
+        before = self.pools[f"low{tier}"].allocator.num_used
+        for s in self.sequences:
+            s.boundaries[tier] = min(s.boundaries[tier], boundary)
+            self._demote(s, 0)
+        return before - self.pools[f"low{tier}"].allocator.num_used
+
+    def renumber(self, pool: str, to: list[int]) -> None:
+        """The pages of a pool have other ids: `to[i]` that of i."""
+        for s in self.sequences:
+            s.renumber(pool, [to[i] for i in s.pages()[pool]])
+        self._closed_tables = None
+
     def speculate(self) -> None:
         """Keep what speculated tokens could make leave, until `settle`."""
         self.keep_past = True

@@ -9,6 +9,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..errors import UnsupportedError
+from .compiled import attend, cached_attention
 from .masks import NAME, Mask, NotATensor
 
 if TYPE_CHECKING:
@@ -63,21 +64,20 @@ def attention(
             "(None: full attention); this model's config does not say what its layers do, so build the cache from a CacheSpec of your own"
         )
     key.stored = True
-    known, valid = attention_mask.known(layer.columns)
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
-    try:
-        out = layer.store.step(
-            layer.index, query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2),
-            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=kwargs.get("softcap"), sink_logits=sink_logits, valid=valid,
-        )  # fmt: skip
-    except BaseException:
-        if not layer.store.in_pass:  # the store took the whole pass back
-            layer.columns.take_back()
-        raise
-    layer.columns.note(layer.index, query.shape[2], known)
-    if not layer.store.in_pass:
-        layer.columns.keep()
-    return out, None
+    q, k, v = query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2)
+    scaling, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap")
+    if torch.compiler.is_compiling():
+        return cached_attention(q, k, v, attention_mask.attention_mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap), None
+    return _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits), None
+
+
+@torch.compiler.disable(reason="a KVCache plans its pages in Python")  # where something else broke the graph; 3 us otherwise
+def _attend(
+    layer: KVLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None
+) -> torch.Tensor:
+    known, valid = mask.known(layer.columns)
+    return attend(layer.columns, layer.index, q, k, v, known, valid, scaling, softcap, sink_logits)
 
 
 def _dense_attention(

@@ -283,7 +283,7 @@ def _check(model: Any, cache: KVCache) -> None:
     require_loaded(model)
     if not isinstance(cache, KVCache):
         raise DataError(f"graphed() needs the KVCache that the model decodes with, not {type(cache).__name__}; KVCache.for_model(model, ..) makes one")
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None or hasattr(model.forward, "_torchdynamo_orig_callable"):
         raise UnsupportedError("graphed() takes the model itself, not what torch.compile made of it; a graph needs no compiler")
     store, config = cache.store, model.config.get_text_config(decoder=True)
     if store.device.type != device_decode.DEVICE:

@@ -27,6 +27,7 @@ from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
+from ..units import parse_bytes
 from . import prefix, tensor_parallel
 from .attention import Handle
 from .masks import NAME, Columns
@@ -40,18 +41,6 @@ if TYPE_CHECKING:
 
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
-
-
-_NOT_COMPILED = (
-    "a KVCache inside torch.compile: its pages are planned in Python, which no compiler can follow; call the model without torch.compile "
-    "(model.generate of torch.compile(model) does), and use kvbits.graphed(model, cache) for decoding without Python's cost"
-)
-
-
-@torch.compiler.disable(reason=_NOT_COMPILED)
-def _refuse_compiler() -> NoReturn:
-    """The compiler breaks its graph before this call, so that the error reaches the caller when the graph runs."""
-    raise UnsupportedError(_NOT_COMPILED)
 
 
 class KVLayer(CacheLayerMixin):
@@ -82,17 +71,16 @@ class KVLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Hand keys and values [B, H, T, D] on to the attention function."""
-        if torch.compiler.is_compiling():
-            _refuse_compiler()
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
     def get_seq_length(self) -> int:
-        return self.seen
+        """Positions so far; a tensor [] in compiled code."""
+        return self.columns.numbers[1] if torch.compiler.is_compiling() else self.seen  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if torch.compiler.is_compiling():  # a model asks before its first layer
-            _refuse_compiler()
+        if torch.compiler.is_compiling():  # no mask is built
+            return query_length, 0
         if self.sliding_window is None:
             return self.seen + query_length, 0
         return min(self.seen, self.sliding_window - 1) + query_length, max(self.seen - self.sliding_window + 1, 0)
@@ -124,7 +112,8 @@ class KVCache(Cache):
         seen = int(lengths.max())
         ragged = bool((lengths != seen).any())
         valid = torch.arange(seen) >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
-        self.columns = Columns(seen, valid)
+        self.columns = Columns(store, valid)
+        self.columns.seen = seen
         self._recording = False
         super().__init__(layers=[KVLayer(store, self.columns, i) for i in range(len(store.spec.layers))])
 
@@ -132,24 +121,28 @@ class KVCache(Cache):
     def for_model(
         cls,
         model: Any,
-        scheme: str | Scheme = schemes.RECOMMENDED,
+        scheme: str | Scheme | None = None,
         *,
         batch_size: int | None = None,
         max_tokens: int | None = None,
         calibration: Calibration | None = None,
         nonfinite: str = "refuse",
         backend: str = "auto",
+        budget: int | str | None = None,
     ) -> KVCache:
         """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until `detach`.
 
         Args:
             model: a Transformers decoder model.
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one (`mine.json`; both taken as they are).
+                None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
                 Assisted decoding with sliding-window layers needs one that grows.
             calibration: needed by schemes with static scales; refused if made for another model or scheme.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
+            budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low planes, the finest and oldest first, as it
+                fills (docs/tiers.md). For schemes with tiers, and instead of `max_tokens`.
 
         Warns:
             KvbitsWarning: the scheme is known to be unfit for this model, whose keys have a bias (`models.unfit_for`).
@@ -160,6 +153,9 @@ class KVCache(Cache):
             CalibrationError: calibration missing or made for something else.
         """
         require_loaded(model)
+        nbytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
+        if scheme is None:
+            scheme = schemes.RECOMMENDED if budget is None else schemes.elastic(layer_geometries(model.config))
         if not isinstance(scheme, (str, Scheme)):
             raise SpecError(f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}")
         if calibration is not None and not hasattr(calibration, "static"):
@@ -180,7 +176,9 @@ class KVCache(Cache):
                 f"scheme {chosen.name!r} has static scales, codebooks or a basis; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)"
             )
         use_kvbits_attention(model)
-        store = PagedCache(spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend)
+        store = PagedCache(
+            spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
+        )
         store.made_for = weights_fingerprint(model)
         return cls(store, ranks)
 

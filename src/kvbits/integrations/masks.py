@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
@@ -9,6 +11,7 @@ import torch
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from ..cache.paged_cache import PagedCache
 from ..errors import UnsupportedError
 from ..later import Later
 
@@ -42,20 +45,22 @@ class NotATensor:
         cls._refuse(cls)  # type: ignore[arg-type]
 
 
-@dataclass
+@dataclass(eq=False)
 class Columns:
     """Positions the cache has seen, padding included: shared by the cache and its layers, which know nothing else of it (a cycle
     between them would keep pages alive until the garbage collector comes by).
 
     Attributes:
-        seen: before the pass under way.
+        store: the cache that has seen them.
+        numbers: int64 [2] on the host: the number by which `numbered` finds this, and `seen`. All that compiled code is given of a cache, so that nothing
+            which changes is a Python number to it.
         valid: bool [B, seen], which of them are real, wherever the mask was; None for all.
         new, been: positions of the pass under way, and the layers that have been through it.
         mask: bool [B, seen + new] that the pass under way was given.
         captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every replay).
     """
 
-    seen: int = 0
+    store: PagedCache
     valid: torch.Tensor | None = None
     new: int = 0
     been: set[int] = field(default_factory=set)
@@ -64,6 +69,30 @@ class Columns:
     _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
     _later: Later = field(default_factory=Later)
     _passes: int = 0
+    _seen: int = 0
+
+    def __post_init__(self) -> None:
+        self._enter()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._enter()  # a copy has a number of its own
+
+    def _enter(self) -> None:
+        number = next(_numbers)
+        _numbered[number] = self
+        with torch.inference_mode(False):  # written inside and outside of it
+            self.numbers = torch.tensor([number, self._seen])
+
+    @property
+    def seen(self) -> int:
+        """Positions before the pass under way."""
+        return self._seen
+
+    @seen.setter
+    def seen(self, n: int) -> None:
+        self._seen = n
+        self.numbers[1] = n
 
     def seen_by(self, layer: int) -> int:
         return self.seen + (self.new if layer in self.been else 0)
@@ -132,6 +161,15 @@ class Columns:
         """Forget the pass under way."""
         self.new, self.mask = 0, None
         self.been.clear()
+
+
+_numbers = itertools.count()
+_numbered: weakref.WeakValueDictionary[int, Columns] = weakref.WeakValueDictionary()
+
+
+def numbered(number: int) -> Columns:
+    """The columns that have this number."""
+    return _numbered[number]
 
 
 @dataclass

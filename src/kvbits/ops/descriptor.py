@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from ..quant.banded import STEP
 from ..spec import BAND, FRAME, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..spec.quant import DTYPE_BYTES, SCALE_BYTES, NumberFormat
 from ..spec.quant import FORMATS as NUMBER_FORMATS
@@ -168,6 +169,12 @@ def header() -> str:
         *rows,
         "    };",
         "    return all[format];",
+        "}",
+        "",
+        "/// Step of the best uniform quantizer of a Gaussian of variance 1 at a band's bits (quant/banded.py), 0 where it has none.",
+        "constexpr float band_step(int bits) {",
+        f"    constexpr float all[9] = {{{', '.join(f'{STEP.get(bits, 0.0)}f' for bits in range(9))}}};",
+        "    return all[bits];",
         "}",
         "",
     ])  # fmt: skip

@@ -33,3 +33,9 @@ constexpr NumberFormat number_format(int format) {
     };
     return all[format];
 }
+
+/// Step of the best uniform quantizer of a Gaussian of variance 1 at a band's bits (quant/banded.py), 0 where it has none.
+constexpr float band_step(int bits) {
+    constexpr float all[9] = {0.0f, 1.596f, 0.9957f, 0.586f, 0.3352f, 0.1881f, 0.1041f, 0.0f, 0.0308f};
+    return all[bits];
+}

@@ -1,4 +1,8 @@
-"""close_pages on the CPU: scales, codes and packing in one pass over the raw page, bit for bit what the reference stores."""
+"""close_pages on the CPU: scales, codes and packing in one pass over the raw page, bit for bit what the reference stores.
+
+Banded codes: the scale of a token whose squared error hardly differs between two candidates may be the other one (sums are taken in another order), and keys
+in a calibrated basis may differ from the reference's in the last bit of float32.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ import numpy as np
 import torch
 
 from ...errors import DataError, UnsupportedError
+from ...quant.basis import frames
 from ...quant.qparams import require_finite
 from ...quant.rotary import page_turns, step_turns
 from ..descriptor import TORCH_DTYPES
 from ..reference.dequantize import require_starts
-from ..types import LowStore, PageStore, banded_sides, check_closing
+from ..types import LowStore, PageStore, check_closing
 from .library import CloseStruct, check, library
 from .structs import low_struct, refuses_low, refuses_writing, store_struct
 
@@ -22,8 +27,6 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
     if reason := refuses_low(store.layout, [s.layout for s in low], closing=True):
         return reason
-    if banded := banded_sides(store.layout):
-        return f"{banded} have no CPU kernel"
     return refuses_writing(k, store)
 
 
@@ -61,16 +64,21 @@ def close(
     )  # fmt: skip
     for (fine, _), fine_ids in zip(low, low_ids, strict=True):
         struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data
-    if layout.key.pre_rope:
-        inv_freq = store.static["k_inv_freq"]
-        turns = page_turns(require_starts(starts, len(ids)), inv_freq), step_turns(layout.page_size, inv_freq)
+    if layout.key.needs_rotary:
+        inv_freq, first = store.static["k_inv_freq"], require_starts(starts, len(ids))
+        if layout.key.basis == "klt":
+            first = frames(first)
+            if "k_basis" not in store.static:
+                raise DataError("keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim] to close pages; calibrate first")
+        turns = page_turns(first, inv_freq), step_turns(layout.page_size, inv_freq)
         struct.turn_starts, struct.turn_steps = (x.ctypes.data for x in turns)
     check(library().kvbits_close(struct))
     for i, (name, x) in enumerate((("keys", k), ("values", v))):
         if struct.nonfinite[i] >= 0:
             require_finite(x, name)
         if struct.overflow[i]:
-            dtype = (layout.key, layout.value)[i].scale_dtype
-            raise DataError(f"a scale, bias or mean of the {name} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
+            spec = (layout.key, layout.value)[i]
+            way_out = "keep the layer raw (an Override)" if spec.is_banded else "use scale_dtype='float32' or 'bfloat16'"
+            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
     sides = (("k", layout.key), ("v", layout.value))
     return {kind: struct.saturated[i] for i, (kind, spec) in enumerate(sides) if not spec.is_raw}

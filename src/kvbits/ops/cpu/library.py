@@ -20,7 +20,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
@@ -35,7 +35,8 @@ class TensorStruct(Structure):
         ("scale_offset", c_int32), ("bias_offset", c_int32), ("mean_offset", c_int32), ("stretch_offset", c_int32),
         ("num_outliers", c_int32), ("outlier_index_offset", c_int32), ("outlier_value_offset", c_int32), ("page_scale_offset", c_int32),
         ("static_scale", c_void_p), ("static_bias", c_void_p),
-        ("hadamard", c_int32), ("bands", c_void_p), ("from_basis", c_void_p), ("codebook", c_void_p), ("inv_freq", c_void_p), ("turns", c_void_p),
+        ("hadamard", c_int32), ("bands", c_void_p), ("from_basis", c_void_p), ("to_basis", c_void_p),
+        ("codebook", c_void_p), ("inv_freq", c_void_p), ("turns", c_void_p),
     ]  # fmt: skip
 
 

@@ -109,6 +109,8 @@ def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep
         inverse = _given(static, f"{kind}_inverse", (heads, d, d), "num_kv_heads, head_dim, head_dim", keep)
         keep.append(F.pad(inverse.mT, (0, -d % 16)).unflatten(-1, (-1, 16)).transpose(1, 2).contiguous())
         t.from_basis = keep[-1].data_ptr()
+        if f"{kind}_basis" in static:  # of closing alone
+            t.to_basis = _given(static, f"{kind}_basis", (heads, d, d), "num_kv_heads, head_dim, head_dim", keep).data_ptr()
     return t
 
 

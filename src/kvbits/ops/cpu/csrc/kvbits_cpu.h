@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 11 };
+enum { KVBITS_ABI_VERSION = 12 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -39,6 +39,7 @@ typedef struct {
   int32_t hadamard;           // 1: banded, and times a Hadamard matrix
   const uint8_t* bands;       // [head_dim / BAND, rounded up] bits of each band of channels; null unless the format is banded
   const float* from_basis;    // transposed inverse of the keys' basis, 16 columns after the other: [num_kv_heads][head_dim / 16, rounded up][head_dim][16], zeros behind; null for none
+  const float* to_basis;      // [num_kv_heads][head_dim][head_dim] that keys are multiplied with when their page closes; null for none
   const float* codebook;      // [num_kv_heads, 2^bits] ascending; null unless the format has one
   const float* inv_freq;      // [head_dim / 2] radians per token; null unless keys are stored before the rotary embedding, or in a basis (turned back by their frame)
   const float* turns;         // cos and sin of j * inv_freq for the page's tokens j: [page_size / 16][head_dim / 2][2][16]; null unless keys are stored before the rotary embedding
@@ -97,8 +98,8 @@ typedef struct {
   int32_t num_kv_heads, head_dim, dtype, num_threads;
   const void* source[2];
   int64_t stride[2][3];     // elements: page, head, token
-  // For keys stored before the rotary embedding: cosines, then sines of head_dim / 2 angles, each padded to a multiple of 16.
-  const double* turn_starts;  // [num_pages] of each page's first token
+  // For keys that are turned back: cosines, then sines of head_dim / 2 angles, each padded to a multiple of 16.
+  const double* turn_starts;  // [num_pages] of each page's first token, or its frame
   const double* turn_steps;   // [page_size] of token j's distance from it
   int64_t saturated[2];     // out: elements clamped to the code range
   int64_t nonfinite[2];     // out: first page * num_kv_heads + head that holds NaN or infinity, -1 for none

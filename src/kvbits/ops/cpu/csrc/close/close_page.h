@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "../kvbits_cpu.h"
+#include "banded_codes.h"
 #include "codes.h"
 #include "kvquant_codes.h"
 #include "kvquant_ranges.h"
@@ -28,14 +29,6 @@ static bool make_params(PageBuffers& b, const kvbits_tensor& t, uint8_t* head, i
   else range_by_channel(b, page_size, head_dim);
   if (t.page_scale_offset >= 0) return choose_page_scaled(b, groups * page_size, q_max_of(t), head + t.scale_offset, head + t.page_scale_offset);
   return choose_params<DTYPE>(b, by_token ? groups * page_size : head_dim, q_max_of(t), is_codebook(t.format), head + t.scale_offset, bias) && ok;
-}
-
-static void store_plane(PageBuffers& b, const ClosePart& part, uint8_t* to, int bits, int shift) {
-  const int row_bytes = row_bytes_of(part.head_dim, bits);
-  if (row_bytes * 8 / bits > part.head_dim) __builtin_memset(b.rows, 0, (size_t)part.page_size * row_bytes);
-  pack_rows(b, part.page_size, part.head_dim, row_bytes, bits, shift);
-  if (part.is_key) interleave_keys(b, to, part.page_size, row_bytes);
-  else interleave_values(b, to, part.page_size, row_bytes);
 }
 
 // Scales, biases and means, chosen and stored or given. False when one overflows.
@@ -71,6 +64,10 @@ static void close_item(const ClosePart& part, void* scratch, CloseResult& result
     return;
   }
   if (t.format == FORMAT_RAW) return store_raw_rows(b, part.head + t.plane_offset[0], t.raw_dtype, page_size, head_dim);
+  if (t.bands) {
+    result.overflow = !close_bands(b, part);
+    return;
+  }
   if (part.turn_start) turn_rows_back(b, part.turn_start, part.turn_steps, page_size, head_dim);
   if (t.mean_offset < 0) b.raw = b.x;
   const bool by_token = !t.per_channel && !t.static_scale, has_bias = t.bias_offset >= 0 || t.static_bias;

@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 #include "page_buffers.h"
+#include "plan.h"
 #include "stored_bits.h"
 
 namespace {
@@ -48,6 +49,15 @@ static void interleave_values(const PageBuffers& b, uint8_t* to, int page_size, 
         for (int u = 0; u < 4; u++) to[4 * r + u] = row[u][r];
     }
   }
+}
+
+// One plane of keys or values.
+static void store_plane(PageBuffers& b, const ClosePart& part, uint8_t* to, int bits, int shift) {
+  const int row_bytes = row_bytes_of(part.head_dim, bits);
+  if (row_bytes * 8 / bits > part.head_dim) __builtin_memset(b.rows, 0, (size_t)part.page_size * row_bytes);
+  pack_rows(b, part.page_size, part.head_dim, row_bytes, bits, shift);
+  if (part.is_key) interleave_keys(b, to, part.page_size, row_bytes);
+  else interleave_values(b, to, part.page_size, row_bytes);
 }
 
 template <int DTYPE>

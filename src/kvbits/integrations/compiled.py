@@ -1,0 +1,81 @@
+"""Attention over a `KVCache` inside `torch.compile`: one operation that no compiler looks into.
+
+Compiled code is given tensors only: queries, keys, values, the padding mask and `Columns.numbers`, by which the operation finds the cache when it
+runs. It then does what the attention function does without a compiler. Lengths, page lists and the scheme are no part of the graph, so that one graph
+serves every token and every cache of a model. The operation writes `numbers`, and says so: nothing moves it, drops it or runs it twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import UnsupportedError
+from .masks import Columns, numbered
+
+
+def attend(
+    columns: Columns, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: torch.Tensor | None, valid: torch.Tensor | None,
+    scaling: float, softcap: float | None, sink_logits: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`.
+
+    Args:
+        known, valid: bool [B, seen + T] and bool [B, T], which tokens are real; None for all.
+    """
+    store = columns.store
+    try:
+        out = store.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid)
+    except BaseException:
+        if not store.in_pass:  # the store took the whole pass back
+            columns.take_back()
+        raise
+    columns.note(layer, q.shape[1], known)
+    if not store.in_pass:
+        columns.keep()
+    return out
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Refuse to be recorded, which a graph of torch.compile's would do with what the host decides for this one token.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured.
+    """
+    if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a KVCache in compiled code cannot be captured in a CUDA graph; compile without mode='reduce-overhead', or decode uncompiled inside kvbits.graphed"
+        )
+
+
+@torch.library.custom_op(
+    "kvbits::cached_attention", mutates_args=("numbers",), tags=(torch.Tag.cudagraph_unsafe,),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor(a0!) numbers, int layer, float scaling, float? softcap) -> Tensor",
+)  # fmt: skip
+def cached_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sink_logits: torch.Tensor | None, numbers: torch.Tensor, layer: int,
+    scaling: float, softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """`attend` of the cache that `numbers` names: [B, T, Hq, D].
+
+    Args:
+        mask: bool [B, at least seen + T], real tokens; None for all.
+        numbers: `Columns.numbers`, or a copy that a compiler made.
+
+    Raises:
+        UnsupportedError: see `refuse_capture`.
+        What `PagedCache.step` and `Columns.known` raise.
+    """
+    refuse_capture(q.device)
+    columns = numbered(int(numbers[0]))
+    known = valid = None
+    if mask is not None:  # copied once a pass: the compiler uses its memory again
+        known = columns.mask if columns.been else columns.known(mask, q.shape[1]).clone()
+        valid = None if known is None else known[:, -q.shape[1] :]
+    out = attend(columns, layer, q, k, v, known, valid, scaling, softcap, sink_logits)
+    numbers[1] = columns.seen
+    return out.contiguous()
+
+
+@cached_attention.register_fake
+def _(q, k, v, mask, sink_logits, numbers, layer, scaling, softcap):  # type: ignore[no-untyped-def]
+    return torch.empty_like(q, memory_format=torch.contiguous_format)

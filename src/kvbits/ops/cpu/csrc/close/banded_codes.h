@@ -1,0 +1,165 @@
+// Pages of banded codes (docs/formats.md): rows to the basis that they are stored in, fitted scales, codes of a width for each band.
+// The definition is src/kvbits/quant/{basis,banded}.py. Rows times a Hadamard matrix match it bit for bit; products with a calibrated basis are sums in
+// float64 as there, in another order.
+#pragma once
+#include <stdint.h>
+
+#include "kvquant_ranges.h"
+#include "page_buffers.h"
+#include "params.h"
+#include "plan.h"
+#include "planes.h"
+#include "stored_bits.h"
+
+namespace {
+
+constexpr int SMALLEST_SCALE_CODE = 1, LARGEST_SCALE_CODE = 247;
+constexpr int SCALES_BELOW = 4, SCALES_ABOVE = 8;  // how many 8-bit floats around that of a Gaussian token are tried
+
+static void hadamard_rows(PageBuffers& b, int page_size, int head_dim) {
+  const int width = padded_width(head_dim), size = head_dim & -head_dim;
+  const float factor = (float)(1.0 / __builtin_sqrt((double)size));
+  for (int t = 0; t < page_size; t++) {
+    float* x = b.x + (int64_t)t * width;
+    for (int stride = 1; stride < size; stride *= 2)
+      for (int i = 0; i < head_dim; i += 2 * stride)
+        for (int k = i; k < i + stride; k++) {
+          const float low = x[k], high = x[k + stride];
+          x[k] = low + high;
+          x[k + stride] = low - high;
+        }
+    for (int i = 0; i < head_dim; i++) x[i] *= factor;
+  }
+}
+
+// Rows turned back by the frame (its cosines and sines as in turn_rows_back), times the basis [head_dim][head_dim].
+static void rows_to_basis(PageBuffers& b, const double* frame, const float* basis, int page_size, int head_dim) {
+  constexpr int R = 4;  // rows that share what is loaded of the basis; pages have a multiple of 32
+  const int width = padded_width(head_dim), half = head_dim / 2, padded = round_up(half, 16);
+  double turned[R][MAX_HEAD_DIM];
+  for (int t = 0; t < page_size; t += R) {
+    for (int r = 0; r < R; r++) {
+      const float* x = b.x + (int64_t)(t + r) * width;
+      for (int i = 0; i < half; i++) {
+        turned[r][i] = (double)x[i] * frame[i] + (double)x[i + half] * frame[padded + i];
+        turned[r][i + half] = (double)x[i + half] * frame[i] - (double)x[i] * frame[padded + i];
+      }
+    }
+    for (int c = 0; c < head_dim; c += VL) {
+      vd sums[R] = {};
+      const int n = head_dim - c < VL ? head_dim - c : VL;
+      for (int i = 0; i < head_dim; i++) {
+        const vd a = __builtin_convertvector(n == VL ? load(basis + (int64_t)i * head_dim + c) : load_first<FLOAT32>(basis, (int64_t)i * head_dim + c, n), vd);
+        for (int r = 0; r < R; r++) sums[r] += a * turned[r][i];
+      }
+      for (int r = 0; r < R; r++) store(b.x + (int64_t)(t + r) * width + c, __builtin_convertvector(sums[r], vf));
+    }
+  }
+}
+
+INLINE float scale_of_code(int code) { return from_e5m3(splat_int(code))[0]; }
+
+// Of the nearest 8-bit float, ties up; x is at most the largest one.
+static int scale_code(float x) {
+  const int code = (to_bits<FLOAT16>(splat(x))[0] + 64) >> 7;
+  return code < SMALLEST_SCALE_CODE ? SMALLEST_SCALE_CODE : code > LARGEST_SCALE_CODE ? LARGEST_SCALE_CODE : code;
+}
+
+// By channel: the highest code, and the step of a Gaussian's best quantizer, 0 where a channel has no bits.
+struct BandSteps {
+  alignas(64) float top[MAX_HEAD_DIM + 16], step[MAX_HEAD_DIM + 16];
+  float channels;  // that have bits
+};
+
+static void fill_steps(BandSteps& s, const kvbits_tensor& t, int head_dim) {
+  s.channels = 0.0f;
+  for (int c = 0; c < padded_width(head_dim); c++) {
+    const int bits = c < head_dim ? t.bands[c / BAND] : 0;
+    s.top[c] = (float)((1 << bits) - 1);
+    s.step[c] = band_step(bits);
+    s.channels += bits ? 1.0f : 0.0f;
+  }
+}
+
+INLINE vf band_level(vf x, vf inverse, vf top) { return vmin(vmax(round_even(x * inverse + top * 0.5f), vf{}), top); }
+
+// The code of a token's scale: the candidate with the least squared error, the smallest of equals. 0: it overflows.
+static int fitted_scale(const float* x, const BandSteps& s, int width) {
+  vf squares = vf{};
+  for (int c = 0; c < width; c += VL) {
+    const vf y = load(x + c) * load(s.step + c);
+    squares += y * y;
+  }
+  const float start = __builtin_sqrtf(sum(squares) / s.channels);
+  if (!(start <= scale_of_code(LARGEST_SCALE_CODE))) return 0;
+  const int first = scale_code(start);
+  int best = 0;
+  float least = __builtin_inff();
+  for (int code = first - SCALES_BELOW; code <= first + SCALES_ABOVE; code++) {
+    if (code < SMALLEST_SCALE_CODE || code > LARGEST_SCALE_CODE) continue;
+    const vf scale = splat(scale_of_code(code)), inverse = 1.0f / scale;
+    vf error = vf{};
+    for (int c = 0; c < width; c += VL) {
+      const vf y = load(x + c), top = load(s.top + c), missed = y - (band_level(y, inverse, top) - top * 0.5f) * scale;
+      error += select(top > vf{}, missed * missed, vf{});
+    }
+    if (const float found = sum(error); found < least) least = found, best = code;
+  }
+  return best;
+}
+
+// Scales and codes of all tokens. False when a scale overflows.
+static bool code_bands(PageBuffers& b, const ClosePart& part) {
+  const kvbits_tensor& t = *part.tensor;
+  const int width = padded_width(part.head_dim);
+  BandSteps steps;
+  fill_steps(steps, t, part.head_dim);
+  for (int i = 0; i < part.page_size; i++) {
+    const float* x = b.x + (int64_t)i * width;
+    const int code = fitted_scale(x, steps, width);
+    if (!code) return false;
+    part.head[t.scale_offset + i] = (uint8_t)code;
+    const vf inverse = 1.0f / splat(scale_of_code(code));
+    for (int c = 0; c < width; c += VL)
+      store_bytes(b.codes + (int64_t)i * width + c, __builtin_convertvector(band_level(load(x + c), inverse, load(steps.top + c)), vi));
+  }
+  return true;
+}
+
+// Each plane as that of a format whose channels are those of the bands that have it.
+static void store_bands(PageBuffers& b, const ClosePart& part) {
+  const kvbits_tensor& t = *part.tensor;
+  const int width = padded_width(part.head_dim);
+  PageBuffers fields = b;
+  fields.codes = (uint8_t*)b.keys;
+  for (int bits = 8, stored = 0; bits; bits /= 2) {
+    int channels = 0;
+    for (int c = 0; c < part.head_dim; c++) channels += (t.bands[c / BAND] & bits) != 0;
+    if (!channels) continue;
+    for (int i = 0; i < part.page_size; i++) {
+      const uint8_t* from = b.codes + (int64_t)i * width;
+      uint8_t* to = fields.codes + (int64_t)i * padded_width(channels);
+      for (int c = 0; c < part.head_dim; c++)
+        if (t.bands[c / BAND] & bits) *to++ = (uint8_t)(from[c] >> (t.bands[c / BAND] & (bits - 1)));
+    }
+    ClosePart plane = part;
+    plane.head_dim = channels;
+    store_plane(fields, plane, part.head + t.plane_offset[stored++], bits, 0);
+  }
+}
+
+// A page of banded codes from its rows. False when a scale or mean overflows.
+static bool close_bands(PageBuffers& b, const ClosePart& part) {
+  const kvbits_tensor& t = *part.tensor;
+  const int width = padded_width(part.head_dim);
+  for (int i = 0; i < part.page_size; i++)
+    for (int c = part.head_dim; c < width; c++) b.x[(int64_t)i * width + c] = 0.0f;
+  if (t.to_basis) rows_to_basis(b, part.turn_start, t.to_basis + (int64_t)part.kv_head * part.head_dim * part.head_dim, part.page_size, part.head_dim);
+  if (t.hadamard) hadamard_rows(b, part.page_size, part.head_dim);
+  if (t.mean_offset >= 0 && !subtract_mean<FLOAT16>(b, part.head + t.mean_offset, part.page_size, part.head_dim)) return false;
+  if (!code_bands(b, part)) return false;
+  store_bands(b, part);
+  return true;
+}
+
+}  // namespace
