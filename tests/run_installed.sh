@@ -8,7 +8,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 if [ $# = 0 ]; then
-  "$PYTHON" -m pip wheel -q --no-deps -w "$work/dist" .
+  "$PYTHON" -m pip wheel -q --no-deps -C build-dir="$work/build" -w "$work/dist" .  # not in build/, which an editable installation uses
   set -- "$work"/dist/kvbits-*.whl
 fi
 case $1 in *-py3-none-*) ;; *) echo "$1: a wheel for every Python is called ...-py3-none-PLATFORM"; exit 1 ;; esac

@@ -135,6 +135,14 @@ PRESETS: dict[str, Scheme] = {
 }  # fmt: skip
 
 
+ELASTIC = Scheme(
+    name="elastic", key=QuantSpec(format="int2", granularity=PerChannel(), symmetric=False),
+    value=QuantSpec(format="int2", granularity=PerGroup(64), symmetric=False), num_sink_tokens=4, residual_length=128,
+    tiers=(Tier(num_tokens=2**30), Tier(num_tokens=2**30, key_bits=2, value_bits=2)),
+    description="8 bits in three planes, 2 + 2 + 4, as long as they fit: what a cache with a budget stores, which gives planes back as it fills",
+)  # fmt: skip
+"""What `KVCache.for_model(model, budget=..)` stores if no scheme is named: 8 bits, then 4, then 2."""
+
 RECOMMENDED = "int8_centered"
 """What to take without looking further: no calibration, and nearest to 16 bits on every model that was measured, with and without a key bias (README.md).
 The default of `KVCache.for_model`, `kvbits check`, lm-eval, and the first of few bits in the demo."""
@@ -189,6 +197,11 @@ def key_bias_note(scheme: Scheme, of: str) -> str | None:
 def fitted(scheme: Scheme, head_dim: int) -> Scheme:
     """A scheme whose groups divide head_dim: those that do not shrink to the largest power of two that does."""
     return dataclasses.replace(scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, head_dim))
+
+
+def elastic(layers: tuple[LayerGeometry, ...]) -> Scheme:
+    """`ELASTIC` fitted to a model's layers."""
+    return fitted(ELASTIC, math.gcd(*(g.head_dim for g in layers)))
 
 
 def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | None = None) -> list[str | Scheme]:

@@ -7,6 +7,7 @@ import torch
 from ..errors import CacheError, SpecError
 from ..spec import CacheSpec
 from . import explain
+from .budget import Budget
 from .group import GroupState
 from .pool import Pool
 
@@ -27,8 +28,21 @@ def checked(batch_size: int | None, max_tokens: int | None) -> tuple[int | None,
     return batch_size, max_tokens
 
 
-def allocate(spec: CacheSpec, batch_size: int | None, max_tokens: int | None, device: torch.device) -> list[GroupState]:
-    """Every layer group of `spec` with its pools: of `max_tokens` tokens for each of `batch_size` sequences, or empty ones that grow.
+def budgeted(spec: CacheSpec, budget: int | None, built_for: tuple[int | None, int | None]) -> Budget | None:
+    """The budget of a cache, or None.
+
+    Raises:
+        SpecError: a fixed capacity beside it, or a scheme that has nothing to give back.
+    """
+    if budget is not None and built_for != (None, None):
+        raise SpecError("a budget is for a cache that grows, max_tokens and batch_size fix a capacity; give one of them")
+    return None if budget is None else Budget(budget, spec)
+
+
+def allocate(
+    spec: CacheSpec, batch_size: int | None, max_tokens: int | None, device: torch.device, budget: Budget | None = None
+) -> list[GroupState]:  # fmt: skip
+    """Every layer group of `spec` with its pools: of `max_tokens` tokens for each of `batch_size` sequences, or empty ones that grow, within a budget.
 
     Raises:
         CacheError: the device has no memory for it; the message says how much that is.
@@ -37,7 +51,7 @@ def allocate(spec: CacheSpec, batch_size: int | None, max_tokens: int | None, de
     try:
         for group in spec.groups:
             wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
-            pools = {name: Pool(group, name, None if wanted is None else wanted[name], device) for name in group.pools}
+            pools = {name: Pool(group, name, None if wanted is None else wanted[name], device, budget) for name in group.pools}
             groups.append(GroupState(group, pools))
     except (MemoryError, OSError, OverflowError, RuntimeError, TypeError) as error:  # sizes that no memory has, in the words of who was asked
         if max_tokens is None or batch_size is None:

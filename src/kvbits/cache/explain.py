@@ -168,24 +168,43 @@ def other_batch(held: int, batch_size: int) -> str:
     )
 
 
-def full(built_for: tuple[int | None, int | None], groups: list[GroupState], batch_size: int, num_tokens: int, error: str) -> str:
+def full(
+    built_for: tuple[int | None, int | None], groups: list[GroupState], batch_size: int, num_tokens: int, error: str, budget: int | None = None
+) -> str:  # fmt: skip
     """That tokens did not fit, into what, and why more capacity may not help.
 
     Args:
         built_for: sequences, and tokens of each, of the fixed capacity, where they are known.
         error: of the pool that is short.
+        budget: bytes of all pools, where there is one.
     """
     sequences, tokens = built_for
     built = "a cache of fixed capacity"
     if sequences is not None and tokens is not None:
         built = f"a cache built for {counted(sequences, 'sequence')} of {counted(tokens, 'token')}"
+    if budget is not None:
+        built = f"a cache with a budget of {human_bytes(budget)}"
     held = [s.length for s in groups[0].sequences]
     now = f"of {counted(max(held), 'token')}" if held else "empty"
     text = f"{built}, now {now}, was given {batch_size} x {num_tokens} tokens more: {error}"
+    text += _cut_pages(groups)
     windows = sorted({w for g in groups if g.keep_past and (w := g.group.geometry.sliding_window) is not None})
     if not windows:
         return text
     return (
         f"{text}. Tokens may be taken back (keep_past, assisted decoding), so layers with a sliding window of {windows[0]} give nothing back until the next "
         "crop; a fixed capacity has no room for that, however large max_tokens is: let the cache grow"
+    )
+
+
+def _cut_pages(groups: list[GroupState]) -> str:
+    """That crops went into closed pages, and the room that this takes; nothing where none did."""
+    by_group = [(g, [n for s in g.sequences for n in s.closed_lengths if n < g.group.page_size]) for g in groups]
+    g, cut = max(by_group, key=lambda x: len(x[1]), default=(None, []))
+    if g is None or not cut:
+        return ""
+    return (
+        f". {counted(len(cut), 'closed page')} of layers {g.group.layers[0]}.. show fewer than their {g.group.page_size} tokens because crop() cut into them, "
+        f"and what is quantized is never filled up again: the room of {counted(sum(g.group.page_size - n for n in cut), 'token')}. Crops of at most "
+        f"residual_length tokens (here {g.group.residual_length}) reach raw tokens only: give it the number of tokens taken back at once, or raise max_tokens"
     )

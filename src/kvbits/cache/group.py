@@ -116,8 +116,9 @@ class GroupState:
         for _ in range(closings):
             page, run = run.cut(size)
             pages.append(page)
-        if first and g.fills_pages and not s.tail and (unseen := need - run.start - run.waiting) > 0:
-            _, run = run.cut(run.waiting + unseen // size * size)
+        whole = g.num_sink_tokens + (need - g.num_sink_tokens) // size * size  # where the page of the oldest token that stays begins
+        if first and g.fills_pages and not s.tail and whole > run.start + run.waiting:
+            _, run = run.cut(whole - run.start)
             s.released = run.start
         return Cut(row, to_sink, pages, sources, num_low, run)
 
@@ -211,7 +212,7 @@ class GroupState:
             s.released = self.group.num_sink_tokens
         runs: list[tuple[str, Any, list[int]]] = [("closed", s.closed, s.closed_lengths), ("tail", s.tail, s.tail_lengths)]
         for pool, ids, lengths in runs if self.group.fills_pages else runs[:1]:
-            while ids and not s.sink and s.released + lengths[0] <= need:
+            while ids and not s.sink and s.released + (self.group.page_size if pool == "tail" else lengths[0]) <= need:  # a tail page fills up first
                 self._give_back(pool, ids.pop(0))
                 s.released += lengths.pop(0)
                 if pool == "closed":
@@ -271,6 +272,20 @@ class GroupState:
         s = self.sequences[row]
         s.boundaries, s.residual_length = boundaries, residual_length
         self._demote(s, 0)
+
+    def lower(self, tier: int, boundary: int) -> int:
+        """At most `boundary` planes of a tier for each sequence from now on. Returns how many planes went back."""
+        before = self.pools[f"low{tier}"].allocator.num_used
+        for s in self.sequences:
+            s.boundaries[tier] = min(s.boundaries[tier], boundary)
+            self._demote(s, 0)
+        return before - self.pools[f"low{tier}"].allocator.num_used
+
+    def renumber(self, pool: str, to: list[int]) -> None:
+        """The pages of a pool have other ids: `to[i]` that of i."""
+        for s in self.sequences:
+            s.renumber(pool, [to[i] for i in s.pages()[pool]])
+        self._closed_tables = None
 
     def speculate(self) -> None:
         """Keep what speculated tokens could make leave, until `settle`."""

@@ -42,12 +42,13 @@ class PagedCache:
         spec: scheme and geometry.
         max_tokens, batch_size: fix the capacity to `max_tokens` tokens of each of `batch_size` sequences (1 if not given): exactly
             `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more, whole pages, which take up to `spec.room(max_tokens)` tokens.
-            Without them the cache grows.
+            Without them the cache grows. A crop into a closed page loses the room of what it cuts off; crops of at most `residual_length` tokens reach none.
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales, codebooks or a basis.
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes, so not where nothing
             closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
+        budget: bytes that a growing cache may take: as it fills, pages give back low planes (`budget.Budget`); for schemes with tiers.
 
     Raises:
         CacheError: the device has no memory for a fixed capacity; the message says how much that is.
@@ -61,7 +62,7 @@ class PagedCache:
 
     def __init__(
         self, spec: CacheSpec, *, batch_size: int | None = None, max_tokens: int | None = None, device: torch.device | str = "cpu",
-        static: list[dict[str, torch.Tensor]] | None = None, nonfinite: str = "refuse", backend: str = "auto",
+        static: list[dict[str, torch.Tensor]] | None = None, nonfinite: str = "refuse", backend: str = "auto", budget: int | None = None,
     ) -> None:  # fmt: skip
         if nonfinite not in ("refuse", "clamp"):
             raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
@@ -77,11 +78,12 @@ class PagedCache:
         self.made_for: str | None = None
         self.held_groups: list[GroupState] = []
         self._stores = LayerStores(spec, self.held_groups, self.static, self.device)  # refuses what cannot be before anything is allocated
-        self.held_groups += capacity.allocate(spec, *self.built_for, self.device)
+        self.budget = capacity.budgeted(spec, budget, self.built_for)
+        self.held_groups += capacity.allocate(spec, *self.built_for, self.device, self.budget)
         self._inputs = InputCheck(spec, self.device, nonfinite)
         self._layers = LayerRunner(self._stores, backend, self.saturated)
         self._switch = DecodeSwitch(self._stores, backend, self.saturated)
-        self._passes = Passes(self.held_groups, self._stores.places, self._switch, self.saturated)
+        self._passes = Passes(self.held_groups, self._stores.places, self._switch, self.saturated, self.budget)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -128,6 +130,7 @@ class PagedCache:
         """What is stored, who serves each op and why the others do not, and where the bytes are: a dict, which prints as a few lines."""
         ops = {str(c) for c in self._layers.choices.values()} | self._switch.explain()
         notes = [f"single tokens are led by the host: {self.led_by_host}"] if self.led_by_host else []
+        notes += [] if self.budget is None else self.budget.notes(self.groups)
         return explain.facts(self.spec, self.groups, self.built_for, self._stores.has_head_overrides, self.saturated, ops, notes)
 
     # -- forward passes ---------------------------------------------------------------------------------------------
@@ -145,7 +148,8 @@ class PagedCache:
         try:
             self._passes.begin(batch_size, num_tokens, valid)
         except PoolFullError as error:
-            raise PoolFullError(explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error))) from None
+            most = None if self.budget is None else self.budget.nbytes
+            raise PoolFullError(explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error), most)) from None
 
     @property
     def in_pass(self) -> bool:

@@ -14,6 +14,7 @@ from ..errors import CacheStateError, DataError, counted
 from ..later import Findings, upload
 from ..ops.types import LowStore, PageStore, SlotMapping
 from . import explain
+from .budget import Budget, OverBudgetError
 from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
 from .group import GroupState, Snapshot
@@ -107,13 +108,16 @@ class Passes:
         layers: that every pass goes through.
         switch: leads single tokens on the device, where that can be done.
         saturated: of every layer, what its passes count; put back when one is taken back.
+        budget: bytes that all pools share, or None.
 
     Attributes:
         forward: the pass that some layers have not been through yet, or None.
     """
 
-    def __init__(self, groups: list[GroupState], layers: Iterable[int], switch: DecodeSwitch, saturated: list[dict[str, int]]) -> None:
-        self._groups, self._layers, self._switch, self._saturated = groups, frozenset(layers), switch, saturated
+    def __init__(
+        self, groups: list[GroupState], layers: Iterable[int], switch: DecodeSwitch, saturated: list[dict[str, int]], budget: Budget | None
+    ) -> None:  # fmt: skip
+        self._groups, self._layers, self._switch, self._saturated, self._budget = groups, frozenset(layers), switch, saturated, budget
         self.forward: Forward | None = None
         self._awaited: set[int] = set()  # layers that a pass which lost all its sequences was waiting for
 
@@ -137,7 +141,7 @@ class Passes:
             valid = None if bool(valid.all()) else valid
         counts = [num_tokens] * batch_size if valid is None else valid.sum(1).tolist()
         self._switch.settle()
-        lengths, steps, before = self._advance(counts, num_tokens > 1)
+        lengths, steps, before = self._with_room(counts, num_tokens > 1)
         ranks = torch.arange(1, num_tokens + 1).expand(batch_size, -1) if valid is None else valid.cumsum(1)
         positions = torch.tensor(lengths)[:, None] + ranks - 1
         if valid is not None:
@@ -158,6 +162,20 @@ class Passes:
         held = len(self._groups[0].sequences)
         if held and batch_size != held:
             raise CacheStateError(f"the cache holds {counted(held, 'sequence')} but was given {batch_size}; {explain.other_batch(held, batch_size)}")
+
+    def _with_room(self, counts: list[int], history_first: bool) -> tuple[list[int], list[Step], list[Snapshot]]:
+        """`_advance`, with low planes given back until a budget has room for it."""
+        trimmed = False
+        while True:
+            try:
+                return self._advance(counts, history_first)
+            except OverBudgetError as error:
+                assert self._budget is not None
+                if not trimmed:
+                    self._budget.trim(self._groups)
+                    trimmed = True
+                elif not self._budget.make_room(self._groups, counts, error.needed):
+                    raise
 
     def _advance(self, counts: list[int], history_first: bool) -> tuple[list[int], list[Step], list[Snapshot]]:
         """Lengths before, steps of the groups and their snapshots; all groups move, or none."""

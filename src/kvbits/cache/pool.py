@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import mmap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -38,14 +38,27 @@ def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
     return whole[skip : skip + nbytes]
 
 
+class Shared(Protocol):
+    """Bytes that several pools take from (`budget.Budget`)."""
+
+    pools: list[Any]
+
+    def granted(self, pool: Any, missing: int, wanted: int) -> int:
+        """How many ids a pool may add."""
+
+    def most_ids(self, pool: Any) -> int:
+        """Ids of the largest slab that it takes at once."""
+
+
 class Pool:
     """Pages of one layout for all layers of a group.
 
     Args:
         capacity: ids for ever (PoolFullError past them), or None to grow.
+        budget: bytes that a growing pool shares with others, or None.
     """
 
-    def __init__(self, group: LayerGroup, name: str, capacity: int | None, device: torch.device) -> None:
+    def __init__(self, group: LayerGroup, name: str, capacity: int | None, device: torch.device, budget: Shared | None = None) -> None:
         self.name = name
         self.layout: PageLayout | LowLayout = group.low_layouts[name] if name in group.low_layouts else group.layouts[name]
         self.num_layers = len(group.layers)
@@ -55,6 +68,9 @@ class Pool:
         self.allocator = Allocator()
         self.slabs: list[torch.Tensor] = []
         self._stores: dict[int, PageStore | LowStore] = {}
+        self.budget = budget
+        if budget is not None:
+            budget.pools.append(self)
         if capacity:
             self._add(capacity)
 
@@ -84,7 +100,48 @@ class Pool:
                 "crop or reset it, free sequences, or build it with a larger max_tokens or batch_size (or without them, to let it grow; a saved one, "
                 "with load(.., grow=True))"
             )
-        self._add(max(missing, self.allocator.capacity // GROWTH))
+        wanted = max(missing, self.allocator.capacity // GROWTH)
+        if self.budget is None:
+            self._add(wanted)
+            return
+        wanted, most = self.budget.granted(self, missing, wanted), self.budget.most_ids(self)
+        for first in range(0, wanted, most):
+            self._add(min(most, wanted - first))
+
+    def spare_slab(self) -> int | None:
+        """The slab with the fewest ids in use, if these find room in the others; None if not."""
+        used = self._used()
+        free = self.allocator.num_free
+        at = min(range(len(used)), key=used.__getitem__, default=None)
+        return at if at is not None and self.slabs[at].shape[0] <= free else None
+
+    def _used(self) -> list[int]:
+        """Ids in use of each slab."""
+        found, first = [], 0
+        for slab in self.slabs:
+            found.append(sum(self.allocator.count(i) > 0 for i in range(first, first + slab.shape[0])))
+            first += slab.shape[0]
+        return found
+
+    def drop_slab(self, at: int) -> list[int]:
+        """Let go of a slab: what it holds moves to free places of the others, whose ids close the gap.
+
+        Returns:
+            The new id of every old one.
+        """
+        first = sum(s.shape[0] for s in self.slabs[:at])
+        gone = range(first, first + self.slabs[at].shape[0])
+        free = [i for i in range(self.allocator.capacity) if i not in gone and not self.allocator.count(i)]
+        to = list(range(self.allocator.capacity))
+        for old in gone:
+            if self.allocator.count(old):
+                to[old] = free.pop(0)
+                self.block(to[old]).copy_(self.block(old))
+        to = [i - len(gone) if i >= gone.stop else i for i in to]
+        self.allocator = self.allocator.renumbered(to, self.allocator.capacity - len(gone))
+        del self.slabs[at]
+        self._stores.clear()
+        return to
 
     def store(self, layer: int, static: dict[str, torch.Tensor], turn: torch.Tensor | None = None) -> Any:
         """The pages of one layer (its index inside the group): a PageStore, or a LowStore in a pool of low planes."""
@@ -118,6 +175,7 @@ class Pool:
         new = copy.copy(self)
         memo[id(self)] = new
         new.allocator = copy.deepcopy(self.allocator, memo)
+        new.budget = copy.deepcopy(self.budget, memo)
         new.slabs = [allocate_slab(s.numel(), self.device).copy_(s.flatten()).view(s.shape) for s in self.slabs]
         new._stores = {}
         return new

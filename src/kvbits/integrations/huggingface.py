@@ -27,6 +27,7 @@ from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
+from ..units import parse_bytes
 from . import prefix, tensor_parallel
 from .attention import Handle
 from .masks import NAME, Columns
@@ -120,24 +121,28 @@ class KVCache(Cache):
     def for_model(
         cls,
         model: Any,
-        scheme: str | Scheme = schemes.RECOMMENDED,
+        scheme: str | Scheme | None = None,
         *,
         batch_size: int | None = None,
         max_tokens: int | None = None,
         calibration: Calibration | None = None,
         nonfinite: str = "refuse",
         backend: str = "auto",
+        budget: int | str | None = None,
     ) -> KVCache:
         """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until `detach`.
 
         Args:
             model: a Transformers decoder model.
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one (`mine.json`; both taken as they are).
+                None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
                 Assisted decoding with sliding-window layers needs one that grows.
             calibration: needed by schemes with static scales; refused if made for another model or scheme.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
+            budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low planes, the finest and oldest first, as it
+                fills (docs/tiers.md). For schemes with tiers, and instead of `max_tokens`.
 
         Warns:
             KvbitsWarning: the scheme is known to be unfit for this model, whose keys have a bias (`models.unfit_for`).
@@ -148,6 +153,9 @@ class KVCache(Cache):
             CalibrationError: calibration missing or made for something else.
         """
         require_loaded(model)
+        nbytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
+        if scheme is None:
+            scheme = schemes.RECOMMENDED if budget is None else schemes.elastic(layer_geometries(model.config))
         if not isinstance(scheme, (str, Scheme)):
             raise SpecError(f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}")
         if calibration is not None and not hasattr(calibration, "static"):
@@ -168,7 +176,9 @@ class KVCache(Cache):
                 f"scheme {chosen.name!r} has static scales, codebooks or a basis; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)"
             )
         use_kvbits_attention(model)
-        store = PagedCache(spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend)
+        store = PagedCache(
+            spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
+        )
         store.made_for = weights_fingerprint(model)
         return cls(store, ranks)
 

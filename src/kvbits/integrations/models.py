@@ -142,8 +142,9 @@ def weights_fingerprint(model: Any) -> str:
     """SHA-256, in hex, over names and shapes of a model's parameters, a few values of each, and what its configuration says of positions, norms and
     activations, at the price of one copy from the GPU.
 
-    The same weights in another dtype give another one, over however many ranks they are spread (which all must ask then). Of parameters on `meta` only name
-    and shape count.
+    The same weights in another dtype give another one. Spread over ranks by tensor parallelism they give that of the whole model, on any number of ranks: each
+    parameter is gathered, one after the other, so all ranks must ask. Of parameters on `meta`, and of tensors of other classes (quantized ones), only name and
+    shape count.
     """
     import torch
 

@@ -1,0 +1,127 @@
+"""A budget of bytes for all pools of a cache: pages begin in their widest form and give back low planes as it fills, the finest and oldest first.
+
+    [ 8 bits ........ ]  ->  [ 4 bits | 8 bits ]  ->  [ 4 bits ...... ]  ->  [ 2 bits | 4 bits ]  ->  [ 2 bits ...... ]  full
+
+A pass that finds no room is planned again with fewer planes: boundaries (`zones`) come down, planes go back to their pool, slabs that nobody needs then go back
+to the system, and other pools take their bytes. Nothing is quantized again. Planes of a slab that is half empty move to free places of others first.
+"""
+
+from __future__ import annotations
+
+from ..errors import PoolFullError, SpecError, counted
+from ..spec import CacheSpec, whole
+from ..units import human_bytes
+from .group import GroupState
+from .pool import Pool
+
+SLABS = 128
+"""A slab takes at most this part of the budget, so that bytes change hands in small pieces."""
+LEAST_CUT = 32
+"""A boundary comes down by at least this part of itself, so that making room is rare."""
+_MOST = 2**62
+
+
+class OverBudgetError(PoolFullError):
+    """A pool asked for `needed` bytes, more than the budget has left."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__("even with every page in its fewest bits this does not fit; crop or free sequences, or give a larger budget")
+        self.needed = needed
+
+
+class Budget:
+    """Bytes that the pools of a cache may take together.
+
+    Args:
+        nbytes: most bytes.
+
+    Attributes:
+        pools: those that share it.
+        given_back: per tier, youngest first: planes given back because the budget was full.
+
+    Raises:
+        SpecError: no whole number of bytes, or a scheme without low planes that could be given back.
+    """
+
+    def __init__(self, nbytes: int, spec: CacheSpec) -> None:
+        self.nbytes = whole("budget", nbytes, 1, _MOST, "in bytes, or a text with its unit, like '2GB'")
+        if not any(g.tiers for g in spec.groups):
+            raise SpecError(
+                f"scheme {spec.scheme.name!r} has no low planes that it could give back as a budget fills; leave the scheme out, give one with tiers, "
+                "or fix a capacity by max_tokens"
+            )
+        self.pools: list[Pool] = []
+        self.given_back = [0] * len(spec.scheme.tiers)
+
+    @property
+    def room(self) -> int:
+        """Bytes that nobody has taken yet."""
+        return self.nbytes - sum(p.nbytes for p in self.pools)
+
+    def most_ids(self, pool: Pool) -> int:
+        """Ids of the largest slab that a pool takes at once."""
+        return max(1, self.nbytes // SLABS // pool.block_bytes)
+
+    def granted(self, pool: Pool, missing: int, wanted: int) -> int:
+        """How many ids a pool may add: `wanted` if there is room, `missing` at least.
+
+        Raises:
+            OverBudgetError: there is not.
+        """
+        if (needed := missing * pool.block_bytes) > self.room:
+            raise OverBudgetError(needed)
+        return min(wanted, self.room // pool.block_bytes)
+
+    def make_room(self, groups: list[GroupState], counts: list[int], needed: int) -> bool:
+        """Lower the boundary of a tier, so that a pass of `counts` tokens needs `needed` bytes less, as far as that tier gives them. False: nothing is left.
+
+        Nothing may be under way, see `trim`.
+        """
+        for tier in range(len(self.given_back)):
+            held = [(g, row, self._planes(g, row, tier, counts)) for g in groups if g.group.tiers for row in range(len(counts))]
+            most = max((n for _, _, n in held), default=0)
+            if not most:
+                continue
+            a_page = sum(g.group.block_bytes(f"low{tier}") for g, _, n in held if n)
+            boundary = max(0, most - max(1, -(-(needed - self.room) // a_page), -(-most // LEAST_CUT)))
+            for g in groups:
+                if g.group.tiers:
+                    g.resize(len(counts))
+                    self.given_back[tier] += g.lower(tier, boundary)
+            self.trim(groups)
+            return True
+        return False
+
+    @staticmethod
+    def _planes(g: GroupState, row: int, tier: int, counts: list[int]) -> int:
+        """Planes of a tier that a sequence holds once so many tokens more are there."""
+        if row >= len(g.sequences):
+            closed, boundary = counts[row] // g.group.page_size, g.group.boundaries[tier]
+        else:
+            s = g.sequences[row]
+            closed, boundary = len(s.closed) + g.uses(s, counts[row])[1], s.boundaries[tier]
+        return min(closed, boundary)
+
+    @staticmethod
+    def trim(groups: list[GroupState]) -> None:
+        """Give back slabs that hold nothing, and those whose few pages fit elsewhere. Nothing may be under way: pages get other ids."""
+        for g in groups:
+            for name, pool in g.pools.items():
+                while (at := pool.spare_slab()) is not None:
+                    g.renumber(name, pool.drop_slab(at))
+
+    def notes(self, groups: list[GroupState]) -> list[str]:
+        """What was given back, in words."""
+        taken = f"{human_bytes(self.nbytes - self.room)} of the budget of {human_bytes(self.nbytes)}"
+        if not any(self.given_back):
+            return [f"budget: {taken}; every page has all its bits"]
+        pages: dict[int, int] = {}
+        for g in groups:
+            for s in g.sequences:
+                for i, page in enumerate(s.closed):
+                    if page is not None and g.group.tiers:
+                        planes = sum(low[i] is not None for low in s.low)
+                        pages[planes] = pages.get(planes, 0) + 1
+        have = ", ".join(f"{n} with {counted(planes, 'low plane')}" for planes, n in sorted(pages.items(), reverse=True))
+        back = " and ".join(f"{n} of {g.group.tiers[i].key_bits} bits" for i, n in enumerate(self.given_back) if n for g in groups[:1] if g.group.tiers)
+        return [f"budget: {taken}; low planes given back: {back}; pages held: {have}"]

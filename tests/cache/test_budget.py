@@ -1,0 +1,182 @@
+"""A cache with a budget: never a byte more, low planes given back oldest first, what is left exactly as it was stored."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny
+import torch
+
+from kvbits import KVCache, planner, schemes
+from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import PoolFullError, SpecError
+from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Scheme, Tier
+
+LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 2
+ELASTIC = CacheSpec(scheme=schemes.elastic(LAYERS), layers=LAYERS, raw_dtype="float16")
+
+
+def tokens(n: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    """[2, rows, n, 2, 64]: keys and values, the same for every layer and a function of the position alone."""
+    return torch.randn(2, rows, n, 2, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).half()
+
+
+def append(cache: PagedCache, x: torch.Tensor, valid: torch.Tensor | None = None) -> None:
+    for layer in range(len(cache.spec.layers)):
+        cache.append(layer, x[0], x[1], valid=valid)
+
+
+def fill(cache: PagedCache, x: torch.Tensor, chunk: int) -> int:
+    """Append until nothing fits; returns the tokens that did."""
+    for start in range(0, x.shape[2], chunk):
+        try:
+            append(cache, x[:, :, start : start + chunk])
+        except PoolFullError:
+            return start
+        assert cache.nbytes <= cache.budget.nbytes
+    return x.shape[2]
+
+
+def planes(cache: PagedCache, row: int = 0) -> list[int]:
+    """Low planes of each closed page, oldest first."""
+    s = cache.groups[0].sequences[row]
+    return [sum(low[i] is not None for low in s.low) for i in range(len(s.closed))]
+
+
+def reference(x: torch.Tensor, held: list[list[int]], dropped: int = 0) -> PagedCache:
+    """A cache without a budget that holds the same tokens, with as many planes."""
+    cache = PagedCache(ELASTIC)
+    append(cache, x)
+    for row, kept in enumerate(held):
+        cache.groups[0].set_zones(row, [sum(n > 1 for n in kept), sum(n > 0 for n in kept)], ELASTIC.scheme.residual_length)
+    return cache
+
+
+@pytest.mark.parametrize("chunk", [64, 200, 1000])
+def test_it_starts_wide_gives_back_the_oldest_first_and_ends_narrow(chunk):
+    x = tokens(12_000)
+    cache = PagedCache(ELASTIC, budget=700_000)
+    append(cache, x[:, :, :1000])
+    assert set(planes(cache)) == {2} and cache.budget.given_back == [0, 0]
+    assert "every page has all its bits" in cache.explain()["notes"][-1]
+    seen, end = {2}, 1000
+    while end + chunk <= x.shape[2]:
+        try:
+            append(cache, x[:, :, end : end + chunk])
+        except PoolFullError as error:
+            assert f"a cache with a budget of 700.00 kB, now of {end} tokens, was given 1 x {chunk} tokens more: even with every page in its fewest" in str(
+                error
+            )
+            break
+        end += chunk
+        now = planes(cache)
+        assert now == sorted(now) and cache.nbytes <= 700_000 and cache.seq_lens == [end]
+        seen |= set(now)
+    assert seen >= {0, 1, 2} and "low planes given back: " in cache.explain()["notes"][-1]
+    if chunk == 64:
+        assert set(planes(cache)) == {0}
+    for layer in range(2):
+        for mine, theirs in zip(cache.dequantize(layer, 0), reference(x[:, :, :end], [planes(cache)]).dequantize(layer, 0), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_it_holds_three_times_what_eight_bits_hold():
+    layers = (LayerGeometry(num_kv_heads=2, head_dim=128),)
+    spec = CacheSpec(scheme=schemes.elastic(layers), layers=layers, raw_dtype="float16")
+    budget = 8_000_000
+    eight = planner.max_context(CacheSpec(scheme=schemes.get("int8", head_dim=128), layers=layers, raw_dtype="float16"), budget, 1)
+    cache, x = PagedCache(spec, budget=budget), torch.randn(2, 1, 1024, 2, 128).half()
+    held = 0
+    while held < 4 * eight:
+        try:
+            append(cache, x)
+        except PoolFullError:
+            break
+        held += 1024
+    assert held >= 3 * eight
+
+
+def test_short_sequences_keep_their_planes():
+    x = tokens(6000, rows=2)
+    valid = torch.ones(2, 500, dtype=torch.bool)
+    cache = PagedCache(ELASTIC, budget=2_600_000)
+    append(cache, x[:, :, :500], valid)
+    for start in range(500, 6000, 500):
+        append(cache, x[:, :, start : start + 500], valid & torch.tensor([[True], [False]]))
+    long, short = planes(cache, 0), planes(cache, 1)
+    assert min(long) < 2 and set(short) == {2}
+    want = reference(torch.stack([x[0], x[1]])[:, :1], [long]).dequantize(0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(0, 0), want, strict=True))
+
+
+def test_forks_copies_and_freed_sequences():
+    x = tokens(9000)
+    cache = PagedCache(ELASTIC, budget=900_000)
+    append(cache, x[:, :, :1500])
+    other, before = copy.deepcopy(cache), planes(cache)
+    assert (
+        other.budget is not cache.budget
+        and len(other.budget.pools) == 5
+        and {id(p) for p in other.budget.pools} == {id(p) for g in other.held_groups for p in g.pools.values()}
+    )
+    cache.fork(0)
+    more = tokens(2000, rows=2, seed=1)
+    assert fill(cache, more, 100) >= 300
+    assert min(planes(cache)) < 2
+    shared = reference(x[:, :, :1500], [planes(cache)[: len(planes(other))]])
+    length = 64 * len(planes(other)) + 4
+    for row in (0, 1):
+        kept = planes(cache, row)[: len(planes(other))]
+        assert kept == sorted(kept)
+        if kept == planes(cache)[: len(kept)]:
+            assert torch.equal(cache.dequantize(0, row)[0][:length], shared.dequantize(0, 0)[0][:length])
+    assert planes(other) == before
+    cache.reset()
+    append(cache, x[:, :, :800])
+    assert set(planes(cache)) == {2} and cache.nbytes <= 900_000
+
+
+def test_a_pass_that_fails_leaves_the_tokens_as_they_were():
+    x = tokens(3000)
+    cache = PagedCache(ELASTIC, budget=700_000)
+    append(cache, x[:, :, :2900])
+    cache.append(0, x[0, :, 2900:], x[1, :, 2900:])
+    cache.abandon()
+    assert cache.seq_lens == [2900]
+    want = reference(x[:, :, :2900], [planes(cache)])
+    assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(1, 0), want.dequantize(1, 0), strict=True))
+    with pytest.raises(PoolFullError, match=r"now of 2900 tokens, was given 1 x 50000 tokens more"):
+        cache.begin(1, 50_000)
+    assert cache.seq_lens == [2900]
+
+
+def test_a_model_decodes_within_it(tmp_path):
+    model = tiny.model(dtype=torch.float16).float()
+    cache, plain = KVCache.for_model(model, budget="1.2MB"), KVCache.for_model(model, schemes.elastic(LAYERS))
+    ids = torch.randint(3, 60, (1, 2000))
+    with torch.no_grad():
+        for start in range(0, 1000, 250):
+            a, b = (model(ids[:, start : start + 250], past_key_values=c).logits for c in (cache, plain))
+            assert torch.equal(a, b)  # nothing was given back yet
+        for start in range(1000, 2000, 250):
+            assert model(ids[:, start : start + 250], past_key_values=cache).logits.isfinite().all()
+        cache.save(tmp_path / "cache.safetensors")
+        same = KVCache.load(tmp_path / "cache.safetensors", model)  # in slabs of its own, under other ids
+        assert torch.equal(*(model(ids[:, :1], past_key_values=c).logits for c in (copy.deepcopy(cache), same)))
+        assert model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False).shape == (1, 2004)
+    assert cache.nbytes <= 1_200_000 and "budget: " in str(cache.explain()) and cache.store.budget.given_back[0] > 0
+
+
+def test_what_cannot_be_is_refused():
+    model = tiny.model()
+    for options, why in (
+        ({"budget": "2"}, "budget '2' is not understood; write it with its unit"),
+        ({"budget": 0}, "budget=0 must be a whole number from 1"),
+        ({"budget": "1MB", "max_tokens": 100}, "a budget is for a cache that grows, max_tokens and batch_size fix a capacity; give one"),
+        ({"budget": "1MB", "scheme": "int8"}, "scheme 'int8' has no low planes that it could give back"),
+    ):
+        with pytest.raises(SpecError, match=why):
+            KVCache.for_model(model, **options)
+    int4 = QuantSpec(format="int4", granularity=PerGroup(32))
+    assert KVCache.for_model(model, Scheme(name="x", key=int4, value=int4, tiers=(Tier(num_tokens=2**20),)), budget="1MB").nbytes == 0
