@@ -113,6 +113,9 @@ def check_books(cache: PagedCache) -> None:
             assert len(s.tail) == len(s.tail_lengths)
             assert all(0 < n <= size for n in s.closed_lengths + s.tail_lengths)
             assert all(n == size for n in s.tail_lengths[:-1])
+            assert not g.group.fills_pages or not s.tail or (s.length - s.tail_tokens - g.group.num_sink_tokens) % size == 0, (
+                "a page begins in the middle of one"
+            )
             stored = (min(s.length, g.group.num_sink_tokens) if s.sink else 0) + sum(s.closed_lengths) + s.tail_tokens
             assert s.released + stored == s.length
     kinds = cache.bytes_by_kind()

@@ -150,6 +150,30 @@ def test_more_than_the_capacity_is_refused_whole_and_says_what_to_do():
     pair.check()
 
 
+def speculating(cache, total, num_drafted=5, num_kept=2):
+    """Fill a cache as speculative decoding does: so many tokens, of which some are taken back."""
+    x = torch.randn(1, num_drafted, 2, 64)
+    while cache.seq_lens != [total]:
+        length = cache.seq_lens[0] if cache.seq_lens else 0
+        n = min(num_drafted, total - length)
+        cache.append(0, x[:, :n], x[:, :n])
+        if length + n < total:
+            cache.crop(length + num_kept)
+
+
+def test_crops_into_closed_pages_take_room_and_the_refusal_says_so():
+    """Quantized slots are not written twice, so a crop into a closed page loses them: with nothing but the newest token raw, the pages of 1,024 tokens do not hold them."""
+    spec = CacheSpec(scheme=schemes.get("int8_centered"), layers=(FULL,), raw_dtype="float32")
+    assert (spec.scheme.residual_length, spec.scheme.page_size) == (0, 64)
+    words = r"15 closed pages of layers 0\.\. show fewer than their 64 tokens because crop\(\) cut into them.* room of 30 tokens.*residual_length"
+    with pytest.raises(PoolFullError, match=words):
+        speculating(PagedCache(spec, max_tokens=1024), 1024)
+    cache = PagedCache(dataclasses.replace(spec, scheme=schemes.get("int8_centered", residual_length=3)), max_tokens=1024)
+    speculating(cache, 1024)
+    assert all(n == 64 for n in cache.groups[0].sequences[0].closed_lengths)
+    check_books(cache)
+
+
 def test_a_first_pass_that_does_not_fit_leaves_an_empty_cache():
     spec = CacheSpec(scheme=schemes.get("int8"), layers=(FULL,), raw_dtype="float32")
     pair = Pair(PagedCache(spec, batch_size=1, max_tokens=64, backend="reference"))

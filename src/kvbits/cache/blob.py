@@ -26,8 +26,9 @@ import numpy as np
 import torch
 
 from ..errors import FileFormatError, counted
+from ..ops.cpu import blob as native
+from ..ops.cpu import library
 from ..spec import FORMATS_VERSION, CacheSpec, LayerGroup
-from .pool import Pool
 
 MAGIC = b"\x89kvbits\n"
 BLOB_VERSION = 1
@@ -283,6 +284,13 @@ def weights(words: int) -> np.ndarray:
 
 def checksums(units: np.ndarray) -> np.ndarray:
     """uint64 [n] of uint8 [n, bytes], whole words each."""
+    if library.unavailable() is None and units.flags.c_contiguous:
+        return native.checksums(units)
+    return checksums_in_numpy(units)
+
+
+def checksums_in_numpy(units: np.ndarray) -> np.ndarray:
+    """As `checksums`, where the CPU library is not there."""
     words = units.view(_WORD)
     total = np.zeros(len(words), np.uint64)
     for run, d in enumerate(across(-(-words.shape[1] // WORDS))):
@@ -389,6 +397,30 @@ def read_all(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
     return total
 
 
-def pool_views(pool: Pool, ids: Iterable[int]) -> list[torch.Tensor]:
-    """Pages of a pool where they lie, uint8 [layers, H, head_bytes] each, writable."""
-    return [pool.block(i) for i in ids]
+class Read(NamedTuple):
+    """A page to be read from a file.
+
+    Attributes:
+        offset: where it begins there.
+        to: uint8 [layers, H, head_bytes] on the host, contiguous.
+        sums: uint64 [layers] that its checksums must be; None: somebody else looks.
+    """
+
+    offset: int
+    to: torch.Tensor
+    sums: np.ndarray | None
+
+
+def read_pages(fd: int, reads: Sequence[Read]) -> int | None:
+    """Read pages to where they belong. Returns the index of the first that the file does not have as it should be, or None; what lies behind that one may not
+    have been read."""
+    if library.unavailable() is None:
+        pieces = [
+            (r.offset, r.to.data_ptr(), 0 if r.sums is None else r.sums.ctypes.data, r.to.shape[0], r.to.numel() // r.to.shape[0]) for r in reads
+        ]  # fmt: skip
+        return native.read_pages(fd, pieces)
+    for i, r in enumerate(reads):
+        whole = read_all(fd, [r.to.numpy().data.cast("B")], r.offset) == r.to.numel()
+        if not whole or (r.sums is not None and damaged([r.to], [r.sums]) is not None):
+            return i
+    return None

@@ -187,10 +187,24 @@ def full(
     held = [s.length for s in groups[0].sequences]
     now = f"of {counted(max(held), 'token')}" if held else "empty"
     text = f"{built}, now {now}, was given {batch_size} x {num_tokens} tokens more: {error}"
+    text += _cut_pages(groups)
     windows = sorted({w for g in groups if g.keep_past and (w := g.group.geometry.sliding_window) is not None})
     if not windows:
         return text
     return (
         f"{text}. Tokens may be taken back (keep_past, assisted decoding), so layers with a sliding window of {windows[0]} give nothing back until the next "
         "crop; a fixed capacity has no room for that, however large max_tokens is: let the cache grow"
+    )
+
+
+def _cut_pages(groups: list[GroupState]) -> str:
+    """That crops went into closed pages, and the room that this takes; nothing where none did."""
+    by_group = [(g, [n for s in g.sequences for n in s.closed_lengths if n < g.group.page_size]) for g in groups]
+    g, cut = max(by_group, key=lambda x: len(x[1]), default=(None, []))
+    if g is None or not cut:
+        return ""
+    return (
+        f". {counted(len(cut), 'closed page')} of layers {g.group.layers[0]}.. show fewer than their {g.group.page_size} tokens because crop() cut into them, "
+        f"and what is quantized is never filled up again: the room of {counted(sum(g.group.page_size - n for n in cut), 'token')}. Crops of at most "
+        f"residual_length tokens (here {g.group.residual_length}) reach raw tokens only: give it the number of tokens taken back at once, or raise max_tokens"
     )

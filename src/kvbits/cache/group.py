@@ -116,8 +116,9 @@ class GroupState:
         for _ in range(closings):
             page, run = run.cut(size)
             pages.append(page)
-        if first and g.fills_pages and not s.tail and (unseen := need - run.start - run.waiting) > 0:
-            _, run = run.cut(run.waiting + unseen // size * size)
+        whole = g.num_sink_tokens + (need - g.num_sink_tokens) // size * size  # where the page of the oldest token that stays begins
+        if first and g.fills_pages and not s.tail and whole > run.start + run.waiting:
+            _, run = run.cut(whole - run.start)
             s.released = run.start
         return Cut(row, to_sink, pages, sources, num_low, run)
 
@@ -211,7 +212,7 @@ class GroupState:
             s.released = self.group.num_sink_tokens
         runs: list[tuple[str, Any, list[int]]] = [("closed", s.closed, s.closed_lengths), ("tail", s.tail, s.tail_lengths)]
         for pool, ids, lengths in runs if self.group.fills_pages else runs[:1]:
-            while ids and not s.sink and s.released + lengths[0] <= need:
+            while ids and not s.sink and s.released + (self.group.page_size if pool == "tail" else lengths[0]) <= need:  # a tail page fills up first
                 self._give_back(pool, ids.pop(0))
                 s.released += lengths.pop(0)
                 if pool == "closed":

@@ -174,10 +174,10 @@ def read_blocks(fd: int, offset: int, blocks: list[torch.Tensor], sums: list[np.
         FileFormatError: truncated or damaged. The pages hold whatever was there.
     """
     staged = blocks if not blocks or blocks[0].device.type == "cpu" else [torch.empty(b.shape, dtype=torch.uint8, pin_memory=True) for b in blocks]
-    read = blob.read_all(fd, [b.numpy().data.cast("B") for b in staged], offset)
-    if read != (wanted := sum(b.numel() for b in blocks)):
-        raise FileFormatError(f"{what} is truncated: {counted(read, 'byte')} of {wanted} in the pages at byte {offset}")
-    if (bad := blob.damaged(staged, sums)) is not None:
+    starts = itertools.accumulate((b.numel() for b in blocks), initial=offset)
+    if (bad := blob.read_pages(fd, [blob.Read(at, b, s) for at, b, s in zip(starts, staged, sums, strict=False)])) is not None:
+        if (size := os.fstat(fd).st_size) < offset + sum(b.numel() for b in blocks):
+            raise FileFormatError(f"{what} is truncated: it ends at byte {size}, in the middle of the pages at byte {offset}")
         raise FileFormatError(f"{what} is damaged: page {bad} of the blob whose pages begin at byte {offset} has another checksum than its table says")
     if staged is not blocks:
         for to, b in zip(blocks, staged, strict=True):

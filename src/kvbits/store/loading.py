@@ -18,8 +18,6 @@ MOST_READERS = 8
 """Files read at once."""
 CHECKED = 1 << 26
 """Bytes of pages on a GPU that are checked at once."""
-CACHED = 1 << 18
-"""Bytes that are read before they are checked, or one page."""
 
 
 class DamagedError(FileFormatError):
@@ -63,18 +61,6 @@ class Piece:
     to: torch.Tensor
     heads: slice | None = None
     into: slice | None = None
-
-
-def _runs(pieces: list[Piece], offsets: list[int], sizes: list[int]) -> list[list[int]]:
-    """Indices of pieces that follow each other in the file, as long as they are small."""
-    runs: list[list[int]] = []
-    for i, p in enumerate(pieces):
-        last = pieces[i - 1].number
-        if i and offsets[p.number] == offsets[last] + sizes[last] and offsets[p.number] - offsets[pieces[runs[-1][0]].number] < CACHED:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return runs
 
 
 def readers() -> int:
@@ -156,10 +142,9 @@ def _read(open_file, source: Source, shapes: Sequence[tuple[int, ...]], pieces: 
         on_host = stream is None or any(p.heads is not None for p in pieces)
         direct = stream is None and all(p.heads is None and p.to.is_contiguous() for p in pieces)
         staged = [p.to if direct else torch.empty(shapes[p.number], dtype=torch.uint8, pin_memory=stream is not None) for p in pieces]
-        for run in _runs(pieces, offsets, sizes):  # a run is read, then checked while it is still in the processor's cache
-            blob.read_all(fd, [staged[i].numpy().data.cast("B") for i in run], offsets[pieces[run[0]].number])
-            if on_host and (bad := blob.damaged([staged[i] for i in run], [source.table.sums[pieces[i].number] for i in run])) is not None:
-                raise _damage(source, pieces[run[bad]].number)
+        sums = source.table.sums if on_host else [None] * len(offsets)
+        if (bad := blob.read_pages(fd, [blob.Read(offsets[p.number], x, sums[p.number]) for p, x in zip(pieces, staged, strict=True)])) is not None:
+            raise _damage(source, pieces[bad].number)
     finally:
         os.close(fd)
     if direct:

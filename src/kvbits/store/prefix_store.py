@@ -263,6 +263,39 @@ class PrefixStore:
         identity, space = self._identity(cache)
         return find(self._shelf, space, identity, [g.group for g in cache.groups], self._cuts(cache), tokens)
 
+    # -- sequences that wait ----------------------------------------------------------------------------------------
+
+    def park(self, cache: Any, ids: Any, row: int = 0) -> int:
+        """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages given back. `resume` brings it back as it was.
+
+        Args:
+            ids: as in `put`.
+
+        Returns:
+            Bytes of the cache that are free now and were not before.
+
+        Raises:
+            CacheStateError: it is empty, or the store could not give all of it back (cropped into a page, pages dropped, speculative): it stays where it is;
+                `swap_out` takes such sequences to host memory.
+        """
+        known, tokens = paged(cache), keys.token_ids(ids)
+        length = settled(known, row)[0].sequences[row].length
+        stored = self.put(known, tokens, row)
+        if not length or stored < length or self.pin(known, tokens[:length]) < length:
+            raise CacheStateError(
+                f"sequence {row} of {counted(length, 'token')} cannot be parked: {stored} of them would come back; swap_out({row}) takes it whole"
+            )
+        before = known.bytes_by_kind()["free"]
+        known.free(row)
+        return known.bytes_by_kind()["free"] - before
+
+    def resume(self, cache: Any, ids: Any, row: int = 0) -> int:
+        """Bring a parked sequence back into an empty row and let it be evicted again. Returns the tokens that came, as `load` does: fewer than it had only
+        where a file was damaged or removed meanwhile."""
+        length = self.load(paged(cache), ids, row)
+        self.unpin(cache, ids)
+        return length
+
     # -- what stays -------------------------------------------------------------------------------------------------
 
     def pin(self, cache: Any, ids: Any) -> int:

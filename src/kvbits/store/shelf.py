@@ -43,6 +43,8 @@ def groups_of(groups: Rows[LayerGroup], mine: Shard, other: Shard) -> list[Layer
     Raises:
         SpecError: the kv heads cannot be cut so.
     """
+    if mine[1] == other[1]:
+        return list(groups)
     found = []
     for g in groups:
         heads, rest = divmod(g.geometry.num_kv_heads * mine[1], other[1])

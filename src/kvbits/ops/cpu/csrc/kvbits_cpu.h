@@ -120,6 +120,22 @@ typedef struct {
   int32_t nonfinite[2], overflow[2];  // out: whether any number was not finite, any scale too large for its type; such tokens are left half written
 } kvbits_append_call;
 
+// A page to be read: all layers of it, which follow each other in the file and in memory.
+typedef struct {
+  int64_t offset;        // in the file
+  uint8_t* to;           // [layers][layer_bytes]
+  const uint64_t* sums;  // [layers] that its checksums must be; null: not checked
+  int64_t layers, layer_bytes;  // a multiple of 8
+} kvbits_read_piece;
+
+typedef struct {
+  const kvbits_read_piece* pieces;
+  int64_t num_pieces;
+  int32_t fd;
+  int32_t system_error;  // out: errno of a read that failed, or 0
+  int64_t bad;           // out: the first piece that could not be read, ends past the end of the file or has another checksum; -1 for none
+} kvbits_read_call;
+
 KVBITS_EXPORT int32_t kvbits_abi_version(void);
 
 // Name of the instruction set in use ("avx512", "avx2", "neon", "generic"), and of the best one here.
@@ -136,6 +152,11 @@ KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
 // Closes pages. Pages named in `nonfinite` or affected by `overflow` are left half written.
 KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
 KVBITS_EXPORT int32_t kvbits_append(kvbits_append_call* call);
+
+// Checksums (docs/formats.md, "Blobs") of `count` runs of `nbytes` bytes, a multiple of 8. On the calling thread.
+KVBITS_EXPORT int32_t kvbits_checksums(const uint8_t* bytes, int64_t count, int64_t nbytes, uint64_t* sums);
+// Reads pages and checks them while they are in the core's cache, on the calling thread; ends at the first bad one.
+KVBITS_EXPORT int32_t kvbits_read_pages(kvbits_read_call* call);
 
 KVBITS_EXPORT const char* kvbits_error(int32_t code);
 

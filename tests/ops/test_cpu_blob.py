@@ -1,0 +1,81 @@
+"""Checksums and reading of blobs by the CPU library: what numpy and plain reads give, for every tier that this machine can run."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops.cpu_cases import needs_library
+
+from kvbits.cache import blob
+from kvbits.ops.cpu import blob as native
+
+pytestmark = needs_library
+RUN = 8 * 4096  # bytes that share a factor
+
+
+@pytest.mark.parametrize("nbytes", [8, 24, 248, 256, 264, RUN - 8, RUN, RUN + 8, 3 * RUN + 776])
+def test_checksums_are_numpy_s(tier, nbytes):
+    units = np.random.default_rng(nbytes).integers(0, 256, (3, nbytes), dtype=np.uint8)
+    units[1] = 255
+    assert native.checksums(units).tolist() == blob.checksums_in_numpy(units).tolist()
+
+
+@given(st.integers(1, 3000), st.integers(0, 7), st.integers(0, 2**32))
+def test_checksums_of_any_length_and_place_are_numpy_s(words, shift, seed):
+    data = np.random.default_rng(seed).integers(0, 256, 8 * words + 8, dtype=np.uint8)
+    units = data[shift:][: 8 * words][None]  # also from addresses that no word begins at
+    assert native.checksums(units).tolist() == blob.checksums_in_numpy(units.copy()).tolist()
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Pages of three shapes in a file, one after the other behind 100 bytes; where each begins, and its checksums."""
+    pages = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in ((1, 1, 8), (5, 3, 9000), (40, 2, 64), (2, 1, 300_000))]
+    path = tmp_path / "pages"
+    path.write_bytes(bytes(100) + b"".join(p.numpy().tobytes() for p in pages))
+    starts = [100 + sum(p.numel() for p in pages[:i]) for i in range(len(pages))]
+    return path, pages, starts, [blob.checksums_in_numpy(p.numpy().reshape(len(p), -1)) for p in pages]
+
+
+def read(path, pages, starts, sums):
+    to = [torch.full_like(p, 0xFF) for p in pages]
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return blob.read_pages(fd, [blob.Read(*x) for x in zip(starts, to, sums, strict=True)]), to
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["library", "python"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1]])
+def test_pages_are_read_to_where_they_belong_and_damage_is_found_by_page(tier, monkeypatch, written, library, order):
+    if not library:
+        monkeypatch.setattr(blob.library, "unavailable", lambda: "not built")
+    path, pages, starts, sums = written
+    taken = [[x[i] for i in order] for x in (pages, starts, sums)]
+    bad, got = read(path, *taken)
+    assert bad is None
+    assert all(torch.equal(a, b) for a, b in zip(got, taken[0], strict=True))
+    data = bytearray(path.read_bytes())
+    for at, number in ((starts[1] + 3, 1), (starts[1] + 27_000 * 4, 1), (len(data) - 1, 3)):
+        data[at] ^= 4
+        path.write_bytes(data)
+        assert read(path, *taken)[0] == order.index(number)
+        assert read(path, *taken[:2], [None] * len(order))[0] is None, "nobody asked for checksums"
+        data[at] ^= 4
+    path.write_bytes(data[:-1])
+    assert read(path, *taken)[0] == order.index(3)
+    path.write_bytes(data[:50])
+    assert read(path, *taken)[0] == 0
+
+
+def test_what_the_system_refuses_is_its_error(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(IsADirectoryError):
+            blob.read_pages(fd, [blob.Read(0, torch.empty(1, 1, 8, dtype=torch.uint8), None)])
+    finally:
+        os.close(fd)
