@@ -32,27 +32,31 @@ static void hadamard_rows(PageBuffers& b, int page_size, int head_dim) {
   }
 }
 
+// Half as many numbers as a vector of floats has, as many doubles as its bytes hold: GCC keeps wider ones in memory.
+typedef double vd_native __attribute__((vector_size(VL * 4)));
+typedef float vf_half __attribute__((vector_size(VL * 2), aligned(4), may_alias));
+
 // Rows turned back by the frame (its cosines and sines as in turn_rows_back), times the basis [head_dim][head_dim].
 static void rows_to_basis(PageBuffers& b, const double* frame, const float* basis, int page_size, int head_dim) {
-  constexpr int R = 4;  // rows that share what is loaded of the basis; pages have a multiple of 32
+  constexpr int R = 8;  // rows that share what is loaded of the basis; pages have a multiple of 32, heads of 8 channels
   const int width = padded_width(head_dim), half = head_dim / 2, padded = round_up(half, 16);
-  double turned[R][MAX_HEAD_DIM];
+  double turned[MAX_HEAD_DIM][R];
   for (int t = 0; t < page_size; t += R) {
     for (int r = 0; r < R; r++) {
       const float* x = b.x + (int64_t)(t + r) * width;
       for (int i = 0; i < half; i++) {
-        turned[r][i] = (double)x[i] * frame[i] + (double)x[i + half] * frame[padded + i];
-        turned[r][i + half] = (double)x[i + half] * frame[i] - (double)x[i] * frame[padded + i];
+        turned[i][r] = (double)x[i] * frame[i] + (double)x[i + half] * frame[padded + i];
+        turned[i + half][r] = (double)x[i + half] * frame[i] - (double)x[i] * frame[padded + i];
       }
     }
-    for (int c = 0; c < head_dim; c += VL) {
-      vd sums[R] = {};
-      const int n = head_dim - c < VL ? head_dim - c : VL;
+    for (int c = 0; c < head_dim; c += VL / 2) {
+      vd_native sums[R] = {};
       for (int i = 0; i < head_dim; i++) {
-        const vd a = __builtin_convertvector(n == VL ? load(basis + (int64_t)i * head_dim + c) : load_first<FLOAT32>(basis, (int64_t)i * head_dim + c, n), vd);
-        for (int r = 0; r < R; r++) sums[r] += a * turned[r][i];
+        const vd_native a = __builtin_convertvector(*(const vf_half*)(basis + (int64_t)i * head_dim + c), vd_native);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r] += a * turned[i][r];
       }
-      for (int r = 0; r < R; r++) store(b.x + (int64_t)(t + r) * width + c, __builtin_convertvector(sums[r], vf));
+      for (int r = 0; r < R; r++) *(vf_half*)(b.x + (int64_t)(t + r) * width + c) = __builtin_convertvector(sums[r], vf_half);
     }
   }
 }
