@@ -156,6 +156,8 @@ def test_plan_reads_a_model_directory(tmp_path):
         ([*GEOMETRY, "--scheme", " , "], "--schemes ' , ' names nothing"),
         ([*GEOMETRY, "--memory", "24G"], "--memory '24G' is not understood; write it with its unit, like 24GB"),
         ([*GEOMETRY, "--memory", "24"], "--memory '24' is not understood; write it with its unit"),
+        ([*GEOMETRY, "--memory", "24Gb"], "--memory '24Gb': Gb are bits; write GB for bytes"),
+        ([*GEOMETRY, "--memory", "-1GB"], "above 0"),
         ([*GEOMETRY, "--gpu-memory", "80", "--weights", "16GB"], "--gpu-memory '80' is not understood"),
         ([*GEOMETRY, "--gpu-memory", "80GB", "--weights", "16"], "--weights '16' is not understood"),
         ([*GEOMETRY, "--gpu-memory", "80GB"], "--layers does not say how many bytes they take; give --weights, like --weights 16GB"),

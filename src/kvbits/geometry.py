@@ -104,6 +104,8 @@ def load_config(model: str | os.PathLike[str]) -> Any:
             with parsed_once():
                 return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         if isinstance(path, Path) and path.is_file():
+            if path.suffix != ".json":
+                raise SpecError(f"{path} is neither a config.json nor a GGUF file; give the directory that holds a model's config.json and weights")
             fields = json.loads(path.read_text())
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise SpecError(f"{path} has no model_type, so it is not a Transformers config.json")

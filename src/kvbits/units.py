@@ -29,7 +29,9 @@ def parse_bytes(text: str, what: str = "memory") -> int:
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[3].upper() not in _BYTES:
-        raise SpecError(f"{what} {text!r} is not understood; write it with its unit, like 24GB (24 x 10**9 bytes) or 24GiB (24 x 2**30)")
+        raise SpecError(f"{what} {text!r} is not understood; write it with its unit, like 24GB (24 x 10**9 bytes) or 24GiB (24 x 2**30), above 0")
+    if match[3].endswith("b") and match[3][:1].isupper():
+        raise SpecError(f"{what} {text!r}: {match[3]} are bits; write {match[3][:-1]}B for bytes")
     nbytes = _scaled(match, _BYTES[match[3].upper()])
     if nbytes < 1:
         raise SpecError(f"{what} {text!r} is no memory at all")

@@ -18,7 +18,7 @@ from kvbits import KVCache, planner, schemes
 from kvbits.cli import app
 from kvbits.errors import FileFormatError, SpecError
 from kvbits.evaluate.allocate import Curve, Option, hull, tempered, walk
-from kvbits.evaluate.fit import Goal, bound_to, fit, widths
+from kvbits.evaluate.fit import Goal, bound_to, fit, require_room, widths
 from kvbits.evaluate.sensitivity import Bench, State, fill_in, formats
 from kvbits.evaluate.texts import novel
 from kvbits.geometry import layer_geometries
@@ -149,6 +149,14 @@ def test_a_goal_needs_two_of_three():
     model = tiny.model()
     with pytest.raises(SpecError, match=r"even in the fewest bits .* give .* a context of at most \d+ tokens, or --calibrate"):
         fit(bench_of(model), formats(layers * 2, False), Goal(layers=layers * 2, context=8192, memory_bytes=200_000), name="mine", progress=False)
+
+
+def test_a_memory_that_no_bits_fit_is_refused_before_anything_is_measured():
+    layers = tuple(LayerGeometry(num_kv_heads=2, head_dim=64) for _ in range(3))
+    with pytest.raises(SpecError, match=r"1.00 kB do not hold 2 sequences of 8,192 tokens: the fewest bits take .* MB; give more memory"):
+        require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=1000), False)
+    require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=10**9), False)
+    require_room(Goal(layers=layers, memory_bytes=1000, max_kl=0.1), False)
 
 
 def test_formats_that_need_a_basis_are_fitted_too():

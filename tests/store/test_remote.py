@@ -111,3 +111,38 @@ def test_the_local_folder_of_a_url_is_in_the_cache_folder(monkeypatch, tmp_path)
     assert a.folder.root.parent == b.folder.root.parent == tmp_path / "kvbits" / "prefixes"
     assert a.folder.root != b.folder.root
     assert repr(a).startswith("PrefixStore('memory://")
+
+
+@pytest.fixture
+def bucket():
+    """A bucket of an S3 server on this machine, and what s3fs needs to reach it."""
+    server, s3fs = pytest.importorskip("moto.server", reason="no S3 server: pip install 'moto[server]' s3fs"), pytest.importorskip("s3fs")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    options = {"endpoint_url": f"http://{host}:{port}", "key": "k", "secret": "s"}
+    s3fs.S3FileSystem(**options).mkdir("prefixes")
+    yield "s3://prefixes/of/a/model", options
+    running.stop()
+
+
+def test_an_s3_server_keeps_prefixes_and_damage_there_is_found_and_replaced(bucket, tmp_path):
+    url, options = bucket
+    donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a", **options)
+    assert a.put(donor, IDS) == 400
+    remote = a._shelf.remote
+    there = remote.fs.find(remote.root)
+    assert len(there) == 6, "uploads appear whole: nothing is renamed"
+    b = machine(url, tmp_path, "b", **options)
+    n, loaded = load(b)
+    assert (n, bytes_of(loaded)) == (400, bytes_of(donor))
+    assert b.match(cache_of(SPEC), ids_of(400, 1)) == 0
+    path = next(p for p in there if "+" in p)
+    data = bytearray(remote.fs.cat_file(path))
+    data[-1] ^= 1
+    remote.fs.pipe_file(path, bytes(data))
+    with pytest.warns(UserWarning, match="damaged"):
+        assert load(machine(url, tmp_path, "c", **options))[0] < 400
+    assert load(machine(url, tmp_path, "d", **options))[0] == 324
+    a.put(donor, IDS)
+    assert load(machine(url, tmp_path, "e", **options))[0] == 400

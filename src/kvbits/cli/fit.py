@@ -53,7 +53,7 @@ def fit(
         raise SpecError(f"--out {out} must end in .json, by which other commands know a file from a preset")
     work = require_folder(out.with_suffix(".fit"), "--out")
     from .. import planner
-    from ..evaluate.fit import Goal
+    from ..evaluate.fit import Goal, require_room
     from ..units import parse_bytes
 
     subject = subject_of(model, None, None, None, None)
@@ -62,6 +62,7 @@ def fit(
     limit = cards.cache_bytes if cards is not None else None if memory is None else parse_bytes(memory, "--memory")
     layers = planner.rank(subject.layers, gpus, subject.query_heads)
     goal = Goal(layers=layers, context=context, batch=batch, memory_bytes=limit, max_kl=max_kl)
+    require_room(goal, calibrate)
     kind = "float32" if dtype == "auto" and device in (None, "cpu") else dtype_name(dtype)
     set_threads(threads)
     found = _run((model, kind, device), goal, text, (out, work), windows, calibrate)

@@ -17,12 +17,12 @@ from typing import Any
 
 from .. import planner
 from .. import schemes as presets
-from ..errors import SpecError
+from ..errors import SpecError, counted
 from ..progress import bar
 from ..spec import CacheSpec, FittedScheme, LayerGeometry, Override, Scheme
 from ..units import human_bytes
 from .allocate import Curve, Option, Step, tempered, walk
-from .sensitivity import RAW, SIDES, Bench, Formats, fill_in
+from .sensitivity import RAW, SIDES, Bench, Formats, fill_in, formats
 
 TEMPERATURES = (1.0, 0.7, 0.4, 0.0)
 """Milder and milder choices (see `allocate.tempered`): as measured, two between, every layer alike."""
@@ -138,6 +138,10 @@ def widths(scheme: Scheme, count: int, side: str) -> list[float]:
     return [RAW if s.is_raw else sum(s.bands) / len(s.bands) if s.is_banded else s.bits for s in specs]
 
 
+def _uniform(name: str, key: Any, value: Any, overrides: tuple[Override, ...] = ()) -> Scheme:
+    return Scheme(name=name, key=key, value=value, num_sink_tokens=SINKS, residual_length=RESIDUAL, page_size=PAGE, overrides=overrides)
+
+
 class _Search:
     """The choices of one fit: options of each layer from what each costs alone."""
 
@@ -180,7 +184,7 @@ class _Search:
         return self._bytes[g, k, v]
 
     def _scheme(self, key: Any, value: Any, overrides: tuple[Override, ...] = ()) -> Scheme:
-        return Scheme(name=self.name, key=key, value=value, num_sink_tokens=SINKS, residual_length=RESIDUAL, page_size=PAGE, overrides=overrides)
+        return _uniform(self.name, key, value, overrides)
 
     def scheme(self, step: Step) -> Scheme:
         """A step as a scheme: the commonest pair of formats, and overrides for the layers of others."""
@@ -233,6 +237,23 @@ class _Search:
             bits = CacheSpec(scheme=scheme, layers=self.goal.layers).bits_per_element
             found.append(Measured(scheme, self.goal.nbytes(scheme), kl, bits, p))
         return found
+
+
+def require_room(goal: Goal, calibrated: bool) -> None:
+    """Refuse a memory that the fewest bits do not fit into, before anything is measured.
+
+    Raises:
+        SpecError: with the least that does.
+    """
+    if goal.context is None or goal.memory_bytes is None:
+        return
+    known = formats(goal.layers, calibrated)
+    least = goal.nbytes(_uniform("least", known.key[min(known.key)], known.value[min(known.value)]))
+    if least > goal.memory_bytes:
+        raise SpecError(
+            f"{human_bytes(goal.memory_bytes)} do not hold {counted(goal.batch, 'sequence')} of {goal.context:,} tokens: "
+            f"the fewest bits take {human_bytes(least)}; give more memory, or a shorter context"
+        )
 
 
 def fit(bench: Bench, known: Formats, goal: Goal, *, name: str, progress: bool = True) -> Fit:
