@@ -3,7 +3,7 @@
     python benchmarks/study_fit.py MODEL --text wiki.test.raw --work DIR [--bits 8,6,4.5,3.5,3,2.5] [--calibrate] [--windows 2] [--out FILE]
 
 For each number of bits the budget is what a cache of --context tokens takes at so many bits per element, scales included, plus the raw first and newest tokens of
-the fitted schemes. `kvbits fit` chooses on the novel that is shipped; then its choice, every layer alike in the same formats (`alike`: the mildest choice) and the
+the fitted schemes. `kvbits fit` chooses on the novel that is shipped; then its choice, the mildest one (`alike`: all layers taken for equally sensitive) and the
 presets that fit the budget are measured as whole caches on windows of --text. Measurements are kept in --work: a run that stops goes on.
 
 The rows: bits, KL of the fitted choice before and after (predicted, measured on the novel, measured on --text), the best preset of equal or fewer bytes on --text and

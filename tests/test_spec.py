@@ -140,7 +140,12 @@ def test_json_with_unknown_names_lists_the_known_ones(change, message):
         from_dict(to_dict(QuantSpec()) | change)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", "7", '{"type": "CacheSpec"}', '{"type": "Scheme", "name": "x"}', '{"type": ["QuantSpec"]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1, 2]", "null", "7", '{"type": "CacheSpec"}', '{"type": "Scheme", "name": "x"}', '{"type": ["QuantSpec"]}', "[" * 100_000]
+    + [f'{{"type": "{name}", "format": "raw"}}' for name in ("Scheme", "PerTensor")],
+    ids=lambda text: text[:40],
+)
 def test_text_that_is_no_spec_is_a_spec_error(text):
     with pytest.raises(SpecError):
         CacheSpec.from_json(text)
@@ -391,3 +396,9 @@ def test_stock_bytes_count_the_window_the_stock_cache_keeps():
     made = CacheSpec(scheme=PRESETS["int8"], layers=(GEOMETRY, sliding))
     assert made.raw_nbytes(1000) == 2 * 2 * 64 * 2 * (1000 + 31)
     assert made.raw_nbytes(1000, batch_size=2, bytes_per_element=4) == 4 * made.raw_nbytes(1000)
+
+
+@pytest.mark.parametrize("rotary", [1, "llama", [1.0], {"base": 10_000.0}])
+def test_a_rotary_that_is_none_is_refused(rotary):
+    with pytest.raises(SpecError, match="is no Rotary"):
+        LayerGeometry(num_kv_heads=2, head_dim=64, rotary=rotary)

@@ -74,7 +74,11 @@ def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = 
     """
     found = find(path, what)
     for part in (found, *found.parents):
-        if part.exists() and not part.is_dir():
+        try:
+            there = part.exists()
+        except OSError as error:
+            raise SpecError(f"{what} {found} cannot be reached: {error.strerror or error}; name another folder") from error
+        if there and not part.is_dir():
             raise SpecError(f"{what} {found}: {part} is a file; name a folder")
     if writable:
         _require_writable(next(part for part in (found, *found.absolute().parents) if part.exists()), f"{what} {found}")

@@ -177,7 +177,12 @@ def test_sequences_that_were_cropped_into_a_page_or_lost_one_store_what_is_whole
 
 @pytest.mark.parametrize(
     ("ids", "reason"),
-    [([[1], [2, 3]], "got lists of different lengths"), (np.full(300, 2**63, np.uint64), r"token id 9223372036854775808 is above 2\*\*63 - 1")],
+    [
+        ([[1], [2, 3]], "got lists of different lengths"),
+        (torch.ones(3).bfloat16(), "got torch.bfloat16 on cpu"),
+        (torch.ones(3, device="meta"), "on meta"),
+        (np.full(300, 2**63, np.uint64), r"token id 9223372036854775808 is above 2\*\*63 - 1"),
+    ],
 )
 def test_ids_that_are_none_are_refused(tmp_path, ids, reason):
     spec, _ = pieces("int4")
@@ -187,6 +192,12 @@ def test_ids_that_are_none_are_refused(tmp_path, ids, reason):
             call(cache_of(spec), ids)
     largest = np.full(100, 2**63 - 1, np.uint64)
     assert store.match(cache_of(spec), largest) == 0
+
+
+@pytest.mark.parametrize("where", [None, 5, "", b"/tmp/x"])
+def test_a_place_that_is_none_is_refused(where):
+    with pytest.raises(SpecError, match="name a folder, or a URL"):
+        PrefixStore(where)
 
 
 def test_bad_calls_are_refused_in_words(tmp_path):

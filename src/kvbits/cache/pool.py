@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import PoolFullError, counted
+from ..errors import CacheError, PoolFullError, counted
 from ..ops.types import LowStore, PageStore
 from ..spec import LayerGroup, LowLayout, PageLayout
 from .allocator import Allocator
@@ -80,7 +80,11 @@ class Pool:
         return sum(s.numel() for s in self.slabs)
 
     def _add(self, num_ids: int) -> None:
-        slab = allocate_slab(num_ids * self.block_bytes, self.device)
+        nbytes = num_ids * self.block_bytes
+        try:
+            slab = allocate_slab(nbytes, self.device)
+        except (MemoryError, OSError) as error:
+            raise CacheError(f"the {self.name} pool needs {nbytes:,} more bytes, which {self.device} does not give: {error}") from error
         self.slabs.append(slab.view(num_ids, self.num_layers, self.layout.num_kv_heads, self.layout.head_bytes))
         self.allocator.grow(self.allocator.capacity + num_ids)
         self._stores.clear()

@@ -51,6 +51,8 @@ class LayerGeometry:
         if self.head_dim % 8:
             raise SpecError(f"head_dim={self.head_dim} must be a multiple of 8")
         if self.rotary is not None:
+            if not isinstance(self.rotary, Rotary):
+                raise SpecError(f"rotary={self.rotary!r} is no Rotary")
             self.rotary.frequencies(self.head_dim)
 
 

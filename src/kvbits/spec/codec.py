@@ -76,7 +76,7 @@ def from_dict(data: Any) -> Any:
     fields = dict(data)
     name = fields.pop("type", None)
     choice("spec type", name, _TYPES)
-    if fields.get("format") == "raw":
+    if name == "QuantSpec" and fields.get("format") == "raw":
         return _TYPES[name].raw()  # type: ignore[attr-defined]
     known = {f.name for f in dataclasses.fields(_TYPES[name])}
     if unknown := set(fields) - known:
@@ -96,6 +96,8 @@ def parse(text: str, wanted: type) -> Any:
         spec = from_dict(json.loads(text))
     except json.JSONDecodeError as error:
         raise SpecError(f"the text is not JSON ({error}); pass what to_json() returned") from error
+    except RecursionError as error:
+        raise SpecError("the JSON is nested deeper than any spec; pass what to_json() returned") from error
     if not isinstance(spec, wanted):
         raise SpecError(f"the JSON describes a {type(spec).__name__}, not a {wanted.__name__}")
     return spec

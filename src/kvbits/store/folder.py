@@ -93,6 +93,11 @@ class Folder:
                 return None
             if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise SpecError(f"{self.root}/{namespace}/{bucket} is a symbolic link or a file, where a store has a folder; remove it") from error
+            if isinstance(error, PermissionError):
+                where = f"{self.root}/{namespace}/{bucket}"
+                raise PermissionError(
+                    error.errno, f"{error.strerror}; loading needs a store that can be read, put, pin and evict one that can be written", where
+                ) from error
             raise
         return fd
 

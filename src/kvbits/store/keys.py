@@ -29,6 +29,8 @@ def token_ids(ids: Any) -> np.ndarray:
     """
     try:
         x = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    except (TypeError, NotImplementedError) as error:  # tensors of dtypes that NumPy has not, or without data
+        raise DataError(f"token ids must be whole numbers [tokens] or [1, tokens], got {ids.dtype} on {ids.device}") from error
     except ValueError as error:  # NumPy's, of lists of different lengths
         raise DataError("token ids must be whole numbers [tokens] or [1, tokens], got lists of different lengths; store one sequence at a time") from error
     if x.ndim == 2 and len(x) == 1:

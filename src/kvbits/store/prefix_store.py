@@ -78,6 +78,8 @@ class PrefixStore:
         shard: Shard = (0, 1), calibration: Any = None, made_for: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         Cuts(0, 1, blob_tokens)
+        if not isinstance(where, (str, Path)) or not str(where):
+            raise SpecError(f"a store at {where!r}: name a folder, or a URL like s3://bucket/prefixes")
         remote = isinstance(where, str) and "://" in where
         if not remote and (local is not None or options):
             raise SpecError(f"local={local!r} and options {sorted(options)} are of remote stores; {os.fspath(where)!r} is a folder")
