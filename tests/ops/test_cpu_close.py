@@ -31,6 +31,8 @@ def ugly(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     x[2, 0, :, 1] *= 1e-6
     x[2, 0, 2, 0] = 1000
     x[2, :, :, 5] = -0.0
+    x[2, :, :, 6] = torch.tensor([0.0, -0.0]).repeat(x.shape[2])[: x.shape[2]]
+    x[1, :, 5:9] = torch.tensor([-0.0, 0.0]).repeat(x.shape[3])[: x.shape[3]]
     return x.to(dtype)
 
 

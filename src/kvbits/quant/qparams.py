@@ -305,7 +305,8 @@ def rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _rounded_down(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Largest value of `dtype` that is not above x."""
+    """Largest value of `dtype` that is not above x; never -0, because which zero of a range is the smallest depends on the order of its elements."""
+    x = x + 0.0
     y = rounded(x, dtype)
     if dtype == "float32":
         return y

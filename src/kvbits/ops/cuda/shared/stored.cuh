@@ -29,9 +29,10 @@ DEVICE u32 e4m3_scale(float units) {
     const u32 w = __float_as_uint(units);
     return min((w + 0x7ffffu + (w >> 20 & 1) >> 20) - (120u << 3), 0x7eu);
 }
-/// Largest value of the storage type that is not above x.
+/// Largest value of the storage type that is not above x; never -0: which zero of a range is the smallest?
 template <int TYPE>
 DEVICE float stored_bias(float x) {
+    x = __fadd_rn(x, 0.f);
     float y = rounded<TYPE>(x);
     if (TYPE == FLOAT32 || y <= x) return y;
     u16 bits = TYPE == FLOAT16 ? to_f16(y) : to_bf16(y);

@@ -59,6 +59,7 @@ INLINE vi scale_bits(vf scale) {
 
 template <int DTYPE>
 INLINE vi bits_below(vf x) {
+  x = x + 0.0f;  // no -0: which zero of a range is the smallest?
   const vi bits = to_bits<DTYPE>(x);
   if (DTYPE == FLOAT32) return bits;
   const vf y = from_bits<DTYPE>(bits);
