@@ -248,12 +248,16 @@ def require_room(goal: Goal, calibrated: bool) -> None:
     if goal.context is None or goal.memory_bytes is None:
         return
     known = formats(goal.layers, calibrated)
-    least = goal.nbytes(_uniform("least", known.key[min(known.key)], known.value[min(known.value)]))
-    if least > goal.memory_bytes:
-        raise SpecError(
-            f"{human_bytes(goal.memory_bytes)} do not hold {counted(goal.batch, 'sequence')} of {goal.context:,} tokens: "
-            f"the fewest bits take {human_bytes(least)}; give more memory, or a shorter context"
-        )
+    cheapest = _uniform("least", known.key[min(known.key)], known.value[min(known.value)])
+    least = goal.nbytes(cheapest)
+    if least <= goal.memory_bytes:
+        return
+    longest = planner.max_context(CacheSpec(scheme=cheapest, layers=goal.layers, raw_dtype=goal.raw_dtype), goal.memory_bytes, goal.batch)
+    raise SpecError(
+        f"even in the fewest bits {human_bytes(goal.memory_bytes)} do not hold {counted(goal.batch, 'sequence')} of {goal.context:,} tokens: "
+        f"the fewest bits take {human_bytes(least)}; give more memory, a context of at most {longest or 0:,} tokens"
+        + ("" if calibrated else ", or --calibrate for formats of fewer bits")
+    )
 
 
 def fit(bench: Bench, known: Formats, goal: Goal, *, name: str, progress: bool = True) -> Fit:
@@ -265,13 +269,11 @@ def fit(bench: Bench, known: Formats, goal: Goal, *, name: str, progress: bool =
     Raises:
         SpecError: even in the fewest bits the cache does not fit.
     """
+    require_room(goal, known.calibrated)
     search = _Search(bench, known, goal, name)
     search.measure_alone(progress)
     limit = goal.memory_bytes if goal.context is not None else None
-    try:
-        tried = _by_quality(search) if limit is None else _by_memory(search, limit, progress)
-    except SpecError as error:
-        raise SpecError(f"{error}; {_way_out(search)}") from None
+    tried = _by_quality(search) if limit is None else _by_memory(search, limit, progress)
     passing = [m for m in tried if goal.max_kl is None or m.kl <= goal.max_kl]
     fitted = min(passing, key=lambda m: (m.nbytes, m.kl)) if passing and limit is None else min(tried, key=lambda m: m.kl)
     beside = [s for _, s in search.uniform(fitted.nbytes if limit is None else limit)]
@@ -322,16 +324,6 @@ def _steps(search: _Search, fitted: Measured) -> list[tuple[int, float, float]]:
         if not found or bits >= found[-1][1] + 0.5:
             found.append((step.nbytes, bits, curve(step.kl)))
     return found
-
-
-def _way_out(search: _Search) -> str:
-    """What does fit, in words."""
-    cheapest = search.scheme(walk(search.options(1.0))[0])
-    spec = CacheSpec(scheme=cheapest, layers=search.goal.layers, raw_dtype=search.goal.raw_dtype)
-    longest = planner.max_context(spec, search.goal.memory_bytes or 0, search.goal.batch)
-    least = human_bytes(search.goal.nbytes(cheapest))
-    more = "" if search.known.calibrated else ", or --calibrate for formats of fewer bits"
-    return f"give {least}, a context of at most {longest or 0:,} tokens{more}"
 
 
 def bound_to(scheme: Scheme, layers: tuple[LayerGeometry, ...], *, name: str, weights: str, model: str, description: str) -> FittedScheme:
