@@ -9,6 +9,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "../hadamard.h"
 #include "angles.h"
 #include "dots.h"
 #include "softmax.h"
@@ -107,20 +108,6 @@ static void key_banded(const KeyArgs& a) {
     for (int v = 0; v < V; v++)
       for (int h = 0; h < NH; h++) store(a.s + h * BLOCK + t + v * VL, s[v][h] * load(a.scale + t + v * VL));
   }
-}
-
-// In place: numbers times the Hadamard matrix of the largest power of two that divides n, block by block, over the square root of its size.
-static void hadamard(float* x, int n) {
-  const int size = n & -n;
-  for (int stride = 1; stride < size; stride *= 2)
-    for (int i = 0; i < n; i += 2 * stride)
-      for (int k = i; k < i + stride; k++) {
-        const float a = x[k], b = x[k + stride];
-        x[k] = a + b;
-        x[k + stride] = a - b;
-      }
-  const float factor = (float)(1.0 / __builtin_sqrt((double)size));
-  for (int i = 0; i < n; i++) x[i] *= factor;
 }
 
 // NH rows times a matrix [columns / 16][n][16], its columns rounded up to 16.

@@ -2,6 +2,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "../hadamard.h"
 #include "../kvbits_cpu.h"
 #include "../store.h"
 #include "codebook_part.h"

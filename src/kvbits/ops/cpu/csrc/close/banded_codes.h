@@ -4,6 +4,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "../hadamard.h"
 #include "kvquant_ranges.h"
 #include "page_buffers.h"
 #include "params.h"
@@ -17,19 +18,7 @@ constexpr int SMALLEST_SCALE_CODE = 1, LARGEST_SCALE_CODE = 247;
 constexpr int SCALES_BELOW = 4, SCALES_ABOVE = 8;  // how many 8-bit floats around that of a Gaussian token are tried
 
 static void hadamard_rows(PageBuffers& b, int page_size, int head_dim) {
-  const int width = padded_width(head_dim), size = head_dim & -head_dim;
-  const float factor = (float)(1.0 / __builtin_sqrt((double)size));
-  for (int t = 0; t < page_size; t++) {
-    float* x = b.x + (int64_t)t * width;
-    for (int stride = 1; stride < size; stride *= 2)
-      for (int i = 0; i < head_dim; i += 2 * stride)
-        for (int k = i; k < i + stride; k++) {
-          const float low = x[k], high = x[k + stride];
-          x[k] = low + high;
-          x[k + stride] = low - high;
-        }
-    for (int i = 0; i < head_dim; i++) x[i] *= factor;
-  }
+  for (int t = 0; t < page_size; t++) hadamard(b.x + (int64_t)t * padded_width(head_dim), head_dim);
 }
 
 // Half as many numbers as a vector of floats has, as many doubles as its bytes hold: GCC keeps wider ones in memory.
