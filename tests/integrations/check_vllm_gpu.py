@@ -1,4 +1,5 @@
-"""vLLM on a GPU with kvbits' pages: full graphs against eager, decoding against prefill, chunks, prefix hits, speculation. Run by hand, one dtype a process.
+"""vLLM on a GPU with kvbits' pages: full graphs against eager, decoding against prefill, chunks, prefix hits, speculation, blocks that come back from host memory.
+Run by hand, one dtype a process.
 
     python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered
 
@@ -13,6 +14,7 @@ import gc
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +94,37 @@ def against_prefill(llm: Any, prompts: list[list[int]], outputs: list[Any]) -> f
     return torch.cat(found).mean().item()
 
 
+CONNECTORS = ("SimpleCPUOffloadConnector", "OffloadingConnector")
+"""vLLM's own that keep blocks in host memory."""
+
+
+def reloaded(path: Path, dtype: str, prompts: list[list[int]], connector: str) -> tuple[int, float, float]:
+    """Tokens that came back from host memory, and `distance` between answers from those blocks and from the same blocks where they were."""
+    transfer = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 60 << 20}}
+    llm = engine(path, dtype, kv_transfer_config=transfer)
+    for prompt in prompts:
+        generate(llm, [prompt], 16)
+    there = [generate(llm, [prompt], 16)[0] for prompt in prompts]  # one by one: equal batches round alike
+    for _ in range(50):  # blocks still on their way out hold the cache
+        time.sleep(0.1)
+        generate(llm, [[5, 6, 7]], 2)
+        if llm.reset_prefix_cache():
+            break
+    else:
+        raise AssertionError(f"{connector}: blocks are still being copied after 5 s")
+    back = [generate(llm, [prompt], 16)[0] for prompt in prompts]
+    cached = [o.num_cached_tokens for o in back]
+    assert cached == [o.num_cached_tokens for o in there], f"{connector}: {cached} tokens came back"
+    close(llm)
+    return sum(cached), *distance(there, back)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-cache-dtype", required=True)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=80)
-    parser.add_argument("--only", nargs="*", default=["eager", "speculation", "draft model", "compiled"])
+    parser.add_argument("--only", nargs="*", default=["eager", "speculation", "draft model", "compiled", "offload"])
     args = parser.parse_args()
     dtype = args.kv_cache_dtype
     path = saved_model(Path(tempfile.mkdtemp()), args.head_dim)
@@ -137,6 +164,11 @@ def main() -> None:
         say(check=f"graphs against {name}", mean_distance=round(far, 4), same_tokens=round(same, 3))
         close(llm)
         assert far < LIMITS.get(dtype, 0.8), f"graphs and {name} differ"
+    for connector in CONNECTORS if "offload" in args.only else ():
+        tokens, far, same = reloaded(path, dtype, [p for p in prompts if 128 <= len(p)], connector)
+        say(check=f"back from host memory, {connector}", loaded_tokens=tokens, mean_distance=far, same_tokens=same)
+        assert tokens > 5000, "nothing came back"
+        assert (far, same) == (0, 1), "what came back is not what went"
     say(passed=True)
 
 
