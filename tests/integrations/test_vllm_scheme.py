@@ -75,6 +75,13 @@ def test_what_pages_of_vllm_cannot_hold_is_refused_by_name(engine, tmp_path, cha
         engine("llama", "kvbits_scheme", **write(dataclasses.replace(TWO, **changes), tmp_path))
 
 
+def test_connectors_between_engines_are_refused(engine, tmp_path):  # noqa: F811
+    from integrations.test_vllm_transfer import shared_storage
+
+    with pytest.raises(UnsupportedError, match="ExampleConnector tells pages apart by the name of the dtype"):
+        engine("llama", "kvbits_scheme", **write(TWO, tmp_path), kv_transfer_config=shared_storage(tmp_path))
+
+
 def test_files_that_are_missing_or_of_another_model_are_refused(model, engine, tmp_path):  # noqa: F811
     with pytest.raises(UnsupportedError, match="needs a scheme file: pass --additional-config"):
         engine("llama", "kvbits_scheme")

@@ -14,6 +14,8 @@ from .formats import PAGE_SIZE, SCHEME, Format, tag_for
 from .options import options_of
 
 logger = logging.getLogger(__name__)
+INSIDE = ("SimpleCPUOffloadConnector", "DecodeBenchConnector")
+"""Connectors of vLLM whose blocks never leave an engine."""
 
 
 def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
@@ -30,6 +32,11 @@ def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
     if speculation is not None and speculation.uses_draft_kv_cache():
         raise UnsupportedError(
             f"a scheme file says nothing of the layers that speculation by {speculation.method} has; speculate by ngram, or use another kvbits dtype"
+        )
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector not in (None, *INSIDE):
+        raise UnsupportedError(
+            f"{transfer.kv_connector} tells pages apart by the name of the dtype, and all scheme files have one name; use a dtype of its own, or {INSIDE[0]}"
         )
     return _layer_formats(path, layer_geometries(vllm_config.model_config.hf_text_config))
 
