@@ -9,6 +9,8 @@ import torch
 
 from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.quant.banded import steps as band_steps
+from kvbits.quant.basis import inverse
 from kvbits.spec import LowLayout, PageLayout, PerChannel, QuantSpec
 
 
@@ -46,6 +48,8 @@ class Case:
 
 
 def _short(spec: QuantSpec) -> str:
+    if spec.is_banded:
+        return f"{spec.format}:{','.join(map(str, spec.bands))}:{spec.basis}" + (":mean" if spec.center else "")
     name = f"{spec.format}:{type(spec.granularity).__name__}{getattr(spec.granularity, 'size', '')}"
     return (
         name
@@ -140,7 +144,12 @@ def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dic
         if spec.has_codebook:
             levels = torch.rand(layout.num_kv_heads, 2**spec.bits, generator=gen, device=device) * 2 - 1
             static[f"{prefix}_codebook"] = levels.sort(-1).values
-        if spec.pre_rope:
+        if spec.basis == "klt":
+            d = layout.head_dim
+            basis = torch.eye(d, device=device) + torch.randn(layout.num_kv_heads, d, d, generator=gen, device=device) / (2 * d**0.5)
+            static["k_basis"] = basis / (band_steps(spec, d).to(device) * case.magnitude)
+            static["k_inverse"] = inverse(static["k_basis"])
+        if spec.needs_rotary:
             d = layout.head_dim // 2
             static["k_inv_freq"] = 10000.0 ** (-torch.arange(d, device=device) / d)
         if spec.static and spec.has_codebook:  # narrow: some tokens are stretched
