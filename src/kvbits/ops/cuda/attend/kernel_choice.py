@@ -373,7 +373,7 @@ def _side_defines(layout: PageLayout, low: LowLayout | None, chunk: int, has_cod
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool) -> Shape:
     two_planes = _two_planes(layout)
     specs = (layout.key, layout.value)
-    centered = any(s.center for s in specs)
+    centered = any(s.center for s in specs if not s.is_banded)
     extras = two_planes and any(s.center or s.has_bias or scale_kind(s) == CHANNEL or s.num_groups(layout.head_dim) > 2 for s in specs)
     large = layout.head_dim * cols > 128 * 8 or extras  # what more registers are needed for
     units = 1 if large or chunk % 64 else 2
