@@ -16,7 +16,8 @@ from kvbits.spec import LowLayout, PageLayout, PerChannel, QuantSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention call over `lengths[b]` tokens of each sequence. `low`: bits of the low planes of each sequence's newer closed pages."""
+    """One attention call over `lengths[b]` tokens of each sequence. `low`: bits of the low planes of each sequence's newer closed pages;
+    `first`: position of the first token."""
 
     key: QuantSpec
     value: QuantSpec
@@ -35,6 +36,7 @@ class Case:
     layers: int = 1
     magnitude: float = 1.0
     low: tuple[int, int] | None = None
+    first: int = 0
 
     def __str__(self) -> str:
         changed = [
@@ -102,7 +104,7 @@ def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: st
         first = max(first, (end - case.window) // size * size) if case.window and name == "closed" and not case.crop else first
         pages = range(first, end, size)
         counts.append(len(pages))
-        starts += pages
+        starts += [p + case.first for p in pages]
         lengths += [min(size, end - p) for p in pages]
         if case.crop and name == ("closed" if case.low is None else "young") and pages:
             lengths[-1] -= case.crop

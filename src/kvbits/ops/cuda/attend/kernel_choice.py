@@ -1,4 +1,5 @@
-"""From a page layout to one instantiation of raw.cu, packed.cu, banded.cu or codebook.cu: its macros, how chunks are cut from pages, how many warps and stages fit.
+"""From a page layout to one instantiation of raw.cu, packed.cu, banded.cu or codebook.cu: its macros, how chunks are cut from pages, how many warps and
+stages fit.
 
 The numbers of warps and stages are the measured best on Hopper (docs/log-gpu.md); other chips get what fits their shared memory.
 """
@@ -109,7 +110,7 @@ def refuses_columns(layouts: Sequence[PageLayout], num_columns: int) -> str | No
     """Why no kernel takes that many query columns of a kv head (query tokens times heads) over pages of these layouts, or None."""
     if num_columns <= MOST_BANDED_COLUMNS or not any(x.key.is_banded for x in layouts):
         return None
-    return f"{num_columns} query tokens and heads of a kv head over banded codes, whose queries are made for each frame; the CUDA kernel takes {MOST_BANDED_COLUMNS}"
+    return f"{num_columns} query columns of a kv head over banded codes, whose queries are made for each frame; the CUDA kernel takes {MOST_BANDED_COLUMNS}"
 
 
 def record_bytes(layout: PageLayout) -> int:
