@@ -249,13 +249,11 @@ DEVICE void queries_in_basis(const Args& a, Merge& merge, int warp, int lane) {
         const InverseBasis& inverse = static_cast<const InverseBasis*>(part.k_inverse)[u.head];
         const int real = columns_of(a, u), columns = real > 4 ? 8 : real > 2 ? 4 : real;
         const int tiles = ((last - first + 1) * columns + 7) / 8;
-        FrameQueries<TILES> queries;
-        bool loaded = false;
 #pragma unroll 1
         for (int tile = 0; tile < tiles; tile += TILES, turn = turn + 1 == WARPS ? 0 : turn + 1) {
             if (turn != warp) continue;
-            if (!loaded) queries.load(a, u, inverse, columns, lane);
-            loaded = true;
+            FrameQueries<TILES> queries;
+            queries.load(a, u, inverse, columns, lane);  // each time: kept, they would take registers of the products
             queries.make(a, u, part, inverse, first, last, tile, columns, staged, lane);
         }
     });
