@@ -2,7 +2,7 @@
 
     python benchmarks/bench_generate_gpu.py [rows ..] [--modes eager graph] [--shapes 0 1 2] [--out benchmarks/results/<gpu>/generate.json]
     python benchmarks/bench_generate_gpu.py stock_flash int8_centered --generate [--out ..]      generate() from a prompt of 2,048 tokens, one sequence
-    python benchmarks/bench_generate_gpu.py stock stock_flash int8_centered --prefill --shapes 3 4       prompts alone, three in a row: the first pays for what libraries plan
+    python benchmarks/bench_generate_gpu.py stock stock_flash int8_centered --prefill --shapes 3 4       prompts alone, three in a row: the first pays for what libraries plan anew
     .. --chunk 2048     the prompt in chunks        .. --grow     caches that grow, as the stock cache does
 
 Rows are presets by name, and:
@@ -216,13 +216,18 @@ def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, 
         yield cache
 
 
+def warm_up(model: LlamaForCausalLM, row: str, batch: int, chunk: int | None, room: int | None) -> None:
+    """Kernels are compiled, libraries chosen."""
+    tokens = 2 * chunk if chunk else 512
+    for _ in range(2):
+        with prepared(model, row, batch, room and tokens + room, "eager") as cache:
+            prefill(model, cache, batch, tokens, chunk)
+
+
 def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, chunk: int | None, grows: bool) -> dict[str, Any]:
     """Prefill and decoding of one row."""
     room = None if grows else ROOM
-    for _ in range(2):  # kernels are compiled, libraries chosen
-        with prepared(model, row, batch, room and (2 * chunk if chunk else 512) + room, "eager") as cache:
-            prefill(model, cache, batch, 2 * chunk if chunk else 512, chunk)
-        del cache
+    warm_up(model, row, batch, chunk, room)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with prepared(model, row, batch, room and context + room, mode) as cache:
@@ -253,7 +258,8 @@ def compiled(model: LlamaForCausalLM, cache: StaticCache, batch: int, context: i
 
 
 def measure_prefill(model: LlamaForCausalLM, row: str, batch: int, context: int, chunk: int | None) -> dict[str, Any]:
-    """Three prompts in a row: the first of them, then the median of the others."""
+    """Three prompts in a row, after short ones: the first of them, then the median of the others."""
+    warm_up(model, row, batch, chunk, ROOM)
     speeds = []
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):

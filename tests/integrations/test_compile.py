@@ -21,6 +21,7 @@ from kvbits.integrations.huggingface import KVCache
 
 MODELS = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32")  # inductor's advice
 GREEDY = {"do_sample": False, "max_new_tokens": 70}  # pages of 64 tokens close on the way
 
 
