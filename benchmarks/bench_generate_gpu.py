@@ -27,14 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_decode_gpu import calibration
 from result_file import command, merge_result
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+from kvbits.calibrate.calibration import Calibration, fingerprint
 from kvbits.errors import KvbitsError
 from kvbits.integrations.graphs import graphed
 from kvbits.integrations.huggingface import KVCache
+from kvbits.integrations.models import scheme_for
 
 SHAPES = ((1, 32768), (8, 16384), (32, 8192), (1, 8192), (4, 8192))  # sequences, tokens
 ROWS = ("stock_flash", "raw", "int8_centered", "int4", "kivi4")
@@ -210,10 +213,17 @@ def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, 
             stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION) if row == "stock_flash" else nullcontext())
         else:
             model.set_attn_implementation("sdpa")
-            cache = KVCache.for_model(model, row, batch_size=batch if tokens else None, max_tokens=tokens)
+            cache = KVCache.for_model(model, row, batch_size=batch if tokens else None, max_tokens=tokens, calibration=made_up(model, row))
             if mode == "graph":
                 stack.enter_context(graphed(model, cache))
         yield cache
+
+
+def made_up(model: LlamaForCausalLM, row: str) -> Calibration | None:
+    """Even codebooks, for presets that are calibrated."""
+    scheme = scheme_for(model, row)
+    static = calibration(scheme, LAYERS)
+    return Calibration(static, fingerprint(model.config, scheme)) if static else None
 
 
 def warm_up(model: LlamaForCausalLM, row: str, batch: int, chunk: int | None, room: int | None) -> None:
