@@ -4,6 +4,7 @@
     python benchmarks/bench_generate_gpu.py stock_flash int8_centered --generate [--out ..]      generate() from a prompt of 2,048 tokens, one sequence
     python benchmarks/bench_generate_gpu.py stock stock_flash int8_centered --prefill --shapes 3 4       prompts alone, three in a row: the first pays for what libraries plan anew
     .. --chunk 2048     the prompt in chunks        .. --grow     caches that grow, as the stock cache does
+    torchrun --nproc-per-node 2 benchmarks/bench_generate_gpu.py ..     the model's heads spread over two GPUs (rows with "ranks"; peaks are of one of them)
 
 Rows are presets by name, and:
     stock         DynamicCache, SDPA as torch chooses it (cuDNN, which plans anew for every length of a decode step)
@@ -19,6 +20,7 @@ replaced in the file, others stay, so the benchmark can be run in parts. The las
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -41,11 +43,23 @@ from kvbits.integrations.models import scheme_for
 
 SHAPES = ((1, 32768), (8, 16384), (32, 8192), (1, 8192), (4, 8192))  # sequences, tokens
 ROWS = ("stock_flash", "raw", "int8_centered", "int4", "kivi4")
-KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows")
+KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows", "ranks")
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
 WARM, STEPS, WATCHED = 24, 40, 140
 ROOM = 320
 PROMPT, NEW_TOKENS = 2048, 256
+
+
+def spread(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Over the ranks, where torchrun started several."""
+    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
+        return model
+    from transformers import DistributedConfig  # 5.23
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    how, _, mesh = LlamaForCausalLM.prepare_distribute_model(DistributedConfig(tp_plan="auto", tp_size=ranks))
+    return LlamaForCausalLM.maybe_distribute_model(model, how, mesh)
 
 
 def llama() -> LlamaForCausalLM:
@@ -54,7 +68,7 @@ def llama() -> LlamaForCausalLM:
         max_position_embeddings=131072, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = spread(LlamaForCausalLM(config).to(torch.bfloat16))
     model = model.to_empty(device="cuda")
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
@@ -328,6 +342,7 @@ def main(model: LlamaForCausalLM | None = None) -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     model = llama() if model is None else model
+    ranks, first = (torch.distributed.get_world_size(), torch.distributed.get_rank() == 0) if torch.distributed.is_initialized() else (1, True)
     found = []
     for batch, context in [(1, PROMPT)] if args.generate else [SHAPES[i] for i in args.shapes]:
         for row, mode in [(name, mode) for name in args.rows for mode in modes_of(name, args.modes) if not (args.generate and name in ("fa3", "static"))]:
@@ -338,10 +353,11 @@ def main(model: LlamaForCausalLM | None = None) -> None:
                 print(f"{batch} x {context} {row:14s} {mode:8s} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 torch.cuda.empty_cache()
                 continue
-            found.append(r)
-            print(f"{batch} x {context} {row:14s} {mode:8s} {words(r)} ({time.perf_counter() - start:.0f} s)", flush=True)
+            found.append(r | ({"ranks": ranks} if ranks > 1 else {}))
+            print(f"{batch} x {context} {row:14s} {mode:8s} {ranks} GPU {words(r)} ({time.perf_counter() - start:.0f} s)", flush=True)
             torch.cuda.empty_cache()
-    merge_result({"command": command(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out, KEY)
+    if first:
+        merge_result({"command": command(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out, KEY)
 
 
 if __name__ == "__main__":
