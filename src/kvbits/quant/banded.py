@@ -28,8 +28,8 @@ from ..spec import BAND, BAND_PLANES, QuantSpec
 STEP = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
 """Step of the best uniform mid-rise quantizer of a Gaussian of variance 1, by bits (J. Max, IRE Trans. Inf. Theory 6(1), 1960, table II)."""
 OFFSETS = ((-3, 1, 5), (-2, 2), (-1, 1))
-"""Which 8-bit floats are tried, counted from s0, then twice from the best so far. 7 of the 15 from 6 below to 8 above: on keys of SmolLM2-135M the squared error
-is 0.2 % above that of trying 13 (values: none); trying only those from 2 below to 2 above doubles it."""
+"""Which 8-bit floats are tried, counted from s0, then twice from the best so far. 7 of the 15 from 6 below to 8 above: on keys of SmolLM2-135M the squared
+error is 0.2 % above that of trying 13 (values: none); trying only those from 2 below to 2 above doubles it."""
 SMALLEST_CODE, LARGEST_CODE = 1, 247
 
 
