@@ -2,7 +2,9 @@
 
     python benchmarks/bench_generate_gpu.py [rows ..] [--modes eager graph] [--shapes 0 1 2] [--out benchmarks/results/<gpu>/generate.json]
     python benchmarks/bench_generate_gpu.py stock_flash int8_centered --generate [--out ..]      generate() from a prompt of 2,048 tokens, one sequence
+    python benchmarks/bench_generate_gpu.py stock stock_flash int8_centered --prefill --shapes 3 4       prompts alone, three in a row: the first pays for what libraries plan anew
     .. --chunk 2048     the prompt in chunks        .. --grow     caches that grow, as the stock cache does
+    torchrun --nproc-per-node 2 benchmarks/bench_generate_gpu.py ..     the model's heads spread over two GPUs (rows with "ranks"; peaks are of one of them)
 
 Rows are presets by name, and:
     stock         DynamicCache, SDPA as torch chooses it (cuDNN, which plans anew for every length of a decode step)
@@ -10,7 +12,7 @@ Rows are presets by name, and:
     static        StaticCache, compiled by generate() itself (mode "compiled")
     fa3           a 16-bit cache allocated once and FlashAttention-3 (fa3_fwd_interface), eager and in a graph
 
-Mode "graph" is `kvbits.graphed`; "eager" the plain call. The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
+Mode "graph" is `kvbits.graphed`; "eager" the plain call; "compiled" `torch.compile` of the forward pass of a token (the prompt runs uncompiled). The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
 steps that are not waited for one by one; `slowest_ms` and `median_ms` are of steps that are. Peaks are of the whole process, weights included. With --out rows are
 replaced in the file, others stay, so the benchmark can be run in parts. The last line is one JSON object.
 """
@@ -18,6 +20,7 @@ replaced in the file, others stay, so the benchmark can be run in parts. The las
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,22 +29,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_decode_gpu import calibration
 from result_file import command, merge_result
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+from kvbits.calibrate.calibration import Calibration, fingerprint
 from kvbits.errors import KvbitsError
 from kvbits.integrations.graphs import graphed
 from kvbits.integrations.huggingface import KVCache
+from kvbits.integrations.models import scheme_for
 
-SHAPES = ((1, 32768), (8, 16384), (32, 8192))  # sequences, tokens
+SHAPES = ((1, 32768), (8, 16384), (32, 8192), (1, 8192), (4, 8192))  # sequences, tokens
 ROWS = ("stock_flash", "raw", "int8_centered", "int4", "kivi4")
-KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows")
+KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows", "ranks")
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
 WARM, STEPS, WATCHED = 24, 40, 140
 ROOM = 320
 PROMPT, NEW_TOKENS = 2048, 256
+
+
+def spread(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Over the ranks, where torchrun started several."""
+    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
+        return model
+    from transformers import DistributedConfig  # 5.23
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    how, _, mesh = LlamaForCausalLM.prepare_distribute_model(DistributedConfig(tp_plan="auto", tp_size=ranks))
+    return LlamaForCausalLM.maybe_distribute_model(model, how, mesh)
 
 
 def llama() -> LlamaForCausalLM:
@@ -50,7 +68,7 @@ def llama() -> LlamaForCausalLM:
         max_position_embeddings=131072, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = spread(LlamaForCausalLM(config).to(torch.bfloat16))
     model = model.to_empty(device="cuda")
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
@@ -93,6 +111,7 @@ def forward(model: LlamaForCausalLM, cache: Any, ids: torch.Tensor, seen: int) -
     if isinstance(cache, Flash16):
         return model(ids, position_ids=seen + torch.arange(ids.shape[1], device="cuda")[None], use_cache=False, logits_to_keep=1)
     mask = torch.ones(len(ids), seen + ids.shape[1], device="cuda", dtype=torch.long)
+    torch._dynamo.maybe_mark_dynamic(mask, 1)  # one graph, where it is compiled
     return model(ids, past_key_values=cache, attention_mask=mask, use_cache=True, logits_to_keep=1)
 
 
@@ -185,6 +204,16 @@ def generate(model: LlamaForCausalLM, cache: Any, batch: int, context: int, new_
 
 
 @contextmanager
+def compiled_forward(model: LlamaForCausalLM) -> Iterator[None]:
+    model.forward = torch.compile(model.forward, fullgraph=True)
+    try:
+        yield
+    finally:
+        del model.forward
+        torch.compiler.reset()
+
+
+@contextmanager
 def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, mode: str) -> Iterator[Any]:
     """The row's empty cache, the model switched to it; without `tokens` one that grows."""
     with ExitStack() as stack:
@@ -198,19 +227,31 @@ def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, 
             stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION) if row == "stock_flash" else nullcontext())
         else:
             model.set_attn_implementation("sdpa")
-            cache = KVCache.for_model(model, row, batch_size=batch if tokens else None, max_tokens=tokens)
+            cache = KVCache.for_model(model, row, batch_size=batch if tokens else None, max_tokens=tokens, calibration=made_up(model, row))
             if mode == "graph":
                 stack.enter_context(graphed(model, cache))
         yield cache
 
 
+def made_up(model: LlamaForCausalLM, row: str) -> Calibration | None:
+    """Even codebooks, for presets that are calibrated."""
+    scheme = scheme_for(model, row)
+    static = calibration(scheme, LAYERS)
+    return Calibration(static, fingerprint(model.config, scheme)) if static else None
+
+
+def warm_up(model: LlamaForCausalLM, row: str, batch: int, chunk: int | None, room: int | None) -> None:
+    """Kernels are compiled, libraries chosen."""
+    tokens = 2 * chunk if chunk else 512
+    for _ in range(2):
+        with prepared(model, row, batch, room and tokens + room, "eager") as cache:
+            prefill(model, cache, batch, tokens, chunk)
+
+
 def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, chunk: int | None, grows: bool) -> dict[str, Any]:
     """Prefill and decoding of one row."""
     room = None if grows else ROOM
-    for _ in range(2):  # kernels are compiled, libraries chosen
-        with prepared(model, row, batch, room and (2 * chunk if chunk else 512) + room, "eager") as cache:
-            prefill(model, cache, batch, 2 * chunk if chunk else 512, chunk)
-        del cache
+    warm_up(model, row, batch, chunk, room)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with prepared(model, row, batch, room and context + room, mode) as cache:
@@ -223,7 +264,8 @@ def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
         elif row == "static":
             found = {"through": "generate"} | compiled(model, cache, batch, context)
         else:
-            found = decode(model, cache, batch, context, 20 if row == "stock_flash" and mode == "eager" else WATCHED)
+            with compiled_forward(model) if mode == "compiled" else nullcontext():
+                found = decode(model, cache, batch, context, 20 if row == "stock_flash" and mode == "eager" else WATCHED)
         on_device = cache.store.decoding is not None if isinstance(cache, KVCache) else None
     return {
         "scheme": row, "mode": mode, "batch": batch, "context": context, "through": "forward", "on_device": on_device, "prefill_tokens_per_s": speed,
@@ -239,6 +281,21 @@ def compiled(model: LlamaForCausalLM, cache: StaticCache, batch: int, context: i
     return generate(model, cache, batch, seen + 1, 64)
 
 
+def measure_prefill(model: LlamaForCausalLM, row: str, batch: int, context: int, chunk: int | None) -> dict[str, Any]:
+    """Three prompts in a row, after short ones: the first of them, then the median of the others."""
+    warm_up(model, row, batch, chunk, ROOM)
+    speeds = []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        with prepared(model, row, batch, context + ROOM, "eager") as cache:
+            speeds.append(prefill(model, cache, batch, context, chunk))
+        del cache
+    return {
+        "scheme": row, "mode": "eager", "batch": batch, "context": context, "through": "prefill", "prefill_tokens_per_s": statistics.median(speeds[1:]),
+        "first_prefill_tokens_per_s": speeds[0], "prefill_peak_bytes": torch.cuda.max_memory_allocated(), **({"chunk": chunk} if chunk else {}),
+    }  # fmt: skip
+
+
 def measure_generate(model: LlamaForCausalLM, row: str, mode: str) -> dict[str, Any]:
     """generate() from an empty cache, twice: the first compiles kernels."""
     for new_tokens in (24, NEW_TOKENS):
@@ -251,40 +308,56 @@ def measure_generate(model: LlamaForCausalLM, row: str, mode: str) -> dict[str, 
 
 
 def modes_of(row: str, asked: list[str]) -> list[str]:
-    has = {"stock": ["eager"], "stock_flash": ["eager"], "static": ["compiled"]}.get(row, ["eager", "graph"])
+    has = {"stock": ["eager"], "stock_flash": ["eager"], "static": ["compiled"], "fa3": ["eager", "graph"]}.get(row, ["eager", "graph", "compiled"])
     return has if row == "static" else [m for m in has if m in asked]
 
 
-def main() -> None:
+def one_row(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
+    with torch.no_grad():
+        if args.generate:
+            return measure_generate(model, row, mode)
+        if args.prefill:
+            return measure_prefill(model, row, batch, context, args.chunk)
+        return measure(model, row, mode, batch, context, args.chunk, args.grow)
+
+
+def words(r: dict[str, Any]) -> str:
+    speed = f"prefill {r.get('prefill_tokens_per_s', 0):,.0f} tokens/s"
+    if "ms_per_token" not in r:
+        return f"{speed} (the first {r['first_prefill_tokens_per_s']:,.0f}), peak {r['prefill_peak_bytes'] / 2**30:.1f} GiB"
+    times = f"{r['ms_per_token']:6.2f} ms a token (median {r['median_ms']:.2f}, slowest {r['slowest_ms']:.2f})"
+    return f"{times}, {speed}, peak {r['peak_bytes'] / 2**30:.1f} GiB"
+
+
+def main(model: LlamaForCausalLM | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", default=list(ROWS))
-    parser.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=["eager", "graph"])
-    parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
+    parser.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=["eager", "graph", "compiled"])
+    parser.add_argument("--shapes", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--generate", action="store_true")
+    parser.add_argument("--prefill", action="store_true", help="prompts alone")
     parser.add_argument("--chunk", type=int, help="tokens of a chunk of the prompt")
     parser.add_argument("--grow", action="store_true", help="caches without a capacity")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    model = llama()
+    model = llama() if model is None else model
+    ranks, first = (torch.distributed.get_world_size(), torch.distributed.get_rank() == 0) if torch.distributed.is_initialized() else (1, True)
     found = []
     for batch, context in [(1, PROMPT)] if args.generate else [SHAPES[i] for i in args.shapes]:
         for row, mode in [(name, mode) for name in args.rows for mode in modes_of(name, args.modes) if not (args.generate and name in ("fa3", "static"))]:
+            start = time.perf_counter()
             try:
-                with torch.no_grad():
-                    r = measure_generate(model, row, mode) if args.generate else measure(model, row, mode, batch, context, args.chunk, args.grow)
+                r = one_row(model, row, mode, batch, context, args)
             except (ImportError, RuntimeError, KvbitsError) as error:  # the other rows are worth having
                 print(f"{batch} x {context} {row:14s} {mode:8s} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 torch.cuda.empty_cache()
                 continue
-            found.append(r)
-            print(
-                f"{batch} x {context} {row:14s} {mode:8s} {r['ms_per_token']:6.2f} ms a token (median {r['median_ms']:.2f}, slowest {r['slowest_ms']:.2f}), "
-                f"prefill {r.get('prefill_tokens_per_s', 0):,.0f} tokens/s, peak {r['peak_bytes'] / 2**30:.1f} GiB",
-                flush=True,
-            )
+            found.append(r | ({"ranks": ranks} if ranks > 1 else {}))
+            print(f"{batch} x {context} {row:14s} {mode:8s} {ranks} GPU {words(r)} ({time.perf_counter() - start:.0f} s)", flush=True)
             torch.cuda.empty_cache()
-    merge_result({"command": command(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out, KEY)
+    if first:
+        merge_result({"command": command(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out, KEY)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A KVCache inside torch.compile: one graph for prompts and one for tokens, without breaks, whatever the scheme; the tokens are those without a compiler."""
+"""A KVCache inside torch.compile: one graph for prompts and one for tokens, without breaks, whatever the scheme; the tokens are those without a compiler.
+
+On a GPU where there is one, on a CPU otherwise."""
 
 import copy
 import gc
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integrations.test_huggingface import prompts, tiny
+from integrations import test_huggingface
 from torch._dynamo.utils import counters
 
 import kvbits
@@ -18,7 +20,17 @@ from kvbits.integrations.compiled import cached_attention, refuse_capture
 from kvbits.integrations.huggingface import KVCache
 
 MODELS = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models"))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32")  # inductor's advice
 GREEDY = {"do_sample": False, "max_new_tokens": 70}  # pages of 64 tokens close on the way
+
+
+def tiny(family, **changes):
+    return test_huggingface.tiny(family, **changes).to(DEVICE)
+
+
+def prompts(lengths, seed=1):
+    return {name: x.to(DEVICE) for name, x in test_huggingface.prompts(lengths, seed).items()}
 
 
 def graphs() -> int:
@@ -156,7 +168,7 @@ def test_compiled_code_keeps_no_cache_alive():
 def test_errors_are_the_caches_own_and_leave_it_as_it_was():
     model = tiny("llama", num_hidden_layers=2)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
-    one = torch.ones(1, 1, dtype=torch.long)
+    one, two = (torch.ones(1, n, dtype=torch.long, device=DEVICE) for n in (1, 2))
     with torch.no_grad():
         cache = KVCache.for_model(model, "int8", max_tokens=64)
         with pytest.raises(PoolFullError, match="a cache built for 1 sequence of 64 tokens, now empty, was given 1 x 200 tokens more"):
@@ -164,9 +176,9 @@ def test_errors_are_the_caches_own_and_leave_it_as_it_was():
         assert cache.get_seq_length() == 0 and not cache.store.in_pass
         call(**prompts([30]), past_key_values=cache)
         with pytest.raises(UnsupportedError, match="attention_mask hides tokens that are already cached"):
-            call(one, attention_mask=torch.tensor([[0] + [1] * 30]), past_key_values=cache)
+            call(two, attention_mask=torch.tensor([[0] + [1] * 31], device=DEVICE), past_key_values=cache)
         with pytest.raises(CacheStateError, match="holds 1 sequence but was given 2"):
-            call(torch.ones(2, 4, dtype=torch.long), past_key_values=cache)
+            call(two.repeat(2, 2), past_key_values=cache)
         weight = model.model.layers[1].self_attn.k_proj.weight
         before = weight.detach().clone()
         weight.fill_(torch.nan)
@@ -191,7 +203,7 @@ def test_what_breaks_a_graph_elsewhere_breaks_no_cache():
 def test_the_operation_says_what_it_writes_and_that_no_graph_may_hold_it(monkeypatch):
     model = tiny("llama", num_hidden_layers=1)
     cache = KVCache.for_model(model, "int8")
-    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
+    q, k = torch.randn(2, 5, 4, 16, device=DEVICE), torch.randn(2, 5, 2, 16, device=DEVICE)
     arguments = (q, k, k.clone(), None, None, cache.columns.numbers, 0, 0.25, None)
     torch.library.opcheck(cached_attention, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
     seen = cache.get_seq_length()
@@ -211,6 +223,29 @@ def test_transformers_does_not_compile_by_itself_and_graphed_takes_no_compiled_m
         pass
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("capacity", [{"max_tokens": 400}, {}], ids=["fixed", "grows"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_logits_of_the_gpu_kernels(backend, capacity):
+    """200 tokens, led by the device from the third on: pages close, and close again."""
+    shape = {"hidden_size": 512, "head_dim": 128, "num_attention_heads": 8, "num_hidden_layers": 2, "initializer_range": 0.05}
+    model, ids = tiny("llama", **shape).to(torch.bfloat16), prompts([350])["input_ids"]
+
+    def run():
+        cache = KVCache.for_model(model, "int8_centered", **capacity)
+        with torch.no_grad():
+            model(ids[:, :150], past_key_values=cache)
+            out = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(150, 350)]
+        assert cache.store.decoding is not None and cache.get_seq_length() == 350
+        return torch.stack(out).float()
+
+    want = run()
+    compiled(model, backend)
+    found = run()
+    assert graphs() == 2
+    assert torch.equal(found, want) if backend == "eager" else (found - want).norm() / want.norm() < 0.03
+
+
 @pytest.mark.parametrize(("name", "scheme"), [("smollm2-135m-instruct", "int8_centered"), ("gemma3-270m", "int4")])
 def test_trained_models_continue_real_text_with_the_same_tokens(name, scheme):
     if not (MODELS / name).is_dir():
@@ -218,7 +253,7 @@ def test_trained_models_continue_real_text_with_the_same_tokens(name, scheme):
     from kvbits.evaluate.texts import novel
 
     model, tokenizer = kvbits.load_model(str(MODELS / name))
-    ids = tokenizer(novel(), return_tensors="pt").input_ids[:, :560]  # Gemma's window is 512
+    ids = tokenizer(novel(), return_tensors="pt").input_ids[:, :560].to(model.device)  # Gemma's window is 512
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     want = generate(model, inputs, scheme, max_new_tokens=20)
     assert torch.equal(generate(compiled(model), inputs, scheme, max_new_tokens=20), want) and graphs() == 2

@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int SMALLEST_SCALE_CODE = 1, LARGEST_SCALE_CODE = 247;
-constexpr int SCALES_BELOW = 4, SCALES_ABOVE = 8;  // how many 8-bit floats around that of a Gaussian token are tried
+constexpr int SCALE_OFFSETS[7] = {-3, 1, 5, -2, 2, -1, 1};  // which 8-bit floats are tried around that of a Gaussian token, then twice around the best
 
 static void hadamard_rows(PageBuffers& b, int page_size, int head_dim) {
   for (int t = 0; t < page_size; t++) hadamard(b.x + (int64_t)t * padded_width(head_dim), head_dim);
@@ -76,7 +76,18 @@ static void fill_steps(BandSteps& s, const kvbits_tensor& t, int head_dim) {
 
 INLINE vf band_level(vf x, vf inverse, vf top) { return vmin(vmax(round_even(x * inverse + top * 0.5f), vf{}), top); }
 
-// The code of a token's scale: the candidate with the least squared error, the smallest of equals. 0: it overflows.
+// Squared error of a token with the scale of a code, over the channels that have bits.
+static float squared_error(const float* x, const BandSteps& s, int width, int code) {
+  const vf scale = splat(scale_of_code(code)), inverse = 1.0f / scale;
+  vf error = vf{};
+  for (int c = 0; c < width; c += VL) {
+    const vf y = load(x + c), top = load(s.top + c), missed = y - (band_level(y, inverse, top) - top * 0.5f) * scale;
+    error += select(top > vf{}, missed * missed, vf{});
+  }
+  return sum(error);
+}
+
+// The code of a token's scale: that of the least squared error, the first of equals. 0: it overflows.
 static int fitted_scale(const float* x, const BandSteps& s, int width) {
   vf squares = vf{};
   for (int c = 0; c < width; c += VL) {
@@ -85,18 +96,13 @@ static int fitted_scale(const float* x, const BandSteps& s, int width) {
   }
   const float start = __builtin_sqrtf(sum(squares) / s.channels);
   if (!(start <= scale_of_code(LARGEST_SCALE_CODE))) return 0;
-  const int first = scale_code(start);
-  int best = 0;
+  int best = scale_code(start), around = best;
   float least = __builtin_inff();
-  for (int code = first - SCALES_BELOW; code <= first + SCALES_ABOVE; code++) {
-    if (code < SMALLEST_SCALE_CODE || code > LARGEST_SCALE_CODE) continue;
-    const vf scale = splat(scale_of_code(code)), inverse = 1.0f / scale;
-    vf error = vf{};
-    for (int c = 0; c < width; c += VL) {
-      const vf y = load(x + c), top = load(s.top + c), missed = y - (band_level(y, inverse, top) - top * 0.5f) * scale;
-      error += select(top > vf{}, missed * missed, vf{});
-    }
-    if (const float found = sum(error); found < least) least = found, best = code;
+  for (int i = 0; i < 7; i++) {
+    if (i == 3 || i == 5) around = best;
+    int code = around + SCALE_OFFSETS[i];
+    code = code < SMALLEST_SCALE_CODE ? SMALLEST_SCALE_CODE : code > LARGEST_SCALE_CODE ? LARGEST_SCALE_CODE : code;
+    if (const float found = squared_error(x, s, width, code); found < least) least = found, best = code;
   }
   return best;
 }
