@@ -141,7 +141,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
         max_pages = -(-vllm_config.model_config.max_model_len // PAGE_SIZE)
         self._places = self._make_places(impls, rows, max(config.max_num_batched_tokens, rows * threshold), device)
-        copies = self._places and self._places.copies
+        copies = self._places.copies if self._places else None
         self._decodes = {n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
 
     def _make_places(self, impls: list[KVBitsImpl], rows: int, tokens: int, device: torch.device) -> Places | None:
@@ -215,8 +215,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
         owners = None
         if places.copies and m.req_idx is not None:  # the V2 runner's; rows of its V1 move when others end, and then lose copies
-            owners = np.full(rows, len(places.copies.holds), np.int32)  # of padding: nobody
-            owners[: len(m.req_idx)] = m.req_idx[:rows]
-            owners = to_device(owners, self.device)
+            padded = np.full(rows, len(places.copies.holds), np.int32)  # of padding: nobody
+            padded[: len(m.req_idx)] = m.req_idx[:rows]
+            owners = to_device(padded, self.device)
         run = place_cuda.place if self.device.type == "cuda" else place_reference.place
         run(places, m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners)
