@@ -278,7 +278,7 @@ def hostile(*messages):
 
 def hello(spec, **changes):
     about = {"transfer": "x", "ids": IDS[:400].tolist(), "blobs": 6, "blob_tokens": 64} | changes
-    return b"".join(blob.encode_bytes(Kind.ABOUT, Identity.of(spec, "a model", ()), json.dumps(about).encode()))
+    return b"".join(blob.encode_bytes(Kind.ABOUT, Identity.of(spec, "a model", bytes(12)), json.dumps(about).encode()))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,9 @@ class Kind(IntEnum):
     PARAMETERS = 5  # calibrated scales and codebooks, float32
 
 
+_KINDS = frozenset(Kind)
+
+
 class Page(NamedTuple):
     """A page in a blob: all layers of a layer group. `column` is its place in the sequence (sinks apart), or in the file."""
 
@@ -83,11 +87,11 @@ class Identity:
     shards: int = 1
 
     @classmethod
-    def of(cls, spec: CacheSpec, made_for: str | None, static: Sequence[dict[str, torch.Tensor]]) -> Identity:
-        """Of a cache that holds all kv heads."""
+    def of(cls, spec: CacheSpec, made_for: str | None, calibration: bytes) -> Identity:
+        """Of a cache that holds all kv heads, and a calibration of this id."""
         turned = {1 if g.key.pre_rope else 3 if g.key.needs_rotary else 0 for g in spec.groups}
         return cls(
-            scheme=short(spec.format_id.encode()), model=short((made_for or "").encode()) if made_for else bytes(12), calibration=calibration_id(static),
+            scheme=short(spec.format_id.encode()), model=short((made_for or "").encode()) if made_for else bytes(12), calibration=calibration,
             rope=2 if len(turned) > 1 else turned.pop(), layers=len(spec.layers), page_size=spec.scheme.page_size,
             kv_heads=max(g.num_kv_heads for g in spec.layers),
         )  # fmt: skip
@@ -142,7 +146,7 @@ class Header:
         if zlib.crc32(data[: HEADER_BYTES - 4]) != crc:
             raise FileFormatError(f"the header of {what} is damaged: its CRC-32 is another than it says")
         if (
-            kind not in set(Kind)
+            kind not in _KINDS
             or pages > MOST_PAGES
             or table_bytes % ALIGNMENT
             or data_bytes >= 1 << 62
@@ -210,16 +214,16 @@ class Table:
         if at > len(data):
             raise FileFormatError(f"the table of {what} has no room for {header.pages} pages")
         pages = [Page(*_known(int(g), int(p), groups, what), int(c)) for g, p, c in np.frombuffer(data[:at], _ENTRY).tolist()]
-        sums = []
-        for page in pages:
-            n = len(groups[page.group].layers) * 8
-            sums.append(np.frombuffer(data[at : at + n], _WORD))
-            at += n
+        layers = [len(groups[p.group].layers) for p in pages]
+        first, at = at, at + 8 * sum(layers)
         if at > len(data) or len(set(pages)) != len(pages):
             raise FileFormatError(f"the table of {what} names a page twice, or ends before its checksums do")
+        stated = data[first:at]
+        words, ends = np.frombuffer(stated, _WORD), list(accumulate(layers))
+        sums = [words[end - n : end] for n, end in zip(layers, ends, strict=True)]
         if (nbytes := sum(groups[p.group].block_bytes(p.pool) for p in pages)) != header.data_bytes:
             raise FileFormatError(f"{what} holds {header.data_bytes} bytes of pages where {counted(len(pages), 'page')} of this kind take {nbytes}")
-        if header.checksum != checksum_of_sums(sums):
+        if header.checksum != checksum(stated):
             raise FileFormatError(f"the header of {what} states another checksum than its table")
         return cls(pages, sums, data[at:].strip())
 

@@ -55,7 +55,7 @@ class SavedCache:
         self.built_for = _built_for(about["built_for"])
         self.saturated = _saturated(about["saturated"], len(spec.layers))
         self.static = self._read_static()
-        self._identity = Identity.of(spec, self.made_for, self.static or ())
+        self._identity = Identity.of(spec, self.made_for, blob.calibration_id(self.static or ()))
 
     def fill(self, groups: list[GroupState], grow: bool) -> None:
         """Put pages and page lists into the groups of a new cache, whose pools get the saved capacity, or with `grow` none.

@@ -64,7 +64,7 @@ def save(contents: Contents, path: str | Path) -> None:
         SpecError: a directory is there, or none that the file could be in.
     """
     path = require_file(path, "save:")
-    identity = Identity.of(contents.spec, contents.made_for, contents.static)
+    identity = Identity.of(contents.spec, contents.made_for, blob.calibration_id(contents.static))
     parts, numbers = _parts(contents.groups)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

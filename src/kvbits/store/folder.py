@@ -34,6 +34,8 @@ WRITERS = 8
 ABANDONED_S = 60.0
 """Age from which a temporary file that nobody has locked is cleared away."""
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
+_PART = re.compile(r"[0-9a-z]{2,64}")
 
 
 class Entry(NamedTuple):
@@ -64,6 +66,7 @@ class Folder:
         if "\0" in str(root):
             raise SpecError(f"a store at {str(root)!r}: a path has no NUL in it")
         self.root = require_folder(Path(root).expanduser(), "a store at").absolute()
+        self._root = str(self.root)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -75,20 +78,20 @@ class Folder:
         Raises:
             SpecError: something else than a folder is in its place, or a link to one.
         """
-        fd: int | None = None
+        above: int | None = None
         try:
-            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             for part in (namespace, bucket):
-                if not re.fullmatch(r"[0-9a-z]{2,64}", part):
+                if not _PART.fullmatch(part):
                     raise SpecError(f"{part!r} is no folder of a store")
-                if make:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, dir_fd=fd)
-                above, fd = fd, os.open(part, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=fd)
-                os.close(above)
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(f"{self._root}/{namespace}")
+            above = os.open(f"{self._root}/{namespace}", _FOLDER)
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(bucket, dir_fd=above)
+            return os.open(bucket, _FOLDER, dir_fd=above)
         except BaseException as error:
-            if fd is not None:
-                os.close(fd)
             if isinstance(error, FileNotFoundError) and not make:
                 return None
             if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
@@ -99,7 +102,9 @@ class Folder:
                     error.errno, f"{error.strerror}; loading needs a store that can be read, put, pin and evict one that can be written", where
                 ) from error
             raise
-        return fd
+        finally:
+            if above is not None:
+                os.close(above)
 
     @contextlib.contextmanager
     def _folder(self, namespace: str, bucket: str, make: bool = False) -> Iterator[int | None]:
@@ -145,15 +150,17 @@ class Folder:
 
     def open(self, namespace: str, name: str) -> int | None:
         """A descriptor to read a file with, or None where there is none. A link or anything but a file is none."""
-        with self._folder(namespace, _bucket(name)) as folder:
-            if folder is None:
+        folder = self._open_folder(namespace, _bucket(name), make=False)
+        if folder is None:
+            return None
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK, dir_fd=folder)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES):
                 return None
-            try:
-                fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK, dir_fd=folder)
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES):
-                    return None
-                raise
+            raise
+        finally:
+            os.close(folder)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             return None

@@ -107,22 +107,30 @@ def check_where_they_lie(work: Iterable[tuple[Source, Sequence[tuple[int, ...]],
     for source, _, pieces in work:
         for p in pieces:
             last = runs[-1][-1][1].to if runs else None
-            nbytes = 0 if last is None else last.numel()
-            joins = last is not None and last.shape == p.to.shape and last.data_ptr() + nbytes == p.to.data_ptr() and len(runs[-1]) * nbytes < CHECKED
+            joins = last is not None and last.shape == p.to.shape and _joins(last, p.to) and len(runs[-1]) * last.numel() < CHECKED
             runs[-1].append((source, p)) if joins else runs.append([(source, p)])
+    if not runs:
+        return
+    device = runs[0][0][1].to.device
     weights: dict[int, torch.Tensor] = {}
-    differ = []
+    sums = torch.from_numpy(np.concatenate([source.table.sums[p.number] for run in runs for source, p in run]).view(np.int64)).to(device)
+    differ, at = [], 0
     for run in runs:
         first = run[0][1].to
         layers, words = first.shape[0], first[0].numel() // 8
         if words not in weights:
-            weights[words] = torch.from_numpy(blob.weights(words).view(np.int64)).to(first.device)
+            weights[words] = torch.from_numpy(blob.weights(words).view(np.int64)).to(device)
         held = first.as_strided((len(run), layers, words * 8), (first.numel(), words * 8, 1)).view(torch.int64)
-        stated = torch.from_numpy(np.stack([source.table.sums[p.number] for source, p in run]).view(np.int64)).to(first.device)
+        stated, at = sums[at : at + len(run) * layers].view(len(run), layers), at + len(run) * layers
         differ.append(((held * weights[words]).sum(-1) != stated).any(1))
-    if differ and len(bad := torch.cat(differ).nonzero()):
+    if len(bad := torch.cat(differ).nonzero()):
         source, piece = [x for run in runs for x in run][int(bad[0])]
         raise _damage(source, piece.number)
+
+
+def _joins(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether b begins where a ends, in the same memory."""
+    return a.data_ptr() + a.numel() == b.data_ptr() and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _damage(source: Source, number: int) -> DamagedError:
@@ -139,17 +147,35 @@ def _read(open_file, source: Source, shapes: Sequence[tuple[int, ...]], pieces: 
     try:
         sizes = [a * b * c for a, b, c in shapes]
         offsets = source.offsets(sizes)
-        on_host = stream is None or any(p.heads is not None for p in pieces)
-        direct = stream is None and all(p.heads is None and p.to.is_contiguous() for p in pieces)
-        staged = [p.to if direct else torch.empty(shapes[p.number], dtype=torch.uint8, pin_memory=stream is not None) for p in pieces]
-        sums = source.table.sums if on_host else [None] * len(offsets)
-        if (bad := blob.read_pages(fd, [blob.Read(offsets[p.number], x, sums[p.number]) for p, x in zip(pieces, staged, strict=True)])) is not None:
+        if stream is None and all(p.heads is None and p.to.is_contiguous() for p in pieces):
+            room, staged = None, [p.to for p in pieces]
+        else:
+            room = torch.empty(sum(sizes[p.number] for p in pieces), dtype=torch.uint8, pin_memory=stream is not None)
+            staged = [x.view(shapes[p.number]) for p, x in zip(pieces, room.split([sizes[p.number] for p in pieces]), strict=True)]
+        here = stream is None or any(p.heads is not None for p in pieces)  # checked, or else on the device
+        reads = [blob.Read(offsets[p.number], x, source.table.sums[p.number] if here else None) for p, x in zip(pieces, staged, strict=True)]
+        if (bad := blob.read_pages(fd, reads)) is not None:
             raise _damage(source, pieces[bad].number)
     finally:
         os.close(fd)
-    if direct:
+    if room is None:
         return
     with torch.cuda.stream(stream):
-        for p, x in zip(pieces, staged, strict=True):
-            to, x = (p.to, x) if p.heads is None else (p.to[:, p.into], x[:, p.heads])
+        for to, x in _neighbours(pieces, staged):
             to.copy_(x, non_blocking=True)
+
+
+def _neighbours(pieces: list[Piece], staged: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What to copy where: pages that lie one behind the other at both ends are one copy."""
+    runs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for p, x in zip(pieces, staged, strict=True):
+        if p.heads is not None or not p.to.is_contiguous():
+            runs.append((p.to if p.heads is None else p.to[:, p.into], x if p.heads is None else x[:, p.heads]))
+            continue
+        to, x = p.to.flatten(), x.flatten()
+        last = runs[-1] if runs else None
+        if last and last[0].dim() == 1 and _joins(last[0], to) and _joins(last[1], x):
+            to, x = (a.as_strided((a.numel() + b.numel(),), (1,)) for a, b in zip(last, (to, x), strict=True))
+            runs.pop()
+        runs.append((to, x))
+    return runs

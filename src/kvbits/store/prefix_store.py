@@ -17,6 +17,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -84,7 +85,8 @@ class PrefixStore:
         if not remote and (local is not None or options):
             raise SpecError(f"local={local!r} and options {sorted(options)} are of remote stores; {os.fspath(where)!r} is a folder")
         self.blob_tokens, self.max_bytes = blob_tokens, None if max_bytes is None else as_bytes(max_bytes)
-        self.shard, self.made_for, self._whole = _shard(shard), made_for, calibration
+        self.shard, self.made_for = _shard(shard), made_for
+        self._whole = None if calibration is None else blob.calibration_id(getattr(calibration, "static", calibration))
         self.folder = Folder((local or local_tier(str(where))) if remote else where)
         self._shelf = Shelf(self.folder, Remote(str(where), options) if remote else None, self.shard)
         self._known: tuple[int, int] | None = None  # bytes when last counted, bytes written since
@@ -111,12 +113,12 @@ class PrefixStore:
                 "this cache does not say whose keys and values it holds; KVCache.for_model does, for a PagedCache of your own set cache.made_for to a text "
                 "that names the model and its weights"
             )
-        static = cache.static
-        if self.shard[1] > 1 and any(static):
+        calibration = calibration_of(cache)
+        if self.shard[1] > 1 and any(calibration):
             if self._whole is None:
                 raise SpecError("a shard of a calibrated cache: pass PrefixStore(.., calibration=) that of all kv heads, so that all ranks name it alike")
-            static = getattr(self._whole, "static", self._whole)
-        identity = Identity.of(whole_spec(cache.spec, self.shard[1]), made_for, static)
+            calibration = self._whole
+        identity = Identity.of(whole_spec(cache.spec, self.shard[1]), made_for, calibration)
         identity = dataclasses.replace(identity, kv_heads=identity.kv_heads // self.shard[1], shard=self.shard[0], shards=self.shard[1])
         return identity, keys.namespace(identity, self._cuts(cache).blob_pages * cache.spec.scheme.page_size)
 
@@ -424,6 +426,16 @@ def as_bytes(size: int | str) -> int:
     except (ValueError, OverflowError):
         pass
     raise SpecError(f"{size!r} is no size; give bytes, or text like '200GB'")
+
+
+_CALIBRATIONS: WeakKeyDictionary[PagedCache, bytes] = WeakKeyDictionary()
+
+
+def calibration_of(cache: PagedCache) -> bytes:
+    """12 bytes that name a cache's calibration, which is what it is for as long as the cache lives: hashed once (8B models have 17 MB of it)."""
+    if cache not in _CALIBRATIONS:
+        _CALIBRATIONS[cache] = blob.calibration_id(cache.static)
+    return _CALIBRATIONS[cache]
 
 
 def paged(cache: Any) -> PagedCache:

@@ -24,6 +24,8 @@ from .folder import Folder
 from .loading import DamagedError, Piece, Source
 from .remote import AT_ONCE, Remote
 
+FIRST_BYTES = 1 << 14
+"""Read of a file at once: its header, and its table where that is no larger."""
 Shard = tuple[int, int]
 """Which of how many equal parts of every layer's kv heads."""
 
@@ -154,27 +156,28 @@ class Shelf:
             groups: of this shard.
             span: its first token, and the one behind its last.
         """
-        for shards in self._cuts(space, stem):
+        if own := self._checked(space, name_of(stem, self.shard), identity, groups, kind, span, key):
+            return Blob([own], [self.shard])
+        for shards in self._other_cuts(space, stem):
             sources = [self._checked(space, name_of(stem, s), identity, groups_of(groups, self.shard, s), kind, span, key) for s in shards]
             whole = [s for s in sources if s is not None]
             if len(whole) == len(shards) and all(s.table.pages == whole[0].table.pages for s in whole):
                 return Blob(whole, shards)
         return None
 
-    def _cuts(self, space: str, stem: str) -> list[list[Shard]]:
-        """Shards of each size that could together give this shard's heads: its own file first."""
-        found = [[self.shard]]
-        if not self.folder.has(space, name_of(stem, self.shard)):
-            there: dict[int, set[int]] = {}
-            for name in self.names(space, stem + "."):
-                shard, _, shards = name[len(stem) + 1 :].partition("-")
-                if shard.isdigit() and shards.isdigit() and len(name) < 100 and 0 <= int(shard) < int(shards):
-                    there.setdefault(int(shards), set()).add(int(shard))
-            rank, size = self.shard
-            for n, held in sorted(there.items()):
-                needed = range(rank * n // size, -(-(rank + 1) * n // size))
-                if n != size and held.issuperset(needed):
-                    found.append([(j, n) for j in needed])
+    def _other_cuts(self, space: str, stem: str) -> list[list[Shard]]:
+        """Shards of each other size that could together give this shard's heads."""
+        there: dict[int, set[int]] = {}
+        for name in self.names(space, stem + "."):
+            shard, _, shards = name[len(stem) + 1 :].partition("-")
+            if shard.isdigit() and shards.isdigit() and len(name) < 100 and 0 <= int(shard) < int(shards):
+                there.setdefault(int(shards), set()).add(int(shard))
+        rank, size = self.shard
+        found = []
+        for n, held in sorted(there.items()):
+            needed = range(rank * n // size, -(-(rank + 1) * n // size))
+            if n != size and held.issuperset(needed):
+                found.append([(j, n) for j in needed])
         return found
 
     def _checked(
@@ -208,14 +211,18 @@ class Shelf:
             return None
         path = self.folder.path(space, name)
         try:
-            header = Header.parse(os.pread(fd, blob.HEADER_BYTES, 0), path)
+            start = os.pread(fd, FIRST_BYTES, 0)
+            header = Header.parse(start, path)
             if reason := header.refuses(identity):
                 raise FileFormatError(f"{path} does not belong there: {reason}")
             if name.rpartition(".")[2] != f"{header.identity.shard}-{header.identity.shards}":
                 raise FileFormatError(f"{path} does not belong there: it holds shard {header.identity.shard} of {header.identity.shards}")
             if header.nbytes != (size := os.fstat(fd).st_size):
                 raise FileFormatError(f"{path} is truncated: {counted(size, 'byte')} of {header.nbytes}")
-            return Source(name, path, header, Table.parse(header, os.pread(fd, header.table_bytes, blob.HEADER_BYTES), groups, path))
+            table = start[blob.HEADER_BYTES : (end := blob.HEADER_BYTES + header.table_bytes)]
+            if len(start) < end:
+                table += os.pread(fd, end - len(start), len(start))
+            return Source(name, path, header, Table.parse(header, table, groups, path))
         finally:
             os.close(fd)
 

@@ -27,7 +27,7 @@ from ..cache.sequence import Sequence
 from ..errors import CacheStateError, DataError, FileFormatError, counted
 from . import keys, pages
 from .pages import Cuts
-from .prefix_store import blocks_of, paged, settled
+from .prefix_store import blocks_of, calibration_of, paged, settled
 
 WINDOW = 64 << 20
 """Bytes that a sender is ahead of what the receiver has checked, or one blob."""
@@ -37,7 +37,7 @@ _COUNT = struct.Struct("<II")
 
 
 def _identity(cache: PagedCache) -> Identity:
-    return Identity.of(cache.spec, cache.made_for, cache.static)
+    return Identity.of(cache.spec, cache.made_for, calibration_of(cache))
 
 
 class Sender:
