@@ -9,12 +9,15 @@ import torch
 
 from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.quant.banded import steps as band_steps
+from kvbits.quant.basis import inverse
 from kvbits.spec import LowLayout, PageLayout, PerChannel, QuantSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention call over `lengths[b]` tokens of each sequence. `low`: bits of the low planes of each sequence's newer closed pages."""
+    """One attention call over `lengths[b]` tokens of each sequence. `low`: bits of the low planes of each sequence's newer closed pages;
+    `first`: position of the first token."""
 
     key: QuantSpec
     value: QuantSpec
@@ -33,6 +36,7 @@ class Case:
     layers: int = 1
     magnitude: float = 1.0
     low: tuple[int, int] | None = None
+    first: int = 0
 
     def __str__(self) -> str:
         changed = [
@@ -46,6 +50,8 @@ class Case:
 
 
 def _short(spec: QuantSpec) -> str:
+    if spec.is_banded:
+        return f"{spec.format}:{','.join(map(str, spec.bands))}:{spec.basis}" + (":mean" if spec.center else "")
     name = f"{spec.format}:{type(spec.granularity).__name__}{getattr(spec.granularity, 'size', '')}"
     return (
         name
@@ -98,7 +104,7 @@ def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: st
         first = max(first, (end - case.window) // size * size) if case.window and name == "closed" and not case.crop else first
         pages = range(first, end, size)
         counts.append(len(pages))
-        starts += pages
+        starts += [p + case.first for p in pages]
         lengths += [min(size, end - p) for p in pages]
         if case.crop and name == ("closed" if case.low is None else "young") and pages:
             lengths[-1] -= case.crop
@@ -140,7 +146,12 @@ def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dic
         if spec.has_codebook:
             levels = torch.rand(layout.num_kv_heads, 2**spec.bits, generator=gen, device=device) * 2 - 1
             static[f"{prefix}_codebook"] = levels.sort(-1).values
-        if spec.pre_rope:
+        if spec.basis == "klt":
+            d = layout.head_dim
+            basis = torch.eye(d, device=device) + torch.randn(layout.num_kv_heads, d, d, generator=gen, device=device) / (2 * d**0.5)
+            static["k_basis"] = basis / (band_steps(spec, d).to(device) * case.magnitude)
+            static["k_inverse"] = inverse(static["k_basis"])
+        if spec.needs_rotary:
             d = layout.head_dim // 2
             static["k_inv_freq"] = 10000.0 ** (-torch.arange(d, device=device) / d)
         if spec.static and spec.has_codebook:  # narrow: some tokens are stretched

@@ -14,6 +14,7 @@ import pytest
 import torch
 from ops.cuda_cases import Case, build, relative_error
 
+from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.reference import attend as reference
@@ -103,6 +104,15 @@ def cases():
     yield Case(**nvfp4, lengths=(700, 130), num_queries=64, tail=20)
     yield Case(key=spec("fp4_e2m1", PerChannel()), value=spec("fp4_e2m1", PerGroup(32)), lengths=LENGTHS, tail=20)
     yield Case(key=spec("fp4_e2m1", center="channel"), value=spec("int4", PerGroup(32), scale_dtype="float8_e4m3"), lengths=LENGTHS, tail=20)
+    for name in ("klt4", "klt3", "klt2"):
+        klt = {"key": schemes.get(name).key, "value": schemes.get(name).value}
+        for d in (64, 128, 256):
+            yield Case(**klt, lengths=LENGTHS, head_dim=d, tail=64, sinks=4)
+        for group in (1, 2, 3, 8, 12, 16):
+            yield Case(**klt, lengths=(1000, 70), group=group, tail=20, dtype=torch.float16)
+        for options in ({"window": 300, "tail": 20}, {"crop": 13}, {"softcap": 20.0, "tail": 20}, {"page_size": 128}, {"page_size": 32}, {"num_queries": 5, "group": 3},
+                        {"magnitude": 50.0}, {"first": 131_000}):  # fmt: skip
+            yield Case(**klt, lengths=(1000, 70), **options)
     yield Case(key=spec("int8"), value=spec("int4"), lengths=LENGTHS)
     yield Case(key=spec("int4", PerChannel(), symmetric=False), value=spec("int2", PerGroup(32), symmetric=False), lengths=LENGTHS)
 

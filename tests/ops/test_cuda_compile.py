@@ -20,6 +20,7 @@ from kvbits.ops.cuda import merge, rotate
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.attend import device_plan as attend_plan
 from kvbits.ops.cuda.attend import kernel_choice as cuda_format
+from kvbits.ops.cuda.close import banded as close_banded
 from kvbits.ops.cuda.close import codebook as close_codebook
 from kvbits.ops.cuda.close import packed as close_cuda
 from kvbits.ops.cuda.dequantize import unpacker as dequantize_cuda
@@ -30,6 +31,7 @@ from kvbits.studies.int8_paper import cuda as matrix_cuda
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 SOURCES = {p.name: p.parent for p in Path(kvbits.__file__).parent.rglob("*.cu")}
+KLT = schemes.get("klt3")
 ALL = bool(os.environ.get("KVBITS_TEST_ALL_KERNELS"))
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 
@@ -290,6 +292,11 @@ def test_a_source_that_does_not_compile_says_why(tmp_path):
         (dict(key=spec("int4", PerGroup(16)), value=spec("int4", PerToken()), head_dim=80), "16 channels cut"),
         (dict(key=spec("int8"), value=spec("int8", PerGroup(16)), head_dim=128), "16 channels cut"),
         (dict(key=QuantSpec.raw(), value=QuantSpec.raw(), head_dim=128, raw_dtype="float32"), "float32"),
+        (dict(key=KLT.key, value=KLT.value, head_dim=80), "banded codes at head_dim=80; the CUDA kernel reads head_dim 64, 128, 256"),
+        (dict(key=KLT.key, value=spec("int4"), head_dim=64), "banded codes of one of keys and values beside int4"),
+        (dict(key=dataclasses.replace(KLT.key, basis="hadamard"), value=KLT.value, head_dim=64), "banded keys with basis='hadamard'"),
+        (dict(key=KLT.key, value=dataclasses.replace(KLT.value, bands=(4, 4, 2, 2)), head_dim=64), "banded values of 2, 4 bits"),
+        (dict(key=KLT.key, value=dataclasses.replace(KLT.value, center="channel"), head_dim=64), "banded values with a mean"),
     ],
 )
 def test_refusals_say_what_is_in_the_way(layout, why):
@@ -302,12 +309,13 @@ def test_refusals_say_what_is_in_the_way(layout, why):
 def examples():
     """Source -> macros of one instantiation."""
     raw = layout_of(QuantSpec.raw(), QuantSpec.raw())
-    int8, nuq = layout_of(spec("int8"), spec("int8")), layout_of(schemes.get("nuq4-1%").key, schemes.get("nuq4-1%").value)
-    attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq)]
+    int8, nuq, klt = layout_of(spec("int8"), spec("int8")), *(layout_of(s.key, s.value) for s in map(schemes.get, ("nuq4-1%", "klt4")))
+    attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq, klt)]
     return {kernel.source: dict(kernel.defines) for kernel in attention} | {
         "advance.cu": {"THREADS": device_decode.THREADS},
         "append.cu": append_cuda.DEFINES,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
+        "close_banded.cu": close_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
         "close_codebook.cu": close_codebook.defines(nuq, torch.bfloat16),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "merge.cu": merge.defines(128, torch.bfloat16),
@@ -330,8 +338,8 @@ def test_only_attention_lets_the_next_kernel_start_before_it_has_ended(monkeypat
     monkeypatch.setattr(cuda_compile, "_library", ForPtx)
     texts = {name: cuda_compile.compile_source(SOURCES[name], name, defines, "compute_90").cubin for name, defines in examples().items()}
     assert all(b".entry" in text for text in texts.values())
-    assert {name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text} == {"packed.cu", "codebook.cu"}
-    assert {name for name, text in texts.items() if b"griddepcontrol.wait" in text} == {"raw.cu", "packed.cu", "codebook.cu"}
+    assert {name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text} == {"packed.cu", "banded.cu", "codebook.cu"}
+    assert {name for name, text in texts.items() if b"griddepcontrol.wait" in text} == {"raw.cu", "packed.cu", "banded.cu", "codebook.cu"}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -349,8 +357,8 @@ def test_kernels_that_lead_decoding_compile_without_spills(parts, capability):
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("name", [n for n, s in schemes.PRESETS.items() if not s.key.is_raw])
 def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, capability):
-    if not ALL and (name, head_dim, capability) not in (("int8_centered", 128, (9, 0)), ("kivi2", 64, (8, 0))):
-        pytest.skip("two by default")
+    if not ALL and (name, head_dim, capability) not in (("int8_centered", 128, (9, 0)), ("kivi2", 64, (8, 0)), ("klt2", 128, (9, 0))):
+        pytest.skip("three by default")
     scheme, limit = schemes.get(name, head_dim=head_dim), driver.shared_limit(capability)
     layout = layout_of(scheme.key, scheme.value, head_dim, scheme.page_size)
     spills = {}
@@ -361,10 +369,13 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
             spills[("attend", *kind)] = compiled(kernel.source, dict(kernel.defines), capability).resources("attend").spill_bytes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if close_cuda.refuses_layout(layout, dtype) is None and not (capability < (8, 9) and scheme.key.format.startswith("fp8")):
-            codebook = close_codebook.refuses_layout(layout, dtype) is None and scheme.key.has_codebook
-            for appends in (False,) if codebook else (False, True):
-                source, entry = ("close_codebook.cu", "close_codebook") if codebook else ("close.cu", "close_pages")
-                macros = close_codebook.defines(layout, dtype) if codebook else close_cuda.defines(layout, dtype, appends=appends)
+            for appends in (False,) if scheme.key.has_codebook else (False, True):
+                if scheme.key.has_codebook:
+                    source, entry, macros = "close_codebook.cu", "close_codebook", close_codebook.defines(layout, dtype)
+                elif scheme.key.is_banded:
+                    source, entry, macros = "close_banded.cu", "close_banded", close_banded.defines(layout, dtype, appends)
+                else:
+                    source, entry, macros = "close.cu", "close_pages", close_cuda.defines(layout, dtype, appends=appends)
                 spills[entry, dtype, appends] = compiled(source, macros, capability).resources(entry).spill_bytes
         if dequantize_cuda.refuses_layout(layout, dtype) is None:
             binary = compiled("dequantize.cu", dequantize_cuda.defines(layout, dtype), capability)
@@ -378,7 +389,7 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
 
 @pytest.mark.parametrize("header", sorted(p.name for p in SOURCES["packed.cu"].glob("*.cuh")))
 def test_every_header_of_attention_includes_what_it_uses(header, tmp_path):
-    layout = "nuq4-1%" if header.startswith("codebook") else "int4"
+    layout = "nuq4-1%" if header.startswith("codebook") else "klt4" if header.startswith("banded") else "int4"
     kernel = attend_kernel(schemes.get(layout).key, schemes.get(layout).value, (9, 0), raw=True)
     for path in SOURCES["packed.cu"].glob("*.cuh"):
         (tmp_path / path.name).write_text(path.read_text())

@@ -25,6 +25,8 @@ from kvbits import ops
 from kvbits.errors import DataError
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import close as close_reference
+from kvbits.quant.basis import inverse
 from kvbits.spec import PerChannel, PerGroup, PerToken
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
@@ -117,8 +119,23 @@ def cases():
     yield Case(key=spec("fp4_e2m1", center="channel"), value=spec("int4", PerGroup(32), scale_dtype="float8_e4m3"), **few)
     yield Case(**nvfp4, lengths=(333, 70), tail=20, head_dim=96, group=8, num_queries=2, magnitude=50.0)
     yield Case(**nvfp4, lengths=(333, 70), tail=20, group=5, num_queries=11, page_size=256)  # three column tiles
+    yield from banded()
     if os.environ.get("KVBITS_TEST_ALL_KERNELS"):
         yield from (dataclasses.replace(c, lengths=(500 if c.window else 333, 70)) for c in direct())
+
+
+def banded():
+    """Keys in a calibrated basis: frames that pages cut in any place, far ones, columns of one, two and several frames to an instruction, every width."""
+    whole = {"lengths": (320, 64, 640, 0, 192, 448)}
+    yield Case(**of("klt4"), lengths=(600, 0, 70), tail=20, sinks=4, first=131_000, group=8)
+    yield Case(**of("klt3"), **whole, group=6, num_queries=2, window=200)
+    yield Case(**of("klt2"), **whole, tail=20, sinks=1, group=1)
+    yield Case(**of("klt4"), lengths=(333, 70), head_dim=64, group=3, softcap=20.0, page_size=32, crop=13)
+    yield Case(**of("klt2"), **whole, head_dim=64, tail=64, sinks=4, group=5, magnitude=30.0)
+    yield Case(**of("klt3"), lengths=(700, 70), tail=20, head_dim=256, group=2, page_size=128)
+    key, value = of("klt3").values()
+    for bands in ((8, 0, 1, 2), (3, 6, 1, 5)):
+        yield Case(key=dataclasses.replace(key, bands=bands, center=None), value=dataclasses.replace(value, basis=None), lengths=(333, 70), head_dim=64)
 
 
 def joined():
@@ -158,7 +175,7 @@ def test_the_kernel_computes_what_the_reference_does(case, emulated, ask=False, 
     torch.testing.assert_close(lse[finite].double(), want_lse[finite], rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["nuq4-1%", "nuq3-1%"])
+@pytest.mark.parametrize("name", ["nuq4-1%", "nuq3-1%", "klt2"])
 def test_the_order_of_threads_does_not_matter(name, emulated, monkeypatch):
     monkeypatch.setenv("KVBITS_EMULATE_REVERSED", "1")
     test_the_kernel_computes_what_the_reference_does(Case(**of(name), lengths=(333, 0, 70), tail=20, sinks=1), None)
@@ -190,11 +207,39 @@ def test_shares_of_pages_where_raw_tokens_join(backwards, emulated):
     test_the_kernel_computes_what_the_reference_does(Case(**both("int2"), lengths=(20, 333), tail=70, sinks=3), None, ask=True, backwards=backwards)
 
 
+def test_shares_of_banded_pages(emulated):
+    test_the_kernel_computes_what_the_reference_does(Case(**of("klt2"), lengths=(20, 333), head_dim=64, tail=70, sinks=3), None, ask=True)
+
+
+def test_queries_that_a_basis_takes_out_lose_nothing(emulated):
+    """A query bias a hundred times the rest; and one column that is no number, beside others that are."""
+    case = Case(**of("klt3"), lengths=(320,), head_dim=64, group=3, dtype=torch.float16)
+    call, q, _ = build(case, "cpu")
+    (part,) = call.parts
+    basis = part.store.static["k_basis"] * torch.where(torch.arange(64) == 7, 100, 1)[:, None]
+    part.store.static.update(k_basis=basis, k_inverse=inverse(basis))
+    k, v = torch.randn(2, part.table.num_pages, 2, 64, 64, generator=torch.Generator().manual_seed(1))
+    k[..., 7] *= 1e-2
+    close_reference.close(k, v, part.store, part.table.page_ids, starts=part.table.starts)
+    q[..., 7] += 100
+    plan = cuda.Plan(call, q.shape[2], q.dtype, torch.device("cpu", 0))
+    plan.device = q.device
+    out = plan.run(q)[0].clone()
+    assert relative_error(out, reference.attend(q, call, plan.q_positions.long(), torch.float64)[0]) < LIMIT
+    q[:, :, 1] = torch.nan
+    assert torch.equal(plan.run(q)[0][:, :, [0, 2, 3, 4, 5]], out[:, :, [0, 2, 3, 4, 5]])
+
+
 @pytest.mark.parametrize("emulated", [(8, 0)], indirect=True, ids=["sm_80"])
 @pytest.mark.parametrize("fmt", ["int8", "int2"])
 def test_raw_tokens_in_rings_without_the_copy_engine(fmt, emulated):
     """Keys and values of a chunk lie in one slot."""
     test_the_kernel_computes_what_the_reference_does(Case(**both(fmt), lengths=(20, 333, 0, 150), tail=64, sinks=3, group=2), None)
+
+
+@pytest.mark.parametrize("emulated", [(8, 0)], indirect=True, ids=["sm_80"])
+def test_rings_of_banded_pages_without_the_copy_engine(emulated):
+    test_the_kernel_computes_what_the_reference_does(Case(**of("klt3"), lengths=(333, 0, 70), head_dim=64, tail=20, sinks=4, group=2), None)
 
 
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ops import test_cuda_emulated
+from ops.cpu_cases import static_params
 from ops.cuda_cases import relative_error
 
 from kvbits import ops, schemes
@@ -77,6 +78,8 @@ class Cache:
         gen, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
         self.layouts, self.pages, self.tables, self.offsets, self.parts = layouts, [], [], [], []
         self.low, self.low_pages, self.low_tables = low or [None] * len(layouts), [], []
+        packed = next((x for x in layouts if not x.is_raw), layouts[0])
+        self.static = static_params(packed.key, packed.value, HEADS, D)
         self.tokens = [torch.tensor([n[p] for n in lengths], dtype=torch.int32) for p in range(len(layouts))]
         before = torch.stack([torch.zeros(len(lengths), dtype=torch.int32), *self.tokens]).cumsum(0, dtype=torch.int32)
         self.starts = [before[p].contiguous() for p in range(len(layouts))]
@@ -85,17 +88,9 @@ class Cache:
             counts = [-(-n[p] // size) for n in lengths]
             total = sum(counts) + 3
             ids = rng.permutation(total)
-            k, v = (torch.randn(total, HEADS, size, D, generator=gen) for _ in "kv")
-            k += torch.randn(D, generator=gen)
             planes = [self.low[p]] if self.low[p] else []
-            slabs = close_nested(k.bfloat16(), v.bfloat16(), layout, low=planes)[0]
             fine = rng.permutation(total) if planes else np.zeros(total, np.int64)  # page of the low planes, by page
-            wide = [torch.full((total, 3, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8) for x in (layout, *planes)]  # of three layers, ours in the middle
-            wide[0][:, 1] = slabs[0]
-            for x, slab in zip(wide[1:], slabs[1:], strict=True):
-                x[fine, 1] = slab
-            self.pages.append(wide[0][:, 1])
-            self.low_pages.append(wide[1][:, 1] if planes else None)
+            first_of = np.zeros(total, np.int64)  # position of each page's first token
             table = torch.full((batch, max_pages[p] + 2), -1 if poison is None else poison, dtype=torch.int32)
             offset = torch.tensor(rng.integers(0, 3, batch), dtype=torch.int32)
             rows, starts, sizes, at = [], [], [], 0
@@ -106,6 +101,16 @@ class Cache:
                 rows += mine.tolist()
                 starts += [int(self.starts[p][b]) + i * size for i in range(n)]
                 sizes += [min(size, lengths[b][p] - i * size) for i in range(n)]
+                first_of[mine] = starts[len(starts) - n :]
+            k, v = (torch.randn(total, HEADS, size, D, generator=gen) for _ in "kv")
+            k += torch.randn(D, generator=gen)
+            slabs = close_nested(k.bfloat16(), v.bfloat16(), layout, self.static, planes, first_of)[0]
+            wide = [torch.full((total, 3, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8) for x in (layout, *planes)]  # of three layers, ours in the middle
+            wide[0][:, 1] = slabs[0]
+            for x, slab in zip(wide[1:], slabs[1:], strict=True):
+                x[fine, 1] = slab
+            self.pages.append(wide[0][:, 1])
+            self.low_pages.append(wide[1][:, 1] if planes else None)
             self.tables.append(table)
             known = torch.from_numpy(fine.astype(np.int32))[table.clamp(0, total - 1)]
             self.low_tables.append(torch.where((table >= 0) & (table < total), known, table) if planes else None)
@@ -114,7 +119,11 @@ class Cache:
             if rows:
                 ids = np.array(rows, np.int64)
                 own = PageTable(indptr, ids, np.array(starts, np.int64), np.array(sizes, np.int32), (fine[ids],) if planes else ())
-                self.parts.append(Part(PageStore(layout, (self.pages[p],)), own, tuple(LowStore(x, (self.low_pages[p],)) for x in planes)))
+                self.parts.append(
+                    Part(
+                        PageStore(layout, (self.pages[p],), {} if layout.is_raw else self.static), own, tuple(LowStore(x, (self.low_pages[p],)) for x in planes)
+                    )
+                )
         self.newest = before[-1]
 
     def want(self, q, query_lens=None, window=None, softcap=None):
@@ -136,7 +145,7 @@ def check(cache, max_pages, *, limit=LIMIT, group=2, num_queries=1, query_lens=N
         cache.layouts, max_pages=max_pages, batch_size=batch_size or batch, num_q_heads=HEADS * group, dtype=q.dtype, device=device,
         num_queries=num_queries, sliding_window=window, softcap=softcap, low=cache.low,
     )  # fmt: skip
-    made.bind(7, cache.pages, low=cache.low_pages)
+    made.bind(7, cache.pages, cache.static, low=cache.low_pages)
     made.update(cache.tables, cache.tokens, starts=cache.starts, offsets=cache.offsets, query_lens=query_lens, low_tables=cache.low_tables)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
     assert made.run(q, 7, out=out, lse=lse) is out
@@ -160,6 +169,10 @@ CASES = {
     ),
     "centred": dict(layouts=[layout_of(spec("int8", center="channel"), spec("int8")), layout_of(RAW, RAW)], lengths=[(320, 33), (64, 1)], max_pages=[5, 1]),
     "raw": dict(layouts=[layout_of(RAW, RAW)], lengths=[(333,), (0,), (70,)], max_pages=[6]),
+    "basis": dict(
+        layouts=[layout_of(RAW, RAW, 4), layout_of(schemes.get("klt3").key, schemes.get("klt3").value), layout_of(RAW, RAW)],
+        lengths=[(4, 640, 150), (4, 0, 9), (2, 0, 0), (4, 128, 1)], max_pages=[1, 10, 3],
+    ),
     "tiers": dict(
         layouts=[layout_of(RAW, RAW, 4), TIERED, TIERED, layout_of(RAW, RAW)], low=[None, None, LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=D), None],
         lengths=[(4, 640, 128, 150), (4, 0, 64, 9), (2, 0, 0, 0), (4, 128, 320, 1)], max_pages=[1, 10, 5, 3],

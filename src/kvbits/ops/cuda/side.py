@@ -8,9 +8,10 @@ from collections.abc import Callable, Hashable
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...spec import LowLayout, PageLayout
-from ..descriptor import GROUP, STATIC, describe, low_plane
+from ...spec import BAND_PLANES, LowLayout, PageLayout
+from ..descriptor import GROUP, LEVELS, STATIC, describe, low_plane
 
+INTEGER = LEVELS["int"]
 _prepared = WeakIdKeyDictionary()
 
 
@@ -68,8 +69,10 @@ def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, i
         f"{name}_OFFSET0": side.plane_offset[0],
         f"{name}_OFFSET1": side.plane(1)[2],
         f"{name}_JOINED_OFFSET": side.plane(1)[2] if num_planes < len(side.planes) else 0,
-        f"{name}_FLOAT": side.levels,
+        f"{name}_FLOAT": INTEGER if side.widths else side.levels,  # banded codes are integers around the middle of their range
         f"{name}_ZERO": side.zero,
+        f"{name}_MIDDLE": 2 ** side.widths[0] - 1 if side.widths else 2 * side.zero,
+        f"{name}_TURNED": int(side.basis == "hadamard"),
         f"{name}_SCALE": side.scale,
         f"{name}_SCALE_TYPE": side.scale_dtype,
         f"{name}_GROUPS": groups,
@@ -81,6 +84,36 @@ def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, i
         f"{name}_MEAN_OFFSET": side.mean_offset or 0,
         f"{name}_PAGE_SCALE_OFFSET": side.page_scale_offset or 0,
     }
+
+
+def band_defines(chunk: PageLayout) -> dict[str, int]:
+    """Macros of banded.cu for banded keys: the width of each band, four bits each, and where their planes lie."""
+    side = describe(chunk, "k")
+    widths = sum(w << 4 * i for i, w in enumerate(side.widths))
+    offsets = dict(zip(side.planes, side.plane_offset, strict=True))
+    return {"K_WIDTHS_LOW": widths & 0xFFFFFFFF, "K_WIDTHS_HIGH": widths >> 32} | {f"K_PLANE{bits}_OFFSET": offsets.get(bits, 0) for bits in BAND_PLANES}
+
+
+def basis_on(inverse: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`basis_operands(inverse)` on `device`; made once."""
+    return prepared(inverse, ("operands", device), lambda x: basis_operands(x).to(device))
+
+
+def basis_operands(inverse: torch.Tensor) -> torch.Tensor:
+    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D]: int32 [H, D * D + 4].
+
+    Queries come with channels (8 i .. 8 i + 7) and those D / 2 further on as the 16 numbers of step i.
+    """
+    heads, d, _ = inverse.shape
+    x = inverse.detach().to(torch.float32)
+    exponent = torch.floor(torch.log2(x.abs().amax((1, 2)).clamp(min=1e-30)))
+    x = x * torch.exp2(-exponent)[:, None, None]
+    first = x.half()
+    second = ((x - first.float()) * 2048).half()
+    parts = torch.stack([first, second], 1).view(heads, 2, d // 16, 2, 8, 2, d // 16, 4, 2)  # [H, part, m, row half, row g, channel half, i, c, pair]
+    tiles = parts.permute(0, 2, 6, 1, 4, 7, 5, 3, 8).contiguous()  # [H, m, i, part, g, c, channel half, row half, pair]
+    rest = torch.stack([torch.exp2(exponent), x.square().sum(-1).amax(-1), torch.zeros_like(exponent), torch.zeros_like(exponent)], -1)
+    return torch.cat([tiles.view(heads, -1).view(torch.int32), rest.view(torch.int32)], -1)
 
 
 def refuses_low(count: int) -> str | None:

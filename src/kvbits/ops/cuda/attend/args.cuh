@@ -27,7 +27,8 @@ struct Part {
     i64 low_layer_stride;        // as `layer_stride`
     const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D]; null if none
     const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; codebook.cu
-    const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; codebook.cu
+    const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; codebook.cu, banded.cu
+    const void* k_inverse;       // side.py's basis_operands; banded.cu
     Pages pages, low_pages;      // kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
     int page_size;
 };
@@ -49,10 +50,12 @@ struct Args {
     float* partial;              // [slots][COLS][D]
     float2* partial_ml;          // [slots][COLS]: reference exponent (log2), sum
     int* arrived;                // [units], zero between launches
+    void* records;               // [units][frames] of queries in the keys' basis, 0 where no query writes; banded.cu
     i64 q_stride_b, q_stride_t, q_stride_h;
     int num_queries, group, num_kv_heads, column_blocks, layer, window;  // window: 2**30 if none
     float scaling, softcap;
     int num_pieces, num_low_pieces, lse_rows;  // pieces of low planes follow those of pages
+    int frames;                  // more than lie between the first and the last page of a sequence
     Piece pieces[MAX_PIECES];
     Part parts[4];
 };

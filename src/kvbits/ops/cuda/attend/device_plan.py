@@ -16,12 +16,12 @@ import torch
 
 from ....errors import DataError, UnsupportedError
 from ....later import upload
-from ....spec import LowLayout, PageLayout
+from ....spec import FRAME, LowLayout, PageLayout
 from ...types import kvquant_extras
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from . import host_plan as attend_cuda
-from .kernel_choice import columns, kernel_for, refuses_layout, refuses_low
+from .kernel_choice import columns, kernel_for, record_bytes, refuses_columns, refuses_layout, refuses_low
 from .schedule import SEGMENT_COST, SEGMENT_FIELDS
 
 Slabs = Sequence[torch.Tensor]
@@ -62,6 +62,8 @@ def refuses_plan(
         return "raw parts differ in dtype"
     if len({x for x in low if x}) > 1:
         return "low planes of different widths in one plan"
+    if why := refuses_columns(layouts, num_queries * num_q_heads // layouts[0].num_kv_heads):
+        return why
     fine = [(x, (planes,)) for x, planes in zip(layouts, low, strict=False) if planes]
     return next((why for x in layouts if (why := refuses_layout(x, shared_limit))), None) or next((why for x in fine if (why := refuses_low(*x))), None)
 
@@ -153,6 +155,10 @@ class DevicePlan:
             column_blocks=column_blocks, window=self._work.window, scaling=scaling, softcap=softcap or 1.0,
             num_pieces=len(self.kernel.pieces), num_low_pieces=len(self.kernel.low_pieces),
         )  # fmt: skip
+        if packed and (nbytes := record_bytes(packed)):  # a sequence's pages in a part follow one another
+            self._args.frames = max(n for x, n in zip(layouts, max_pages, strict=True) if not x.key.is_raw) * packed.page_size // FRAME + 2
+            self._records = torch.zeros(units * self._args.frames * nbytes, dtype=torch.uint8, device=self.device)
+            self._args.records = self._records.data_ptr()
         for i, piece in enumerate((*self.kernel.pieces, *self.kernel.low_pieces)):
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
         for i, part in enumerate(zip(layouts, self.low, max_pages, walks, strict=True)):

@@ -18,14 +18,14 @@ import torch
 
 from ....errors import DataError, UnsupportedError
 from ....later import upload
-from ....spec import LowLayout, PageLayout
+from ....spec import FRAME, LowLayout, PageLayout
 from ...break_even import small_on_gpu
 from ...types import AttendCall, Part, check_call, kvquant_extras, last_positions
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
-from ..side import as_float32, turns_on, widened
+from ..side import as_float32, basis_on, turns_on, widened
 from . import codebook_format, unpack_then_flash
-from .kernel_choice import MAX_PIECES, Kernel, Shape, columns, kernel_for, may_unpack, refuses_layout, refuses_low
+from .kernel_choice import MAX_PIECES, Kernel, Shape, columns, kernel_for, may_unpack, record_bytes, refuses_columns, refuses_layout, refuses_low
 from .schedule import PartWork, chunks_per_sequence, schedule
 from .unpack_then_flash import ChunkPlan
 
@@ -45,7 +45,7 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return "the GPU is older than compute capability 8.0"
     if why := cuda_compile.missing():
         return why
-    why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), driver.shared_limit(torch.cuda.get_device_capability(q.device)))
+    why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), driver.shared_limit(torch.cuda.get_device_capability(q.device)), q.shape[1])
     if why and _may_unpack(call) and q.dtype in DTYPES:
         return _refuses_unpacked(call, q.shape[2], q.dtype)
     return why
@@ -65,7 +65,7 @@ def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) 
     return unpack_then_flash.refuses(call, num_q_heads, q_dtype, unpack_then_flash.MIN_COLUMNS, True)
 
 
-def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit: int | None = None) -> str | None:
+def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit: int | None = None, num_queries: int = 1) -> str | None:
     """The part of `refuses` that needs no GPU, of the kernel that reads packed pages; `shared_limit`: bytes of shared memory of a block, if known."""
     if q_dtype not in DTYPES.values():
         return f"queries are {q_dtype}, not float16 or bfloat16"
@@ -75,6 +75,8 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
         return "there are no pages to attend to"
     if num_q_heads % call.parts[0].store.layout.num_kv_heads:
         return f"{num_q_heads} query heads are no multiple of {call.parts[0].store.layout.num_kv_heads} kv heads"
+    if why := refuses_columns([p.store.layout for p in call.parts], num_queries * num_q_heads // call.parts[0].store.layout.num_kv_heads):
+        return why
     if call.page_lse is not None and _is_kvquant(call):
         return "log-sum-exps by page of KVQuant's formats have no CUDA kernel"
     low: dict[PageLayout, LowLayout] = {}
@@ -104,7 +106,7 @@ class PartArgs(ctypes.Structure):
         ("layer_stride", ctypes.c_int64), ("head_bytes", ctypes.c_int), ("chunks_per_page", ctypes.c_int), ("raw", ctypes.c_int),
         ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int), ("low_head_bytes", ctypes.c_int), ("low_layer_stride", ctypes.c_int64),
         ("k_scale", ctypes.c_void_p), ("k_bias", ctypes.c_void_p), ("v_scale", ctypes.c_void_p), ("v_bias", ctypes.c_void_p),
-        ("k_level", ctypes.c_void_p), ("v_level", ctypes.c_void_p), ("turns", ctypes.c_void_p),
+        ("k_level", ctypes.c_void_p), ("v_level", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("k_inverse", ctypes.c_void_p),
         ("pages", PagesArgs), ("low_pages", PagesArgs), ("page_size", ctypes.c_int),
     ]  # fmt: skip
 
@@ -114,11 +116,12 @@ class Args(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "page_lse", "partial", "partial_ml", "arrived")),
+            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "page_lse", "partial", "partial_ml", "arrived",
+            "records")),
         *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
         *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
         ("scaling", ctypes.c_float), ("softcap", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows")),
+        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows", "frames")),
         ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", PartArgs * MAX_PARTS),
     ]  # fmt: skip
 
@@ -154,8 +157,10 @@ def static_pointers(layout: PageLayout, static: Mapping[str, torch.Tensor], devi
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         if spec.has_codebook:
             found[f"{kind}_level"] = as_float32(static[f"{kind}_codebook"], device).data_ptr()
-    if layout.key.pre_rope:
+    if layout.key.needs_rotary:
         found["turns"] = turns_on(static["k_inv_freq"], device).data_ptr()
+    if layout.key.basis == "klt":
+        found["k_inverse"] = basis_on(static["k_inverse"], device).data_ptr()
     return found
 
 
@@ -181,7 +186,7 @@ class Plan:
         self, call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1,
         layer_strides: tuple[int, ...] | None = None, shape: Shape | None = None,
     ) -> None:  # fmt: skip
-        if why := refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype))):
+        if why := refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), num_queries=num_queries):
             raise UnsupportedError(f"attend_pages on cuda: {why}")
         check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
         device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
@@ -216,6 +221,7 @@ class Plan:
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
             num_kv_heads=heads, column_blocks=column_blocks, layer=0, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
             softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
+            **self._records(call, packed, batch * heads * column_blocks),
             **(self._page_lse_rows(work, kernels, num_q_heads) if call.page_lse is not None else {}),
         )  # fmt: skip
         for i, part in enumerate(call.parts):
@@ -293,7 +299,7 @@ class Plan:
             count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
             cost = (layout.head_bytes + sum(s.layout.head_bytes for s in part.low)) * tokens // layout.page_size
             # What a walk starts with, calibrated scales, is alike in all its parts.
-            joins = kernels[launch].raw_in_ring and not part.store.static
+            joins = kernels[launch].raw_in_ring and not (layout.key.static or layout.value.static)
             walk = int(not raw and not kernels[launch].raw_joins) if joins else None
             in_ring = not raw or kernels[launch].raw_in_ring
             begin, last = (first + x.astype(np.int64) for x in (table.indptr[:-1], table.indptr[1:] - 1))
@@ -327,6 +333,22 @@ class Plan:
         arrived = torch.zeros(units, dtype=torch.int32, device=self.device)
         self._keep += [partial, partial_ml, arrived]
         return {"partial": partial.data_ptr(), "partial_ml": partial_ml.data_ptr(), "arrived": arrived.data_ptr()}
+
+    def _records(self, call: AttendCall, packed: list[PageLayout], units: int) -> dict[str, int]:
+        """Where queries in the basis of banded keys go: for every unit as many frames as its pages touch."""
+        if not (nbytes := max(map(record_bytes, packed), default=0)):
+            return {}
+        matrices = {id(p.store.static["k_inverse"]) for p in call.parts if p.store.layout.key.is_banded}
+        if len(matrices) > 1:
+            raise UnsupportedError("attend_pages on cuda: parts of one call have keys in different bases; make a call for each and merge their results")
+        frames = 1
+        for table in (p.table for p in call.parts if p.store.layout.key.is_banded):
+            for first, end in zip(table.indptr[:-1], table.indptr[1:], strict=True):
+                if end > first:
+                    frames = max(frames, int(table.starts[first:end].max()) // FRAME - int(table.starts[first:end].min()) // FRAME + 1)
+        records = torch.zeros(units * frames * nbytes, dtype=torch.uint8, device=self.device)
+        self._keep.append(records)
+        return {"records": records.data_ptr(), "frames": frames}
 
     def _part(self, part: Part, kernels: list[Kernel], packed: list[PageLayout], layer_stride: int) -> PartArgs:
         layout = part.store.layout

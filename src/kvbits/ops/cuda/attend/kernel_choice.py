@@ -1,4 +1,5 @@
-"""From a page layout to one instantiation of raw.cu, packed.cu or codebook.cu: its macros, how chunks are cut from pages, how many warps and stages fit.
+"""From a page layout to one instantiation of raw.cu, packed.cu, banded.cu or codebook.cu: its macros, how chunks are cut from pages, how many warps and
+stages fit.
 
 The numbers of warps and stages are the measured best on Hopper (docs/log-gpu.md); other chips get what fits their shared memory.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -14,7 +16,7 @@ from ....errors import UnsupportedError
 from ....spec import LowLayout, PageLayout, QuantSpec, plane_row_bytes
 from ....spec.quant import SCALE_BYTES
 from ...descriptor import CHANNEL, DTYPES, GROUP, STATIC, low_plane, scale_kind
-from ...types import banded_sides, kvquant_extras
+from ...types import kvquant_extras
 from .. import side
 from . import codebook_format
 
@@ -32,6 +34,10 @@ RAW_TOKENS = (32, 16, 8)
 """Raw tokens of a chunk: the most of a step, or what a slot of the ring has room for."""
 FLOATS = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 """Floats that packed_codes.cuh makes matrix operands of."""
+BANDED_HEADS = (64, 128, 256)
+"""Head sizes of banded codes: the outputs' Hadamard matrix takes whole rows of lanes."""
+MOST_BANDED_COLUMNS = 64
+"""Query columns of a kv head over banded codes: every eight of them have queries of their own, 5 KB for each frame of 256 positions."""
 LOW_BITS = 4
 """Width of the low planes that packed.cu reads, and of the codes they refine."""
 
@@ -51,8 +57,8 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
     d = layout.head_dim
     if d > 256:
         return f"head_dim={d} is above 256"
-    if banded := banded_sides(layout):
-        return f"{banded} have no CUDA kernel"
+    if why := _refuses_banded(layout):
+        return why
     if extras := kvquant_extras(layout):
         why = codebook_format.refuses(layout)
         if not why and shared_limit and _codebook_shape(layout, 8, shared_limit, False) is None:
@@ -84,6 +90,43 @@ def refuses_layout(layout: PageLayout, shared_limit: int | None = None) -> str |
     return None
 
 
+def _refuses_banded(layout: PageLayout) -> str | None:
+    """Why no kernel can read the banded codes of this layout, or None."""
+    key, value, d = layout.key, layout.value, layout.head_dim
+    if not (key.is_banded or value.is_banded):
+        return None
+    if not (key.is_banded and value.is_banded):
+        return f"banded codes of one of keys and values beside {value.format if key.is_banded else key.format}; the CUDA kernel reads both as banded codes"
+    if key.basis != "klt":
+        return f"banded keys with basis={key.basis!r}; the CUDA kernel reads those with basis='klt'"
+    if len(widths := set(value.widths(d))) > 1 or widths - {2, 3, 4}:
+        return f"banded values of {', '.join(map(str, sorted(widths)))} bits; the CUDA kernel reads 2, 3 or 4, the same in every band"
+    if value.center:
+        return "banded values with a mean; the CUDA kernel reads those without"
+    return None if d in BANDED_HEADS else f"banded codes at head_dim={d}; the CUDA kernel reads head_dim {', '.join(map(str, BANDED_HEADS))}"
+
+
+def refuses_columns(layouts: Sequence[PageLayout], num_columns: int) -> str | None:
+    """Why no kernel takes that many query columns of a kv head (query tokens times heads) over pages of these layouts, or None."""
+    if num_columns <= MOST_BANDED_COLUMNS or not any(x.key.is_banded for x in layouts):
+        return None
+    return f"{num_columns} query columns of a kv head over banded codes, whose queries are made for each frame; the CUDA kernel takes {MOST_BANDED_COLUMNS}"
+
+
+def record_bytes(layout: PageLayout) -> int:
+    """Bytes of the queries of one unit and frame in the basis of banded keys (struct Record of banded_queries.cuh), 0 for other formats."""
+    if not layout.key.is_banded:
+        return 0
+    d = layout.head_dim
+    steps = sum(_band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits) for bits, channels in layout.key.planes(d))
+    return 256 * (steps + (d // 16 if layout.key.center else 0)) + 128
+
+
+def _band_steps(words: int, fields: int) -> int:
+    """Matrix instructions of a plane's row (struct BandPlane)."""
+    return words // 4 * fields + words % 4 // 2 * (fields // 2) + words % 2 * (fields // 4)
+
+
 def _scales_codes(layout: PageLayout) -> bool:
     """Whether values' scales are multiplied onto the codes, not onto the weights (ValueTraits::SCALES_CODES): groups may then be as small as 16 channels."""
     value, d = layout.value, layout.head_dim
@@ -102,6 +145,8 @@ def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:
     for fine in low:
         if extras := kvquant_extras(layout):
             return f"{extras}: low planes have no CUDA kernel"
+        if layout.key.is_banded or layout.value.is_banded:
+            return "banded codes: low planes have no CUDA kernel"
         for spec, bits in ((layout.key, fine.key_bits), (layout.value, fine.value_bits)):
             if bits and (spec.format, bits) != (f"int{LOW_BITS}", LOW_BITS):
                 return f"a low plane of {bits} bits under {spec.format} codes; the CUDA kernels read {LOW_BITS} bits under int{LOW_BITS}"
@@ -113,12 +158,12 @@ def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:
 
 def _walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
     """Bits of the planes that are walked one by one. Two whose rows are 2 : 1 bytes, unpadded, are joined to one (packed_codes.cuh), walked as the first."""
-    planes = spec.number_format.planes
+    planes = tuple(bits for bits, _ in spec.planes(head_dim))
     return planes[:1] if planes == (2, 1) and head_dim % 32 == 0 else planes
 
 
 def _two_planes(layout: PageLayout) -> bool:
-    return any(len(_walked_planes(s, layout.head_dim)) > 1 for s in (layout.key, layout.value))
+    return any(len(_walked_planes(s, layout.head_dim)) > 1 for s in (layout.key, layout.value) if not (s.is_banded and s is layout.key))
 
 
 @overload
@@ -203,6 +248,8 @@ class Kernel:
 
 def columns(head_dim: int, num_columns: int, layouts: list[PageLayout], low: bool = False) -> int:
     """Query columns of a warp: 16 or 24 where more are wanted and the registers of two or three column tiles are there."""
+    if any(layout.key.is_banded for layout in layouts):
+        return 8
     if num_columns > 2 * WIDE and is_wide(head_dim, layouts) and not low:
         return WIDE
     two_planes = any(_two_planes(layout) for layout in layouts)
@@ -280,7 +327,7 @@ def kernel_for(
             raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
     table_bytes = codebook_format.shared_bytes(layout, fold, wide) if has_codebook else 0
     ring = shape.slots * (slot + (40 if has_codebook else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + table_bytes
-    rounds = _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
+    rounds = _banded_rounds(layout) or _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds)
     # Warps start segments alone but where queries take a calibrated scale, where warps share operands, and where they share a head's tables.
     defines["OWN_START"] = int(scale_kind(layout.key) != STATIC and not fragments and not has_codebook)
@@ -295,8 +342,15 @@ def kernel_for(
     defines |= _side_defines(layout, low, chunk, has_codebook)
     if has_codebook:
         defines |= codebook_format.defines(layout, fold, wide)
-    source = "codebook.cu" if has_codebook else "packed.cu"
+    if layout.key.is_banded:
+        defines |= side.band_defines(chunk_layout(layout, chunk)) | {"RECORD_BYTES": record_bytes(layout)}
+    source = "codebook.cu" if has_codebook else "banded.cu" if layout.key.is_banded else "packed.cu"
     return Kernel(source, tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens)
+
+
+def _banded_rounds(layout: PageLayout) -> int:
+    """Rounds of 32 channels that warps of banded.cu merge at once: a head's, since they make queries in the same memory. 0 for other formats."""
+    return max(layout.head_dim // 32, 2) if layout.key.is_banded else 0
 
 
 def _raw_kernel(defines: dict[str, int], shape: Shape, head_dim: int, cols: int, shared_limit: int) -> Kernel:
@@ -320,17 +374,18 @@ def _side_defines(layout: PageLayout, low: LowLayout | None, chunk: int, has_cod
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool) -> Shape:
     two_planes = _two_planes(layout)
     specs = (layout.key, layout.value)
-    centered = any(s.center for s in specs)
+    centered = any(s.center for s in specs if not s.is_banded)
     extras = two_planes and any(s.center or s.has_bias or scale_kind(s) == CHANNEL or s.num_groups(layout.head_dim) > 2 for s in specs)
     large = layout.head_dim * cols > 128 * 8 or extras  # what more registers are needed for
     units = 1 if large or chunk % 64 else 2
     spills_at_168 = two_planes or chunk < 64 or layout.head_dim % 64 or (layout.value.has_bias and scale_kind(layout.value) == CHANNEL)
     spills_at_168 |= (low and cols > 8) or layout.key.static or any(scale_kind(s) == GROUP and s.num_groups(layout.head_dim) > 2 for s in specs)
-    joined = any(len(s.number_format.planes) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
+    joined = any(len(s.planes(layout.head_dim)) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
     most = 7 if large or centered or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168 else 11
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
         ring = 32 + 4 * warps if low else 16
-        stages = (shared_limit - ring - merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias)) // (warps * (slot + 24))
+        merge = merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias, _banded_rounds(layout) or 1)
+        stages = (shared_limit - ring - merge) // (warps * (slot + 24))
         least = 1 if cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
         if warps <= most and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
             return Shape(warps, warps * min(stages, max(3 if low else 2, RING_BYTES // (warps * slot))), chunk, units)

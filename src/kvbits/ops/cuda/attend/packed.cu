@@ -1,81 +1,8 @@
-// Attention of a few query columns over pages of packed tokens, low planes and 16-bit tokens among them: one persistent block per multiprocessor, balanced by
-// bytes.
-//
-// A block walks its segments (runs of chunks of one sequence, kv head and part). Chunk t of the block belongs to consumer warp t % WARPS, which reads
-// it from slot t % SLOTS of a ring; one producer warp fills the ring with bulk copies, so memory stays busy across segment ends. Warps share
-// nothing else until a segment ends, then merge through shared memory. Units split over several segments are summed by the block that arrives last.
-#include "packed_raw.cuh"
-#include "packed_ring.cuh"
-#include "packed_walk.cuh"
-
-template <bool LOW>
-DEVICE void read_chunk(const Args& a, Unit u, PackedWalk& walk, const Visible& see, Softmax& softmax, Ring& ring, const unsigned char* slots, int k, u32 number,
-                       int lane) {
-    const RingSlot coarse(number), fine(number + WARPS);
-    coarse.wait(ring);
-    if (LOW) fine.wait(ring);
-    const int2 tokens = ring.tokens[coarse.index];
-    const LseRow lse = PAGE_LSE ? LseRow::of(a, u, k / CHUNKS_PER_PAGE, k % CHUNKS_PER_PAGE * (CHUNK / (32 * UNITS))) : LseRow();
-    const Chunk chunk = {slots + coarse.index * SLOT_BYTES, slots + fine.index * SLOT_BYTES, tokens.x, tokens.y, lse};
-    const bool all = tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to;
-    if (all) walk.add<false, LOW>(a, see, softmax, chunk, lane);
-    else if (tokens.y > 0) walk.add<true, LOW>(a, see, softmax, chunk, lane);
-    __syncwarp();
-    if (lane == 0) coarse.give_back(ring);
-    if (LOW && lane == 0) fine.give_back(ring);
-}
-
-/// Reads the parts of a unit that follow one another. Returns the block's next segment.
-DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int warp, int lane) {
-    const Segment& s = merge.segments[Merge::own(warp)];
-    Staged& staged = merge.staged[Merge::own(warp)];
-    stage_queries(staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
-    const Visible see(staged, a.window, lane);
-    Softmax softmax;
-    softmax.clear();
-    PackedWalk walk;
-    walk.start(a, staged, u, part, lane / 4, lane % 4);
-    constexpr bool RAW_JOINS = ValueTraits::RAW_JOINS;
-    for (; !RAW_JOINS || !a.parts[s.part].raw; join_next(a, merge, warp, lane)) {  // raw parts of a unit are its last
-#pragma unroll 1
-        for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
-            const int of_page = s.first_entry * CHUNKS_PER_PAGE + s.first_chunk + k;
-            const u32 number = ring.chunk(s, k, warp);
-            const bool low = HAS_LOW && a.parts[s.part].low_head_bytes != 0;
-            if (low) read_chunk<true>(a, u, walk, see, softmax, ring, slots, of_page, number, lane);
-            else read_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, number, lane);
-            if (!HAS_LOW) continue;
-            if (lane == 0) ring.read(warp, number + (low ? 2 * WARPS : WARPS));
-            __syncwarp();
-        }
-        if (!RAW_IN_RING || !s.joins) break;
-    }
-    if (RAW_JOINS && a.parts[s.part].raw) join_raw(a, u, s, walk, staged, see, softmax, ring, slots, merge, warp, lane);
-    constexpr bool may_leave = OWN_START && ROUNDS_AT_ONCE >= ValueSide::ROUNDS && ValueSide::ROUNDS == ValueSide::FIRST_PLANE_ROUNDS;
-    const auto* bias_sum = ValueTraits::BIAS_SUMS ? walk.values.bias_sum : nullptr;
-    const int thread = thread_again();
-    if (may_leave && s.slot < 0 && s.next >= 0) return leave_segment(a, walk.values, softmax, bias_sum, V_GROUP, merge, thread / 32, thread % 32);
-    return finish_segment(a, walk.values, softmax, bias_sum, V_GROUP, merge, thread / 32, thread % 32);
-}
+// Attention over packed pages: the walk is packed_attend.cuh's.
+#include "packed_keys.cuh"
+#include "packed_attend.cuh"
 
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const __grid_constant__ Args a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    static_assert(SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) <= SHARED_BYTES, "kernel_choice.py counts too little shared memory");
-    Ring& ring = *reinterpret_cast<Ring*>(shared + SLOTS * SLOT_BYTES);
-    Merge& merge = *reinterpret_cast<Merge*>(shared + SLOTS * SLOT_BYTES + ring_bytes<Ring>());
-    if (threadIdx.x < WARPS) ring.start(threadIdx.x);
-    start_block(ring, merge);
-    if (warp == WARPS) {
-        produce(a, ring, shared, lane);
-        return;
-    }
-    wait_for_previous_kernel();
-    for (int i = blockIdx.x; i >= 0;) {
-        const Segment s = a.segments[i];
-        if (s.unit < 0) return;
-        const Part& part = a.parts[s.part];
-        const Unit u = enter_segment(a, s, merge, warp, lane);
-        i = part.raw && !ValueTraits::RAW_JOINS ? walk_raw(a, u, ring, shared, merge, warp, lane) : walk_packed(a, part, u, ring, shared, merge, warp, lane);
-    }
+    attend_packed<KeySide>(a, shared);
 }

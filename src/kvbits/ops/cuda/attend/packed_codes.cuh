@@ -19,7 +19,7 @@
 constexpr int TOKENS = 4 * UNITS;        // of a lane in a step
 constexpr u32 WORD_ONES = 0x3c003c00u;  // (1, 1) in float16
 // A low plane counts in fifteenths of the code's step (docs/formats.md): its products meet the same operands, and are divided where they are few.
-constexpr u32 LOW_ZERO = 8;
+constexpr int LOW_MIDDLE = 16;           // twice the code that means 0
 constexpr float LOW_STEP = 1.f / 15.f;
 
 /// One plane of codes. A plane of no bits is one that a format has not: its loops are empty.
@@ -85,7 +85,8 @@ struct Fields {
 
 constexpr int operand_exponent(int is_float) { return is_float == INTEGER ? 24 : is_float == E2M1 ? 14 : is_float == E4M3 ? 8 : 0; }
 
-/// Scales in E4M3 are read as float16 numbers of the same bits, which are scales times 2**-8; whoever reads them multiplies by the page's scale and this.
+/// Scales in E5M3 are bits 7 to 14 of float16 numbers. Those in E4M3 are read as float16 numbers of the same bits, which are scales times 2**-8; whoever reads
+/// them multiplies by the page's scale and this.
 constexpr float E4M3_UNIT = 256.f;
 /// A page's scale times E4M3_UNIT: the factor of what is read of its scales; 1 for other scales.
 template <int TYPE, int OFFSET>
@@ -96,6 +97,11 @@ DEVICE void load_scales4(float (&s)[4], const unsigned char* section, int index)
     if (TYPE == FLOAT32) {
         float4 w = *reinterpret_cast<const float4*>(section + index * 4);
         s[0] = w.x; s[1] = w.y; s[2] = w.z; s[3] = w.w;
+        return;
+    }
+    if (TYPE == FLOAT8_E5M3) {
+        const u32 w = *reinterpret_cast<const u32*>(section + index), even = (w & 0x00ff00ffu) << 7, odd = w >> 1 & 0x7f807f80u;
+        s[0] = low_f16(even); s[1] = low_f16(odd); s[2] = high_f16(even); s[3] = high_f16(odd);
         return;
     }
     if (TYPE == FLOAT8_E4M3) {
@@ -117,9 +123,9 @@ DEVICE void load_pairs8(u32 (&p)[4], const unsigned char* section, int index) {
         p[2] = permute_bytes(w.y, w.w, 0x5410); p[3] = permute_bytes(w.y, w.w, 0x7632);
         return;
     }
-    if (TYPE == FLOAT8_E4M3) {
+    if (TYPE == FLOAT8_E4M3 || TYPE == FLOAT8_E5M3) {
         const uint2 w = *reinterpret_cast<const uint2*>(section + index);
-        for (int j = 0; j < 4; ++j) p[j] = permute_bytes(w.x, w.y, (4 + j) << 12 | j << 4) >> 1 & 0x3f803f80u;
+        for (int j = 0; j < 4; ++j) p[j] = permute_bytes(w.x, w.y, (4 + j) << 12 | j << 4) >> 1 & (TYPE == FLOAT8_E5M3 ? 0x7f807f80u : 0x3f803f80u);
         return;
     }
     float a[4], b[4];
@@ -128,15 +134,6 @@ DEVICE void load_pairs8(u32 (&p)[4], const unsigned char* section, int index) {
     for (int j = 0; j < 4; ++j) p[j] = pack_f16(a[j], b[j]);
 }
 
-/// What decides how keys are multiplied.
-struct KeyTraits {
-    using First = Plane<K_BITS0, K_OFFSET0, K_BITS1, K_JOINED_OFFSET, K_FLOAT>;
-    using Second = Plane<K_BITS1, K_OFFSET1, 0>;
-    static constexpr bool SCALES_QUERY = K_SCALE == SCALE_CHANNEL;          // a page's scales multiply the queries
-    static constexpr bool BIAS_BY_TOKEN = K_HAS_BIAS && K_SCALE == SCALE_GROUP;
-    static constexpr bool LOW = K_LOW_BITS > 0;
-    static_assert(!LOW || (K_LOW_BITS == 4 && K_BITS0 == 4 && K_BITS1 == 0 && K_FLOAT == INTEGER), "low planes of keys refine 4-bit codes by 4 bits");
-};
 /// What decides how values are added up.
 struct ValueTraits {
     using First = Plane<V_BITS0, V_OFFSET0, V_BITS1, V_JOINED_OFFSET, V_FLOAT>;

@@ -1,7 +1,17 @@
 // Keys of packed pages: a warp's queries as matrix operands, and scores of a step's tokens.
 #pragma once
-#include "columns.cuh"
+#include "finish.cuh"
 #include "packed_codes.cuh"
+
+/// What decides how keys are multiplied.
+struct KeyTraits {
+    using First = Plane<K_BITS0, K_OFFSET0, K_BITS1, K_JOINED_OFFSET, K_FLOAT>;
+    using Second = Plane<K_BITS1, K_OFFSET1, 0>;
+    static constexpr bool SCALES_QUERY = K_SCALE == SCALE_CHANNEL;          // a page's scales multiply the queries
+    static constexpr bool BIAS_BY_TOKEN = K_HAS_BIAS && K_SCALE == SCALE_GROUP;
+    static constexpr bool LOW = K_LOW_BITS > 0;
+    static_assert(!LOW || (K_LOW_BITS == 4 && K_BITS0 == 4 && K_BITS1 == 0 && K_FLOAT == INTEGER), "low planes of keys refine 4-bit codes by 4 bits");
+};
 
 /// Queries as operands of a key plane.
 template <class KeyPlane>
@@ -201,8 +211,8 @@ struct KeyOperands {
     DEVICE void start_sums(bool known) {
         times_constant(start_sum, known ? K_ZERO : 0);
         negate(start_sum);
-        if (!KeyTraits::LOW || K_ZERO == LOW_ZERO) return;
-        times_constant(low_start, known ? LOW_ZERO : 0);
+        if (!KeyTraits::LOW || K_ZERO == LOW_MIDDLE / 2) return;
+        times_constant(low_start, known ? LOW_MIDDLE / 2 : 0);
         negate(low_start);
     }
     static DEVICE void negate(float (&sum)[K_GROUPS][NT][4]) {
@@ -263,6 +273,23 @@ struct KeySide {
         operands.times_constant(one_sum, KeyTraits::BIAS_BY_TOKEN ? 1 : 0);
     }
 
+    /// Nothing is asked for, or made, before the walks.
+    static DEVICE void prefetch(const Args&) {}
+    static DEVICE void prepare(const Args&, Merge&, int, int) {}
+
+    /// f(what scores of the page in `slot` are made of).
+    template <class F>
+    DEVICE void with_page(const Args&, const unsigned char* slot, int, int lane, F f) const {
+        float sum[NT][2];
+        page_constant(sum, slot, lane % 4);
+        if (KeyTraits::SCALES_QUERY) {
+            KeyOperands scaled;
+            const float times = page_operands(scaled, slot, lane);
+            f(PageKeys{scaled, times, sum});
+        } else {
+            f(PageKeys{operands, factor * page_scale<K_SCALE_TYPE, K_PAGE_SCALE_OFFSET>(slot), sum});
+        }
+    }
     /// What every score of the page in `slot` has added.
     DEVICE void page_constant(float (&sum)[NT][2], const unsigned char* slot, int c) const {
         for (int n = 0; n < NT; ++n)
@@ -291,7 +318,7 @@ struct KeySide {
             float (&acc)[UNITS][2][NT][4] = sums[gr];
             if (LOW && KeyTraits::LOW) {
                 const Keys<First> words(low, K_LOW_OFFSET, t, g, c);
-                words.template multiply<true>(acc, K_ZERO == LOW_ZERO ? keys.start_sum[gr] : keys.low_start[gr], keys.first, gr);
+                words.template multiply<true>(acc, K_ZERO == LOW_MIDDLE / 2 ? keys.start_sum[gr] : keys.low_start[gr], keys.first, gr);
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u)
                     for (int tile = 0; tile < 2; ++tile)

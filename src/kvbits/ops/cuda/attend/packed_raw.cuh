@@ -109,8 +109,48 @@ DEVICE void change_units(Values<ValuePlane>& values, bool to_raw) {
     });
 }
 
+DEVICE void butterfly(float& x, float& y) {
+    const float sum = x + y;
+    y = x - y;
+    x = sum;
+}
+
+/// Outputs of values that are stored times a Hadamard matrix, times it once more: what the values themselves would have given.
+template <class ValuePlane>
+DEVICE void turn_back(Values<ValuePlane>& values) {
+    constexpr int ROWS = ValuePlane::FIELDS * ValuePlane::PAIRS;  // of operands: 32 channels each, or those of a row
+    constexpr int LANES = ValuePlane::ROW < 32 ? ValuePlane::ROW / 4 : 8;
+    static_assert(!V_TURNED || ROWS * LANES * 4 == D, "kernel_choice.py refuses other sizes");
+    change_units(values, true);
+    for (int n = 0; n < NT; ++n) {
+        auto row = [&](int i) -> float (&)[2][4] { return values.o[n][i / ValuePlane::PAIRS][i % ValuePlane::PAIRS]; };
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            float (&o)[2][4] = row(i);
+            for (int half = 0; half < 2; ++half)
+                for (int e = 0; e < 2; ++e) butterfly(o[half][e], o[half][2 + e]);
+            for (int r = 0; r < 4; ++r) butterfly(o[0][r], o[1][r]);
+#pragma unroll
+            for (int mask = 4; mask < 4 * LANES; mask *= 2)
+                for (int half = 0; half < 2; ++half)
+                    for (int r = 0; r < 4; ++r) {
+                        const float x = o[half][r], other = __shfl_xor_sync(ALL_LANES, x, mask);
+                        o[half][r] = threadIdx.x & mask ? other - x : x + other;
+                    }
+        }
+#pragma unroll
+        for (int stride = 1; stride < ROWS; stride *= 2)
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+                for (int half = 0; half < 2 && !(i & stride); ++half)
+                    for (int r = 0; r < 4; ++r) butterfly(row(i)[half][r], row((i + stride) % ROWS)[half][r]);
+    }
+    values.each([](float& x, int, int, int, int, int) { x *= D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f; });
+    change_units(values, false);
+}
 /// The raw parts that end a unit, added to the outputs of its packed ones. Here the walk's own queries are needed no more: raw ones get their registers.
-DEVICE void join_raw(const Args& a, Unit u, const Segment& s, PackedWalk& walk, const Staged& staged, const Visible& see, Softmax& softmax, Ring& ring,
+template <class Walk>
+DEVICE void join_raw(const Args& a, Unit u, const Segment& s, Walk& walk, const Staged& staged, const Visible& see, Softmax& softmax, Ring& ring,
                      const unsigned char* slots, Merge& merge, int warp, int lane) {
     for (;; join_next(a, merge, warp, lane)) {
         if (first_chunk_of(s, warp) < s.num_chunks) {  // few tokens are a chunk of some of the warps

@@ -176,7 +176,7 @@ struct ValueSide {
                     int visible, int g, int c) {
         u32 weights[ValueTraits::WEIGHTS][NT][UNITS][2][2];
         weights_of<MASKED>(weights, packed, slot, t, pairs, visible, g, c);
-        if (V_ZERO) subtract_zero<V_ZERO>(weights);
+        if (V_MIDDLE) subtract_middle<V_MIDDLE>(weights);
         first.accumulate(slot, First::OFFSET, t, weights, g, c);
         second.accumulate(slot, Second::OFFSET, t, weights, g, c);
         if (LOW && ValueTraits::LOW) {
@@ -188,7 +188,7 @@ struct ValueSide {
 #pragma unroll
                     for (int u = 0; u < UNITS; ++u)
                         for (int k = 0; k < 4; ++k) weights[gr][n][u][k / 2][k % 2] = mul_f16x2(weights[gr][n][u][k / 2][k % 2], step);
-            subtract_zero<LOW_ZERO>(weights);
+            subtract_middle<LOW_MIDDLE>(weights);
             first.accumulate(low, V_LOW_OFFSET, t, weights, g, c);
         }
     }
@@ -226,8 +226,9 @@ struct ValueSide {
         }
     }
 
-    template <u32 ZERO>
-    DEVICE void subtract_zero(const u32 (&weights)[ValueTraits::WEIGHTS][NT][UNITS][2][2]) {
+    /// MIDDLE: twice the code that means 0.
+    template <int MIDDLE>
+    DEVICE void subtract_middle(const u32 (&weights)[ValueTraits::WEIGHTS][NT][UNITS][2][2]) {
         float sums[ValueTraits::WEIGHTS][NT][2];
 #pragma unroll
         for (int gr = 0; gr < ValueTraits::WEIGHTS; ++gr)
@@ -244,7 +245,7 @@ struct ValueSide {
             }
         // A power of two: of two planes that are not joined, the second holds none of it.
         first.each([&](float& x, int n, int e, int field, int pair, int) {
-            x -= sums[Values<First>::group_of(field, pair)][n][e] * (int(ZERO) * power_of_two(First::exponent(field) - 24));
+            x -= sums[Values<First>::group_of(field, pair)][n][e] * (MIDDLE * power_of_two(First::exponent(field) - 25));
         });
     }
 

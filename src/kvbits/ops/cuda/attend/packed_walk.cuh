@@ -1,15 +1,16 @@
-// One warp's walk over packed chunks: 32 or 64 tokens per step, scores, softmax, outputs.
+// One warp's walk over packed chunks: 32 or 64 tokens per step, scores, softmax, outputs. KeySide: of packed_keys.cuh or banded_keys.cuh.
 #pragma once
-#include "packed_keys.cuh"
+#include "columns.cuh"
 #include "packed_values.cuh"
 
-/// CHUNK tokens in `slot`, their low planes (if they are asked for) in `low`; `visible` of them are, the first at `position`.
+/// CHUNK tokens in `slot`, their low planes (if they are asked for) in `low`; `visible` of them are, the first at `position`, the page's first at `page_position`.
 struct Chunk {
     const unsigned char *slot, *low;
-    int position, visible;
+    int position, visible, page_position;
     LseRow lse;
 };
 
+template <class KeySide>
 struct PackedWalk {
     KeySide keys;
     ValueSide values;
@@ -23,27 +24,19 @@ struct PackedWalk {
     template <bool MASKED, bool LOW>
     DEVICE void add(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int lane) {
         values.start_chunk();
-        float constant[NT][2];
-        keys.page_constant(constant, chunk.slot, lane % 4);
-        if (KeyTraits::SCALES_QUERY) {
-            KeyOperands scaled;
-            const float factor = keys.page_operands(scaled, chunk.slot, lane);
-            steps<MASKED, LOW>(a, see, softmax, chunk, {scaled, factor, constant}, lane);
-        } else {
-            steps<MASKED, LOW>(a, see, softmax, chunk, {keys.operands, keys.factor * page_scale<K_SCALE_TYPE, K_PAGE_SCALE_OFFSET>(chunk.slot), constant}, lane);
-        }
+        keys.with_page(a, chunk.slot, chunk.page_position, lane, [&](const auto& page) { steps<MASKED, LOW>(a, see, softmax, chunk, page, lane); });
         values.finish_chunk(chunk.slot, lane / 4);
     }
 
-    template <bool MASKED, bool LOW>
+    template <bool MASKED, bool LOW, class PageKeys>
     DEVICE void steps(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, const PageKeys& page, int lane) {
 #pragma unroll 1
         for (int t = 0; t < CHUNK / (32 * UNITS); ++t) step<MASKED, LOW>(a, see, softmax, chunk, t, page, lane / 4, lane % 4);
     }
-    template <bool MASKED, bool LOW>
+    template <bool MASKED, bool LOW, class PageKeys>
     DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int t, const PageKeys& page, int g, int c) {
         float s[TOKENS][NT][2];  // token 4u + j is the lane's j-th of unit u
-        keys.scores<LOW>(s, softmax, chunk.slot, chunk.low, t, page, g, c);
+        keys.template scores<LOW>(s, softmax, chunk.slot, chunk.low, t, page, g, c);
         if (SOFTCAP)
             for (int u = 0; u < UNITS; ++u)
                 for (int j = 0; j < 4; ++j)
