@@ -70,7 +70,7 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
 
     def close(layout, dtype, device_index, low=None, appends=False):
         macros = close_cuda.defines(layout, dtype, low, appends)
-        headers = [cuda / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn", "runs")]
+        headers = [cuda / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn", "runs")] + [*(cuda / "close").glob("*.cuh")]
         return launcher(compiled(FOLDER / "cuda" / "close" / "close.cu", headers, macros, "close_pages", "THREADS", folder)), int(macros["THREADS"])
 
     advance = lambda *_: launcher(compiled(cuda / "attend" / "advance.cu", [cuda / "shared" / "runs.cuh"], {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731

@@ -18,7 +18,7 @@ from ..ops import chunk_attention, dispatch
 from ..ops.merging import merge_partials
 from ..ops.reference.close import encode_side
 from ..ops.reference.dequantize import section
-from ..ops.types import AttendCall, PageStore, Part
+from ..ops.types import AttendCall, PageStore, Part, wider_scales
 from ..quant.qparams import largest, require_finite
 from ..spec import QuantSpec, Scheme
 from .layer_stores import LayerStores, Place
@@ -257,8 +257,8 @@ class LayerRunner:
                     raise DataError(f"{_named(kind, place)}, {what}: NaN or infinity; fix the model's numerics or pass nonfinite='clamp'. {_NOTHING_STORED}")
                 if found[2 + i]:
                     raise DataError(
-                        f"{_named(kind, place)}, {what}: a scale, bias or mean overflows {spec.scale_dtype}; use "
-                        f"scale_dtype='float32' or 'bfloat16' {_in_the_specs(spec, scheme, place)}"
+                        f"{_named(kind, place)}, {what}: a scale, bias or mean overflows {spec.scale_dtype}; "
+                        f"{wider_scales(spec, ' ')}{_in_the_specs(spec, scheme, place)}"
                     )
             self._count(place, {kind: int(found[i]) for i, (kind, spec) in enumerate(sides) if not spec.is_raw})
 
