@@ -11,6 +11,7 @@ Rows are presets by name, and:
     stock_flash   DynamicCache with PyTorch's FlashAttention forced
     static        StaticCache, compiled by generate() itself (mode "compiled")
     fa3           a 16-bit cache allocated once and FlashAttention-3 (fa3_fwd_interface), eager and in a graph
+    A+B           two presets, even layers as A, odd ones as B, with B's newest raw tokens: what formats by layer cost at run time
 
 Mode "graph" is `kvbits.graphed`, or what generate() does by itself; "eager" the plain call; "compiled" `torch.compile` of the forward pass of a token (the prompt runs uncompiled). The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
 steps that are not waited for one by one; `slowest_ms` and `median_ms` are of steps that are. Peaks are of the whole process, weights included. With --out rows are
@@ -20,6 +21,7 @@ replaced in the file, others stay, so the benchmark can be run in parts. The las
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import time
@@ -35,11 +37,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+from kvbits import schemes
 from kvbits.calibrate.calibration import Calibration, fingerprint
 from kvbits.errors import KvbitsError
 from kvbits.integrations.graphs import graphed
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.models import scheme_for
+from kvbits.spec import Override, Scheme
 
 SHAPES = ((1, 32768), (8, 16384), (32, 8192), (1, 8192), (4, 8192))  # sequences, tokens
 ROWS = ("stock_flash", "raw", "int8_centered", "int4", "kivi4")
@@ -227,15 +231,24 @@ def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, 
             stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION) if row == "stock_flash" else nullcontext())
         else:
             model.set_attn_implementation("sdpa")
-            cache = KVCache.for_model(model, row, batch_size=batch if tokens else None, max_tokens=tokens, calibration=made_up(model, row))
+            cache = KVCache.for_model(model, scheme_of(row), batch_size=batch if tokens else None, max_tokens=tokens, calibration=made_up(model, row))
             if mode == "graph":
                 stack.enter_context(graphed(model, cache))
         yield cache
 
 
+def scheme_of(row: str) -> str | Scheme:
+    """A preset, or two of them in turn, layer by layer."""
+    even, _, odd = row.partition("+")
+    if not odd:
+        return row
+    first = schemes.get(even)
+    return dataclasses.replace(schemes.get(odd), name=row, overrides=(Override(layers=tuple(range(0, LAYERS, 2)), key=first.key, value=first.value),))
+
+
 def made_up(model: LlamaForCausalLM, row: str) -> Calibration | None:
     """Even codebooks, for presets that are calibrated."""
-    scheme = scheme_for(model, row)
+    scheme = scheme_for(model, scheme_of(row))
     static = calibration(scheme, LAYERS)
     return Calibration(static, fingerprint(model.config, scheme)) if static else None
 

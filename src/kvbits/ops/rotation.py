@@ -13,7 +13,7 @@ Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tens
 
 
 def rotation_for(head_dim: int, dtype: torch.dtype, device: torch.device) -> Rotation:
-    """A function of queries [N, Hq, head_dim] and keys [N, H, head_dim] that gives both rotated. What it needs is made here: nothing can be made in a capture.
+    """A function of queries [M, Hq, head_dim] and keys [N, H, head_dim] that gives both rotated. What it needs is made here: nothing can be made in a capture.
 
     Args:
         head_dim: a power of two.

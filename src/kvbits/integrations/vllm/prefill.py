@@ -125,9 +125,9 @@ class _Placed:
         offsets = np.repeat(p.starts[1:] - ends[1:], lens) + np.arange(ends[-1]) if p.fresh else np.zeros(0, np.int64)
         self.max_q, self.max_k = int(lens.max()), int(np.diff(p.starts).max())
         self.num_pages = len(p.pages)
-        self.q_starts, self.k_starts = (_to(x.astype(np.int32), device) for x in (ends, p.starts))
-        self.targets = _to(offsets, device)
-        pages = _to(p.pages, device)
+        self.q_starts, self.k_starts = (to_device(x.astype(np.int32), device) for x in (ends, p.starts))
+        self.targets = to_device(offsets, device)
+        pages = to_device(p.pages, device)
         self.page_ids = block_table[pages[:, 0], pages[:, 1]].long()
         self.rows = pages[:, 2:].to(torch.int32)
         self.rows_host = p.pages[:, 2:]
@@ -176,7 +176,7 @@ class Prefill:
             self._placed = [_Placed(p, query_lens, block_table) for p in passes(query_lens, seq_lens, window, scratch.rows)]
         elif len(query_lens):
             self._max_len = int(query_lens.max())
-            self._starts = _to(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32), block_table.device)
+            self._starts = to_device(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32), block_table.device)
 
     def run(self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor) -> None:
         """q, out [num_tokens, Hq, D]; k, v [num_tokens, H, D], stored already; pages of the layer."""
@@ -249,6 +249,7 @@ def _attend_reference(
     return found, lses
 
 
-def _to(x: np.ndarray, device: torch.device) -> torch.Tensor:
+def to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """There without waiting."""
     made = torch.from_numpy(x)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
