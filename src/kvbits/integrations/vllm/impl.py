@@ -161,7 +161,7 @@ class KVBitsImpl(AttentionImpl):
         if prefill:
             q, k = (query, key) if plain else (asked, stored)
             n = d + prefill.num_tokens
-            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages)
+            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages, self._copies)
         return output
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, m: KVBitsMetadata) -> None:
