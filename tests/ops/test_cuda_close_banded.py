@@ -45,7 +45,7 @@ def compiled(macros, folder):
         return libraries[key]
     here, folder = Path(__file__).parent / "emulated", folder / f"banded{len(libraries)}"
     folder.mkdir()
-    shared = [FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("stored", "side", "turn", "runs")]
+    shared = [FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn", "runs")]
     for path in (*(FOLDER / "cuda" / "close").glob("*.cuh"), *shared, here / "ptx.cuh", here / "block.cpp"):
         (folder / path.name).write_text(path.read_text())
     text = (FOLDER / "cuda" / "close" / "close_banded.cu").read_text()

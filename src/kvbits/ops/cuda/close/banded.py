@@ -27,7 +27,7 @@ from .step import STEP_FIELDS
 
 LANES = 4
 """Threads of a token."""
-RESIDENT_THREADS = {64: 1024, 128: 768, 256: 512}
+RESIDENT_THREADS = {64: 1280, 128: 1024, 256: 512}
 """Of a multiprocessor, by the largest head_dim: registers are shared out for that many."""
 MOST_SHARED = 96 << 10
 """Bytes of a block, which every GPU since compute capability 8.0 gives."""

@@ -6,6 +6,7 @@
 // both as two float16 numbers, high and low (rows and columns over powers of two first): y is off by less than 2**-18 of sum |k_f| |A|, so a code
 // differs from the reference's only where it is a tie to that, and a token's scale only where two cost the same squared error to about as much.
 #include "banded.cuh"
+#include "octets.cuh"
 #include "quad.cuh"
 #include "step.cuh"
 
@@ -57,7 +58,7 @@ DEVICE void hadamard(Token& x, int j) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const float other = __shfl_xor_sync(ALL_LANES, x[i][k], stride);
-                x[i][k] = j & stride ? __fsub_rn(other, x[i][k]) : __fadd_rn(x[i][k], other);
+                x[i][k] = fmaf(x[i][k], j & stride ? -1.f : 1.f, other);  // a sum or a difference, rounded once
             }
     }
 #pragma unroll
@@ -100,13 +101,8 @@ DEVICE void subtract_mean(Token& x, int token, int j, unsigned char* out, Shared
         for (int k = 0; k < 4; ++k) x[i][k] -= shared.mean[i * BAND + j * 4 + k];
 }
 
-/// This thread's part of a key, turned back by the frame, as two operands in shared memory over a power of two of the token.
-DEVICE void write_operands(const Token& x, int token, int j, Shared& shared) {
-    float most = 0.f;
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) most = fmaxf(most, fabsf(x[i][k]));
+/// This thread's part of a key, turned back by the frame, as two operands in shared memory over a power of two of the token. most: of its magnitudes.
+DEVICE void write_operands(const Token& x, float most, int token, int j, Shared& shared) {
 #pragma unroll
     for (int mask = 1; mask < LANES; mask *= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, mask));
     const int exponent = min(max(exponent_of(most), -126), 126);
@@ -135,13 +131,13 @@ DEVICE void write_operands(const Token& x, int token, int j, Shared& shared) {
 
 /// Rows in the frame of the page times the basis, less the channels' means (of a side with means), to `shared.x`.
 template <class S>
-DEVICE void rows_to_basis(const Args& a, const Token& x, int token, int j, int head, int frame, unsigned char* out, Shared& shared, bool& overflow) {
+DEVICE void rows_to_basis(const Args& a, const Token& x, float most, int token, int j, int head, int frame, unsigned char* out, Shared& shared, bool& overflow) {
     for (int i = threadIdx.x; i < HALF; i += THREADS) {
         const float2 turn = turn_of(frame, a.turns[i]);
         shared.cosine[i] = turn.x, shared.sine[i] = turn.y;
     }
     __syncthreads();
-    write_operands(x, token, j, shared);
+    write_operands(x, most, token, j, shared);
     __syncthreads();
     constexpr int TILES = D / 8, EACH = (TILES + WARPS - 1) / WARPS, ROWS = PAGE / 16, STEPS = D / 16;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
@@ -297,21 +293,25 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     const char* from = static_cast<const char*>(a.x[side]) + (page * a.stride[side][0] + head * a.stride[side][1] + token * a.stride[side][2] + j * 4) * BYTES;
 #endif
     Token x;
-    float zero = 0.f;  // NaN if any element is not finite
+    u32 largest = 0;
     {
         Quad raw[BANDS];
 #pragma unroll
         for (int i = 0; i < BANDS; ++i) raw[i].load(from + i * BAND * BYTES);
 #pragma unroll
-        for (int i = 0; i < BANDS; ++i)
+        for (int i = 0; i < BANDS; ++i) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) x[i][k] = raw[i][k], zero = fmaf(x[i][k], 0.f, zero);
+            for (int k = 0; k < 4; ++k) x[i][k] = raw[i][k];
+#pragma unroll
+            for (int k = 0; k < Quad::WORDS; ++k) largest = Octet::larger(largest, raw[i].w[k] & Octet::ABS);
+        }
     }
-    if (zero != 0.f) a.status->nonfinite[side] = 1;
+    const float most = Octet::unpack(largest, true);
+    if (!finite(most)) a.status->nonfinite[side] = 1;
     bool overflow = false;
     if constexpr (S::BASIS == CALIBRATED) {
         const int start = a.starts[page] - (APPENDS ? PAGE : 0);
-        rows_to_basis<S>(a, x, token, j, head, start / FRAME * FRAME, out, shared, overflow);
+        rows_to_basis<S>(a, x, most, token, j, head, start / FRAME * FRAME, out, shared, overflow);
     } else {
         if (S::BASIS == HADAMARD) hadamard(x, j);
         if (S::HAS_MEAN) subtract_mean<S>(x, token, j, out, shared, overflow);
@@ -320,20 +320,15 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     }
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
-        const float4 row = *row_of(shared, token, i, j);
+        const float4 row = S::BASIS == CALIBRATED ? *row_of(shared, token, i, j) : float4{x[i][0], x[i][1], x[i][2], x[i][3]};
         x[i][0] = fabsf(row.x), x[i][1] = fabsf(row.y), x[i][2] = fabsf(row.z), x[i][3] = fabsf(row.w);
     }
     const int scale = fitted_scale<S>(x, overflow);
     if (overflow) a.status->overflow[side] = 1;
     if (j == 0) out[S::SCALE_OFFSET + token] = (unsigned char)scale;
-    u32 codes[BANDS];
+    u32 codes[BANDS] = {};
     codes_of<S>(scale_value(scale), token, j, shared, codes);
-    __syncthreads();  // codes take the rows' memory
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i)
-        if (S::width(i)) *reinterpret_cast<u32*>(&shared.codes[token][i * BAND + j * 4]) = codes[i];
-    __syncthreads();
-    write_planes<S>(out, shared);
+    write_planes<S>(out, codes, token, j, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(const __grid_constant__ Args a) {
