@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import sys
 from pathlib import Path
@@ -178,6 +179,9 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a step (max_num_batched_tokens)")
     parser.add_argument("--top", type=int, default=100)
     parser.add_argument("--skip-layers", nargs="*", default=[], help="--kv-cache-dtype-skip-layers of all but the base")
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help='options of all engines but the base, JSON: {"additional_config": {"kvbits": {"raw_newest": 64}}}'
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():  # before vLLM is imported
@@ -188,11 +192,12 @@ def main() -> None:
     shape = {"model": args.model.name, "model_dtype": args.dtype, "context": args.context, "scored": args.scored, "windows": args.windows, "chunk": args.chunk}
     measured: dict[str, dict[str, list[Position]]] = {}
     for dtype in (BASE, *args.kv_cache_dtypes):
-        measured[dtype] = measure(args, dtype, texts, {"kv_cache_dtype_skip_layers": args.skip_layers} if args.skip_layers and dtype != BASE else {})
+        settings = args.engine | ({"kv_cache_dtype_skip_layers": args.skip_layers} if args.skip_layers else {})
+        measured[dtype] = measure(args, dtype, texts, settings if dtype != BASE else {})
         rows = []
         for phase, found in measured[dtype].items():
             base = measured[BASE]["prefill" if dtype == BASE else phase]
-            label = dtype + "".join(f"+{layer}" for layer in args.skip_layers if dtype != BASE)
+            label = dtype + "".join(f"+{x}" for x in (*args.skip_layers, *args.engine.get("additional_config", {}).get("kvbits", {})) if dtype != BASE)
             rows.append({"kv_cache_dtype": label, "phase": phase} | shape | {"text": name, "tokens": len(found)} | compare(base, found))
         import vllm
 

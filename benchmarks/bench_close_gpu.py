@@ -2,8 +2,8 @@
 
     python benchmarks/bench_close_gpu.py [--schemes nuq4-1% ..] [--out benchmarks/results/<gpu>/close_pages.json]
 
-2,048 pages of 64 tokens x 8 kv heads x 128 channels in bf16. A row is timed only after 64 of its pages were compared with the reference's, byte for byte. Times are
-medians of CUDA-graph replays over several inputs and pools in turn, larger than L2. What a launch must move: the raw keys and values and the pages, once.
+2,048 pages of 64 tokens x 8 kv heads x 128 channels in bf16. A row is timed only after 64 of its pages were compared with the reference's, byte for byte (keys in a
+calibrated basis: but for one byte in a thousand, ties of products that are summed in another order). Times are medians of CUDA-graph replays over several inputs and pools in turn, larger than L2. What a launch must move: the raw keys and values and the pages, once.
 
 Then append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a cache calls it (one mapping a pass, uploaded), by the wall
 clock; the kernel alone in a graph; and the reference's slices.
@@ -25,25 +25,49 @@ from bench_attend_gpu import KVQUANT, calibrated, copy_bandwidth, report, time_u
 
 from kvbits import schemes
 from kvbits.ops.cuda.append import tokens as append_cuda
+from kvbits.ops.cuda.close import banded as cuda_banded
 from kvbits.ops.cuda.close import codebook as cuda_codebook
 from kvbits.ops.cuda.close import packed as cuda
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
-from kvbits.ops.types import PageStore, SlotMapping, kvquant_extras
+from kvbits.ops.types import PageStore, SlotMapping, banded_sides, kvquant_extras
+from kvbits.quant.banded import steps as band_steps
 from kvbits.spec import LowLayout, PageLayout, PerGroup, PerToken, QuantSpec
 
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
 COPIES = 2
 CHECKED = 64
+BANDED = ("klt4", "klt3", "klt2")
+TIES = 1e-3
 
 
 def _rows() -> dict[str, tuple[QuantSpec, QuantSpec, bool]]:
     """Name to (keys, values, with a 4-bit low plane)."""
     plain = {f: QuantSpec(format=f, granularity=PerGroup(64)) for f in ("int8", "int4", "int2")}
     plain["fp8_e4m3"] = QuantSpec(format="fp8_e4m3", granularity=PerToken())
-    presets = {name: schemes.get(name) for name in ("kivi4", "kivi2", "tiered", *KVQUANT)}
+    presets = {name: schemes.get(name) for name in ("kivi4", "kivi2", "tiered", *KVQUANT, *BANDED)}
     found = {name: (s, s, False) for name, s in plain.items()} | {name: (s.key, s.value, bool(s.tiers)) for name, s in presets.items()}
     return found | {"tiered, cold pages only": (presets["tiered"].key, presets["tiered"].value, False)}
+
+
+def shared_by_pages(layout: PageLayout) -> dict[str, torch.Tensor]:
+    """`calibrated`, and a basis of another direction for each channel, of lengths at which a step of 1 suits normal numbers."""
+    static, d = calibrated(layout), layout.head_dim
+    if layout.key.basis == "klt":
+        mixed = torch.eye(d, device="cuda") + torch.randn(layout.num_kv_heads, d, d, device="cuda") / (2 * d**0.5)
+        static["k_basis"] = mixed / band_steps(layout.key, d).cuda()
+        static["k_inv_freq"] = 500_000.0 ** (-torch.arange(d // 2, device="cuda") / (d // 2))
+    return static
+
+
+def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout | LowLayout) -> bool:
+    """Whether pages hold the reference's bytes, but for ties of keys in a calibrated basis."""
+    if not isinstance(layout, PageLayout) or layout.key.basis != "klt":
+        return torch.equal(pages, want)
+    differ = (pages != want).double()
+    values = min(s.offset for name, s in layout.sections.items() if name.startswith("v_plane"))
+    print(f"    bytes unlike the reference's: {differ.mean():.1e} of a page, {differ[..., values:].mean():.1e} of what follows the keys' planes", flush=True)
+    return float(differ.mean()) <= TIES
 
 
 def bench(key: QuantSpec, value: QuantSpec, nested: bool) -> dict[str, Any]:
@@ -54,13 +78,16 @@ def bench(key: QuantSpec, value: QuantSpec, nested: bool) -> dict[str, Any]:
     for _ in range(COPIES):
         k, v = (torch.randn(PAGES, HEADS, PAGE, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
         slabs = [torch.empty(PAGES, HEADS, x.head_bytes, dtype=torch.uint8, device="cuda") for x in (layout, *low)]
-        store = PageStore(layout, (slabs[0],), calibrated(layout))
+        store = PageStore(layout, (slabs[0],), shared_by_pages(layout))
         addresses = [torch.arange(PAGES, device="cuda") * s.stride(0) + s.data_ptr() for s in slabs]
         status = torch.zeros(cuda.STATUS_FIELDS, dtype=torch.int32, device="cuda")
         fine = (low[0], addresses[1]) if low else None
         kept.append(slabs)
         starts = np.arange(PAGES) * PAGE
-        if kvquant_extras(layout):
+        if banded_sides(layout):
+            at = cuda_banded.first_positions(store, starts, PAGES, k.device)
+            launches.append(lambda k=k, v=v, store=store, ad=addresses[0], status=status, at=at: cuda_banded.launch(k, v, store, ad, status, at))
+        elif kvquant_extras(layout):
             first = cuda_codebook.first_angles(store, starts, PAGES, k.device)
             launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, first=first: cuda_codebook.launch(k, v, store, at, status, first))
         else:
@@ -68,7 +95,7 @@ def bench(key: QuantSpec, value: QuantSpec, nested: bool) -> dict[str, Any]:
         launches[-1]()
         static = {name: x.cpu() for name, x in store.static.items()}
         want, _ = reference.close_nested(k[:CHECKED].cpu(), v[:CHECKED].cpu(), layout, static, low, starts[:CHECKED])
-        if not all(torch.equal(s[:CHECKED].cpu(), w) for s, w in zip(slabs, want, strict=True)):
+        if not all(same_pages(s[:CHECKED].cpu(), w, x) for s, w, x in zip(slabs, want, (layout, *low), strict=True)):
             raise SystemExit(f"{key.format}/{value.format}: other bytes than the reference's; a wrong kernel has no speed")
     moved = 2 * PAGES * HEADS * PAGE * HEAD_DIM * 2 + sum(s.numel() for s in slabs)
     return {"time_us": time_us(launches * 4), "bytes": moved}

@@ -5,7 +5,7 @@
     python benchmarks/bench_serve_vllm.py serve   --kv-cache-dtype kvbits_int8_centered --rate 4 --requests 200
 
 One process measures one dtype and adds its rows to `--out`, replacing those of the same shape; every ratio against bf16 and fp8 is of the same machine and vLLM. Weights
-are random, of a model's geometry. `decode` skips prefill (vLLM's DecodeBenchConnector; pages are filled with random bytes that hold finite numbers) and takes the
+are random, of a model's geometry. `decode` skips prefill (unless `--prefill`; vLLM's DecodeBenchConnector, pages filled with random bytes that hold finite numbers) and takes the
 median time of steps in which all sequences decode; with `--speculate K` each of them brings K drafts that are always right (one token is allowed, so vLLM's n-gram
 drafts find it), and K = 0 is what to compare that with. `prefill` sends one prompt alone. `serve` sends ragged prompts at Poisson times. The engine runs in this process.
 """
@@ -35,8 +35,6 @@ GEOMETRIES = {
     "tiny": {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 OUT = Path(__file__).parent / "results" / "nvidia-h200" / "serve_vllm.json"
-STEPS = 40
-"""Of a shape, besides those in which not all sequences decode."""
 
 
 def model_directory(geometry: str) -> Path:
@@ -96,13 +94,13 @@ def ids(rng: random.Random, n: int) -> list[int]:
     return [3 + (first + 7 * i) % 1000 for i in range(n)]
 
 
-def decode_step(llm: Any, batch: int, context: int, speculate: int | None) -> float:
+def decode_step(llm: Any, batch: int, context: int, speculate: int | None, steps: int) -> float:
     """Median milliseconds of a step in which `batch` sequences of `context` tokens decode, with as many drafts each."""
     core, rng = llm.llm_engine, random.Random(0)
     width, allowed = 1 + (speculate or 0), None if speculate is None else [1010]
     for i in range(batch):
-        prompt = ids(rng, context - STEPS * width // 2)
-        core.add_request(f"{batch}x{context}-{i}-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, params(STEPS * width, allowed))
+        prompt = ids(rng, context - steps * width // 2)
+        core.add_request(f"{batch}x{context}-{i}-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, params(steps * width, allowed))
     made: dict[str, int] = {}
     times = []
     while core.has_unfinished_requests():
@@ -127,24 +125,25 @@ def run_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     most_batch = max([b for b, _ in shapes] + ([args.max_batch] if args.largest else []))
     captured = sorted({b for b, _ in shapes} | (set(range(args.largest_step, args.max_batch + 1, args.largest_step)) if args.largest else set()))
     kv = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"startup_fill": True}}
-    more: dict[str, Any] = {"kv_transfer_config": kv}
+    more: dict[str, Any] = {} if args.prefill else {"kv_transfer_config": kv}
     width = 1 + (args.speculate or 0)
     if width > 1:
         captured = [width * n for n in captured]
         more["speculative_config"] = {"method": "ngram", "num_speculative_tokens": args.speculate, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    llm = engine(args, most_context + STEPS * width, most_batch, captured, **more)
-    llm.collective_rpc(_fill)
+    llm = engine(args, most_context + args.steps * width, most_batch, captured, **more)
+    if not args.prefill:
+        llm.collective_rpc(_fill)
     total = capacity(llm)
     if args.largest:
-        fits = total // (-(-(args.largest + STEPS // 2) // 64) * 64)
+        fits = total // (-(-(args.largest + args.steps // 2) // 64) * 64)
         shapes.append((min(fits // args.largest_step * args.largest_step, args.max_batch), args.largest))
     rows = []
     for i, (batch, context) in enumerate(shapes):
         largest = bool(args.largest) and i == len(shapes) - 1
-        if batch * (context + STEPS * width) > total:
+        if batch * (context + args.steps * width) > total:
             print(f"{batch} x {context} does not fit {total} tokens", flush=True)
             continue
-        ms = decode_step(llm, batch, context, args.speculate)
+        ms = decode_step(llm, batch, context, args.speculate, args.steps)
         rate = round(1000 * batch * width / ms, 1)
         rows.append(row(args, "decode", batch, context, step_ms=round(ms, 3), tokens_per_s=rate, capacity_tokens=total, largest=largest))
         print(json.dumps(rows[-1]), flush=True)
@@ -212,6 +211,7 @@ def row(args: argparse.Namespace, mode: str, batch: float, context: int, **found
     numbers = {"step_ms": None, "tokens_per_s": None, "capacity_tokens": None, "ttft_ms": None, "tpot_p99_ms": None}
     shape = {"mode": mode, "geometry": args.geometry, "gpus": args.tensor_parallel, "kv_cache_dtype": args.kv_cache_dtype, "batch": batch, "context": context}
     options = json.loads(args.engine) | ({} if args.speculate is None else {"speculate": args.speculate})
+    options |= {"prefill": True} if args.prefill else {}
     return shape | {"compiled": args.compile, "options": options} | numbers | found
 
 
@@ -245,6 +245,9 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=0, help="decode: context at which the largest batch that fits is measured")
     parser.add_argument("--largest-step", type=int, default=16, help="decode: largest batches are multiples of this")
     parser.add_argument("--max-batch", type=int, default=400, help="decode: bound of the largest batch; graphs are captured up to here")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="decode: tokens of each sequence, half of them past its context; 260 fill raw copies of 128 tokens"
+    )
     parser.add_argument("--speculate", type=int, help="decode: drafts of each sequence in a step")
     parser.add_argument("--prompts", type=int, nargs="*", default=[8192, 65536])
     parser.add_argument("--rate", type=float, default=4.0, help="serve: requests per second")

@@ -1,4 +1,5 @@
-"""vLLM on a GPU with kvbits' pages: full graphs against eager, decoding against prefill, chunks, prefix hits, speculation. Run by hand, one dtype a process.
+"""vLLM on a GPU with kvbits' pages: full graphs against eager, decoding against prefill, chunks, prefix hits, speculation, blocks that come back from host memory.
+Run by hand, one dtype a process.
 
     python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered
 
@@ -13,6 +14,7 @@ import gc
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +94,38 @@ def against_prefill(llm: Any, prompts: list[list[int]], outputs: list[Any]) -> f
     return torch.cat(found).mean().item()
 
 
+CONNECTORS = ("SimpleCPUOffloadConnector", "OffloadingConnector")
+"""vLLM's own that keep blocks in host memory."""
+
+
+def reloaded(path: Path, dtype: str, prompts: list[list[int]], connector: str, options: dict[str, Any]) -> tuple[int, float, float]:
+    """Tokens that came back from host memory, and `distance` between answers from those blocks and from the same blocks where they were."""
+    transfer = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 60 << 20}}
+    llm = engine(path, dtype, kv_transfer_config=transfer, **options)
+    for prompt in prompts:
+        generate(llm, [prompt], 16)
+    there = [generate(llm, [prompt], 16)[0] for prompt in prompts]  # one by one: equal batches round alike
+    for _ in range(50):  # blocks still on their way out hold the cache
+        time.sleep(0.1)
+        generate(llm, [[5, 6, 7]], 2)
+        if llm.reset_prefix_cache():
+            break
+    else:
+        raise AssertionError(f"{connector}: blocks are still being copied after 5 s")
+    back = [generate(llm, [prompt], 16)[0] for prompt in prompts]
+    cached = [o.num_cached_tokens for o in back]
+    assert cached == [o.num_cached_tokens for o in there], f"{connector}: {cached} tokens came back"
+    close(llm)
+    return sum(cached), *distance(there, back)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-cache-dtype", required=True)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=80)
-    parser.add_argument("--only", nargs="*", default=["eager", "speculation", "draft model", "compiled"])
+    parser.add_argument("--engine", type=json.loads, default={}, help="more options of all engines, JSON")
+    parser.add_argument("--only", nargs="*", default=["eager", "speculation", "draft model", "compiled", "offload"])
     args = parser.parse_args()
     dtype = args.kv_cache_dtype
     path = saved_model(Path(tempfile.mkdtemp()), args.head_dim)
@@ -106,23 +134,28 @@ def main() -> None:
     prompts = [torch.randint(3, 1000, (n,), generator=g).tolist() for n in lengths]
 
     def say(**found: Any) -> None:
-        print(json.dumps({"kv_cache_dtype": dtype, "head_dim": args.head_dim} | found), flush=True)
+        print(json.dumps({"kv_cache_dtype": dtype, "head_dim": args.head_dim, "engine": args.engine} | found), flush=True)
 
-    llm = engine(path, dtype)
+    copies = "raw_first" in args.engine.get("additional_config", {}).get("kvbits", {})
+    llm = engine(path, dtype, **args.engine)
     first = generate(llm, prompts, args.tokens)
     broken = [
         (len(p), int((~torch.isfinite(logprobs_of(o))).nonzero()[0])) for p, o in zip(prompts, first, strict=True) if not torch.isfinite(logprobs_of(o)).all()
     ]
     assert not broken, f"not finite, (tokens of the prompt, first such token): {broken}"
     apart = against_prefill(llm, prompts, first)
+    covered = [i for i, p in enumerate(prompts) if len(p) + args.tokens <= 192]  # by copies of the first page and of the newest two
+    whole = against_prefill(llm, [prompts[i] for i in covered], [first[i] for i in covered])
     again = generate(llm, prompts, args.tokens)
     hits = sum(o.num_cached_tokens for o in again)
     far, same = distance(first, again)
     say(check="decode against prefill", mean_distance=round(apart, 4))
+    say(check="decode against prefill, up to 192 tokens", mean_distance=round(whole, 4))
     say(check="again, from the prefix cache", cached_tokens=hits, mean_distance=round(far, 4), same_tokens=round(same, 3))
     close(llm)
     assert hits > 5000, "no prefix hits"
     assert apart < LIMITS.get(dtype, 0.8), "decoding reads other numbers than prefill"
+    assert not copies or whole < LIMITS["bf16"], "copies of all tokens are not the model's own numbers"
     others: dict[str, dict[str, Any]] = {
         "eager": {"enforce_eager": True, "compilation_config": {"mode": 0}},
         "speculation": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}},
@@ -132,11 +165,16 @@ def main() -> None:
     for name, options in others.items():
         if name not in args.only:
             continue
-        llm = engine(path, dtype, **options)
+        llm = engine(path, dtype, **options, **args.engine)
         far, same = distance(first, generate(llm, prompts, args.tokens))
         say(check=f"graphs against {name}", mean_distance=round(far, 4), same_tokens=round(same, 3))
         close(llm)
         assert far < LIMITS.get(dtype, 0.8), f"graphs and {name} differ"
+    for connector in CONNECTORS if "offload" in args.only else ():
+        tokens, far, same = reloaded(path, dtype, [p for p in prompts if len(p) >= 128], connector, args.engine)
+        say(check=f"back from host memory, {connector}", loaded_tokens=tokens, mean_distance=far, same_tokens=same)
+        assert tokens > 5000, "nothing came back"
+        assert (far, same) == (0, 1), "what came back is not what went"
     say(passed=True)
 
 

@@ -28,8 +28,8 @@ def emulate(module, kernel: str, tmp_path: Path, monkeypatch) -> None:
     assert 'extern "C" __global__' in text
     (tmp_path / "kernel.h").write_text(text.replace('extern "C" __global__', ""))
 
-    def load(head_dim, dtype, device_index):
-        macros = module.defines(head_dim, dtype) | {"KERNEL": kernel, "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
+    def load(*key):  # what the kernel is made for, and its device
+        macros = module.defines(*key[:-1]) | {"KERNEL": kernel, "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
         (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
         library = tmp_path / f"{name}{len(list(tmp_path.glob('*.so')))}.so"
         options = ["-std=c++17", "-O1", "-w", "-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]

@@ -18,7 +18,7 @@ RUN = 8 * 4096  # bytes that share a factor
 
 @pytest.mark.parametrize("nbytes", [8, 24, 248, 256, 264, RUN - 8, RUN, RUN + 8, 3 * RUN + 776])
 def test_checksums_are_numpy_s(tier, nbytes):
-    units = np.random.default_rng(nbytes).integers(0, 256, (3, nbytes), dtype=np.uint8)
+    units = np.random.default_rng(nbytes).integers(0, 256, (9, nbytes), dtype=np.uint8)  # twice four side by side, and one
     units[1] = 255
     assert native.checksums(units).tolist() == blob.checksums_in_numpy(units).tolist()
 

@@ -35,7 +35,12 @@ def emulated(monkeypatch, tmp_path):
 
     def load(layout, dtype, device_index, low=None):
         here, macros = Path(__file__).parent / "emulated", cuda.defines(layout, dtype, low)
-        for path in (*(FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn")), here / "ptx.cuh", here / "block.cpp"):
+        for path in (
+            *(FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn")),
+            FOLDER / "cuda" / "close" / "step.cuh",
+            here / "ptx.cuh",
+            here / "block.cpp",
+        ):
             (tmp_path / path.name).write_text(path.read_text())
         text = (FOLDER / "cuda" / "close" / "close.cu").read_text()
         for gpu_only, here_as in (

@@ -20,6 +20,7 @@ from kvbits.ops.cuda import merge, rotate
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.attend import device_plan as attend_plan
 from kvbits.ops.cuda.attend import kernel_choice as cuda_format
+from kvbits.ops.cuda.close import banded as close_banded
 from kvbits.ops.cuda.close import codebook as close_codebook
 from kvbits.ops.cuda.close import packed as close_cuda
 from kvbits.ops.cuda.dequantize import unpacker as dequantize_cuda
@@ -314,6 +315,7 @@ def examples():
         "advance.cu": {"THREADS": device_decode.THREADS},
         "append.cu": append_cuda.DEFINES,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
+        "close_banded.cu": close_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
         "close_codebook.cu": close_codebook.defines(nuq, torch.bfloat16),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "merge.cu": merge.defines(128, torch.bfloat16),
@@ -367,10 +369,13 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
             spills[("attend", *kind)] = compiled(kernel.source, dict(kernel.defines), capability).resources("attend").spill_bytes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if close_cuda.refuses_layout(layout, dtype) is None and not (capability < (8, 9) and scheme.key.format.startswith("fp8")):
-            codebook = close_codebook.refuses_layout(layout, dtype) is None and scheme.key.has_codebook
-            for appends in (False,) if codebook else (False, True):
-                source, entry = ("close_codebook.cu", "close_codebook") if codebook else ("close.cu", "close_pages")
-                macros = close_codebook.defines(layout, dtype) if codebook else close_cuda.defines(layout, dtype, appends=appends)
+            for appends in (False,) if scheme.key.has_codebook else (False, True):
+                if scheme.key.has_codebook:
+                    source, entry, macros = "close_codebook.cu", "close_codebook", close_codebook.defines(layout, dtype)
+                elif scheme.key.is_banded:
+                    source, entry, macros = "close_banded.cu", "close_banded", close_banded.defines(layout, dtype, appends)
+                else:
+                    source, entry, macros = "close.cu", "close_pages", close_cuda.defines(layout, dtype, appends=appends)
                 spills[entry, dtype, appends] = compiled(source, macros, capability).resources(entry).spill_bytes
         if dequantize_cuda.refuses_layout(layout, dtype) is None:
             binary = compiled("dequantize.cu", dequantize_cuda.defines(layout, dtype), capability)

@@ -49,14 +49,23 @@ def test_rows_at_any_address(device):
         assert torch.equal(x, y)
 
 
+def test_fewer_queries_than_keys(device):
+    """A prompt's queries are not needed where it has no history."""
+    rows = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0)).half().to(device)
+    q, k = rotate.rotate(rows[:, :2], rows[:, 2:])
+    for n in (0, 2):
+        fewer, same = rotate.rotate(rows[:n, :2], rows[:, 2:])
+        assert torch.equal(fewer, q[:n]) and torch.equal(same, k)
+
+
 def test_nothing_to_rotate(device):
     q, k = rotate.rotate(torch.empty(0, 4, 64, dtype=torch.float16, device=device), torch.empty(0, 2, 64, dtype=torch.float16, device=device))
     assert q.shape == (0, 4, 64) and k.shape == (0, 2, 64)
 
 
 def test_what_does_not_fit_together_is_refused():
-    with pytest.raises(DataError, match=r"q is \[2, 4, 64\] torch.float16 and k \[3, 2, 64\]"):
-        rotate.rotate(torch.zeros(2, 4, 64).half(), torch.zeros(3, 2, 64).half())
+    with pytest.raises(DataError, match=r"q is \[2, 4, 64\] torch.float16 and k \[2, 2, 128\]"):
+        rotate.rotate(torch.zeros(2, 4, 64).half(), torch.zeros(2, 2, 128).half())
     assert "not on an NVIDIA GPU" in rotate.refuses(128, torch.float16, torch.device("cpu"))
     assert "float32 of head_dim 128" in rotate.refuses(128, torch.float32, torch.device("cuda"))
     assert "head_dim 80" in rotate.refuses(80, torch.float16, torch.device("cuda"))

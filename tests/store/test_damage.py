@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import resource
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_checks import FULL, bytes_of, cache_of, ids_of, pieces, spec_of
@@ -19,7 +21,7 @@ from store_checks import FULL, bytes_of, cache_of, ids_of, pieces, spec_of
 from kvbits import PrefixStore
 from kvbits.cache import blob
 from kvbits.cache.blob import Header, Kind, Page, Table
-from kvbits.errors import SpecError
+from kvbits.errors import FileFormatError, SpecError
 from kvbits.store import folder
 
 SPEC, _ = pieces("int4")
@@ -344,8 +346,39 @@ def test_a_gpu_checks_pages_where_they_lie_as_the_host_does(full):
             first = {"sink": 0, "closed": 0, "tail": len(s.closed)}
             wanted += [(plan.at[p][1], state.pools[p.pool].block(ids[p.pool][p.column - first[p.pool]])) for p in listed if plan.at[p][0] == i]
         work += one.work(groups, (0, 1), wanted)
-    loading.check_where_they_lie(work)
+    loading.Check(work).run()
     block = loaded.groups[0].pools["closed"].block(loaded.groups[0].sequences[0].closed[7])
     block[1, 0, 100] ^= 4
     with pytest.raises(loading.DamagedError, match="closed page 7 of layer group 0 has another checksum"):
-        loading.check_where_they_lie(work)
+        loading.Check(work).run()
+
+
+def pages_read(store, where_from, staged):
+    """Pages of all files of a store, by way of other memory or not: those of every other file side by side."""
+    from kvbits.store import loading
+
+    groups = [g.group for g in where_from.groups]
+    plan = store._plan(where_from, IDS)
+    room = []
+    for i, one in enumerate(plan.blobs):
+        shapes = [blob.block_shape(groups[p.group], p.pool) for p in one.pages]
+        sizes = [math.prod(x) for x in shapes]
+        parts = [torch.empty(n, dtype=torch.uint8) for n in sizes] if i % 2 else torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
+        room.append([x.view(shape) for x, shape in zip(parts, shapes, strict=True)])
+    work = [w for one, to in zip(plan.blobs, room, strict=True) for w in one.work(groups, (0, 1), list(enumerate(to)))]
+    space = store._identity(where_from)[1]
+    loading.read_pages(lambda name: store.folder.open(space, name), work, staged=staged)
+    return room
+
+
+def test_pages_that_go_by_way_of_other_memory_are_the_same_and_checked(full):
+    """What a GPU's pages do, on the CPU's memory."""
+    store, _, files = full
+    straight, by_way = (pages_read(store, cache_of(SPEC), staged) for staged in (False, True))
+    assert len(straight) > 3
+    assert all(torch.equal(a, b) for x, y in zip(straight, by_way, strict=True) for a, b in zip(x, y, strict=True))
+    data = bytearray(files[0].read_bytes())
+    data[-5] ^= 1
+    files[0].write_bytes(data)
+    with pytest.raises(FileFormatError, match=f"{files[0].name} is damaged"):
+        pages_read(store, cache_of(SPEC), True)

@@ -27,7 +27,7 @@ from ..ops.cuda.close import packed as close_cuda
 from ..ops.cuda.runtime import compile as cuda_compile
 from ..ops.cuda.runtime import driver
 from ..ops.cuda.side import with_aligned_rows
-from ..ops.types import PageStore, kvquant_extras
+from ..ops.types import PageStore, kvquant_extras, wider_scales
 from .group import GroupState
 from .layer_stores import LayerStores
 from .sequence import Sequence
@@ -230,9 +230,8 @@ class DeviceDecode:
                     if row[2 + i]:
                         spec = (g.state.group.key, g.state.group.value)[i]
                         return DataError(
-                            f"a scale, bias or mean of the {name} of layer {layer} overflowed {spec.scale_dtype} when a page was quantized while decoding; use "
-                            f"scale_dtype='float32' or 'bfloat16' in the specs of scheme {self._scheme!r}, or keep layer {layer} raw "
-                            f"(an Override). {way_out}"
+                            f"a scale, bias or mean of the {name} of layer {layer} overflowed {spec.scale_dtype} when a page was quantized while decoding; "
+                            f"{wider_scales(spec, f' in the specs of scheme {self._scheme!r}, or ')}keep layer {layer} raw (an Override). {way_out}"
                         )
         return None
 
@@ -413,7 +412,7 @@ class _Moved:
 
 def _writers(
     stores: LayerStores, state: GroupState, names: list[str], attention: paged_attention.PagedAttention, dtype: torch.dtype, moved: _Moved,
-    status: torch.Tensor, undo: torch.Tensor,
+    status: torch.Tensor, undo: torch.Tensor, tail_starts: torch.Tensor,
 ) -> list[close_cuda.DecodeStep | _StoreStep]:  # fmt: skip
     """What stores the token of each layer, whose pages attention is told of."""
     g = state.group
@@ -425,7 +424,7 @@ def _writers(
         if g.fills_pages and not g.is_raw:
             found.append(_StoreStep(packed, dtype, moved.slots, moved.previous, status[i]))
         else:
-            found.append(close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status[i], undo[i]))
+            found.append(close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status[i], undo[i], tail_starts))
     return found
 
 
@@ -469,7 +468,7 @@ def _enter_group(
             keep.append(offsets_of_pages)
     status = torch.zeros(len(g.layers), append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
     undo = torch.empty(len(g.layers), 2, batch, g.geometry.num_kv_heads, g.geometry.head_dim, dtype=dtype, device=device)
-    writers = _writers(stores, state, names, attention, dtype, moved, status, undo)
+    writers = _writers(stores, state, names, attention, dtype, moved, status, undo, state_d[TAIL_START])
     return _Group(
         state, rows, state_d, before, attention, args, [on_device[n] for n in names], [tokens[n] for n in names], [starts[n] for n in names],
         [offsets[n] for n in names], moved.query_lens, status, writers, torch.full_like(moved.closings, NOWHERE), keep,

@@ -18,7 +18,7 @@ from ..ops import chunk_attention, dispatch
 from ..ops.merging import merge_partials
 from ..ops.reference.close import encode_side
 from ..ops.reference.dequantize import section
-from ..ops.types import AttendCall, PageStore, Part
+from ..ops.types import AttendCall, PageStore, Part, wider_scales
 from ..quant.qparams import largest, require_finite
 from ..spec import QuantSpec, Scheme
 from .layer_stores import LayerStores, Place
@@ -132,14 +132,15 @@ class LayerRunner:
         """Store the tokens k, v [B, T, H, D] of a layer without attending."""
         for place in self._stores.places[layer]:
             heads = slice(None) if place.heads is None else list(place.heads)
-            self._write(place, self._stores.stored_keys(place, k[:, :, heads]), v[:, :, heads], f)
+            _, stored = self._stores.as_stored(place, k[:, :, :0], k[:, :, heads])
+            self._write(place, stored, v[:, :, heads], f)
 
     def _step(
         self, place: Place, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of one place, and its pages written."""
         call = self.call(place, scaling, softcap, f)
-        q, k = self._stores.matching_queries(place, q), self._stores.stored_keys(place, k)
+        q, k = self._stores.as_stored(place, q, k)
         observed = self._observes(place, f) and bool(call.parts)
         if not f.history_first:
             self._write(place, k, v, f)
@@ -257,8 +258,8 @@ class LayerRunner:
                     raise DataError(f"{_named(kind, place)}, {what}: NaN or infinity; fix the model's numerics or pass nonfinite='clamp'. {_NOTHING_STORED}")
                 if found[2 + i]:
                     raise DataError(
-                        f"{_named(kind, place)}, {what}: a scale, bias or mean overflows {spec.scale_dtype}; use "
-                        f"scale_dtype='float32' or 'bfloat16' {_in_the_specs(spec, scheme, place)}"
+                        f"{_named(kind, place)}, {what}: a scale, bias or mean overflows {spec.scale_dtype}; "
+                        f"{wider_scales(spec, ' ')}{_in_the_specs(spec, scheme, place)}"
                     )
             self._count(place, {kind: int(found[i]) for i, (kind, spec) in enumerate(sides) if not spec.is_raw})
 

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import DataError
 from ..later import upload
-from ..spec import MOST_TOKENS, LowLayout, PageLayout, whole
+from ..spec import MOST_TOKENS, LowLayout, PageLayout, QuantSpec, whole
 
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
 """Kernels compute tanh to an absolute error, which a cap multiplies."""
@@ -368,6 +368,11 @@ def kvquant_extras(layout: PageLayout) -> str | None:
         if used
     ]
     return " and ".join(found) or None
+
+
+def wider_scales(spec: QuantSpec, then: str = "") -> str:
+    """What to do about a scale that overflows, and `then`; nothing where a format's scales have one dtype."""
+    return "" if spec.is_banded else f"use scale_dtype='float32' or 'bfloat16'{then}"
 
 
 def banded_sides(layout: PageLayout) -> str | None:

@@ -94,12 +94,12 @@ class LayerGroup:
         """Closed pages that hold the plane of each tier: those of the tier itself and of all younger ones."""
         return tuple(itertools.accumulate(t.num_tokens // self.page_size for t in self.tiers))
 
-    @property
+    @functools.cached_property
     def is_raw(self) -> bool:
         """True where nothing is ever quantized: all tokens after the sinks live in tail pages."""
         return self.key.is_raw and self.value.is_raw
 
-    @property
+    @functools.cached_property
     def fills_pages(self) -> bool:
         """True where nothing ever closes: all tokens after the sinks live in tail pages, raw ones or such that are quantized token by token."""
         return self.is_raw or self.token_local
@@ -277,7 +277,7 @@ class CacheSpec:
         elements = sum(2 * len(g.layers) * g.geometry.num_kv_heads * g.geometry.head_dim * g.page_size for g in self.groups)
         return bits / elements
 
-    @property
+    @functools.cached_property
     def format_id(self) -> str:
         """Names the byte layout of saved pages: equal ids mean interchangeable bytes."""
         return f"kvbits-{FORMATS_VERSION}:" + json.dumps(to_dict(self), sort_keys=True)

@@ -102,7 +102,8 @@ def pages_of(groups: list[GroupState], row: int, cuts: Cuts, index: int) -> list
 
 def fit(pages: Iterable[Page], groups: Rows[LayerGroup], held: range) -> bool:
     """Whether these can be the pages of a PAGES blob of such columns."""
-    return all(p.column in held if p.pool == run_of(groups[p.group]) else p == Page(p.group, "sink", 0) and not held.start for p in pages)
+    runs = [run_of(g) for g in groups]
+    return all(p.column in held if p.pool == runs[p.group] else p == Page(p.group, "sink", 0) and not held.start for p in pages)
 
 
 def is_plain(groups: list[GroupState], row: int) -> bool:
@@ -171,7 +172,8 @@ def prefix(groups: Rows[LayerGroup], cuts: Cuts, blobs: int) -> list[tuple[Seque
             s.closed, s.closed_lengths, s.dropped = numbers, [group.page_size] * len(numbers), first
             s.low = [[None] * len(numbers) for _ in group.tiers]
         pages = [Page(g, "sink", 0)] if sinks else []
-        made.append((s, pages + [Page(g, run_of(group), c) for c in range(first, last)]))
+        run = run_of(group)
+        made.append((s, pages + [Page(g, run, c) for c in range(first, last)]))
     return made
 
 

@@ -80,11 +80,12 @@ class Blob:
         found = []
         for source, shard in zip(self.sources, self.shards, strict=True):
             theirs = groups_of(groups, mine, shard)
-            shapes: list[tuple[int, ...]] = [blob.block_shape(theirs[p.group], p.pool) for p in self.pages]
-            pieces = []
-            for number, to in wanted:
-                heads, into = _overlap(to.shape[1] * mine[1], mine, shard)
-                pieces.append(Piece(number, to) if shard == mine else Piece(number, to, heads, into))
+            shape_of = {(g, name): blob.block_shape(group, name) for g, group in enumerate(theirs) for name in group.pools}
+            shapes: list[tuple[int, ...]] = [shape_of[p.group, p.pool] for p in self.pages]
+            if shard == mine:
+                pieces = [Piece(number, to) for number, to in wanted]
+            else:
+                pieces = [Piece(number, to, *_overlap(to.shape[1] * mine[1], mine, shard)) for number, to in wanted]
             found.append((source, shapes, pieces))
         return found
 

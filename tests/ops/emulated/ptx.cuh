@@ -133,6 +133,7 @@ inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }
 inline float cos_approx(float x) { return cosf(x); }
 inline float sin_approx(float x) { return sinf(x); }
+inline float reciprocal_approx(float x) { return 1.f / x; }
 inline float tanh_approx(float x) { return tanhf(x); }
 inline float power_of_two(int e) {
   if (e < -126 || e > 127) fail("power_of_two", e);
@@ -266,12 +267,23 @@ inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<false>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
 inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<true>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
 
+
 // ---- copies and their barriers
 
 constexpr u32 SHARED_START = 1024;
 inline u32 shared_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - shared) + SHARED_START; }
 template <class T = unsigned char>
 inline T& shared_at(u32 address) { return reinterpret_cast<T&>(shared[address - SHARED_START]); }
+inline uint4 load_matrices(u32 address) {
+  if (address % 16) fail("rows of matrices begin at multiples of 16 bytes", address);
+  my_warp().in[my_lane()][0] = address;
+  together(19, [](Warp& w) {
+    for (int l = 0; l < 32; ++l)
+      for (int m = 0; m < 4; ++m) w.out[l][m] = shared_at<u32>(w.in[m * 8 + l / 4][0] + l % 4 * 4);
+  });
+  const u32(&d)[4] = my_warp().out[my_lane()];
+  return {d[0], d[1], d[2], d[3]};
+}
 template <int OFFSET>
 inline u32 load_shared_at(u32 address) { return shared_at<u32>(address + OFFSET); }
 template <int OFFSET>

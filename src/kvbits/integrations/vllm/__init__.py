@@ -5,6 +5,8 @@
     metadata   once per step: the decode plan, the pages that open, the prefill passes
     impl       once per layer: store the step's tokens, attend
     prefill    queries of many tokens: history unpacked to 16 bits, then one variable-length FlashAttention call
+    options    what `--additional-config` says: raw copies of the newest pages, a scheme file
+    scheme_file   each layer's format from a file
     selector   the backend chosen by the dtype, so that nothing else must be typed
 
 A block of vLLM is a page of kvbits: 64 tokens of a token-local format (docs/formats.md), quantized one by one as they are written. Every block is complete
@@ -42,10 +44,10 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from . import selector
-    from .formats import FORMATS
+    from .formats import FORMATS, NAMES, PLACEHOLDER
 
     register_backend(AttentionBackendEnum.CUSTOM, selector.BACKEND)
-    for form in FORMATS.values():
-        if get_kv_cache_dtype_handler(form.name) is None:
-            register_kv_cache_dtype(form.name)(selector.handler(form))
+    for name in NAMES:
+        if get_kv_cache_dtype_handler(name) is None:
+            register_kv_cache_dtype(name)(selector.handler(name, FORMATS[name].tag if name in FORMATS else PLACEHOLDER))
     selector.install(type(current_platform))

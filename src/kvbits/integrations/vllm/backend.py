@@ -21,7 +21,7 @@ class KVBitsBackend(AttentionBackend):
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *formats.FORMATS]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *formats.NAMES]
     forward_includes_kv_cache_update = True  # a page that opens takes the mean of the one before it, which the step's metadata knows
 
     @staticmethod

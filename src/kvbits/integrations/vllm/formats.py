@@ -29,13 +29,13 @@ class Format:
     Attributes:
         name: of the dtype, `kvbits_` and the scheme's.
         scheme: token-local, for head_dim 128; `layout` fits its groups to others.
-        tag: torch dtype under which vLLM hands page specs to `customize_spec`.
+        tag: torch dtype under which vLLM hands page specs to `customize_spec`; None: `tag_for` gives it one.
         key_bias: whether models whose keys have a bias keep their accuracy.
     """
 
     name: str
     scheme: Scheme
-    tag: torch.dtype
+    tag: torch.dtype | None = None
     key_bias: bool = True
 
     @property
@@ -81,7 +81,30 @@ FORMATS: dict[str, Format] = {
         Format(name="kvbits_int4_rotated", scheme=_preset("int4_rotated"), tag=torch.uint16),
     )
 }
+SCHEME = "kvbits_scheme"
+"""The dtype whose layers each have the format that a scheme file says (`scheme_file`)."""
+NAMES = (*FORMATS, SCHEME)
+PLACEHOLDER = torch.bool
+"""Tag of layers that have not been told their format yet."""
 _BY_TAG = {f.tag: f for f in FORMATS.values()}
+_SPARE_TAGS = (
+    torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+)  # fmt: skip
+"""For formats that only a scheme file has."""
+
+
+def tag_for(form: Format) -> torch.dtype:
+    """The torch dtype that stands for a format in this process.
+
+    Raises:
+        UnsupportedError: more different formats than there are dtypes.
+    """
+    same = lambda f: (f.scheme.key, f.scheme.value) == (form.scheme.key, form.scheme.value)  # noqa: E731
+    tag = next((tag for tag, f in _BY_TAG.items() if same(f)), None) or next((tag for tag in _SPARE_TAGS if tag not in _BY_TAG), None)
+    if tag is None:
+        raise UnsupportedError(f"a scheme file with more than {len(_SPARE_TAGS)} formats that are no kvbits dtype; use fewer")
+    _BY_TAG.setdefault(tag, form)
+    return tag
 
 
 def raw_layout(num_kv_heads: int, head_dim: int, raw_dtype: str) -> PageLayout:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
@@ -15,12 +16,14 @@ from ...errors import UnsupportedError
 from ...ops.cuda.append import tokens as append_cuda
 from ...ops.cuda.dequantize import unpacker as dequantize_cuda
 from ...ops.reference import append as append_reference
+from ...ops.rotation import rotation_for
 from ...quant.rotation import rotated_turn
 from ...spec import PageLayout
 from . import formats
+from .options import options_of, refuses_copies
 from .prefill import Scratch, scratch_for
 from .rotary import page_turn, rope_parameters
-from .rotation import rotation_for
+from .scheme_file import layer_formats
 
 if TYPE_CHECKING:
     from .metadata import KVBitsMetadata
@@ -35,6 +38,7 @@ class Call:
         dtype: of the model.
         scratch: 16-bit rows that histories are unpacked to, shared by layers of one shape.
         fa_version: of FlashAttention, on a GPU.
+        raw: layout of copies of pages, None where there are none.
     """
 
     layout: PageLayout
@@ -45,6 +49,7 @@ class Call:
     softcap: float | None
     scratch: Scratch
     fa_version: int | None
+    raw: PageLayout | None
 
 
 call_for = functools.lru_cache(maxsize=256)(Call)
@@ -72,22 +77,63 @@ class KVBitsImpl(AttentionImpl):
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self._stores = kv_sharing_target_layer_name is None
-        layout = formats.layout_for(kv_cache_dtype, kv_heads, head_size, dtype)
-        device = torch.device("cpu") if current_platform.is_cpu() else torch.device(current_platform.device_type, torch.accelerator.current_device_index())
+        self._device = device_of_layers()
+        self._config, self._dtype, self._factors = config, dtype, (float(scale), sliding_window, logits_soft_cap or None)
+        self._turn: torch.Tensor | None = None
+        self._copies: torch.Tensor | None = None
+        self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
+        if kv_cache_dtype == formats.SCHEME:
+            layer_formats(config)  # refuses; which layer this is nobody says before the model is there
+            return
         form = formats.FORMATS.get(kv_cache_dtype)
         if form and (why := form.refuses(head_size, formats.has_key_bias(config.model_config.hf_text_config))):
             raise UnsupportedError(why)
-        scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, sliding_window)
-        self.call = call_for(layout, num_heads, dtype, float(scale), sliding_window, logits_soft_cap or None, scratch, _fa_version(device, head_size))
-        self._turn: torch.Tensor | None = None
-        self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
-        self._device = device
+        self._take(form, formats.layout_for(kv_cache_dtype, kv_heads, head_size, dtype))
+
+    def _take(self, form: formats.Format | None, layout: PageLayout) -> None:
+        """What this layer stores (None: the model's own numbers). Everything that a step needs is allocated and compiled here, and counted by vLLM."""
+        config, dtype, device = self._config, self._dtype, self._device
+        scaling, window, softcap = self._factors
+        scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, window)
+        raw = self._copies_of(layout)
+        self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, _fa_version(device, self.head_size), raw)
         if device.type == "cuda":
             append_cuda.prepare(layout, dtype, device)
             dequantize_cuda.prepare(layout, dtype, device)
-        self._rotation = rotation_for(head_size, dtype, device) if form and form.rotated else None
+            if raw:
+                append_cuda.prepare(raw, dtype, device)
+        self._rotation = rotation_for(self.head_size, dtype, device) if form and form.rotated else None
+
+    def _take_own_format(self) -> None:
+        """That of the scheme file, by the layer's name; vLLM asks the layer for it when it has the whole model."""
+        layers = self._config.compilation_config.static_forward_context
+        name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
+        form = layer_formats(self._config)[extract_layer_index(name)]
+        if form is None:
+            layer.kv_cache_dtype, layer.kv_cache_torch_dtype = "auto", self._dtype
+            layout = formats.layout_for("auto", self.num_kv_heads, self.head_size, self._dtype)
+        else:
+            layer.kv_cache_torch_dtype = formats.tag_for(form)
+            layout = form.layout(self.num_kv_heads, self.head_size, formats.RAW_DTYPES[self._dtype])
+        self._take(form, layout)
+
+    def _copies_of(self, layout: PageLayout) -> PageLayout | None:
+        """The layout of copies in 16 bits (of the model's dtype), and their pages."""
+        config, options = self._config, options_of(self._config)
+        if layout.is_raw or not options.copies:
+            return None
+        if why := refuses_copies(config):
+            raise UnsupportedError(f"raw_newest={options.raw_newest}: {why}")
+        if not self._stores:
+            raise UnsupportedError(f"raw_newest={options.raw_newest}: layers of this model read pages of others, but not their copies; drop raw_newest")
+        raw = formats.raw_layout(self.num_kv_heads, self.head_size, formats.RAW_DTYPES[self._dtype])
+        count = config.scheduler_config.max_num_seqs * (options.newest_pages + bool(options.raw_first))
+        self._copies = torch.zeros(count, self.num_kv_heads, raw.head_bytes, dtype=torch.uint8, device=self._device)
+        return raw
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self.kv_cache_dtype == formats.SCHEME:
+            self._take_own_format()
         turn = page_turn(self.head_size, self._rope) if self.call.layout.is_centered else None
         if turn is not None:
             self._turn = (rotated_turn(turn) if self._rotation else turn).to(self._device)
@@ -102,26 +148,33 @@ class KVBitsImpl(AttentionImpl):
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
         m = attn_metadata
-        pages = kv_cache.flatten(2)
+        pages, prefill = kv_cache.flatten(2), m.prefills.get(self.call)
+        plain = not self._rotation or prefill is None or not prefill.has_history  # fresh keys are read as they came
         stored, asked = key, query
         if self._rotation:
-            asked, stored = self._rotation(query[: m.num_tokens], key[: m.num_tokens])
+            asked, stored = self._rotation(query[: m.num_decode_tokens if plain else m.num_tokens], key[: m.num_tokens])
         if self._stores:
             self._store(stored[: m.num_tokens], value[: m.num_tokens], pages, m)
         d = m.num_decode_tokens
         if d:
-            m.decodes[self.call].run(asked[:d], output[:d], layer.layer_name, pages)
-        if m.prefills:
-            prefill = m.prefills[self.call]
-            plain = not self._rotation or not prefill.has_history
+            m.decodes[self.call].run(asked[:d], output[:d], layer.layer_name, pages, self._copies)
+        if prefill:
             q, k = (query, key) if plain else (asked, stored)
             n = d + prefill.num_tokens
-            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages)
+            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages, self._copies)
         return output
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, m: KVBitsMetadata) -> None:
         store = append_cuda.store_tokens if key.device.type == "cuda" else append_reference.store_tokens
         store(key, value, pages, self.call.layout, m.slot_mapping, previous_page=m.previous_page, turn=self._turn)
+        if self.call.raw and self._copies is not None and m.copy_slots is not None:
+            store(key, value, self._copies, self.call.raw, m.copy_slots)
+
+
+def device_of_layers() -> torch.device:
+    if current_platform.is_cpu():
+        return torch.device("cpu")
+    return torch.device(current_platform.device_type, torch.accelerator.current_device_index())
 
 
 def _fa_version(device: torch.device, head_size: int) -> int | None:

@@ -19,10 +19,14 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UnsupportedError
 from ...ops import paged_attention
+from ...ops.cuda import place as place_cuda
 from ...ops.cuda.attend.device_plan import MAX_QUERIES
+from ...ops.reference import place as place_reference
+from ...ops.reference.place import Copies, Places
 from .formats import PAGE_SIZE
 from .impl import Call, KVBitsImpl
-from .prefill import Prefill
+from .options import options_of
+from .prefill import Prefill, to_device
 
 
 @dataclass(frozen=True)
@@ -41,25 +45,43 @@ class Ragged:
 
 
 class Decode:
-    """Attention of rows of up to `num_queries` tokens over their pages, for all layers of one `Call`."""
+    """Attention of rows of up to `num_queries` tokens over their pages, for all layers of one `Call`.
 
-    def __init__(self, call: Call, max_pages: int, batch_size: int, num_queries: int, device: torch.device) -> None:
+    With copies a row has up to three parts: packed pages, the copy of its first page, copies of its newest.
+    """
+
+    def __init__(self, call: Call, max_pages: int, batch_size: int, num_queries: int, device: torch.device, copies: Copies | None) -> None:
         self.num_queries = num_queries
+        self._copies = copies if call.raw else None
+        layouts, sizes = [call.layout], [max_pages]
+        if call.raw and copies:
+            sizes += [1] * copies.first + [copies.newest]
+            layouts += [call.raw] * (len(sizes) - 1)
         self._plan = paged_attention.plan(
-            [call.layout], max_pages=[max_pages], batch_size=batch_size, num_q_heads=call.num_heads, dtype=call.dtype, device=device,
+            layouts, max_pages=sizes, batch_size=batch_size, num_q_heads=call.num_heads, dtype=call.dtype, device=device,
             num_queries=num_queries, scaling=call.scaling, sliding_window=call.sliding_window, softcap=call.softcap,
         )  # fmt: skip
         self._bound: dict[str, tuple[int, int]] = {}  # layer: its number and the address of its pages
 
     def update(self, block_table: torch.Tensor, seq_lens: torch.Tensor, ragged: Ragged | None) -> None:
         self._ragged = ragged
-        self._plan.update([block_table], [seq_lens], query_lens=None if ragged is None else ragged.query_lens)
+        query_lens = None if ragged is None else ragged.query_lens
+        if (c := self._copies) is None:
+            self._plan.update([block_table], [seq_lens], query_lens=query_lens)
+            return
+        n = len(seq_lens)
+        packed, tail = c.packed[:, :n], c.tail[:, :n]
+        head = ([c.head_table[:n]], [c.head[:n]], [None]) if c.first else ([], [], [])
+        self._plan.update(
+            [block_table, *head[0], c.tail_table[:n]], [packed[0], *head[1], tail[0]], starts=[packed[1], *head[2], tail[1]],
+            offsets=[packed[2], *head[2], None], query_lens=query_lens,
+        )  # fmt: skip
 
-    def run(self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor) -> None:
-        """q, out: [tokens, Hq, D]."""
+    def run(self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor, copies: torch.Tensor | None) -> None:
+        """q, out: [tokens, Hq, D]; pages and copies of the layer."""
         number, address = self._bound.get(layer, (len(self._bound), 0))
         if address != pages.data_ptr():
-            self._plan.bind(number, [pages])
+            self._plan.bind(number, [pages, *([copies] * (len(self._plan.layouts) - 1) if copies is not None else [])])
             self._bound[layer] = number, pages.data_ptr()
         shape = (-1, self.num_queries)
         if self._ragged is None:
@@ -78,12 +100,14 @@ class KVBitsMetadata(AttentionMetadata):
         num_decode_tokens: the first of them, read by `decodes`; the others by `prefills`.
         slot_mapping: int64 [num_tokens]; below 0: not stored.
         previous_page: int64 [num_tokens] as `store_tokens` takes it; None where pages have no mean.
+        copy_slots: likewise where tokens go in copies; None without copies.
     """
 
     num_tokens: int
     num_decode_tokens: int
     slot_mapping: torch.Tensor
     previous_page: torch.Tensor | None
+    copy_slots: torch.Tensor | None
     decodes: dict[Call, Decode] = field(default_factory=dict)
     prefills: dict[Call, Prefill] = field(default_factory=dict)
 
@@ -116,10 +140,23 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
         max_pages = -(-vllm_config.model_config.max_model_len // PAGE_SIZE)
-        self._decodes = {n: {c: Decode(c, max_pages, rows, n, device) for c in self.calls} for n in sorted({1, threshold})}
-        self._centered = any(c.layout.is_centered for c in self.calls)
-        tokens = max(config.max_num_batched_tokens, rows * threshold)
-        self._previous = torch.full((tokens,), -1, dtype=torch.int64, device=device) if self._centered else None
+        self._places = self._make_places(impls, rows, max(config.max_num_batched_tokens, rows * threshold), device)
+        copies = self._places.copies if self._places else None
+        self._decodes = {n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
+
+    def _make_places(self, impls: list[KVBitsImpl], rows: int, tokens: int, device: torch.device) -> Places | None:
+        """None where no page has a mean and none is copied."""
+        config = self.vllm_config
+        options, copied = options_of(config), any(impl.call.raw for impl in impls)
+        centered = any(c.layout.is_centered for c in self.calls)
+        if not centered and not copied:
+            return None
+        if device.type == "cuda":
+            place_cuda.prepare(device)
+        sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": config.cache_config.num_gpu_blocks or 1, "device": device}
+        first, requests = bool(options.raw_first), config.scheduler_config.max_num_seqs
+        copies = Copies.empty(options.newest_pages, first, requests=requests, rows=rows, **sizes) if copied else None
+        return Places.empty(PAGE_SIZE, previous=centered, copies=copies, **sizes)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -139,8 +176,11 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         lens = m.query_start_loc_cpu[: num_decodes + 1].diff()
         uniform = num_queries in self._decodes and bool(((lens == num_queries) | (lens == 0)).all()) and num_queries * num_decodes == num_decode_tokens
         ragged = None if uniform or not num_decodes else self._ragged(m, num_decodes, num_decode_tokens, threshold)
-        before = self._pages_before(m, num_queries if uniform and not num_prefills else None)
-        found = KVBitsMetadata(m.num_actual_tokens, num_decode_tokens, m.slot_mapping[: m.num_actual_tokens], before)
+        n, places = m.num_actual_tokens, self._places
+        if places:
+            self._place(places, m)
+        before = places.previous[:n] if places and places.previous is not None else None
+        found = KVBitsMetadata(n, num_decode_tokens, m.slot_mapping[:n], before, places.copies.slots[:n] if places and places.copies else None)
         if num_decodes:
             found.decodes = self._decodes[num_queries if uniform else threshold]
             for decode in found.decodes.values():
@@ -148,7 +188,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         if num_prefills:
             query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
             table = m.block_table_tensor[num_decodes : m.num_reqs]
-            found.prefills = {c: Prefill(query_lens, seq_lens, table, c.sliding_window, c.scratch) for c in self.calls}
+            copies = places.copies if places else None
+            found.prefills = {c: Prefill(query_lens, seq_lens, table, c.sliding_window, c.scratch, copies if c.raw else None) for c in self.calls}
         return found
 
     def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:
@@ -170,27 +211,13 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         each = torch.arange(tokens, device=self.device, dtype=torch.int32)
         return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
 
-    def _pages_before(self, m: CommonAttentionMetadata, num_queries: int | None) -> torch.Tensor | None:
-        """int64 [num_tokens]: for tokens that open a page, the page before it in their sequence, or -1. num_queries: where all rows have as many tokens."""
-        if self._previous is None:
-            return None
-        n, rows = m.num_actual_tokens, m.num_reqs
-        seq_lens, table = m.seq_lens[:rows], m.block_table_tensor[:rows]
-        out = self._previous[:n]
-        if num_queries is not None:
-            position = (seq_lens[:, None] - num_queries + torch.arange(num_queries, device=self.device)).view(-1)[:n]
-            row = torch.arange(n, device=self.device) // num_queries if num_queries > 1 else None
-        else:
-            row = self._row_of_each(m, rows, n)
-            position = seq_lens[row] - m.query_start_loc[row + 1] + torch.arange(n, device=self.device)
-        page = position.div(PAGE_SIZE, rounding_mode="floor").long() - 1
-        at = page.clamp(0, table.shape[1] - 1)
-        before = table.gather(1, at[:, None])[:, 0] if row is None else table[row, at]
-        out.copy_(before.long().masked_fill_(page < 0, -1))
-        if num_queries is None:
-            # A row may start behind a prefix that another row of this step only writes now; its mean cannot be read, so the page takes its own.
-            starts = m.query_start_loc[:rows].long().clamp_(max=max(n - 1, 0))
-            written = m.slot_mapping[:n].div(PAGE_SIZE, rounding_mode="floor")
-            first = out[starts]
-            out[starts] = first.masked_fill((first[:, None] == written).any(1), -1)
-        return out
+    def _place(self, places: Places, m: CommonAttentionMetadata) -> None:
+        """Pages before those that open, and copies: one launch."""
+        rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
+        owners = None
+        if places.copies and m.req_idx is not None:  # the V2 runner's; rows of its V1 move when others end, and then lose copies
+            padded = np.full(rows, len(places.copies.holds), np.int32)  # of padding: nobody
+            padded[: len(m.req_idx)] = m.req_idx[:rows]
+            owners = to_device(padded, self.device)
+        run = place_cuda.place if self.device.type == "cuda" else place_reference.place
+        run(places, m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners)

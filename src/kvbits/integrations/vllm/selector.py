@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .formats import FORMATS, Format
+from .formats import NAMES
 
 BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"
 
@@ -27,12 +27,12 @@ def install(platform: Any) -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         dtype, custom = attn_selector_config.kv_cache_dtype, AttentionBackendEnum.CUSTOM
-        if dtype in FORMATS and selected_backend not in (None, custom):
+        if dtype in NAMES and selected_backend not in (None, custom):
             raise ValueError(
                 f"--kv-cache-dtype {dtype} is read by kvbits' attention backend alone, not by {selected_backend.name}; "
                 "leave --attention-backend away or pass --attention-backend CUSTOM"
             )
-        if selected_backend is None and (dtype in FORMATS or _engine_dtype() in FORMATS):
+        if selected_backend is None and (dtype in NAMES or _engine_dtype() in NAMES):
             selected_backend = custom
         if selected_backend is custom and cls.device_type == "cpu":  # whose own selection knows one backend only
             return _checked(attn_selector_config)
@@ -75,15 +75,15 @@ def _checked(attn_selector_config: Any) -> str:
     return BACKEND
 
 
-def handler(form: Format) -> type:
-    """What vLLM's `register_kv_cache_dtype` takes for a format."""
+def handler(dtype: str, tag: Any) -> type:
+    """What vLLM's `register_kv_cache_dtype` takes for a dtype of this name, whose pages are of the torch dtype `tag`."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     class Handler:
-        name = form.name
+        name = dtype
 
         def torch_dtype(self) -> Any:
-            return form.tag
+            return tag
 
         def quant_mode(self) -> Any:
             return KVQuantMode.CUSTOM

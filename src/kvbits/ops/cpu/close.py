@@ -18,7 +18,7 @@ from ...quant.qparams import require_finite
 from ...quant.rotary import page_turns, step_turns
 from ..descriptor import TORCH_DTYPES
 from ..reference.dequantize import require_starts
-from ..types import LowStore, PageStore, check_closing
+from ..types import LowStore, PageStore, check_closing, wider_scales
 from .library import CloseStruct, check, library
 from .structs import low_struct, refuses_low, refuses_writing, store_struct
 
@@ -78,7 +78,7 @@ def close(
             require_finite(x, name)
         if struct.overflow[i]:
             spec = (layout.key, layout.value)[i]
-            way_out = "keep the layer raw (an Override)" if spec.is_banded else "use scale_dtype='float32' or 'bfloat16'"
+            way_out = wider_scales(spec) or "keep the layer raw (an Override)"
             raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
     sides = (("k", layout.key), ("v", layout.value))
     return {kind: struct.saturated[i] for i, (kind, spec) in enumerate(sides) if not spec.is_raw}

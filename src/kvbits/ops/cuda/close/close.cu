@@ -4,13 +4,9 @@
 // their storage type and written, codes are taken against the ROUNDED scales in float32 exactly as kvbits/quant/qparams.py does, and go to shared memory
 // as bytes [token][channel], from which whole stored words are put together (docs/formats.md has the order).
 #include "octets.cuh"
-#if APPENDS
-#include "runs.cuh"
-#endif
+#include "step.cuh"
 
 constexpr int OCTETS = D / 8, TEAMS = THREADS / OCTETS, ROWS = (PAGE + TEAMS - 1) / TEAMS;
-
-struct Status { int saturated[2], overflow[2], nonfinite[2]; };
 
 struct Args {
     const void* x[2];             // keys, values [n, H, PAGE, D], strides in elements, last dense
@@ -22,30 +18,9 @@ struct Args {
     const i64* low_address;       // [n], as page_address: of the pages' low planes; only if a side has one
     int num_heads, head_bytes, low_head_bytes;
 #if APPENDS
-    // A decode step: `page` counts sequences. Pages that close are the oldest of the raw ones, and each sequence's fresh token is stored raw.
-    const Closing* closings;      // [n]
-    char *closed, *tail;          // the layer's first structs of both pools
-    const Run* runs;              // [n]: of one token, or none
-    const char* fresh[2];         // keys, values of the tokens
-    i64 fresh_stride[2][2];       // bytes from a sequence and head to the next
-    char* before[2];              // [n, H] rows that the fresh ones replace, to take the step back; null if nobody will
-    i64 tail_head_bytes;
-    int tail_offset[2];           // of the raw keys and values in a struct
+    Step step;                    // `page` counts sequences
 #endif
 };
-
-#if APPENDS
-/// Rows of 16 bytes at once, `unit`-th thread.
-DEVICE void append_row(const Args& a, int side, int page, int head, int thread) {
-    const Run r = a.runs[page];
-    constexpr int ROW = D * (X_TYPE == FLOAT32 ? 4 : 2);
-    if (!r.count || thread >= ROW / 16) return;
-    const char* from = a.fresh[side] + r.row * a.fresh_stride[side][0] + head * a.fresh_stride[side][1];
-    uint4* to = reinterpret_cast<uint4*>(a.tail + r.page + head * a.tail_head_bytes + a.tail_offset[side] + r.slot * ROW);
-    if (a.before[side]) reinterpret_cast<uint4*>(a.before[side] + (i64(page) * a.num_heads + head) * ROW)[thread] = to[thread];
-    to[thread] = reinterpret_cast<const uint4*>(from)[thread];
-}
-#endif
 
 /// The low plane of one of keys and values; BITS 0: none.
 template <int BITS_, int OFFSET_>
@@ -178,9 +153,9 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     const int thread = threadIdx.x, octet = thread % OCTETS, team = thread / OCTETS;
     const bool works = team < TEAMS;
 #if APPENDS
-    const Closing closing = a.closings[page];
-    unsigned char* out = reinterpret_cast<unsigned char*>(a.closed) + closing.to + i64(head) * a.head_bytes;
-    const char* raw = a.tail + closing.from + head * a.tail_head_bytes + a.tail_offset[side];
+    const Closing closing = a.step.closings[page];
+    unsigned char* out = reinterpret_cast<unsigned char*>(a.step.closed) + closing.to + i64(head) * a.head_bytes;
+    const char* raw = a.step.tail + closing.from + head * a.step.tail_head_bytes + a.step.tail_offset[side];
     const i64 from = octet * 8;
 #else
     unsigned char* out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
@@ -270,14 +245,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
     i64 item = blockIdx.x;
     int side = item % 2, head = item / 2 % a.num_heads, page = item / 2 / a.num_heads;
 #if APPENDS
-    if (a.closings[page].to == NOWHERE) {
-        append_row(a, side, page, head, threadIdx.x);
+    if (a.step.closings[page].to == NOWHERE) {
+        append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
         return;
     }
 #endif
     if (side == 0)  // nothing of the pool's earlier content stays in a page
 #if APPENDS
-        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.closed + a.closings[page].to + i64(head) * a.head_bytes)[i] = 0;
+        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.step.closed + a.step.closings[page].to + i64(head) * a.head_bytes)[i] = 0;
 #else
         for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.page_address[page] + i64(head) * a.head_bytes)[i] = 0;
 #endif
@@ -285,6 +260,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
     else close_side<Side<V_SIDE, true>, Low<V_LOW>>(a, 1, page, head, shared);
 #if APPENDS
     __syncthreads();  // the page has been read: its place may be the fresh token's
-    append_row(a, side, page, head, threadIdx.x);
+    append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
 #endif
 }

@@ -1,15 +1,14 @@
 // A page's keys or values on their way through close_codebook.cu: which elements a thread has, from device memory to shared memory, turned back.
 #pragma once
+#include "quad.cuh"
 #include "ranks.cuh"
-#include "stored.cuh"
+#include "step.cuh"
 
 constexpr int PER = 32, COUNT = PAGE * D;
 constexpr int QUADS = D / 8, TEAMS = PAGE / 4;
 constexpr int PADDED = (D / 2 + 15) / 16 * 16;
 constexpr int STEPS = 4;              // most elements that a range leaves out
 static_assert(COUNT == THREADS * PER && QUADS * TEAMS == THREADS, "32 elements a thread");
-
-struct Status { int saturated[2], overflow[2], nonfinite[2]; };
 
 struct Args {
     const void* x[2];                 // keys, values [n, H, PAGE, D], strides in elements, last dense, rows at multiples of 16 bytes
@@ -36,27 +35,6 @@ struct Shared {
     u32 bounds[WARPS];
     Ranks ranks;
     int candidates, saturated;
-};
-
-/// Four neighbouring elements as they came.
-struct Quad {
-    static constexpr int WORDS = X_TYPE == FLOAT32 ? 4 : 2;
-    u32 w[WORDS];
-
-    DEVICE void load(const char* at) {
-        if (X_TYPE == FLOAT32) {
-            const uint4 v = load_once_16(at);
-            w[0] = v.x, w[1] = v.y, w[WORDS - 2] = v.z, w[WORDS - 1] = v.w;
-        } else {
-            const uint2 v = load_once_8(at);
-            w[0] = v.x, w[1] = v.y;
-        }
-    }
-    DEVICE float operator[](int k) const {
-        if (X_TYPE == FLOAT32) return __uint_as_float(w[k % WORDS]);
-        const u32 word = w[k / 2];
-        return X_TYPE == FLOAT16 ? (k % 2 ? high_f16(word) : low_f16(word)) : __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
-    }
 };
 
 /// Words of a token in shared memory: what keeps the threads of a range off each other's banks.

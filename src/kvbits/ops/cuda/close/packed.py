@@ -18,11 +18,12 @@ from ....later import upload
 from ....quant.qparams import require_finite
 from ....spec import LowLayout, PageLayout, PerChannel
 from ...descriptor import DTYPES, TORCH_DTYPES
-from ...types import LowStore, PageStore, banded_sides, check_closing, check_low, kvquant_extras
+from ...types import LowStore, PageStore, banded_sides, check_closing, check_low, kvquant_extras, wider_scales
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import low_arguments, refuses_low, side_arguments, with_aligned_rows
-from . import codebook
+from . import banded, codebook
+from .step import STEP_FIELDS
 
 ROWS_PER_THREAD = 8
 STATUS_FIELDS = 6
@@ -32,8 +33,8 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
     if why := refuses_low(len(low)):
         return why
-    if low and (extras := kvquant_extras(store.layout)):
-        return f"{extras} with low planes have no GPU kernel"
+    if why := _refuses_low_beside(store.layout, len(low)):
+        return why
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
     return refuses_on(store.layout, k.dtype, k.device)
@@ -53,8 +54,8 @@ def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     """The part of `refuses` that needs no GPU."""
-    if banded := banded_sides(layout):
-        return f"{banded} have no CUDA kernel"
+    if banded_sides(layout):
+        return banded.refuses_layout(layout, dtype)
     if kvquant_extras(layout):
         return codebook.refuses_layout(layout, dtype)
     if dtype not in TORCH_DTYPES:
@@ -68,6 +69,11 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _refuses_low_beside(layout: PageLayout, count: int) -> str | None:
+    extras = kvquant_extras(layout) or banded_sides(layout)
+    return f"{extras} with low planes have no GPU kernel" if count and extras else None
+
+
 class _Args(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("page_address", ctypes.c_void_p), ("scale", ctypes.c_void_p * 2),
@@ -79,11 +85,7 @@ class _Args(ctypes.Structure):
 class StepArgs(_Args):
     """struct Args of close.cu with APPENDS."""
 
-    _fields_ = [
-        ("closings", ctypes.c_void_p), ("closed", ctypes.c_void_p), ("tail", ctypes.c_void_p), ("runs", ctypes.c_void_p),
-        ("fresh", ctypes.c_void_p * 2), ("fresh_stride", ctypes.c_int64 * 2 * 2), ("before", ctypes.c_void_p * 2),
-        ("tail_head_bytes", ctypes.c_int64), ("tail_offset", ctypes.c_int * 2),
-    ]  # fmt: skip
+    _fields_ = STEP_FIELDS
 
 
 def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None, appends: bool = False) -> dict[str, int | str]:
@@ -154,27 +156,35 @@ class DecodeStep:
         closings: int64 [B, 2] on the device, struct Closing of runs.cuh; runs: int64 [B, 5], struct Run. Bytes count from the first slab of each store.
         status: int32 [6] on the device, added to (see `launch_close`).
         undo: [2, B, H, D] of `dtype`, dense: takes the rows that tokens replace, for `put_back`.
+        tail_starts: int32 [B] on the device, position of the first token of the raw pages that stay, for keys in the frame of their page.
     """
 
     def __init__(
-        self, store: PageStore, tail: PageStore, dtype: torch.dtype, closings: torch.Tensor, runs: torch.Tensor, status: torch.Tensor, undo: torch.Tensor
+        self, store: PageStore, tail: PageStore, dtype: torch.dtype, closings: torch.Tensor, runs: torch.Tensor, status: torch.Tensor, undo: torch.Tensor,
+        tail_starts: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         layout, raw = store.layout, tail.layout
-        self._kernel, self._threads = _load(layout, dtype, -1 if store.device.index is None else store.device.index, None, True)
+        is_banded, device_index = banded_sides(layout) is not None, -1 if store.device.index is None else store.device.index
+        self._kernel, self._threads = banded.load(layout, dtype, device_index, True) if is_banded else _load(layout, dtype, device_index, None, True)
         self._grid = 2 * layout.num_kv_heads * len(runs)
-        self._keep = (store, tail, closings, runs, status, undo)
+        self._keep = (store, tail, closings, runs, status, undo, tail_starts)
         self._undo = undo
         self._given: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # strides that need no copy
-        self._args = StepArgs(
+        self._args = (banded.StepArgs if is_banded else StepArgs)(
             status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes, closings=closings.data_ptr(), runs=runs.data_ptr(),
             closed=store.slabs[0].data_ptr(), tail=tail.slabs[0].data_ptr(), tail_head_bytes=raw.head_bytes,
         )  # fmt: skip
         for i, kind in enumerate("kv"):
             self._args.tail_offset[i] = raw.sections[f"{kind}_raw"].offset
+            if is_banded:
+                continue
             for name, field in (("scale", self._args.scale), ("bias", self._args.bias)):
                 static = store.static.get(f"{kind}_{name}")
                 if static is not None:
                     field[i] = static.data_ptr()
+        if isinstance(self._args, banded.StepArgs):
+            self._args.num_pages = len(runs)
+            banded.set_static(self._args, store, tail_starts)
         self._fresh = self._args.fresh  # the same memory
         self._args.before[0], self._args.before[1] = (x.data_ptr() for x in undo)
 
@@ -223,8 +233,9 @@ def close(
         if found[4 + i]:
             require_finite(x, name)
         if found[2 + i]:
-            dtype = (layout.key, layout.value)[i].scale_dtype
-            raise DataError(f"a scale, bias or mean of the {name} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
+            spec = (layout.key, layout.value)[i]
+            way_out = wider_scales(spec) or "keep the layer raw (an Override)"
+            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
     return {kind: found[i] for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))) if not spec.is_raw}
 
 
@@ -237,7 +248,7 @@ def close_later(
         DataError, UnsupportedError: as `close`, for all that needs no look at numbers.
     """
     layout = store.layout
-    if why := refuses_low(len(low)) or (low and kvquant_extras(layout) and f"{kvquant_extras(layout)} with low planes have no GPU kernel"):
+    if why := refuses_low(len(low)) or _refuses_low_beside(layout, len(low)):
         raise UnsupportedError(f"{why}; use the reference")
     page_ids, *low_ids = check_closing(store, page_ids, low)
     shape = (len(page_ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
@@ -253,7 +264,9 @@ def close_later(
     addresses = upload(store.addresses()[page_ids], k.device)
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
     fine = next(((s.layout, upload(s.addresses()[ids], k.device)) for (s, _), ids in zip(low, low_ids, strict=True)), None)
-    if kvquant_extras(layout):
+    if banded_sides(layout):
+        banded.launch(k, v, store, addresses, status, banded.first_positions(store, starts, len(page_ids), k.device))
+    elif kvquant_extras(layout):
         first = codebook.first_angles(store, starts, len(page_ids), k.device)
         codebook.launch(k, v, store, addresses, status, first)
     else:

@@ -22,13 +22,16 @@ DTYPES = (torch.float16, torch.bfloat16)
 class _Rows(ctypes.Structure):
     """struct Rows of rotate.cu."""
 
-    _fields_ = [("x", ctypes.c_void_p), ("out", ctypes.c_void_p), ("stride", ctypes.c_int64 * 2), ("heads", ctypes.c_int), ("factor", ctypes.c_float)]
+    _fields_ = [
+        ("x", ctypes.c_void_p), ("out", ctypes.c_void_p), ("stride", ctypes.c_int64 * 2), ("tokens", ctypes.c_int64), ("heads", ctypes.c_int),
+        ("factor", ctypes.c_float),
+    ]  # fmt: skip
 
 
 class _Args(ctypes.Structure):
     """struct Args of rotate.cu."""
 
-    _fields_ = [("rows", _Rows * 2), ("tokens", ctypes.c_int64)]
+    _fields_ = [("rows", _Rows * 2)]
 
 
 def defines(head_dim: int, dtype: torch.dtype) -> dict[str, int | str]:
@@ -61,25 +64,25 @@ def rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     """`quant.rotation.rotated_queries(q)` and `rotated_keys(k)`.
 
     Args:
-        q, k: [N, Hq, D] and [N, H, D] of one 16-bit dtype that `refuses` lets pass; copied first if rows do not lie at multiples of 16 bytes.
+        q, k: [M, Hq, D] and [N, H, D] of one 16-bit dtype that `refuses` lets pass; copied first if rows do not lie at multiples of 16 bytes.
 
     Returns:
         Of the same shapes and dtype, dense. Sums are in float32, in another order than a matrix product's.
 
     Raises:
-        DataError: q and k differ in tokens, head_dim or dtype.
+        DataError: q and k differ in head_dim or dtype.
     """
-    if q.dim() != 3 or k.dim() != 3 or (q.shape[0], q.shape[2], q.dtype) != (k.shape[0], k.shape[2], k.dtype):
-        raise DataError(f"q is {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype}; rotate takes [N, Hq, D] and [N, H, D] of one dtype")
+    if q.dim() != 3 or k.dim() != 3 or (q.shape[2], q.dtype) != (k.shape[2], k.dtype):
+        raise DataError(f"q is {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype}; rotate takes [M, Hq, D] and [N, H, D] of one dtype")
     head_dim = q.shape[2]
     bits = head_dim.bit_length() - 1
     outs = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
     q, k = with_aligned_rows(q), with_aligned_rows(k)
-    args = _Args(tokens=len(q))
+    args = _Args()
     for rows, x, out, exponent in zip(args.rows, (q, k), outs, (bits - bits // 2, bits // 2), strict=True):
-        rows.x, rows.out, rows.heads, rows.factor = x.data_ptr(), out.data_ptr(), x.shape[1], 2.0**-exponent
+        rows.x, rows.out, rows.tokens, rows.heads, rows.factor = x.data_ptr(), out.data_ptr(), len(x), x.shape[1], 2.0**-exponent
         rows.stride[:] = x.stride()[:2]
-    grid = -(-len(q) * (q.shape[1] + k.shape[1]) // (THREADS // 32))
+    grid = -(-(len(q) * q.shape[1] + len(k) * k.shape[1]) // (THREADS // 32))
     if grid:
         index = -1 if q.device.index is None else q.device.index
         _load(head_dim, q.dtype, index).launch(grid, THREADS, args, torch.cuda.current_stream(q.device).cuda_stream)

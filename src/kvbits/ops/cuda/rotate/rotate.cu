@@ -12,13 +12,13 @@ struct Rows {
     const u16* x;                // [N, heads, HEAD_DIM], last dim dense, rows at multiples of 16 bytes
     u16* out;                    // [N, heads, HEAD_DIM] dense
     i64 stride[2];               // elements from a token and head to the next
+    i64 tokens;
     int heads;
     float factor;                // of the matrix of signs
 };
 
 struct Args {
     Rows rows[2];                // queries, keys
-    i64 tokens;
 };
 
 struct alignas(4 * WORDS) Words { u32 w[WORDS]; };
@@ -30,10 +30,10 @@ DEVICE u32 pack(float a, float b) { return TYPE == BFLOAT16 ? pack_bf16(a, b) : 
 extern "C" __global__ void __launch_bounds__(THREADS) rotate(const __grid_constant__ Args a) {
     const int lane = threadIdx.x % 32;
     i64 row = i64(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
-    const i64 queries = a.tokens * a.rows[0].heads;
+    const i64 queries = a.rows[0].tokens * a.rows[0].heads;
     const Rows& rows = a.rows[row >= queries];
     if (row >= queries) row -= queries;
-    if (row >= a.tokens * rows.heads) return;  // a warp as one
+    if (row >= rows.tokens * rows.heads) return;  // a warp as one
     const i64 token = row / rows.heads, head = row % rows.heads;
     const Words in = *reinterpret_cast<const Words*>(rows.x + token * rows.stride[0] + head * rows.stride[1] + lane * CHANNELS);
     float x[CHANNELS];

@@ -54,18 +54,17 @@ DEVICE u32 row_word(const Shared& shared, int token, int r) {
     return w;
 }
 
-/// Rows of a plane as docs/formats.md orders them. shared.codes: a byte each, [token][channel].
-template <class S, int BITS, int SHIFT, class Shared>
-DEVICE void write_plane(unsigned char* plane, const Shared& shared) {
-    constexpr int ROW = (D * BITS + 31) / 32 * 4, WORDS = ROW / 4;
-    if (S::VALUES) {
+/// Rows of `ROW` bytes of a plane as docs/formats.md orders them; word(token, r): four bytes of a token's row from byte r on.
+template <bool VALUES, int ROW, class Word>
+DEVICE void write_rows(unsigned char* plane, const Word& word) {
+    constexpr int WORDS = ROW / 4;
+    if (VALUES) {
         for (int i = threadIdx.x; i < PAGE / 4 * WORDS; i += THREADS) {
             // Blocks of 16 bytes: four words of every quad of tokens; the last block may be narrower.
             int block = i / (PAGE / 4 * 4), width = min(4, WORDS - block * 4), rest = i - block * PAGE;
             int quad = rest / width, r = block * 16 + rest % width * 4;
             int token = quad / 2 * 8 + quad % 2 * 2;  // slots of a group of eight hold tokens 0 1 4 5 2 3 6 7
-            u32 a = row_word<BITS, SHIFT>(shared, token, r), b = row_word<BITS, SHIFT>(shared, token + 1, r);
-            u32 c = row_word<BITS, SHIFT>(shared, token + 4, r), d = row_word<BITS, SHIFT>(shared, token + 5, r);
+            u32 a = word(token, r), b = word(token + 1, r), c = word(token + 4, r), d = word(token + 5, r);
             u32 ab = permute_bytes(a, b, 0x5140), AB = permute_bytes(a, b, 0x7362), cd = permute_bytes(c, d, 0x5140), CD = permute_bytes(c, d, 0x7362);
             uint4 w = {permute_bytes(ab, cd, 0x5410), permute_bytes(ab, cd, 0x7632), permute_bytes(AB, CD, 0x5410), permute_bytes(AB, CD, 0x7632)};
             *reinterpret_cast<uint4*>(plane + block * 16 * PAGE + quad * 16 * width + rest % width * 16) = w;
@@ -75,8 +74,12 @@ DEVICE void write_plane(unsigned char* plane, const Shared& shared) {
     for (int i = threadIdx.x; i < PAGE * WORDS / 4; i += THREADS) {
         // Tiles of 16 tokens: a word of every token before the next word; four tokens a thread.
         int tile = i / (WORDS * 4), r = i / 4 % WORDS * 4, token = tile * 16 + i % 4 * 4;
-        uint4 w = {row_word<BITS, SHIFT>(shared, token, r), row_word<BITS, SHIFT>(shared, token + 1, r), row_word<BITS, SHIFT>(shared, token + 2, r),
-                   row_word<BITS, SHIFT>(shared, token + 3, r)};
-        reinterpret_cast<uint4*>(plane)[i] = w;
+        reinterpret_cast<uint4*>(plane)[i] = {word(token, r), word(token + 1, r), word(token + 2, r), word(token + 3, r)};
     }
+}
+
+/// A plane of codes of one width. shared.codes: a byte each, [token][channel].
+template <class S, int BITS, int SHIFT, class Shared>
+DEVICE void write_plane(unsigned char* plane, const Shared& shared) {
+    write_rows<S::VALUES, (D * BITS + 31) / 32 * 4>(plane, [&](int token, int r) { return row_word<BITS, SHIFT>(shared, token, r); });
 }

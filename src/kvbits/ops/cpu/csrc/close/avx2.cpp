@@ -7,6 +7,6 @@
 #include "store_tokens.h"
 
 const PageKernels* pages_avx2() {
-  static const PageKernels kernels = {close_scratch_bytes, close_item, store_item, column_largest, quantize_columns, dequantize_columns, quantize_groups, checksum};
+  static const PageKernels kernels = {close_scratch_bytes, close_item, store_item, column_largest, quantize_columns, dequantize_columns, quantize_groups, checksums};
   return &kernels;
 }

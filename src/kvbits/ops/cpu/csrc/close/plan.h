@@ -42,8 +42,8 @@ struct PageKernels {
   void (*quantize_columns)(const float* x, int64_t rows, int64_t columns, const float* inverse, int8_t* to, bool stream);
   void (*dequantize_columns)(const int8_t* q, int64_t rows, int64_t columns, const float* scales, float* to, bool stream);
   void (*quantize_groups)(const float* x, int64_t rows, int64_t columns, int size, int bits, float* scales, uint8_t* to, bool stream);
-  // Multilinear checksum of 64-bit words (blob/checksum.h); `within` are the factors C of 4,096 words.
-  uint64_t (*checksum)(const uint8_t* bytes, int64_t count, const uint64_t* within);
+  // Multilinear checksums of `units` of nbytes, one behind the other (blob/checksum.h); `within` are the factors C of 4,096 words.
+  void (*checksums)(const uint8_t* bytes, int64_t units, int64_t nbytes, const uint64_t* within, uint64_t* sums);
 };
 
 const PageKernels* pages_generic();

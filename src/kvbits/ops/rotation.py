@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from ...ops.cuda import rotate
-from ...quant.rotation import rotated_keys, rotated_queries, rotations
+from ..quant.rotation import rotated_keys, rotated_queries, rotations
+from .cuda import rotate
 
 Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def rotation_for(head_dim: int, dtype: torch.dtype, device: torch.device) -> Rotation:
-    """A function of queries [N, Hq, head_dim] and keys [N, H, head_dim] that gives both rotated. What it needs is made here: nothing can be made in a capture.
+    """A function of queries [M, Hq, head_dim] and keys [N, H, head_dim] that gives both rotated. What it needs is made here: nothing can be made in a capture.
 
     Args:
         head_dim: a power of two.
@@ -23,8 +23,9 @@ def rotation_for(head_dim: int, dtype: torch.dtype, device: torch.device) -> Rot
         rotate.prepare(head_dim, dtype, device)
         return rotate.rotate
     rotations(head_dim, dtype, device)
-    return _products
+    return products
 
 
-def _products(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def products(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two matrix products, of tensors [.., head_dim] of any shape."""
     return rotated_queries(q), rotated_keys(k)

@@ -1,0 +1,76 @@
+"""What `--additional-config '{"kvbits": {..}}'` says: `Options`. It travels in vLLM's own configuration, so every process has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import UnsupportedError
+from .formats import PAGE_SIZE
+
+MOST_RAW = 1024
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    Attributes:
+        raw_newest: tokens at the end of each request that are read raw when it decodes, at least: up to a page more, whole pages. 0: none.
+        raw_first: whether each request's first page (64 tokens) is read raw too: 0 or 64.
+        scheme: file that `--kv-cache-dtype kvbits_scheme` takes each layer's format from.
+    """
+
+    raw_newest: int = 0
+    raw_first: int = 0
+    scheme: str = ""
+
+    @property
+    def newest_pages(self) -> int:
+        return self.raw_newest // PAGE_SIZE + 1 if self.raw_newest else 0
+
+    @property
+    def copies(self) -> bool:
+        """Whether pages are also kept raw."""
+        return bool(self.raw_newest)
+
+
+def options_of(vllm_config: Any) -> Options:
+    """The options of an engine.
+
+    Raises:
+        UnsupportedError: options that there are not or that cannot be.
+    """
+    given = vllm_config.additional_config
+    given = given.get("kvbits", {}) if isinstance(given, dict) else {}
+    names = [f.name for f in dataclasses.fields(Options)]
+    if not isinstance(given, dict) or set(given) - set(names):
+        raise UnsupportedError(f'additional_config["kvbits"] is {given!r}; it takes a dict of {", ".join(names)}')
+    found = Options(**given)
+    if not _is_whole(found.raw_newest) or found.raw_newest % PAGE_SIZE or not 0 <= found.raw_newest <= MOST_RAW:
+        raise UnsupportedError(f"raw_newest={found.raw_newest!r} must be a multiple of {PAGE_SIZE} tokens, 0 to {MOST_RAW}")
+    if not _is_whole(found.raw_first) or found.raw_first not in (0, PAGE_SIZE):
+        raise UnsupportedError(f"raw_first={found.raw_first!r} must be 0 or {PAGE_SIZE} tokens, a page")
+    if not isinstance(found.scheme, str):
+        raise UnsupportedError(f"scheme={found.scheme!r} must be the name of a scheme file")
+    if found.raw_first and not found.raw_newest:
+        raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
+    return found
+
+
+def refuses_copies(vllm_config: Any) -> str | None:
+    """Why pages of this engine cannot be kept raw besides, or None: whoever writes blocks unseen by the plugin would leave old copies of them."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector not in (None, "DecodeBenchConnector"):
+        return f"{transfer.kv_connector} writes blocks that raw copies would not follow; drop raw_newest, or the connector"
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.uses_draft_kv_cache():
+        return f"speculation by {speculation.method} stores tokens of another model; drop raw_newest, or speculate by ngram"
+    unit = getattr(vllm_config.cache_config, "hash_block_size", None)
+    if unit is not None and unit % PAGE_SIZE:
+        return f"prefixes are matched by {unit} tokens, inside blocks, which are then copied without their raw copies; match by {PAGE_SIZE}, or drop raw_newest"
+    return None
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)

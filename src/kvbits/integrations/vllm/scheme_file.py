@@ -1,0 +1,85 @@
+"""`--kv-cache-dtype kvbits_scheme`: what each layer stores, from a scheme file (`Scheme.to_json`; docs/schemes.md)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from ... import schemes
+from ...errors import SpecError, UnsupportedError
+from ...geometry import layer_geometries
+from ...spec import LayerGeometry, QuantSpec, Scheme
+from .formats import PAGE_SIZE, SCHEME, Format, tag_for
+from .options import options_of
+
+logger = logging.getLogger(__name__)
+INSIDE = ("SimpleCPUOffloadConnector", "DecodeBenchConnector")
+"""Connectors of vLLM whose blocks never leave an engine."""
+
+
+def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
+    """The format of each layer of the whole model; None where it stays raw.
+
+    Raises:
+        UnsupportedError: no file, or formats that pages of vLLM cannot hold.
+        SpecError: a file that is no scheme, or one that was fitted to another model.
+    """
+    path = options_of(vllm_config).scheme
+    if not path:
+        raise UnsupportedError(f'--kv-cache-dtype {SCHEME} needs a scheme file: pass --additional-config \'{{"kvbits": {{"scheme": "FILE.json"}}}}\'')
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.uses_draft_kv_cache():
+        raise UnsupportedError(
+            f"a scheme file says nothing of the layers that speculation by {speculation.method} has; speculate by ngram, or use another kvbits dtype"
+        )
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector not in (None, *INSIDE):
+        raise UnsupportedError(
+            f"{transfer.kv_connector} tells pages apart by the name of the dtype, and all scheme files have one name; use a dtype of its own, or {INSIDE[0]}"
+        )
+    return _layer_formats(path, layer_geometries(vllm_config.model_config.hf_text_config))
+
+
+@functools.lru_cache(maxsize=8)
+def _layer_formats(path: str, layers: tuple[LayerGeometry, ...]) -> tuple[Format | None, ...]:
+    scheme = schemes.for_layers(schemes.read(path), layers)
+    if any(o.heads is not None for o in scheme.overrides):
+        raise UnsupportedError(f"{path}: heads with formats of their own; pages of vLLM have one format a layer")
+    if scheme.tiers:
+        raise UnsupportedError(f"{path}: tiers, which vLLM's blocks cannot give back; use tiers=()")
+    if scheme.page_size != PAGE_SIZE:
+        raise UnsupportedError(f"{path}: page_size={scheme.page_size}; blocks of vLLM hold {PAGE_SIZE} tokens: use page_size={PAGE_SIZE}")
+    if scheme.num_sink_tokens or scheme.residual_length:
+        logger.warning(
+            "%s keeps %d first and %d newest tokens raw; in vLLM that is said by raw_first and raw_newest beside the file's name", path,
+            scheme.num_sink_tokens, scheme.residual_length,
+        )  # fmt: skip
+    found = [_format(path, i, *scheme.for_layer(i, len(layers)), layers[i].head_dim) for i in range(len(layers))]
+    for form in found:
+        if form:
+            tag_for(form)
+    return tuple(found)
+
+
+def _format(path: str, layer: int, key: QuantSpec, value: QuantSpec, head_dim: int) -> Format | None:
+    if key.is_raw and value.is_raw:
+        return None
+    where = f"{path}, layer {layer}"
+    for side, spec in (("keys", key), ("values", value)):
+        if not spec.token_local:
+            raise UnsupportedError(
+                f"{where}: {side} as {spec!r} need the other tokens of their page, and vLLM writes tokens one by one; use PerGroup or PerToken scales without "
+                "outliers, codebooks, bases or pre_rope (as int8_centered, int4_rotated and int8k_int4v do), or KVCache with Transformers"
+            )
+        if spec.static:
+            raise UnsupportedError(f"{where}: {side} with calibrated scales, which vLLM's layers are not given; use static=False")
+    try:
+        scheme = Scheme(name=SCHEME, key=key, value=value, page_size=PAGE_SIZE, token_local=True)
+        form = Format(name=f"{SCHEME}, layer {layer}", scheme=scheme)
+        why = form.refuses(head_dim)
+    except SpecError as e:
+        why = str(e)
+    if why:
+        raise UnsupportedError(f"{where}: {why}")
+    return form

@@ -1,0 +1,107 @@
+"""Newest and first pages kept raw besides (`additional_config={"kvbits": {"raw_newest": 64, "raw_first": 64}}`), in vLLM's official wheel on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+
+import pytest
+import torch
+
+if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
+    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
+
+from integrations.test_vllm_engine import check, engine, generate, model, random_ids, reference_ops, scheme_of, transformers_logprobs  # noqa: F401  (fixtures)
+
+from kvbits.errors import UnsupportedError
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+DTYPE = "kvbits_int4_rotated"
+RAW = {"kvbits": {"raw_newest": 64, "raw_first": 64}}
+
+
+def distance(model, prompt, result):  # noqa: F811
+    """Mean distance of an answer's log-probabilities from the model's without any quantization."""
+    want, _ = transformers_logprobs(model, None, prompt, result[0])
+    return (result[1] - want).abs().mean().item()
+
+
+def test_what_all_copies_cover_is_the_model_itself(model, engine):  # noqa: F811
+    """Up to 192 tokens every page is the first or one of the newest two: nothing that decodes reads a quantized number. Longer ones read a few."""
+    llm = engine("llama", DTYPE, additional_config=RAW, enable_prefix_caching=False)
+    short = [random_ids(n, n) for n in (1, 40, 63, 64, 65, 127, 128, 150)]
+    for prompt, result in zip(short, generate(llm, short, 40), strict=True):
+        check(model("llama")[0], None, prompt, result)
+    long = [random_ids(n, n) for n in (300, 400)]
+    near = [distance(model("llama")[0], p, r) for p, r in zip(long, generate(llm, long, 40), strict=True)]
+    far = [distance(model("llama")[0], p, r) for p, r in zip(long, generate(engine("llama", DTYPE, enable_prefix_caching=False), long, 40), strict=True)]
+    assert sum(near) < 0.8 * sum(far) and sum(near) > 1e-3
+
+
+def test_prompts_in_chunks_read_copies_too(model, engine):  # noqa: F811
+    """Chunks of a page: those of a prompt of up to 192 tokens find all pages before them copied."""
+    llm = engine("llama", DTYPE, additional_config=RAW, max_num_batched_tokens=64, enable_prefix_caching=False)
+    for length in (65, 128, 150):
+        prompt = random_ids(length, length)
+        check(model("llama")[0], None, prompt, generate(llm, [prompt], 192 - length)[0])
+
+
+def test_chunks_prefix_hits_and_windows(model, engine):  # noqa: F811
+    """A prompt in chunks that end inside pages leaves the copies that one pass leaves; hits find those that are still there, and are right without."""
+    llm = engine("llama", DTYPE, additional_config=RAW, max_num_batched_tokens=48)
+    stem = random_ids(128, 7)
+    prompts = [stem + random_ids(n, n) for n in (1, 30, 64)]
+    first = [generate(llm, [p])[0] for p in prompts]
+    again = [generate(llm, [p])[0] for p in prompts]
+    assert [r[2] for r in first] == [0, 128, 128] and [r[2] for r in again] == [128, 128, 128]
+    bound = 1.5 * max(
+        distance(model("llama")[0], p, r) for p, r in zip(prompts, generate(engine("llama", DTYPE, max_num_batched_tokens=48), prompts), strict=True)
+    )
+    for p, r in zip(prompts * 2, first + again, strict=True):
+        assert distance(model("llama")[0], p, r) < bound
+    windows = engine("mistral", DTYPE, additional_config=RAW, enable_prefix_caching=False)
+    prompt = random_ids(150, 3)
+    check(model("mistral")[0], None, prompt, generate(windows, [prompt], 40)[0])
+
+
+def test_random_requests_in_a_tiny_pool(model, engine):  # noqa: F811
+    """Preempted, recomputed, sharing prefixes, in rows that move: copies of others are never read."""
+    rng = random.Random(0)
+    stems = [random_ids(n, n) for n in (64, 128)]
+    prompts = [rng.choice(stems)[: rng.randint(1, 128)] + random_ids(rng.randint(1, 50), i) for i in range(40)]
+    llm = engine("llama", DTYPE, additional_config=RAW, num_gpu_blocks_override=12, max_num_batched_tokens=100, max_model_len=512, max_num_seqs=6)
+    results = generate(llm, prompts, 60)
+    assert sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
+    assert sum(r[2] for r in results) > 0
+    found = [distance(model("llama")[0], p, r) for p, r in zip(prompts, results, strict=True)]
+    assert sum(found) / len(found) < 0.25 and max(found) < 1, "0.16 of quantized history; a copy of another block is far off"
+
+
+def test_speculation_with_copies(model, engine):  # noqa: F811
+    prompts = [(random_ids(7, 1) * 30)[:n] for n in (40, 63, 150)]
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    llm = engine("llama", DTYPE, additional_config=RAW, speculative_config=ngram, enable_prefix_caching=False)
+    for prompt, result in zip(prompts, generate(llm, prompts, 40), strict=True):
+        assert distance(model("llama")[0], prompt, result) < 0.02, "all but a page whose copy drafts wrote over"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"additional_config": {"kvbits": {"raw_newest": 65}}}, "multiple of 64"),
+        ({"additional_config": {"kvbits": {"raw_first": 64}}}, "pass raw_newest=64 too"),
+        ({"additional_config": {"kvbits": {"raw": 1}}}, "raw_newest, raw_first, scheme"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(engine, options, says):  # noqa: F811
+    with pytest.raises(UnsupportedError, match=says):
+        engine("llama", DTYPE, **options)
+
+
+def test_connectors_are_refused(engine, tmp_path):  # noqa: F811
+    from integrations.test_vllm_transfer import shared_storage
+
+    with pytest.raises(UnsupportedError, match="ExampleConnector writes blocks that raw copies would not follow"):
+        engine("llama", DTYPE, additional_config=RAW, kv_transfer_config=shared_storage(tmp_path))

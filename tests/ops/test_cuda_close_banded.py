@@ -1,0 +1,228 @@
+"""Banded pages closed by CUDA C++ (close_banded.cu): the bytes that the reference stores but for ties of keys, on a GPU and on a CPU that runs the kernel
+thread by thread (tests/ops/emulated)."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ops.cpu_cases import RAW, banded, static_params
+
+from kvbits import ops, schemes
+from kvbits.errors import DataError
+from kvbits.ops.cuda.close import banded as cuda_banded
+from kvbits.ops.cuda.close import packed as cuda
+from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.reference import close as reference
+from kvbits.ops.reference.dequantize import dequantize_pages, section
+from kvbits.ops.types import PageStore
+from kvbits.quant.banded import scale_values
+from kvbits.spec import PageLayout
+
+HEADS = 2
+FOLDER = Path(ops.__file__).parent
+emulates = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+DEVICES = [pytest.param("cpu", id="emulated", marks=emulates), pytest.param("cuda", id="gpu", marks=needs_gpu)]
+PRESETS = ("klt4", "klt3", "klt2")
+libraries: dict = {}
+
+
+def sides(name):
+    return schemes.get(name).key, schemes.get(name).value
+
+
+def compiled(macros, folder):
+    """The kernel of `macros`, compiled for the CPU in a subfolder."""
+    if (key := tuple(sorted(macros.items()))) in libraries:
+        return libraries[key]
+    here, folder = Path(__file__).parent / "emulated", folder / f"banded{len(libraries)}"
+    folder.mkdir()
+    shared = [FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn", "runs")]
+    for path in (*(FOLDER / "cuda" / "close").glob("*.cuh"), *shared, here / "ptx.cuh", here / "block.cpp"):
+        (folder / path.name).write_text(path.read_text())
+    text = (FOLDER / "cuda" / "close" / "close_banded.cu").read_text()
+    for gpu_only, instead in (('extern "C" __global__', ""), ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;")):
+        assert gpu_only in text
+        text = text.replace(gpu_only, instead)
+    (folder / "kernel.h").write_text(text)
+    lines = macros | {"KERNEL": "close_banded", "NUM_THREADS": "THREADS"}
+    (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
+    options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{folder}"]
+    subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "close.so")], check=True)
+    libraries[key] = ctypes.CDLL(str(folder / "close.so"))
+    return libraries[key]
+
+
+@pytest.fixture
+def emulated(monkeypatch, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("close")
+
+    def load(layout, dtype, device_index, appends=False):
+        macros = cuda_banded.defines(layout, dtype, appends)
+        library = compiled(macros, folder)
+        return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
+
+    monkeypatch.setattr(cuda_banded, "load", load)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cpu":
+        request.getfixturevalue("emulated")
+    return request.param
+
+
+def rows(page_size, head_dim, dtype):
+    """Tokens of very different size with a common bias, a constant one, one of zeros, one with a single large number."""
+    x = torch.randn(3, HEADS, page_size, head_dim) * torch.randn(3, HEADS, page_size, 1).exp() + 3 * torch.randn(1, HEADS, 1, head_dim)
+    x[0, 0, 0], x[1, 0, 4], x[2, 0, 2, 0] = 0, 7, 1000
+    return x.to(dtype)
+
+
+def closed(key, value, k, v, device):
+    """(pages by the kernel, pages by the reference [n, HEADS, head_bytes], their layout, what the layer's pages share, starts) of pages at far positions."""
+    page_size, head_dim = k.shape[2:]
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype=str(k.dtype).removeprefix("torch."))
+    static, starts, ids = static_params(key, value, HEADS, head_dim), np.array([5, 131_008, 70_001]), np.array([4, 0, 3])
+    slab = torch.full((6, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
+    store = PageStore(layout, (slab,), {name: x.to(device) for name, x in static.items()})
+    assert cuda.close(k.to(device), v.to(device), store, ids, starts=starts) == {"k": 0, "v": 0}
+    assert bool((slab[[1, 2, 5]] == 0xFF).all()), "other pages stay as they are"
+    want, _ = reference.close_pages(k, v, layout, static, starts)
+    return slab[ids].cpu(), want, layout, static, starts
+
+
+def assert_references(key, value, k, v, device, ties=8):
+    """The reference's bytes but for ties: scales of the same squared error; where keys are products with a basis, means of the next float16 and codes one step
+    apart in `ties` of 10,000."""
+    ours, theirs, layout, static, starts = closed(key, value, k, v, device)
+    end = max(s.offset + s.nbytes for s in layout.sections.values())
+    assert not bool(ours[..., end:].any()), "padding is zero"
+    read = [dequantize_pages(p, layout, static, torch.float64, starts=starts, in_basis=True) for p in (ours, theirs)]
+    for kind, rows, spec, x, y in zip("kv", (k, v), (key, value), *read, strict=True):
+        product, equal_means = spec.basis == "klt", torch.ones(k.shape[:2], dtype=torch.bool)
+        if spec.center:
+            ours_mean, mean = (section(p, layout, f"{kind}_mean").double().view(*k.shape[:2], -1) for p in (ours, theirs))
+            assert bool(((ours_mean - mean).abs() <= product * 2.0**-10 * mean.abs()).all())
+            assert float((ours_mean != mean).double().mean()) <= 0.01
+            equal_means = (ours_mean == mean).all(-1)
+        stored, _ = reference.encode_side(rows, kind, spec, static, starts)
+        scales = [section(p, layout, f"{kind}_scale").flatten(-2) for p in (ours, theirs)]
+        same = scales[0] == scales[1]
+        error, best = ((z - stored.double()).square().sum(-1) for z in (x, y))
+        assert bool((error <= best * 1.05 + 1e-9).all()), "whatever the mean was rounded to"
+        x, y, error, best, same, scales = (t[equal_means] for t in (x, y, error, best, same, scales[1]))
+        assert float((~same).double().mean()) <= 0.01
+        assert bool((error <= best * (1 + (1e-3 if product else 1e-5)) + 1e-9).all())
+        steps = ((x - y).abs() / scale_values(scales).unsqueeze(-1))[same]
+        assert float(steps.max()) <= (1.01 if product else 1e-5)
+        assert float((steps > 0.5).double().mean()) <= ties * 1e-4
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_presets_store_what_the_reference_stores(name, head_dim, device):
+    dtype = {"klt4": torch.bfloat16, "klt3": torch.float16, "klt2": torch.float32}[name]
+    assert_references(*sides(name), rows(64, head_dim, dtype), rows(64, head_dim, dtype).flip(2), device)
+
+
+@pytest.mark.parametrize(("name", "head_dim", "page_size"), [("klt3", 256, 32), ("klt2", 96, 32)])
+def test_other_shapes(name, head_dim, page_size, device):
+    assert_references(*sides(name), rows(page_size, head_dim, torch.bfloat16), rows(page_size, head_dim, torch.bfloat16).flip(2), device)
+
+
+@pytest.mark.parametrize("bands", [(8, 6, 5, 4), (3, 0, 1, 2)])
+def test_every_width_without_a_calibrated_basis(bands, device):
+    for key in (banded(*bands), banded(*bands, basis="hadamard", center="channel")):
+        x = rows(32, 64, torch.float32)
+        assert_references(key, banded(*bands[::-1], basis="hadamard"), x, x.flip(2), device)
+
+
+def test_a_head_dim_of_five_bands(device):
+    x = rows(32, 80, torch.bfloat16)
+    assert_references(banded(4, 3, 2, 2, 1, basis="hadamard"), banded(3, 3, 3, 3, 3), x, x.flip(2), device)
+
+
+@emulates
+def test_the_last_thread_may_go_first(emulated, monkeypatch):
+    monkeypatch.setenv("KVBITS_EMULATE_REVERSED", "1")
+    assert_references(*sides("klt3"), rows(64, 64, torch.bfloat16), rows(64, 64, torch.bfloat16).flip(2), "cpu")
+
+
+def test_keys_with_a_bias_a_hundred_times_their_spread(device):
+    """What the product rounds of a common bias is the same for all tokens, or small beside their steps."""
+    k = rows(64, 128, torch.float32) + 300 * (torch.arange(128) % 40 == 7)
+    assert_references(*sides("klt3"), k, rows(64, 128, torch.float32), device, ties=60)
+
+
+def test_a_decode_step_closes_what_the_device_says(device, monkeypatch):
+    """Two of three sequences close a raw page in the frame of its position, and each stores its token; what the host closes from the same rows is the same."""
+    key, value = sides("klt3")
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=64)
+    raw = PageLayout(key=RAW, value=RAW, page_size=64, num_kv_heads=HEADS, head_dim=64)
+    static = {name: x.to(device) for name, x in static_params(key, value, HEADS, 64).items()}
+    tail, slab = (torch.full((4, HEADS, x.head_bytes), 0x11, dtype=torch.uint8, device=device) for x in (raw, layout))
+    store, raw_store = PageStore(layout, (slab,), static), PageStore(raw, (tail,))
+    k, v = rows(64, 64, torch.bfloat16), rows(64, 64, torch.bfloat16)
+    for page, i in ((2, 0), (0, 2)):
+        section(tail, raw, "k_raw")[page], section(tail, raw, "v_raw")[page] = k[i].to(device), v[i].to(device)
+    nowhere, page_bytes, tail_bytes = 1, slab.stride(0), tail.stride(0)
+    closings = torch.tensor([[2 * tail_bytes, 3 * page_bytes], [nowhere, nowhere], [0, page_bytes]], device=device)
+    runs = torch.tensor([[tail_bytes, 0, 0, 5, 1], [0, 0, 0, 0, 0], [0, 2, 0, 0, 1]], device=device)  # the third's token goes where its closing page was
+    status, undo = torch.zeros(6, dtype=torch.int32, device=device), torch.zeros(2, 3, HEADS, 64, dtype=torch.bfloat16, device=device)
+    tail_starts = torch.tensor([131_008 + 64, 7, 70_001 + 64], dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
+    fresh = torch.randn(2, 3, 1, HEADS, 64, device=device).bfloat16()
+    cuda.DecodeStep(store, raw_store, torch.bfloat16, closings, runs, status, undo, tail_starts).run(*fresh, stream)
+    want = torch.full_like(slab, 0x11)
+    cuda.close(k[[0, 2]].to(device), v[[0, 2]].to(device), PageStore(layout, (want,), static), np.array([3, 1]), starts=np.array([131_008, 70_001]))
+    assert torch.equal(slab, want) and not bool(status.any())
+    for name, x, old in (("k_raw", fresh[0], k), ("v_raw", fresh[1], v)):
+        assert torch.equal(section(tail, raw, name)[1, :, 5], x[0, 0]) and torch.equal(section(tail, raw, name)[0, :, 0], x[2, 0])
+        assert torch.equal(undo["kv".index(name[0])][2].cpu(), old[2, :, 0])
+
+
+def test_bad_input_is_named(device):
+    key, value = sides("klt2")
+    x = torch.randn(3, HEADS, 64, 64).bfloat16()
+    with pytest.raises(DataError, match=r"of the values overflows float8_e5m3; keep the layer raw \(an Override\)"):
+        closed(key, value, x, x * 1e7, device)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        with pytest.raises(DataError, match="keys holds"):
+            closed(key, value, torch.where(x > 3, bad, x), x, device)
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=64)
+    store = PageStore(layout, (torch.zeros(3, HEADS, layout.head_bytes, dtype=torch.uint8, device=device),), {})
+    with pytest.raises(DataError, match="calibrate first"):
+        cuda.close(x.to(device), x.to(device), store, np.arange(3), starts=np.arange(3) * 64)
+    with pytest.raises(DataError, match="pass `starts`"):
+        cuda.close(x.to(device), x.to(device), store, np.arange(3))
+
+
+def test_refusals_need_no_gpu():
+    def refused(key, value, head_dim=64, page_size=64, dtype=torch.bfloat16):
+        return cuda.refuses_layout(PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=1, head_dim=head_dim), dtype)
+
+    key, value = sides("klt2")
+    assert refused(key, value) is None and refused(key, value, 256) is None
+    assert refused(key, RAW) == "raw values beside banded codes have no CUDA closing kernel"
+    assert refused(key, value, 80) == "head_dim=80 of banded codes is no multiple of 32 or above 256"
+    assert refused(key, value, page_size=256) == "page_size=256 of banded codes is above 128 or no multiple of 16"
+    assert refused(key, value, 256, 128) == "a page of 128 x 256 in float32 takes 141824 bytes, more than a block's 98304"
+    assert refused(key, value, dtype=torch.float64) == "keys are torch.float64; the kernel takes float32, float16 and bfloat16"
+
+
+@pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
+@pytest.mark.parametrize("name", PRESETS)
+def test_compiles_without_spills(name):
+    key, value = sides(name)
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
+    binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close_banded.cu", cuda_banded.defines(layout, torch.bfloat16), "sm_90")
+    assert binary.resources("close_banded").spill_bytes == 0

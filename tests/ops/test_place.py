@@ -1,0 +1,225 @@
+"""What `place` says of a step, in the reference and in the kernel (on a GPU, and on a CPU in its place), against an engine that knows what every block and copy holds."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from ops.emulated_op import emulate, needs_compiler, needs_gpu
+
+from kvbits.errors import DataError
+from kvbits.ops.cuda import place as place_cuda
+from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.reference.place import Copies, Places, place
+
+SIZE, BLOCKS, REQUESTS, TOKENS, WIDTH = 4, 40, 5, 64, 12
+WAYS = ["reference", pytest.param("emulated", marks=needs_compiler), pytest.param("gpu", marks=needs_gpu)]
+
+
+@pytest.fixture(params=WAYS)
+def run(request, tmp_path, monkeypatch):
+    """`place` of host tensors, and the device that its state is on."""
+    if request.param == "emulated":
+        monkeypatch.setattr(place_cuda, "THREADS", 64)  # fewer to emulate, and tokens that one thread has several of
+        emulate(place_cuda, "place", tmp_path, monkeypatch)
+        monkeypatch.setattr(place_cuda, "_load", functools.cache(place_cuda._load))
+    device = torch.device("cuda" if request.param == "gpu" else "cpu")
+
+    def call(places, *given):
+        (place if request.param == "reference" else place_cuda.place)(places, *(x if x is None else x.to(device) for x in given))
+
+    return call, device
+
+
+def empty(device, newest=2, first=True, copies=True):
+    sizes = {"tokens": TOKENS, "num_blocks": BLOCKS, "device": device}
+    return Places.empty(SIZE, previous=True, copies=Copies.empty(newest, first, requests=REQUESTS, rows=REQUESTS, **sizes) if copies else None, **sizes)
+
+
+class Engine:
+    """Requests that share prefixes by block, come, go, and lose drafts: the parts of vLLM that matter here. A token is a number; it never stands twice."""
+
+    def __init__(self, run, seed, newest, first, stable):
+        self.run, device = run
+        self.rng, self.first, self.newest, self.stable = random.Random(seed), first, newest, stable
+        self.places = empty(device, newest, first)
+        self.free = list(range(1, BLOCKS))
+        self.users = dict.fromkeys(self.free, 0)
+        self.stored: dict[int, int] = {}  # slot: token
+        self.raw: dict[int, int] = {}  # slot of a copy: token
+        self.running: list[dict] = []
+        self.cached: dict[tuple, int] = {}  # tokens up to a full block's end: block
+        self.fresh = 0
+
+    def take(self):
+        block = self.free.pop(0)
+        for key in [k for k, b in self.cached.items() if b == block]:
+            del self.cached[key]
+        self.users[block] = 1
+        return block
+
+    def add(self):
+        prompt = [-1 - i for i in range(self.rng.choice([0, 0, 5, 9, 16]))]  # a stem that several have
+        for _ in range(self.rng.randint(1, 20)):
+            self.fresh += 1
+            prompt.append(self.fresh)
+        blocks = []
+        while (key := tuple(prompt[: (len(blocks) + 1) * SIZE])) in self.cached and len(key) < len(prompt) and len(key) == (len(blocks) + 1) * SIZE:
+            block = self.cached[key]
+            if block in self.free:
+                self.free.remove(block)
+            self.users[block] += 1
+            blocks.append(block)
+        owner = min(set(range(REQUESTS)) - {r["owner"] for r in self.running})
+        self.running.append({"tokens": prompt, "blocks": blocks, "done": len(blocks) * SIZE, "owner": owner, "known": len(prompt)})
+
+    def drop(self, r):
+        self.running.remove(r)
+        for block in r["blocks"]:
+            self.users[block] -= 1
+            if not self.users[block]:
+                self.free.append(block)
+
+    def step(self):
+        if len(self.running) < REQUESTS and self.rng.random() < 0.4:
+            self.add()
+        rows, slots = [], []
+        for r in self.running:
+            left = len(r["tokens"]) - r["done"]
+            if not left:
+                for _ in range(self.rng.choice([1, 1, 1, 4])):  # a token, and drafts of which some will be taken back
+                    self.fresh += 1
+                    r["tokens"].append(self.fresh)
+                left = len(r["tokens"]) - r["done"]
+                r["known"] = r["done"] + self.rng.randint(1, left)
+            n = min(left, self.rng.choice([3, 6, 30]), TOKENS - len(slots))
+            need = -(-(r["done"] + n) // SIZE) - len(r["blocks"])
+            if not n or need > len(self.free) or r["done"] + n > WIDTH * SIZE:
+                continue
+            r["blocks"] += [self.take() for _ in range(need)]
+            for p in range(r["done"], r["done"] + n):
+                slots.append(r["blocks"][p // SIZE] * SIZE + p % SIZE)
+                self.stored[slots[-1]] = r["tokens"][p]
+            r["done"] += n
+            rows.append((r, n))
+        if rows:
+            self.check(rows, slots)
+        for r, _ in rows:
+            if r["done"] == len(r["tokens"]):
+                del r["tokens"][r["known"] :]
+                r["done"] = min(r["done"], r["known"])
+            for i in range(r["done"] // SIZE):
+                self.cached.setdefault(tuple(r["tokens"][: (i + 1) * SIZE]), r["blocks"][i])
+            kept = -(-r["done"] // SIZE)
+            for block in r["blocks"][kept:]:
+                self.users[block] = 0
+                self.free.append(block)
+            del r["blocks"][kept:]
+        for r in list(self.running):
+            if self.rng.random() < 0.05 or r["done"] > (WIDTH - 2) * SIZE or (not self.free and self.rng.random() < 0.5):
+                self.drop(r)
+
+    def check(self, rows, slots):
+        b = len(rows)
+        lens, starts = torch.tensor([r["done"] for r, _ in rows]).int(), torch.tensor([0, *(n for _, n in rows)]).cumsum(0).int()
+        table = torch.zeros(b, WIDTH, dtype=torch.int32)
+        for i, (r, _) in enumerate(rows):
+            table[i, : len(r["blocks"])] = torch.tensor(r["blocks"]).int()
+        owners = torch.tensor([r["owner"] for r, _ in rows]).int() if self.stable else None
+        self.run(self.places, lens, starts, table, torch.tensor(slots), owners)
+        c = self.places.copies
+        for slot, to in zip(slots, c.slots[: len(slots)].tolist(), strict=True):
+            if to >= 0:
+                self.raw[to] = self.stored[slot]
+        at = 0
+        for i, (r, n) in enumerate(rows):
+            (packed, start, offset), head, (tail, tail_start) = c.packed[:, i].tolist(), int(c.head[i]), c.tail[:, i].tolist()
+            assert (start, offset) == ((SIZE, 1) if head else (0, 0)) and head in (0, min(SIZE, r["done"]))
+            assert head + packed + tail == r["done"] and (not tail or tail_start == head + packed), "every token once"
+            self.read([int(c.head_table[i, 0])], head, r["tokens"][:head])
+            self.read(c.tail_table[i].tolist(), tail, r["tokens"][tail_start : r["done"]])
+            assert tail <= self.newest * SIZE
+            opened = (r["done"] - 1) // SIZE - (r["done"] - n) // SIZE  # at least
+            assert not opened or tail > (min(opened, self.newest) - 1) * SIZE, "pages that opened now are copied"
+            for t in range(at, at + n):
+                p = r["done"] - n + t - at
+                if p % SIZE == 0:
+                    before = int(self.places.previous[t])
+                    foreign = t == at and p and any(s // SIZE == r["blocks"][p // SIZE - 1] for s in slots)
+                    assert before == (-1 if not p or foreign else r["blocks"][p // SIZE - 1])
+            at += n
+
+    def read(self, copies, tokens, want):
+        assert [self.raw[copies[i // SIZE] * SIZE + i % SIZE] for i in range(tokens)] == want, "a copy holds what its block holds"
+
+
+@pytest.mark.parametrize("stable", [True, False], ids=["requests", "rows"])
+@pytest.mark.parametrize(("newest", "first"), [(2, True), (2, False), (1, False), (3, True)])
+def test_copies_hold_what_their_blocks_hold(run, newest, first, stable):
+    engine = Engine(run, newest + 4 * first, newest, first, stable)
+    for _ in range(100):
+        engine.step()
+    assert engine.fresh > 100
+
+
+def decode(run, places, length, blocks, owner=0, n=1):
+    """A step of one row that has `length` tokens after it."""
+    table = torch.zeros(1, WIDTH, dtype=torch.int32)
+    table[0, : len(blocks)] = torch.tensor(blocks).int()
+    slots = torch.tensor([blocks[p // SIZE] * SIZE + p % SIZE for p in range(length - n, length)])
+    run(places, torch.tensor([length]).int(), torch.tensor([0, n]).int(), table, slots, torch.tensor([owner]).int())
+    c = places.copies
+    return int(c.head[0]), int(c.packed[0, 0]), int(c.tail[0, 0])
+
+
+def test_a_request_that_decodes_reads_its_first_and_newest_pages_raw(run):
+    call, device = run
+    places, blocks = empty(device), list(range(1, 11))
+    found = [decode(call, places, n, blocks) for n in range(1, 33)]
+    for length, (head, packed, tail) in enumerate(found, 1):
+        newest = (length - 1) // SIZE
+        assert head == min(length, SIZE)
+        assert tail == (length - max(newest - 1, 1) * SIZE if newest else 0)
+        assert packed == length - head - tail
+
+
+def test_a_prompt_leaves_its_newest_pages_and_its_first(run):
+    call, device = run
+    assert decode(call, empty(device), 31, list(range(1, 9)), n=31) == (4, 20, 7)
+    assert decode(call, empty(device, first=False), 31, list(range(1, 9)), n=31) == (0, 24, 7)
+
+
+def test_a_block_that_was_not_stored_here_is_read_packed(run):
+    """A prefix that another request left: no copies of it, the copies of what follows."""
+    call, device = run
+    places = empty(device)
+    assert decode(call, places, 14, [1, 2, 3, 4], n=2) == (0, 12, 2)
+    assert decode(call, places, 18, [1, 2, 3, 4, 5], n=4) == (0, 12, 6)
+
+
+def test_without_copies_only_the_pages_before_are_told(run):
+    call, device = run
+    places = empty(device, copies=False)
+    call(places, torch.tensor([9]).int(), torch.tensor([0, 5]).int(), torch.tensor([[3, 7, 5]]).int(), torch.tensor([28, 29, 30, 31, 20]), None)
+    assert places.previous[:5].tolist() == [3, -1, -1, -1, 7]
+
+
+def test_what_does_not_fit_is_refused():
+    places, lens = empty(torch.device("cpu")), torch.ones(1, dtype=torch.int32)
+    good = [lens, torch.tensor([0, 1]).int(), torch.ones(1, 2, dtype=torch.int32), torch.tensor([4])]
+    place(places, *good)
+    for i, bad, says in ((0, lens.long(), "seq_lens"), (1, torch.tensor([0]).int(), "starts"), (2, lens, "block table"), (3, torch.tensor([4]).int(), "slots")):
+        with pytest.raises(DataError, match=says):
+            place(places, *(bad if i == j else x for j, x in enumerate(good)))
+    with pytest.raises(DataError, match="previous has room for 64"):
+        place(places, *good[:3], torch.full((65,), -1))
+
+
+def test_it_compiles_without_spills():
+    if why := cuda_compile.missing():
+        pytest.skip(why)
+    resources = cuda_compile.compile_source(Path(place_cuda.__file__).parent, "place.cu", place_cuda.defines(), "sm_90").resources("place")
+    assert resources.spill_bytes == 0
