@@ -35,8 +35,8 @@ class BandedUnpacker:
             for at in range(0, len(mine), PAGES_AT_ONCE):
                 some = mine[at : at + PAGES_AT_ONCE]
                 visible = tokens < rows[some, 1:]
-                to = (rows[some, :1] + tokens)[visible]
-                ids, places, to = (upload(x, store.device) for x in (page_ids[some] - low, np.flatnonzero(visible), to.astype(np.int64)))
+                found = (rows[some, :1] + tokens)[visible].astype(np.int64)
+                ids, places, to = (upload(x, store.device) for x in (page_ids[some] - low, np.flatnonzero(visible), found))
                 self._steps.append((slab, ids, places, to, starts[some]))
 
     def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
