@@ -13,7 +13,7 @@ Rows are presets by name, and:
     fa3           a 16-bit cache allocated once and FlashAttention-3 (fa3_fwd_interface), eager and in a graph
     A+B           two presets, even layers as A, odd ones as B, with B's newest raw tokens: what formats by layer cost at run time
 
-Mode "graph" is `kvbits.graphed`; "eager" the plain call; "compiled" `torch.compile` of the forward pass of a token (the prompt runs uncompiled). The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
+Mode "graph" is `kvbits.graphed`, or what generate() does by itself; "eager" the plain call; "compiled" `torch.compile` of the forward pass of a token (the prompt runs uncompiled). The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
 steps that are not waited for one by one; `slowest_ms` and `median_ms` are of steps that are. Peaks are of the whole process, weights included. With --out rows are
 replaced in the file, others stay, so the benchmark can be run in parts. The last line is one JSON object.
 """
@@ -193,10 +193,10 @@ class Stamps(BaseStreamer):
         """Nothing to do."""
 
 
-def generate(model: LlamaForCausalLM, cache: Any, batch: int, context: int, new_tokens: int) -> dict[str, float]:
+def generate(model: LlamaForCausalLM, cache: Any, batch: int, context: int, new_tokens: int, eager: bool = False) -> dict[str, float]:
     """Through generate(), after a cache that holds all but the last of `context` tokens, or an empty one."""
     ids, stamps = torch.randint(0, 1000, (batch, context), device="cuda"), Stamps()
-    options = {} if batch > 1 else {"streamer": stamps}  # streamers take one sequence
+    options: dict[str, Any] = {"disable_compile": eager} | ({} if batch > 1 else {"streamer": stamps})  # streamers take one sequence
     start = time.perf_counter()
     model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, **options)
     torch.cuda.synchronize()
@@ -310,17 +310,18 @@ def measure_prefill(model: LlamaForCausalLM, row: str, batch: int, context: int,
 
 
 def measure_generate(model: LlamaForCausalLM, row: str, mode: str) -> dict[str, Any]:
-    """generate() from an empty cache, twice: the first compiles kernels."""
+    """generate() from an empty cache, twice: the first compiles kernels. A fixed cache is captured in a graph unless that is switched off."""
     for new_tokens in (24, NEW_TOKENS):
         torch.cuda.reset_peak_memory_stats()
-        with prepared(model, row, 1, PROMPT + ROOM, mode) as cache:
-            found = generate(model, cache, 1, PROMPT, new_tokens)
+        with prepared(model, row, 1, PROMPT + ROOM, "eager") as cache:
+            found = generate(model, cache, 1, PROMPT, new_tokens, mode == "eager")
         del cache
     peak = torch.cuda.max_memory_allocated()
     return {"scheme": row, "mode": mode, "batch": 1, "context": PROMPT, "through": "generate", "peak_bytes": peak, **found}
 
 
 def modes_of(row: str, asked: list[str]) -> list[str]:
+    """Modes of a row that were asked for; a static cache has one of its own."""
     has = {"stock": ["eager"], "stock_flash": ["eager"], "static": ["compiled"], "fa3": ["eager", "graph"]}.get(row, ["eager", "graph", "compiled"])
     return has if row == "static" else [m for m in has if m in asked]
 
@@ -353,6 +354,7 @@ def main(model: LlamaForCausalLM | None = None) -> None:
     parser.add_argument("--grow", action="store_true", help="caches without a capacity")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    args.modes = ["eager"] if args.prefill else args.modes
     torch.manual_seed(0)
     model = llama() if model is None else model
     ranks, first = (torch.distributed.get_world_size(), torch.distributed.get_rank() == 0) if torch.distributed.is_initialized() else (1, True)
@@ -370,7 +372,8 @@ def main(model: LlamaForCausalLM | None = None) -> None:
             print(f"{batch} x {context} {row:14s} {mode:8s} {ranks} GPU {words(r)} ({time.perf_counter() - start:.0f} s)", flush=True)
             torch.cuda.empty_cache()
     if first:
-        merge_result({"command": command(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out, KEY)
+        typed = command() if ranks == 1 else command().replace("python", f"torchrun --nproc-per-node {ranks}", 1)
+        merge_result({"command": typed, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out, KEY)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ parser.add_argument("--prompt", type=int, default=2048)
 parser.add_argument("--chunk", type=int, default=512, help="tokens that go through the model together")
 parser.add_argument("--stock", action="store_true", help="also the time of the model's own attention and cache")
 parser.add_argument("--dtype", default="auto", help="of the model's weights")
+parser.add_argument("--calibration", type=Path, help="of the model, for a scheme that needs one")
 parser.add_argument("--out", type=Path)
 args = parser.parse_args()
 torch.set_num_threads(args.threads)
@@ -228,16 +229,18 @@ def on_model(name: str) -> dict[str, Any]:
     model, ids = model_and_prompt()
     shutil.rmtree(args.where / "model", ignore_errors=True)
     store = kvbits.PrefixStore(args.where / "model")
+    how: dict[str, Any] = {"store": store, "scheme": name, "put": False, "chunk": args.chunk}
+    how |= {"calibration": kvbits.Calibration.load(args.calibration)} if args.calibration else {}
     seconds: dict[str, float] = {}
     cpu_seconds: dict[str, float] = {}
     token: torch.Tensor | None = None
     if DEVICE.type == "cuda":  # kernels are compiled before anything is timed
-        first = kvbits.KVCache.from_prefix(model, ids[:, : 2 * args.chunk + 2], store=store, scheme=name, put=False, chunk=args.chunk)
+        first = kvbits.KVCache.from_prefix(model, ids[:, : 2 * args.chunk + 2], **how)
         model.generate(ids[:, : 2 * args.chunk + 2], past_key_values=first, max_new_tokens=1, do_sample=False)
     for what in ("computed", *["loaded"] * args.repeat):
         wait()
         start, cpu_start = time.perf_counter(), time.process_time()
-        cache = kvbits.KVCache.from_prefix(model, ids, store=store, scheme=name, put=False, chunk=args.chunk)
+        cache = kvbits.KVCache.from_prefix(model, ids, **how)
         wait()
         loaded, cpu_loaded = time.perf_counter() - start, time.process_time() - cpu_start
         if what == "computed":
@@ -252,10 +255,10 @@ def on_model(name: str) -> dict[str, Any]:
         assert before is None or torch.equal(token, before), "another token from the loaded prefix"
     if args.stock:
         seconds["stock"] = stock_seconds(model, ids)
-    nbytes = store.nbytes
+    nbytes, raw = store.nbytes, cache.store.spec.raw_nbytes(ids.shape[1])
     shutil.rmtree(args.where / "model")
     return {
-        "scheme": name, "model": Path(args.model).name, "dtype": str(model.dtype)[6:], "threads": args.threads, "tokens": ids.shape[1], "bytes": nbytes,
+        "scheme": name, "model": Path(args.model).name, "dtype": str(model.dtype)[6:], "threads": args.threads, "tokens": ids.shape[1], "bytes": nbytes, "entries": raw / nbytes,
         "seconds": seconds, "cpu_seconds": cpu_seconds, "share_of_cpu_seconds": cpu_seconds["loaded"] / cpu_seconds["computed"],
         "equal_token": True, "share_of_computing": seconds["loaded"] / seconds["computed"], "chunk": args.chunk,
         **({"share_of_stock": seconds["loaded"] / seconds["stock"]} if args.stock else {}),

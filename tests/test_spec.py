@@ -56,7 +56,9 @@ def quant_specs(draw):
 @st.composite
 def cache_specs(draw):
     num_layers = draw(st.integers(1, 4))
-    override = st.builds(Override, layers=st.lists(st.integers(-num_layers, num_layers - 1), max_size=2).map(tuple), key=quant_specs(), value=quant_specs())
+    override = st.builds(
+        Override, layers=st.lists(st.integers(-num_layers, num_layers - 1), min_size=1, max_size=2).map(tuple), key=quant_specs(), value=quant_specs()
+    )
     scheme = Scheme(
         name=draw(st.text(max_size=8)),
         key=draw(quant_specs()),
@@ -240,6 +242,13 @@ def test_specs_and_overrides_are_what_they_must_be(bad):
                 make(**({"name": "x"} if make is Scheme else {"layers": (0,)}) | {"key": RAW, "value": RAW, field: bad})
     with pytest.raises(SpecError, match="is not an Override"):
         Scheme(name="x", key=RAW, value=RAW, overrides=(bad,))
+
+
+def test_overrides_of_nothing_are_refused():
+    with pytest.raises(SpecError, match=r"layers=\(\) covers nothing; name its layers"):
+        Override(layers=(), key=RAW, value=RAW)
+    with pytest.raises(SpecError, match=r"of layers \(0,\) with heads=\(\) covers nothing; name kv heads"):
+        Override(layers=[0], heads=[], key=RAW, value=RAW)
 
 
 def test_numpy_s_whole_numbers_become_plain_ones():

@@ -1,5 +1,7 @@
 """Bad input: each refusal names the value, the limit and the way out, and leaves the cache usable."""
 
+import re
+
 import pytest
 import torch
 from cache_checks import Pair, picture
@@ -251,7 +253,7 @@ def test_static_schemes_without_fitting_calibration_are_refused():
             PagedCache(spec, static=static)
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 3e38])
 def test_scales_that_cannot_be_are_refused_with_their_place(bad):
     """A scale of NaN stored every number as 0 and read it as 0."""
     spec = CacheSpec(scheme=schemes.get("int8_static"), layers=(FULL,) * 2)
@@ -259,8 +261,10 @@ def test_scales_that_cannot_be_are_refused_with_their_place(bad):
     spoilt = {name: x.clone() for name, x in good.items()}
     PagedCache(spec, static=[good, spoilt])
     spoilt["v_scale"][1, 0] = bad  # in a tensor that was accepted before
+    shown = re.escape(format(bad, "g"))
     with pytest.raises(
-        SpecError, match=rf"v_scale of layer 1 holds {bad:g} at \[1, 0\], where only positive and finite numbers can be; run `kvbits calibrate`"
+        SpecError,
+        match=rf"v_scale of layer 1 holds {shown} at \[1, 0\], where only positive and finite numbers up to 1e\+30 can be; run `kvbits calibrate`",
     ):
         PagedCache(spec, static=[good, spoilt])
 
@@ -398,3 +402,32 @@ def test_queries_that_are_not_finite_answer_nan_and_nobody_else_does(backend, to
     out[1, -1, 2] = want[1, -1, 2]
     torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
     assert picture(cache) == picture(twin)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["raw", "int8", "kivi4"])
+def test_queries_whose_scores_overflow_are_refused(name, dtype):
+    """Products past float32's range came out as wrong numbers, not as NaN."""
+    spec = CacheSpec(scheme=schemes.get(name), layers=(FULL,), raw_dtype=dtype)
+    cache = PagedCache(spec)
+    cache.step(0, *qkv(tokens=200, dtype=getattr(torch, dtype)), scaling=0.1)
+    q, k, v = qkv(tokens=1, dtype=getattr(torch, dtype))
+    for bad in (3e38, -3e38, float("inf")):
+        with pytest.raises(DataError, match=r"queries of layer 0 reach (3e\+38|inf), beyond 1.26765e\+30, .* Nothing was stored"):
+            cache.step(0, q.index_fill(3, torch.tensor([5]), bad), k, v, scaling=0.1)
+    assert cache.seq_lens == [200] and not cache.in_pass
+    large = q.sign() * 1e30
+    out = cache.step(0, large, k, v, scaling=0.1)
+    keys, values = (x.double().repeat_interleave(2, 1) for x in cache.dequantize(0, 0))
+    weights = torch.softmax(torch.einsum("hd,nhd->hn", large[0, 0].double(), keys) * 0.1, -1)
+    torch.testing.assert_close(out[0, 0].double(), torch.einsum("hn,nhd->hd", weights, values), atol=0.02, rtol=0.02)
+
+
+def test_queries_of_padding_may_hold_anything():
+    cache = make()
+    q, k, v = qkv(batch=2, tokens=3)
+    q[1, 0] = 3e38
+    valid = torch.tensor([[True] * 3, [False, True, True]])
+    cache.begin(2, 3, valid)
+    for layer in range(2):
+        assert torch.isfinite(cache.step(layer, q, k, v, scaling=1.0, valid=valid)).all()

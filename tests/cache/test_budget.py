@@ -10,7 +10,7 @@ import torch
 
 from kvbits import KVCache, planner, schemes
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.errors import PoolFullError, SpecError
+from kvbits.errors import FileFormatError, PoolFullError, SpecError
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Scheme, Tier
 
 LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 2
@@ -180,3 +180,27 @@ def test_what_cannot_be_is_refused():
             KVCache.for_model(model, **options)
     int4 = QuantSpec(format="int4", granularity=PerGroup(32))
     assert KVCache.for_model(model, Scheme(name="x", key=int4, value=int4, tiers=(Tier(num_tokens=2**20),)), budget="1MB").nbytes == 0
+
+
+def test_it_comes_back_with_a_saved_cache(tmp_path):
+    x, file = tokens(12_000), tmp_path / "cache.kvbits"
+    cache = PagedCache(ELASTIC, budget=700_000)
+    held = fill(cache, x[:, :, :4000], 200)
+    assert any(cache.budget.given_back)
+    cache.save(file)
+    loaded, grown = PagedCache.load(file), PagedCache.load(file, grow=True)
+    assert loaded.budget.nbytes == 700_000 and loaded.budget.given_back == cache.budget.given_back and grown.budget is None
+    assert loaded.nbytes <= 700_000 and planes(loaded) == planes(cache)
+    assert {id(p) for p in loaded.budget.pools} == {id(p) for g in loaded.held_groups for p in g.pools.values()}
+    ends = [fill(c, x[:, :, held:], 100) for c in (cache, loaded)]
+    assert abs(ends[0] - ends[1]) <= 200 and held + ends[1] < 12_000  # slabs were cut otherwise
+    append(grown, x[:, :, held:])
+
+
+def test_a_file_that_passes_its_budget_is_refused(tmp_path, monkeypatch):
+    cache = PagedCache(ELASTIC, budget=2_000_000)
+    append(cache, tokens(1000))
+    monkeypatch.setattr(cache.budget, "nbytes", 1000)
+    cache.save(tmp_path / "cache.kvbits")
+    with pytest.raises(FileFormatError, match="past its budget of 1000"):
+        PagedCache.load(tmp_path / "cache.kvbits")

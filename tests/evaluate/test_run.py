@@ -207,7 +207,7 @@ def test_windows_of_one_pass_are_refused(model, tmp_path):
         run(model, tmp_path, schemes=["int8"], length=100, chunk=99)
 
 
-def command(monkeypatch, model, *args, code=0):
+def command(monkeypatch, model, *args, code=0, name="eval"):
     from typer.testing import CliRunner
 
     from kvbits.cli import app
@@ -216,7 +216,7 @@ def command(monkeypatch, model, *args, code=0):
     monkeypatch.setattr("kvbits.geometry.load_config", lambda name: model.config)
     monkeypatch.setattr("kvbits.integrations.models.load_tokenizer", lambda name: tiny.tokenizer())
     monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, **how: loads.append(name) or (model, tiny.tokenizer()))
-    out = CliRunner().invoke(app, ["eval", "tiny", "--dtype", "fp32", *map(str, args)])
+    out = CliRunner().invoke(app, [name, "tiny", "--dtype", "fp32", *map(str, args)])
     assert out.exit_code == code, (out.output, out.exception)
     return out, loads
 
@@ -267,8 +267,11 @@ def test_a_calibration_file_serves_the_scheme_it_was_made_for(monkeypatch, model
     assert "scheme 'int4' needs no calibration" in out.stderr and not loads
 
 
-def test_a_calibration_of_the_text_that_is_evaluated_is_refused(monkeypatch, model, tmp_path):
+@pytest.mark.parametrize("name", ["eval", "check"])
+def test_a_calibration_of_the_text_that_is_evaluated_is_refused(monkeypatch, model, tmp_path, name):
     made = Calibrator(model, tiny.tokenizer(), Text("novel", novel()), sample=Sample(2, 64))(schemes.get("int8_static", head_dim=64))
     made.save(tmp_path / "scales.safetensors")
-    out, loads = command(monkeypatch, model, "--out", tmp_path / "out", "--scheme", "int8_static", "--calibration", tmp_path / "scales.safetensors", code=2)
+    place = ("--out", tmp_path / "out") if name == "eval" else ("--text", "novel")
+    options = ("--scheme", "int8_static", "--calibration", tmp_path / "scales.safetensors")
+    out, loads = command(monkeypatch, model, *place, *options, code=2, name=name)
     assert "was made on 'novel', which is evaluated on" in out.stderr and not loads

@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from integrations import graph_cases
 from integrations.graph_cases import eagerly
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig
 from transformers.generation.streamers import BaseStreamer
 
 from kvbits import schemes
 from kvbits.errors import PoolFullError, UnsupportedError
+from kvbits.integrations import graphs
 from kvbits.integrations.graphs import graphed
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.models import load_model
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore:.*Synchronization debug mode", "ignore:.*CUDA Graph is empty"),
+    pytest.mark.filterwarnings("ignore:.*Synchronization debug mode", "ignore:.*CUDA Graph is empty", "ignore:.*TensorFloat32"),
 ]
 PRESETS = ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "fp8"]
 REAL = os.environ.get("KVBITS_TEST_MODEL")
@@ -53,8 +55,10 @@ def fixed(model, scheme="int8_centered", batch=1, tokens=900):
 
 
 def generate(model, inputs, cache, count=128, **options):
+    """Eagerly, outside of graphed()."""
     torch.manual_seed(3)
-    return model.generate(**inputs, past_key_values=cache, min_new_tokens=count, max_new_tokens=count, **{"do_sample": False, "pad_token_id": 0, **options})
+    options = {"do_sample": False, "pad_token_id": 0, "disable_compile": True} | options
+    return model.generate(**inputs, past_key_values=cache, min_new_tokens=count, max_new_tokens=count, **options)
 
 
 def both(model, inputs, scheme, batch, count, **options):
@@ -80,6 +84,43 @@ def test_512_greedy_tokens_are_the_eager_ones(model, scheme, lengths):
 @pytest.mark.parametrize("lengths", [[300], [250, 131, 7]], ids=["one", "left_padded"])
 def test_sampled_tokens_are_the_eager_ones(model, lengths):
     both(model, prompts(lengths), "int8_centered", len(lengths), 256, do_sample=True, temperature=1.3, top_p=0.95)
+
+
+@pytest.mark.parametrize("lengths", [[300], [250, 131, 7]], ids=["one", "left_padded"])
+@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "kivi4"])
+def test_generate_captures_by_itself(model, scheme, lengths, monkeypatch):
+    """As with a static cache, which Transformers compiles: nothing is asked for."""
+    made, inputs = [], prompts(lengths)
+
+    class Noted(graphs.GraphDecoder):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(graphs, "GraphDecoder", Noted)
+    eager, cache = (fixed(model, scheme, len(lengths)) for _ in range(2))
+    assert cache.is_compileable and not KVCache.for_model(model, scheme).is_compileable
+    with eagerly(model, eager):
+        want = generate(model, inputs, eager, 256)
+    assert not made
+    got = generate(model, inputs, cache, 256, disable_compile=False)
+    assert torch.equal(got, want) and (made[0].captures, made[0].replays) == (1, 254)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_configuration_of_the_compilers_compiles(model, mode):
+    """One pass with torch.compile's own graphs around the operation, which they leave out."""
+    inputs, eager, cache = prompts([100]), fixed(model), fixed(model)
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    with eagerly(model, eager):
+        want = generate(model, inputs, eager, 40, **options)
+    got = generate(model, inputs, cache, 40, disable_compile=False, compile_config=CompileConfig(mode=mode), **options)
+    assert cache.store.seq_lens == eager.store.seq_lens
+    same = next((i for i in range(40) if got.sequences[0, 100 + i] != want.sequences[0, 100 + i]), 39)  # other kernels round otherwise, and tokens follow
+    assert same > 0
+    for a, b in zip(got.logits[: same + 1], want.logits, strict=False):
+        assert (a - b).norm() / b.norm() < 0.03
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("scheme", PRESETS)
@@ -185,3 +226,19 @@ def test_what_a_graph_held_is_given_back(model):
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated())
     assert held[3] - held[1] < 1 << 20, held
+
+
+def test_nothing_of_a_generation_stays(model, monkeypatch):
+    made = []
+
+    class Noted(graphs.GraphDecoder):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(graphs, "GraphDecoder", Noted)
+    cache = fixed(model)
+    generate(model, prompts([100]), cache, 20, disable_compile=False)
+    store = weakref.ref(cache.store)
+    del cache
+    assert made[0]() is None and store() is None  # at once, not when the garbage collector comes by

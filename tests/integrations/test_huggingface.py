@@ -401,3 +401,21 @@ def test_a_sequence_whose_scale_overflows_can_be_left_out_and_the_others_go_on()
         for token in (5, 6, 7):
             one = {"input_ids": torch.tensor([[token]])}
             assert torch.equal(model(**one, past_key_values=tried).logits, model(**one, past_key_values=clean).logits)
+
+
+@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "kivi4", "tiered", "int4_rotated"])
+def test_a_default_device_is_not_where_the_host_keeps_its_numbers(scheme, tmp_path):
+    """torch.set_default_device("cuda"), as scripts do: with "meta" no number of the host's could be read."""
+    model, inputs = tiny("llama", num_hidden_layers=2), prompts([70, 50])
+    ids, mask, positions = inputs["input_ids"], inputs["attention_mask"], torch.arange(70)[None]
+    with torch.device("meta"), torch.no_grad():
+        cache = KVCache.for_model(model, scheme, batch_size=2, max_tokens=100)
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        for i in range(70, 72):
+            mask = torch.cat([mask, mask[:, -1:]], 1)
+            model(ids[:, -1:], attention_mask=mask, position_ids=positions[:, -1:] + i - 69, past_key_values=cache)
+        cache.crop(-1)
+        cache.save(tmp_path / "cache.kvbits")
+        loaded = KVCache.load(tmp_path / "cache.kvbits", model)
+        assert loaded.store.seq_lens == cache.store.seq_lens == [71, 51]
+        loaded.store.dequantize(1, 1)

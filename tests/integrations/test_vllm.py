@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from kvbits import schemes
 from kvbits.errors import UnsupportedError
 from kvbits.integrations import vllm
-from kvbits.integrations.vllm import formats, prefill, rotation
+from kvbits.integrations.vllm import formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
+from kvbits.ops import rotation
 from kvbits.ops.cuda import rotate
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by

@@ -40,6 +40,14 @@ def test_what_all_copies_cover_is_the_model_itself(model, engine):  # noqa: F811
     assert sum(near) < 0.8 * sum(far) and sum(near) > 1e-3
 
 
+def test_prompts_in_chunks_read_copies_too(model, engine):  # noqa: F811
+    """Chunks of a page: those of a prompt of up to 192 tokens find all pages before them copied."""
+    llm = engine("llama", DTYPE, additional_config=RAW, max_num_batched_tokens=64, enable_prefix_caching=False)
+    for length in (65, 128, 150):
+        prompt = random_ids(length, length)
+        check(model("llama")[0], None, prompt, generate(llm, [prompt], 192 - length)[0])
+
+
 def test_chunks_prefix_hits_and_windows(model, engine):  # noqa: F811
     """A prompt in chunks that end inside pages leaves the copies that one pass leaves; hits find those that are still there, and are right without."""
     llm = engine("llama", DTYPE, additional_config=RAW, max_num_batched_tokens=48)

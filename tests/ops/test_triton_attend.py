@@ -74,7 +74,15 @@ def test_interpreted_on_the_cpu():
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="interpreted functions have no machine code")
-@pytest.mark.parametrize("key, value", [(spec("int4"), spec("int3", symmetric=False)), (spec("fp8_e4m3", PerToken()), spec("int2", PerChannel()))], ids=str)
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        (spec("int4"), spec("int3", symmetric=False)),
+        (spec("fp8_e4m3", PerToken()), spec("int2", PerChannel())),
+        (QuantSpec.raw(), QuantSpec.raw()),  # of float32, which no other GPU kernel reads
+    ],
+    ids=str,
+)
 def test_compiles_for_hopper_without_a_gpu(key, value):
     from triton import compile as compile_source
     from triton.backends.compiler import GPUTarget
@@ -83,7 +91,7 @@ def test_compiles_for_hopper_without_a_gpu(key, value):
     from kvbits.ops.triton import attend as triton
     from kvbits.spec import PageLayout
 
-    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128, raw_dtype="float32")
     sides = {"KEY": triton._constants(layout, "k"), "VALUE": triton._constants(layout, "v")}
     constants = {
         "H": 8,

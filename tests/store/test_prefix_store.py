@@ -251,6 +251,20 @@ def test_a_cache_without_room_is_left_as_it_was(tmp_path):
     assert rows.seq_lens == [1, 400]
 
 
+def test_prefixes_load_into_the_rows_of_a_new_cache_in_any_order(tmp_path):
+    spec, _ = pieces("int4")
+    store, prompts = PrefixStore(tmp_path, blob_tokens=64), [ids_of(150, seed) for seed in range(3)]
+    donors = [cache_of(spec, ids) for ids in prompts]
+    for donor, ids in zip(donors, prompts, strict=True):
+        store.put(donor, ids)
+    cache = cache_of(spec, max_tokens=200, batch_size=3)
+    for row in (1, 0, 2):
+        assert store.load(cache, prompts[row], row) == 150
+    assert [bytes_of(cache, row) for row in range(3)] == [bytes_of(donor) for donor in donors]
+    with pytest.raises(DataError, match="sequence 3 does not exist; the cache holds 3"):
+        store.load(cache, prompts[0], 3)
+
+
 def test_sizes_are_read_as_people_write_them():
     assert [as_bytes(x) for x in (7, "7B", "64 MB", "1.5gb", "2TB", "1kb")] == [7, 7, 64 * 10**6, 15 * 10**8, 2 * 10**12, 1000]
     for bad in (-1, 1.5, "", "64", "GB", "-1GB", "infGB", "1e400GB", "1XB", None):
@@ -393,3 +407,38 @@ def test_what_could_not_come_back_is_not_parked(tmp_path):
         with pytest.raises(CacheStateError, match=r"cannot be parked: \d+ of them would come back; swap_out\(0\)"):
             store.park(cache, named)
     assert bytes_of(cropped) == before
+
+
+def test_resume_lets_go_of_the_pin_whatever_ids_follow_and_whatever_was_lost(tmp_path):
+    spec, _ = pieces("int4")
+    ids = ids_of(410)
+    store, cache = PrefixStore(tmp_path, blob_tokens=64), cache_of(spec, ids, 400)
+    store.park(cache, ids)
+    assert store.resume(cache, ids) == 400
+    assert store.evict(0) > 0
+    assert store.explain()["files"] == 0
+    store.park(cache, ids[:400])
+    next(p for p in tmp_path.rglob("*+*")).unlink()
+    assert store.resume(cache, ids[:400]) == 324
+    store.evict(0)
+    assert store.explain()["files"] == 0
+
+
+@pytest.mark.parametrize("keep", [0, 60_000], ids=["all", "its end"])
+def test_what_somebody_evicts_meanwhile_is_not_parked_and_not_pinned(tmp_path, monkeypatch, keep):
+    spec, _ = pieces("int4")
+    ids = ids_of(400)
+    store, cache = PrefixStore(tmp_path, blob_tokens=64), cache_of(spec, ids)
+    before, put = bytes_of(cache), PrefixStore.put
+
+    def put_and_lose(self, *args):
+        stored = put(self, *args)
+        PrefixStore(tmp_path).evict(keep)
+        return stored
+
+    monkeypatch.setattr(PrefixStore, "put", put_and_lose)
+    with pytest.raises(CacheStateError, match="cannot be parked"):
+        store.park(cache, ids)
+    assert bytes_of(cache) == before
+    assert (store.nbytes > 0) == (keep > 0)
+    assert not [p for p in tmp_path.rglob("*.pin")]

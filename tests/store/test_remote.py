@@ -1,6 +1,7 @@
 """A remote store behind a local folder: what one machine put another loads, damage and lost connections included."""
 
 import uuid
+import warnings
 
 import pytest
 from store_checks import bytes_of, cache_of, ids_of, pieces
@@ -85,6 +86,29 @@ def test_a_damaged_object_is_named_set_aside_there_too_and_made_again(url, tmp_p
     assert not a._shelf.remote.fs.exists(path)
     a.put(donor, IDS)
     assert load(machine(url, tmp_path, "c"))[0] == 400
+
+
+def test_a_file_that_was_evicted_here_during_a_load_is_fetched_again_and_nothing_is_damaged(url, tmp_path, monkeypatch):
+    from kvbits.store import prefix_store
+
+    donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
+    a.put(donor, IDS)
+    real, evicted = prefix_store.read_pages, []
+
+    def read_pages(*args):
+        if not evicted:
+            evicted.append(machine(url, tmp_path, "a").evict(0))
+        return real(*args)
+
+    monkeypatch.setattr(prefix_store, "read_pages", read_pages)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        n, loaded = load(a)
+    assert evicted[0] > 0
+    assert n == 400
+    assert bytes_of(loaded) == bytes_of(donor)
+    assert not a.explain()["damaged"]
+    assert not [p for p in a._shelf.remote.fs.find(a._shelf.remote.root) if "damaged" in p]
 
 
 def test_the_local_folder_keeps_to_its_size_and_the_rest_stays_there(url, tmp_path):

@@ -332,7 +332,7 @@ def on_host(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same pages [layers, H, head_bytes] on the host, contiguous; those that are there already are not copied."""
     if not blocks or blocks[0].device.type == "cpu":
         return [b.contiguous() for b in blocks]
-    found = [torch.empty(b.shape, dtype=torch.uint8, pin_memory=True) for b in blocks]
+    found = [torch.empty(b.shape, dtype=torch.uint8, pin_memory=True, device="cpu") for b in blocks]
     for to, b in zip(found, blocks, strict=True):
         to.copy_(b, non_blocking=True)
     torch.cuda.synchronize(blocks[0].device)

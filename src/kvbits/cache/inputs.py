@@ -16,6 +16,8 @@ from ..spec import CacheSpec
 
 AT_ONCE = ("cpu",)
 """Devices whose numbers are looked at where they arrive. Of others the host would wait for all that they were given."""
+LARGEST_QUERY = 2.0**100
+"""1.3e30: float32 reaches 3e8 times as far, which leaves room for keys, and for sums over their channels."""
 
 
 class InputCheck:
@@ -70,6 +72,24 @@ class InputCheck:
         check_factors(scaling, softcap)
         if sink_logits is not None and (not isinstance(sink_logits, torch.Tensor) or tuple(sink_logits.shape) != (q.shape[2],)):
             raise DataError(f"sink_logits must be a tensor [{q.shape[2]}], one number for each query head, got {getattr(sink_logits, 'shape', sink_logits)}")
+
+    @staticmethod
+    def check_queries(layer: int, q: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Refuse real queries [B, T, Hq, D] whose products with keys no float32 holds, where that can be seen without waiting.
+
+        Raises:
+            DataError: with their largest magnitude.
+        """
+        if q.device.type not in AT_ONCE or q.dtype == torch.float16 or not q.numel():
+            return
+        if valid is not None and valid.shape == q.shape[:2]:
+            q = torch.where(valid.to(q.device, torch.bool)[..., None, None], q, 0)
+        low, high = map(float, q.detach().aminmax())
+        if max(-low, high) > LARGEST_QUERY:  # not of NaN, which comes out as NaN
+            raise DataError(
+                f"queries of layer {layer} reach {max(-low, high):.3g}, beyond {LARGEST_QUERY:g}, where float32 cannot hold their products with keys; "
+                "fix the model's numerics. Nothing was stored in this pass"
+            )
 
     def clean(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, T, H, D] with zeros for padding, which may hold anything, and all numbers finite.

@@ -132,14 +132,15 @@ class LayerRunner:
         """Store the tokens k, v [B, T, H, D] of a layer without attending."""
         for place in self._stores.places[layer]:
             heads = slice(None) if place.heads is None else list(place.heads)
-            self._write(place, self._stores.stored_keys(place, k[:, :, heads]), v[:, :, heads], f)
+            _, stored = self._stores.as_stored(place, k[:, :, :0], k[:, :, heads])
+            self._write(place, stored, v[:, :, heads], f)
 
     def _step(
         self, place: Place, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of one place, and its pages written."""
         call = self.call(place, scaling, softcap, f)
-        q, k = self._stores.matching_queries(place, q), self._stores.stored_keys(place, k)
+        q, k = self._stores.as_stored(place, q, k)
         observed = self._observes(place, f) and bool(call.parts)
         if not f.history_first:
             self._write(place, k, v, f)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from ..ops.reference.dequantize import dequantize_pages
+from ..ops.rotation import Rotation, products, rotation_for
 from ..ops.types import LowStore, PageStore
-from ..quant.rotation import rotated_back, rotated_keys, rotated_queries
+from ..quant.rotation import rotated_back
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
@@ -32,13 +33,15 @@ class LayerStores:
     Args:
         groups: page lists and pools of the spec's layer groups, in their order.
         static: calibrated parameters per layer.
+        backend: "auto", or the one that every op was forced to.
 
     Attributes:
         places: of each layer: one, or several where its kv heads are stored in different ways.
     """
 
-    def __init__(self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device) -> None:
-        self.spec, self.groups, self.device = spec, groups, device
+    def __init__(self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device, backend: str) -> None:
+        self.spec, self.groups, self.device, self._backend = spec, groups, device, backend
+        self._rotations: dict[tuple[int, torch.dtype, torch.device], Rotation] = {}
         self._shared = parameters.shared(spec, static, device)
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
@@ -70,25 +73,27 @@ class LayerStores:
         (place,) = self.places[layer]
         return self.store(place, pool)
 
-    def stored_keys(self, place: Place, k: torch.Tensor) -> torch.Tensor:
-        """Keys [..., D] as the place stores them: rotated, or with their channels in another order."""
+    def as_stored(self, place: Place, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, T, H, D] as the place stores them, rotated or with their channels in another order, and queries [B, T, Hq, D] that score with them as `q`
+        with the keys.
+        """
         if self.groups[place.group].group.key.rotated:
-            return rotated_keys(k)
+            asked, stored = self._rotation(k)(q.flatten(0, 1), k.flatten(0, 1))
+            return asked.view(q.shape), stored.view(k.shape)
         order = self._order(place)
-        return k if order is None else k[..., order]
+        return (q, k) if order is None else (q[..., order], k[..., order])
 
-    def matching_queries(self, place: Place, q: torch.Tensor) -> torch.Tensor:
-        """Queries [..., D] whose scores with `stored_keys` are those of `q` with the keys."""
-        if self.groups[place.group].group.key.rotated:
-            return rotated_queries(q)
-        order = self._order(place)
-        return q if order is None else q[..., order]
+    def _rotation(self, k: torch.Tensor) -> Rotation:
+        kind = k.shape[-1], k.dtype, k.device
+        if kind not in self._rotations:
+            self._rotations[kind] = rotation_for(*kind) if self._backend in ("auto", "cuda") else products
+        return self._rotations[kind]
 
     def _order(self, place: Place) -> torch.Tensor | None:
         return self._orders.get(place.layer) if self.groups[place.group].group.key.needs_rotary else None
 
     def _as_given(self, place: Place, k: torch.Tensor) -> torch.Tensor:
-        """Keys of which `stored_keys` made `k`."""
+        """Keys of which `as_stored` made `k`."""
         if self.groups[place.group].group.key.rotated:
             return rotated_back(k)
         order = self._order(place)

@@ -77,7 +77,7 @@ class PagedCache:
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
         self.made_for: str | None = None
         self.held_groups: list[GroupState] = []
-        self._stores = LayerStores(spec, self.held_groups, self.static, self.device)  # refuses what cannot be before anything is allocated
+        self._stores = LayerStores(spec, self.held_groups, self.static, self.device, backend)  # refuses what cannot be before anything is allocated
         self.budget = capacity.budgeted(spec, budget, self.built_for)
         self.held_groups += capacity.allocate(spec, *self.built_for, self.device, self.budget)
         self._inputs = InputCheck(spec, self.device, nonfinite)
@@ -184,6 +184,7 @@ class PagedCache:
         try:
             self._inputs.check(layer, q, k, v)
             self._inputs.check_scores(q, scaling, softcap, sink_logits)
+            self._inputs.check_queries(layer, q, valid)
         except DataError:
             self._passes.fail()
             raise
@@ -244,7 +245,7 @@ class PagedCache:
             raise DataError(f"layer {layer} attends with {q.shape[2]} heads, scaling {scaling}, softcap {softcap}; this pass began with {decode.key}")
         k, v = self._inputs.clamped(k, v)
         (place,) = self._stores.places[layer]
-        q, k = self._stores.matching_queries(place, q), self._stores.stored_keys(place, k)
+        q, k = self._stores.as_stored(place, q, k)
         lse = None if sink_logits is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         try:
             out = decode.step(layer, q, k, v, lse)
@@ -466,19 +467,21 @@ class PagedCache:
             CacheStateError: a pass is unfinished.
         """
         self._passes.require_none("save")
-        serialize.save(serialize.Contents(self.spec, self.static, self.nonfinite, self.built_for, self.saturated, self.made_for, self.groups), path)
+        facts = self.spec, self.static, self.nonfinite, self.built_for, self.saturated, self.made_for
+        serialize.save(serialize.Contents(*facts, self.groups, self.budget), path)
 
     @classmethod
     def load(
         cls, path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None, grow: bool = False
     ) -> PagedCache:
-        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity, or with `grow` none. `spec` refuses a file of another spec.
+        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity or budget, or with `grow` none. `spec` refuses a file of another spec.
 
         Raises:
             FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message says which.
         """
         with saved.opened(path, device, spec) as file:
-            cache = cls(file.spec, device=device, static=file.static, nonfinite=file.nonfinite, backend=backend)
+            budget = None if grow else file.budget
+            cache = cls(file.spec, device=device, static=file.static, nonfinite=file.nonfinite, backend=backend, budget=budget)
             file.fill(cache.held_groups, grow)
             cache.built_for = (None, None) if grow else file.built_for
             cache.saturated[:] = file.saturated

@@ -20,7 +20,7 @@ from .device_decode import DeviceDecode
 from .group import GroupState, Snapshot
 from .step import Step
 
-_NO_POSITIONS = torch.empty(0, 1, dtype=torch.int64)
+_NO_POSITIONS = torch.empty(0, 1, dtype=torch.int64, device="cpu")
 
 
 @dataclass
@@ -142,8 +142,8 @@ class Passes:
         counts = [num_tokens] * batch_size if valid is None else valid.sum(1).tolist()
         self._switch.settle()
         lengths, steps, before = self._with_room(counts, num_tokens > 1)
-        ranks = torch.arange(1, num_tokens + 1).expand(batch_size, -1) if valid is None else valid.cumsum(1)
-        positions = torch.tensor(lengths)[:, None] + ranks - 1
+        ranks = torch.arange(1, num_tokens + 1, device="cpu").expand(batch_size, -1) if valid is None else valid.cumsum(1)
+        positions = torch.tensor(lengths, device="cpu")[:, None] + ranks - 1
         if valid is not None:
             positions = positions.masked_fill(~valid, -1)
         layers, saturated = set(self._layers), [dict(s) for s in self._saturated]

@@ -25,6 +25,7 @@ from ..files import find
 from ..spec import CacheSpec
 from . import blob, parameters
 from .blob import Header, Identity, Kind, Table
+from .budget import Budget
 from .group import GroupState
 from .pool import Pool
 from .sequence import Sequence
@@ -43,6 +44,7 @@ class SavedCache:
         spec, nonfinite, saturated, made_for: as in `Contents`.
         static: as in `Contents`, on the device that the file was opened for; None where the scheme needs none.
         built_for: as in `Contents`.
+        budget: bytes of it, or None.
     """
 
     def __init__(self, path: Path, fd: int, about: dict[str, Any], spec: CacheSpec, offset: int, device: torch.device) -> None:
@@ -53,6 +55,7 @@ class SavedCache:
         if not isinstance(self.made_for, (str, type(None))) or self.nonfinite not in ("refuse", "clamp"):
             raise ValueError(f"made_for is {self.made_for!r}, nonfinite {self.nonfinite!r}")
         self.built_for = _built_for(about["built_for"])
+        self.budget, self._given_back = _budget(about.get("budget"), spec)
         self.saturated = _saturated(about["saturated"], len(spec.layers))
         self.static = self._read_static()
         self._identity = Identity.of(spec, self.made_for, blob.calibration_id(self.static or ()))
@@ -69,6 +72,8 @@ class SavedCache:
         held = sum(group.group.block_bytes(name) * n for group, pages in zip(groups, counts, strict=True) for name, n in pages.items())
         if held > (size := os.fstat(self._fd).st_size):
             raise FileFormatError(f"{self._path} is truncated, or has contents that cannot be: it lists {held} bytes of pages and has {size} in all")
+        if not grow and self.budget is not None and held > self.budget:
+            raise ValueError(f"it holds {held} bytes of pages, past its budget of {self.budget}")
         if not grow and (wanted := sum(_capacity_bytes(g, s) for g, s in zip(groups, described, strict=True))) > (there := _memory(self._device)):
             raise ValueError(f"it has a fixed capacity of {wanted} bytes, but this machine has {there} in all; load it with grow=True")
         for group, saved, pages in zip(groups, described, counts, strict=True):
@@ -81,9 +86,13 @@ class SavedCache:
             _check(group, pages)
         if len({tuple(s.length for s in g.sequences) for g in groups}) != 1:
             raise ValueError("layers disagree about the sequences' lengths")
+        budget = next((pool.budget for group in groups for pool in group.pools.values()), None)
+        if isinstance(budget, Budget):
+            budget.pools.clear()
+            budget.given_back = self._given_back
         for group, saved, pages in zip(groups, described, counts, strict=True):
             for name, pool in group.pools.items():
-                group.pools[name] = pool = Pool(group.group, name, None if grow else saved["capacity"][name], pool.device)
+                group.pools[name] = pool = Pool(group.group, name, None if grow else saved["capacity"][name], pool.device, budget)
                 pool.reserve(pages[name])
             _hold(group, pages)
         self._read_pages(groups, counts)
@@ -173,7 +182,8 @@ def read_blocks(fd: int, offset: int, blocks: list[torch.Tensor], sums: list[np.
     Raises:
         FileFormatError: truncated or damaged. The pages hold whatever was there.
     """
-    staged = blocks if not blocks or blocks[0].device.type == "cpu" else [torch.empty(b.shape, dtype=torch.uint8, pin_memory=True) for b in blocks]
+    on_host = not blocks or blocks[0].device.type == "cpu"
+    staged = blocks if on_host else [torch.empty(b.shape, dtype=torch.uint8, pin_memory=True, device="cpu") for b in blocks]
     starts = itertools.accumulate((b.numel() for b in blocks), initial=offset)
     if (bad := blob.read_pages(fd, [blob.Read(at, b, s) for at, b, s in zip(starts, staged, sums, strict=False)])) is not None:
         if (size := os.fstat(fd).st_size) < offset + sum(b.numel() for b in blocks):
@@ -288,6 +298,16 @@ def _built_for(stated: list[int | None]) -> tuple[int | None, int | None]:
         if n is not None and (not _count(n) or not n):
             raise ValueError(f"built_for is {stated!r}")
     return batch_size, max_tokens
+
+
+def _budget(stated: dict[str, Any] | None, spec: CacheSpec) -> tuple[int | None, list[int]]:
+    """Bytes of the budget that the saved cache had, and the planes that it gave back."""
+    if stated is None:
+        return None, []
+    nbytes, given_back = stated["nbytes"], stated["given_back"]
+    if type(nbytes) is not int or len(given_back) != len(spec.scheme.tiers) or not all(map(_count, given_back)):
+        raise ValueError(f"budget is {stated!r}")
+    return nbytes, list(given_back)
 
 
 def _saturated(stated: list[dict[str, int]], layers: int) -> list[dict[str, int]]:

@@ -27,6 +27,7 @@ from ..quant.packing import row_positions
 from ..spec import CacheSpec, LowLayout, PageLayout
 from . import blob
 from .blob import Identity, Kind, Page
+from .budget import Budget
 from .group import GroupState
 
 FILE_VERSION = 2
@@ -46,6 +47,7 @@ class Contents:
         saturated: per layer, elements of keys and values that were clamped.
         made_for: fingerprint of the model whose keys and values these are; None if nobody said.
         groups: page lists and pages.
+        budget: bytes that the pools share, or None.
     """
 
     spec: CacheSpec
@@ -55,6 +57,7 @@ class Contents:
     saturated: list[dict[str, int]]
     made_for: str | None
     groups: list[GroupState]
+    budget: Budget | None = None
 
 
 def save(contents: Contents, path: str | Path) -> None:
@@ -149,7 +152,7 @@ def _describe(contents: Contents, numbers: list[dict[str, dict[int, int]]]) -> d
         "saturated": contents.saturated,
         "static": [[layer, name, list(x.shape)] for layer, tensors in enumerate(contents.static) for name, x in sorted(tensors.items())],
         "groups": groups,
-    }
+    } | ({} if contents.budget is None else {"budget": {"nbytes": contents.budget.nbytes, "given_back": contents.budget.given_back}})
 
 
 def shown_part(block: torch.Tensor, layout: PageLayout | LowLayout, shown: int) -> torch.Tensor:

@@ -80,7 +80,7 @@ def _screen(place: tuple[str, str, str | None], scheme: str | Scheme, limits: Li
     (model, dtype, device), (count, length) = place, size
     from .. import schemes
     from ..calibrate import Calibration
-    from ..evaluate.calibrator import Calibrator
+    from ..evaluate.calibrator import Calibrator, require_other_text
     from ..evaluate.check import check, require_length
     from ..evaluate.texts import windows
     from ..geometry import layer_geometries, max_context
@@ -94,6 +94,7 @@ def _screen(place: tuple[str, str, str | None], scheme: str | Scheme, limits: Li
     given = None if not isinstance(calibration, Path) else Calibration.load(calibration)
     if given is not None:
         given.check(config, chosen)
+        require_other_text([given], (source,))
     ids = windows(load_tokenizer(model), source, count=count, length=length, limit=max_context(config))
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     make = (lambda _: given) if isinstance(calibration, Path) else Calibrator(lm, tokenizer, calibration, tests=(source,))

@@ -17,20 +17,27 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import ModelOutput
 
 from ..cache import device_decode, explain
 from ..errors import CacheStateError, DataError, KvbitsError, UnsupportedError, counted
-from .huggingface import KVCache, require_loaded
-from .masks import NAME
+from .masks import NAME, Columns
+from .models import require_loaded
+
+if TYPE_CHECKING:
+    from .huggingface import KVCache
 
 BUFFERED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "token_type_ids")
 """Tensor arguments that have the same shape for every token; the mask grows and is treated apart."""
 EAGER_TOKENS = 3
 """Tokens in a row that may run eagerly before the user is told why."""
+
+
+class NotCapturedError(UnsupportedError):
+    """A pass of one token that runs eagerly but not in a graph; nothing was launched, and the cache is as it was."""
 
 
 @contextmanager
@@ -49,33 +56,39 @@ def graphed(model: Any, cache: KVCache) -> Iterator[GraphDecoder]:
         DataError: a cache of another dtype, place or geometry than the model's.
     """
     decoder = GraphDecoder(model, cache)
-    replaced = model.__dict__.get("forward")  # accelerate's hooks live there
-
-    @functools.wraps(decoder.eager)  # generate() reads its signature
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return decoder.forward(*args, **kwargs)
-
-    model.forward = forward
     try:
-        yield decoder
+        with decoder.leading(model):
+            yield decoder
     finally:
-        if replaced is None:
-            del model.forward
-        else:
-            model.forward = replaced
         decoder.forget()
+
+
+def leads(model: Any, cache: KVCache) -> bool:
+    """Whether `model` is inside `graphed` with this cache."""
+    forward = model.__dict__.get("forward")
+    while (decoder := getattr(forward, "decoder", None)) is not None:
+        if decoder.cache is cache:
+            return True
+        forward = decoder.eager
+    return False
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether torch.compile was here."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None or hasattr(model.forward, "_torchdynamo_orig_callable")
 
 
 class GraphDecoder:
     """The forward pass of a model whose single tokens are replayed. Made by `graphed`.
 
     Attributes:
+        cache: whose tokens they are.
         replays, captures: passes that were replayed, and graphs made for them.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         _check(model, cache)
-        self._name, self._cache, self._store = type(model).__name__, cache, cache.store
+        self._name, self.cache, self._store = type(model).__name__, cache, cache.store
         self._weight = next(model.parameters())
         self._placed = self._weight.data_ptr()
         self.eager: Callable[..., Any] = model.forward
@@ -85,6 +98,25 @@ class GraphDecoder:
         self._eager_tokens = 0
         self._told: set[str | None] = set()
         self.replays = self.captures = 0
+
+    @contextmanager
+    def leading(self, model: Any) -> Iterator[None]:
+        """Inside, `model.forward` is this."""
+
+        @functools.wraps(self.eager)  # generate() reads its signature
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.forward(*args, **kwargs)
+
+        forward.decoder = self  # type: ignore[attr-defined]
+        replaced = model.__dict__.get("forward")  # accelerate's hooks live there
+        model.forward = forward
+        try:
+            yield
+        finally:
+            if replaced is None:
+                del model.forward
+            else:
+                model.forward = replaced
 
     def forget(self) -> None:
         """Let go of the graph and its memory."""
@@ -102,7 +134,7 @@ class GraphDecoder:
         """
         if args:
             kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
-        if kwargs.get("past_key_values") is not self._cache:
+        if kwargs.get("past_key_values") is not self.cache:
             return self.eager(**kwargs)
         tokens = kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
         if tokens is None:
@@ -135,7 +167,7 @@ class GraphDecoder:
             return self.eager(**kwargs)
         except BaseException:
             if self._store.in_pass:
-                self._cache.abandon()
+                self.cache.abandon()
             raise
 
     def _token_eagerly(self, kwargs: dict[str, Any]) -> Any:
@@ -148,12 +180,12 @@ class GraphDecoder:
         why = self._store.led_by_host
         if self._eager_tokens >= EAGER_TOKENS and why not in self._told:
             self._told.add(why)
-            warnings.warn(f"graphed() decodes eagerly for now: {why or 'something touches the cache between tokens'}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"tokens run eagerly for now, in no graph: {why or 'something touches the cache between tokens'}", RuntimeWarning, stacklevel=2)
         return out
 
     def _replay(self, kwargs: dict[str, Any], decoding: device_decode.DeviceDecode) -> Any:
-        columns = self._cache.columns
-        kwargs, tensors, mask = _split(kwargs, self._cache.get_seq_length(), self._weight.device)
+        columns = self.cache.columns
+        kwargs, tensors, mask = _split(kwargs, self.cache.get_seq_length(), self._weight.device)
         known = None if mask is None else columns.known(mask, 1)
         key = (*((name, x.shape, x.dtype) for name, x in tensors.items()), mask is None, *sorted(kwargs.items(), key=lambda x: x[0]))
         captured = self._captured
@@ -172,15 +204,15 @@ class GraphDecoder:
         return _copy(captured.graph.output)
 
     def _capture(self, inputs: dict[str, Any]) -> CapturedWork:
-        device, columns = self._weight.device, self._cache.columns
+        device, columns = self._weight.device, self.cache.columns
         if torch.is_autocast_enabled(device.type):
-            raise UnsupportedError("graphed() under torch.autocast, which keeps casts that a graph cannot see; load the model in the dtype it should run in")
+            raise NotCapturedError("graphed() under torch.autocast, which keeps casts that a graph cannot see; load the model in the dtype it should run in")
 
         def work() -> Any:
             columns.captured = True
             try:
                 with torch.no_grad():
-                    return self.eager(**inputs, past_key_values=self._cache)
+                    return self.eager(**inputs, past_key_values=self.cache)
             finally:
                 columns.captured = False
 
@@ -191,8 +223,8 @@ class GraphDecoder:
             if not isinstance(error, RuntimeError) or isinstance(error, KvbitsError):
                 raise
             reason = str(error).strip().partition("\n")[0]
-            raise UnsupportedError(
-                f"the forward pass of {self._name} for one token cannot be captured in a CUDA graph ({reason}); leave graphed() out"
+            raise NotCapturedError(
+                f"the forward pass of {self._name} for one token cannot be captured in a CUDA graph ({reason}); decode without one"
             ) from error
         self.captures += 1
         return graph
@@ -265,7 +297,7 @@ def _split(
         tensors["position_ids"] = torch.full((1, 1), seen, device=device)
     for name, x in kwargs.items():
         if isinstance(x, torch.Tensor) or not isinstance(x, (bool, int, float, str, type(None))):
-            raise UnsupportedError(f"graphed() does not know what {name}={type(x).__name__} is for in a pass of one token; call the model outside of it")
+            raise NotCapturedError(f"graphed() does not know what {name}={type(x).__name__} is for in a pass of one token; call the model outside of it")
     return kwargs, tensors, mask
 
 
@@ -281,16 +313,16 @@ def _copy(x: Any) -> Any:
 def _check(model: Any, cache: KVCache) -> None:
     """Refuse what can never be captured, before anything runs."""
     require_loaded(model)
-    if not isinstance(cache, KVCache):
+    if not isinstance(getattr(cache, "columns", None), Columns):
         raise DataError(f"graphed() needs the KVCache that the model decodes with, not {type(cache).__name__}; KVCache.for_model(model, ..) makes one")
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None or hasattr(model.forward, "_torchdynamo_orig_callable"):
+    if is_compiled(model):
         raise UnsupportedError("graphed() takes the model itself, not what torch.compile made of it; a graph needs no compiler")
     store, config = cache.store, model.config.get_text_config(decoder=True)
     if store.device.type != device_decode.DEVICE:
         raise UnsupportedError(f"graphed() is for NVIDIA GPUs, but the cache is on {store.device}; leave it out there: the same calls run without it")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
-        raise UnsupportedError(f"the model is spread over {', '.join(sorted(map(str, devices)))}; a graph holds the work of one GPU: load it on one")
+        raise NotCapturedError(f"the model is spread over {', '.join(sorted(map(str, devices)))}; a graph holds the work of one GPU: load it on one")
     if devices.pop().type != store.device.type:
         raise DataError(f"the model is on {model.device}, the cache on {store.device}; build the cache again with KVCache.for_model")
     if store.max_tokens is None:
@@ -304,4 +336,4 @@ def _check(model: Any, cache: KVCache) -> None:
     if why := store.cannot_decode_on_device(config.num_attention_heads, model.dtype):
         raise UnsupportedError(f"scheme {store.spec.scheme.name!r} is not decoded on the device, which a graph needs: {why}; decode without graphed()")
     if not {"position_ids", "kwargs"} & set(inspect.signature(model.forward).parameters):
-        raise UnsupportedError(f"the forward pass of {type(model).__name__} takes no position_ids, so positions would be captured; decode without graphed()")
+        raise NotCapturedError(f"the forward pass of {type(model).__name__} takes no position_ids, so positions would be captured; decode without graphed()")

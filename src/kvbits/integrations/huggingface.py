@@ -22,16 +22,17 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import schemes
+from ..cache import device_decode
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
-from . import prefix, tensor_parallel
+from . import generation, prefix, tensor_parallel
 from .attention import Handle
 from .masks import NAME, Columns
-from .models import scheme_for, unfit_for, weights_fingerprint
+from .models import require_loaded, scheme_for, unfit_for, weights_fingerprint
 from .rotary import stored_layers
 from .tensor_parallel import Ranks
 
@@ -106,12 +107,13 @@ class KVCache(Cache):
 
     layers: list[KVLayer]
 
-    def __init__(self, store: PagedCache, ranks: Ranks = Ranks()) -> None:  # noqa: B008 - frozen
+    def __init__(self, store: PagedCache, ranks: Ranks = Ranks(), num_q_heads: int | None = None) -> None:  # noqa: B008 - frozen
         self.store, self._ranks = store, ranks
-        lengths = torch.tensor(store.seq_lens or [0])
+        self._captured = ranks.size == 1 and num_q_heads is not None and _can_be_captured(store, num_q_heads)
+        lengths = torch.tensor(store.seq_lens or [0], device="cpu")
         seen = int(lengths.max())
         ragged = bool((lengths != seen).any())
-        valid = torch.arange(seen) >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
+        valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
         self.columns = Columns(store, valid)
         self.columns.seen = seen
         self._recording = False
@@ -180,7 +182,7 @@ class KVCache(Cache):
             spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
         )
         store.made_for = weights_fingerprint(model)
-        return cls(store, ranks)
+        return cls(store, ranks, config.num_attention_heads)
 
     @classmethod
     def from_prefix(
@@ -226,6 +228,7 @@ class KVCache(Cache):
         """
         require_loaded(model)
         before = model.__dict__.pop(_BEFORE, None)
+        generation.detach(model)
         if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
             model.set_attn_implementation(before or "sdpa")  # without a note: whoever set "kvbits" by hand, SDPA is what it was for other caches
 
@@ -250,7 +253,8 @@ class KVCache(Cache):
             FileFormatError: a damaged or foreign file, or a cache of another geometry, dtype or other weights than the model's.
         """
         require_loaded(model)
-        layers, ranks = layer_geometries(model.config.get_text_config(decoder=True)), Ranks.of(model)
+        config, ranks = model.config.get_text_config(decoder=True), Ranks.of(model)
+        layers = layer_geometries(config)
         store = PagedCache.load(path, device=model.device if ranks.size == 1 else "cpu", grow=grow)
         layers = stored_layers(layers, store.spec.scheme, model)
         if store.spec.layers != layers:
@@ -265,7 +269,7 @@ class KVCache(Cache):
                 "load that model, or pass check_weights=False if they are near enough"
             )
         use_kvbits_attention(model)
-        return cls(store if ranks.size == 1 else tensor_parallel.cut(store, ranks, model.device), ranks)
+        return cls(store if ranks.size == 1 else tensor_parallel.cut(store, ranks, model.device), ranks, config.num_attention_heads)
 
     @property
     def nbytes(self) -> int:
@@ -283,6 +287,11 @@ class KVCache(Cache):
     def batch_size(self) -> int:
         return self.store.batch_size or -1
 
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` decodes with it in a CUDA graph by itself: of fixed capacity, on a GPU, with a scheme whose tokens the device leads."""
+        return self._captured and not self._recording
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove positions (padding among them counts). 0 only ends the speculation."""
         n = whole("tokens_to_remove", tokens_to_remove, -MOST_TOKENS, 0, "how many tokens to remove, as a negative number", DataError)
@@ -290,7 +299,7 @@ class KVCache(Cache):
         if -n > columns.seen:
             raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")
         if self.store.batch_size:
-            lengths = torch.tensor(self.store.seq_lens)
+            lengths = torch.tensor(self.store.seq_lens, device="cpu")
             if n:
                 lengths = lengths + n if columns.valid is None else lengths - columns.valid[:, n:].sum(1).cpu()
             self.store.crop(lengths.tolist())
@@ -332,11 +341,6 @@ class KVCache(Cache):
         self.store.keep_past()
 
 
-def require_loaded(model: Any) -> None:
-    if not hasattr(model, "config"):
-        raise DataError(f"model={model!r} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or kvbits.load_model returned")
-
-
 @contextmanager
 def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **options: Any) -> Iterator[None]:
     """Inside, `model.generate` without `past_key_values` uses `KVCache.for_model(model, scheme, **options)`.
@@ -364,6 +368,11 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
         del model._prepare_cache_for_generation
 
 
+def _can_be_captured(store: PagedCache, num_q_heads: int) -> bool:
+    dtype = getattr(torch, store.spec.raw_dtype)
+    return store.device.type == device_decode.DEVICE and store.max_tokens is not None and store.cannot_decode_on_device(num_q_heads, dtype) is None
+
+
 def use_kvbits_attention(model: Any) -> None:
     """Switch a model to the "kvbits" attention, and note on it what it had (`KVCache.detach`).
 
@@ -371,6 +380,7 @@ def use_kvbits_attention(model: Any) -> None:
         UnsupportedError: the model does not take attention functions from Transformers' registry.
     """
     if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
+        generation.attach(model)
         return
     config = model.config
     parts = {name: part for name in getattr(config, "sub_configs", {}) if (part := getattr(config, name, None)) is not None}
@@ -382,3 +392,4 @@ def use_kvbits_attention(model: Any) -> None:
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         raise UnsupportedError(f"{type(model).__name__} ignored the attention implementation {NAME!r}; it does not use Transformers' attention registry")
     model.__dict__[_BEFORE] = before
+    generation.attach(model)

@@ -82,7 +82,7 @@ class Columns:
         number = next(_numbers)
         _numbered[number] = self
         with torch.inference_mode(False):  # written inside and outside of it
-            self.numbers = torch.tensor([number, self._seen])
+            self.numbers = torch.tensor([number, self._seen], device="cpu")
 
     @property
     def seen(self) -> int:
@@ -214,7 +214,7 @@ def mask(**arguments: Any) -> Mask:
         unusual = "a custom mask pattern"
     elif arguments.get("allow_is_bidirectional_skip") is not None and "allow_is_causal_skip" not in arguments:
         unusual = "bidirectional attention"
-    elif not arguments.get("allow_is_causal_skip", True):
+    elif not arguments.get("allow_is_causal_skip", True) and arguments["q_length"] > 1:  # said of every token of a cache that can be captured
         unusual = "a packed, blockwise or otherwise modified causal mask"
     return Mask(arguments["batch_size"], arguments["q_length"], arguments.get("attention_mask"), unusual, arguments)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import embedded, schemes
-from ..errors import SpecError, UnsupportedError, counted, unknown
+from ..errors import DataError, SpecError, UnsupportedError, counted, unknown
 from ..geometry import find_weights, forget_parsed, layer_geometries, parsed_once
 from ..schemes import key_bias_note, weak_to_key_bias
 from ..spec import FittedScheme, Scheme
@@ -136,6 +136,16 @@ MEANING = (
 """What a configuration says that makes other keys and values of the same weights."""
 SAMPLED = 8
 """Numbers of each parameter that a fingerprint looks at."""
+
+
+def require_loaded(model: Any) -> None:
+    """Refuse anything but a loaded model.
+
+    Raises:
+        DataError: it has no `config`.
+    """
+    if not hasattr(model, "config"):
+        raise DataError(f"model={model!r} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or kvbits.load_model returned")
 
 
 def weights_fingerprint(model: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..cache import serialize
 from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
 from ..cache.pool import Pool
-from ..errors import UnsupportedError, counted
+from ..errors import KvbitsWarning, UnsupportedError, counted
 from ..spec import LayerGeometry, LayerGroup, Scheme
 
 GATHERED = 64 << 20
@@ -83,6 +84,8 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
     Raises:
         SpecError: see `PagedCache.save`; on all ranks.
     """
+    if cache.budget is not None and not ranks.rank:
+        warnings.warn("budgets of ranks that share a model are not saved: loaded caches grow without one", KvbitsWarning, stacklevel=3)
     groups, layers = cache.groups, cache.spec.layers  # waits for nothing but the device
     spec = dataclasses.replace(cache.spec, layers=tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * ranks.size) for g in layers))
     first = ranks.rank == 0
@@ -107,6 +110,8 @@ def cut(whole: PagedCache, ranks: Ranks, device: torch.device) -> PagedCache:
     """This rank's part of a cache of one process, on its device."""
     spec = dataclasses.replace(whole.spec, layers=ranks.layers(whole.spec.layers, whole.spec.scheme))
     static = [{name: x.to(device) for name, x in s.items()} for s in ranks.static(whole.static) or []] if any(whole.static) else None
+    if whole.budget is not None:
+        warnings.warn("the saved cache's budget is not kept where ranks share a model: it grows without one", KvbitsWarning, stacklevel=3)
     cache = PagedCache(spec, device=device, static=static, nonfinite=whole.nonfinite, backend=whole.backend)
     cache.built_for, cache.made_for = whole.built_for, whole.made_for
     cache.saturated[:] = copy.deepcopy(whole.saturated) if ranks.rank == 0 else cache.saturated

@@ -137,10 +137,10 @@ def _cut(real: torch.Tensor, device: torch.device) -> list[_Cut] | None:
         count = some.sum(1, keepdim=True)
         if not (longest := int(count.max())):
             continue
-        kept = torch.arange(longest) < count
+        kept = torch.arange(longest, device="cpu") < count
         order = torch.argsort(~some, dim=1, stable=True)[:, :longest]
         token, of = torch.where(kept, order, order[:, :1]), kept.nonzero(as_tuple=True)
-        row = first + torch.arange(len(some))[:, None]
+        row = first + torch.arange(len(some), device="cpu")[:, None]
         row, token, *ends = (upload(x, device) for x in (row, token, first + of[0], token[kept], *of))
         found.append(_Cut(row, token, (ends[0], ends[1]), (ends[2], ends[3])))
     return found

@@ -14,6 +14,8 @@ from ..spec import PageLayout, QuantSpec
 
 MOST_CONDITION = 1e6
 """Of a basis: beyond it float32 products lose what codes keep."""
+LARGEST = 1e30
+"""Of a scale or bias: beyond it float32 does not hold what the codes of every format stand for, and their products."""
 _accepted = WeakIdKeyDictionary()
 
 
@@ -72,11 +74,15 @@ def _impossible(kind: str, x: torch.Tensor) -> str | None:
         found = conditions(x)
         head = int(found.argmax())
         return None if found[head] <= MOST_CONDITION else f", kv head {head}, has condition number {found[head].item():.3g}, above {MOST_CONDITION:g}"
-    bad = ~torch.isfinite(x) | (x <= 0 if kind == "scale" else x.abs() > 1 if kind == "codebook" else torch.zeros_like(x, dtype=torch.bool))
+    most = {"scale": LARGEST, "bias": LARGEST, "codebook": 1.0}.get(kind, torch.inf)
+    bad = ~torch.isfinite(x) | (x.abs() > most)
+    if kind == "scale":
+        bad |= x <= 0
     if bool(bad.any()):
         place = [int(i) for i in bad.nonzero()[0]]
         value = x[tuple(place)].item()
-        only = {"scale": "positive and finite numbers", "codebook": "ascending numbers in [-1, 1]"}.get(kind, "finite numbers")
+        within = f"finite numbers up to {LARGEST:g}"
+        only = {"scale": f"positive and {within}", "bias": within, "codebook": "ascending numbers in [-1, 1]"}.get(kind, "finite numbers")
         return f" holds {value:g} at {place}, where only {only} can be"
     if kind == "codebook" and not bool((x.diff() >= 0).all()):
         return " must hold ascending numbers in [-1, 1], as `kvbits calibrate` writes them"

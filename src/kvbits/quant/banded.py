@@ -46,8 +46,8 @@ def scale_values(codes: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=64)
 def _by_channel(widths: tuple[int, ...], head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [head_dim] each: highest code, and `STEP` (0 where a channel has no bits)."""
-    top = torch.tensor([2.0**b - 1 for b in widths]).repeat_interleave(BAND)[:head_dim]
-    return top, torch.tensor([STEP.get(b, 0.0) for b in widths]).repeat_interleave(BAND)[:head_dim]
+    top = torch.tensor([2.0**b - 1 for b in widths], device="cpu").repeat_interleave(BAND)[:head_dim]
+    return top, torch.tensor([STEP.get(b, 0.0) for b in widths], device="cpu").repeat_interleave(BAND)[:head_dim]
 
 
 def steps(spec: QuantSpec, head_dim: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def fitted_scales(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """
     top, step = _of(spec, x)
     start = (x * step).square().sum(-1).div(float((step > 0).sum())).sqrt()
-    largest = scale_values(torch.tensor(LARGEST_CODE)).item()
+    largest = scale_values(torch.tensor(LARGEST_CODE, device="cpu")).item()
     if not bool((start <= largest).all()):
         raise DataError(
             f"a scale of magnitude {start.max().item():.3g} overflows {spec.scale_dtype}, which ends at {largest:g}; keep the layer raw (an Override)"
@@ -118,5 +118,5 @@ def plane_fields(widths: tuple[int, ...], head_dim: int) -> tuple[tuple[int, tor
     for bits in BAND_PLANES:
         if channels := [c for c in range(head_dim) if widths[c // BAND] & bits]:
             shifts = [widths[c // BAND] & (bits - 1) for c in channels]  # the planes below it
-            found.append((bits, torch.tensor(channels), torch.tensor(shifts, dtype=torch.uint8)))
+            found.append((bits, torch.tensor(channels, device="cpu"), torch.tensor(shifts, dtype=torch.uint8, device="cpu")))
     return tuple(found)

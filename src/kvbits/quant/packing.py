@@ -64,7 +64,7 @@ def unpack_banded(planes: list[torch.Tensor], widths: tuple[int, ...], kind: str
 @functools.lru_cache(maxsize=64)
 def row_positions(tokens: int, row_bytes: int, kind: str) -> torch.Tensor:
     """int64 [tokens, row_bytes]: where a stored plane of keys ("k") or values ("v") has each byte of each token's row. No two tokens share a byte."""
-    rows = torch.arange(tokens * row_bytes).view(tokens, row_bytes)
+    rows = torch.arange(tokens * row_bytes, device="cpu").view(tokens, row_bytes)
     stored = _interleave_keys(rows) if kind == "k" else _interleave_values(rows)
     return stored.argsort().view(tokens, row_bytes)
 

@@ -152,7 +152,7 @@ def _float_codes(x: torch.Tensor, fmt: NumberFormat) -> torch.Tensor:
 @functools.lru_cache(maxsize=16)
 def float_levels(fmt: NumberFormat, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """[2**bits]: what every code of a float format without infinities stands for, by its bits."""
-    codes = torch.arange(2 ** (fmt.bits - 1))
+    codes = torch.arange(2 ** (fmt.bits - 1), device="cpu")
     exponent, fraction = codes >> fmt.mantissa_bits, codes & (2**fmt.mantissa_bits - 1)
     size = (fraction + torch.where(exponent > 0, 2**fmt.mantissa_bits, 0)).double()
     size = size * 2.0 ** (exponent.clamp(min=1) - (2 ** (fmt.exponent_bits - 1) - 1) - fmt.mantissa_bits)
@@ -283,7 +283,7 @@ def read(x: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def largest(dtype: str) -> float:
     """Number of a storage dtype of scales."""
-    return float(banded.scale_values(torch.tensor(banded.LARGEST_CODE))) if dtype == SCALE_8BIT else torch.finfo(TORCH_DTYPES[dtype]).max
+    return float(banded.scale_values(torch.tensor(banded.LARGEST_CODE, device="cpu"))) if dtype == SCALE_8BIT else torch.finfo(TORCH_DTYPES[dtype]).max
 
 
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:

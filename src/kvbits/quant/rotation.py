@@ -19,7 +19,7 @@ from .rotary import turned_by
 @functools.lru_cache(maxsize=16)
 def rotations(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(for keys, for queries), each [head_dim, head_dim] of `dtype`: keys @ queries.T is the identity. head_dim is a power of two."""
-    signs = torch.ones(1, 1, dtype=torch.float64)
+    signs = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(signs) < head_dim:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
     bits = head_dim.bit_length() - 1
@@ -43,5 +43,5 @@ def rotated_back(k: torch.Tensor) -> torch.Tensor:
 
 def rotated_turn(turn: torch.Tensor) -> torch.Tensor:
     """float32 [head_dim, head_dim], on the CPU: what turning by `turn` (`quant.rotary.turn_by`) is for rotated keys."""
-    eye = torch.eye(turn.shape[1])
+    eye = torch.eye(turn.shape[1], device="cpu")
     return rotated_keys(rotated_back(eye.double()) @ turned_by(eye, turn.cpu()).double()).float()

@@ -36,6 +36,10 @@ class Override:
         _require_specs(self.key, self.value)
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "heads", None if self.heads is None else tuple(self.heads))
+        if not self.layers:
+            raise SpecError("an Override with layers=() covers nothing; name its layers, or leave it out")
+        if self.heads == ():
+            raise SpecError(f"an Override of layers {self.layers} with heads=() covers nothing; name kv heads, or heads=None for all of them")
 
     def covers(self, layer: int, head: int | None, num_layers: int) -> bool:
         """True for a kv head of a layer (head None: for the layer as a whole)."""

@@ -35,6 +35,10 @@ class DamagedError(FileFormatError):
         self.name = name
 
 
+class GoneError(DamagedError):
+    """A file that was there a moment ago: somebody evicted it, and nothing is wrong."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A blob in a file, its header and table read and checked."""
@@ -103,7 +107,7 @@ def read_pages(open_file: Callable[[str], int | None], work: Iterable[Work], *, 
         staged: read into other memory first, pinned on a GPU. None: where the pages are on a GPU.
 
     Raises:
-        DamagedError: a source is not what its header says. Pages hold whatever was there.
+        DamagedError: a source is not what its header says; GoneError: it is not there any more. Pages hold whatever was there.
     """
     jobs = [job for job in work if job[2]]
     if not jobs:
@@ -117,7 +121,7 @@ def read_pages(open_file: Callable[[str], int | None], work: Iterable[Work], *, 
                 if len(begun) == readers() + 2:
                     _finish(begun, staging)
                 if (fd := open_file(source.name)) is None:
-                    raise DamagedError(source.name, f"{source.path} is gone")
+                    raise GoneError(source.name, f"{source.path} is gone")
                 job = _job(source, shapes, pieces, staging)
                 begun.append((job, fd, pool.submit(blob.read_pages, fd, job.reads)))
             check = Check([job for job in jobs if all(p.heads is None for p in job[2])] if staging.stream is not None else [])

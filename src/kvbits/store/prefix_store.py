@@ -33,7 +33,7 @@ from ..units import human_bytes
 from . import keys, pages
 from .finding import Plan, find
 from .folder import Folder
-from .loading import DamagedError, Piece, read_pages
+from .loading import DamagedError, GoneError, Piece, read_pages
 from .pages import Cuts
 from .remote import Remote, local_tier
 from .shelf import Shard, Shelf, name_of, stem_of
@@ -228,7 +228,8 @@ class PrefixStore:
             except DamagedError as error:
                 for g, was in zip(groups, before, strict=True):
                     g.restore(was)
-                self._shelf.set_aside(space, error)
+                if not isinstance(error, GoneError):
+                    self._shelf.set_aside(space, error)
                 continue
             except BaseException:
                 for g, was in zip(groups, before, strict=True):
@@ -273,7 +274,7 @@ class PrefixStore:
         """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages given back. `resume` brings it back as it was.
 
         Args:
-            ids: as in `put`.
+            ids: as in `put`. Sequences of equal tokens are stored and pinned once, so the first of them that is resumed lets go of the pin.
 
         Returns:
             Bytes of the cache that are free now and were not before.
@@ -285,7 +286,9 @@ class PrefixStore:
         known, tokens = paged(cache), keys.token_ids(ids)
         length = settled(known, row)[0].sequences[row].length
         stored = self.put(known, tokens, row)
-        if not length or stored < length or self.pin(known, tokens[:length]) < length:
+        if length and stored == length and (stored := self._pin(known, tokens[:length])) < length:
+            self.unpin(known, tokens[:length])  # somebody evicted some of it just now
+        if not length or stored < length:
             raise CacheStateError(
                 f"sequence {row} of {counted(length, 'token')} cannot be parked: {stored} of them would come back; swap_out({row}) takes it whole"
             )
@@ -295,9 +298,15 @@ class PrefixStore:
 
     def resume(self, cache: Any, ids: Any, row: int = 0) -> int:
         """Bring a parked sequence back into an empty row and let it be evicted again. Returns the tokens that came, as `load` does: fewer than it had only
-        where a file was damaged or removed meanwhile."""
-        length = self.load(paged(cache), ids, row)
-        self.unpin(cache, ids)
+        where a file was damaged or removed meanwhile.
+
+        Args:
+            ids: of the tokens that were parked.
+        """
+        tokens = keys.token_ids(ids)
+        length = self.load(paged(cache), tokens, row)
+        for parked in {length, len(tokens)}:
+            self.unpin(cache, tokens[:parked])
         return length
 
     # -- what stays -------------------------------------------------------------------------------------------------
@@ -310,13 +319,19 @@ class PrefixStore:
             DataError: nothing of it is stored.
         """
         known, tokens = paged(cache), keys.token_ids(ids)
-        plan = self._plan(known, tokens)
-        if plan is None:
+        if not (length := self._pin(known, tokens)):
             raise DataError(f"nothing of these {counted(len(tokens), 'token')} is stored for this model and scheme; put them first")
-        space = self._identity(known)[1]
-        text = json.dumps(plan.names).encode()
-        self.folder.write(space, [(_pin_name(tokens, self.shard), [memoryview(text)])])
-        return plan.length
+        return length
+
+    def _pin(self, cache: PagedCache, tokens: np.ndarray) -> int:
+        """Tokens pinned; 0 where nothing is stored. Nobody evicts between the look at what is there and the pin."""
+        with self.folder.locked():
+            plan = self._plan(cache, tokens)
+            if plan is None:
+                return 0
+            text = json.dumps(plan.names).encode()
+            self.folder.write(self._identity(cache)[1], [(_pin_name(tokens, self.shard), [memoryview(text)])])
+            return plan.length
 
     def unpin(self, cache: Any, ids: Any) -> bool:
         """Let a pinned prefix be evicted again. Returns whether it was pinned."""
@@ -378,6 +393,8 @@ class PrefixStore:
                     shapes = [blob.block_shape(groups[p.group], p.pool) for p in source.table.pages]
                     room = [Piece(i, torch.empty(shape, dtype=torch.uint8)) for i, shape in enumerate(shapes)]
                     read_pages(lambda name: self.folder.open(space, name), [(source, shapes, room)])
+            except GoneError:
+                continue
             except FileFormatError as error:
                 wrong.append(str(error))
         return wrong
@@ -450,9 +467,9 @@ def settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState]
     if cache.in_pass:
         raise CacheStateError("a prefix is stored or loaded in the middle of a forward pass; finish it, or call reset() or abandon()")
     groups = cache.groups
-    if make and row == 0 and not cache.batch_size:
+    if make and type(row) is int and cache.batch_size <= row < (cache.built_for[0] or 1):
         for g in groups:
-            g.resize(1)
+            g.resize(row + 1)
     if type(row) is not int or not 0 <= row < cache.batch_size:
         raise DataError(f"sequence {row!r} does not exist; the cache holds {cache.batch_size}")
     return groups

@@ -16,13 +16,13 @@ from ...errors import UnsupportedError
 from ...ops.cuda.append import tokens as append_cuda
 from ...ops.cuda.dequantize import unpacker as dequantize_cuda
 from ...ops.reference import append as append_reference
+from ...ops.rotation import rotation_for
 from ...quant.rotation import rotated_turn
 from ...spec import PageLayout
 from . import formats
 from .options import options_of, refuses_copies
 from .prefill import Scratch, scratch_for
 from .rotary import page_turn, rope_parameters
-from .rotation import rotation_for
 from .scheme_file import layer_formats
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class KVBitsImpl(AttentionImpl):
         if prefill:
             q, k = (query, key) if plain else (asked, stored)
             n = d + prefill.num_tokens
-            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages)
+            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages, self._copies)
         return output
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, m: KVBitsMetadata) -> None:

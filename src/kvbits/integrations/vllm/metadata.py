@@ -188,7 +188,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         if num_prefills:
             query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
             table = m.block_table_tensor[num_decodes : m.num_reqs]
-            found.prefills = {c: Prefill(query_lens, seq_lens, table, c.sliding_window, c.scratch) for c in self.calls}
+            copies = places.copies if places else None
+            found.prefills = {c: Prefill(query_lens, seq_lens, table, c.sliding_window, c.scratch, copies if c.raw else None) for c in self.calls}
         return found
 
     def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:

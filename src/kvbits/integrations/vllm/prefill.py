@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ...ops.merging import merge_partials
-from ...ops.reference.dequantize import dequantize_pages
+from ...ops.reference.dequantize import dequantize_pages, section
+from ...ops.reference.place import Copies
 from ...ops.types import PageStore
 from ...spec import PageLayout
 from .formats import PAGE_SIZE
@@ -115,7 +116,7 @@ def _pass(first: int, last: int, begin: Any, history: Any, query_lens: np.ndarra
 class _Placed:
     """A pass with its tables on the device, for all layers."""
 
-    def __init__(self, p: Pass, query_lens: np.ndarray, block_table: torch.Tensor) -> None:
+    def __init__(self, p: Pass, query_lens: np.ndarray, history: np.ndarray, block_table: torch.Tensor, copies: Copies | None) -> None:
         device = block_table.device
         lens = query_lens[p.first : p.last]
         self.fresh, self.causal = p.fresh, p.fresh
@@ -132,11 +133,16 @@ class _Placed:
         self.rows = pages[:, 2:].to(torch.int32)
         self.rows_host = p.pages[:, 2:]
         self._unpackers: dict[tuple[PageLayout, int], Any] = {}
+        self._copied = None if copies is None else _Copied.of(p, history, block_table, copies)
 
-    def unpack(self, call: Call, pages: torch.Tensor) -> None:
-        """The histories' rows to the scratch."""
-        if not self.num_pages:
-            return
+    def unpack(self, call: Call, pages: torch.Tensor, copies: torch.Tensor | None) -> None:
+        """The histories' rows to the scratch: packed ones, and over them what copies hold."""
+        if self.num_pages:
+            self._unpack(call, pages)
+        if self._copied and copies is not None and call.raw:
+            self._copied.put(call.scratch, section(copies, call.raw, "k_raw"), section(copies, call.raw, "v_raw"))
+
+    def _unpack(self, call: Call, pages: torch.Tensor) -> None:
         scratch = call.scratch
         if pages.device.type != "cuda":
             found = dequantize_pages(pages[self.page_ids], call.layout)
@@ -152,19 +158,56 @@ class _Placed:
         self._unpackers[key].run(scratch.keys, scratch.values, pages.data_ptr(), {})
 
 
+@dataclass(frozen=True, eq=False)
+class _Copied:
+    """Rows of the scratch that copies may have raw: those of a history's first page and of its newest.
+
+    Attributes:
+        rows: int64 [n] of the scratch; copy, place: int64 [n]: where their raw numbers would be; there: bool [n, 1, 1]: whether they are.
+    """
+
+    rows: torch.Tensor
+    copy: torch.Tensor
+    place: torch.Tensor
+    there: torch.Tensor
+
+    @classmethod
+    def of(cls, p: Pass, history: np.ndarray, block_table: torch.Tensor, copies: Copies) -> _Copied | None:
+        row, entry, first, count = p.pages.T
+        wanted = (entry > (history[row] - 1) // PAGE_SIZE - copies.newest) | (copies.first & (entry == 0))
+        row, entry, first, count = (x[wanted] for x in (row, entry, first, count))
+        if not len(row):
+            return None
+        page = np.repeat(np.arange(len(row)), count)
+        place = np.arange(len(page)) - np.repeat(np.cumsum(count) - count, count)
+        device = block_table.device
+        page_of, places, rows = (to_device(x, device) for x in (page, place, first[page] + place))
+        block = block_table[to_device(row, device), to_device(entry, device)].long()
+        copy = copies.of_blocks(block)
+        return cls(rows, copy.clamp(min=0)[page_of], places, (copy >= 0)[page_of][:, None, None])
+
+    def put(self, scratch: Scratch, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys, values: [copies, H, 64, D]."""
+        for into, raw in ((scratch.keys, keys), (scratch.values, values)):
+            into.index_copy_(0, self.rows, torch.where(self.there, raw[self.copy, :, self.place], into[self.rows]))
+
+
 class Prefill:
     """Attention of the rows of a step that do not decode.
 
     Args:
         query_lens, seq_lens: int64 [rows], on the host.
         block_table: int32 [rows, pages] on the device.
+        copies: raw ones of this step, or None.
 
     Attributes:
         num_tokens: of all rows.
         has_history: whether any row has tokens before this step.
     """
 
-    def __init__(self, query_lens: np.ndarray, seq_lens: np.ndarray, block_table: torch.Tensor, window: int | None, scratch: Scratch) -> None:
+    def __init__(
+        self, query_lens: np.ndarray, seq_lens: np.ndarray, block_table: torch.Tensor, window: int | None, scratch: Scratch, copies: Copies | None = None
+    ) -> None:
         self.num_tokens = int(query_lens.sum())
         self.has_history = bool((seq_lens > query_lens).any())
         kept = query_lens > 0
@@ -173,13 +216,16 @@ class Prefill:
             query_lens, seq_lens = query_lens[kept], seq_lens[kept]
         self._placed: list[_Placed] = []
         if self.has_history:
-            self._placed = [_Placed(p, query_lens, block_table) for p in passes(query_lens, seq_lens, window, scratch.rows)]
+            found = passes(query_lens, seq_lens, window, scratch.rows)
+            self._placed = [_Placed(p, query_lens, seq_lens - query_lens, block_table, copies) for p in found]
         elif len(query_lens):
             self._max_len = int(query_lens.max())
             self._starts = to_device(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32), block_table.device)
 
-    def run(self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor) -> None:
-        """q, out [num_tokens, Hq, D]; k, v [num_tokens, H, D], stored already; pages of the layer."""
+    def run(
+        self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, copies: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        """q, out [num_tokens, Hq, D]; k, v [num_tokens, H, D], stored already; pages and copies of the layer."""
         if not self.num_tokens:
             return
         if not self.has_history:
@@ -187,7 +233,7 @@ class Prefill:
             return
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p in self._placed:
-            p.unpack(call, pages)
+            p.unpack(call, pages, copies)
             keys, values = call.scratch.keys, call.scratch.values
             if p.fresh:
                 keys.index_copy_(0, p.targets, k[p.tokens])

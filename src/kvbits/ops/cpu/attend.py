@@ -92,8 +92,8 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tupl
     if q.stride(3) != 1:
         q = q.contiguous()
     positions = q_positions.contiguous()
-    out = torch.empty(batch, tokens, heads, head_dim, dtype=torch.float32)  # plain integers: a torch.Size costs 2 us more
-    lse = torch.empty(batch, tokens, heads, dtype=torch.float32)
+    out = torch.empty(batch, tokens, heads, head_dim, dtype=torch.float32, device="cpu")  # plain integers: a torch.Size costs 2 us more
+    lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device="cpu")
     parts = _parts(call)
     struct = AttendStruct(
         ctypes.addressof(parts), len(parts), batch, tokens, heads, kv_heads, head_dim, TORCH_DTYPES[q.dtype], torch.get_num_threads(),

@@ -51,7 +51,7 @@ def _masked(
         seen &= keys > queries - sliding_window
     real = (positions >= 0)[..., None, None]  # padding may hold anything, also what 0 times is no number
     q, k, v = (torch.where(real, x, 0) for x in (q, k, v))
-    bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)[:, None]
+    bias = torch.zeros(seen.shape, dtype=q.dtype, device="cpu").masked_fill_(~seen, -torch.inf)[:, None]
     group = q.shape[2] // k.shape[2]
     out, lse = _flash(_dense(q.transpose(1, 2)), _of_query_heads(k, group), _of_query_heads(v, group), scaling, bias)
     return out.transpose(1, 2).float(), lse.transpose(1, 2).float().masked_fill(~seen.any(-1)[..., None], -torch.inf)
@@ -63,8 +63,8 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, s
     if sliding_window is None or tokens <= sliding_window:
         out, lse = _flash(q, k, v, scaling, None)
         return out.transpose(1, 2).float(), lse.transpose(1, 2).float()
-    out = torch.empty(*q.shape[:2], tokens, v.shape[3])
-    lse = torch.empty(q.shape[:3])
+    out = torch.empty(*q.shape[:2], tokens, v.shape[3], device="cpu")
+    lse = torch.empty(q.shape[:3], device="cpu")
     # The first window sees all that is older.
     old = slice(0, sliding_window)
     out[:, :, old], lse[:, :, old] = _flash(q[:, :, old], k[:, :, old], v[:, :, old], scaling, None)
@@ -96,5 +96,5 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 def _band(rows: int, window: int, dtype: torch.dtype) -> torch.Tensor:
     """Bias [rows, rows + window - 1] of queries whose first one sees the first `window` keys: 0 where a query sees a key, else -inf."""
-    distance = torch.arange(rows + window - 1) - torch.arange(rows)[:, None]
-    return torch.zeros(rows, rows + window - 1, dtype=dtype).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+    distance = torch.arange(rows + window - 1, device="cpu") - torch.arange(rows, device="cpu")[:, None]
+    return torch.zeros(rows, rows + window - 1, dtype=dtype, device="cpu").masked_fill_((distance < 0) | (distance >= window), -torch.inf)

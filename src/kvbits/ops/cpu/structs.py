@@ -56,7 +56,7 @@ def refuses_layout(layout: PageLayout) -> str | None:
 @functools.lru_cache(maxsize=64)
 def rotations(inv_freq: bytes, page_size: int) -> torch.Tensor:
     """float32 [page_size / 16, head_dim / 2, 2, 16]: cosine and sine of j * inv_freq for the tokens j of a page, one table for all layers that turn alike."""
-    angles = torch.arange(page_size).double() * torch.frombuffer(bytearray(inv_freq), dtype=torch.float32).double()[:, None]
+    angles = torch.arange(page_size, device="cpu").double() * torch.frombuffer(bytearray(inv_freq), dtype=torch.float32).double()[:, None]
     both = torch.stack([angles.cos(), angles.sin()], 1).float()
     return both.unflatten(-1, (page_size // KEY_TILE, KEY_TILE)).permute(2, 0, 1, 3).contiguous()
 
@@ -97,7 +97,7 @@ def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep
     if side.has_codebook:
         t.codebook = _given(static, f"{kind}_codebook", (heads, 2 ** sum(side.planes)), "num_kv_heads, entries", keep).data_ptr()
     if side.widths:
-        keep.append(torch.tensor(side.widths, dtype=torch.uint8))
+        keep.append(torch.tensor(side.widths, dtype=torch.uint8, device="cpu"))
         t.bands = keep[-1].data_ptr()
     if side.turned or side.basis == "klt":
         inv_freq = _given(static, f"{kind}_inv_freq", (d // 2,), "head_dim / 2", keep)

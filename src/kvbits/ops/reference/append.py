@@ -94,7 +94,7 @@ def store_tokens(
     tokens = _Tokens(k[index], v[index], slots[wanted] // layout.page_size, slots[wanted] % layout.page_size, before)
     saturated = tokens.write(layout, lambda i: pages[i], static or {}, turn)
     if status is not None:
-        status += torch.tensor([saturated.get("k", 0), saturated.get("v", 0), 0, 0, 0, 0, int((slots >= len(pages) * layout.page_size).sum())])
+        status += torch.tensor([saturated.get("k", 0), saturated.get("v", 0), 0, 0, 0, 0, int((slots >= len(pages) * layout.page_size).sum())], device="cpu")
 
 
 def open_pages(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> None:
@@ -245,7 +245,7 @@ class _Tokens:
 
 def _zero_padding(page: torch.Tensor, layout: PageLayout) -> None:
     """Bytes of a page that belong to no section."""
-    free = torch.ones(layout.head_bytes, dtype=torch.bool)
+    free = torch.ones(layout.head_bytes, dtype=torch.bool, device="cpu")
     for s in layout.sections.values():
         free[s.offset : s.offset + s.nbytes] = False
     page[:, free.to(page.device)] = 0

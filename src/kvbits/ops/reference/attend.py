@@ -110,7 +110,7 @@ class _Queries:
     def _of(self, frame: int) -> torch.Tensor:
         if frame not in self._in_frame:
             static = self.part.store.static
-            self._in_frame[frame] = turn(self.rows, torch.tensor([frame]), static["k_inv_freq"], back=True) @ static["k_inverse"].to(self.rows).mT
+            self._in_frame[frame] = turn(self.rows, torch.tensor([frame], device="cpu"), static["k_inv_freq"], back=True) @ static["k_inverse"].to(self.rows).mT
         return self._in_frame[frame]
 
 

@@ -51,6 +51,12 @@ class Copies:
         """Copies that a request can have."""
         return self.newest + self.first
 
+    def of_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The copy of each block (int64, on the state's device), or -1: what holds after `place`, in a few launches."""
+        inside = (blocks > 0) & (blocks < len(self.where))
+        copy = torch.where(inside, self.where[torch.where(inside, blocks, 0)], -1).long()
+        return torch.where((copy >= 0) & (self.holds[copy.clamp(min=0)] == blocks), copy, -1)
+
     @classmethod
     def empty(cls, newest: int, first: bool, *, requests: int, rows: int, tokens: int, num_blocks: int, device: torch.device) -> Copies:
         def full(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -152,23 +158,15 @@ def _copy(
     opened = kept & (at == 0)
     holds[copy[opened]] = block[opened]
     where[block[opened]] = copy[opened]
-    copy = _copy_of(c, np.where(kept, block, 0))
+    copy = c.of_blocks(torch.from_numpy(np.where(kept, block, 0))).numpy()
     c.slots.numpy()[: len(row)] = np.where(copy >= 0, copy * size + at, -1)
-
-
-def _copy_of(c: Copies, block: np.ndarray) -> np.ndarray:
-    """The copy of each block, or -1."""
-    where, holds = c.where.numpy(), c.holds.numpy()
-    inside = (block > 0) & (block < len(where))
-    copy = np.where(inside, where[np.where(inside, block, 0)], -1)
-    return np.where((copy >= 0) & (holds[copy.clip(0)] == block), copy, -1)
 
 
 def _read(c: Copies, size: int, lens: np.ndarray, blocks: np.ndarray) -> None:
     """What each row reads from where."""
     head, head_table, tail, tail_table, packed = (x.numpy() for x in (c.head, c.head_table, c.tail, c.tail_table, c.packed))
     for b, length in enumerate(lens.tolist()):
-        copies = _copy_of(c, blocks[b]) if length else np.zeros(1, np.int32)
+        copies = c.of_blocks(torch.from_numpy(blocks[b]).long()).numpy() if length else np.zeros(1, np.int64)
         skipped = int(c.first and length > 0 and copies[0] >= 0)
         newest = min(-(-length // size), len(copies)) - 1
         begin = newest + 1

@@ -107,7 +107,7 @@ if triton is not None:
             return tl.load(base.to(tl.pointer_type(tl.float32)) + index, mask=mask, other=0)
 
     @triton.jit
-    def _values(page, static_scale, static_bias, head, token, channel, mask, S: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr):
+    def _dequantized(page, static_scale, static_bias, head, token, channel, mask, S: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr):
         """Dequantized [token, channel] of a page: (code - zero) * scale + bias + mean."""
         KIND_OF_LEVELS: tl.constexpr = S[0]
         ROW0: tl.constexpr = S[1]
@@ -120,8 +120,6 @@ if triton is not None:
         HAS_BIAS: tl.constexpr = S[8]
         HAS_MEAN: tl.constexpr = S[9]
         TYPE: tl.constexpr = S[10]
-        if KIND_OF_LEVELS == RAW:
-            return _section(page + S[11], token * D + channel, TYPE, mask)
         code = _codes(page + S[11], token, channel, PAGE, ROW0, BITS0, VALUES, mask)
         if BITS1 > 0:
             code = code * (1 << BITS1) + _codes(page + S[12], token, channel, PAGE, ROW1, BITS1, VALUES, mask)
@@ -146,6 +144,14 @@ if triton is not None:
         if HAS_MEAN:
             x += _section(page + S[15], channel + token * 0, TYPE, mask)
         return x
+
+    @triton.jit
+    def _values(page, static_scale, static_bias, head, token, channel, mask, S: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr):
+        """[token, channel] of a page as float32."""
+        if S[0] == RAW:
+            return _section(page + S[11], token * D + channel, S[10], mask)
+        else:  # not after the `if`: the compiler goes through what follows a return in a branch
+            return _dequantized(page, static_scale, static_bias, head, token, channel, mask, S, PAGE, D, VALUES)
 
     @triton.jit
     def _attend(

@@ -69,4 +69,4 @@ def defines(layout: PageLayout, fold: bool, wide: bool) -> dict[str, int]:
 
 def integer_levels(spec: QuantSpec, num_heads: int) -> torch.Tensor:
     """float32 [num_heads, 2**bits]: what every code of an integer format stands for."""
-    return (torch.arange(2**spec.bits, dtype=torch.float32) - spec.zero).repeat(num_heads, 1)
+    return (torch.arange(2**spec.bits, dtype=torch.float32, device="cpu") - spec.zero).repeat(num_heads, 1)

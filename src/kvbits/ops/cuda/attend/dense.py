@@ -1,8 +1,8 @@
 """Attention over 16-bit rows on a GPU, with its log-sum-exp: the fastest kernel that torch has for the shape.
 
-FlashAttention serves every shape. On Hopper cuDNN takes 0.55 times as long for long ones, but plans anew for every shape, which costs tens of milliseconds
-of host time; so it is given few shapes: whole multiples of an eighth of a power of two where a chunk attends to itself, powers of two of a history. The
-rest goes to FlashAttention, and the results are merged.
+FlashAttention serves every shape. On Hopper cuDNN takes 0.55 times as long for long ones, but plans anew for every shape and set of strides, which costs tens
+of milliseconds of host time; so it is given few: whole multiples of an eighth of a power of two where a chunk attends to itself, powers of two of a history.
+The rest goes to FlashAttention, and the results are merged.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ def attention(
         return torch.cat([out, last[0]], 1), torch.cat([lse, last[1]], 1)
     found = []
     for start, end in _slices(k.shape[1]):
-        kernel = cudnn_attention if end - start >= CUDNN_ROWS else flash_attention
-        found.append(kernel(q, k[:, start:end], v[:, start:end], scaling, False))
+        if end - start >= CUDNN_ROWS:
+            found.append(_of_slice(q, k, v, start, end, scaling))
+        else:
+            found.append(flash_attention(q, k[:, start:end], v[:, start:end], scaling))
     return found[0] if len(found) == 1 else merge_partials(*zip(*found, strict=True))
 
 
@@ -58,6 +60,15 @@ def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | 
     if causal:
         return q.shape[1] == k.shape[1] >= CUDNN_ROWS
     return q.shape[1] >= CUDNN_QUERIES and q.shape[1] % 256 == 0 and k.shape[1] >= CUDNN_ROWS
+
+
+def _of_slice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, end: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cudnn_attention` to some of the keys. Strides are part of the shapes it plans for, and a sequence's would be that of the whole history, another every
+    time: so each sequence comes alone, dense."""
+    if end - start == k.shape[1]:
+        return cudnn_attention(q, k, v, scaling, False)
+    found = [cudnn_attention(q[b][None], k[b, start:end][None], v[b, start:end][None], scaling, False) for b in range(len(q))]
+    return found[0] if len(found) == 1 else (torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found]))
 
 
 def _slices(rows: int) -> Iterator[tuple[int, int]]:

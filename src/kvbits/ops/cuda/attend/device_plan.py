@@ -280,4 +280,4 @@ def page_offsets(slabs: Sequence[torch.Tensor], device: torch.device) -> torch.T
 @functools.lru_cache(maxsize=256)
 def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
     """Of (start, stride, pages) of each slab."""
-    return upload(torch.cat([begin + stride * torch.arange(pages, dtype=torch.int64) for begin, stride, pages in slabs]), device)
+    return upload(torch.cat([begin + stride * torch.arange(pages, dtype=torch.int64, device="cpu") for begin, stride, pages in slabs]), device)

@@ -147,7 +147,7 @@ def constants(layout: PageLayout, device: torch.device) -> dict[str, torch.Tenso
     """By field of `PartArgs`, for kernels of KVQuant's formats: what codes of formats without codebooks stand for, and angles of keys that are not turned."""
     found = {f"{k}_level": codebook_format.integer_levels(s, layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value)) if not s.has_codebook}
     if not layout.key.pre_rope:
-        found["turns"] = torch.zeros(layout.head_dim // 2, 2)
+        found["turns"] = torch.zeros(layout.head_dim // 2, 2, device="cpu")
     return {name: x.to(device) for name, x in found.items()}
 
 

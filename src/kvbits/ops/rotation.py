@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...ops.cuda import rotate
-from ...quant.rotation import rotated_keys, rotated_queries, rotations
+from ..quant.rotation import rotated_keys, rotated_queries, rotations
+from .cuda import rotate
 
 Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -23,8 +23,9 @@ def rotation_for(head_dim: int, dtype: torch.dtype, device: torch.device) -> Rot
         rotate.prepare(head_dim, dtype, device)
         return rotate.rotate
     rotations(head_dim, dtype, device)
-    return _products
+    return products
 
 
-def _products(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def products(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two matrix products, of tensors [.., head_dim] of any shape."""
     return rotated_queries(q), rotated_keys(k)
