@@ -25,7 +25,7 @@ from ..runtime import driver
 from ..side import prepared, turns_on
 from .step import STEP_FIELDS
 
-RESIDENT_THREADS = {64: 1024, 128: 640, 256: 256}
+RESIDENT_THREADS = {64: 896, 128: 640, 256: 256}
 """Of a multiprocessor, by the largest head_dim: registers are shared out for that many."""
 MOST_SHARED = 96 << 10
 """Bytes of a block, which every GPU since compute capability 8.0 gives."""
