@@ -119,6 +119,15 @@ def test_masks_stay_what_they_are_for_our_caches_alone(model):
     assert model.create_masks_for_generate(**arguments, past_key_values=DynamicCache(config=model.config)) is not mask
 
 
+def test_what_wraps_a_model_does_not_hide_it(model):
+    """Adapters call generate() of the model inside."""
+    wrapped = torch.nn.Sequential(model)
+    generation.attach(wrapped)
+    assert set(generation.ASKED) < set(model.__dict__) and not set(generation.ASKED) & set(wrapped.__dict__)
+    generation.detach(wrapped)
+    assert not set(generation.ASKED) & set(model.__dict__)
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 def test_copies_of_a_model_ask_for_themselves_and_no_model_is_kept(model, how):
     KVCache.for_model(model, "raw")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from transformers import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
 from ..errors import KvbitsWarning
@@ -24,15 +25,21 @@ ASKED = ("get_compiled_call", "create_masks_for_generate")
 
 
 def attach(model: Any) -> None:
-    """From now on `generate` asks here."""
-    for name in ASKED:
-        model.__dict__[name] = _Answer(model, name)
+    """From now on `generate` asks here, also that of a model which adapters or a compiler wrapped."""
+    for part in _generators(model):
+        for name in ASKED:
+            part.__dict__[name] = _Answer(part, name)
 
 
 def detach(model: Any) -> None:
     """Undo `attach`."""
-    for name in ASKED:
-        model.__dict__.pop(name, None)
+    for part in _generators(model):
+        for name in ASKED:
+            part.__dict__.pop(name, None)
+
+
+def _generators(model: Any) -> list[Any]:
+    return [part for part in model.modules() if isinstance(part, GenerationMixin)]
 
 
 class _Answer:
