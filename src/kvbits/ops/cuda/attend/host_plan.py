@@ -398,7 +398,7 @@ def plan(
     unpacks = unpack_then_flash.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
     if not unpacks and _may_unpack(call) and (num_queries == 1 or history_only):
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
-        packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit) is None
+        packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit, num_queries) is None
         unpacks = not packed and _refuses_unpacked(call, num_q_heads, q_dtype) is None
     if unpacks:
         return ChunkPlan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)

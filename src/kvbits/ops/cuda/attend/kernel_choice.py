@@ -141,8 +141,9 @@ def _scales_codes(layout: PageLayout) -> bool:
 
 
 def may_unpack(layout: PageLayout) -> bool:
-    """Whether pages of this layout are unpacked to 16-bit rows where no kernel reads them packed: of 4-bit floats, or with a scale for each page."""
-    return any(s.has_page_scale or (s.number_format.kind == "float" and s.bits < 8) for s in (layout.key, layout.value))
+    """Whether pages of this layout are unpacked to 16-bit rows where no kernel reads them packed: of banded codes or 4-bit floats, or with a scale for
+    each page."""
+    return any(s.is_banded or s.has_page_scale or (s.number_format.kind == "float" and s.bits < 8) for s in (layout.key, layout.value))
 
 
 def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:
