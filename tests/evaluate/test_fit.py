@@ -23,6 +23,7 @@ from kvbits.evaluate.sensitivity import Bench, State, fill_in, formats
 from kvbits.evaluate.texts import novel
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.models import weights_fingerprint
+from kvbits.integrations.vllm.scheme_file import _layer_formats
 from kvbits.spec import CacheSpec, FittedScheme, LayerGeometry, Override, PerChannel, QuantSpec, Scheme
 
 RAW = QuantSpec.raw()
@@ -151,12 +152,27 @@ def test_a_goal_needs_two_of_three():
         fit(bench_of(model), formats(layers * 2, False), Goal(layers=layers * 2, context=8192, memory_bytes=200_000), name="mine", progress=False)
 
 
+def test_a_fit_of_formats_that_tokens_have_by_themselves_is_one_that_vllm_serves(tmp_path):
+    model = uneven()
+    layers = layer_geometries(model.config)
+    limit = CacheSpec(scheme=schemes.get("int8k_int4v", head_dim=64), layers=layers).nbytes(512)
+    goal = Goal(layers=layers, context=512, memory_bytes=limit)
+    found = fit(bench_of(model), formats(layers, False, token_local=True), goal, name="mine", progress=False)
+    assert found.chosen.nbytes <= limit and all(x.token_local for i in range(len(layers)) for x in found.chosen.scheme.for_layer(i, len(layers)))
+    fitted = bound_to(found.chosen.scheme, layers, name="mine", weights="", model="tiny", description="")
+    (tmp_path / "mine.json").write_text(fitted.to_json())
+    served = _layer_formats(str(tmp_path / "mine.json"), layers)
+    assert [(f.scheme.key, f.scheme.value) for f in served if f] == [fitted.for_layer(i, len(layers)) for i in range(len(layers))]
+    with pytest.raises(SpecError, match="choose calibrated or token-local ones"):
+        formats(layers, True, token_local=True)
+
+
 def test_a_memory_that_no_bits_fit_is_refused_before_anything_is_measured():
     layers = tuple(LayerGeometry(num_kv_heads=2, head_dim=64) for _ in range(3))
     with pytest.raises(SpecError, match=r"1.00 kB do not hold 2 sequences of 8,192 tokens: the fewest bits take .* MB; give more memory"):
-        require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=1000), False)
-    require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=10**9), False)
-    require_room(Goal(layers=layers, memory_bytes=1000, max_kl=0.1), False)
+        require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=1000), formats(layers, False))
+    require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=10**9), formats(layers, False))
+    require_room(Goal(layers=layers, memory_bytes=1000, max_kl=0.1), formats(layers, False))
 
 
 def test_formats_that_need_a_basis_are_fitted_too():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..evaluate.fit import Fit, Goal
+    from ..evaluate.sensitivity import Formats
     from ..evaluate.texts import Text
 
 SIZES = (2, 512, 2, 1024)
@@ -37,6 +38,7 @@ def fit(
     max_kl: Annotated[float | None, typer.Option(help="Largest KL divergence from the 16-bit cache, nats. If not given, the least that fits.")] = None,
     text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Formats of the klt presets, whose keys need a calibration: made, and saved beside.")] = False,
+    token_local: Annotated[bool, typer.Option("--token-local", help="Formats that a token has by itself: what vLLM can serve (docs/serving.md).")] = False,
     windows: Annotated[int, typer.Option(help="Windows of each half of the text.", min=1)] = SIZES[0],
     dtype: Dtype = "auto",
     device: Device = None,
@@ -54,6 +56,7 @@ def fit(
     work = require_folder(out.with_suffix(".fit"), "--out")
     from .. import planner
     from ..evaluate.fit import Goal, require_room
+    from ..evaluate.sensitivity import formats
     from ..units import parse_bytes
 
     subject = subject_of(model, None, None, None, None)
@@ -62,10 +65,11 @@ def fit(
     limit = cards.cache_bytes if cards is not None else None if memory is None else parse_bytes(memory, "--memory")
     layers = planner.rank(subject.layers, gpus, subject.query_heads)
     goal = Goal(layers=layers, context=context, batch=batch, memory_bytes=limit, max_kl=max_kl)
-    require_room(goal, calibrate)
+    known = formats(layers, calibrate, token_local)
+    require_room(goal, known)
     kind = "float32" if dtype == "auto" and device in (None, "cpu") else dtype_name(dtype)
     set_threads(threads)
-    found = _run((model, kind, device), goal, text, (out, work), windows, calibrate)
+    found = _run((model, kind, device), goal, text, (out, work), windows, known)
     if as_json:
         print_json({"model": model, "out": str(out)} | found.to_dict())
     else:
@@ -74,7 +78,7 @@ def fit(
         raise typer.Exit(1)
 
 
-def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tuple[Path, Path], count: int, calibrated: bool) -> Fit:
+def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tuple[Path, Path], count: int, kind: Formats) -> Fit:
     """Measure, choose, and write the scheme (and what it needs)."""
     from ..evaluate.fit import bound_to, fit
     from ..evaluate.sensitivity import formats
@@ -89,8 +93,8 @@ def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tu
     work.mkdir(exist_ok=True)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     layers, name = layer_geometries(lm.config), Path(model.rstrip("/")).name
-    bench = _bench(lm, tokenizer, ids, first, second, work, calibrated)
-    found = fit(bench, formats(layers, calibrated), goal, name=out.stem)
+    bench = _bench(lm, tokenizer, ids, first, second, work, kind)
+    found = fit(bench, formats(layers, kind.calibrated, kind.token_local), goal, name=out.stem)
     how = f"fitted to {name} on {first.name.removesuffix('-start')}" if found.gained else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
     scheme = bound_to(found.chosen.scheme, layers, name=out.stem, weights=weights_fingerprint(lm), model=name, description=how)
     out.write_text(scheme.to_json() + "\n")
@@ -111,7 +115,7 @@ def _windows(tokenizer: Any, model: str, first: Text, second: Text, count: int) 
     )
 
 
-def _bench(model: Any, tokenizer: Any, ids: tuple[torch.Tensor, torch.Tensor], first: Text, second: Text, work: Path, calibrated: bool) -> Any:
+def _bench(model: Any, tokenizer: Any, ids: tuple[torch.Tensor, torch.Tensor], first: Text, second: Text, work: Path, known: Formats) -> Any:
     from .. import schemes
     from ..evaluate.calibrator import Calibrator, Sample
     from ..evaluate.sensitivity import Bench, State
@@ -119,12 +123,11 @@ def _bench(model: Any, tokenizer: Any, ids: tuple[torch.Tensor, torch.Tensor], f
     from ..integrations.models import weights_fingerprint
 
     bases = None
-    if calibrated:
+    if known.calibrated:
         klt = schemes.for_layers("klt4", layer_geometries(model.config))
         bases = Calibrator(model, tokenizer, first, tests=(second,), sample=Sample(8, 1024), directory=work)(klt).static
     header = {"weights": weights_fingerprint(model), "dtype": str(model.dtype), "text": first.sha256 + second.sha256, "windows": [list(x.shape) for x in ids]}
-    kind = "calibrated" if calibrated else "plain"
-    return Bench(model, *ids, bases, State(work / f"{kind}.json", header | {"formats": kind}))
+    return Bench(model, *ids, bases, State(work / f"{known.kind}.json", header | {"formats": known.kind}))
 
 
 def _print(found: Fit, model: str, out: Path, calibrated: bool) -> None:

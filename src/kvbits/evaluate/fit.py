@@ -22,7 +22,7 @@ from ..progress import bar
 from ..spec import CacheSpec, FittedScheme, LayerGeometry, Override, Scheme
 from ..units import human_bytes
 from .allocate import Curve, Option, Step, tempered, walk
-from .sensitivity import RAW, SIDES, Bench, Formats, fill_in, formats
+from .sensitivity import RAW, SIDES, Bench, Formats, fill_in
 
 TEMPERATURES = (1.0, 0.7, 0.4, 0.0)
 """Milder and milder choices (see `allocate.tempered`): as measured, two between, every layer alike."""
@@ -226,6 +226,8 @@ class _Search:
                 continue
             try:
                 scheme = presets.for_layers(name, self.goal.layers)
+                if self.known.token_local and not (scheme.page_size == PAGE and scheme.key.token_local and scheme.value.token_local):
+                    continue
                 found.append((self.goal.nbytes(scheme), scheme))
             except SpecError:
                 continue  # does not fit these heads
@@ -239,7 +241,7 @@ class _Search:
         return found
 
 
-def require_room(goal: Goal, calibrated: bool) -> None:
+def require_room(goal: Goal, known: Formats) -> None:
     """Refuse a memory that the fewest bits do not fit into, before anything is measured.
 
     Raises:
@@ -247,7 +249,6 @@ def require_room(goal: Goal, calibrated: bool) -> None:
     """
     if goal.context is None or goal.memory_bytes is None:
         return
-    known = formats(goal.layers, calibrated)
     cheapest = _uniform("least", known.key[min(known.key)], known.value[min(known.value)])
     least = goal.nbytes(cheapest)
     if least <= goal.memory_bytes:
@@ -256,7 +257,7 @@ def require_room(goal: Goal, calibrated: bool) -> None:
     raise SpecError(
         f"even in the fewest bits {human_bytes(goal.memory_bytes)} do not hold {counted(goal.batch, 'sequence')} of {goal.context:,} tokens: "
         f"the fewest bits take {human_bytes(least)}; give more memory, a context of at most {longest or 0:,} tokens"
-        + ("" if calibrated else ", or --calibrate for formats of fewer bits")
+        + ("" if known.calibrated or known.token_local else ", or --calibrate for formats of fewer bits")
     )
 
 
@@ -269,7 +270,7 @@ def fit(bench: Bench, known: Formats, goal: Goal, *, name: str, progress: bool =
     Raises:
         SpecError: even in the fewest bits the cache does not fit.
     """
-    require_room(goal, known.calibrated)
+    require_room(goal, known)
     search = _Search(bench, known, goal, name)
     search.measure_alone(progress)
     limit = goal.memory_bytes if goal.context is not None else None

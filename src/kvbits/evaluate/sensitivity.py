@@ -47,30 +47,49 @@ class Formats:
     Attributes:
         measured: widths that are measured; the others follow from these (`fill_in`).
         calibrated: keys need a calibrated basis.
+        token_local: none needs the other tokens of a page, so engines that store tokens one by one (vLLM) hold them all.
     """
 
     key: dict[int, QuantSpec]
     value: dict[int, QuantSpec]
     measured: tuple[int, ...]
     calibrated: bool = False
+    token_local: bool = False
+
+    @property
+    def kind(self) -> str:
+        """By which measurements are kept apart."""
+        return "calibrated" if self.calibrated else "token-local" if self.token_local else "plain"
 
     def of(self, side: str) -> dict[int, QuantSpec]:
         return self.key if side == "key" else self.value
 
 
-def formats(layers: tuple[LayerGeometry, ...], calibrated: bool) -> Formats:
-    """Formats for a model: integers whose scales come from the page, or with a calibration the basis of the klt presets."""
+def formats(layers: tuple[LayerGeometry, ...], calibrated: bool, token_local: bool = False) -> Formats:
+    """Formats for a model: integers whose scales come from the page, with a calibration the basis of the klt presets, or those
+    that tokens have by themselves: keys centred, in groups, and rotated where head_dim is a power of two.
+
+    Raises:
+        SpecError: both.
+    """
+    if calibrated and token_local:
+        raise SpecError("formats in a calibrated basis need whole pages; choose calibrated or token-local ones")
     size = math.gcd(VALUE_GROUP, *(g.head_dim for g in layers))
     widths = (8, 4, 3, 2)
     if calibrated:
         eight = QuantSpec(format="int8", granularity=PerGroup(size))
         keys = {b: presets.get(f"klt{b}").key for b in (4, 3, 2)} | {8: dataclasses.replace(eight, center="channel")}
         values = {b: presets.get(f"klt{b}").value for b in (4, 3, 2)} | {8: eight}
+    elif token_local:
+        rotated = all(g.head_dim & (g.head_dim - 1) == 0 for g in layers)
+        key = QuantSpec(format="int8", granularity=PerGroup(size), symmetric=False, center="channel", rotated=rotated)
+        keys = {b: dataclasses.replace(key, format=f"int{b}") for b in widths}
+        values = {b: QuantSpec(format=f"int{b}", granularity=PerGroup(size), symmetric=False) for b in widths}
     else:
         keys = {b: QuantSpec(format=f"int{b}", granularity=PerChannel(), symmetric=False) for b in widths}
         values = {b: QuantSpec(format=f"int{b}", granularity=PerGroup(size), symmetric=False) for b in widths}
     raw = {RAW: QuantSpec.raw()}
-    return Formats({b: keys[b] for b in widths} | raw, {b: values[b] for b in widths} | raw, (4, 2), calibrated)
+    return Formats({b: keys[b] for b in widths} | raw, {b: values[b] for b in widths} | raw, (4, 2), calibrated, token_local)
 
 
 def fill_in(measured: dict[int, float], widths: Sequence[int]) -> dict[int, float]:

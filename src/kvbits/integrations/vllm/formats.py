@@ -89,6 +89,7 @@ PLACEHOLDER = torch.bool
 _BY_TAG = {f.tag: f for f in FORMATS.values()}
 _SPARE_TAGS = (
     torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    *(getattr(torch, f"{kind}{bits}") for kind in ("uint", "int") for bits in range(1, 8)),
 )  # fmt: skip
 """For formats that only a scheme file has."""
 

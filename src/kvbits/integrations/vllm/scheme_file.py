@@ -66,6 +66,8 @@ def _format(path: str, layer: int, key: QuantSpec, value: QuantSpec, head_dim: i
     if key.is_raw and value.is_raw:
         return None
     where = f"{path}, layer {layer}"
+    if key.is_raw or value.is_raw:
+        raise UnsupportedError(f"{where}: one of keys and values is raw, and kernels read both packed or both raw; quantize both, or none")
     for side, spec in (("keys", key), ("values", value)):
         if not spec.token_local:
             raise UnsupportedError(
