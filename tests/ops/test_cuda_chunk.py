@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import FORMATS, INTEGERS, both, spec
 
+from kvbits import schemes
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.cuda.attend import unpack_then_flash as chunk
 from kvbits.ops.cuda.dequantize.unpacker import Unpacker, refuses_layout
@@ -43,6 +44,9 @@ def cases():
     yield Case(key=spec("int8"), value=spec("int3", scale_dtype="bfloat16"), **small | {"crop": 13}, page_size=32)
 
 
+KLT = [Case(key=schemes.get(n).key, value=schemes.get(n).value, lengths=(300, 0, 129), num_queries=140, tail=20, sinks=4, layers=2) for n in ("klt4", "klt2")]
+
+
 @needs_gpu
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_unpacked_rows_are_the_reference_rounded_once(case):
@@ -68,7 +72,7 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
 
 @needs_gpu
 @pytest.mark.parametrize("max_rows", [1 << 16, 128])
-@pytest.mark.parametrize("case", [*list(cases())[:6], *(c for c in cases() if c.low == (4, 4))], ids=str)
+@pytest.mark.parametrize("case", [*list(cases())[:6], *(c for c in cases() if c.low == (4, 4)), *KLT], ids=str)
 def test_a_chunk_agrees_with_float64(case, max_rows, monkeypatch):
     monkeypatch.setattr(chunk, "MAX_ROWS", max_rows)
     call, q, _ = build(case, "cuda")

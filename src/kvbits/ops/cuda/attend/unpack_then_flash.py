@@ -15,7 +15,8 @@ import torch
 
 from ....errors import DataError
 from ....later import upload
-from ...types import AttendCall, check_call, last_positions
+from ...types import AttendCall, Part, banded_sides, check_call, last_positions
+from ..dequantize.banded import BandedUnpacker
 from ..dequantize.unpacker import Unpacker, refuses_layout
 from ..merge import merge_partials
 from ..side import refuses_low
@@ -45,7 +46,16 @@ def refuses(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_querie
         return f"head_dim={layout.head_dim} is not a multiple of 8 up to 256"
     if call.page_lse is not None:
         return "it asks for log-sum-exps by page"
-    return next((why for p in call.parts if (why := refuses_layout(p.store.layout, q_dtype) or refuses_low(len(p.low)))), None)
+    return next((why for p in call.parts if (why := _refuses_part(p, q_dtype))), None)
+
+
+def _refuses_part(part: Part, q_dtype: torch.dtype) -> str | None:
+    layout = part.store.layout
+    if not banded_sides(layout):
+        return refuses_layout(layout, q_dtype) or refuses_low(len(part.low))
+    if part.low:
+        return "banded codes with low planes have no GPU kernel"
+    return None if q_dtype in (torch.float16, torch.bfloat16) else f"rows of {q_dtype} are not float16 or bfloat16"
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class _Pass:
     first: int
     last: int
     starts: list[int]
-    unpackers: list[tuple[int, Unpacker]]
+    unpackers: list[tuple[int, Unpacker | BandedUnpacker]]
 
 
 class ChunkPlan:
@@ -122,9 +132,12 @@ class ChunkPlan:
 
     def _pass(self, found: tuple[int, int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]], strides: tuple[int, ...]) -> _Pass:
         first, last, starts, entries = found
-        unpackers = []
+        unpackers: list[tuple[int, Unpacker | BandedUnpacker]] = []
         for part, ids, rows in entries:
             p = self.call.parts[part]
+            if banded_sides(p.store.layout):
+                unpackers.append((part, BandedUnpacker(p.store, self.dtype, p.table.page_ids[ids], rows, strides[part], p.table.starts[ids])))
+                continue
             addresses = upload(p.store.addresses()[p.table.page_ids[ids]], self.device)
             starts_of = upload(p.table.starts[ids].astype(np.int32), self.device)
             low = (p.low[0], upload(p.low[0].addresses()[p.table.low[0][ids]], self.device)) if p.low else None

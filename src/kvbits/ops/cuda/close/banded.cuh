@@ -97,19 +97,18 @@ DEVICE void write_shared(unsigned char* out, const Shared& shared) {
     }
 }
 
-/// Each plane as that of a format whose channels are those of the bands that have it.
-template <class S, class Shared>
-DEVICE void write_planes(unsigned char* out, const u32 (&codes)[D / BAND], int token, int j, Shared& shared) {
+/// Each plane as that of a format whose channels are those of the bands that have it: those that threads have the words of, and the others.
+template <class S>
+constexpr bool in_lanes() { return in_lanes<S>(8) && in_lanes<S>(4) && in_lanes<S>(2) && in_lanes<S>(1); }
+template <class S>
+DEVICE void write_lanes(unsigned char* out, const u32 (&codes)[D / BAND], int token, int j) {
     write_lanes<S, 8>(out, codes, token, j);
     write_lanes<S, 4>(out, codes, token, j);
     write_lanes<S, 2>(out, codes, token, j);
     write_lanes<S, 1>(out, codes, token, j);
-    if constexpr (in_lanes<S>(8) && in_lanes<S>(4) && in_lanes<S>(2) && in_lanes<S>(1)) return;
-    __syncthreads();  // codes take the rows' memory
-#pragma unroll
-    for (int i = 0; i < D / BAND; ++i)
-        if (S::width(i)) *reinterpret_cast<u32*>(&shared.codes[token][i * BAND + j * 4]) = codes[i];
-    __syncthreads();
+}
+template <class S, class Shared>
+DEVICE void write_shared(unsigned char* out, const Shared& shared) {
     write_shared<S, 8>(out, shared);
     write_shared<S, 4>(out, shared);
     write_shared<S, 2>(out, shared);

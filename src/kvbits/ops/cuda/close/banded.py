@@ -25,9 +25,7 @@ from ..runtime import driver
 from ..side import prepared, turns_on
 from .step import STEP_FIELDS
 
-LANES = 4
-"""Threads of a token."""
-RESIDENT_THREADS = {64: 1280, 128: 1024, 256: 512}
+RESIDENT_THREADS = {64: 896, 128: 640, 256: 256}
 """Of a multiprocessor, by the largest head_dim: registers are shared out for that many."""
 MOST_SHARED = 96 << 10
 """Bytes of a block, which every GPU since compute capability 8.0 gives."""
@@ -43,16 +41,16 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
             return f"{spec.format} {kind} beside banded codes have no CUDA closing kernel"
     if d % (32 if layout.key.basis == "klt" else BAND) or d > max(RESIDENT_THREADS):
         return f"head_dim={d} of banded codes is no multiple of {32 if layout.key.basis == 'klt' else BAND} or above {max(RESIDENT_THREADS)}"
-    if layout.page_size * LANES > 512 or layout.page_size % 16:
-        return f"page_size={layout.page_size} of banded codes is above {512 // LANES} or no multiple of 16"
+    if layout.page_size > 256 or layout.page_size % 16:
+        return f"page_size={layout.page_size} of banded codes is above 256 or no multiple of 16"
     if (nbytes := shared_bytes(layout)) > MOST_SHARED:
         return f"a page of {layout.page_size} x {d} in float32 takes {nbytes} bytes, more than a block's {MOST_SHARED}"
     return None
 
 
 def shared_bytes(layout: PageLayout) -> int:
-    """sizeof(Shared): rows, then means, cosines and sines, factors of tokens."""
-    return 4 * (layout.page_size * (layout.head_dim + 16) + 2 * layout.head_dim + layout.page_size)
+    """sizeof(Shared): rows, then sums of each warp, means, cosines and sines."""
+    return 4 * (layout.page_size * (layout.head_dim + 16) + (layout.page_size // 16 + 2) * layout.head_dim)
 
 
 def side_arguments(layout: PageLayout, kind: str) -> str:
@@ -67,7 +65,7 @@ def side_arguments(layout: PageLayout, kind: str) -> str:
 
 def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False) -> dict[str, int | str]:
     """Macros of one instantiation of close_banded.cu; `appends`: of a decode step."""
-    d, threads = layout.head_dim, layout.page_size * LANES
+    d, threads = layout.head_dim, layout.page_size * 2
     last = list(layout.sections.values())[-1]
     resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
     return {
@@ -104,8 +102,9 @@ def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: boo
 
 
 def operands(basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A basis [H, D, D] as the matrix units take it: float16 [H, D / 8, D / 16, 32 lanes, high and low, 8 bytes] of its columns over powers of two, and
-    those, float32 [H, D]. High and low add up to 22 bits of a column's largest number."""
+    """A basis [H, D, D] as the matrix units take it: float16 [H, D / 16 of y, D / 16 of k, 2 tiles, 32 lanes, high and low, 8 bytes] of its columns over
+    powers of two, and those, float32 [H, D]. High and low add up to 22 bits of a column's largest number. Lane 4 g + c has rows 4 c .. 4 c + 3 of 16, and
+    of tile t column 4 (g / 2) + 2 t + g % 2 of 16, so that what comes back lies as what goes in."""
     heads, d, _ = basis.shape
     basis = basis.detach().float()
     exponents = basis.cpu().abs().amax(1).frexp().exponent.clamp(-100, 100)
@@ -113,8 +112,8 @@ def operands(basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scaled = basis / column.unsqueeze(1)
     high = scaled.half()
     both = torch.stack([high, (scaled - high.float()).half()], 1)
-    by_lane = both.view(heads, 2, d // 16, 2, 4, 2, d // 8, 8)  # [.., half, step, high k, c, low k, tile, g]
-    return by_lane.permute(0, 6, 2, 7, 4, 1, 3, 5).contiguous(), column
+    by_lane = both.view(heads, 2, d // 16, 4, 4, d // 16, 4, 2, 2)  # [.., half, step, c, row, band, g / 2, tile, g % 2]
+    return by_lane.permute(0, 5, 2, 7, 6, 8, 3, 1, 4).contiguous(), column
 
 
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
