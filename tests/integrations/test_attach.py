@@ -51,7 +51,8 @@ def test_generate_batch_works_again_after_detach():
     KVCache.for_model(model, "int8")
     KVCache.detach(model)
     config = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=-1, pad_token_id=0, do_sample=False)
-    found = model.generate_batch(inputs=[[3, 4, 5], [6, 7]], generation_config=config)
+    size = transformers.generation.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # all free memory otherwise
+    found = model.generate_batch(inputs=[[3, 4, 5], [6, 7]], generation_config=config, continuous_batching_config=size)
     assert [len(x.generated_tokens) for x in found.values()] == [3, 3]
 
 

@@ -16,7 +16,7 @@ import torch
 import kvbits
 from kvbits import schemes
 from kvbits.cache import device_decode
-from kvbits.ops.cuda import merge, rotate
+from kvbits.ops.cuda import merge, place, rotate
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.attend import device_plan as attend_plan
 from kvbits.ops.cuda.attend import kernel_choice as cuda_format
@@ -320,6 +320,7 @@ def examples():
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "merge.cu": merge.defines(128, torch.bfloat16),
         "matrix.cu": matrix_cuda.defines(torch.bfloat16, 128),
+        "place.cu": place.defines(),
         "rotate.cu": rotate.defines(128, torch.bfloat16),
         "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),
         "work_list.cu": {"THREADS": attend_plan.THREADS, "NUM_PARTS": 2},

@@ -54,20 +54,21 @@ struct BandPlane {
 constexpr int KEY_STEPS = BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS;
 constexpr int MEAN_STEPS = K_HAS_MEAN ? D / 16 : 0;
 
-/// Operands of one unit and frame: the planes' steps, those of the mean (all channels in order), and what scores start from.
+/// Operands of one unit and frame: those of the planes' steps and of the mean (all channels in order), 16 bytes of a step's for each of `columns` columns.
 struct Record {
-    uint2 steps[KEY_STEPS + MEAN_STEPS][32];
-    float start[COLS];           // minus the middle of the codes' ranges times q'
+    float start[COLS];           // of each column minus the middle of the codes' ranges times q'
     float unit;                  // of the operands: what they have to be multiplied by
     float padding[32 - COLS - 1];
+    // then [KEY_STEPS + MEAN_STEPS][columns][4] uint2
 
-    static DEVICE Record* of(const Args& a, Unit u, int frame) {
+    static DEVICE char* of(const Args& a, Unit u, int frame) {
         const i64 unit = (i64(u.batch) * a.num_kv_heads + u.head) * a.column_blocks + u.block;
-        return static_cast<Record*>(a.records) + unit * a.frames + u32(frame) % u32(a.frames);
+        return static_cast<char*>(a.records) + (unit * a.frames + u32(frame) % u32(a.frames)) * a.record_bytes;
     }
+    static DEVICE uint2* steps(char* record) { return reinterpret_cast<uint2*>(record + sizeof(Record)); }
+    static DEVICE const uint2* steps(const char* record) { return reinterpret_cast<const uint2*>(record + sizeof(Record)); }
 };
-static_assert(sizeof(Record) == RECORD_BYTES && COLS == 8, "kernel_choice.py counts other steps");
-constexpr int RECORD_LINES = (sizeof(Record) + 127) / 128;
+static_assert(KEY_STEPS + MEAN_STEPS == RECORD_STEPS && COLS == 8 && sizeof(Record) == 128, "kernel_choice.py counts other steps");
 
 DEVICE int frame_of(int position) { return position / FRAME; }
 
@@ -78,15 +79,14 @@ struct InverseBasis {
     float padding[2];
 };
 
-template <int TILES>
+/// One unit's queries.
 struct FrameQueries {
-    static constexpr int KS = D / 16, STRIDE = D + 8;  // STRIDE: of a column in shared memory, float16
-    static_assert(TILES * 8 * STRIDE * 2 <= ROUNDS_AT_ONCE * COLS * ROUND_STRIDE * 4, "kernel_choice.py leaves too little shared memory to merge in");
+    static constexpr int KS = D / 16;
     u32 q[KS][2];                // of this lane's column: channels 16-bit, (8 i + 2 c, + 1) and D / 2 further on
     float down, unit, multiplier;
 
-    /// `columns`: a power of two; columns of the unit that are queries, rounded up.
-    DEVICE void load(const Args& a, Unit u, const InverseBasis& inverse, int columns, int lane) {
+    /// `columns`: of a record; a lane's is g % columns.
+    DEVICE FrameQueries(const Args& a, Unit u, const InverseBasis& inverse, int columns, int lane) {
         const int g = lane / 4, c = lane % 4, index = u.block * COLS + g % columns;
         const bool real = index < a.num_queries * a.group && position_of(a, u, g % columns) >= 0;
         const u16* row = static_cast<const u16*>(a.q) + q_offset(a, u, real ? index : 0);
@@ -129,70 +129,40 @@ struct FrameQueries {
         second = pack_f16((x - low_f16(first)) * 2048.f, (y - high_f16(first)) * 2048.f);
     }
 
-    /// Records of the frames first + (8 tile + g) / columns, of TILES tiles.
-    DEVICE void make(const Args& a, Unit u, const Part& part, const InverseBasis& inverse, int first, int last, int tile, int columns, u16* staged, int lane) const {
-        const int g = lane / 4, c = lane % 4, of_tile = 8 / columns;
-        u32 hi[TILES][KS][2], lo[TILES][KS][2];
+    /// The lane's column in the frame of `position`, as operands: first numbers and second ones of each step.
+    DEVICE void turn_back(uint4* operands, const float2* turns_of_pairs, int position, int lane) const {
+        const int c = lane % 4;
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-            const int position = -FRAME * min(first + (tile + t) * of_tile + g / columns, last);
-#pragma unroll
-            for (int i = 0; i < KS; ++i) {
-                const float4 turns = *reinterpret_cast<const float4*>(part.turns + 8 * i + 2 * c);
-                const float2 r0 = turn_of(position, {turns.x, turns.y}), r1 = turn_of(position, {turns.z, turns.w});
-                float2 x = two(q[i][0]), y = two(q[i][1]);
-                x = {x.x * down, x.y * down}, y = {y.x * down, y.y * down};
-                split(hi[t][i][0], lo[t][i][0], x.x * r0.x - y.x * r0.y, x.y * r1.x - y.y * r1.y);
-                split(hi[t][i][1], lo[t][i][1], y.x * r0.x + x.x * r0.y, y.y * r1.x + x.y * r1.y);
-            }
+        for (int i = 0; i < KS; ++i) {
+            const float4 turns = *reinterpret_cast<const float4*>(turns_of_pairs + 8 * i + 2 * c);
+            const float2 r0 = turn_of(-position, {turns.x, turns.y}), r1 = turn_of(-position, {turns.z, turns.w});
+            float2 x = two(q[i][0]), y = two(q[i][1]);
+            x = {x.x * down, x.y * down}, y = {y.x * down, y.y * down};
+            uint4 w;
+            split(w.x, w.z, x.x * r0.x - y.x * r0.y, x.y * r1.x - y.y * r1.y);
+            split(w.y, w.w, y.x * r0.x + x.x * r0.y, y.y * r1.x + x.y * r1.y);
+            operands[i * 32 + lane] = w;
         }
-#pragma unroll 1
-        for (int m = 0; m < D / 16; ++m) {
-            float large[TILES][4] = {}, small[TILES][4] = {};
-#pragma unroll
-            for (int i = 0; i < KS; ++i) {
-                const uint4 x = inverse.tiles[m][i][0][lane], y = inverse.tiles[m][i][1][lane];
-#pragma unroll
-                for (int t = 0; t < TILES; ++t) {
-                    mma_f16(large[t], x.x, x.y, x.z, x.w, hi[t][i][0], hi[t][i][1]);
-                    mma_f16(small[t], x.x, x.y, x.z, x.w, lo[t][i][0], lo[t][i][1]);
-                    mma_f16(small[t], y.x, y.y, y.z, y.w, hi[t][i][0], hi[t][i][1]);
-                }
-            }
-#pragma unroll
-            for (int t = 0; t < TILES; ++t) {
-                float r[4];
-                for (int k = 0; k < 4; ++k) r[k] = (large[t][k] + small[t][k] * (1.f / 2048.f)) * multiplier;
-                u16* to = staged + (t * 8 + g) * STRIDE + 16 * m + 2 * c;  // transposed: this lane's column
-                *reinterpret_cast<u32*>(to) = transpose_8x8(pack_f16(r[0], r[1]));
-                *reinterpret_cast<u32*>(to + 8) = transpose_8x8(pack_f16(r[2], r[3]));
-            }
-        }
-        __syncwarp();
-#pragma unroll 1
-        for (int t = 0; t < TILES; ++t) {
-            const int frame = first + (tile + t) * of_tile + g / columns, lane_of = g % columns * 4 + c;
-            write(Record::of(a, u, frame), staged + (t * 8 + g) * STRIDE, frame <= last, lane_of, c);
-        }
-        __syncwarp();
     }
     /// From a column in shared memory to its lanes' places in a record.
-    DEVICE void write(Record* record, const u16* column, bool wanted, int lane_of, int c) const {
+    DEVICE void write(char* record, const u16* column, bool wanted, int columns, int lane) const {
+        const int c = lane % 4, of_step = 4 * columns, place = lane % of_step;
+        uint2* steps = Record::steps(record) + place;
         float sum = 0.f;
-        plane<8>(sum, record, 0, column, wanted, lane_of, c);
-        plane<4>(sum, record, BandPlane<8>::STEPS, column, wanted, lane_of, c);
-        plane<2>(sum, record, BandPlane<8>::STEPS + BandPlane<4>::STEPS, column, wanted, lane_of, c);
-        plane<1>(sum, record, KEY_STEPS - BandPlane<1>::STEPS, column, wanted, lane_of, c);
+        plane<8>(sum, steps, of_step, column, wanted, c);
+        plane<4>(sum, steps + BandPlane<8>::STEPS * of_step, of_step, column, wanted, c);
+        plane<2>(sum, steps + (BandPlane<8>::STEPS + BandPlane<4>::STEPS) * of_step, of_step, column, wanted, c);
+        plane<1>(sum, steps + (KEY_STEPS - BandPlane<1>::STEPS) * of_step, of_step, column, wanted, c);
 #pragma unroll
         for (int i = 0; i < MEAN_STEPS; ++i) {
             const uint2 x = four(column, 16 * i + 4 * c);
-            if (wanted) record->steps[KEY_STEPS + i][lane_of] = x;
+            if (wanted) steps[(KEY_STEPS + i) * of_step] = x;
         }
         sum += __shfl_xor_sync(ALL_LANES, sum, 1);
         sum += __shfl_xor_sync(ALL_LANES, sum, 2);
         if (!wanted || c) return;
-        record->start[lane_of / 4] = -sum * power_of_two(-24);
-        if (lane_of == 0) record->unit = unit;
+        reinterpret_cast<Record*>(record)->start[place / 4] = -sum * power_of_two(-24);
+        if (place == 0) reinterpret_cast<Record*>(record)->unit = unit;
     }
     /// Channels 0, 2 and 1, 3 of four neighbours.
     static DEVICE uint2 four(const u16* column, int channel) {
@@ -200,7 +170,7 @@ struct FrameQueries {
         return {permute_bytes(x.x, x.y, 0x5410), permute_bytes(x.x, x.y, 0x7632)};
     }
     template <int BITS>
-    static DEVICE void plane(float& sum, Record* record, int first_step, const u16* column, bool wanted, int lane_of, int c) {
+    static DEVICE void plane(float& sum, uint2* steps, int of_step, const u16* column, bool wanted, int c) {
         using P = BandPlane<BITS>;
         constexpr u64 LIST = Bands::list(BITS);
 #pragma unroll
@@ -214,7 +184,7 @@ struct FrameQueries {
                 uint2 x = four(column, band * BAND + place % BAND);
                 x = {mul_f16x2(x.x, factor), mul_f16x2(x.y, factor)};
                 if (place >= P::CHANNELS) x = {0, 0};
-                if (wanted) record->steps[first_step + P::steps_before(load) + j][lane_of] = x;
+                if (wanted) steps[(P::steps_before(load) + j) * of_step] = x;
                 sum += (low_f16(x.x) + high_f16(x.x) + low_f16(x.y) + high_f16(x.y)) * (0.5f * ((1 << BITS) - 1) * power_of_two(BITS * j));
             }
     }
@@ -240,21 +210,63 @@ DEVICE void prefetch_basis(const Args& a) {
     const char* of_head = reinterpret_cast<const char*>(static_cast<const InverseBasis*>(a.parts[s.part].k_inverse) + unit_of(a, s.unit).head);
     for (int line = threadIdx.x; line < int(sizeof(InverseBasis)) / 128; line += CONSUMERS) prefetch_l1(of_head + line * 128);
 }
-/// The records that this block's walks read. All consumer warps call it.
+/// The records that this block's walks read. All consumer warps call it: each turns the queries of a tile of 8 columns and frames back, multiplies all of their
+/// tiles with 16 rows of the matrix that it holds in registers (loads wait behind all that the ring has in flight), and writes a tile's records.
 DEVICE void queries_in_basis(const Args& a, Merge& merge, int warp, int lane) {
-    constexpr int TILES = D > 128 ? 1 : 2;
-    u16* staged = reinterpret_cast<u16*>(&merge.rounds[warp][0][0][0]);
-    int turn = 0;                // whose turn it is
+    constexpr int KS = D / 16, OWNED = (KS + WARPS - 1) / WARPS, STRIDE = D + 8;  // STRIDE: of a column in shared memory, float16
+    static_assert(sizeof(merge.rounds[0]) >= KS * 32 * sizeof(uint4) && sizeof(merge.rounds[0]) >= 8 * STRIDE * 2, "kernel_choice.py leaves too little to merge in");
+    const int g = lane / 4, c = lane % 4;
     each_packed_segment(a, [&](const Part& part, Unit u, int first, int last) {
         const InverseBasis& inverse = static_cast<const InverseBasis*>(part.k_inverse)[u.head];
-        const int real = columns_of(a, u), columns = real > 4 ? 8 : real > 2 ? 4 : real;
-        const int tiles = ((last - first + 1) * columns + 7) / 8;
+        const int columns = a.record_columns, of_tile = 8 / columns, tiles = ((last - first + 1) * columns + 7) / 8;
+        uint4 large[KS], small[KS];
+        auto own = [&](int m) {
+#pragma unroll
+            for (int i = 0; i < KS; ++i) large[i] = inverse.tiles[min(m, KS - 1)][i][0][lane], small[i] = inverse.tiles[min(m, KS - 1)][i][1][lane];
+        };
+        own(warp);
 #pragma unroll 1
-        for (int tile = 0; tile < tiles; tile += TILES, turn = turn + 1 == WARPS ? 0 : turn + 1) {
-            if (turn != warp) continue;
-            FrameQueries<TILES> queries;
-            queries.load(a, u, inverse, columns, lane);  // each time: kept, they would take registers of the products
-            queries.make(a, u, part, inverse, first, last, tile, columns, staged, lane);
+        for (int batch = 0; batch < tiles; batch += WARPS) {
+            const int frame = first + (batch + warp) * of_tile + g / columns;
+            const FrameQueries queries(a, u, inverse, columns, lane);
+            if (batch + warp < tiles) queries.turn_back(reinterpret_cast<uint4*>(&merge.rounds[warp]), part.turns, FRAME * min(frame, last), lane);
+            sync_threads(CONSUMERS);
+            u32 found[OWNED][WARPS][2];
+#pragma unroll
+            for (int o = 0; o < OWNED; ++o) {
+                if (OWNED > 1) own(warp + o * WARPS);
+                if (warp + o * WARPS >= KS) continue;
+#pragma unroll
+                for (int t = 0; t < WARPS; ++t) {
+                    if (batch + t >= tiles) continue;
+                    const uint4* operands = reinterpret_cast<const uint4*>(&merge.rounds[t]) + lane;
+                    float sums[3][4] = {};
+#pragma unroll
+                    for (int i = 0; i < KS; ++i) {
+                        const uint4 b = operands[i * 32];
+                        mma_f16(sums[0], large[i].x, large[i].y, large[i].z, large[i].w, b.x, b.y);
+                        mma_f16(sums[1], large[i].x, large[i].y, large[i].z, large[i].w, b.z, b.w);
+                        mma_f16(sums[2], small[i].x, small[i].y, small[i].z, small[i].w, b.x, b.y);
+                    }
+                    float r[4];
+                    for (int k = 0; k < 4; ++k) r[k] = (sums[0][k] + (sums[1][k] + sums[2][k]) * (1.f / 2048.f)) * queries.multiplier;
+                    found[o][t][0] = transpose_8x8(pack_f16(r[0], r[1]));  // of this lane's column
+                    found[o][t][1] = transpose_8x8(pack_f16(r[2], r[3]));
+                }
+            }
+            sync_threads(CONSUMERS);
+#pragma unroll
+            for (int o = 0; o < OWNED; ++o)
+#pragma unroll
+                for (int t = 0; t < WARPS; ++t) {
+                    if (warp + o * WARPS >= KS || batch + t >= tiles) continue;
+                    u16* to = reinterpret_cast<u16*>(&merge.rounds[t]) + g * STRIDE + 16 * (warp + o * WARPS) + 2 * c;
+                    *reinterpret_cast<u32*>(to) = found[o][t][0];
+                    *reinterpret_cast<u32*>(to + 8) = found[o][t][1];
+                }
+            sync_threads(CONSUMERS);
+            if (batch + warp < tiles) queries.write(Record::of(a, u, frame), reinterpret_cast<const u16*>(&merge.rounds[warp]) + g * STRIDE, frame <= last, columns, lane);
+            __syncwarp();
         }
     });
     sync_threads(CONSUMERS);

@@ -21,7 +21,7 @@ from ...types import kvquant_extras
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from . import host_plan as attend_cuda
-from .kernel_choice import columns, kernel_for, record_bytes, refuses_columns, refuses_layout, refuses_low
+from .kernel_choice import columns, kernel_for, record_bytes, record_columns, refuses_columns, refuses_layout, refuses_low
 from .schedule import SEGMENT_COST, SEGMENT_FIELDS
 
 Slabs = Sequence[torch.Tensor]
@@ -155,8 +155,9 @@ class DevicePlan:
             column_blocks=column_blocks, window=self._work.window, scaling=scaling, softcap=softcap or 1.0,
             num_pieces=len(self.kernel.pieces), num_low_pieces=len(self.kernel.low_pieces),
         )  # fmt: skip
-        if packed and (nbytes := record_bytes(packed)):  # a sequence's pages in a part follow one another
+        if packed and (nbytes := record_bytes(packed, num_queries * group)):  # a sequence's pages in a part follow one another
             self._args.frames = max(n for x, n in zip(layouts, max_pages, strict=True) if not x.key.is_raw) * packed.page_size // FRAME + 2
+            self._args.record_bytes, self._args.record_columns = nbytes, record_columns(num_queries * group)
             self._records = torch.zeros(units * self._args.frames * nbytes, dtype=torch.uint8, device=self.device)
             self._args.records = self._records.data_ptr()
         for i, piece in enumerate((*self.kernel.pieces, *self.kernel.low_pieces)):

@@ -25,7 +25,19 @@ from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import as_float32, basis_on, turns_on, widened
 from . import codebook_format, unpack_then_flash
-from .kernel_choice import MAX_PIECES, Kernel, Shape, columns, kernel_for, may_unpack, record_bytes, refuses_columns, refuses_layout, refuses_low
+from .kernel_choice import (
+    MAX_PIECES,
+    Kernel,
+    Shape,
+    columns,
+    kernel_for,
+    may_unpack,
+    record_bytes,
+    record_columns,
+    refuses_columns,
+    refuses_layout,
+    refuses_low,
+)
 from .schedule import PartWork, chunks_per_sequence, schedule
 from .unpack_then_flash import ChunkPlan
 
@@ -121,7 +133,7 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
         *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
         ("scaling", ctypes.c_float), ("softcap", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows", "frames")),
+        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows", "frames", "record_bytes", "record_columns")),
         ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", PartArgs * MAX_PARTS),
     ]  # fmt: skip
 
@@ -221,7 +233,7 @@ class Plan:
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
             num_kv_heads=heads, column_blocks=column_blocks, layer=0, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
             softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
-            **self._records(call, packed, batch * heads * column_blocks),
+            **self._records(call, packed, batch * heads * column_blocks, num_queries * group),
             **(self._page_lse_rows(work, kernels, num_q_heads) if call.page_lse is not None else {}),
         )  # fmt: skip
         for i, part in enumerate(call.parts):
@@ -334,9 +346,9 @@ class Plan:
         self._keep += [partial, partial_ml, arrived]
         return {"partial": partial.data_ptr(), "partial_ml": partial_ml.data_ptr(), "arrived": arrived.data_ptr()}
 
-    def _records(self, call: AttendCall, packed: list[PageLayout], units: int) -> dict[str, int]:
+    def _records(self, call: AttendCall, packed: list[PageLayout], units: int, num_columns: int) -> dict[str, int]:
         """Where queries in the basis of banded keys go: for every unit as many frames as its pages touch."""
-        if not (nbytes := max(map(record_bytes, packed), default=0)):
+        if not (nbytes := max((record_bytes(x, num_columns) for x in packed), default=0)):
             return {}
         matrices = {id(p.store.static["k_inverse"]) for p in call.parts if p.store.layout.key.is_banded}
         if len(matrices) > 1:
@@ -348,7 +360,7 @@ class Plan:
                     frames = max(frames, int(table.starts[first:end].max()) // FRAME - int(table.starts[first:end].min()) // FRAME + 1)
         records = torch.zeros(units * frames * nbytes, dtype=torch.uint8, device=self.device)
         self._keep.append(records)
-        return {"records": records.data_ptr(), "frames": frames}
+        return {"records": records.data_ptr(), "frames": frames, "record_bytes": nbytes, "record_columns": record_columns(num_columns)}
 
     def _part(self, part: Part, kernels: list[Kernel], packed: list[PageLayout], layer_stride: int) -> PartArgs:
         layout = part.store.layout

@@ -113,13 +113,20 @@ def refuses_columns(layouts: Sequence[PageLayout], num_columns: int) -> str | No
     return f"{num_columns} query columns of a kv head over banded codes, whose queries are made for each frame; the CUDA kernel takes {MOST_BANDED_COLUMNS}"
 
 
-def record_bytes(layout: PageLayout) -> int:
+def record_columns(num_columns: int) -> int:
+    """Columns of a record (`record_bytes`): 1, 2, 4 or 8."""
+    return min(8, 1 << (num_columns - 1).bit_length())
+
+
+def record_bytes(layout: PageLayout, num_columns: int) -> int:
     """Bytes of the queries of one unit and frame in the basis of banded keys (struct Record of banded_queries.cuh), 0 for other formats."""
-    if not layout.key.is_banded:
-        return 0
+    return 128 + 32 * record_columns(num_columns) * _record_steps(layout) if layout.key.is_banded else 0
+
+
+def _record_steps(layout: PageLayout) -> int:
+    """Operands of a record: of the planes' matrix instructions, and those that multiply a page's mean."""
     d = layout.head_dim
-    steps = sum(_band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits) for bits, channels in layout.key.planes(d))
-    return 256 * (steps + (d // 16 if layout.key.center else 0)) + 128
+    return sum(_band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits) for bits, channels in layout.key.planes(d)) + (d // 16 if layout.key.center else 0)
 
 
 def _band_steps(words: int, fields: int) -> int:
@@ -344,7 +351,7 @@ def kernel_for(
     if has_codebook:
         defines |= codebook_format.defines(layout, fold, wide)
     if layout.key.is_banded:
-        defines |= side.band_defines(chunk_layout(layout, chunk)) | {"RECORD_BYTES": record_bytes(layout)}
+        defines |= side.band_defines(chunk_layout(layout, chunk)) | {"RECORD_STEPS": _record_steps(layout)}
     source = "codebook.cu" if has_codebook else "banded.cu" if layout.key.is_banded else "packed.cu"
     return Kernel(source, tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens)
 
@@ -383,7 +390,11 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
     spills_at_168 |= (low and cols > 8) or layout.key.static or any(scale_kind(s) == GROUP and s.num_groups(layout.head_dim) > 2 for s in specs)
     joined = any(len(s.planes(layout.head_dim)) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
     most = 7 if large or centered or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168 else 11
-    for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
+    if layout.key.is_banded and not large:  # 8 warps: each multiplies with 16 rows of a basis of 128 channels
+        most = 11
+    for warps in (
+        (11, 8, 7, 4, 3, 2, 1) if layout.key.is_banded else (11, 7, 4, 3, 2, 1)
+    ):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
         ring = 32 + 4 * warps if low else 16
         merge = merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias, _banded_rounds(layout) or 1)
         stages = (shared_limit - ring - merge) // (warps * (slot + 24))

@@ -12,6 +12,7 @@ template <bool LOW, class Walk>
 DEVICE void read_chunk(const Args& a, Unit u, Walk& walk, const Visible& see, Softmax& softmax, Ring& ring, const unsigned char* slots, int k, u32 number,
                        int lane) {
     const RingSlot coarse(number), fine(number + WARPS);
+    walk.keys.expect(a, lane);
     coarse.wait(ring);
     if (LOW) fine.wait(ring);
     const int2 tokens = ring.tokens[coarse.index];

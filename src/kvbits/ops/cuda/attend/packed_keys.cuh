@@ -276,6 +276,7 @@ struct KeySide {
     /// Nothing is asked for, or made, before the walks.
     static DEVICE void prefetch(const Args&) {}
     static DEVICE void prepare(const Args&, Merge&, int, int) {}
+    DEVICE void expect(const Args&, int) {}
 
     /// f(what scores of the page in `slot` are made of).
     template <class F>
