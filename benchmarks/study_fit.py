@@ -35,9 +35,10 @@ from kvbits.spec import LayerGeometry
 
 
 def budget(layers: tuple[LayerGeometry, ...], bits: float, context: int) -> int:
-    """Bytes of a cache of so many bits per element, its first and newest tokens raw."""
+    """Bytes of a cache of so many bits per element, its first and newest tokens raw; layers with a window hold that and a page."""
     raw = SINKS + RESIDUAL + PAGE
-    return sum(int(2 * g.num_kv_heads * g.head_dim * (bits / 8 * context + 2 * raw)) for g in layers)
+    held = (min(context, context if g.sliding_window is None else g.sliding_window + PAGE) for g in layers)
+    return sum(int(2 * g.num_kv_heads * g.head_dim * (bits / 8 * tokens + 2 * raw)) for g, tokens in zip(layers, held, strict=True))
 
 
 def row(found: Fit, bits: float, held_out: Bench, formats_: str) -> dict[str, Any]:
