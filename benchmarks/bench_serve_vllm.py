@@ -245,9 +245,8 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=0, help="decode: context at which the largest batch that fits is measured")
     parser.add_argument("--largest-step", type=int, default=16, help="decode: largest batches are multiples of this")
     parser.add_argument("--max-batch", type=int, default=400, help="decode: bound of the largest batch; graphs are captured up to here")
-    parser.add_argument(
-        "--steps", type=int, default=40, help="decode: tokens of each sequence, half of them past its context; 260 fill raw copies of 128 tokens"
-    )
+    parser.add_argument("--steps", type=int, default=40, help="decode: tokens of each sequence, half of them past its context")
+    parser.add_argument("--prefill", action="store_true", help="decode: prefill the prompts instead of filling pages; raw copies are made so")
     parser.add_argument("--speculate", type=int, help="decode: drafts of each sequence in a step")
     parser.add_argument("--prompts", type=int, nargs="*", default=[8192, 65536])
     parser.add_argument("--rate", type=float, default=4.0, help="serve: requests per second")

@@ -100,7 +100,7 @@ CONNECTORS = ("SimpleCPUOffloadConnector", "OffloadingConnector")
 
 def reloaded(path: Path, dtype: str, prompts: list[list[int]], connector: str, options: dict[str, Any]) -> tuple[int, float, float]:
     """Tokens that came back from host memory, and `distance` between answers from those blocks and from the same blocks where they were."""
-    transfer = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 60 << 20}}
+    transfer = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 31 << 20}}
     llm = engine(path, dtype, kv_transfer_config=transfer, **options)
     for prompt in prompts:
         generate(llm, [prompt], 16)

@@ -221,9 +221,8 @@ def test_refusals_need_no_gpu():
 
 @pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 @pytest.mark.parametrize("name", PRESETS)
-def test_compiles_with_few_spills(name):
-    """Some 20 words a thread once, where the product begins and ends; with the registers that take none fewer blocks fit."""
+def test_compiles_without_spills(name):
     key, value = sides(name)
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
     binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close_banded.cu", cuda_banded.defines(layout, torch.bfloat16), "sm_90")
-    assert binary.resources("close_banded").spill_bytes <= 320
+    assert binary.resources("close_banded").spill_bytes == 0
