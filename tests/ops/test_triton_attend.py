@@ -66,7 +66,7 @@ def test_agrees_with_float64(index):
 @pytest.mark.skipif(INTERPRETED, reason="this is the process of its own")
 def test_interpreted_on_the_cpu():
     """Triton decides at import whether it interprets, so this takes a process."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "agrees"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", __file__, "-k", "agrees"]
     found = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert found.returncode == 0, found.stdout[-3000:]
     assert "12 passed" in found.stdout
