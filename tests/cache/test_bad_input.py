@@ -431,3 +431,23 @@ def test_queries_of_padding_may_hold_anything():
     cache.begin(2, 3, valid)
     for layer in range(2):
         assert torch.isfinite(cache.step(layer, q, k, v, scaling=1.0, valid=valid)).all()
+
+
+def test_counts_and_lists_of_the_wrong_kind_are_refused():
+    cache = make()
+    for layer in range(2):
+        cache.append(layer, *qkv(tokens=100)[1:])
+    before = picture(cache)
+    wrong = [
+        (lambda: cache.begin(1, 1.5), "tokens of a forward pass=1.5"), (lambda: cache.begin("x", 1), "sequences of a forward pass='x'"),
+        (lambda: cache.drop_pages(0, 5), "pages=5 must be a list"), (lambda: cache.drop_pages(0, [5]), "pages of a layer group=5"),
+        (lambda: cache.drop_pages(0, [["a", 1]]), "begins at token a"), (lambda: cache.select(3), "sequences=3 must be a list"),
+        (lambda: cache.select(None), "sequences=None"), (lambda: cache.dequantize([0], 0), r"layer \[0\] does not exist"),
+        (lambda: cache.dequantize(0, 0, torch.int32), "float dtype"), (lambda: cache.dequantize(0, 0, "float32"), "float dtype"),
+        (lambda: cache.append(0, None, None), "must be tensors, got NoneType"), (lambda: cache.set_zones(0, 5), "tiers=5 must be a list"),
+    ]  # fmt: skip
+    for call, says in wrong:
+        with pytest.raises((DataError, SpecError), match=says):
+            call()
+        assert not cache.in_pass
+    assert picture(cache) == before

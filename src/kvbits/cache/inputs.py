@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, KvbitsError, counted
 from ..later import Findings
 from ..ops.types import check_factors
 from ..quant.qparams import TORCH_DTYPES, require_finite
@@ -18,6 +18,17 @@ AT_ONCE = ("cpu",)
 """Devices whose numbers are looked at where they arrive. Of others the host would wait for all that they were given."""
 LARGEST_QUERY = 2.0**100
 """1.3e30: float32 reaches 3e8 times as far, which leaves room for keys, and for sums over their channels."""
+
+
+def listed(name: str, values: Any, error: type[KvbitsError] = DataError) -> list[Any]:
+    """`values` as a list.
+
+    Raises:
+        DataError: (or `error`) one value where several are asked for.
+    """
+    if isinstance(values, str) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
+        raise error(f"{name}={values!r} must be a list")
+    return list(values)
 
 
 class InputCheck:
@@ -37,12 +48,15 @@ class InputCheck:
         Raises:
             DataError: naming the tensor, what it is and what it must be.
         """
-        given = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+        try:
+            given = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+        except AttributeError:
+            raise DataError(f"queries, keys and values must be tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}") from None
         if self._passed.get(layer) == given:
             return
         spec, device = self._spec, self._device
         if layer not in range(len(spec.layers)):
-            raise DataError(f"layer {layer} does not exist; the cache has {len(spec.layers)} layers")
+            raise DataError(f"layer {layer} does not exist; the cache has {counted(len(spec.layers), 'layer')}")
         g = spec.layers[layer]
         if q.ndim != 4 or not q.shape[2] or q.shape[2] % g.num_kv_heads or q.shape[3] != g.head_dim:
             raise DataError(

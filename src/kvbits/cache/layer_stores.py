@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..errors import DataError
 from ..ops.reference.dequantize import dequantize_pages
 from ..ops.rotation import Rotation, products, rotation_for
 from ..ops.types import LowStore, PageStore
@@ -101,6 +102,8 @@ class LayerStores:
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, H, D] that a sequence holds, as far as all kv heads hold them."""
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise DataError(f"keys and values are read into a float dtype, not {dtype!r}")
         g = self.spec.layers[layer]
         places = [(place, *self._dequantize(place, row, dtype)) for place in self.places[layer]]
         shared = functools.reduce(np.intersect1d, [at for _, at, _, _ in places])  # pages leave a window whole, and those of other specs at other times

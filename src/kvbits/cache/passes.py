@@ -13,6 +13,7 @@ import torch
 from ..errors import CacheStateError, DataError, counted
 from ..later import Findings, upload
 from ..ops.types import LowStore, PageStore, SlotMapping
+from ..spec import MOST_TOKENS, whole
 from . import explain
 from .budget import Budget, OverBudgetError
 from .decode_switch import DecodeSwitch
@@ -157,6 +158,8 @@ class Passes:
                 f"the last forward pass never reached layer {missing[0]} ({counted(len(missing), 'layer')} missing), so their pages hold nothing; "
                 "call abandon() to take the pass back, reset(), or free() the sequences"
             )
+        for name, n in (("sequences", batch_size), ("tokens", num_tokens)):
+            whole(f"{name} of a forward pass", n, -MOST_TOKENS, MOST_TOKENS, error=DataError)
         if num_tokens < 1 or batch_size < 1:
             raise DataError(f"a forward pass of {counted(batch_size, 'sequence')} x {counted(num_tokens, 'token')} is empty; pass at least one token")
         held = len(self._groups[0].sequences)

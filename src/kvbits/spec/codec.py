@@ -76,11 +76,11 @@ def from_dict(data: Any) -> Any:
     fields = dict(data)
     name = fields.pop("type", None)
     choice("spec type", name, _TYPES)
-    if name == "QuantSpec" and fields.get("format") == "raw":
-        return _TYPES[name].raw()  # type: ignore[attr-defined]
     known = {f.name for f in dataclasses.fields(_TYPES[name])}
     if unknown := set(fields) - known:
         raise SpecError(f"{name} has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+    if name == "QuantSpec" and fields.get("format") == "raw":
+        return _TYPES[name].raw()  # type: ignore[attr-defined]
     for f in dataclasses.fields(_TYPES[name]):
         if f.name in fields and not _fits(fields[f.name], str(f.type)):
             raise SpecError(f"{name}.{f.name} is {fields[f.name]!r}, which is not {f.type}")
