@@ -257,7 +257,10 @@ def test_an_interrupted_eager_pass_is_taken_back(model, graph):
 @needs_compiler
 def test_tokens_that_cannot_be_captured_are_said_once(model, graph):
     cache = fixed(model, "int4", batch=2)
-    with pytest.warns(RuntimeWarning, match="run eagerly for now, in no graph: the attention of pages is watched") as found, graphs.graphed(model, cache) as decoder:
+    with (
+        pytest.warns(RuntimeWarning, match="run eagerly for now, in no graph: the attention of pages is watched") as found,
+        graphs.graphed(model, cache) as decoder,
+    ):
         cache.store.watching = True
         generate(model, prompts([30, 20]), cache, 12)
     assert decoder.replays == 0 and len(found) == 1
