@@ -82,19 +82,11 @@ DEVICE void hadamard(Token& x, int j) {
 DEVICE int thread_token(int r) { return int(threadIdx.x) / 32 * 16 + r * 8 + int(threadIdx.x) % 32 / LANES; }
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
 
-/// Takes the channels' means off, as the reference does: sums in float64, of rows in shared memory.
-template <class S>
-DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared& shared, bool& overflow) {
-#pragma unroll
-    for (int r = 0; r < TOKENS; ++r)
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i)
-            *reinterpret_cast<float4*>(&shared.x[thread_token(r) * ROW + i * BAND + j * 4]) = {x[r][i][0], x[r][i][1], x[r][i][2], x[r][i][3]};
-    __syncthreads();
+/// Stores the channels' means, mean_of(channel) each, and takes them off.
+template <class S, class MeanOf>
+DEVICE void take_means(Token (&x)[TOKENS], int j, unsigned char* out, Shared& shared, bool& overflow, MeanOf mean_of) {
     for (int ch = threadIdx.x; ch < D; ch += THREADS) {
-        double sum = 0;
-        for (int t = 0; t < PAGE; ++t) sum += shared.x[t * ROW + ch];
-        const float mean = rounded<FLOAT16>(float(sum / PAGE));
+        const float mean = rounded<FLOAT16>(mean_of(ch));
         overflow |= !finite(mean);
         store<FLOAT16>(out + S::MEAN_OFFSET, ch, mean);
         shared.mean[ch] = mean;
@@ -106,6 +98,22 @@ DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared&
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r) x[r][i][0] -= mean.x, x[r][i][1] -= mean.y, x[r][i][2] -= mean.z, x[r][i][3] -= mean.w;
     }
+}
+
+/// Takes the channels' means off, as the reference does: sums in float64, of rows in shared memory.
+template <class S>
+DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared& shared, bool& overflow) {
+#pragma unroll
+    for (int r = 0; r < TOKENS; ++r)
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i)
+            *reinterpret_cast<float4*>(&shared.x[thread_token(r) * ROW + i * BAND + j * 4]) = {x[r][i][0], x[r][i][1], x[r][i][2], x[r][i][3]};
+    __syncthreads();
+    take_means<S>(x, j, out, shared, overflow, [&](int ch) {
+        double sum = 0;
+        for (int t = 0; t < PAGE; ++t) sum += shared.x[t * ROW + ch];
+        return float(sum / PAGE);
+    });
 }
 
 /// A thread's part of its tokens, turned back by the frame over a power of two of each token, as operands of the matrix units.
@@ -185,22 +193,12 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
     }
     if (!S::HAS_MEAN) return;
     __syncthreads();
-    for (int ch = threadIdx.x; ch < D; ch += THREADS) {
+    take_means<S>(x, j, out, shared, overflow, [&](int ch) {
         float sum = 0.f;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) sum += shared.sums[warp][ch];
-        const float mean = rounded<FLOAT16>(sum / PAGE);
-        overflow |= !finite(mean);
-        store<FLOAT16>(out + S::MEAN_OFFSET, ch, mean);
-        shared.mean[ch] = mean;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i) {
-        const float4 mean = four_at(shared.mean, i, j);
-#pragma unroll
-        for (int r = 0; r < TOKENS; ++r) x[r][i][0] -= mean.x, x[r][i][1] -= mean.y, x[r][i][2] -= mean.z, x[r][i][3] -= mean.w;
-    }
+        return sum / PAGE;
+    });
 }
 
 /// What a scale misses x by. Levels are halves of odd numbers of scales, symmetric: with b bits the distance from the nearest is
