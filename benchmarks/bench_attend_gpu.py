@@ -28,6 +28,7 @@ from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_nested, close_pages
 from kvbits.ops.triton import attend as triton
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.quant.banded import steps as band_steps
 from kvbits.schemes import PRESETS
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, QuantSpec, Scheme
 
@@ -68,6 +69,12 @@ def _schemes() -> dict[str, tuple[QuantSpec, QuantSpec]]:
 
 def _page_size(name: str) -> int:
     return PRESETS[name].page_size if name in PRESETS else PAGE
+
+
+def made_up_basis(key: QuantSpec, heads: int, head_dim: int) -> torch.Tensor:
+    """float32 [heads, head_dim, head_dim]: another direction for each channel, of lengths at which a step of 1 suits normal numbers."""
+    mixed = torch.eye(head_dim, device="cuda") + torch.randn(heads, head_dim, head_dim, device="cuda") / (2 * head_dim**0.5)
+    return mixed / band_steps(key, head_dim).cuda()
 
 
 def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:

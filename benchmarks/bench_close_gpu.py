@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_attend_gpu import KVQUANT, calibrated, copy_bandwidth, report, time_us
+from bench_attend_gpu import KVQUANT, calibrated, copy_bandwidth, made_up_basis, report, time_us
 
 from kvbits import schemes
 from kvbits.ops.cuda.append import tokens as append_cuda
@@ -31,7 +31,6 @@ from kvbits.ops.cuda.close import packed as cuda
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore, SlotMapping, banded_sides, kvquant_extras
-from kvbits.quant.banded import steps as band_steps
 from kvbits.spec import LowLayout, PageLayout, PerGroup, PerToken, QuantSpec
 
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
@@ -51,11 +50,10 @@ def _rows() -> dict[str, tuple[QuantSpec, QuantSpec, bool]]:
 
 
 def shared_by_pages(layout: PageLayout) -> dict[str, torch.Tensor]:
-    """`calibrated`, and a basis of another direction for each channel, of lengths at which a step of 1 suits normal numbers."""
+    """`calibrated`, and a basis."""
     static, d = calibrated(layout), layout.head_dim
     if layout.key.basis == "klt":
-        mixed = torch.eye(d, device="cuda") + torch.randn(layout.num_kv_heads, d, d, device="cuda") / (2 * d**0.5)
-        static["k_basis"] = mixed / band_steps(layout.key, d).cuda()
+        static["k_basis"] = made_up_basis(layout.key, layout.num_kv_heads, d)
         static["k_inv_freq"] = 500_000.0 ** (-torch.arange(d // 2, device="cuda") / (d // 2))
     return static
 

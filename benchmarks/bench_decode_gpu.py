@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_attend_gpu import HEAD_DIM, KV_HEADS, bench_16_bit, copy_bandwidth, time_us
+from bench_attend_gpu import HEAD_DIM, KV_HEADS, bench_16_bit, copy_bandwidth, made_up_basis, time_us
 from result_file import command, write_result
 
 from kvbits import schemes
@@ -30,7 +30,6 @@ from kvbits.ops import paged_attention
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
-from kvbits.quant.banded import steps as band_steps
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerGroup, QuantSpec, Rotary, Scheme
 
 SHAPES = ((1, 32, 32768), (8, 32, 32768), (32, 32, 8192), (32, 64, 4096), (64, 32, 4096), (128, 32, 2048))  # sequences, query heads, tokens
@@ -54,8 +53,7 @@ def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | 
     if not scheme.needs_calibration:
         return None
     if scheme.key.basis == "klt":
-        mixed = [torch.eye(HEAD_DIM, device="cuda") + torch.randn(KV_HEADS, HEAD_DIM, HEAD_DIM, device="cuda") / (2 * HEAD_DIM**0.5) for _ in range(layers)]
-        return [{"k_basis": x / band_steps(scheme.key, HEAD_DIM).cuda()} for x in mixed]
+        return [{"k_basis": made_up_basis(scheme.key, KV_HEADS, HEAD_DIM)} for _ in range(layers)]
     book = torch.linspace(-1, 1, 2**scheme.key.bits, device="cuda").expand(KV_HEADS, -1).contiguous()
     return [{"k_codebook": book, "v_codebook": book} for _ in range(layers)]
 

@@ -12,7 +12,7 @@ from ..errors import DataError, KvbitsError, counted
 from ..later import Findings
 from ..ops.types import check_factors
 from ..quant.qparams import TORCH_DTYPES, require_finite
-from ..spec import CacheSpec
+from ..spec import MOST_TOKENS, CacheSpec, whole
 
 AT_ONCE = ("cpu",)
 """Devices whose numbers are looked at where they arrive. Of others the host would wait for all that they were given."""
@@ -29,6 +29,24 @@ def listed(name: str, values: Any, error: type[KvbitsError] = DataError) -> list
     if isinstance(values, str) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
         raise error(f"{name}={values!r} must be a list")
     return list(values)
+
+
+def positions_of_pages(starts: Any) -> list[int]:
+    """`starts` as a list of whole numbers.
+
+    Raises:
+        DataError: no list, or what is no position.
+    """
+    return [whole("page that begins at token", at, -MOST_TOKENS, MOST_TOKENS, error=DataError) for at in listed("pages of a layer group", starts)]
+
+
+def require_layer(spec: CacheSpec, layer: Any) -> None:
+    """
+    Raises:
+        DataError: the cache has no such layer.
+    """
+    if layer not in range(len(spec.layers)):
+        raise DataError(f"layer {layer} does not exist; the cache has {counted(len(spec.layers), 'layer')}")
 
 
 class InputCheck:
@@ -55,8 +73,7 @@ class InputCheck:
         if self._passed.get(layer) == given:
             return
         spec, device = self._spec, self._device
-        if layer not in range(len(spec.layers)):
-            raise DataError(f"layer {layer} does not exist; the cache has {counted(len(spec.layers), 'layer')}")
+        require_layer(spec, layer)
         g = spec.layers[layer]
         if q.ndim != 4 or not q.shape[2] or q.shape[2] % g.num_kv_heads or q.shape[3] != g.head_dim:
             raise DataError(

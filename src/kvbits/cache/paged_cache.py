@@ -29,7 +29,7 @@ from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
 from .explain import Explanation
 from .group import GroupState
-from .inputs import InputCheck, listed
+from .inputs import InputCheck, listed, positions_of_pages, require_layer
 from .layer_runner import LayerRunner
 from .layer_stores import LayerStores
 from .passes import Forward, Passes
@@ -392,11 +392,11 @@ class PagedCache:
         """
         self._passes.require_none("drop_pages")
         (row,) = self._rows([row])
-        held, starts = self.closed_pages(row), [listed("pages of a layer group", s) for s in listed("pages", starts)]
+        held, starts = self.closed_pages(row), [positions_of_pages(s) for s in listed("pages", starts)]
         if len(starts) != len(held):
             raise DataError(f"{len(starts)} lists of pages for {len(held)} layer groups; pass one for each, as closed_pages() gives them")
         for g, (wanted, known) in enumerate(zip(starts, held, strict=True)):
-            if bad := [at for at in wanted if at not in known]:
+            if bad := sorted(set(wanted) - set(known)):
                 raise DataError(f"no closed page of sequence {row} begins at token {bad[0]} in layer group {g}; closed_pages({row}) lists them")
         if any(g.keep_past for g in self.groups):
             raise CacheStateError("drop_pages() while tokens are speculative; crop() to the present length first")
@@ -494,7 +494,6 @@ class PagedCache:
         Tokens of dropped pages, and those that left a sliding window, are missing; where heads are stored in different ways, so is what not all of them hold.
         """
         (row,) = self._rows([row])
-        if layer not in range(len(self.spec.layers)):
-            raise DataError(f"layer {layer} does not exist; the cache has {counted(len(self.spec.layers), 'layer')}")
+        require_layer(self.spec, layer)
         self._switch.settle()
         return self._stores.dequantize(layer, row, dtype)

@@ -18,7 +18,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ..errors import KvbitsWarning
 from . import graphs
-from .masks import Columns
+from .masks import is_ours
 
 ASKED = ("get_compiled_call", "create_masks_for_generate")
 """Methods of a model that `attach` answers."""
@@ -71,11 +71,6 @@ class _Answer:
 
     def __reduce__(self) -> Any:
         return _Answer, (self._model(), self._name)
-
-
-def is_ours(cache: Any) -> bool:
-    """Whether it is a `KVCache`."""
-    return isinstance(getattr(cache, "columns", None), Columns)
 
 
 class _Tokens:

@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput
 
 from ..cache import device_decode, explain
 from ..errors import CacheStateError, DataError, KvbitsError, UnsupportedError, counted
-from .masks import NAME, Columns
+from .masks import NAME, is_ours
 from .models import require_loaded
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def _copy(x: Any) -> Any:
 def _check(model: Any, cache: KVCache) -> None:
     """Refuse what can never be captured, before anything runs."""
     require_loaded(model)
-    if not isinstance(getattr(cache, "columns", None), Columns):
+    if not is_ours(cache):
         raise DataError(f"graphed() needs the KVCache that the model decodes with, not {type(cache).__name__}; KVCache.for_model(model, ..) makes one")
     if is_compiled(model):
         raise UnsupportedError("graphed() takes the model itself, not what torch.compile made of it; a graph needs no compiler")

@@ -163,6 +163,11 @@ class Columns:
         self.been.clear()
 
 
+def is_ours(cache: Any) -> bool:
+    """Whether it is a `KVCache`."""
+    return isinstance(getattr(cache, "columns", None), Columns)
+
+
 _numbers = itertools.count()
 _numbered: weakref.WeakValueDictionary[int, Columns] = weakref.WeakValueDictionary()
 

@@ -97,6 +97,15 @@ class Side:
     def is_raw(self) -> bool:
         return self.format == FORMATS["raw"]
 
+    @property
+    def packed_widths(self) -> int:
+        """Bits of each band, four of them for each, the first lowest."""
+        return sum(bits << 4 * i for i, bits in enumerate(self.widths))
+
+    def offset_of_plane(self, bits: int) -> int:
+        """Where the plane of so many bits lies among those of banded codes, 0 where there is none."""
+        return dict(zip(self.planes, self.plane_offset, strict=True)).get(bits, 0)
+
     def plane(self, i: int) -> tuple[int, int, int]:
         """(bits, bytes of a token's row, offset) of plane i, zeros where the format has fewer."""
         return (self.planes[i], self.row_bytes[i], self.plane_offset[i]) if i < len(self.planes) else (0, 0, 0)

@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UnsupportedError
+from ...later import upload
 from ...ops import paged_attention
 from ...ops.cuda import place as place_cuda
 from ...ops.cuda.attend.device_plan import MAX_QUERIES
@@ -26,7 +27,7 @@ from ...ops.reference.place import Copies, Places
 from .formats import PAGE_SIZE
 from .impl import Call, KVBitsImpl
 from .options import options_of
-from .prefill import Prefill, to_device
+from .prefill import Prefill
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,6 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         if places.copies and m.req_idx is not None:  # the V2 runner's; rows of its V1 move when others end, and then lose copies
             padded = np.full(rows, len(places.copies.holds), np.int32)  # of padding: nobody
             padded[: len(m.req_idx)] = m.req_idx[:rows]
-            owners = to_device(padded, self.device)
+            owners = upload(padded, self.device)
         run = place_cuda.place if self.device.type == "cuda" else place_reference.place
         run(places, m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...later import upload
 from ...ops.merging import merge_partials
 from ...ops.reference.dequantize import dequantize_pages, section
 from ...ops.reference.place import Copies
@@ -126,9 +127,9 @@ class _Placed:
         offsets = np.repeat(p.starts[1:] - ends[1:], lens) + np.arange(ends[-1]) if p.fresh else np.zeros(0, np.int64)
         self.max_q, self.max_k = int(lens.max()), int(np.diff(p.starts).max())
         self.num_pages = len(p.pages)
-        self.q_starts, self.k_starts = (to_device(x.astype(np.int32), device) for x in (ends, p.starts))
-        self.targets = to_device(offsets, device)
-        pages = to_device(p.pages, device)
+        self.q_starts, self.k_starts = (upload(x.astype(np.int32), device) for x in (ends, p.starts))
+        self.targets = upload(offsets, device)
+        pages = upload(p.pages, device)
         self.page_ids = block_table[pages[:, 0], pages[:, 1]].long()
         self.rows = pages[:, 2:].to(torch.int32)
         self.rows_host = p.pages[:, 2:]
@@ -181,8 +182,8 @@ class _Copied:
         page = np.repeat(np.arange(len(row)), count)
         place = np.arange(len(page)) - np.repeat(np.cumsum(count) - count, count)
         device = block_table.device
-        page_of, places, rows = (to_device(x, device) for x in (page, place, first[page] + place))
-        block = block_table[to_device(row, device), to_device(entry, device)].long()
+        page_of, places, rows = (upload(x, device) for x in (page, place, first[page] + place))
+        block = block_table[upload(row, device), upload(entry, device)].long()
         copy = copies.of_blocks(block)
         return cls(rows, copy.clamp(min=0)[page_of], places, (copy >= 0)[page_of][:, None, None])
 
@@ -220,7 +221,7 @@ class Prefill:
             self._placed = [_Placed(p, query_lens, seq_lens - query_lens, block_table, copies) for p in found]
         elif len(query_lens):
             self._max_len = int(query_lens.max())
-            self._starts = to_device(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32), block_table.device)
+            self._starts = upload(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32), block_table.device)
 
     def run(
         self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, copies: torch.Tensor | None = None
@@ -293,9 +294,3 @@ def _attend_reference(
         lses[mine] = scores.logsumexp(-1).transpose(0, 1)
         found[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
     return found, lses
-
-
-def to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
-    """There without waiting."""
-    made = torch.from_numpy(x)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

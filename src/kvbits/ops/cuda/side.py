@@ -89,9 +89,8 @@ def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, i
 def band_defines(chunk: PageLayout) -> dict[str, int]:
     """Macros of banded.cu for banded keys: the width of each band, four bits each, and where their planes lie."""
     side = describe(chunk, "k")
-    widths = sum(w << 4 * i for i, w in enumerate(side.widths))
-    offsets = dict(zip(side.planes, side.plane_offset, strict=True))
-    return {"K_WIDTHS_LOW": widths & 0xFFFFFFFF, "K_WIDTHS_HIGH": widths >> 32} | {f"K_PLANE{bits}_OFFSET": offsets.get(bits, 0) for bits in BAND_PLANES}
+    widths = {"K_WIDTHS_LOW": side.packed_widths & 0xFFFFFFFF, "K_WIDTHS_HIGH": side.packed_widths >> 32}
+    return widths | {f"K_PLANE{bits}_OFFSET": side.offset_of_plane(bits) for bits in BAND_PLANES}
 
 
 def basis_on(inverse: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -58,10 +58,8 @@ def side_arguments(layout: PageLayout, kind: str) -> str:
     """Template arguments of struct Banded but the last: keys (kind "k") or values ("v") of a layout."""
     side = describe(layout, kind)
     basis = {None: "NO_BASIS", "hadamard": "HADAMARD", "klt": "CALIBRATED"}[side.basis]
-    offsets = dict(zip(side.planes, side.plane_offset, strict=True))
-    values = [side.scale_offset, side.mean_offset or 0, *(offsets.get(bits, 0) for bits in BAND_PLANES)]
-    widths = sum(bits << 4 * i for i, bits in enumerate(side.widths))
-    return f"{widths:#x}ull, {basis}, {int(side.has_mean)}, " + ", ".join(map(str, values))
+    values = [side.scale_offset, side.mean_offset or 0, *(side.offset_of_plane(bits) for bits in BAND_PLANES)]
+    return f"{side.packed_widths:#x}ull, {basis}, {int(side.has_mean)}, " + ", ".join(map(str, values))
 
 
 def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False) -> dict[str, int | str]:
@@ -102,19 +100,22 @@ def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: boo
         return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
 
 
-def operands(basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def columns_of(basis: torch.Tensor) -> torch.Tensor:
+    """float32 [H, D]: for each column of a basis [H, D, D] a power of two above its numbers, by which `operands` are divided."""
+    exponents = basis.detach().float().cpu().abs().amax(1).frexp().exponent.clamp(-100, 100)
+    return torch.ldexp(torch.ones(exponents.shape), exponents).to(basis.device)
+
+
+def operands(basis: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """A basis [H, D, D] as the matrix units take it: float16 [H, D / 16 of y, D / 16 of k, 2 tiles, 32 lanes, high and low, 8 bytes] of its columns over
-    powers of two, and those, float32 [H, D]. High and low add up to 22 bits of a column's largest number. Lane 4 g + c has rows 4 c .. 4 c + 3 of 16, and
+    `columns_of` it. High and low add up to 22 bits of a column's largest number. Lane 4 g + c has rows 4 c .. 4 c + 3 of 16, and
     of tile t column 4 (g / 2) + 2 t + g % 2 of 16, so that what comes back lies as what goes in."""
     heads, d, _ = basis.shape
-    basis = basis.detach().float()
-    exponents = basis.cpu().abs().amax(1).frexp().exponent.clamp(-100, 100)
-    column = torch.ldexp(torch.ones(exponents.shape), exponents).to(basis.device)
-    scaled = basis / column.unsqueeze(1)
+    scaled = basis.detach().float() / columns.unsqueeze(1)
     high = scaled.half()
     both = torch.stack([high, (scaled - high.float()).half()], 1)
     by_lane = both.view(heads, 2, d // 16, 4, 4, d // 16, 4, 2, 2)  # [.., half, step, c, row, band, g / 2, tile, g % 2]
-    return by_lane.permute(0, 5, 2, 7, 6, 8, 3, 1, 4).contiguous(), column
+    return by_lane.permute(0, 5, 2, 7, 6, 8, 3, 1, 4).contiguous()
 
 
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
@@ -129,8 +130,9 @@ def set_static(args: Args, store: PageStore, starts: torch.Tensor | None) -> Non
     if "k_basis" not in store.static or starts is None:
         raise DataError("keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim], and the pages' positions, to close; calibrate first")
     own, device = store.static["k_basis"], store.device
-    args.basis = prepared(own, ("operands", device), lambda x: operands(x.to(device))[0]).data_ptr()
-    args.column = prepared(own, ("columns", device), lambda x: operands(x.to(device))[1]).data_ptr()
+    columns = prepared(own, ("columns", device), lambda x: columns_of(x.to(device)))
+    args.column = columns.data_ptr()
+    args.basis = prepared(own, ("operands", device), lambda x: operands(x.to(device), columns)).data_ptr()
     args.starts = starts.data_ptr()
     args.turns = turns_on(store.static["k_inv_freq"], device).data_ptr()
 
