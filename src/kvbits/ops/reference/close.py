@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...quant import banded
 from ...quant.basis import into_basis
 from ...quant.nested import PLANES, low_codes
 from ...quant.outliers import worst
@@ -101,11 +102,17 @@ def close_nested(
             if (s := layout.sections.get(f"{kind}_{name}")) is not None:
                 section(pages[0], layout, s.name).copy_(stored(t, s.dtype))
         fine = [(i, bits) for i, y in enumerate(low, 1) if (bits := y.key_bits if kind == "k" else y.value_bits)]
-        if fine:
-            missed = normalize(x, spec, found.qparams) - (found.codes.float() - spec.zero)
-            for (i, bits), plane in zip(fine, low_codes(missed, [bits for _, bits in fine]), strict=True):
-                _store(pages[i], layouts[i], kind, pack(plane, PLANES[bits], kind))
+        for (i, bits), plane in zip(fine, _planes(x, spec, found, [bits for _, bits in fine]), strict=True):
+            _store(pages[i], layouts[i], kind, pack(plane, PLANES[bits], kind))
     return pages, saturated
+
+
+def _planes(x: torch.Tensor, spec: QuantSpec, found: Encoded, widths: list[int]) -> list[torch.Tensor]:
+    """Low planes of pages `x` [n, H, tokens, head_dim], as they are stored, that refine their codes."""
+    if not widths:
+        return []
+    scaled = normalize(x, spec, found.qparams)
+    return banded.low_codes(scaled, found.codes, spec, widths) if spec.is_banded else low_codes(scaled - (found.codes.float() - spec.zero), widths)
 
 
 def encode_side(x: torch.Tensor, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> tuple[torch.Tensor, Encoded]:
