@@ -201,7 +201,7 @@ def test_closing_is_the_references_but_for_ties(tier, name, head_dim, page_size)
         ours, theirs, layout, static, starts = closed(*sides(name), k, v, page_size, head_dim)
         read = [dequantize_pages(x, layout, static, torch.float64, starts=starts, in_basis=True) for x in (ours, theirs)]
         for kind, x, y, spec in zip("kv", *read, sides(name), strict=True):
-            stored, _ = close_reference.encode_side(k if kind == "k" else v, kind, spec, static, starts)
+            stored = close_reference.rows_as_stored(k if kind == "k" else v, spec, static, starts)
             scales = [section(p, layout, f"{kind}_scale").flatten(-2) for p in (ours, theirs)]
             same = scales[0] == scales[1]
             error, best = ((z - stored.double()).square().sum(-1) for z in (x, y))

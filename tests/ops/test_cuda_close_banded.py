@@ -114,7 +114,7 @@ def assert_references(key, value, k, v, device, ties=8):
             assert bool(((ours_mean - mean).abs() <= product * 2.0**-10 * mean.abs()).all())
             assert float((ours_mean != mean).double().mean()) <= 0.01
             equal_means = (ours_mean == mean).all(-1)
-        stored, _ = reference.encode_side(rows, kind, spec, static, starts)
+        stored = reference.rows_as_stored(rows, spec, static, starts)
         scales = [section(p, layout, f"{kind}_scale").flatten(-2) for p in (ours, theirs)]
         same = scales[0] == scales[1]
         error, best = ((z - stored.double()).square().sum(-1) for z in (x, y))
