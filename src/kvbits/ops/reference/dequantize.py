@@ -14,7 +14,7 @@ from ...quant.packing import unpack, unpack_banded
 from ...quant.qparams import TORCH_DTYPES, QParams, dequantize
 from ...quant.qparams import read as read_stored
 from ...quant.rotary import turn
-from ...spec import LowLayout, NumberFormat, PageLayout, QuantSpec
+from ...spec import LowLayout, NumberFormat, PageLayout
 
 
 def section(pages: torch.Tensor, layout: PageLayout | LowLayout, name: str) -> torch.Tensor:
