@@ -26,7 +26,7 @@ from kvbits.integrations.models import load_model
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore:.*Synchronization debug mode", "ignore:.*CUDA Graph is empty", "ignore:.*TensorFloat32"),
+    pytest.mark.filterwarnings("ignore:.*Synchronization debug mode", "ignore:.*CUDA Graph is empty", "ignore:.*TensorFloat32", "ignore:.*is unfit for"),
 ]
 PRESETS = ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "fp8"]
 REAL = os.environ.get("KVBITS_TEST_MODEL")
