@@ -8,6 +8,7 @@ struct BandedKeys {
     using Shared = FrameRing;
     FrameRing* ring;
     u32 number;                  // of the tile that the warp reads
+    const FrameTile* tile;
     float scaling;
 
     /// What the scores of a page's tokens are made of.
@@ -26,42 +27,42 @@ struct BandedKeys {
     DEVICE void enter(FrameRing& of_block, const Segment& s, int warp) {
         ring = &of_block;
         number = ring->next[warp];
-        if (s.num_chunks > 0) ring->filled(number);
+        if (s.num_chunks > 0) tile = &ring->filled(number);
     }
     /// After a segment's last page: all warps give all tiles back.
     DEVICE void leave(const Segment& s, int warp, int lane) {
         if (s.num_chunks <= 0) return;
-        while (!tile().ends) next_tile(lane);
+        while (!tile->ends) next_tile(lane);
         __syncwarp();
         if (lane == 0) ring->give_back(number), ring->next[warp] = number + 1;
         __syncwarp();
     }
-    DEVICE const FrameTile& tile() const { return ring->tiles[number % FRAME_TILES]; }
     DEVICE void next_tile(int lane) {
         __syncwarp();
         if (lane == 0) ring->give_back(number);
-        ring->filled(++number);
+        tile = &ring->filled(++number);
     }
 
     /// f(what scores of the page in `slot`, which starts at `position`, are made of).
     template <class F>
     DEVICE void with_page(const Args& a, const unsigned char* slot, int position, int lane, F f) {
         const int frame = frame_of(position), g = lane / 4, c = lane % 4, columns = a.query_columns;
-        while (frame > tile().last) next_tile(lane);
-        const FrameTile& from = tile();
+        while (frame > tile->last) next_tile(lane);
+        const FrameTile& from = *tile;
         const int first = (frame - from.first) * columns, row = first + (g & (columns - 1));
-        const u16* q = &from.q[row][4 * c];
+        const u32* q = &from.q[row][4 * c];
         const float unit = from.unit * scaling;
-        float acc[2][4] = {};    // two: the sums of one would wait for each other
+        float acc[2][4] = {};    // of rows 0 to 7 the first counts, of rows 8 to 15 the second: so 16 bytes of a mean are an operand as they lie
 #pragma unroll
-        for (int i = 0; i < D / 16 && K_HAS_MEAN; ++i) {
-            const uint2 w = *reinterpret_cast<const uint2*>(slot + K_MEAN_OFFSET + (16 * i + 4 * c) * 2), b = *reinterpret_cast<const uint2*>(q + 16 * i);
-            mma_f16(acc[i % 2], w.x, w.x, w.y, w.y, b.x, b.y);
+        for (int i = 0; i < D / 32 && K_HAS_MEAN; ++i) {
+            const uint4 w = *reinterpret_cast<const uint4*>(slot + K_MEAN_OFFSET + (32 * i + 8 * c) * 2), b = *reinterpret_cast<const uint4*>(q + 16 * i);
+            mma_f16(acc[0], w.x, w.y, w.z, w.w, b.x, b.y);
+            mma_f16(acc[1], w.x, w.y, w.z, w.w, b.z, b.w);
         }
         Of page = {&from.steps[0][row][c], {}, unit * power_of_two(24), {}};
         for (int e = 0; e < 2; ++e) {
             page.start[e] = from.start[first + (2 * c + e & (columns - 1))];
-            page.constant[e] = (acc[0][e] + acc[1][e]) * unit;
+            page.constant[e] = (acc[0][e] + acc[1][2 + e]) * unit;
         }
         f(page);
     }
@@ -70,10 +71,6 @@ struct BandedKeys {
     template <bool LOW>
     DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, const unsigned char*, int t, const Of& page, int g, int c) const {
         float acc[UNITS][2][4];
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u)
-            for (int half = 0; half < 2; ++half)
-                for (int r = 0; r < 4; ++r) acc[u][half][r] = page.start[r % 2];
         multiply<8>(acc, slot, page, 0, t, g, c);
         multiply<4>(acc, slot, page, BandPlane<8>::STEPS, t, g, c);
         multiply<2>(acc, slot, page, BandPlane<8>::STEPS + BandPlane<4>::STEPS, t, g, c);
@@ -87,26 +84,33 @@ struct BandedKeys {
                     s[4 * u + j][0][e] = acc[u][j / 2][j % 2 * 2 + e] * (scale[j] * page.factor) + (SOFTCAP ? page.constant[e] : page.constant[e] - softmax.reference[0][e]);
         }
     }
-    /// Adds the products of a plane's fields.
+    /// Codes of a field of bytes 0 and 2, of bytes 1 and 3.
+    static DEVICE u32 even(u32 w, u32 field) { return w & field; }
+    template <int BITS>
+    static DEVICE u32 odd(u32 w, u32 field) { return BITS == 8 ? permute_bytes(w, 0, 0x4341) : w >> 8 & field; }
+    /// Adds the products of a plane's fields to the first step's, which begin at `start`.
     template <int BITS>
     static DEVICE void multiply(float (&acc)[UNITS][2][4], const unsigned char* slot, const Of& page, int first_step, int t, int g, int c) {
         using P = BandPlane<BITS>;
 #pragma unroll
         for (int load = 0; load < P::LOADS; ++load) {
-            const int down = P::words(load) == 4 ? 0 : P::first_field(load, c) * BITS;
+            const u32 mask = ((1u << BITS) - 1) * 0x00010001u << P::first_field(load, c) * BITS;  // of the lane's first field
             const unsigned char* at = slot + P::OFFSET + ((2 * t * UNITS + g / 4) * P::WORDS + P::word(load, c)) * 64 + g % 4 * 16;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
-                uint4 w = *reinterpret_cast<const uint4*>(at + 2 * u * P::WORDS * 64);
-                if (P::words(load) < 4) w = {w.x >> down, w.y >> down, w.z >> down, w.w >> down};
-                const u32 odd[4] = {odd_bytes<INTEGER, BITS>(w.x), odd_bytes<INTEGER, BITS>(w.y), odd_bytes<INTEGER, BITS>(w.z), odd_bytes<INTEGER, BITS>(w.w)};
+                const uint4 w = *reinterpret_cast<const uint4*>(at + 2 * u * P::WORDS * 64);
 #pragma unroll
                 for (int j = 0; j < P::steps(load); ++j) {
-                    const uint2 b = page.step(first_step + P::steps_before(load) + j);
-                    mma_f16(acc[u][0], operand<INTEGER, BITS>(w.x, odd[0], 0, j), operand<INTEGER, BITS>(w.y, odd[1], 0, j), operand<INTEGER, BITS>(w.x, odd[0], 1, j),
-                            operand<INTEGER, BITS>(w.y, odd[1], 1, j), b.x, b.y);
-                    mma_f16(acc[u][1], operand<INTEGER, BITS>(w.z, odd[2], 0, j), operand<INTEGER, BITS>(w.w, odd[3], 0, j), operand<INTEGER, BITS>(w.z, odd[2], 1, j),
-                            operand<INTEGER, BITS>(w.w, odd[3], 1, j), b.x, b.y);
+                    const int step = first_step + P::steps_before(load) + j;
+                    const uint2 b = page.step(step);
+                    const u32 field = mask << j * BITS;
+                    const u32 x[2] = {w.x, w.z}, y[2] = {w.y, w.w};
+                    for (int half = 0; half < 2; ++half) {
+                        float(&sum)[4] = acc[u][half];
+                        const u32 a0 = even(x[half], field), a1 = even(y[half], field), a2 = odd<BITS>(x[half], field), a3 = odd<BITS>(y[half], field);
+                        if (step == 0) mma_f16(sum, a0, a1, a2, a3, b.x, b.y, page.start[0], page.start[1], page.start[0], page.start[1]);
+                        else mma_f16(sum, a0, a1, a2, a3, b.x, b.y);
+                    }
                 }
             }
         }

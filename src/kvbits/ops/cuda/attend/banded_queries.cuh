@@ -63,13 +63,15 @@ struct InverseBasis {
 
 /// Rows of queries in the basis: column `row` % columns of frame `first` + `row` / columns.
 struct alignas(16) FrameTile {
-    static constexpr int ROWS = 16, STRIDE = D + 16;  // STRIDE: eight rows of four lanes meet no bank twice
+    static constexpr int ROWS = 16, STRIDE = D / 2 + 16;  // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
     float start[ROWS];           // of each row minus the middle of the codes' ranges times q'
     float unit;                  // of the operands: what they have to be multiplied by
     int first, last;             // frames
     int ends;                    // whether the segment's next frames are none
-    u16 q[ROWS][STRIDE];         // channels in order
+    u32 q[ROWS][STRIDE];         // pairs of channels; of four the second and third change places, as means are multiplied
     uint2 steps[KEY_STEPS][ROWS][4];
+
+    static DEVICE int place(int pair) { return pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2; }
 };
 /// What makers have in shared memory. Tile t of the block lies at t % FRAME_TILES.
 struct FrameRing {
@@ -104,14 +106,19 @@ struct UnitQueries {
 
     DEVICE UnitQueries(const Args& a, Unit u, const InverseBasis& inverse, int columns, int maker, int lane) {
         const int g = lane / 4, c = lane % 4, index = u.block * COLS + g % columns;
-        const bool real = index < a.num_queries * a.group && position_of(a, u, g % columns) >= 0;
-        const u16* row = static_cast<const u16*>(a.q) + q_offset(a, u, real ? index : 0) + 2 * c;
-        auto pair = [&](int i, int half) { return real ? two(*reinterpret_cast<const u32*>(row + half * (D / 2) + 8 * i)) : float2{0.f, 0.f}; };
+        const bool inside = index < a.num_queries * a.group;
+        const u16* row = static_cast<const u16*>(a.q) + q_offset(a, u, inside ? index : 0) + 2 * c;
+        u32 words[KS][2];
+#pragma unroll
+        for (int i = 0; i < 2 * KS; ++i) words[i / 2][i % 2] = *reinterpret_cast<const u32*>(row + i % 2 * (D / 2) + i / 2 * 8);
+        const bool real = inside && position_of(a, u, g % columns) >= 0;
         float largest = 0.f, sum = 0.f;
         bool finite = true;
 #pragma unroll
         for (int i = 0; i < 2 * KS; ++i) {
-            const float2 x = pair(i / 2, i % 2);
+            u32& w = words[i / 2][i % 2];
+            w = real ? w : 0;
+            const float2 x = two(w);
             finite &= fabsf(x.x) <= 3.4e38f && fabsf(x.y) <= 3.4e38f;
             largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
         }
@@ -121,8 +128,9 @@ struct UnitQueries {
         const float down = power_of_two(-e);
 #pragma unroll
         for (int i = 0; i < 2 * KS; ++i) {
-            const float2 x = pair(i / 2, i % 2);
-            sum += x.x * down * (x.x * down) + x.y * down * (x.y * down);
+            const float2 x = two(words[i / 2][i % 2]), y = {x.x * down, x.y * down};
+            sum += y.x * y.x + y.y * y.y;
+            if (i / 2 / OWNED == maker) q[i / 2 % OWNED][i % 2] = y;
         }
         sum += __shfl_xor_sync(ALL_LANES, sum, 1);
         sum += __shfl_xor_sync(ALL_LANES, sum, 2);
@@ -132,11 +140,6 @@ struct UnitQueries {
         const int shift = bound > 1e-30f ? 12 - ((exponent_of(bound) + 2) >> 1) : 0;
         multiplier = power_of_two(shift);
         unit = power_of_two(-shift) * inverse.unit * power_of_two(e);
-        for (int i = 0; i < OWNED; ++i)
-            for (int half = 0; half < 2; ++half) {
-                const float2 x = pair(maker * OWNED + i, half);
-                q[i][half] = {x.x * down, x.y * down};
-            }
     }
     static DEVICE float2 two(u32 w) {
         if (Q_TYPE == BFLOAT16) return {bf16_to_float(u16(w)), bf16_to_float(u16(w >> 16))};
@@ -181,12 +184,13 @@ struct StepWriter {
             for (int j = 0; j < P::steps(load); ++j) {
                 const int step = first_step + P::steps_before(load) + j;
                 if (step % MAKERS != maker) continue;
-                const int place = (P::first_field(load, c) + j) * P::ROW + 4 * P::word(load, c);  // of the lane's four channels among the plane's
+                const int field = P::first_field(load, c) + j, place = field * P::ROW + 4 * P::word(load, c);  // of the lane's four channels among the plane's
                 const int band = int(LIST >> (place / BAND * 4 & 63)) & 15, shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
-                const float times = place < P::CHANNELS ? power_of_two(shift - BITS * j) : 0.f;
+                const float times = place < P::CHANNELS ? power_of_two(shift - BITS * field) : 0.f;
                 const u32 factor = pack_f16(times, times);
                 for (int row = g; row < FrameTile::ROWS; row += 8) {
-                    const uint2 x = *reinterpret_cast<const uint2*>(&tile.q[row][band * BAND + place % BAND]);
+                    const u32* q = &tile.q[row][FrameTile::place((band * BAND + place % BAND) / 2)];  // and the pair after it
+                    const uint2 x = {q[0], q[2]};
                     tile.steps[step][row][c] = {mul_f16x2(permute_bytes(x.x, x.y, 0x5410), factor), mul_f16x2(permute_bytes(x.x, x.y, 0x7632), factor)};
                 }
             }
@@ -195,10 +199,10 @@ struct StepWriter {
 
 /// What warp `maker` of MAKERS does. A maker holds OWNED row blocks of the matrix and turns the queries of as many steps back, for all of them.
 DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
-    constexpr int KS = D / 16, OWNED = KS / MAKERS, AT_ONCE = FrameRing::HELD ? OWNED : 1, THREADS = MAKERS * 32;
+    constexpr int KS = D / 16, OWNED = KS / MAKERS, HELD = FrameRing::HELD, AT_ONCE = HELD ? OWNED : 1, THREADS = MAKERS * 32;
     static_assert(KS % MAKERS == 0 && BAND == 16, "makers have equal shares, and a row block of the matrix is a band");
     const int g = lane / 4, c = lane % 4, columns = a.query_columns, of_tile = FrameTile::ROWS / columns;
-    uint4 held[OWNED][FrameRing::HELD ? KS : 1];
+    uint4 held[OWNED][HELD ? KS : 1];
     u32 number = 0;
 #pragma unroll 1
     for (int next = blockIdx.x; next >= 0;) {
@@ -206,21 +210,18 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
         if (s.unit < 0) return;
         const Part& part = a.parts[s.part];
         next = s.next;
+        if (next >= 0) prefetch_l1(a.segments + next);
         if (part.raw || s.num_chunks <= 0) continue;
         const Unit u = unit_of(a, s.unit);
         const InverseBasis& inverse = static_cast<const InverseBasis*>(part.k_inverse)[u.head];
-        if (FrameRing::HELD) {
+        if (HELD) {
+            uint4 second[OWNED][HELD ? KS : 1];
 #pragma unroll
-            for (int o = 0; o < OWNED; ++o) {
+            for (int i = 0; i < OWNED * KS; ++i) second[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][1][lane];
 #pragma unroll
-                for (int i = 0; i < KS; ++i) held[o][FrameRing::HELD ? i : 0] = inverse.tiles[maker * OWNED + o][i][1][lane];
+            for (int i = 0; i < OWNED * KS; ++i) held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][0][lane];
 #pragma unroll
-                for (int i = 0; i < KS; ++i) ring.second[FrameRing::HELD ? maker * OWNED + o : 0][FrameRing::HELD ? i : 0][lane] = held[o][FrameRing::HELD ? i : 0];
-            }
-#pragma unroll
-            for (int o = 0; o < OWNED; ++o)
-#pragma unroll
-                for (int i = 0; i < KS; ++i) held[o][FrameRing::HELD ? i : 0] = inverse.tiles[maker * OWNED + o][i][0][lane];
+            for (int i = 0; i < OWNED * KS; ++i) ring.second[(maker * OWNED + i / KS) * HELD][i % KS * HELD][lane] = second[i / KS][i % KS * HELD];
         }
         float4 turns[OWNED];
         for (int i = 0; i < OWNED; ++i) turns[i] = *reinterpret_cast<const float4*>(part.turns + 8 * (maker * OWNED + i) + 2 * c);
@@ -248,8 +249,8 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
 #pragma unroll
                     for (int o = 0; o < AT_ONCE; ++o) {
                         const int m = maker * OWNED + block + o;
-                        const uint4 w = FrameRing::HELD ? held[o][FrameRing::HELD ? i : 0] : inverse.tiles[m][i][0][lane];
-                        const uint4 w2 = FrameRing::HELD ? ring.second[FrameRing::HELD ? m : 0][FrameRing::HELD ? i : 0][lane] : inverse.tiles[m][i][1][lane];
+                        const uint4 w = HELD ? held[o][i * HELD] : inverse.tiles[m][i][0][lane];
+                        const uint4 w2 = HELD ? ring.second[m * HELD][i * HELD][lane] : inverse.tiles[m][i][1][lane];
                         for (int n = 0; n < 2; ++n) {
                             const u32 b0 = n ? w.z : w.x, b1 = n ? w.w : w.y;
                             mma_f16(large[o][n], x.x, x.y, x.z, x.w, b0, b1);
@@ -267,7 +268,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                             float r[2];
                             for (int k = 0; k < 2; ++k) r[k] = (large[o][n][2 * half + k] + small[o][n][2 * half + k] * (1.f / 2048.f)) * queries.multiplier;
                             const u32 found = pack_f16(r[0], r[1]);
-                            *reinterpret_cast<u32*>(&tile.q[g + 8 * half][16 * band + 8 * n + 2 * c]) = found;
+                            tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
                             sums[half] += (low_f16(found) + high_f16(found)) * middle;
                         }
                 }

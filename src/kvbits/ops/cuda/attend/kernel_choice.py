@@ -134,7 +134,7 @@ def _frame_ring_bytes(layout: PageLayout, warps: int) -> int:
     """Shared memory of those warps (struct FrameRing of banded_queries.cuh)."""
     makers, tiles = _makers(layout)
     d, held = layout.head_dim, layout.head_dim <= 128
-    tile = 80 + 32 * (d + 16) + 512 * _key_steps(layout)
+    tile = 80 + 32 * (d + 32) + 512 * _key_steps(layout)
     return -(-(tiles * (tile + 16) + d * 64 + (d * d * 2 if held else 512) + makers * 64 + 4 * warps) // 16) * 16 if makers else 0
 
 
