@@ -240,7 +240,8 @@ class Plan:
 
         args = Args(
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
-            num_kv_heads=heads, column_blocks=column_blocks, query_columns=query_columns(num_queries * group), layer=0, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
+            num_kv_heads=heads, column_blocks=column_blocks, query_columns=query_columns(num_queries * group), layer=0,
+            window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
             softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
             **(self._page_lse_rows(work, kernels, num_q_heads) if call.page_lse is not None else {}),
         )  # fmt: skip
