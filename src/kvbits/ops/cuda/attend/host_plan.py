@@ -18,7 +18,7 @@ import torch
 
 from ....errors import DataError, UnsupportedError
 from ....later import upload
-from ....spec import FRAME, LowLayout, PageLayout
+from ....spec import LowLayout, PageLayout
 from ...break_even import small_on_gpu
 from ...types import AttendCall, Part, check_call, kvquant_extras, last_positions
 from ..runtime import compile as cuda_compile
@@ -32,13 +32,13 @@ from .kernel_choice import (
     columns,
     kernel_for,
     may_unpack,
-    record_bytes,
-    record_columns,
+    query_columns,
     refuses_columns,
     refuses_layout,
     refuses_low,
 )
 from .schedule import PartWork, chunks_per_sequence, schedule
+from .split_plan import SplitPlan, is_refined, split
 from .unpack_then_flash import ChunkPlan
 
 MAX_PARTS = 4
@@ -57,10 +57,20 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return "the GPU is older than compute capability 8.0"
     if why := cuda_compile.missing():
         return why
+    if q.dtype in DTYPES and any(is_refined(p) for p in call.parts):
+        return next((why for c in split(call) if (why := _refuses_refined(q, c))), None)
     why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), driver.shared_limit(torch.cuda.get_device_capability(q.device)), q.shape[1])
     if why and _may_unpack(call) and q.dtype in DTYPES:
         return _refuses_unpacked(call, q.shape[2], q.dtype)
     return why
+
+
+def _refuses_refined(q: torch.Tensor, call: AttendCall) -> str | None:
+    """`refuses` for one of the calls of `split`."""
+    if not is_refined(call.parts[0]):
+        return refuses(q, call)
+    why = _refuses_unpacked(call, q.shape[2], q.dtype)
+    return why and f"banded codes with low planes are read unpacked, and {why}"
 
 
 def _is_kvquant(call: AttendCall) -> bool:
@@ -128,12 +138,11 @@ class Args(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "page_lse", "partial", "partial_ml", "arrived",
-            "records")),
+            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "page_lse", "partial", "partial_ml", "arrived")),
         *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
         *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
         ("scaling", ctypes.c_float), ("softcap", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows", "frames", "record_bytes", "record_columns")),
+        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows", "query_columns")),
         ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", PartArgs * MAX_PARTS),
     ]  # fmt: skip
 
@@ -231,9 +240,9 @@ class Plan:
 
         args = Args(
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
-            num_kv_heads=heads, column_blocks=column_blocks, layer=0, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
+            num_kv_heads=heads, column_blocks=column_blocks, query_columns=query_columns(num_queries * group), layer=0,
+            window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
             softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
-            **self._records(call, packed, batch * heads * column_blocks, num_queries * group),
             **(self._page_lse_rows(work, kernels, num_q_heads) if call.page_lse is not None else {}),
         )  # fmt: skip
         for i, part in enumerate(call.parts):
@@ -346,22 +355,6 @@ class Plan:
         self._keep += [partial, partial_ml, arrived]
         return {"partial": partial.data_ptr(), "partial_ml": partial_ml.data_ptr(), "arrived": arrived.data_ptr()}
 
-    def _records(self, call: AttendCall, packed: list[PageLayout], units: int, num_columns: int) -> dict[str, int]:
-        """Where queries in the basis of banded keys go: for every unit as many frames as its pages touch."""
-        if not (nbytes := max((record_bytes(x, num_columns) for x in packed), default=0)):
-            return {}
-        matrices = {id(p.store.static["k_inverse"]) for p in call.parts if p.store.layout.key.is_banded}
-        if len(matrices) > 1:
-            raise UnsupportedError("attend_pages on cuda: parts of one call have keys in different bases; make a call for each and merge their results")
-        frames = 1
-        for table in (p.table for p in call.parts if p.store.layout.key.is_banded):
-            for first, end in zip(table.indptr[:-1], table.indptr[1:], strict=True):
-                if end > first:
-                    frames = max(frames, int(table.starts[first:end].max()) // FRAME - int(table.starts[first:end].min()) // FRAME + 1)
-        records = torch.zeros(units * frames * nbytes, dtype=torch.uint8, device=self.device)
-        self._keep.append(records)
-        return {"records": records.data_ptr(), "frames": frames, "record_bytes": nbytes, "record_columns": record_columns(num_columns)}
-
     def _part(self, part: Part, kernels: list[Kernel], packed: list[PageLayout], layer_stride: int) -> PartArgs:
         layout = part.store.layout
         raw = layout.key.is_raw
@@ -389,13 +382,17 @@ class Plan:
 
 def plan(
     call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1, history_only: bool = False, **options: Any
-) -> Plan | ChunkPlan:
-    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel reads packed.
+) -> Plan | ChunkPlan | SplitPlan:
+    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel reads packed; both side by side where
+    only some pages are such (`split`).
 
     Args:
         history_only: every query that is no padding comes after all pages of the call.
     """
     unpacks = unpack_then_flash.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
+    if not unpacks and len(split(call)) > 1:
+        make = functools.partial(plan, num_q_heads=num_q_heads, q_dtype=q_dtype, device=device, num_queries=num_queries, history_only=history_only)
+        return SplitPlan(call, make, options.get("layer_strides"))
     if not unpacks and _may_unpack(call) and (num_queries == 1 or history_only):
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
         packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit, num_queries) is None
