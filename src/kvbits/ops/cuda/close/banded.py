@@ -97,7 +97,7 @@ def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: boo
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
         binary = cuda_compile.compile_source(Path(__file__).parent, "close_banded.cu", macros, arch)
-        return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
+        return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"]), early=appends), int(macros["THREADS"])
 
 
 def columns_of(basis: torch.Tensor) -> torch.Tensor:

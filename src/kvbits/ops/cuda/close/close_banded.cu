@@ -368,10 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(con
     const int count = a.num_pages * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
     const int head = item / a.num_pages, page = item % a.num_pages;
 #if APPENDS
-    if (a.step.closings[page].to == NOWHERE) {
-        append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
-        return;
-    }
+    if (append_alone(a.step, a.num_heads, side, page, head, threadIdx.x)) return;
     unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
 #else
     unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
@@ -382,6 +379,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(con
     else close_side<Banded<V_BANDED, true>>(a, 1, page, head, shared);
 #if APPENDS
     __syncthreads();  // the page has been read: its place may be the fresh token's
-    append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
+    FreshRow(a.step, a.num_heads, side, page, head, threadIdx.x).store();
 #endif
 }
