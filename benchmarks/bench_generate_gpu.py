@@ -13,7 +13,8 @@ Rows are presets by name, and:
     fa3           a 16-bit cache allocated once and FlashAttention-3 (fa3_fwd_interface), eager and in a graph
     A+B           two presets, even layers as A, odd ones as B, with B's newest raw tokens: what formats by layer cost at run time
 
-Mode "graph" is `kvbits.graphed`, or what generate() does by itself; "eager" the plain call; "compiled" `torch.compile` of the forward pass of a token (the prompt runs uncompiled). The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
+Mode "graph" is `kvbits.graphed`, or what generate() does by itself; "eager" the plain call; "compiled" `torch.compile` of the forward pass of a token (the prompt runs uncompiled);
+"compiled_graph" that pass captured in a graph: `kvbits.graphed(compile=True)`, and the same done to FlashAttention-3. The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
 steps that are not waited for one by one; `slowest_ms` and `median_ms` are of steps that are. Peaks are of the whole process, weights included. With --out rows are
 replaced in the file, others stay, so the benchmark can be run in parts. The last line is one JSON object.
 """
@@ -46,6 +47,7 @@ from kvbits.integrations.models import scheme_for
 from kvbits.spec import Override, Scheme
 
 SHAPES = ((1, 32768), (8, 16384), (32, 8192), (1, 8192), (4, 8192))  # sequences, tokens
+MODES = ("eager", "graph", "compiled", "compiled_graph")
 ROWS = ("stock_flash", "raw", "int8_centered", "int4", "kivi4")
 KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows", "ranks")
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -94,6 +96,15 @@ class Flash16:
         self.seen = torch.zeros(batch, dtype=torch.int32, device="cuda")
         self.slots = torch.arange(batch, device="cuda") * tokens
         AttentionInterface.register("bench_fa3", self.attend)
+        _fa3[:] = [self]
+
+    def token(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scaling: float | None) -> torch.Tensor:
+        """Store and attend with q, k, v [B, 1, H, D]."""
+        held = self.kv[layer]
+        for to, x in zip(held, (k, v), strict=True):
+            to.flatten(0, 1).index_copy_(0, self.slots + self.seen, x[:, 0])
+        out = self._decode(q, held[0], held[1], cache_seqlens=self.seen + 1, softmax_scale=scaling)
+        return out[0] if isinstance(out, tuple) else out
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float | None = None, **_: Any
@@ -104,10 +115,23 @@ class Flash16:
             held[0][:, : q.shape[1]], held[1][:, : q.shape[1]] = k, v
             out = self._fresh(q, k, v, softmax_scale=scaling, causal=True)
             return (out[0] if isinstance(out, tuple) else out), None
-        for to, x in zip(held, (k, v), strict=True):
-            to.flatten(0, 1).index_copy_(0, self.slots + self.seen, x[:, 0])
-        out = self._decode(q, held[0], held[1], cache_seqlens=self.seen + 1, softmax_scale=scaling)
-        return (out[0] if isinstance(out, tuple) else out), None
+        if torch.compiler.is_compiling():
+            return token_of_fa3(q, k, v, module.layer_idx, scaling), None
+        return self.token(q, k, v, module.layer_idx, scaling), None
+
+
+_fa3: list[Flash16] = []
+
+
+@torch.library.custom_op("bench::token_of_fa3", mutates_args=())
+def token_of_fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    """`Flash16.token` of the one there is, as one operation to the compiler."""
+    return _fa3[0].token(q, k, v, layer, scaling).contiguous()
+
+
+@token_of_fa3.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 def forward(model: LlamaForCausalLM, cache: Any, ids: torch.Tensor, seen: int) -> Any:
@@ -163,14 +187,15 @@ def decode(model: LlamaForCausalLM, cache: Any, batch: int, context: int, watche
     return time_steps(step, watched)
 
 
-def decode_fa3(model: LlamaForCausalLM, cache: Flash16, batch: int, in_graph: bool) -> dict[str, float]:
+def decode_fa3(model: LlamaForCausalLM, cache: Flash16, batch: int, mode: str) -> dict[str, float]:
     ids = torch.randint(0, 1000, (batch, 1), device="cuda")
+    run = torch.compile(model.forward, fullgraph=True, dynamic=False) if mode == "compiled_graph" else model
 
     def step() -> None:
-        model(ids, position_ids=cache.seen[:, None].long(), use_cache=False)
+        run(ids, position_ids=cache.seen[:, None].long(), use_cache=False)
         cache.seen.add_(1)
 
-    if not in_graph:
+    if mode == "eager":
         return time_steps(step, WATCHED)
     for _ in range(3):
         step()
@@ -232,8 +257,8 @@ def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, 
         else:
             model.set_attn_implementation("sdpa")
             cache = KVCache.for_model(model, scheme_of(row), batch_size=batch if tokens else None, max_tokens=tokens, calibration=made_up(model, row))
-            if mode == "graph":
-                stack.enter_context(graphed(model, cache))
+            if mode in ("graph", "compiled_graph"):
+                stack.enter_context(graphed(model, cache, compile=mode == "compiled_graph"))
         yield cache
 
 
@@ -273,7 +298,7 @@ def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         if row == "fa3":
-            found: dict[str, Any] = decode_fa3(model, cache, batch, mode == "graph")
+            found: dict[str, Any] = decode_fa3(model, cache, batch, mode)
         elif row == "static":
             found = {"through": "generate"} | compiled(model, cache, batch, context)
         else:
@@ -322,8 +347,10 @@ def measure_generate(model: LlamaForCausalLM, row: str, mode: str) -> dict[str, 
 
 def modes_of(row: str, asked: list[str]) -> list[str]:
     """Modes of a row that were asked for; a static cache has one of its own."""
-    has = {"stock": ["eager"], "stock_flash": ["eager"], "static": ["compiled"], "fa3": ["eager", "graph"]}.get(row, ["eager", "graph", "compiled"])
-    return has if row == "static" else [m for m in has if m in asked]
+    if row == "static":
+        return ["compiled"]
+    has = {"stock": ["eager"], "stock_flash": ["eager"], "fa3": ["eager", "graph", "compiled_graph"]}.get(row, list(MODES))
+    return [m for m in has if m in asked]
 
 
 def one_row(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -346,7 +373,7 @@ def words(r: dict[str, Any]) -> str:
 def main(model: LlamaForCausalLM | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", default=list(ROWS))
-    parser.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=["eager", "graph", "compiled"])
+    parser.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=MODES)
     parser.add_argument("--shapes", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--generate", action="store_true")
     parser.add_argument("--prefill", action="store_true", help="prompts alone")
