@@ -4,6 +4,7 @@
     python benchmarks/bench_generate_gpu.py stock_flash int8_centered --generate [--out ..]      generate() from a prompt of 2,048 tokens, one sequence
     python benchmarks/bench_generate_gpu.py stock stock_flash int8_centered --prefill --shapes 3 4       prompts alone, three in a row: the first pays for what libraries plan anew
     .. --chunk 2048     the prompt in chunks        .. --grow     caches that grow, as the stock cache does
+    .. --filled         random keys and values instead of a prompt: decoding alone, in a few seconds a row
     torchrun --nproc-per-node 2 benchmarks/bench_generate_gpu.py ..     the model's heads spread over two GPUs (rows with "ranks"; peaks are of one of them)
 
 Rows are presets by name, and:
@@ -49,7 +50,7 @@ from kvbits.spec import Override, Scheme
 SHAPES = ((1, 32768), (8, 16384), (32, 8192), (1, 8192), (4, 8192))  # sequences, tokens
 MODES = ("eager", "graph", "compiled", "compiled_graph")
 ROWS = ("stock_flash", "raw", "int8_centered", "int4", "kivi4")
-KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows", "ranks")
+KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows", "ranks", "filled")
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
 WARM, STEPS, WATCHED = 24, 40, 140
 ROOM = 320
@@ -155,6 +156,20 @@ def prefill(model: LlamaForCausalLM, cache: Any, batch: int, context: int, chunk
     if isinstance(cache, Flash16):
         cache.seen.fill_(context)
     return batch * context / (time.perf_counter() - start)
+
+
+def fill(cache: Any, batch: int, tokens: int) -> None:
+    """Random keys and values in all layers, the same ones."""
+    if isinstance(cache, Flash16):
+        cache.kv.normal_()
+        cache.seen.fill_(tokens)
+        return
+    if not isinstance(cache, KVCache):
+        raise KvbitsError("--filled is for presets and fa3")
+    k, v = (torch.randn(batch, tokens, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    for layer in range(LAYERS):
+        cache.store.append(layer, k, v)
+    cache.columns.seen = tokens
 
 
 def time_steps(step: Callable[[], Any], watched: int) -> dict[str, float]:
@@ -286,15 +301,19 @@ def warm_up(model: LlamaForCausalLM, row: str, batch: int, chunk: int | None, ro
             prefill(model, cache, batch, tokens, chunk)
 
 
-def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, chunk: int | None, grows: bool) -> dict[str, Any]:
+def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
     """Prefill and decoding of one row."""
-    room = None if grows else ROOM
-    warm_up(model, row, batch, chunk, room)
+    room, chunk = None if args.grow else ROOM, args.chunk
+    if not args.filled:
+        warm_up(model, row, batch, chunk, room)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with prepared(model, row, batch, room and context + room, mode) as cache:
-        speed = prefill(model, cache, batch, context, chunk)
-        prefill_peak = torch.cuda.max_memory_allocated()
+        prompt: dict[str, Any] = {"filled": True}
+        if args.filled:
+            fill(cache, batch, context)
+        else:
+            prompt = {"prefill_tokens_per_s": prefill(model, cache, batch, context, chunk), "prefill_peak_bytes": torch.cuda.max_memory_allocated()}
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         if row == "fa3":
@@ -306,9 +325,8 @@ def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
                 found = decode(model, cache, batch, context, 20 if row == "stock_flash" and mode == "eager" else WATCHED)
         on_device = cache.store.decoding is not None if isinstance(cache, KVCache) else None
     return {
-        "scheme": row, "mode": mode, "batch": batch, "context": context, "through": "forward", "on_device": on_device, "prefill_tokens_per_s": speed,
-        "prefill_peak_bytes": prefill_peak, "peak_bytes": torch.cuda.max_memory_allocated(), **found,
-        **({"chunk": chunk} if chunk else {}), **({"grows": True} if grows else {}),
+        "scheme": row, "mode": mode, "batch": batch, "context": context, "through": "forward", "on_device": on_device, **prompt,
+        "peak_bytes": torch.cuda.max_memory_allocated(), **found, **({"chunk": chunk} if chunk else {}), **({"grows": True} if args.grow else {}),
     }  # fmt: skip
 
 
@@ -359,11 +377,11 @@ def one_row(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
             return measure_generate(model, row, mode)
         if args.prefill:
             return measure_prefill(model, row, batch, context, args.chunk)
-        return measure(model, row, mode, batch, context, args.chunk, args.grow)
+        return measure(model, row, mode, batch, context, args)
 
 
 def words(r: dict[str, Any]) -> str:
-    speed = f"prefill {r.get('prefill_tokens_per_s', 0):,.0f} tokens/s"
+    speed = f"prefill {r['prefill_tokens_per_s']:,.0f} tokens/s" if "prefill_tokens_per_s" in r else "no prompt timed"
     if "ms_per_token" not in r:
         return f"{speed} (the first {r['first_prefill_tokens_per_s']:,.0f}), peak {r['prefill_peak_bytes'] / 2**30:.1f} GiB"
     times = f"{r['ms_per_token']:6.2f} ms a token (median {r['median_ms']:.2f}, slowest {r['slowest_ms']:.2f})"
@@ -379,6 +397,7 @@ def main(model: LlamaForCausalLM | None = None) -> None:
     parser.add_argument("--prefill", action="store_true", help="prompts alone")
     parser.add_argument("--chunk", type=int, help="tokens of a chunk of the prompt")
     parser.add_argument("--grow", action="store_true", help="caches without a capacity")
+    parser.add_argument("--filled", action="store_true", help="no prompt: random keys and values")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.modes = ["eager"] if args.prefill else args.modes

@@ -95,6 +95,7 @@ def test_tokens_are_those_of_the_eager_cache(model, graph, lengths, options):
         got = generate(model, inputs, cache, 40, **options)
     assert torch.equal(got, want)
     assert (decoder.captures, decoder.replays) == (1, 38)  # the prompt gives a token, the first one after it is eager
+    assert len(test_device_decode.fetched) == 38 * 2  # each layer's pages once a token, in graphs alone
     assert cache.get_seq_length() == eager.get_seq_length() and cache.store.seq_lens == eager.store.seq_lens
     for a, b in zip(cache.store.dequantize(0, batch - 1), eager.store.dequantize(0, batch - 1), strict=True):
         assert torch.equal(a, b)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 BUFFERED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "token_type_ids")
 """Tensor arguments that have the same shape for every token; the mask grows and is treated apart."""
 BACKEND = "inductor"
+FETCH = "inline"
 EAGER_TOKENS = 3
 """Tokens in a row that may run eagerly before the user is told why."""
 
@@ -95,6 +96,7 @@ class GraphDecoder:
         self._weight = next(model.parameters())
         self._placed = self._weight.data_ptr()
         self.eager: Callable[..., Any] = model.forward
+        self._attending = attending(model)
         self._compiled = torch.compile(self.eager, backend=BACKEND, fullgraph=True, dynamic=False) if compile else None
         self._signature = inspect.signature(self.eager)
         self._captured: _Captured | None = None
@@ -215,7 +217,7 @@ class GraphDecoder:
         def work() -> Any:
             columns.captured = True
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._fetching(device):
                     return (self._compiled or self.eager)(**inputs, past_key_values=self.cache)
             finally:
                 columns.captured = False
@@ -235,6 +237,35 @@ class GraphDecoder:
         self.captures += 1
         return graph
 
+    @contextmanager
+    def _fetching(self, device: torch.device) -> Iterator[None]:
+        """Inside, pages of a layer are asked for when the first of its projections has been launched: much of what follows leaves the memory idle."""
+        decoding, asked = self._store.decoding, set[int]()
+        if self._compiled is not None or decoding is None or FETCH == "off":
+            yield
+            return
+        main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device) if FETCH == "forked" else None
+
+        def fetch(layer: int, *_: Any) -> None:
+            if layer in asked:
+                return
+            asked.add(layer)
+            if side is None:
+                decoding.fetch(layer)
+                return
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                decoding.fetch(layer)
+
+        hooks = [part.register_forward_hook(functools.partial(fetch, layer)) for layer, part in self._attending]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            if side is not None:
+                main.wait_stream(side)
+
     def _rehearse(self, inputs: dict[str, Any]) -> None:
         """Compile the pass, which cannot be done while it is captured: run it without attention, so that nothing is stored."""
         columns = self.cache.columns
@@ -246,6 +277,13 @@ class GraphDecoder:
                 self._compiled(**inputs, past_key_values=self.cache)  # type: ignore[misc]
         finally:
             columns.rehearsed = False
+
+
+def attending(model: Any) -> list[tuple[int, torch.nn.Module]]:
+    """(layer, part) of all parts of modules that attend: the innermost ones that know their layer."""
+    known = {path: module for path, module in model.named_modules() if isinstance(getattr(module, "layer_idx", None), int)}
+    inner = [module for path, module in known.items() if not any(other.startswith(f"{path}.") for other in known)]
+    return [(module.layer_idx, part) for module in inner for part in module.children()]
 
 
 @functools.cache
