@@ -60,10 +60,6 @@ def launcher(library):
     return SimpleNamespace(launch=lambda grid, threads, args, stream, **_: library.launch(ctypes.byref(args), grid))
 
 
-fetched: list[int] = []
-"""Launches that asked for pages ahead."""
-
-
 @pytest.fixture
 def gpu(emulated_list, monkeypatch, tmp_path_factory):
     """A GPU of three multiprocessors whose memory is the CPU's."""
@@ -92,10 +88,8 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
         made.device = torch.device("cpu")
         return made
 
-    fetched.clear()
-    fetch = lambda *_: SimpleNamespace(launch=lambda *_: fetched.append(1))  # noqa: E731 - it changes nothing that a CPU has
     for target, name, value in (
-        (attend_cuda, "load_kernel", attend), (attend_cuda, "load_fetch", fetch), (close_cuda, "_load", close), (close_banded, "load", close_bands), (device_decode, "load_advance", advance), (paged_attention, "_HostPlan", host_plan),
+        (attend_cuda, "load_kernel", attend), (close_cuda, "_load", close), (close_banded, "load", close_bands), (device_decode, "load_advance", advance), (paged_attention, "_HostPlan", host_plan),
         (device_plan, "refuses", lambda *_: None), (close_cuda, "refuses_on", lambda *_: None), (device_decode, "DEVICE", "cpu"),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=3)),

@@ -19,7 +19,6 @@ from kvbits.cache import device_decode
 from kvbits.ops.cuda import merge, place, rotate
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.attend import device_plan as attend_plan
-from kvbits.ops.cuda.attend import host_plan as cuda_plan
 from kvbits.ops.cuda.attend import kernel_choice as cuda_format
 from kvbits.ops.cuda.close import banded as close_banded
 from kvbits.ops.cuda.close import codebook as close_codebook
@@ -318,7 +317,6 @@ def examples():
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
         "close_banded.cu": close_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
         "close_codebook.cu": close_codebook.defines(nuq, torch.bfloat16),
-        "fetch.cu": cuda_plan.fetch_defines(attention[1], 1 << 17),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "merge.cu": merge.defines(128, torch.bfloat16),
         "matrix.cu": matrix_cuda.defines(torch.bfloat16, 128),

@@ -196,12 +196,6 @@ class DeviceDecode:
         g.writers[i].run(k, v, self._stream)
         return g.attention.run(q, i, lse=lse)
 
-    def fetch(self, layer: int) -> None:
-        """Have the pages that a layer's attention will read come nearer, while its queries are made."""
-        if layer in self.of_layer:
-            g, i = self.of_layer[layer]
-            g.attention.fetch(i)
-
     def take_back(self, layers: set[int]) -> None:
         """Undo the step under way, of which `layers` have been through: rows that fresh tokens replaced, then lengths. A captured one has not run."""
         if self._captured:

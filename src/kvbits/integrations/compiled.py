@@ -17,11 +17,13 @@ def attend(
     columns: Columns, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: torch.Tensor | None, valid: torch.Tensor | None,
     scaling: float, softcap: float | None, sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`.
+    """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`; neither in a rehearsal (`Columns.rehearsed`).
 
     Args:
         known, valid: bool [B, seen + T] and bool [B, T], which tokens are real; None for all.
     """
+    if columns.rehearsed:
+        return torch.empty_like(q)
     store = columns.store
     try:
         out = store.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid)
@@ -66,8 +68,6 @@ def cached_attention(
         What `PagedCache.step` and `Columns.known` raise.
     """
     columns = numbered(int(numbers[0]))
-    if columns.rehearsed:
-        return torch.empty_like(q, memory_format=torch.contiguous_format)
     if not columns.captured:
         refuse_capture(q.device)
     known = valid = None

@@ -58,7 +58,7 @@ class Columns:
         new, been: positions of the pass under way, and the layers that have been through it.
         mask: bool [B, seen + new] that the pass under way was given.
         captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every replay).
-        rehearsed: the pass under way is run for the compiler alone: compiled code stores nothing and attends to nothing.
+        rehearsed: the pass under way runs for the compiler alone: it stores nothing and attends to nothing.
     """
 
     store: PagedCache

@@ -44,7 +44,6 @@ class _Backend(Protocol):
         offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
     ) -> None: ...  # fmt: skip
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor: ...
-    def fetch(self, layer: int) -> None: ...
     def explain(self) -> str: ...
 
 
@@ -273,11 +272,6 @@ class PagedAttention:
                 raise DataError(f"{name} must be dense {dtype} {list(shape)} on {q.device}, got {got}")
         return self._backend.run(q, layer, out, lse)
 
-    def fetch(self, layer: int = 0) -> None:
-        """Have the GPU bring the pages that `run` will read first as far as its L2 cache: a short launch, for when its memory has nothing else to do. It
-        changes no result, and does nothing where pages are not copied in bulk (before Hopper), or before the first `update`."""
-        self._backend.fetch(layer)
-
     def explain(self) -> str:
         """Which kernel serves."""
         return self._backend.explain()
@@ -373,9 +367,6 @@ class _HostPlan:
         if lse is not None:
             lse.copy_(found_lse)
         return out
-
-    def fetch(self, layer: int) -> None:
-        """Nothing to do."""
 
     def explain(self) -> str:
         return "paged attention by host lists: " + ", ".join(sorted({str(c) for c in self._choices.values()}) or ["not yet run"])

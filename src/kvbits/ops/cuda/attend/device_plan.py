@@ -30,8 +30,6 @@ MAX_QUERIES = 8
 MAX_BATCH = 4096
 THREADS = 256
 MOST_LIST_BLOCKS = 64
-FETCH_BYTES = 128 << 10
-"""Of the pages that a block will read, asked for ahead of a launch (`fetch`)."""
 
 
 def refuses(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device, low: Low = ()) -> str | None:
@@ -134,8 +132,6 @@ class DevicePlan:
         self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._list = load_list_kernel(len(layouts), list_shared_bytes(batch_size, self.blocks, len(layouts)), self.device.index)
         self._q_shape = (num_queries, num_q_heads, d)
-        # Pages come by bulk copies, which can be asked for as far as L2.
-        self._fetches = self.kernel.source in ("packed.cu", "banded.cu") and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
         joins = self.kernel.raw_joins
         walks = [0 if joins or not x.key.is_raw else 1 + i for i, x in enumerate(layouts)]
@@ -254,10 +250,6 @@ class DevicePlan:
         self._attend.launch(self.blocks, self._threads, args, self._stream(), in_order=self._in_order)
         self._in_order = False
         return out
-
-    def fetch(self, layer: int) -> None:
-        if layer in self._layers and self._keep and self._fetches:
-            attend_cuda.load_fetch(self.kernel, FETCH_BYTES, self.device.index).launch(self.blocks, 32, self._layers[layer][0], self._stream())
 
     def _check(self, q: torch.Tensor) -> None:
         want = (self._work.batch, *self._q_shape)

@@ -164,19 +164,6 @@ def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
         return driver.Kernel(binary, "attend", kernel.shared_bytes, early=True)
 
 
-@functools.lru_cache(maxsize=256)
-def load_fetch(kernel: Kernel, nbytes: int, device_index: int) -> driver.Kernel:
-    """What asks for the pages that `kernel` will read first, `nbytes` of each block."""
-    with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
-        return driver.Kernel(cuda_compile.compile_source(Path(__file__).parent, "fetch.cu", fetch_defines(kernel, nbytes), arch), "fetch")
-
-
-def fetch_defines(kernel: Kernel, nbytes: int) -> dict[str, int]:
-    """Macros of fetch.cu."""
-    return dict(kernel.defines) | {"FETCHED": max(1, nbytes // dict(kernel.defines)["CHUNK_BYTES"])}
-
-
 def constants(layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
     """By field of `PartArgs`, for kernels of KVQuant's formats: what codes of formats without codebooks stand for, and angles of keys that are not turned."""
     found = {f"{k}_level": codebook_format.integer_levels(s, layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value)) if not s.has_codebook}
