@@ -124,6 +124,10 @@ inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline float __fmul_rn(float a, float b) { return a * b; }  // -std=c++17: nothing is contracted
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmaf_rd(float a, float b, float c) {
+  const float nearest = fmaf(a, b, c);
+  return double(nearest) - c > double(a) * b ? nextafterf(nearest, -INFINITY) : nearest;
+}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
@@ -180,6 +184,10 @@ inline u32 high_fnma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b ^ 
 inline u32 low_fma(u32 a, u32 b, u32 c) { return fma_f16x2(low_twice(a), b, c); }
 inline u32 high_fma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b, c); }
 inline u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+inline u32 clamp_i16x2(u32 a, u32 top) {
+  auto clamped = [](short x, short most) { return u32(u16(min(max(x, short(0)), most))); };
+  return clamped(short(a), short(top)) | clamped(short(a >> 16), short(top >> 16)) << 16;
+}
 inline u32 permute_bytes(u32 a, u32 b, u32 selector) {
   u32 r = 0;
   for (int i = 0; i < 4; ++i) r |= u32((a | u64(b) << 32) >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;

@@ -5,7 +5,7 @@
 
 enum Basis { NO_BASIS, HADAMARD, CALIBRATED };
 constexpr int SMALLEST_SCALE = 1, LARGEST_SCALE = 247;
-constexpr u32 SCALE_OFFSETS = 0x97a6d95;  // which scales are tried, plus 8, the first in the low bits: -3, 1, 5 around the first guess, -2, 2, then -1, 1 around the best
+constexpr u32 SCALE_OFFSETS = 0x97a6b7;  // which scales are tried, plus 8, the first in the low bits: -1, 3 around the first guess, -2, 2, then -1, 1 around the best
 
 /// WIDTHS: bits of each band, four bits a band. PLANE8 .. PLANE1: bytes to the planes of 8, 4, 2 and 1 bits, if the page has them.
 template <u64 WIDTHS, Basis BASIS_, bool MEAN_, int SCALE_OFFSET_, int MEAN_OFFSET_, int PLANE8, int PLANE4, int PLANE2, int PLANE1, bool VALUES_>

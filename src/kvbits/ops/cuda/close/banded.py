@@ -69,7 +69,7 @@ def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False) -> di
     resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
     return {
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads), "X_TYPE": TORCH_DTYPES[dtype],
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout), "APPENDS": int(appends),
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout), "APPENDS": int(appends), "AHEAD": 0, "STEP_PARTS": 2,
         "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)), "K_BANDED": side_arguments(layout, "k"), "V_BANDED": side_arguments(layout, "v"),
     }  # fmt: skip
 

@@ -85,6 +85,7 @@ DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cas
 /// Stores the channels' means, mean_of(channel) each, and takes them off.
 template <class S, class MeanOf>
 DEVICE void take_means(Token (&x)[TOKENS], int j, unsigned char* out, Shared& shared, bool& overflow, MeanOf mean_of) {
+#pragma unroll 1
     for (int ch = threadIdx.x; ch < D; ch += THREADS) {
         const float mean = rounded<FLOAT16>(mean_of(ch));
         overflow |= !finite(mean);
@@ -145,53 +146,84 @@ DEVICE void write_operands(const Token (&x)[TOKENS], const float (&over)[TOKENS]
     }
 }
 
+/// Lanes that differ in the bit MASK share out the numbers of both: each has the sums of half of them, `first` of which number on.
+template <int MASK, int COUNT>
+DEVICE void share_sums(float (&sum)[4 * BANDS], int lane, int& first) {
+    const bool upper = lane & MASK;
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+        const float other = __shfl_xor_sync(ALL_LANES, upper ? sum[i] : sum[COUNT / 2 + i], MASK);
+        sum[i] = (upper ? sum[COUNT / 2 + i] : sum[i]) + other;
+    }
+    first += upper ? COUNT / 2 : 0;
+}
+
+/// The channels' sums over a warp's 16 tokens.
+DEVICE void sum_tokens(const Token (&x)[TOKENS], int lane, float* sums) {
+    float sum[4 * BANDS];
+#pragma unroll
+    for (int i = 0; i < 4 * BANDS; ++i) sum[i] = x[0][i / 4][i % 4] + x[1][i / 4][i % 4];
+    int first = 0;
+    share_sums<4, 4 * BANDS>(sum, lane, first);
+    share_sums<8, 2 * BANDS>(sum, lane, first);
+    share_sums<16, BANDS>(sum, lane, first);
+#pragma unroll
+    for (int i = 0; i < BANDS / 2; ++i) sums[(first + i) / 4 * BAND + lane % LANES * 4 + (first + i) % 4] = sum[i];
+}
+
 /// Tokens in the frame of the page times the basis, less the channels' means (of a side with means).
 template <class S>
-DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, int frame, unsigned char* out, Shared& shared, bool& overflow) {
+DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, unsigned char* out, Shared& shared, bool& overflow) {
     float over[TOKENS], back[TOKENS];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
         const int exponent = min(max(exponent_of(most[r]), -126), 126);
         over[r] = power_of_two(-exponent), back[r] = power_of_two(exponent);
     }
-    for (int i = threadIdx.x; i < HALF; i += THREADS) {
-        const float2 turn = turn_of(frame, a.turns[i]);
-        shared.cosine[i] = turn.x, shared.sine[i] = turn.y;
-    }
     __syncthreads();
     write_operands(x, over, j, shared);
     const int lane = threadIdx.x % 32;
-    const uint4* const from = a.basis + i64(head) * BANDS * BANDS * 64 + lane;
+    const uint4* from = a.basis + i64(head) * BANDS * BANDS * 64 + lane;
     float y[BANDS][2][4] = {};
+    // Some operands of the basis are on their way while those before them are multiplied.
+    constexpr int PARTS = BANDS % 4 ? 2 : STEP_PARTS, EACH = BANDS / PARTS;
+    uint4 b[2][EACH][2];
+    const auto load = [&](int part, int step) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+#pragma unroll
+            for (int t = 0; t < 2; ++t) b[part % 2][i][t] = from[(((part * EACH + i) * BANDS + step) * 2 + t) * 32];
+    };
+    load(0, 0);
 #pragma unroll 1
     for (int step = 0; step < BANDS; ++step) {
         const uint4 high = shared.operands[step][0][threadIdx.x], low = shared.operands[step][1][threadIdx.x];  // written by this thread
 #pragma unroll
-        for (int i = 0; i < BANDS; ++i)
+        for (int part = 0; part < PARTS; ++part) {
+            if (part + 1 < PARTS) load(part + 1, step);
+            else load(0, min(step + 1, BANDS - 1));
 #pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                const uint4 b = from[((i * BANDS + step) * 2 + t) * 32];
-                mma_f16(y[i][t], high.x, high.y, high.z, high.w, b.z, b.w);
-                mma_f16(y[i][t], low.x, low.y, low.z, low.w, b.x, b.y);
-                mma_f16(y[i][t], high.x, high.y, high.z, high.w, b.x, b.y);
+            for (int product = 0; product < 3; ++product) {
+                const uint4 rows = product == 1 ? low : high;
+#pragma unroll
+                for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                    for (int t = 0; t < 2; ++t) {
+                        const uint4 of = b[part % 2][i][t];
+                        mma_f16(y[part * EACH + i][t], rows.x, rows.y, rows.z, rows.w, product ? of.x : of.z, product ? of.y : of.w);
+                    }
             }
+        }
     }
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         const float4 column = four_at(a.column + head * D, i, j);
         const float columns[4] = {column.x, column.y, column.z, column.w};
-        float sum[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            x[0][i][k] = y[i][k / 2][k % 2] * back[0] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * back[1] * columns[k];
-            sum[k] = x[0][i][k] + x[1][i][k];
-            if (!S::HAS_MEAN) continue;
-#pragma unroll
-            for (int mask = 4; mask < 32; mask *= 2) sum[k] += __shfl_xor_sync(ALL_LANES, sum[k], mask);
-        }
-        if (S::HAS_MEAN && lane < LANES) *reinterpret_cast<float4*>(&shared.sums[threadIdx.x / 32][i * BAND + j * 4]) = {sum[0], sum[1], sum[2], sum[3]};
+        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * back[0] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * back[1] * columns[k];
     }
     if (!S::HAS_MEAN) return;
+    sum_tokens(x, lane, shared.sums[threadIdx.x / 32]);
     __syncthreads();
     take_means<S>(x, j, out, shared, overflow, [&](int ch) {
         float sum = 0.f;
@@ -201,35 +233,33 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
     });
 }
 
-/// What a scale misses x by. Levels are halves of odd numbers of scales, symmetric: with b bits the distance from the nearest is
-/// | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales, past the ends too. Wider ones, in scales, cut the fraction off a float whose integers have fixed bits.
+/// What a scale misses x by, past the ends too. Levels are halves of odd numbers of scales, symmetric: with b bits the distance from the nearest is
+/// | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales. Wider ones count half scales, levels are odd: from 2**24 on a float holds even numbers only.
 template <int BITS>
-DEVICE float missed(float x, float scale, float inverse) {
+DEVICE float missed(float x, float scale, float inverse_half) {
     if (BITS <= 4) {
         float y = x;
 #pragma unroll
         for (int b = BITS; b > 0; --b) y = fabsf(y) - float(1 << b) / 4 * scale;
         return y;
     }
-    constexpr int SHIFT = BITS > 4 ? 23 - BITS : 0;  // of the lowest integer bit of a float from 2**BITS on
-    constexpr float FIRST = float(1 << (BITS > 4 ? BITS : 0));
-    const float y = fmaf(x, inverse, 1.5f * FIRST);
-    const float level = __uint_as_float((__float_as_uint(y) & ~((1u << SHIFT) - 1)) | 1u << SHIFT >> 1);
-    return y - fminf(fmaxf(level, FIRST + 0.5f), 2 * FIRST - 0.5f);
+    constexpr float EVEN = 16777216.f;
+    const float below = fminf(__fmaf_rd(fabsf(x), inverse_half, EVEN), EVEN + float((1 << BITS) - 2));
+    return fmaf(fabsf(x), inverse_half, (EVEN - 1.f) - below);
 }
 
-/// Squares of what a scale misses, of narrow bands and, in scales, of wide ones.
+/// Squares of what a scale misses, of narrow bands and, in half scales, of wide ones.
 template <class S, int I = 0>
-DEVICE void add_squares(const Token& x, float scale, float inverse, float (&narrow)[2], float (&wide)[2]) {
+DEVICE void add_squares(const Token& x, float scale, float inverse_half, float (&narrow)[2], float (&wide)[2]) {
     if constexpr (I < BANDS) {
         if constexpr (S::width(I) > 0)
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const float y = missed<S::width(I)>(x[I][k], scale, inverse);
+                const float y = missed<S::width(I)>(x[I][k], scale, inverse_half);
                 float& sum = S::width(I) > 4 ? wide[k % 2] : narrow[k % 2];
                 sum = fmaf(y, y, sum);
             }
-        add_squares<S, I + 1>(x, scale, inverse, narrow, wide);
+        add_squares<S, I + 1>(x, scale, inverse_half, narrow, wide);
     }
 }
 
@@ -260,15 +290,15 @@ DEVICE void fit_scales(const Token (&x)[TOKENS], int (&best)[TOKENS], bool& over
         least[r] = __uint_as_float(0x7f800000u);
     }
 #pragma unroll 1
-    for (int i = 0; i < 7; ++i) {
+    for (int i = 0; i < 6; ++i) {
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r) {
-            if (i == 3 || i == 5) around[r] = best[r];
+            if (i == 2 || i == 4) around[r] = best[r];
             const int code = min(max(around[r] + int(SCALE_OFFSETS >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
-            const float scale = scale_value(code);
+            const float scale = scale_value(code), half = 0.5f * scale;
             float narrow[2] = {}, wide[2] = {};
-            add_squares<S>(x[r], scale, reciprocal_approx(scale), narrow, wide);
-            const float error = of_token(fmaf((wide[0] + wide[1]) * scale, scale, narrow[0] + narrow[1]));
+            add_squares<S>(x[r], scale, reciprocal_approx(half), narrow, wide);
+            const float error = of_token(fmaf((wide[0] + wide[1]) * half, half, narrow[0] + narrow[1]));
             if (error < least[r]) least[r] = error, best[r] = code;
         }
     }
@@ -281,15 +311,16 @@ DEVICE void codes_of(const Token& x, float scale, u32 (&codes)[BANDS]) {
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         if (!S::width(i)) continue;
-        const float top = float((1 << S::width(i)) - 1);
+        constexpr u32 ONE_EACH = 0x10001u;
+        const u32 top = (1u << S::width(i)) - 1;
         u32 found[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            // Rounded as the reference rounds: product and sum at once, then half to even by a number that leaves no room for a fraction.
-            const float level = fmaf(x[i][k], inverse, top / 2);
-            found[k] = __float_as_uint(__fadd_rn(fminf(fmaxf(level, 0.f), top), 12582912.f));
-        }
-        codes[i] = permute_bytes(permute_bytes(found[0], found[1], 0x0040), permute_bytes(found[2], found[3], 0x0040), 0x5410);
+        for (int k = 0; k < 4; ++k)
+            // Rounded as the reference rounds: product and sum at once, then half to even by a number that leaves no room for a fraction. What is left of
+            // the levels fits 16 bits: a scale of the search is above 1/1000 of a token's largest number.
+            found[k] = __float_as_uint(__fadd_rn(fmaf(x[i][k], inverse, float(top) / 2), 12582912.f));
+        const u32 low = clamp_i16x2(permute_bytes(found[0], found[1], 0x5410), top * ONE_EACH), high = clamp_i16x2(permute_bytes(found[2], found[3], 0x5410), top * ONE_EACH);
+        codes[i] = permute_bytes(low, high, 0x6420);
     }
 }
 
@@ -307,20 +338,30 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     const char* from = static_cast<const char*>(a.x[side]) + (page * a.stride[side][0] + head * a.stride[side][1] + j * 4) * BYTES;
     const i64 stride = a.stride[side][2] * BYTES;
 #endif
+    Quad raw[TOKENS][BANDS];
+#pragma unroll
+    for (int r = 0; r < TOKENS; ++r)
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i) raw[r][i].load(from + thread_token(r) * stride + i * BAND * BYTES);
+    if constexpr (S::BASIS == CALIBRATED) {  // while the rows are on their way
+        const int frame = (a.starts[page] - (APPENDS ? PAGE : 0)) / FRAME * FRAME;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < HALF; i += THREADS) {
+            const float2 turn = turn_of(frame, a.turns[i]);
+            shared.cosine[i] = turn.x, shared.sine[i] = turn.y;
+        }
+    }
     Token x[TOKENS];
     float most[TOKENS];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
-        Quad raw[BANDS];
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i) raw[i].load(from + thread_token(r) * stride + i * BAND * BYTES);
         u32 largest = 0;
 #pragma unroll
         for (int i = 0; i < BANDS; ++i) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) x[r][i][k] = raw[i][k];
+            for (int k = 0; k < 4; ++k) x[r][i][k] = raw[r][i][k];
 #pragma unroll
-            for (int k = 0; k < Quad::WORDS; ++k) largest = Octet::larger(largest, raw[i].w[k] & Octet::ABS);
+            for (int k = 0; k < Quad::WORDS; ++k) largest = Octet::larger(largest, raw[r][i].w[k] & Octet::ABS);
         }
         most[r] = Octet::unpack(largest, true);
         if (!finite(most[r])) a.status->nonfinite[side] = 1;
@@ -331,8 +372,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
         for (int r = 0; r < TOKENS; ++r)
 #pragma unroll
             for (int mask = 1; mask < LANES; mask *= 2) most[r] = fmaxf(most[r], __shfl_xor_sync(ALL_LANES, most[r], mask));
-        const int start = a.starts[page] - (APPENDS ? PAGE : 0);
-        rows_to_basis<S>(a, x, most, j, head, start / FRAME * FRAME, out, shared, overflow);
+        rows_to_basis<S>(a, x, most, j, head, out, shared, overflow);
     } else {
 #pragma unroll
         for (int r = 0; r < TOKENS && S::BASIS == HADAMARD; ++r) hadamard(x[r], j);
@@ -367,6 +407,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(con
     // Values last, and the pages of a head side by side: a multiprocessor runs one side's code at a time, and finds the head's basis in its L1.
     const int count = a.num_pages * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
     const int head = item / a.num_pages, page = item % a.num_pages;
+#if AHEAD && !APPENDS
+    if (threadIdx.x == 0) {  // a later block's rows, where they lie side by side
+        constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;
+        const int later = int(blockIdx.x) + AHEAD, of_side = later >= count, of = later - of_side * count;
+        const i64* const stride = a.stride[of_side];
+        if (later < 2 * count && stride[2] == D) prefetch_l2(i64(a.x[of_side]) + (of % a.num_pages * stride[0] + of / a.num_pages * stride[1]) * BYTES, PAGE * D * BYTES);
+    }
+#endif
 #if APPENDS
     if (a.step.closings[page].to == NOWHERE) {
         append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
@@ -376,10 +424,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(con
 #else
     unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
 #endif
-    if (side == 0)  // nothing of the pool's earlier content stays in a page
-        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
     if (side == 0) close_side<Banded<K_BANDED, false>>(a, 0, page, head, shared);
     else close_side<Banded<V_BANDED, true>>(a, 1, page, head, shared);
+    if (side == 0)  // nothing of the pool's earlier content stays in a page
+#pragma unroll 1
+        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
 #if APPENDS
     __syncthreads();  // the page has been read: its place may be the fresh token's
     append_row(a.step, a.num_heads, side, page, head, threadIdx.x);

@@ -64,6 +64,16 @@ DEVICE u32 high_fnma(u32 a, u32 b, u32 c) {
     return d;
 }
 DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+/// Two signed 16-bit numbers, none below 0 nor above those of `top`.
+DEVICE u32 clamp_i16x2(u32 a, u32 top) {
+    u32 d;
+#if __CUDA_ARCH__ >= 900
+    asm("min.relu.s16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(top));
+#else
+    asm("{.reg .u32 zero, up; mov.u32 zero, 0; vmax2.s32.s32.s32 up, %1, zero, zero; vmin2.s32.s32.s32 %0, up, %2, zero;}" : "=r"(d) : "r"(a), "r"(top));
+#endif
+    return d;
+}
 DEVICE u32 low_twice(u32 a) { return permute_bytes(a, a, 0x1010); }
 DEVICE u32 high_twice(u32 a) { return permute_bytes(a, a, 0x3232); }
 
