@@ -16,13 +16,13 @@ import torch
 
 from ....errors import DataError
 from ....later import upload
-from ....spec import BAND, BAND_PLANES, PageLayout
-from ...descriptor import TORCH_DTYPES, describe
+from ....spec import PageLayout
+from ...descriptor import TORCH_DTYPES
 from ...reference.dequantize import require_starts
 from ...types import PageStore
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
-from ..side import prepared, turns_on
+from ..side import banded_arguments, column_powers, columns_as_operands, refuses_bands, turns_on
 from .step import STEP_FIELDS
 
 RESIDENT_THREADS = {64: 896, 128: 384, 256: 256}
@@ -34,32 +34,18 @@ MOST_SHARED = 96 << 10
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     """Why pages of this layout cannot be closed from `dtype`, or None."""
-    d = layout.head_dim
     if dtype not in TORCH_DTYPES:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
-    for kind, spec in (("keys", layout.key), ("values", layout.value)):
-        if not spec.is_banded:
-            return f"{spec.format} {kind} beside banded codes have no CUDA closing kernel"
-    if d % (32 if layout.key.basis == "klt" else BAND) or d > max(RESIDENT_THREADS):
-        return f"head_dim={d} of banded codes is no multiple of {32 if layout.key.basis == 'klt' else BAND} or above {max(RESIDENT_THREADS)}"
-    if layout.page_size > 256 or layout.page_size % 16:
-        return f"page_size={layout.page_size} of banded codes is above 256 or no multiple of 16"
+    if why := refuses_bands(layout):
+        return why
     if (nbytes := shared_bytes(layout)) > MOST_SHARED:
-        return f"a page of {layout.page_size} x {d} in float32 takes {nbytes} bytes, more than a block's {MOST_SHARED}"
+        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's {MOST_SHARED}"
     return None
 
 
 def shared_bytes(layout: PageLayout) -> int:
     """sizeof(Shared): rows, then sums of each warp, means, cosines and sines."""
     return 4 * (layout.page_size * (layout.head_dim + 16) + (layout.page_size // 16 + 2) * layout.head_dim)
-
-
-def side_arguments(layout: PageLayout, kind: str) -> str:
-    """Template arguments of struct Banded but the last: keys (kind "k") or values ("v") of a layout."""
-    side = describe(layout, kind)
-    basis = {None: "NO_BASIS", "hadamard": "HADAMARD", "klt": "CALIBRATED"}[side.basis]
-    values = [side.scale_offset, side.mean_offset or 0, *(side.offset_of_plane(bits) for bits in BAND_PLANES)]
-    return f"{side.packed_widths:#x}ull, {basis}, {int(side.has_mean)}, " + ", ".join(map(str, values))
 
 
 def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False) -> dict[str, int | str]:
@@ -70,7 +56,7 @@ def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False) -> di
     return {
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads), "X_TYPE": TORCH_DTYPES[dtype],
         "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout), "APPENDS": int(appends), "AHEAD": 0, "STEP_PARTS": 2,
-        "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)), "K_BANDED": side_arguments(layout, "k"), "V_BANDED": side_arguments(layout, "v"),
+        "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)), "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
 
 
@@ -100,24 +86,6 @@ def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: boo
         return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
 
 
-def columns_of(basis: torch.Tensor) -> torch.Tensor:
-    """float32 [H, D]: for each column of a basis [H, D, D] a power of two above its numbers, by which `operands` are divided."""
-    exponents = basis.detach().float().cpu().abs().amax(1).frexp().exponent.clamp(-100, 100)
-    return torch.ldexp(torch.ones(exponents.shape), exponents).to(basis.device)
-
-
-def operands(basis: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """A basis [H, D, D] as the matrix units take it: float16 [H, D / 16 of y, D / 16 of k, 2 tiles, 32 lanes, high and low, 8 bytes] of its columns over
-    `columns_of` it. High and low add up to 22 bits of a column's largest number. Lane 4 g + c has rows 4 c .. 4 c + 3 of 16, and
-    of tile t column 4 (g / 2) + 2 t + g % 2 of 16, so that what comes back lies as what goes in."""
-    heads, d, _ = basis.shape
-    scaled = basis.detach().float() / columns.unsqueeze(1)
-    high = scaled.half()
-    both = torch.stack([high, (scaled - high.float()).half()], 1)
-    by_lane = both.view(heads, 2, d // 16, 4, 4, d // 16, 4, 2, 2)  # [.., half, step, c, row, band, g / 2, tile, g % 2]
-    return by_lane.permute(0, 5, 2, 7, 6, 8, 3, 1, 4).contiguous()
-
-
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
     """int32 [num_pages] positions of the pages' first tokens on `device`; None where no side asks for them."""
     return upload(require_starts(starts, num_pages).astype(np.int32), device) if store.layout.key.basis == "klt" else None
@@ -130,9 +98,7 @@ def set_static(args: Args, store: PageStore, starts: torch.Tensor | None) -> Non
     if "k_basis" not in store.static or starts is None:
         raise DataError("keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim], and the pages' positions, to close; calibrate first")
     own, device = store.static["k_basis"], store.device
-    columns = prepared(own, ("columns", device), lambda x: columns_of(x.to(device)))
-    args.column = columns.data_ptr()
-    args.basis = prepared(own, ("operands", device), lambda x: operands(x.to(device), columns)).data_ptr()
+    args.basis, args.column = columns_as_operands(own, device).data_ptr(), column_powers(own, device).data_ptr()
     args.starts = starts.data_ptr()
     args.turns = turns_on(store.static["k_inv_freq"], device).data_ptr()
 

@@ -11,9 +11,8 @@
 #include "quad.cuh"
 #include "step.cuh"
 
-constexpr int BANDS = D / BAND, LANES = 4, TOKENS = 2, WARPS = THREADS / 32, HALF = D / 2;
+constexpr int WARPS = THREADS / 32, HALF = D / 2;
 constexpr int ROW = D + 16;  // of a token in shared memory: keeps threads of a warp off each other's banks
-static_assert(THREADS == PAGE * LANES / TOKENS && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens");
 
 struct Args {
     const void* x[2];             // keys, values [n, H, PAGE, D], strides in elements, last dense, rows at multiples of 16 bytes
@@ -39,47 +38,6 @@ struct Shared {
     float sums[WARPS][D], mean[D], cosine[HALF], sine[HALF];
 };
 
-using Token = float[BANDS][4];
-
-/// Channels 16 i + 4 j + k of a token, j-th of its threads: x[i][k] times the Hadamard matrix of the largest power of two that divides D.
-DEVICE void hadamard(Token& x, int j) {
-    constexpr int SIZE = D & -D;
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i) {
-#pragma unroll
-        for (int stride = 1; stride < 4; stride *= 2)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                if (k & stride) continue;
-                const float a = x[i][k], b = x[i][k + stride];
-                x[i][k] = __fadd_rn(a, b), x[i][k + stride] = __fsub_rn(a, b);
-            }
-#pragma unroll
-        for (int stride = 1; stride < LANES; stride *= 2)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float other = __shfl_xor_sync(ALL_LANES, x[i][k], stride);
-                x[i][k] = fmaf(x[i][k], j & stride ? -1.f : 1.f, other);  // a sum or a difference, rounded once
-            }
-    }
-#pragma unroll
-    for (int stride = 1; stride < SIZE / BAND; stride *= 2)
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                if (i & stride) continue;
-                const float a = x[i][k], b = x[i + stride < BANDS ? i + stride : i][k];
-                x[i][k] = __fadd_rn(a, b), x[i + stride < BANDS ? i + stride : i][k] = __fsub_rn(a, b);
-            }
-    constexpr float FACTOR = float(HADAMARD_FACTOR);
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) x[i][k] = __fmul_rn(x[i][k], FACTOR);
-}
-
-DEVICE int thread_token(int r) { return int(threadIdx.x) / 32 * 16 + r * 8 + int(threadIdx.x) % 32 / LANES; }
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
 
 /// Stores the channels' means, mean_of(channel) each, and takes them off.
