@@ -35,7 +35,8 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
     return {
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads),
-        "OUT_TYPE": TORCH_DTYPES[dtype], "SHARED_BYTES": 12 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)), "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
+        "OUT_TYPE": TORCH_DTYPES[dtype], "SHARED_BYTES": 12 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
+        "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
 
 
