@@ -17,6 +17,7 @@ from ....errors import DataError
 from ....later import upload
 from ...types import AttendCall, Part, banded_sides, check_call, last_positions
 from ..dequantize import banded
+from ..dequantize.refined import RefinedUnpacker
 from ..dequantize.unpacker import Unpacker, refuses_layout
 from ..merge import merge_partials
 from ..side import refuses_low
@@ -53,7 +54,9 @@ def _refuses_part(part: Part, q_dtype: torch.dtype) -> str | None:
     layout = part.store.layout
     if not banded_sides(layout):
         return refuses_layout(layout, q_dtype) or refuses_low(len(part.low))
-    return banded.refuses_layout(layout, q_dtype) or ("banded codes with low planes have no GPU kernel" if part.low else None)
+    if part.low:
+        return None if q_dtype in (torch.float16, torch.bfloat16) else f"rows of {q_dtype} are not float16 or bfloat16"
+    return banded.refuses_layout(layout, q_dtype)
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class _Pass:
     first: int
     last: int
     starts: list[int]
-    unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker]]
+    unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker | RefinedUnpacker]]
 
 
 class ChunkPlan:
@@ -130,9 +133,13 @@ class ChunkPlan:
 
     def _pass(self, found: tuple[int, int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]], strides: tuple[int, ...]) -> _Pass:
         first, last, starts, entries = found
-        unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker]] = []
+        unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker | RefinedUnpacker]] = []
         for part, ids, rows in entries:
             p = self.call.parts[part]
+            if banded_sides(p.store.layout) and p.low:
+                fine = [(s, x[ids]) for s, x in zip(p.low, p.table.low, strict=True)]
+                unpackers.append((part, RefinedUnpacker(p.store, self.dtype, p.table.page_ids[ids], rows, strides[part], p.table.starts[ids], fine)))
+                continue
             addresses = upload(p.store.addresses()[p.table.page_ids[ids]], self.device)
             starts_of = upload(p.table.starts[ids].astype(np.int32), self.device)
             if banded_sides(p.store.layout):
