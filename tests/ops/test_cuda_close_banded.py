@@ -67,7 +67,7 @@ def emulated(monkeypatch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("close")
 
     def load(layout, dtype, device_index, appends=False):
-        macros = cuda_banded.defines(layout, dtype, appends)
+        macros = cuda_banded.defines(layout, dtype, appends, cuda_banded.takes_warpgroups(layout, torch.device("cpu")))
         library = compiled(macros, folder)
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
@@ -184,6 +184,25 @@ def test_a_head_dim_of_five_bands(device):
 def test_the_last_thread_may_go_first(emulated, monkeypatch):
     monkeypatch.setenv("KVBITS_EMULATE_REVERSED", "1")
     assert_references(*sides("klt3"), rows(64, 64, torch.bfloat16), rows(64, 64, torch.bfloat16).flip(2), "cpu")
+
+
+@emulates
+@pytest.mark.parametrize("name", PRESETS)
+def test_four_warps_multiply_at_once_and_a_block_closes_several_pages(name, emulated, monkeypatch):
+    """As on Hopper, where a block keeps the basis; two pages and one, and all three."""
+    monkeypatch.setattr(cuda_banded, "takes_warpgroups", lambda layout, device: True)
+    dtype, most = {"klt4": (torch.bfloat16, 3), "klt3": (torch.float16, 2), "klt2": (torch.float32, 2)}[name]
+    monkeypatch.setattr(cuda_banded, "MANY_BLOCKS", most)
+    assert cuda_banded.pages_each(3, HEADS) == 6 // most
+    assert_references(*sides(name), rows(64, 128, dtype), rows(64, 128, dtype).flip(2), "cpu")
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_a_block_closes_several_pages(most, device, monkeypatch):
+    monkeypatch.setattr(cuda_banded, "MANY_BLOCKS", most)
+    assert_references(*sides("klt2"), rows(64, 64, torch.bfloat16), rows(64, 64, torch.bfloat16).flip(2), device)
+    x = rows(32, 64, torch.float32)
+    assert_references(banded(3, 0, 1, 2, basis="hadamard", center="channel"), banded(2, 1, 0, 3, basis="hadamard"), x, x.flip(2), device)
 
 
 def test_keys_with_a_bias_a_hundred_times_their_spread(device):

@@ -152,14 +152,30 @@ def columns_as_operands(matrix: torch.Tensor, device: torch.device) -> torch.Ten
     and of tile t column 4 (g / 2) + 2 t + g % 2 of 16, so that what comes back lies as what goes in."""
 
     def make(x: torch.Tensor) -> torch.Tensor:
-        heads, d, _ = x.shape
-        scaled = x.detach().float().to(device) / column_powers(matrix, device).unsqueeze(1)
-        high = scaled.half()
-        both = torch.stack([high, (scaled - high.float()).half()], 1)
+        heads, _, d, _ = (both := _high_and_low(x, column_powers(matrix, device))).shape
         by_lane = both.view(heads, 2, d // 16, 4, 4, d // 16, 4, 2, 2)  # [.., half, step, c, row, band, g / 2, tile, g % 2]
         return by_lane.permute(0, 5, 2, 7, 6, 8, 3, 1, 4).contiguous()
 
     return prepared(matrix, ("column operands", device), make)
+
+
+def columns_as_tiles(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same numbers as matrix units of four warps read them from shared memory: float16 [H, high and low, D / 16 of rows, 2 halves of 16, D columns,
+    8 numbers], rows and columns within 16 in the order of `columns_as_operands`."""
+
+    def make(x: torch.Tensor) -> torch.Tensor:
+        heads, _, d, _ = (both := _high_and_low(x, column_powers(matrix, device))).shape
+        tiles = both.view(heads, 2, d // 16, 4, 2, 2, d // 16, 4, 2, 2)  # [.., half, step, c, k / 8, k % 2, band, g / 2, tile, g % 2]
+        return tiles.permute(0, 1, 2, 4, 6, 8, 7, 9, 3, 5).contiguous()
+
+    return prepared(matrix, ("column tiles", device), make)
+
+
+def _high_and_low(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """float16 [H, 2, D, D]: x [H, D, D] over its columns' powers, and what that misses."""
+    scaled = x.detach().float().to(columns.device) / columns.unsqueeze(1)
+    high = scaled.half()
+    return torch.stack([high, (scaled - high.float()).half()], 1)
 
 
 def refuses_low(count: int) -> str | None:

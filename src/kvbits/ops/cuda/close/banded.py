@@ -22,12 +22,13 @@ from ...reference.dequantize import require_starts
 from ...types import PageStore
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
-from ..side import banded_arguments, column_powers, columns_as_operands, refuses_bands, turns_on
+from ..side import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, turns_on
 from .step import STEP_FIELDS
 
 RESIDENT_THREADS = {64: 896, 128: 384, 256: 256}
 """Of a multiprocessor, by the largest head_dim: registers are shared out for that many. With fewer registers the product waits for each of its loads: 640 at
 head_dim 128 take half as long again on an H200."""
+MANY_BLOCKS = 800
 MOST_SHARED = 96 << 10
 """Bytes of a block, which every GPU since compute capability 8.0 gives."""
 
@@ -43,19 +44,32 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     return None
 
 
-def shared_bytes(layout: PageLayout) -> int:
-    """sizeof(Shared): rows, then sums of each warp, means, cosines and sines."""
-    return 4 * (layout.page_size * (layout.head_dim + 16) + (layout.page_size // 16 + 2) * layout.head_dim)
+def shared_bytes(layout: PageLayout, warpgroups: bool = False) -> int:
+    """sizeof(Shared): rows or the basis, sums of each warp or codes, means, cosines and sines."""
+    page, d = layout.page_size, layout.head_dim
+    rows, sums = 4 * page * (d + 16), page // 16 * d * 4
+    return (max(rows, 4 * d * d) + max(sums, page * (d + 4)) if warpgroups else rows + sums) + 8 * d
 
 
-def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False) -> dict[str, int | str]:
-    """Macros of one instantiation of close_banded.cu; `appends`: of a decode step."""
+def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
+    """Whether the product of a page's keys runs on Hopper's matrix units, which take four warps at once and read the basis from shared memory."""
+    fits = layout.key.basis == "klt" and layout.head_dim == 128 and layout.page_size == 64
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def pages_each(num_pages: int, num_kv_heads: int) -> int:
+    """Pages of a block: few enough that there are blocks for all places of a large GPU twice, and no more than pay for fetching the basis."""
+    return max(1, min(16, num_pages * num_kv_heads // MANY_BLOCKS))
+
+
+def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False, warpgroups: bool = False) -> dict[str, int | str]:
+    """Macros of one instantiation of close_banded.cu; `appends`: of a decode step; `warpgroups`: see `takes_warpgroups`."""
     d, threads = layout.head_dim, layout.page_size * 2
     last = list(layout.sections.values())[-1]
     resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
     return {
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads), "X_TYPE": TORCH_DTYPES[dtype],
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout), "APPENDS": int(appends), "AHEAD": 0, "STEP_PARTS": 2,
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups), "APPENDS": int(appends), "WARPGROUPS": int(warpgroups),
         "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)), "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
 
@@ -66,7 +80,7 @@ class Args(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("page_address", ctypes.c_void_p), ("basis", ctypes.c_void_p),
         ("column", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("status", ctypes.c_void_p),
-        ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+        ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("pages_each", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -79,9 +93,10 @@ class StepArgs(Args):
 @functools.lru_cache(maxsize=64)
 def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False) -> tuple[driver.Kernel, int]:
     """The kernel, and threads of its blocks."""
-    macros = defines(layout, dtype, appends)
     with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
+        warpgroups = takes_warpgroups(layout, torch.device("cuda"))
+        macros = defines(layout, dtype, appends, warpgroups)
+        arch = driver.arch_of(torch.cuda.get_device_capability()) + "a" * warpgroups
         binary = cuda_compile.compile_source(Path(__file__).parent, "close_banded.cu", macros, arch)
         return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
 
@@ -98,7 +113,8 @@ def set_static(args: Args, store: PageStore, starts: torch.Tensor | None) -> Non
     if "k_basis" not in store.static or starts is None:
         raise DataError("keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim], and the pages' positions, to close; calibrate first")
     own, device = store.static["k_basis"], store.device
-    args.basis, args.column = columns_as_operands(own, device).data_ptr(), column_powers(own, device).data_ptr()
+    operands = columns_as_tiles if takes_warpgroups(store.layout, device) else columns_as_operands
+    args.basis, args.column = operands(own, device).data_ptr(), column_powers(own, device).data_ptr()
     args.starts = starts.data_ptr()
     args.turns = turns_on(store.static["k_inv_freq"], device).data_ptr()
 
@@ -107,10 +123,10 @@ def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: tor
     """Close pages without waiting for the GPU; arguments as of `packed.launch_close`, and what `first_positions` gave."""
     layout, device = store.layout, k.device
     args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
-    args.num_pages = len(page_address)
+    args.num_pages, args.pages_each = len(page_address), pages_each(len(page_address), layout.num_kv_heads)
     for i, x in enumerate((k, v)):
         args.x[i] = x.data_ptr()
         args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])
     set_static(args, store, starts)
     kernel, threads = load(layout, k.dtype, -1 if device.index is None else device.index)
-    kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, driver.current_stream(device) if device.type == "cuda" else 0)
+    kernel.launch(2 * layout.num_kv_heads * -(-args.num_pages // args.pages_each), threads, args, driver.current_stream(device) if device.type == "cuda" else 0)

@@ -18,24 +18,36 @@ struct Args {
     const void* x[2];             // keys, values [n, H, PAGE, D], strides in elements, last dense, rows at multiples of 16 bytes
     i64 stride[2][3];
     const i64* page_address;      // [n]
-    const uint4* basis;           // [H][D / 16 of y][D / 16 of k][2][lane]: operands of the matrix units, high then low halves, columns over `column`
+    const uint4* basis;           // operands of the matrix units, see side.py: of a warp or, with WARPGROUPS, of four; columns over `column`
     const float* column;          // [H][D]
     const float2* turns;          // [D / 2] turns per position, see turn.cuh
     const int* starts;            // [n]: position of each page's first token; in a decode step of the one behind its last
     Status* status;
-    int num_pages, num_heads, head_bytes;
+    int num_pages, num_heads, head_bytes, pages_each;  // of a block
 #if APPENDS
     Step step;                    // `page` counts sequences
 #endif
 };
 
 struct Shared {
+#if WARPGROUPS
+    union {
+        unsigned char basis[D * D * 4];
+        float x[PAGE * ROW];
+    };
+    union {
+        float sums[WARPS][D];
+        unsigned char codes[PAGE][CODE_STRIDE];
+    };
+#else
     union {
         uint4 operands[BANDS][2][THREADS];  // of a thread's tokens, high and low
         float x[PAGE * ROW];
         unsigned char codes[PAGE][CODE_STRIDE];
     };
-    float sums[WARPS][D], mean[D], cosine[HALF], sine[HALF];
+    float sums[WARPS][D];
+#endif
+    float mean[D], cosine[HALF], sine[HALF];
 };
 
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
@@ -75,8 +87,9 @@ DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared&
     });
 }
 
-/// A thread's part of its tokens, turned back by the frame over a power of two of each token, as operands of the matrix units.
-DEVICE void write_operands(const Token (&x)[TOKENS], const float (&over)[TOKENS], int j, Shared& shared) {
+/// A thread's part of its tokens, turned back by the frame over a power of two of each token, as operands of the matrix units: take(band, high, low).
+template <class Take>
+DEVICE void turn_and_split(const Token (&x)[TOKENS], const float (&over)[TOKENS], int j, const Shared& shared, const Take& take) {
 #pragma unroll
     for (int i = 0; i < BANDS / 2; ++i) {
         const float4 c = four_at(shared.cosine, i, j), s = four_at(shared.sine, i, j);
@@ -98,11 +111,76 @@ DEVICE void write_operands(const Token (&x)[TOKENS], const float (&over)[TOKENS]
                     low[r][k] = pack_f16(y[2 * k] - low_f16(high[r][k]), y[2 * k + 1] - high_f16(high[r][k]));
                 }
             }
-            shared.operands[i + half * (BANDS / 2)][0][threadIdx.x] = {high[0][0], high[1][0], high[0][1], high[1][1]};
-            shared.operands[i + half * (BANDS / 2)][1][threadIdx.x] = {low[0][0], low[1][0], low[0][1], low[1][1]};
+            take(i + half * (BANDS / 2), uint4{high[0][0], high[1][0], high[0][1], high[1][1]}, uint4{low[0][0], low[1][0], low[0][1], low[1][1]});
         }
     }
 }
+
+#if WARPGROUPS
+/// The head's basis to shared memory, where matrix units read it: once for all pages of a block.
+DEVICE void load_basis(const Args& a, int head, Shared& shared) {
+    constexpr int COUNT = sizeof(shared.basis) / 16;
+    const uint4* const from = a.basis + i64(head) * COUNT;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < COUNT; i += THREADS) reinterpret_cast<uint4*>(shared.basis)[i] = from[i];
+    shared_writes_before_copies();
+}
+
+/// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the basis from shared memory.
+DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], const float (&over)[TOKENS], int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
+    u32 rows[2][BANDS][4];
+    turn_and_split(x, over, j, shared, [&](int i, uint4 high, uint4 low) {
+        rows[0][i][0] = high.x, rows[0][i][1] = high.y, rows[0][i][2] = high.z, rows[0][i][3] = high.w;
+        rows[1][i][0] = low.x, rows[1][i][1] = low.y, rows[1][i][2] = low.z, rows[1][i][3] = low.w;
+    });
+    const u32 basis = shared_address(shared.basis);
+    warpgroup_begins(y);
+#pragma unroll
+    for (int step = 0; step < BANDS; ++step)
+#pragma unroll
+        for (int product = 0; product < 3; ++product)  // high times low, low times high, high times high
+            warpgroup_mma_f16(y, rows[product == 1][step], basis + ((product == 0) * BANDS + step) * 32 * D, step + product > 0);
+    warpgroup_ends(y);
+}
+#else
+DEVICE void load_basis(const Args&, int, Shared&) {}
+
+/// y: tokens in the frame of the page times the basis.
+DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], const float (&over)[TOKENS], int j, int head, Shared& shared, float (&y)[BANDS][2][4]) {
+    turn_and_split(x, over, j, shared, [&](int i, uint4 high, uint4 low) { shared.operands[i][0][threadIdx.x] = high, shared.operands[i][1][threadIdx.x] = low; });
+    const uint4* const from = a.basis + i64(head) * BANDS * BANDS * 64 + threadIdx.x % 32;
+    // Half a step's operands of the basis are on their way while the other half is multiplied.
+    constexpr int EACH = BANDS / 2;
+    uint4 b[2][EACH][2];
+    const auto load = [&](int half, int step) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+#pragma unroll
+            for (int t = 0; t < 2; ++t) b[half][i][t] = from[(((half * EACH + i) * BANDS + step) * 2 + t) * 32];
+    };
+    load(0, 0);
+#pragma unroll 1
+    for (int step = 0; step < BANDS; ++step) {
+        const uint4 high = shared.operands[step][0][threadIdx.x], low = shared.operands[step][1][threadIdx.x];  // written by this thread
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (half == 0) load(1, step);
+            else load(0, min(step + 1, BANDS - 1));
+#pragma unroll
+            for (int product = 0; product < 3; ++product) {
+                const uint4 rows = product == 1 ? low : high;
+#pragma unroll
+                for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                    for (int t = 0; t < 2; ++t) {
+                        const uint4 of = b[half][i][t];
+                        mma_f16(y[half * EACH + i][t], rows.x, rows.y, rows.z, rows.w, product ? of.x : of.z, product ? of.y : of.w);
+                    }
+            }
+        }
+    }
+}
+#endif
 
 /// Lanes that differ in the bit MASK share out the numbers of both: each has the sums of half of them, `first` of which number on.
 template <int MASK, int COUNT>
@@ -139,40 +217,9 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
         over[r] = power_of_two(-exponent), back[r] = power_of_two(exponent);
     }
     __syncthreads();
-    write_operands(x, over, j, shared);
-    const int lane = threadIdx.x % 32;
-    const uint4* from = a.basis + i64(head) * BANDS * BANDS * 64 + lane;
     float y[BANDS][2][4] = {};
-    // Some operands of the basis are on their way while those before them are multiplied.
-    constexpr int PARTS = BANDS % 4 ? 2 : STEP_PARTS, EACH = BANDS / PARTS;
-    uint4 b[2][EACH][2];
-    const auto load = [&](int part, int step) {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-#pragma unroll
-            for (int t = 0; t < 2; ++t) b[part % 2][i][t] = from[(((part * EACH + i) * BANDS + step) * 2 + t) * 32];
-    };
-    load(0, 0);
-#pragma unroll 1
-    for (int step = 0; step < BANDS; ++step) {
-        const uint4 high = shared.operands[step][0][threadIdx.x], low = shared.operands[step][1][threadIdx.x];  // written by this thread
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            if (part + 1 < PARTS) load(part + 1, step);
-            else load(0, min(step + 1, BANDS - 1));
-#pragma unroll
-            for (int product = 0; product < 3; ++product) {
-                const uint4 rows = product == 1 ? low : high;
-#pragma unroll
-                for (int i = 0; i < EACH; ++i)
-#pragma unroll
-                    for (int t = 0; t < 2; ++t) {
-                        const uint4 of = b[part % 2][i][t];
-                        mma_f16(y[part * EACH + i][t], rows.x, rows.y, rows.z, rows.w, product ? of.x : of.z, product ? of.y : of.w);
-                    }
-            }
-        }
-    }
+    times_basis(a, x, over, j, head, shared, y);
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         const float4 column = four_at(a.column + head * D, i, j);
@@ -347,7 +394,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
         write_lanes<S>(out, codes[r], thread_token(r), j);
     }
     if constexpr (!in_lanes<S>()) {
-        __syncthreads();  // codes take the operands' memory
+        __syncthreads();  // codes take memory of the operands or sums
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r)
 #pragma unroll
@@ -358,37 +405,45 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     }
 }
 
+/// Pages `first` .. `last` - 1 of a head.
+template <class S>
+DEVICE void close_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
+    bool loaded = S::BASIS != CALIBRATED;
+#pragma unroll 1
+    for (int page = first; page < last; ++page) {
+#if APPENDS
+        if (a.step.closings[page].to == NOWHERE) {
+            append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
+            continue;
+        }
+        unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
+#else
+        unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
+        if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D) {  // the next page's rows, where they lie side by side
+            constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;
+            prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
+        }
+#endif
+        if (!loaded) load_basis(a, head, shared);
+        loaded = true;
+        close_side<S>(a, side, page, head, shared);
+        if (side == 0)  // nothing of the pool's earlier content stays in a page
+#pragma unroll 1
+            for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
+        __syncthreads();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
+#if APPENDS
+        append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
+#endif
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
     static_assert(sizeof(Shared) <= SHARED_BYTES, "banded.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     // Values last, and the pages of a head side by side: a multiprocessor runs one side's code at a time, and finds the head's basis in its L1.
-    const int count = a.num_pages * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
-    const int head = item / a.num_pages, page = item % a.num_pages;
-#if AHEAD && !APPENDS
-    if (threadIdx.x == 0) {  // a later block's rows, where they lie side by side
-        constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;
-        const int later = int(blockIdx.x) + AHEAD, of_side = later >= count, of = later - of_side * count;
-        const i64* const stride = a.stride[of_side];
-        if (later < 2 * count && stride[2] == D) prefetch_l2(i64(a.x[of_side]) + (of % a.num_pages * stride[0] + of / a.num_pages * stride[1]) * BYTES, PAGE * D * BYTES);
-    }
-#endif
-#if APPENDS
-    if (a.step.closings[page].to == NOWHERE) {
-        append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
-        return;
-    }
-    unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
-#else
-    unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
-#endif
-    if (side == 0) close_side<Banded<K_BANDED, false>>(a, 0, page, head, shared);
-    else close_side<Banded<V_BANDED, true>>(a, 1, page, head, shared);
-    if (side == 0)  // nothing of the pool's earlier content stays in a page
-#pragma unroll 1
-        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
-#if APPENDS
-    __syncthreads();  // the page has been read: its place may be the fresh token's
-    append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
-#endif
+    const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
+    const int head = item / each, first = item % each * a.pages_each, last = min(first + a.pages_each, a.num_pages);
+    if (side == 0) close_pages<Banded<K_BANDED, false>>(a, 0, head, first, last, shared);
+    else close_pages<Banded<V_BANDED, true>>(a, 1, head, first, last, shared);
 }
