@@ -47,7 +47,7 @@ struct Shared {
     };
     float sums[WARPS][D];
 #endif
-    float mean[D], cosine[HALF], sine[HALF];
+    float mean[D], column[D], cosine[HALF], sine[HALF];
 };
 
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
@@ -116,15 +116,19 @@ DEVICE void turn_and_split(const Token (&x)[TOKENS], const float (&over)[TOKENS]
     }
 }
 
+/// What a head's pages share: once for all pages of a block.
+DEVICE void load_head(const Args& a, int head, Shared& shared) {
+    for (int i = threadIdx.x; i < D; i += THREADS) shared.column[i] = a.column[head * D + i];
 #if WARPGROUPS
-/// The head's basis to shared memory, where matrix units read it: once for all pages of a block.
-DEVICE void load_basis(const Args& a, int head, Shared& shared) {
-    constexpr int COUNT = sizeof(shared.basis) / 16;
+    constexpr int COUNT = sizeof(shared.basis) / 16;  // where matrix units read it
     const uint4* const from = a.basis + i64(head) * COUNT;
 #pragma unroll 8
     for (int i = threadIdx.x; i < COUNT; i += THREADS) reinterpret_cast<uint4*>(shared.basis)[i] = from[i];
     shared_writes_before_copies();
+#endif
 }
+
+#if WARPGROUPS
 
 /// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the basis from shared memory.
 DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], const float (&over)[TOKENS], int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
@@ -143,8 +147,6 @@ DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], const float (&ove
     warpgroup_ends(y);
 }
 #else
-DEVICE void load_basis(const Args&, int, Shared&) {}
-
 /// y: tokens in the frame of the page times the basis.
 DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], const float (&over)[TOKENS], int j, int head, Shared& shared, float (&y)[BANDS][2][4]) {
     turn_and_split(x, over, j, shared, [&](int i, uint4 high, uint4 low) { shared.operands[i][0][threadIdx.x] = high, shared.operands[i][1][threadIdx.x] = low; });
@@ -222,7 +224,7 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
-        const float4 column = four_at(a.column + head * D, i, j);
+        const float4 column = four_at(shared.column, i, j);
         const float columns[4] = {column.x, column.y, column.z, column.w};
 #pragma unroll
         for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * back[0] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * back[1] * columns[k];
@@ -329,25 +331,36 @@ DEVICE void codes_of(const Token& x, float scale, u32 (&codes)[BANDS]) {
     }
 }
 
-template <class S>
-DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shared) {
+using RawRows = Quad[TOKENS][BANDS];
+constexpr int NO_PAGE = -1;
+constexpr bool ROWS_AHEAD = !APPENDS && X_TYPE != FLOAT32;  // rows of the next page are asked for before a page's scales are searched: where there are registers
+
+/// A thread's part of a page's rows.
+DEVICE void load_rows(const Args& a, int side, int page, int head, RawRows& raw) {
     const int j = threadIdx.x % LANES;
     constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;
 #if APPENDS
-    const Closing closing = a.step.closings[page];
-    unsigned char* out = reinterpret_cast<unsigned char*>(a.step.closed) + closing.to + i64(head) * a.head_bytes;
-    const char* from = a.step.tail + closing.from + head * a.step.tail_head_bytes + a.step.tail_offset[side] + j * 4 * BYTES;
+    const char* from = a.step.tail + a.step.closings[page].from + head * a.step.tail_head_bytes + a.step.tail_offset[side] + j * 4 * BYTES;
     constexpr i64 stride = D * BYTES;
 #else
-    unsigned char* out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
     const char* from = static_cast<const char*>(a.x[side]) + (page * a.stride[side][0] + head * a.stride[side][1] + j * 4) * BYTES;
     const i64 stride = a.stride[side][2] * BYTES;
 #endif
-    Quad raw[TOKENS][BANDS];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r)
 #pragma unroll
         for (int i = 0; i < BANDS; ++i) raw[r][i].load(from + thread_token(r) * stride + i * BAND * BYTES);
+}
+
+DEVICE void forget(RawRows& raw) {
+#pragma unroll
+    for (int i = 0; i < TOKENS * BANDS * Quad::WORDS; ++i) raw[i / BANDS / Quad::WORDS][i / Quad::WORDS % BANDS].w[i % Quad::WORDS] = 0;
+}
+
+/// Stores a page from its rows; then `raw` are those of page `next`, if that is one.
+template <class S>
+DEVICE void close_side(const Args& a, int side, int page, int next, int head, unsigned char* out, RawRows& raw, Shared& shared) {
+    const int j = threadIdx.x % LANES;
     if constexpr (S::BASIS == CALIBRATED) {  // while the rows are on their way
         const int frame = (a.starts[page] - (APPENDS ? PAGE : 0)) / FRAME * FRAME;
 #pragma unroll 1
@@ -383,6 +396,10 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
         for (int r = 0; r < TOKENS && S::BASIS == HADAMARD; ++r) hadamard(x[r], j);
         if (S::HAS_MEAN) subtract_mean<S>(x, j, out, shared, overflow);
     }
+    if (ROWS_AHEAD) {
+        if (next != NO_PAGE) load_rows(a, side, next, head, raw);
+        else forget(raw);  // or they would take registers through the product
+    }
     int scale[TOKENS];
     fit_scales<S>(x, scale, overflow);
     if (overflow) a.status->overflow[side] = 1;
@@ -409,6 +426,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
 template <class S>
 DEVICE void close_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
     bool loaded = S::BASIS != CALIBRATED;
+    RawRows raw;
 #pragma unroll 1
     for (int page = first; page < last; ++page) {
 #if APPENDS
@@ -419,14 +437,11 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
 #else
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
-        if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D) {  // the next page's rows, where they lie side by side
-            constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;
-            prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
-        }
 #endif
-        if (!loaded) load_basis(a, head, shared);
+        if (!ROWS_AHEAD || page == first) load_rows(a, side, page, head, raw);
+        if (!loaded) load_head(a, head, shared);
         loaded = true;
-        close_side<S>(a, side, page, head, shared);
+        close_side<S>(a, side, page, page + 1 < last ? page + 1 : NO_PAGE, head, out, raw, shared);
         if (side == 0)  // nothing of the pool's earlier content stays in a page
 #pragma unroll 1
             for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
