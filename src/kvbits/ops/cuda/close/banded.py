@@ -45,10 +45,10 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
 
 
 def shared_bytes(layout: PageLayout, warpgroups: bool = False) -> int:
-    """sizeof(Shared): rows or the basis, sums of each warp or codes, means, powers of columns, cosines and sines."""
+    """sizeof(Shared): rows or the basis, sums of each warp or codes, means, powers of columns, cosines and sines, largest keys of each warp."""
     page, d = layout.page_size, layout.head_dim
     rows, sums = 4 * page * (d + 16), page // 16 * d * 4
-    return (max(rows, 4 * d * d) + max(sums, page * (d + 4)) if warpgroups else rows + sums) + 12 * d
+    return (max(rows, 4 * d * d) + max(sums, page * (d + 4)) if warpgroups else rows + sums) + 12 * d + page // 4
 
 
 def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:

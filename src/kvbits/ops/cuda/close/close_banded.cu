@@ -4,8 +4,8 @@
 // Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back, and so that
 // a band's width is known when this is compiled. From the raw rows to the planes' words all stays in registers, but for the operands of a product.
 // Values are turned by butterflies in the reference's order, bit for bit. Keys are turned back by their frame and multiplied with the basis on the matrix units,
-// both as two float16 numbers, high and low (rows and columns over powers of two first): y is off by less than 2**-18 of sum |k_f| |A|, so a code
-// differs from the reference's only where it is a tie to that, and a token's scale only where two cost the same squared error to about as much.
+// both as two float16 numbers, high and low (a page and columns over powers of two first): y is off by less than 2**-18 of sum |k_f| |A| of any token
+// that is not 2**17 times smaller than the page's largest number, so a code differs from the reference's only where it is a tie to that, and a token's scale only where two cost the same squared error to about as much.
 #include "banded.cuh"
 #include "octets.cuh"
 #include "quad.cuh"
@@ -48,6 +48,7 @@ struct Shared {
     float sums[WARPS][D];
 #endif
     float mean[D], column[D], cosine[HALF], sine[HALF];
+    u32 most[WARPS];  // of a warp's keys, the bits of a float
 };
 
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
@@ -87,13 +88,13 @@ DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared&
     });
 }
 
-/// A thread's part of its tokens, turned back by the frame over a power of two of each token, as operands of the matrix units: take(band, high, low).
+/// A thread's part of its tokens, turned back by the frame times `over`, as operands of the matrix units: take(band, high, low).
 template <class Take>
-DEVICE void turn_and_split(const Token (&x)[TOKENS], const float (&over)[TOKENS], int j, const Shared& shared, const Take& take) {
+DEVICE void turn_and_split(const Token (&x)[TOKENS], float over, int j, const Shared& shared, const Take& take) {
 #pragma unroll
     for (int i = 0; i < BANDS / 2; ++i) {
         const float4 c = four_at(shared.cosine, i, j), s = four_at(shared.sine, i, j);
-        const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
+        const float cosine[4] = {c.x * over, c.y * over, c.z * over, c.w * over}, sine[4] = {s.x * over, s.y * over, s.z * over, s.w * over};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32 high[TOKENS][2], low[TOKENS][2];
@@ -103,7 +104,7 @@ DEVICE void turn_and_split(const Token (&x)[TOKENS], const float (&over)[TOKENS]
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const float a = x[r][i][k], b = x[r][i + BANDS / 2][k];
-                    y[k] = over[r] * (half ? b * cosine[k] - a * sine[k] : a * cosine[k] + b * sine[k]);
+                    y[k] = half ? b * cosine[k] - a * sine[k] : a * cosine[k] + b * sine[k];
                 }
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
@@ -129,9 +130,8 @@ DEVICE void load_head(const Args& a, int head, Shared& shared) {
 }
 
 #if WARPGROUPS
-
 /// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the basis from shared memory.
-DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], const float (&over)[TOKENS], int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
+DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], float over, int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
     u32 rows[2][BANDS][4];
     turn_and_split(x, over, j, shared, [&](int i, uint4 high, uint4 low) {
         rows[0][i][0] = high.x, rows[0][i][1] = high.y, rows[0][i][2] = high.z, rows[0][i][3] = high.w;
@@ -148,7 +148,7 @@ DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], const float (&ove
 }
 #else
 /// y: tokens in the frame of the page times the basis.
-DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], const float (&over)[TOKENS], int j, int head, Shared& shared, float (&y)[BANDS][2][4]) {
+DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], float over, int j, int head, Shared& shared, float (&y)[BANDS][2][4]) {
     turn_and_split(x, over, j, shared, [&](int i, uint4 high, uint4 low) { shared.operands[i][0][threadIdx.x] = high, shared.operands[i][1][threadIdx.x] = low; });
     const uint4* const from = a.basis + i64(head) * BANDS * BANDS * 64 + threadIdx.x % 32;
     // Half a step's operands of the basis are on their way while the other half is multiplied.
@@ -212,22 +212,24 @@ DEVICE void sum_tokens(const Token (&x)[TOKENS], int lane, float* sums) {
 /// Tokens in the frame of the page times the basis, less the channels' means (of a side with means).
 template <class S>
 DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, unsigned char* out, Shared& shared, bool& overflow) {
-    float over[TOKENS], back[TOKENS];
-#pragma unroll
-    for (int r = 0; r < TOKENS; ++r) {
-        const int exponent = min(max(exponent_of(most[r]), -126), 126);
-        over[r] = power_of_two(-exponent), back[r] = power_of_two(exponent);
-    }
-    __syncthreads();
-    float y[BANDS][2][4] = {};
-    times_basis(a, x, over, j, head, shared, y);
+    // The page's largest number comes to lie below 2**15, which float16 holds after a turn; a token 2**17 times smaller still has 22 bits.
     const int lane = threadIdx.x % 32;
+    const u32 here = __reduce_max_sync(ALL_LANES, max(__float_as_uint(most[0]), __float_as_uint(most[1])));
+    if (lane == 0) shared.most[threadIdx.x / 32] = here;
+    __syncthreads();
+    u32 largest = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) largest = max(largest, shared.most[warp]);
+    const int exponent = max(exponent_of(__uint_as_float(largest)), -112) - 14;
+    float y[BANDS][2][4] = {};
+    times_basis(a, x, power_of_two(-exponent), j, head, shared, y);
+    const float back = power_of_two(exponent);
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         const float4 column = four_at(shared.column, i, j);
-        const float columns[4] = {column.x, column.y, column.z, column.w};
+        const float columns[4] = {column.x * back, column.y * back, column.z * back, column.w * back};
 #pragma unroll
-        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * back[0] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * back[1] * columns[k];
+        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * columns[k];
     }
     if (!S::HAS_MEAN) return;
     sum_tokens(x, lane, shared.sums[threadIdx.x / 32]);
@@ -386,10 +388,6 @@ DEVICE void close_side(const Args& a, int side, int page, int next, int head, un
     }
     bool overflow = false;
     if constexpr (S::BASIS == CALIBRATED) {
-#pragma unroll
-        for (int r = 0; r < TOKENS; ++r)
-#pragma unroll
-            for (int mask = 1; mask < LANES; mask *= 2) most[r] = fmaxf(most[r], __shfl_xor_sync(ALL_LANES, most[r], mask));
         rows_to_basis<S>(a, x, most, j, head, out, shared, overflow);
     } else {
 #pragma unroll
