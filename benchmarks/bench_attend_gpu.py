@@ -390,17 +390,17 @@ def main() -> None:
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
     found = (bench_small if args.small else bench_prefill if args.prefill else bench_tiers if args.tiers else bench_decode)(args, copy)
-    report(args.out, copy, found)
+    report(args.out, copy, found, ("scheme", "batch", "chunk", "tokens") if args.prefill else ())
 
 
-def report(out: Path | None, copy: float, found: dict[str, Any]) -> None:
-    """Print what was measured, and on what, as one line of JSON; also write it to `out`."""
+def report(out: Path | None, copy: float, found: dict[str, Any], merge_by: tuple[str, ...] = ()) -> None:
+    """Print what was measured, and on what, as one line of JSON; also write it to `out`, where rows that differ in `merge_by` stay."""
     result = {
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "copy_bytes_per_s": copy, **found,
     }  # fmt: skip
-    if "chunk" in found["rows"][0]:
-        merge_result(result, out, ("scheme", "batch", "chunk", "tokens"))
+    if merge_by:
+        merge_result(result, out, merge_by)
     else:
         write_result(result, out)
 

@@ -164,9 +164,8 @@ def main() -> None:
     stores = [{"scheme": name, "tokens": n, "us": bench_store_tokens(name, n)} for name in ("int8", "int8_centered", "int4") for n in (48, 16384)]
     for s in stores:
         print(f"  store_tokens of {s['tokens']:6,d} tokens as {s['scheme']:14s} {s['us']:8.1f} us", flush=True)
-    report(
-        args.out, copy, {"append": appends, "store_tokens": stores, "pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM, "rows": rows}
-    )
+    shape = {"pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM}
+    report(args.out, copy, {"append": appends, "store_tokens": stores, **shape, "rows": rows}, ("scheme",))
 
 
 if __name__ == "__main__":
