@@ -48,7 +48,7 @@ def shared_bytes(layout: PageLayout, warpgroups: bool = False) -> int:
     """sizeof(Shared): rows or the basis, sums of each warp or codes, means, powers of columns, cosines and sines, largest keys of each warp."""
     page, d = layout.page_size, layout.head_dim
     rows, sums = 4 * page * (d + 16), page // 16 * d * 4
-    return (max(rows, 4 * d * d) + max(sums, page * (d + 4)) if warpgroups else rows + sums) + 12 * d + page // 4
+    return (max(rows, 4 * d * d) + max(sums, page * (d + 4)) if warpgroups else rows + sums) + 12 * d + -(-page // 64) * 16
 
 
 def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
@@ -69,8 +69,9 @@ def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False, warpg
     resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
     return {
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads), "X_TYPE": TORCH_DTYPES[dtype],
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups), "APPENDS": int(appends), "WARPGROUPS": int(warpgroups),
-        "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)), "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups), "APPENDS": int(appends),
+        "WARPGROUPS": int(warpgroups), "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
+        "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
 
 
