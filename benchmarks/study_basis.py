@@ -3,7 +3,7 @@
     python benchmarks/study_basis.py MODEL --text wiki.test.raw --calibration wiki.valid.tokens
     python benchmarks/study_basis.py MODEL --text wiki.test.raw --calibration wiki.valid.tokens --calibration cpython311_inspect.py --schemes klt3,klt2
 
-Several --calibration texts measure what another domain costs, several --prompts (as 2x1024 or 16x512) what more tokens give. Codebooks are fitted without gradients,
+TurboQuant's recipe, simulated, is there by the names turboquant4, turboquant3 and turboquant2. Several --calibration texts measure what another domain costs, several --prompts (as 2x1024 or 16x512) what more tokens give. Codebooks are fitted without gradients,
 which on these models is as good (docs/schemes.md). The last line is one JSON object; --out also writes it to a file.
 """
 
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import write_result
+import turboquant
+from result_file import command, write_result
 
 import kvbits
 from kvbits import schemes
@@ -64,7 +65,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model, tokenizer = kvbits.load_model(args.model, dtype=args.dtype, device=args.device)
     layers = layer_geometries(model.config)
-    wanted = [schemes.for_layers(name, layers) for name in args.schemes.split(",")]
+    names = args.schemes.split(",")
+    wanted = [schemes.for_layers(name, layers) for name in names if name not in turboquant.NAMES]
     prompts = args.prompts or ["4x1024"]
     factories: dict[str, CacheFactory] = {"base": base_factory(model)}
     seconds = {}
@@ -75,6 +77,7 @@ def main() -> None:
             made = {f"{s.name}{label}": factory(model, s, calibration=lambda scheme, found=found: found[scheme.name]) for s in wanted if s.needs_calibration}
             factories |= made
     factories |= {s.name: factory(model, s) for s in wanted if not s.needs_calibration}
+    factories |= {name: turboquant.factory(model, name) for name in names if name in turboquant.NAMES}
     results: dict[str, Fidelity] | None = None
     for window in windows(tokenizer, read_text(args.text), count=args.windows, length=args.length):
         results = compare(model, {n: f.make(1, args.length) for n, f in factories.items()}, window, first=0, chunk=args.chunk, results=results)
@@ -85,7 +88,7 @@ def main() -> None:
         print(f"{r['scheme']:40s} {r['bits_per_element']:6.3f} bits   KL {r['kl']:.5f}   perplexity {r['perplexity_change']:+.2%}")
     write_result(
         {
-            "benchmark": "study_basis", "kvbits": kvbits.__version__, "machine": platform.processor(), "torch": torch.__version__, "model": Path(args.model).name,
+            "benchmark": "study_basis", "command": command(), "kvbits": kvbits.__version__, "machine": platform.processor(), "torch": torch.__version__, "model": Path(args.model).name,
             "text": Path(args.text).name, "windows": args.windows, "length": args.length, "chunk": args.chunk, "dtype": args.dtype,
             "calibration_seconds": seconds, "rows": rows,
         },

@@ -50,7 +50,7 @@ def compiled(kernel, folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
         assert gpu_only in text
         text = text.replace(gpu_only, "")
     (folder / "kernel.h").write_text(text)
-    (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (*kernel.defines, ("KERNEL", "attend"), ("NUM_THREADS", "((WARPS + 1) * 32)"))))
+    (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (*kernel.defines, ("KERNEL", "attend"), ("NUM_THREADS", kernel.threads))))
     options = [
         "-std=c++17",
         "-O1",

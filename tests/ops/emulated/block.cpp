@@ -23,7 +23,7 @@ extern "C" void launch(const Args* args, int blocks) {
     memset(shared, 0xff, sizeof shared);
     block.warps.assign(NUM_THREADS / 32, {});
     block.transactions.assign(SHARED_BYTES / 8, {});
-    block.barriers[0] = block.barriers[1] = {};
+    for (Barrier& b : block.barriers) b = {};
     block.fibers = std::vector<Fiber>(threads);
     for (Fiber& f : block.fibers) {
       f.stack.resize(256 << 10);

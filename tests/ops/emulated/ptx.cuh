@@ -66,7 +66,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::vector<TransactionBarrier> transactions;
-  Barrier barriers[2];
+  Barrier barriers[3];
   ucontext_t scheduler;
   int current;
 };
@@ -98,7 +98,8 @@ inline void wait_at(Barrier& b, unsigned threads) {
   if (++b.arrived == int(threads)) b.arrived = 0, ++b.generation;
   while (b.generation == mine) yield();
 }
-inline void sync_threads(u32 threads) { wait_at(block.barriers[1], threads); }
+template <int BARRIER = 1>
+inline void sync_threads(u32 threads) { wait_at(block.barriers[BARRIER], threads); }
 inline void __syncthreads() { wait_at(block.barriers[0], block.fibers.size()); }
 inline void __syncwarp() { together(0, [](Warp&) {}); }
 inline void __threadfence() {}

@@ -131,7 +131,7 @@ def basis_operands(inverse: torch.Tensor) -> torch.Tensor:
     first = x.half()
     second = ((x - first.float()) * 2048).half()
     parts = torch.stack([first, second], 1).view(heads, 2, d // 16, 2, 8, 2, d // 16, 4, 2)  # [H, part, m, row half, row g, channel half, i, c, pair]
-    tiles = parts.permute(0, 2, 6, 1, 4, 7, 5, 3, 8).contiguous()  # [H, m, i, part, g, c, channel half, row half, pair]
+    tiles = parts.permute(0, 2, 6, 1, 4, 7, 3, 5, 8).contiguous()  # [H, m, i, part, g, c, row half, channel half, pair]
     rest = torch.stack([torch.exp2(exponent), x.square().sum(-1).amax(-1), torch.zeros_like(exponent), torch.zeros_like(exponent)], -1)
     return torch.cat([tiles.view(heads, -1).view(torch.int32), rest.view(torch.int32)], -1)
 

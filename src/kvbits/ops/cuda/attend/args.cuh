@@ -50,12 +50,11 @@ struct Args {
     float* partial;              // [slots][COLS][D]
     float2* partial_ml;          // [slots][COLS]: reference exponent (log2), sum
     int* arrived;                // [units], zero between launches
-    void* records;               // [units][frames] of `record_bytes`: queries in the keys' basis, 0 where no query writes; banded.cu
     i64 q_stride_b, q_stride_t, q_stride_h;
     int num_queries, group, num_kv_heads, column_blocks, layer, window;  // window: 2**30 if none
     float scaling, softcap;
     int num_pieces, num_low_pieces, lse_rows;  // pieces of low planes follow those of pages
-    int frames, record_bytes, record_columns;  // frames: more than lie between the first and the last page of a sequence; columns: 1, 2, 4 or 8
+    int query_columns;           // 1, 2, 4 or 8: columns that queries are made in a basis for; banded.cu
     Piece pieces[MAX_PIECES];
     Part parts[4];
 };

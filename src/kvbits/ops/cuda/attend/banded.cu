@@ -2,7 +2,7 @@
 #include "banded_keys.cuh"
 #include "packed_attend.cuh"
 
-extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__((WARPS + 1 + MAKERS) * 32, 1) attend(const __grid_constant__ Args a) {
     extern __shared__ __align__(128) unsigned char shared[];
     attend_packed<BandedKeys>(a, shared);
 }

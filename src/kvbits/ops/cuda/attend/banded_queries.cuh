@@ -1,14 +1,13 @@
-// Queries as keys in a calibrated basis meet them (docs/formats.md, "Banded codes"): made by each block for the frames of its own pages before its walk, while
-// the ring fills.
+// Queries as keys in a calibrated basis meet them (docs/formats.md, "Banded codes"):
 //
 //   q' = (q turned back by the frame's position) A^-T        one for every column and frame of FRAME positions, with A^-1 of part.k_inverse
 //
-// The product is three of the matrix units: both operands are two float16 numbers, the second of them 2**11 times what the first leaves, so that queries which
-// are large in a direction that the basis takes out lose nothing. Results are stored as operands of the key planes: a code is the sum of its planes' fields,
-// each times 2**shift, so a key is several narrow tensors whose scores add, and plane by plane the walk knows no bands.
+// MAKERS warps of a block make them, 16 rows (columns of one frame or of several) at a time, a few tiles ahead of the warps that attend; nothing of it leaves
+// shared memory. The product is three of the matrix units: both operands are two float16 numbers, the second of them 2**11 times what the first leaves, so that
+// queries which are large in a direction that the basis takes out lose nothing. Results are stored as operands of the key planes: a code is the sum of its
+// planes' fields, each times 2**shift, so a key is several narrow tensors whose scores add, and plane by plane the walk knows no bands.
 #pragma once
 #include "columns.cuh"
-#include "finish.cuh"
 #include "turn.cuh"
 
 /// Which bands of a head's keys have which planes.
@@ -51,24 +50,7 @@ struct BandPlane {
     static DEVICE int word(int load, int c) { return first_word(load) + c % words(load); }
     static DEVICE int first_field(int load, int c) { return c / words(load) * steps(load); }
 };
-constexpr int KEY_STEPS = BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS;
-constexpr int MEAN_STEPS = K_HAS_MEAN ? D / 16 : 0;
-
-/// Operands of one unit and frame: those of the planes' steps and of the mean (all channels in order), 16 bytes of a step's for each of `columns` columns.
-struct Record {
-    float start[COLS];           // of each column minus the middle of the codes' ranges times q'
-    float unit;                  // of the operands: what they have to be multiplied by
-    float padding[32 - COLS - 1];
-    // then [KEY_STEPS + MEAN_STEPS][columns][4] uint2
-
-    static DEVICE char* of(const Args& a, Unit u, int frame) {
-        const i64 unit = (i64(u.batch) * a.num_kv_heads + u.head) * a.column_blocks + u.block;
-        return static_cast<char*>(a.records) + (unit * a.frames + u32(frame) % u32(a.frames)) * a.record_bytes;
-    }
-    static DEVICE uint2* steps(char* record) { return reinterpret_cast<uint2*>(record + sizeof(Record)); }
-    static DEVICE const uint2* steps(const char* record) { return reinterpret_cast<const uint2*>(record + sizeof(Record)); }
-};
-static_assert(KEY_STEPS + MEAN_STEPS == RECORD_STEPS && COLS == 8 && sizeof(Record) == 128, "kernel_choice.py counts other steps");
+static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS, "kernel_choice.py counts other steps");
 
 DEVICE int frame_of(int position) { return position / FRAME; }
 
@@ -79,38 +61,77 @@ struct InverseBasis {
     float padding[2];
 };
 
-/// One unit's queries.
-struct FrameQueries {
-    static constexpr int KS = D / 16;
-    u32 q[KS][2];                // of this lane's column: channels 16-bit, (8 i + 2 c, + 1) and D / 2 further on
-    float down, unit, multiplier;
+/// Rows of queries in the basis: column `row` % columns of frame `first` + `row` / columns.
+struct alignas(16) FrameTile {
+    static constexpr int ROWS = 16, STRIDE = D / 2 + 16;  // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
+    float start[ROWS];           // of each row minus the middle of the codes' ranges times q'
+    float unit;                  // of the operands: what they have to be multiplied by
+    int first, last;             // frames
+    int ends;                    // whether the segment's next frames are none
+    u32 q[ROWS][STRIDE];         // pairs of channels; of four the second and third change places, as means are multiplied
+    uint2 steps[KEY_STEPS][ROWS][4];
 
-    /// `columns`: of a record; a lane's is g % columns.
-    DEVICE FrameQueries(const Args& a, Unit u, const InverseBasis& inverse, int columns, int lane) {
+    static DEVICE int place(int pair) { return pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2; }
+};
+/// What makers have in shared memory. Tile t of the block lies at t % FRAME_TILES.
+struct FrameRing {
+    static constexpr int KS = D / 16, HELD = KS <= 8;  // HELD: the matrix is held in registers and here, not loaded again for every tile
+    FrameTile tiles[FRAME_TILES];
+    uint4 turned[KS][2][32];     // queries of a tile as operands: first numbers and second ones of each step
+    uint4 second[HELD ? KS : 1][HELD ? KS : 1][32];  // second numbers of the matrix
+    float start[MAKERS][FrameTile::ROWS];
+    u64 full[FRAME_TILES], empty[FRAME_TILES];
+    u32 next[WARPS];             // tile of a warp's next segment
+
+    /// Before the block's first barrier.
+    DEVICE void set_up() {
+        if (threadIdx.x < FRAME_TILES) {
+            barrier_init(shared_address(&full[threadIdx.x]), MAKERS);
+            barrier_init(shared_address(&empty[threadIdx.x]), WARPS);
+        }
+        if (threadIdx.x < WARPS) next[threadIdx.x] = 0;
+    }
+    DEVICE FrameTile& filled(u32 tile) {
+        barrier_wait(shared_address(&full[tile % FRAME_TILES]), tile / FRAME_TILES & 1);
+        return tiles[tile % FRAME_TILES];
+    }
+    DEVICE void give_back(u32 tile) { barrier_arrive(shared_address(&empty[tile % FRAME_TILES])); }
+};
+
+/// One unit's queries: those of a lane's row, which are of column g % columns in every frame.
+struct UnitQueries {
+    static constexpr int KS = D / 16, OWNED = KS / MAKERS;
+    float2 q[OWNED][2];          // of the maker's steps: channels (8 i + 2 c, + 1) and D / 2 further on, times a power of two
+    float unit, multiplier;
+
+    DEVICE UnitQueries(const Args& a, Unit u, const InverseBasis& inverse, int columns, int maker, int lane) {
         const int g = lane / 4, c = lane % 4, index = u.block * COLS + g % columns;
-        const bool real = index < a.num_queries * a.group && position_of(a, u, g % columns) >= 0;
-        const u16* row = static_cast<const u16*>(a.q) + q_offset(a, u, real ? index : 0);
-        float largest = 0.f;
+        const bool inside = index < a.num_queries * a.group;
+        const u16* row = static_cast<const u16*>(a.q) + q_offset(a, u, inside ? index : 0) + 2 * c;
+        u32 words[KS][2];
+#pragma unroll
+        for (int i = 0; i < 2 * KS; ++i) words[i / 2][i % 2] = *reinterpret_cast<const u32*>(row + i % 2 * (D / 2) + i / 2 * 8);
+        const bool real = inside && position_of(a, u, g % columns) >= 0;
+        float largest = 0.f, sum = 0.f;
         bool finite = true;
 #pragma unroll
-        for (int i = 0; i < KS; ++i)
-            for (int half = 0; half < 2; ++half) {
-                q[i][half] = real ? *reinterpret_cast<const u32*>(row + half * (D / 2) + 8 * i + 2 * c) : 0;
-                const float2 x = two(q[i][half]);
-                finite &= fabsf(x.x) <= 3.4e38f && fabsf(x.y) <= 3.4e38f;
-                largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
-            }
-        finite = (__ballot_sync(ALL_LANES, finite) >> lane / 4 * 4 & 15) == 15;  // a column that is not spoils no other
+        for (int i = 0; i < 2 * KS; ++i) {
+            u32& w = words[i / 2][i % 2];
+            w = real ? w : 0;
+            const float2 x = two(w);
+            finite &= fabsf(x.x) <= 3.4e38f && fabsf(x.y) <= 3.4e38f;
+            largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+        }
+        finite = (__ballot_sync(ALL_LANES, finite) >> g * 4 & 15) == 15;  // a column that is not spoils no other
         largest = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(finite ? largest : 0.f)));
         const int e = largest > 1e-30f ? min(exponent_of(largest), 126) : 0;
-        down = power_of_two(-e);
-        float sum = 0.f;
+        const float down = power_of_two(-e);
 #pragma unroll
-        for (int i = 0; i < KS; ++i)
-            for (int half = 0; half < 2; ++half) {
-                const float2 x = two(q[i][half]);
-                sum += x.x * down * (x.x * down) + x.y * down * (x.y * down);
-            }
+        for (int i = 0; i < 2 * KS; ++i) {
+            const float2 x = two(words[i / 2][i % 2]), y = {x.x * down, x.y * down};
+            sum += y.x * y.x + y.y * y.y;
+            if (i / 2 / OWNED == maker) q[i / 2 % OWNED][i % 2] = y;
+        }
         sum += __shfl_xor_sync(ALL_LANES, sum, 1);
         sum += __shfl_xor_sync(ALL_LANES, sum, 2);
         sum = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(finite ? sum : 0.f)));
@@ -128,146 +149,145 @@ struct FrameQueries {
         first = pack_f16(x, y);
         second = pack_f16((x - low_f16(first)) * 2048.f, (y - high_f16(first)) * 2048.f);
     }
+    /// Operands of the maker's i-th step: rows g and g + 8, which are in the frames of these positions.
+    DEVICE void turn_back(uint4& first, uint4& second, float4 turns, const int (&position)[2], int i) const {
+        const float2 x = q[i][0], y = q[i][1];
+        u32 one[2][2], rest[2][2];
+        for (int half = 0; half < 2; ++half) {
+            const float2 r0 = turn_of(-position[half], {turns.x, turns.y}), r1 = turn_of(-position[half], {turns.z, turns.w});
+            split(one[0][half], rest[0][half], x.x * r0.x - y.x * r0.y, x.y * r1.x - y.y * r1.y);
+            split(one[1][half], rest[1][half], y.x * r0.x + x.x * r0.y, y.y * r1.x + x.y * r1.y);
+        }
+        first = {one[0][0], one[0][1], one[1][0], one[1][1]};
+        second = {rest[0][0], rest[0][1], rest[1][0], rest[1][1]};
+    }
+};
 
-    /// The lane's column in the frame of `position`, as operands: first numbers and second ones of each step.
-    DEVICE void turn_back(uint4* operands, const float2* turns_of_pairs, int position, int lane) const {
-        const int c = lane % 4;
-#pragma unroll
-        for (int i = 0; i < KS; ++i) {
-            const float4 turns = *reinterpret_cast<const float4*>(turns_of_pairs + 8 * i + 2 * c);
-            const float2 r0 = turn_of(-position, {turns.x, turns.y}), r1 = turn_of(-position, {turns.z, turns.w});
-            float2 x = two(q[i][0]), y = two(q[i][1]);
-            x = {x.x * down, x.y * down}, y = {y.x * down, y.y * down};
-            uint4 w;
-            split(w.x, w.z, x.x * r0.x - y.x * r0.y, x.y * r1.x - y.y * r1.y);
-            split(w.y, w.w, y.x * r0.x + x.x * r0.y, y.y * r1.x + x.y * r1.y);
-            operands[i * 32 + lane] = w;
-        }
-    }
-    /// From a column in shared memory to its lanes' places in a record.
-    DEVICE void write(char* record, const u16* column, bool wanted, int columns, int lane) const {
-        const int c = lane % 4, of_step = 4 * columns, place = lane % of_step;
-        uint2* steps = Record::steps(record) + place;
-        float sum = 0.f;
-        plane<8>(sum, steps, of_step, column, wanted, c);
-        plane<4>(sum, steps + BandPlane<8>::STEPS * of_step, of_step, column, wanted, c);
-        plane<2>(sum, steps + (BandPlane<8>::STEPS + BandPlane<4>::STEPS) * of_step, of_step, column, wanted, c);
-        plane<1>(sum, steps + (KEY_STEPS - BandPlane<1>::STEPS) * of_step, of_step, column, wanted, c);
-#pragma unroll
-        for (int i = 0; i < MEAN_STEPS; ++i) {
-            const uint2 x = four(column, 16 * i + 4 * c);
-            if (wanted) steps[(KEY_STEPS + i) * of_step] = x;
-        }
-        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-        if (!wanted || c) return;
-        reinterpret_cast<Record*>(record)->start[place / 4] = -sum * power_of_two(-24);
-        if (place == 0) reinterpret_cast<Record*>(record)->unit = unit;
-    }
-    /// Channels 0, 2 and 1, 3 of four neighbours.
-    static DEVICE uint2 four(const u16* column, int channel) {
-        const uint2 x = *reinterpret_cast<const uint2*>(column + channel);
-        return {permute_bytes(x.x, x.y, 0x5410), permute_bytes(x.x, x.y, 0x7632)};
+/// Writes every MAKERS-th of the key planes' operands, from `q` of the tile.
+struct StepWriter {
+    FrameTile& tile;
+    int maker, g, c;
+
+    DEVICE void write() const {
+        plane<8>(0);
+        plane<4>(BandPlane<8>::STEPS);
+        plane<2>(BandPlane<8>::STEPS + BandPlane<4>::STEPS);
+        plane<1>(KEY_STEPS - BandPlane<1>::STEPS);
     }
     template <int BITS>
-    static DEVICE void plane(float& sum, uint2* steps, int of_step, const u16* column, bool wanted, int c) {
+    DEVICE void plane(int first_step) const {
         using P = BandPlane<BITS>;
         constexpr u64 LIST = Bands::list(BITS);
 #pragma unroll
         for (int load = 0; load < P::LOADS; ++load)
 #pragma unroll
             for (int j = 0; j < P::steps(load); ++j) {
-                const int place = (P::first_field(load, c) + j) * P::ROW + 4 * P::word(load, c);  // of the lane's four channels among the plane's
+                const int step = first_step + P::steps_before(load) + j;
+                if (step % MAKERS != maker) continue;
+                const int field = P::first_field(load, c) + j, place = field * P::ROW + 4 * P::word(load, c);  // of the lane's four channels among the plane's
                 const int band = int(LIST >> (place / BAND * 4 & 63)) & 15, shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
-                const float times = power_of_two(shift - BITS * j);
+                const float times = place < P::CHANNELS ? power_of_two(shift - BITS * field) : 0.f;
                 const u32 factor = pack_f16(times, times);
-                uint2 x = four(column, band * BAND + place % BAND);
-                x = {mul_f16x2(x.x, factor), mul_f16x2(x.y, factor)};
-                if (place >= P::CHANNELS) x = {0, 0};
-                if (wanted) steps[(P::steps_before(load) + j) * of_step] = x;
-                sum += (low_f16(x.x) + high_f16(x.x) + low_f16(x.y) + high_f16(x.y)) * (0.5f * ((1 << BITS) - 1) * power_of_two(BITS * j));
+                for (int row = g; row < FrameTile::ROWS; row += 8) {
+                    const u32* q = &tile.q[row][FrameTile::place((band * BAND + place % BAND) / 2)];  // and the pair after it
+                    const uint2 x = {q[0], q[2]};
+                    tile.steps[step][row][c] = {mul_f16x2(permute_bytes(x.x, x.y, 0x5410), factor), mul_f16x2(permute_bytes(x.x, x.y, 0x7632), factor)};
+                }
             }
     }
 };
 
-/// Calls f(segment, part, unit, first frame, last frame) for every segment of this block that reads packed pages.
-template <class F>
-DEVICE void each_packed_segment(const Args& a, F f) {
-    for (int i = blockIdx.x; i >= 0; i = a.segments[i].next) {
-        const Segment& s = a.segments[i];
+/// What warp `maker` of MAKERS does. A maker holds OWNED row blocks of the matrix and turns the queries of as many steps back, for all of them.
+DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
+    constexpr int KS = D / 16, OWNED = KS / MAKERS, HELD = FrameRing::HELD, AT_ONCE = HELD ? OWNED : 1, THREADS = MAKERS * 32;
+    static_assert(KS % MAKERS == 0 && BAND == 16, "makers have equal shares, and a row block of the matrix is a band");
+    const int g = lane / 4, c = lane % 4, columns = a.query_columns, of_tile = FrameTile::ROWS / columns;
+    uint4 held[OWNED][HELD ? KS : 1];
+    u32 number = 0;
+#pragma unroll 1
+    for (int next = blockIdx.x; next >= 0;) {
+        const Segment& s = a.segments[next];
         if (s.unit < 0) return;
         const Part& part = a.parts[s.part];
+        next = s.next;
+        if (next >= 0) prefetch_l1(a.segments + next);
         if (part.raw || s.num_chunks <= 0) continue;
-        const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE, to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE;
-        f(part, unit_of(a, s.unit), frame_of(Page(a, s, from, false).tokens.x), frame_of(Page(a, s, to, false).tokens.x));
-    }
-}
-
-/// Has the matrix of the block's first walk fetched while the kernel ahead ends.
-DEVICE void prefetch_basis(const Args& a) {
-    const Segment& s = a.segments[blockIdx.x];
-    if (s.unit < 0 || a.parts[s.part].raw) return;
-    const char* of_head = reinterpret_cast<const char*>(static_cast<const InverseBasis*>(a.parts[s.part].k_inverse) + unit_of(a, s.unit).head);
-    for (int line = threadIdx.x; line < int(sizeof(InverseBasis)) / 128; line += CONSUMERS) prefetch_l1(of_head + line * 128);
-}
-/// The records that this block's walks read. All consumer warps call it: each turns the queries of a tile of 8 columns and frames back, multiplies all of their
-/// tiles with 16 rows of the matrix that it holds in registers (loads wait behind all that the ring has in flight), and writes a tile's records.
-DEVICE void queries_in_basis(const Args& a, Merge& merge, int warp, int lane) {
-    constexpr int KS = D / 16, OWNED = (KS + WARPS - 1) / WARPS, STRIDE = D + 8;  // STRIDE: of a column in shared memory, float16
-    static_assert(sizeof(merge.rounds[0]) >= KS * 32 * sizeof(uint4) && sizeof(merge.rounds[0]) >= 8 * STRIDE * 2, "kernel_choice.py leaves too little to merge in");
-    const int g = lane / 4, c = lane % 4;
-    each_packed_segment(a, [&](const Part& part, Unit u, int first, int last) {
+        const Unit u = unit_of(a, s.unit);
         const InverseBasis& inverse = static_cast<const InverseBasis*>(part.k_inverse)[u.head];
-        const int columns = a.record_columns, of_tile = 8 / columns, tiles = ((last - first + 1) * columns + 7) / 8;
-        uint4 large[KS], small[KS];
-        auto own = [&](int m) {
+        if (HELD) {
+            uint4 second[OWNED][HELD ? KS : 1];
 #pragma unroll
-            for (int i = 0; i < KS; ++i) large[i] = inverse.tiles[min(m, KS - 1)][i][0][lane], small[i] = inverse.tiles[min(m, KS - 1)][i][1][lane];
-        };
-        own(warp);
+            for (int i = 0; i < OWNED * KS; ++i) second[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][1][lane];
+#pragma unroll
+            for (int i = 0; i < OWNED * KS; ++i) held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][0][lane];
+#pragma unroll
+            for (int i = 0; i < OWNED * KS; ++i) ring.second[(maker * OWNED + i / KS) * HELD][i % KS * HELD][lane] = second[i / KS][i % KS * HELD];
+        }
+        float4 turns[OWNED];
+        for (int i = 0; i < OWNED; ++i) turns[i] = *reinterpret_cast<const float4*>(part.turns + 8 * (maker * OWNED + i) + 2 * c);
+        wait_for_previous_kernel();
+        const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE, to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE;
+        const int last = frame_of(Page(a, s, to, false).tokens.x);
+        const UnitQueries queries(a, u, inverse, columns, maker, lane);
 #pragma unroll 1
-        for (int batch = 0; batch < tiles; batch += WARPS) {
-            const int frame = first + (batch + warp) * of_tile + g / columns;
-            const FrameQueries queries(a, u, inverse, columns, lane);
-            if (batch + warp < tiles) queries.turn_back(reinterpret_cast<uint4*>(&merge.rounds[warp]), part.turns, FRAME * min(frame, last), lane);
-            sync_threads(CONSUMERS);
-            u32 found[OWNED][WARPS][2];
+        for (int first = frame_of(Page(a, s, from, false).tokens.x); first <= last; first += of_tile, ++number) {
+            const int frame = first + g / columns, position[2] = {FRAME * min(frame, last), FRAME * min(frame + 8 / columns, last)};
+            for (int i = 0; i < OWNED; ++i) {
+                uint4(&to)[2][32] = ring.turned[maker * OWNED + i];
+                queries.turn_back(to[0][lane], to[1][lane], turns[i], position, i);
+            }
+            FrameTile& tile = ring.tiles[number % FRAME_TILES];
+            barrier_wait(shared_address(&ring.empty[number % FRAME_TILES]), (number / FRAME_TILES & 1) ^ 1);
+            sync_threads<2>(THREADS);
+            float sums[2] = {};
+#pragma unroll 1
+            for (int block = 0; block < OWNED; block += AT_ONCE) {
+                float large[AT_ONCE][2][4] = {}, small[AT_ONCE][2][4] = {};
 #pragma unroll
-            for (int o = 0; o < OWNED; ++o) {
-                if (OWNED > 1) own(warp + o * WARPS);
-                if (warp + o * WARPS >= KS) continue;
+                for (int i = 0; i < KS; ++i) {
+                    const uint4 x = ring.turned[i][0][lane], rest = ring.turned[i][1][lane];
 #pragma unroll
-                for (int t = 0; t < WARPS; ++t) {
-                    if (batch + t >= tiles) continue;
-                    const uint4* operands = reinterpret_cast<const uint4*>(&merge.rounds[t]) + lane;
-                    float sums[3][4] = {};
-#pragma unroll
-                    for (int i = 0; i < KS; ++i) {
-                        const uint4 b = operands[i * 32];
-                        mma_f16(sums[0], large[i].x, large[i].y, large[i].z, large[i].w, b.x, b.y);
-                        mma_f16(sums[1], large[i].x, large[i].y, large[i].z, large[i].w, b.z, b.w);
-                        mma_f16(sums[2], small[i].x, small[i].y, small[i].z, small[i].w, b.x, b.y);
+                    for (int o = 0; o < AT_ONCE; ++o) {
+                        const int m = maker * OWNED + block + o;
+                        const uint4 w = HELD ? held[o][i * HELD] : inverse.tiles[m][i][0][lane];
+                        const uint4 w2 = HELD ? ring.second[m * HELD][i * HELD][lane] : inverse.tiles[m][i][1][lane];
+                        for (int n = 0; n < 2; ++n) {
+                            const u32 b0 = n ? w.z : w.x, b1 = n ? w.w : w.y;
+                            mma_f16(large[o][n], x.x, x.y, x.z, x.w, b0, b1);
+                            mma_f16(small[o][n], rest.x, rest.y, rest.z, rest.w, b0, b1);
+                            mma_f16(small[o][n], x.x, x.y, x.z, x.w, n ? w2.z : w2.x, n ? w2.w : w2.y);
+                        }
                     }
-                    float r[4];
-                    for (int k = 0; k < 4; ++k) r[k] = (sums[0][k] + (sums[1][k] + sums[2][k]) * (1.f / 2048.f)) * queries.multiplier;
-                    found[o][t][0] = transpose_8x8(pack_f16(r[0], r[1]));  // of this lane's column
-                    found[o][t][1] = transpose_8x8(pack_f16(r[2], r[3]));
+                }
+#pragma unroll
+                for (int o = 0; o < AT_ONCE; ++o) {
+                    const int band = maker * OWNED + block + o;
+                    const float middle = 0.5f * float((1 << int(Bands::WIDTHS >> 4 * band & 15)) - 1);
+                    for (int n = 0; n < 2; ++n)
+                        for (int half = 0; half < 2; ++half) {
+                            float r[2];
+                            for (int k = 0; k < 2; ++k) r[k] = (large[o][n][2 * half + k] + small[o][n][2 * half + k] * (1.f / 2048.f)) * queries.multiplier;
+                            const u32 found = pack_f16(r[0], r[1]);
+                            tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
+                            sums[half] += (low_f16(found) + high_f16(found)) * middle;
+                        }
                 }
             }
-            sync_threads(CONSUMERS);
-#pragma unroll
-            for (int o = 0; o < OWNED; ++o)
-#pragma unroll
-                for (int t = 0; t < WARPS; ++t) {
-                    if (warp + o * WARPS >= KS || batch + t >= tiles) continue;
-                    u16* to = reinterpret_cast<u16*>(&merge.rounds[t]) + g * STRIDE + 16 * (warp + o * WARPS) + 2 * c;
-                    *reinterpret_cast<u32*>(to) = found[o][t][0];
-                    *reinterpret_cast<u32*>(to + 8) = found[o][t][1];
-                }
-            sync_threads(CONSUMERS);
-            if (batch + warp < tiles) queries.write(Record::of(a, u, frame), reinterpret_cast<const u16*>(&merge.rounds[warp]) + g * STRIDE, frame <= last, columns, lane);
+            for (int half = 0; half < 2; ++half) {
+                sums[half] += __shfl_xor_sync(ALL_LANES, sums[half], 1);
+                sums[half] += __shfl_xor_sync(ALL_LANES, sums[half], 2);
+                if (c == 0) ring.start[maker][g + 8 * half] = sums[half];
+            }
+            sync_threads<2>(THREADS);
+            StepWriter{tile, maker, g, c}.write();
+            if (maker == 0) {
+                float sum = 0.f;
+                for (int m = 0; m < MAKERS; ++m) sum += ring.start[m][lane % FrameTile::ROWS];
+                if (lane < FrameTile::ROWS) tile.start[lane] = -sum * power_of_two(-24);
+                if (lane == 0) tile.unit = queries.unit, tile.first = first, tile.last = min(first + of_tile - 1, last), tile.ends = first + of_tile > last;
+            }
             __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&ring.full[number % FRAME_TILES]));
         }
-    });
-    sync_threads(CONSUMERS);
+    }
 }

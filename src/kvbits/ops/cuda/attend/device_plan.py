@@ -16,12 +16,12 @@ import torch
 
 from ....errors import DataError, UnsupportedError
 from ....later import upload
-from ....spec import FRAME, LowLayout, PageLayout
+from ....spec import LowLayout, PageLayout
 from ...types import kvquant_extras
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from . import host_plan as attend_cuda
-from .kernel_choice import columns, kernel_for, record_bytes, record_columns, refuses_columns, refuses_layout, refuses_low
+from .kernel_choice import columns, kernel_for, query_columns, refuses_columns, refuses_layout, refuses_low
 from .schedule import SEGMENT_COST, SEGMENT_FIELDS
 
 Slabs = Sequence[torch.Tensor]
@@ -152,14 +152,9 @@ class DevicePlan:
         self._args = attend_cuda.Args(
             q_positions=self.q_positions.data_ptr(), segments=self._segments.data_ptr(), partial=self._partial.data_ptr(),
             partial_ml=self._partial_ml.data_ptr(), arrived=self._arrived.data_ptr(), num_queries=num_queries, group=group, num_kv_heads=heads,
-            column_blocks=column_blocks, window=self._work.window, scaling=scaling, softcap=softcap or 1.0,
+            column_blocks=column_blocks, query_columns=query_columns(num_queries * group), window=self._work.window, scaling=scaling, softcap=softcap or 1.0,
             num_pieces=len(self.kernel.pieces), num_low_pieces=len(self.kernel.low_pieces),
         )  # fmt: skip
-        if packed and (nbytes := record_bytes(packed, num_queries * group)):  # a sequence's pages in a part follow one another
-            self._args.frames = max(n for x, n in zip(layouts, max_pages, strict=True) if not x.key.is_raw) * packed.page_size // FRAME + 2
-            self._args.record_bytes, self._args.record_columns = nbytes, record_columns(num_queries * group)
-            self._records = torch.zeros(units * self._args.frames * nbytes, dtype=torch.uint8, device=self.device)
-            self._args.records = self._records.data_ptr()
         for i, piece in enumerate((*self.kernel.pieces, *self.kernel.low_pieces)):
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
         for i, part in enumerate(zip(layouts, self.low, max_pages, walks, strict=True)):

@@ -18,7 +18,7 @@ import torch
 
 from ....errors import DataError, UnsupportedError
 from ....later import upload
-from ....spec import FRAME, LowLayout, PageLayout
+from ....spec import LowLayout, PageLayout
 from ...break_even import small_on_gpu
 from ...types import AttendCall, Part, check_call, kvquant_extras, last_positions
 from ..runtime import compile as cuda_compile
@@ -32,8 +32,7 @@ from .kernel_choice import (
     columns,
     kernel_for,
     may_unpack,
-    record_bytes,
-    record_columns,
+    query_columns,
     refuses_columns,
     refuses_layout,
     refuses_low,
@@ -139,12 +138,11 @@ class Args(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "page_lse", "partial", "partial_ml", "arrived",
-            "records")),
+            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "page_lse", "partial", "partial_ml", "arrived")),
         *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
         *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
         ("scaling", ctypes.c_float), ("softcap", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows", "frames", "record_bytes", "record_columns")),
+        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows", "query_columns")),
         ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", PartArgs * MAX_PARTS),
     ]  # fmt: skip
 
@@ -242,9 +240,9 @@ class Plan:
 
         args = Args(
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
-            num_kv_heads=heads, column_blocks=column_blocks, layer=0, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
+            num_kv_heads=heads, column_blocks=column_blocks, query_columns=query_columns(num_queries * group), layer=0,
+            window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
             softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
-            **self._records(call, packed, batch * heads * column_blocks, num_queries * group),
             **(self._page_lse_rows(work, kernels, num_q_heads) if call.page_lse is not None else {}),
         )  # fmt: skip
         for i, part in enumerate(call.parts):
@@ -356,22 +354,6 @@ class Plan:
         arrived = torch.zeros(units, dtype=torch.int32, device=self.device)
         self._keep += [partial, partial_ml, arrived]
         return {"partial": partial.data_ptr(), "partial_ml": partial_ml.data_ptr(), "arrived": arrived.data_ptr()}
-
-    def _records(self, call: AttendCall, packed: list[PageLayout], units: int, num_columns: int) -> dict[str, int]:
-        """Where queries in the basis of banded keys go: for every unit as many frames as its pages touch."""
-        if not (nbytes := max((record_bytes(x, num_columns) for x in packed), default=0)):
-            return {}
-        matrices = {id(p.store.static["k_inverse"]) for p in call.parts if p.store.layout.key.is_banded}
-        if len(matrices) > 1:
-            raise UnsupportedError("attend_pages on cuda: parts of one call have keys in different bases; make a call for each and merge their results")
-        frames = 1
-        for table in (p.table for p in call.parts if p.store.layout.key.is_banded):
-            for first, end in zip(table.indptr[:-1], table.indptr[1:], strict=True):
-                if end > first:
-                    frames = max(frames, int(table.starts[first:end].max()) // FRAME - int(table.starts[first:end].min()) // FRAME + 1)
-        records = torch.zeros(units * frames * nbytes, dtype=torch.uint8, device=self.device)
-        self._keep.append(records)
-        return {"records": records.data_ptr(), "frames": frames, "record_bytes": nbytes, "record_columns": record_columns(num_columns)}
 
     def _part(self, part: Part, kernels: list[Kernel], packed: list[PageLayout], layer_stride: int) -> PartArgs:
         layout = part.store.layout

@@ -37,7 +37,7 @@ FLOATS = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 BANDED_HEADS = (64, 128, 256)
 """Head sizes of banded codes: the outputs' Hadamard matrix takes whole rows of lanes."""
 MOST_BANDED_COLUMNS = 64
-"""Query columns of a kv head over banded codes: every eight of them have queries of their own, 5 KB for each frame of 256 positions."""
+"""Query columns of a kv head over banded codes: every eight of them are a unit of their own, which reads all pages."""
 LOW_BITS = 4
 """Width of the low planes that packed.cu reads, and of the codes they refine."""
 
@@ -113,20 +113,29 @@ def refuses_columns(layouts: Sequence[PageLayout], num_columns: int) -> str | No
     return f"{num_columns} query columns of a kv head over banded codes, whose queries are made for each frame; the CUDA kernel takes {MOST_BANDED_COLUMNS}"
 
 
-def record_columns(num_columns: int) -> int:
-    """Columns of a record (`record_bytes`): 1, 2, 4 or 8."""
+def query_columns(num_columns: int) -> int:
+    """Columns that queries are made in the keys' basis for: 1, 2, 4 or 8."""
     return min(8, 1 << (num_columns - 1).bit_length())
 
 
-def record_bytes(layout: PageLayout, num_columns: int) -> int:
-    """Bytes of the queries of one unit and frame in the basis of banded keys (struct Record of banded_queries.cuh), 0 for other formats."""
-    return 128 + 32 * record_columns(num_columns) * _record_steps(layout) if layout.key.is_banded else 0
+def _key_steps(layout: PageLayout) -> int:
+    """Matrix instructions of the planes of a banded key."""
+    return sum(_band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits) for bits, channels in layout.key.planes(layout.head_dim))
 
 
-def _record_steps(layout: PageLayout) -> int:
-    """Operands of a record: of the planes' matrix instructions, and those that multiply a page's mean."""
-    d = layout.head_dim
-    return sum(_band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits) for bits, channels in layout.key.planes(d)) + (d // 16 if layout.key.center else 0)
+def _makers(layout: PageLayout) -> tuple[int, int]:
+    """Warps that make queries in the basis of banded keys, and tiles of them in shared memory; 0 for other formats."""
+    if not layout.key.is_banded:
+        return 0, 0
+    return (4, 3) if layout.head_dim <= 128 else (2, 2)
+
+
+def _frame_ring_bytes(layout: PageLayout, warps: int) -> int:
+    """Shared memory of those warps (struct FrameRing of banded_queries.cuh)."""
+    makers, tiles = _makers(layout)
+    d, held = layout.head_dim, layout.head_dim <= 128
+    tile = 80 + 32 * (d + 32) + 512 * _key_steps(layout)
+    return -(-(tiles * (tile + 16) + d * 64 + (d * d * 2 if held else 512) + makers * 64 + 4 * warps) // 16) * 16 if makers else 0
 
 
 def _band_steps(words: int, fields: int) -> int:
@@ -248,10 +257,11 @@ class Kernel:
     raw_joins: bool = False  # raw and packed tokens of a unit come to one result (RAW_JOINS of packed_codes.cuh)
     raw_in_ring: bool = False  # raw tokens come through the ring (RAW_IN_RING of ring.cuh)
     raw_tokens: int = RAW_TOKENS[0]  # of a chunk of raw pages
+    makers: int = 0  # warps beside the consumers and the producer
 
     @property
     def threads(self) -> int:
-        return (self.shape.warps + 1) * 32
+        return (self.shape.warps + 1 + self.makers) * 32
 
 
 def columns(head_dim: int, num_columns: int, layouts: list[PageLayout], low: bool = False) -> int:
@@ -335,7 +345,8 @@ def kernel_for(
             raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
     table_bytes = codebook_format.shared_bytes(layout, fold, wide) if has_codebook else 0
     ring = shape.slots * (slot + (40 if has_codebook else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + table_bytes
-    rounds = _banded_rounds(layout) or _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
+    ring += _frame_ring_bytes(layout, shape.warps)
+    rounds = _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
     shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds)
     # Warps start segments alone but where queries take a calibrated scale, where warps share operands, and where they share a head's tables.
     defines["OWN_START"] = int(scale_kind(layout.key) != STATIC and not fragments and not has_codebook)
@@ -351,14 +362,10 @@ def kernel_for(
     if has_codebook:
         defines |= codebook_format.defines(layout, fold, wide)
     if layout.key.is_banded:
-        defines |= side.band_defines(chunk_layout(layout, chunk)) | {"RECORD_STEPS": _record_steps(layout)}
+        makers, tiles = _makers(layout)
+        defines |= side.band_defines(chunk_layout(layout, chunk)) | {"KEY_STEPS": _key_steps(layout), "MAKERS": makers, "FRAME_TILES": tiles}
     source = "codebook.cu" if has_codebook else "banded.cu" if layout.key.is_banded else "packed.cu"
-    return Kernel(source, tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens)
-
-
-def _banded_rounds(layout: PageLayout) -> int:
-    """Rounds of 32 channels that warps of banded.cu merge at once: a head's, since they make queries in the same memory. 0 for other formats."""
-    return max(layout.head_dim // 32, 2) if layout.key.is_banded else 0
+    return Kernel(source, tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens, _makers(layout)[0])
 
 
 def _raw_kernel(defines: dict[str, int], shape: Shape, head_dim: int, cols: int, shared_limit: int) -> Kernel:
@@ -390,17 +397,17 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
     spills_at_168 |= (low and cols > 8) or layout.key.static or any(scale_kind(s) == GROUP and s.num_groups(layout.head_dim) > 2 for s in specs)
     joined = any(len(s.planes(layout.head_dim)) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
     most = 7 if large or centered or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168 else 11
-    if layout.key.is_banded and not large:  # 8 warps: each multiplies with 16 rows of a basis of 128 channels
-        most = 11
-    for warps in (
-        (11, 8, 7, 4, 3, 2, 1) if layout.key.is_banded else (11, 7, 4, 3, 2, 1)
-    ):  # with the producer a multiple of 4: registers are shared out in quarters of a multiprocessor
+    if layout.key.is_banded:  # with the producer and those that make queries 12 warps, and 7 where registers are needed
+        most = 4 if large else 7
+    for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4, mostly: registers are shared out in quarters of a multiprocessor
         ring = 32 + 4 * warps if low else 16
-        merge = merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias, _banded_rounds(layout) or 1)
+        merge = merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias) + _frame_ring_bytes(layout, warps)
         stages = (shared_limit - ring - merge) // (warps * (slot + 24))
         least = 1 if cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
         if warps <= most and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
-            return Shape(warps, warps * min(stages, max(3 if low else 2, RING_BYTES // (warps * slot))), chunk, units)
+            # Of banded pages more slots than two were no faster, and merging wants their room.
+            wanted = 0 if layout.key.is_banded else RING_BYTES // (warps * slot)
+            return Shape(warps, warps * min(stages, max(3 if low else 2, wanted)), chunk, units)
     return Shape(1, 2 if low else 1, chunk, units)
 
 

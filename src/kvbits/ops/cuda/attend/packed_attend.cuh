@@ -12,7 +12,6 @@ template <bool LOW, class Walk>
 DEVICE void read_chunk(const Args& a, Unit u, Walk& walk, const Visible& see, Softmax& softmax, Ring& ring, const unsigned char* slots, int k, u32 number,
                        int lane) {
     const RingSlot coarse(number), fine(number + WARPS);
-    walk.keys.expect(a, lane);
     coarse.wait(ring);
     if (LOW) fine.wait(ring);
     const int2 tokens = ring.tokens[coarse.index];
@@ -28,7 +27,7 @@ DEVICE void read_chunk(const Args& a, Unit u, Walk& walk, const Visible& see, So
 
 /// Reads the parts of a unit that follow one another. Returns the block's next segment.
 template <class KeySide>
-DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, int warp, int lane) {
+DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, typename KeySide::Shared& made, int warp, int lane) {
     const Segment& s = merge.segments[Merge::own(warp)];
     Staged& staged = merge.staged[Merge::own(warp)];
     stage_queries(staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
@@ -39,6 +38,7 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     walk.start(a, staged, u, part, lane / 4, lane % 4);
     constexpr bool RAW_JOINS = ValueTraits::RAW_JOINS;
     for (; !RAW_JOINS || !a.parts[s.part].raw; join_next(a, merge, warp, lane)) {  // raw parts of a unit are its last
+        walk.keys.enter(made, s, warp);
 #pragma unroll 1
         for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
             const int of_page = s.first_entry * CHUNKS_PER_PAGE + s.first_chunk + k;
@@ -50,6 +50,7 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
             if (lane == 0) ring.read(warp, number + (low ? 2 * WARPS : WARPS));
             __syncwarp();
         }
+        walk.keys.leave(s, warp, lane);
         if (!RAW_IN_RING || !s.joins) break;
     }
     if (V_TURNED && !part.raw) turn_back(walk.values.first);
@@ -65,23 +66,28 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
 template <class KeySide>
 DEVICE void attend_packed(const Args& a, unsigned char* shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    static_assert(SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) <= SHARED_BYTES, "kernel_choice.py counts too little shared memory");
+    using Made = typename KeySide::Shared;
+    static_assert(SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) + (KeySide::MAKING ? sizeof(Made) : 0) <= SHARED_BYTES, "kernel_choice.py counts too little shared memory");
     Ring& ring = *reinterpret_cast<Ring*>(shared + SLOTS * SLOT_BYTES);
     Merge& merge = *reinterpret_cast<Merge*>(shared + SLOTS * SLOT_BYTES + ring_bytes<Ring>());
+    Made& made = *reinterpret_cast<Made*>(&merge + 1);
     if (threadIdx.x < WARPS) ring.start(threadIdx.x);
+    made.set_up();
     start_block(ring, merge);
     if (warp == WARPS) {
         produce(a, ring, shared, lane);
         return;
     }
-    KeySide::prefetch(a);
+    if (warp > WARPS) {
+        KeySide::make(a, made, warp - WARPS - 1, lane);
+        return;
+    }
     wait_for_previous_kernel();
-    KeySide::prepare(a, merge, warp, lane);
     for (int i = blockIdx.x; i >= 0;) {
         const Segment s = a.segments[i];
         if (s.unit < 0) return;
         const Part& part = a.parts[s.part];
         const Unit u = enter_segment(a, s, merge, warp, lane);
-        i = part.raw && !ValueTraits::RAW_JOINS ? walk_raw(a, u, ring, shared, merge, warp, lane) : walk_packed<KeySide>(a, part, u, ring, shared, merge, warp, lane);
+        i = part.raw && !ValueTraits::RAW_JOINS ? walk_raw(a, u, ring, shared, merge, warp, lane) : walk_packed<KeySide>(a, part, u, ring, shared, merge, made, warp, lane);
     }
 }

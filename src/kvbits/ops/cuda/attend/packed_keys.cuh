@@ -245,6 +245,10 @@ struct PageKeys {
 };
 
 struct KeySide {
+    /// Operands of keys are made by each warp where its segment starts, by no other.
+    struct Shared { DEVICE void set_up() {} };
+    static constexpr int MAKING = 0;
+    static DEVICE void make(const Args&, Shared&, int, int) {}
     using First = KeyTraits::First;
     using Second = KeyTraits::Second;
     KeyOperands operands;
@@ -273,10 +277,8 @@ struct KeySide {
         operands.times_constant(one_sum, KeyTraits::BIAS_BY_TOKEN ? 1 : 0);
     }
 
-    /// Nothing is asked for, or made, before the walks.
-    static DEVICE void prefetch(const Args&) {}
-    static DEVICE void prepare(const Args&, Merge&, int, int) {}
-    DEVICE void expect(const Args&, int) {}
+    DEVICE void enter(Shared&, const Segment&, int) {}
+    DEVICE void leave(const Segment&, int, int) {}
 
     /// f(what scores of the page in `slot` are made of).
     template <class F>

@@ -25,7 +25,7 @@ from ..runtime import driver
 from ..side import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, turns_on
 from .step import STEP_FIELDS
 
-RESIDENT_THREADS = {64: 896, 128: 384, 256: 256}
+RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
 """Of a multiprocessor, by the largest head_dim: registers are shared out for that many. With fewer registers the product waits for each of its loads: 640 at
 head_dim 128 take half as long again on an H200."""
 MANY_BLOCKS = 800
@@ -99,7 +99,7 @@ def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: boo
         macros = defines(layout, dtype, appends, warpgroups)
         arch = driver.arch_of(torch.cuda.get_device_capability()) + "a" * warpgroups
         binary = cuda_compile.compile_source(Path(__file__).parent, "close_banded.cu", macros, arch)
-        return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
+        return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"]), early=appends), int(macros["THREADS"])
 
 
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:

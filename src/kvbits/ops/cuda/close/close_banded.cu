@@ -335,7 +335,7 @@ DEVICE void codes_of(const Token& x, float scale, u32 (&codes)[BANDS]) {
 
 using RawRows = Quad[TOKENS][BANDS];
 constexpr int NO_PAGE = -1;
-constexpr bool ROWS_AHEAD = !APPENDS && X_TYPE != FLOAT32;  // rows of the next page are asked for before a page's scales are searched: where there are registers
+constexpr bool ROWS_AHEAD = !APPENDS && X_TYPE != FLOAT32 && D <= 128;  // rows of the next page are asked for before a page's scales are searched: where there are registers
 
 /// A thread's part of a page's rows.
 DEVICE void load_rows(const Args& a, int side, int page, int head, RawRows& raw) {
@@ -428,10 +428,7 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
 #pragma unroll 1
     for (int page = first; page < last; ++page) {
 #if APPENDS
-        if (a.step.closings[page].to == NOWHERE) {
-            append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
-            continue;
-        }
+        if (append_alone(a.step, a.num_heads, side, page, head, threadIdx.x)) continue;
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
 #else
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
@@ -445,7 +442,7 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
             for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
         __syncthreads();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
 #if APPENDS
-        append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
+        FreshRow(a.step, a.num_heads, side, page, head, threadIdx.x).store();
 #endif
     }
 }

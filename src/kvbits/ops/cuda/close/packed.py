@@ -115,7 +115,7 @@ def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLay
         arch = driver.arch_of(torch.cuda.get_device_capability())
         binary = cuda_compile.compile_source(Path(__file__).parent, "close.cu", macros, arch)
         shared = int(macros["SHARED_BYTES"])
-        return driver.Kernel(binary, "close_pages", shared), int(macros["THREADS"])
+        return driver.Kernel(binary, "close_pages", shared, early=appends), int(macros["THREADS"])
 
 
 def launch_close(

@@ -207,8 +207,9 @@ DEVICE void wait_for_previous_kernel() {
 /// Keeps a running result from being put off: what it is made of would take registers until then.
 DEVICE void compute_now(u32& x) { asm volatile("" : "+r"(x)); }
 
-/// Barrier among the first `threads` threads of a block (number 1; 0 is __syncthreads).
-DEVICE void sync_threads(u32 threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+/// Barrier among as many threads of a block: 1 of the first ones (0 is __syncthreads).
+template <int BARRIER = 1>
+DEVICE void sync_threads(u32 threads) { asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "r"(threads) : "memory"); }
 
 DEVICE void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 /// 16 bytes that are read once, or zeros: a predicate, not a branch, so that many loads can be under way.
