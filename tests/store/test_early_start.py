@@ -292,6 +292,12 @@ def test_a_model_goes_on_with_a_damaged_prefix_as_without_or_says_so(tmp_path, r
         cache = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
         with pytest.warns(UserWarning, match=path.name), pytest.raises(FileFormatError, match=rf"{path.name} is damaged"):
             model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        flip(path.with_name(path.name + ".damaged"), layers - 1, layers)  # whole again, then damaged again
+        path.with_name(path.name + ".damaged").rename(path)
+        flip(path, layers - 1, layers)
+        with pytest.warns(UserWarning, match=path.name):
+            whole = KVCache.from_prefix(model, ids, store=store, scheme=scheme, wait=True, put=False)
+        assert whole.store.seq_lens == [299], "what is damaged is computed"
     with pytest.warns(UserWarning, match=path.name) if rest > 1 else warnings.catch_warnings():
         again = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
     short = PrefixStore(tmp_path / "b", blob_tokens=64)

@@ -267,7 +267,7 @@ class PrefixStore:
         if not isinstance(error, DamagedError):
             return error
         self._shelf.set_aside(space, error)
-        return DamagedError(error.name, f"{error}; the pass that had begun to use it was taken back: reset() the cache, or free({row}), and load again")
+        return DamagedError(error.name, f"{error}; what had begun to use it was taken back: reset() the cache, or free({row}), and load again")
 
     def _plan(self, cache: PagedCache, tokens: np.ndarray) -> Plan | None:
         identity, space = self._identity(cache)

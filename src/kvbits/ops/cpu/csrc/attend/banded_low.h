@@ -20,7 +20,7 @@ INLINE vi low_steps(vi codes, vi parts, int top) {
   constexpr int P = 1 << BITS;
   static_assert(OUTER_CELL == 2 && ONLY_CELL == 4, "steps of the table");
   typedef int8_t bytes __attribute__((vector_size(VL * 4)));
-  const vi lowest = (vi)((bytes)codes == (bytes)vi{}), highest = (vi)((bytes)codes == (bytes)splat_int(top * 0x01010101)), outer = lowest | highest;
+  const vi lowest = (vi)((bytes)codes == (bytes)vi{}), highest = (vi)((bytes)codes == (bytes)splat_int((int)(top * 0x01010101u))), outer = lowest | highest;
   const vi inside = (parts << 1) + splat_int((2 * P - 1) * 0x01010101), outside = (parts << 2) + (highest & splat_int(2 * P * 0x01010101));
   return (inside & ~outer) | (outside & outer);
 }
@@ -51,7 +51,7 @@ static void key_low(const KeyArgs& a) {
           const BandWord field = piece.word[n];
           const uint8_t* src = page + tile * piece.tile_bytes + field.offset;
           const int64_t next = VL < TILE ? VL * 4 : piece.tile_bytes;
-          for (int v = 0; v < V; v++) codes[v] |= ((vi)((vu)load_int(src + v * next) >> field.shift) & splat_int(piece.mask)) << band.shift[k];
+          for (int v = 0; v < V; v++) codes[v] |= (vi)((((vu)load_int(src + v * next) >> field.shift) & (vu)splat_int(piece.mask)) << band.shift[k]);
         }
         if (band.top)
           for (int v = 0; v < V; v++) steps[v] = low_steps<BITS>(codes[v], steps[v], band.top);
