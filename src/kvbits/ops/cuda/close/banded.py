@@ -26,9 +26,10 @@ from ..side import banded_arguments, column_powers, columns_as_operands, columns
 from .step import STEP_FIELDS
 
 RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
-"""Of a multiprocessor, by the largest head_dim: registers are shared out for that many. With fewer registers the product waits for each of its loads: 640 at
-head_dim 128 take half as long again on an H200."""
+"""Of a multiprocessor, by the largest head_dim: registers are shared out for that many. With fewer registers the product of a warp waits for each of its loads:
+640 at head_dim 128 take half as long again on an H200."""
 MANY_BLOCKS = 800
+"""Twice the places that an H200 has for blocks of 128 threads at head_dim 128."""
 MOST_SHARED = 96 << 10
 """Bytes of a block, which every GPU since compute capability 8.0 gives."""
 
@@ -58,7 +59,7 @@ def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
 
 
 def pages_each(num_pages: int, num_kv_heads: int) -> int:
-    """Pages of a block: few enough that there are blocks for all places of a large GPU twice, and no more than pay for fetching the basis."""
+    """Pages of a block: enough to pay for fetching the basis, and few enough that there are `MANY_BLOCKS` of keys."""
     return max(1, min(16, num_pages * num_kv_heads // MANY_BLOCKS))
 
 

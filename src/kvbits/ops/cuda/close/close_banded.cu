@@ -333,14 +333,11 @@ DEVICE void codes_of(const Token& x, float scale, u32 (&codes)[BANDS]) {
     }
 }
 
-using RawRows = Quad[TOKENS][BANDS];
-constexpr int NO_PAGE = -1;
-constexpr bool ROWS_AHEAD = !APPENDS && X_TYPE != FLOAT32 && D <= 128;  // rows of the next page are asked for before a page's scales are searched: where there are registers
+constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;  // of an element
 
 /// A thread's part of a page's rows.
-DEVICE void load_rows(const Args& a, int side, int page, int head, RawRows& raw) {
+DEVICE void load_rows(const Args& a, int side, int page, int head, Quad (&raw)[TOKENS][BANDS]) {
     const int j = threadIdx.x % LANES;
-    constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;
 #if APPENDS
     const char* from = a.step.tail + a.step.closings[page].from + head * a.step.tail_head_bytes + a.step.tail_offset[side] + j * 4 * BYTES;
     constexpr i64 stride = D * BYTES;
@@ -354,14 +351,9 @@ DEVICE void load_rows(const Args& a, int side, int page, int head, RawRows& raw)
         for (int i = 0; i < BANDS; ++i) raw[r][i].load(from + thread_token(r) * stride + i * BAND * BYTES);
 }
 
-DEVICE void forget(RawRows& raw) {
-#pragma unroll
-    for (int i = 0; i < TOKENS * BANDS * Quad::WORDS; ++i) raw[i / BANDS / Quad::WORDS][i / Quad::WORDS % BANDS].w[i % Quad::WORDS] = 0;
-}
-
-/// Stores a page from its rows; then `raw` are those of page `next`, if that is one.
+/// Stores one side of a page from its rows.
 template <class S>
-DEVICE void close_side(const Args& a, int side, int page, int next, int head, unsigned char* out, RawRows& raw, Shared& shared) {
+DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS], unsigned char* out, Shared& shared) {
     const int j = threadIdx.x % LANES;
     if constexpr (S::BASIS == CALIBRATED) {  // while the rows are on their way
         const int frame = (a.starts[page] - (APPENDS ? PAGE : 0)) / FRAME * FRAME;
@@ -394,10 +386,6 @@ DEVICE void close_side(const Args& a, int side, int page, int next, int head, un
         for (int r = 0; r < TOKENS && S::BASIS == HADAMARD; ++r) hadamard(x[r], j);
         if (S::HAS_MEAN) subtract_mean<S>(x, j, out, shared, overflow);
     }
-    if (ROWS_AHEAD) {
-        if (next != NO_PAGE) load_rows(a, side, next, head, raw);
-        else forget(raw);  // or they would take registers through the product
-    }
     int scale[TOKENS];
     fit_scales<S>(x, scale, overflow);
     if (overflow) a.status->overflow[side] = 1;
@@ -424,7 +412,6 @@ DEVICE void close_side(const Args& a, int side, int page, int next, int head, un
 template <class S>
 DEVICE void close_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
     bool loaded = S::BASIS != CALIBRATED;
-    RawRows raw;
 #pragma unroll 1
     for (int page = first; page < last; ++page) {
 #if APPENDS
@@ -432,11 +419,14 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
 #else
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
+        if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D)  // the next page's rows, where they lie side by side
+            prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
 #endif
-        if (!ROWS_AHEAD || page == first) load_rows(a, side, page, head, raw);
+        Quad raw[TOKENS][BANDS];
+        load_rows(a, side, page, head, raw);
         if (!loaded) load_head(a, head, shared);
         loaded = true;
-        close_side<S>(a, side, page, page + 1 < last ? page + 1 : NO_PAGE, head, out, raw, shared);
+        close_side<S>(a, side, page, head, raw, out, shared);
         if (side == 0)  // nothing of the pool's earlier content stays in a page
 #pragma unroll 1
             for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
