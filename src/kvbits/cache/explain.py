@@ -142,10 +142,12 @@ def unpacked_on_a_gpu(groups: list[GroupState]) -> list[str]:
     """Whose pages no kernel reads packed while they have low planes."""
     banded = [g for g in groups if g.group.key.is_banded or g.group.value.is_banded]
     young = {i for g in banded if any(x is not None for s in g.sequences for planes in s.low for x in planes) for i in g.group.layers}
+    if not young:
+        return []
     return [
-        f"no CUDA kernel reads banded codes with low planes: pages of layers {ranges(young)} that have some are unpacked in every pass, which takes milliseconds "
-        "a layer; set_zones(row, [0, ..]) gives planes back, and the packed kernel reads such pages"
-    ] if young else []  # fmt: skip
+        f"no CUDA kernel reads banded codes with low planes: pages of layers {ranges(young)} that have some are unpacked in every pass, which takes "
+        "milliseconds a layer; set_zones(row, [0, ..]) gives planes back, and the packed kernel reads such pages"
+    ]
 
 
 def too_small_for_a_gpu(groups: list[GroupState]) -> list[str]:
