@@ -3,8 +3,8 @@
 //   q' = (q turned back by the frame's position) A^-T        one for every column and frame of FRAME positions, with A^-1 of part.k_inverse
 //
 // MAKERS warps of a block make them, 16 rows (columns of one frame or of several) at a time, a few tiles ahead of the warps that attend; nothing of it leaves
-// shared memory. The product is three of the matrix units: both operands are two float16 numbers, the second of them 2**11 times what the first leaves, so that
-// queries which are large in a direction that the basis takes out lose nothing. Results are stored as operands of the key planes: a code is the sum of its
+// shared memory. A^-1 is float16 numbers; turned queries are two of them, the second what the first leaves, so that queries which are large in a
+// direction that the basis takes out lose nothing. Results are stored as operands of the key planes: a code is the sum of its
 // planes' fields, each times 2**shift, so a key is several narrow tensors whose scores add, and plane by plane the walk knows no bands.
 #pragma once
 #include "columns.cuh"
@@ -54,9 +54,9 @@ static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane
 
 DEVICE int frame_of(int position) { return position / FRAME; }
 
-/// A^-1 of a head as side.py's basis_operands lays it out: 16 x 16 tiles as operands, first numbers and second ones, and what belongs to all.
+/// A^-1 of a head as side.py's basis_operands lays it out: 16 x 16 tiles as operands, and what belongs to all.
 struct InverseBasis {
-    uint4 tiles[D / 16][D / 16][2][32];
+    uint4 tiles[D / 16][D / 16][32];
     float unit, norm;            // what numbers are to be multiplied by; largest sum of a row's squares before that
     float padding[2];
 };
@@ -75,10 +75,9 @@ struct alignas(16) FrameTile {
 };
 /// What makers have in shared memory. Tile t of the block lies at t % FRAME_TILES.
 struct FrameRing {
-    static constexpr int KS = D / 16, HELD = KS <= 8;  // HELD: the matrix is held in registers and here, not loaded again for every tile
+    static constexpr int KS = D / 16, HELD = KS <= 8;  // HELD: registers hold the matrix, and it is not loaded again for every tile
     FrameTile tiles[FRAME_TILES];
     uint4 turned[KS][2][32];     // queries of a tile as operands: first numbers and second ones of each step
-    uint4 second[HELD ? KS : 1][HELD ? KS : 1][32];  // second numbers of the matrix
     float start[MAKERS][FrameTile::ROWS];
     u64 full[FRAME_TILES], empty[FRAME_TILES];
     u32 next[WARPS];             // tile of a warp's next segment
@@ -147,7 +146,7 @@ struct UnitQueries {
     }
     static DEVICE void split(u32& first, u32& second, float x, float y) {
         first = pack_f16(x, y);
-        second = pack_f16((x - low_f16(first)) * 2048.f, (y - high_f16(first)) * 2048.f);
+        second = pack_f16(x - low_f16(first), y - high_f16(first));
     }
     /// Operands of the maker's i-th step: rows g and g + 8, which are in the frames of these positions.
     DEVICE void turn_back(uint4& first, uint4& second, float4 turns, const int (&position)[2], int i) const {
@@ -215,13 +214,8 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
         const Unit u = unit_of(a, s.unit);
         const InverseBasis& inverse = static_cast<const InverseBasis*>(part.k_inverse)[u.head];
         if (HELD) {
-            uint4 second[OWNED][HELD ? KS : 1];
 #pragma unroll
-            for (int i = 0; i < OWNED * KS; ++i) second[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][1][lane];
-#pragma unroll
-            for (int i = 0; i < OWNED * KS; ++i) held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][0][lane];
-#pragma unroll
-            for (int i = 0; i < OWNED * KS; ++i) ring.second[(maker * OWNED + i / KS) * HELD][i % KS * HELD][lane] = second[i / KS][i % KS * HELD];
+            for (int i = 0; i < OWNED * KS; ++i) held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][lane];
         }
         float4 turns[OWNED];
         for (int i = 0; i < OWNED; ++i) turns[i] = *reinterpret_cast<const float4*>(part.turns + 8 * (maker * OWNED + i) + 2 * c);
@@ -242,21 +236,18 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
             float sums[2] = {};
 #pragma unroll 1
             for (int block = 0; block < OWNED; block += AT_ONCE) {
-                float large[AT_ONCE][2][4] = {}, small[AT_ONCE][2][4] = {};
+                float acc[AT_ONCE][2][4] = {};
 #pragma unroll
                 for (int i = 0; i < KS; ++i) {
                     const uint4 x = ring.turned[i][0][lane], rest = ring.turned[i][1][lane];
 #pragma unroll
                     for (int o = 0; o < AT_ONCE; ++o) {
                         const int m = maker * OWNED + block + o;
-                        const uint4 w = HELD ? held[o][i * HELD] : inverse.tiles[m][i][0][lane];
-                        const uint4 w2 = HELD ? ring.second[m * HELD][i * HELD][lane] : inverse.tiles[m][i][1][lane];
-                        for (int n = 0; n < 2; ++n) {
-                            const u32 b0 = n ? w.z : w.x, b1 = n ? w.w : w.y;
-                            mma_f16(large[o][n], x.x, x.y, x.z, x.w, b0, b1);
-                            mma_f16(small[o][n], rest.x, rest.y, rest.z, rest.w, b0, b1);
-                            mma_f16(small[o][n], x.x, x.y, x.z, x.w, n ? w2.z : w2.x, n ? w2.w : w2.y);
-                        }
+                        const uint4 w = HELD ? held[o][i * HELD] : inverse.tiles[m][i][lane];
+                        mma_f16(acc[o][0], x.x, x.y, x.z, x.w, w.x, w.y);
+                        mma_f16(acc[o][1], x.x, x.y, x.z, x.w, w.z, w.w);
+                        mma_f16(acc[o][0], rest.x, rest.y, rest.z, rest.w, w.x, w.y);
+                        mma_f16(acc[o][1], rest.x, rest.y, rest.z, rest.w, w.z, w.w);
                     }
                 }
 #pragma unroll
@@ -265,9 +256,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                     const float middle = 0.5f * float((1 << int(Bands::WIDTHS >> 4 * band & 15)) - 1);
                     for (int n = 0; n < 2; ++n)
                         for (int half = 0; half < 2; ++half) {
-                            float r[2];
-                            for (int k = 0; k < 2; ++k) r[k] = (large[o][n][2 * half + k] + small[o][n][2 * half + k] * (1.f / 2048.f)) * queries.multiplier;
-                            const u32 found = pack_f16(r[0], r[1]);
+                            const u32 found = pack_f16(acc[o][n][2 * half] * queries.multiplier, acc[o][n][2 * half + 1] * queries.multiplier);
                             tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
                             sums[half] += (low_f16(found) + high_f16(found)) * middle;
                         }

@@ -133,9 +133,9 @@ def _makers(layout: PageLayout) -> tuple[int, int]:
 def _frame_ring_bytes(layout: PageLayout, warps: int) -> int:
     """Shared memory of those warps (struct FrameRing of banded_queries.cuh)."""
     makers, tiles = _makers(layout)
-    d, held = layout.head_dim, layout.head_dim <= 128
+    d = layout.head_dim
     tile = 80 + 32 * (d + 32) + 512 * _key_steps(layout)
-    return -(-(tiles * (tile + 16) + d * 64 + (d * d * 2 if held else 512) + makers * 64 + 4 * warps) // 16) * 16 if makers else 0
+    return -(-(tiles * (tile + 16) + d * 64 + makers * 64 + 4 * warps) // 16) * 16 if makers else 0
 
 
 def _band_steps(words: int, fields: int) -> int:
