@@ -45,6 +45,7 @@ parser.add_argument("--schemes", default="int4,kivi2")
 parser.add_argument("--device", default="cpu")
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--repeat", type=int, default=3)
+parser.add_argument("--puts", type=int, help="times that files are written, of the repeats: all if not given")
 parser.add_argument("--model")
 parser.add_argument("--prompt", type=int, default=2048)
 parser.add_argument("--chunk", type=int, default=512, help="tokens that go through the model together")
@@ -164,8 +165,8 @@ def on_geometry(name: str) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(0, 100_000, args.tokens)
     donor = filled(spec, static)
     where = args.where / name
-    seconds: dict[str, list[float]] = {x: [] for x in ("put", "cp", "dd", "load", "to_first_attention", "plain_copy")}
-    for _ in range(args.repeat):
+    seconds: dict[str, list[float]] = {x: [] for x in ("put", "cp", "dd", "load", "to_first_attention", "plain_copy", "early_first_attention", "early_all")}
+    for _ in range(args.puts or args.repeat):
         shutil.rmtree(where, ignore_errors=True)
         store = kvbits.PrefixStore(where)
         seconds["put"].append(timed(lambda store=store: store.put(donor, ids)))
@@ -192,8 +193,20 @@ def on_geometry(name: str) -> dict[str, Any]:
         cpu_start = time.process_time()
         seconds["plain_copy"].append(timed(lambda: plain_copy(files, room)))
         cpu_seconds["plain_copy"].append(time.process_time() - cpu_start)
+        cache.reset()
+        start = time.perf_counter()
+        assert store.load(cache, ids, wait=False) == args.tokens
+        attention(cache, 1)
+        seconds["early_first_attention"].append(time.perf_counter() - start)
+        cache.arrivals.wait_for_all()
+        wait()
+        seconds["early_all"].append(time.perf_counter() - start)
     assert same(donor, cache), "what was loaded is not what was put"
-    assert torch.equal(attention(donor, args.layers), attention(cache, args.layers)), "attention to what was loaded is not that to what was put"
+    expected = attention(donor, args.layers)
+    assert torch.equal(expected, attention(cache, args.layers)), "attention to what was loaded is not that to what was put"
+    cache.reset()
+    store.load(cache, ids, wait=False)
+    assert torch.equal(expected, attention(cache, args.layers)), "attention that begins early is another"
     shutil.rmtree(where)
     first_load, best_cpu = seconds["load"][0], {key: min(x) for key, x in cpu_seconds.items()}
     best = {key: min(x) for key, x in seconds.items()}
@@ -241,7 +254,8 @@ def on_model(name: str) -> dict[str, Any]:
         wait()
         start, cpu_start = time.perf_counter(), time.process_time()
         cache = kvbits.KVCache.from_prefix(model, ids, **how)
-        wait()
+        if what == "computed":
+            wait()
         loaded, cpu_loaded = time.perf_counter() - start, time.process_time() - cpu_start
         if what == "computed":
             seconds["put"] = timed(lambda cache=cache: store.put(cache, ids[:, :-1]))
@@ -265,10 +279,10 @@ def on_model(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-rows = [on_model(name) if args.model else on_geometry(name) for name in args.schemes.split(",")]
-for row in rows:
-    print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items() if not isinstance(x, dict)})
-    print("   seconds:", {key: round(x, 3) for key, x in row["seconds"].items()})
-shutil.rmtree(args.where, ignore_errors=True)
 machine = torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.processor() or platform.machine()
-merge_result({"command": command(), "machine": machine, "torch": torch.__version__, "rows": rows}, args.out, ("scheme", "model", "tokens"))
+for name in args.schemes.split(","):
+    row = on_model(name) if args.model else on_geometry(name)
+    print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items() if not isinstance(x, dict)})
+    print("   seconds:", {key: round(x, 3) for key, x in row["seconds"].items()}, flush=True)
+    merge_result({"command": command(), "machine": machine, "torch": torch.__version__, "rows": [row]}, args.out, ("scheme", "model", "tokens"))
+shutil.rmtree(args.where, ignore_errors=True)

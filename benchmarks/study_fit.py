@@ -1,10 +1,11 @@
 """Formats by layer against uniform presets of equal bytes, on text unlike the one that they were fitted to.
 
-    python benchmarks/study_fit.py MODEL --text wiki.test.raw --work DIR [--bits 8,6,4.5,3.5,3,2.5] [--calibrate] [--windows 2] [--out FILE]
+    python benchmarks/study_fit.py MODEL --text wiki.test.raw --work DIR [--bits 8,6,4.5,3.5,3,2.5] [--calibrate] [--windows 2] [--schemes DIR] [--out FILE]
 
 For each number of bits the budget is what a cache of --context tokens takes at so many bits per element, scales included, plus the raw first and newest tokens of
 the fitted schemes. `kvbits fit` chooses on the novel that is shipped; then its choice, the mildest one (`alike`: all layers taken for equally sensitive) and the
-presets that fit the budget are measured as whole caches on windows of --text. Measurements are kept in --work: a run that stops goes on.
+presets that fit the budget are measured as whole caches on windows of --text. Measurements are kept in --work: a run that stops goes on. --schemes keeps the choice
+of each budget as a scheme file (fitted-3.5.json, its calibration beside it), for `kvbits eval MODEL --schemes DIR/fitted-3.5.json --tasks passkey,gsm8k`.
 
 The rows: bits, KL of the fitted choice before and after (predicted, measured on the novel, measured on --text), the best preset of equal or fewer bytes on --text and
 the ratio of the two. `taken` says what `kvbits fit` would have written: the fitted choice, or the preset that it could not beat. The last line is JSON.
@@ -25,7 +26,7 @@ import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
 from kvbits.evaluate.calibrator import Calibrator, Sample
-from kvbits.evaluate.fit import PAGE, RESIDUAL, SINKS, Fit, Goal, fit, widths
+from kvbits.evaluate.fit import PAGE, RESIDUAL, SINKS, Fit, Goal, bound_to, fit, widths
 from kvbits.evaluate.results import command_line
 from kvbits.evaluate.sensitivity import SIDES, Bench, State, formats
 from kvbits.evaluate.texts import novel_end, novel_start, read_text, windows
@@ -56,6 +57,19 @@ def row(found: Fit, bits: float, held_out: Bench, formats_: str) -> dict[str, An
     }  # fmt: skip
 
 
+def keep(found: Fit, bench: Bench, folder: Path, bits: float, model: str) -> None:
+    """The fitted scheme as `kvbits fit` writes it, whether or not a preset is as good."""
+    name = f"fitted-{bits:g}"
+    weights = weights_fingerprint(bench.model)
+    scheme = bound_to(
+        found.fitted.scheme, found.goal.layers, name=name, weights=weights, model=model, description=f"fitted to {model} on the novel, {bits:g} bits"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(scheme.to_json() + "\n")
+    if (needed := bench.calibration(scheme.plain)) is not None:
+        needed.save(folder / f"{name}.safetensors")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -65,6 +79,7 @@ def main() -> None:
     parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--windows", type=int, default=2, help="of 1,024 tokens, of the held-out text")
     parser.add_argument("--context", type=int, default=32_768)
+    parser.add_argument("--schemes", type=Path, help="folder for the choices as scheme files")
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -87,10 +102,13 @@ def main() -> None:
     for bits in map(float, args.bits.split(",")):
         goal = Goal(layers=layers, context=args.context, memory_bytes=budget(layers, bits, args.context))
         try:
-            rows.append(row(fit(bench, formats(layers, args.calibrate), goal, name="fitted"), bits, held_out, kind))
+            found = fit(bench, formats(layers, args.calibrate), goal, name="fitted")
         except SpecError as error:
             print(f"{bits} bits: {error}", flush=True)
             continue
+        if args.schemes:
+            keep(found, bench, args.schemes, bits, Path(args.model.rstrip("/")).name)
+        rows.append(row(found, bits, held_out, kind))
         r = rows[-1]
         beside = "no preset" if r["preset"] is None else f"{r['preset']['name']} {r['preset']['kl']:.5f}, ratio {r['ratio']:.2f}"
         print(

@@ -270,7 +270,7 @@ def test_schemes_at_a_table_s_head_dim_print_the_table_s_bits():
     assert other != printed, "the width would not have to be said"
     readme = (root / "README.md").read_text()
     stated = dict(re.findall(r"^\| `(\S+)` \| ([\d.]+) \|", readme, re.M))
-    assert len(stated) == 6 and {k: other[k] for k in stated} == stated and "in heads of 128 channels" in readme
+    assert len(stated) == 7 and {k: other[k] for k in stated} == stated and "in heads of 128 channels" in readme
 
 
 def test_schemes_fit_other_widths_and_refuse_impossible_ones():

@@ -83,7 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
     def build(self, pair, sinks, residual, window, tiers, keep_raw, token_local, fixed, dtype, softcap, seed):
         torch.manual_seed(seed)
         overrides = (Override(layers=(-1,), key=RAW, value=RAW),) if keep_raw else ()
-        if any(s.number_format.kind != "int" for s in pair):
+        if any(s.number_format.kind not in ("int", "banded") for s in pair):
             tiers = ()
         token_local = token_local and all(s.token_local and not s.center for s in pair)  # a page's mean is not the dense model's to know
         if token_local:

@@ -13,13 +13,14 @@ import torch
 from cache_checks import Pair, check_books, check_values, drop_pass, picture, poison_free_pages
 from hypothesis import given
 from hypothesis import strategies as st
+from ops.cpu_cases import static_params
 
 from kvbits import schemes
 from kvbits.cache import blob, pool
 from kvbits.cache.blob import Header, Kind, Table
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError, SpecError
-from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec
+from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Rotary, Tier
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
 SLIDING = dataclasses.replace(FULL, sliding_window=50)
@@ -72,11 +73,17 @@ def saved(tmp_path):
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["int4", "int8_static", "kivi2", "raw", "fp8_e5m2_keys"])
+@pytest.mark.parametrize("name", ["int4", "int8_static", "kivi2", "raw", "fp8_e5m2_keys", "klt2"])
 @pytest.mark.parametrize("capacity", [{}, {"batch_size": 3, "max_tokens": 200}])
 def test_a_loaded_cache_is_byte_identical_shares_the_same_pages_and_goes_on(name, capacity, tmp_path):
     spec = small_spec(name)
     static = None
+    if name == "klt2":
+        spec = dataclasses.replace(
+            small_spec(name, tiers=(Tier(num_tokens=64, key_bits=2, value_bits=4),)),
+            layers=tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / 32) for i in range(32)))) for g in spec.layers),
+        )
+        static = [static_params(spec.scheme.key, spec.scheme.value, 2, 64) for _ in range(3)]
     if name == "int8_static":
         static = [{"k_scale": torch.rand(2, 1) + 0.01, "v_scale": torch.rand(2, 1) + 0.01} for _ in range(3)]
     pair = busy_pair(spec, static, **capacity)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops.cpu_cases import static_params
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvbits import later, schemes
@@ -66,6 +67,25 @@ def test_zones_run_through_gpu_kernels_alone(model, demote):
     assert {op.split(" (")[0] for op in ops} == {"append by cuda", "attend_fresh by cuda", "attend_pages by cuda", "close_pages by cuda"}
     (layers,) = fast.explain()["layers"]
     used = {name: pages["used"] for name, pages in layers["pages"].items()}
+    assert all(used.values()) and used["low0"] < used["closed"], "all zones are there"
+
+
+def test_banded_zones_run_on_the_gpu(model):
+    """klt2 with planes of 2 bits: a ragged prompt, a chunk, single tokens, demotions; pages without planes keep their kernel."""
+    scheme = schemes.get("klt2", residual_length=64, tiers=(Tier(num_tokens=192, key_bits=2, value_bits=2),))
+    ids = torch.randint(2, 211, (3, 800), generator=torch.Generator().manual_seed(3)).to("cuda")
+    mask = torch.ones(3, 800, dtype=torch.long, device="cuda")
+    mask[1, :170] = 0
+    calibration = Calibration([{"k_basis": static_params(scheme.key, scheme.value, 2, 64)["k_basis"]} for _ in range(3)], fingerprint(model.config, scheme))
+    fast, slow = (KVCache.for_model(model, scheme, calibration=calibration, backend=backend) for backend in ("auto", "reference"))
+    parts = [(0, 300), (300, 340), (340, 540), *((540 + i, 541 + i) for i in range(80))]
+    got, want = feed(model, fast, ids, mask, parts), feed(model, slow, ids, mask, parts)
+    error = ((got - want).norm() / want.norm()).item()
+    ops = fast.explain()["ops"]
+    print(f"relative difference {error:.4f}; {ops}")
+    assert error < 0.05
+    assert {op.split(" (")[0] for op in ops} == {"append by cuda", "attend_fresh by cuda", "attend_pages by cuda", "close_pages by cuda"}
+    used = {name: pages["used"] for name, pages in fast.explain()["layers"][0]["pages"].items()}
     assert all(used.values()) and used["low0"] < used["closed"], "all zones are there"
 
 

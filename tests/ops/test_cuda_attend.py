@@ -17,6 +17,7 @@ from ops.cuda_cases import Case, build, relative_error
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.attend.split_plan import SplitPlan
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
@@ -190,6 +191,27 @@ def test_more_than_two_column_tiles_share_their_queries(case, columns, monkeypat
 
 
 @needs_gpu
+@pytest.mark.parametrize("name, low", [("klt2", (2, 2)), ("klt3", (4, 0))])
+def test_banded_pages_with_planes_are_unpacked_and_the_others_keep_their_kernel(name, low):
+    klt = {"key": schemes.get(name).key, "value": schemes.get(name).value}
+    call, q, strides = build(Case(**klt, lengths=LENGTHS, tail=20, sinks=4, low=low, layers=3), "cuda")
+    assert cuda.refuses(q, call) is None
+    plan = cuda.plan(call, q.shape[2], q.dtype, q.device, layer_strides=tuple(strides))
+    assert isinstance(plan, SplitPlan)
+    kept, unpacked = plan.explain().split("\n")[0], plan.explain().split("\n")[-1]
+    assert "banded/banded pages (and raw ones)" in kept and "tokens unpacked to bfloat16" in unpacked
+    out, lse = plan.run(q)
+    want, want_lse = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
+    assert relative_error(out, want) < LIMIT and torch.equal(torch.isfinite(lse), torch.isfinite(want_lse))
+    seen = torch.isfinite(want_lse)
+    np.testing.assert_allclose(lse[seen].double().cpu(), want_lse[seen].cpu(), rtol=1e-3, atol=2e-2)
+    static = [p.store.static for p in call.parts]
+    assert torch.equal(plan.run(q, layer=2, static=static)[0], out), "all layers of these pools hold the same bytes"
+    windowed = dataclasses.replace(call, sliding_window=100)
+    assert cuda.refuses(q, windowed) == "banded codes with low planes are read unpacked, and it has a sliding window or a softcap"
+
+
+@needs_gpu
 def test_one_launch_serves_all_zones():
     call, q, strides = build(Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4), layers=3), "cuda")
     assert len(call.parts) == 4
@@ -297,10 +319,12 @@ def test_wrong_queries_are_refused():
     [
         ("int8", "int8", (4, 4), "the CUDA kernels read 4 bits under int4"),
         ("int4", "int4", (2, 4), "a low plane of 2 bits under int4 codes"),
+        (schemes.get("klt2").key, schemes.get("klt2").value, (2, 2), "banded codes: low planes have no CUDA kernel"),
     ],
 )
 def test_low_planes_that_no_kernel_reads_are_refused(key, value, low, why):
-    call, _, _ = build(Case(key=spec(key), value=spec(value), lengths=(400,), low=low), "cpu")
+    key, value = (spec(x) if isinstance(x, str) else x for x in (key, value))
+    call, _, _ = build(Case(key=key, value=value, lengths=(400,), low=low), "cpu")
     assert why in cuda.refuses_call(call, 8, "bfloat16")
 
 

@@ -22,9 +22,9 @@ from kvbits.ops.cuda.close import packed as cuda
 from kvbits.ops.cuda.runtime import compile as cuda_compile
 from kvbits.ops.reference import close as reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
-from kvbits.ops.types import PageStore
+from kvbits.ops.types import LowStore, PageStore
 from kvbits.quant.banded import scale_values
-from kvbits.spec import PageLayout
+from kvbits.spec import LowLayout, PageLayout
 
 HEADS = 2
 FOLDER = Path(ops.__file__).parent
@@ -80,6 +80,28 @@ def device(request):
     return request.param
 
 
+@pytest.mark.parametrize("widths", [[(2, 2)], [(4, 0), (2, 4)]])
+def test_low_planes_are_made_from_the_pages_that_the_kernel_closed(device, widths):
+    """The page is to the byte what it is without planes, and planes are the reference's of these very codes: two slabs, some of their pages."""
+    key, value = schemes.get("klt2").key, schemes.get("klt2").value
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=64)
+    low = [LowLayout(key_bits=k, value_bits=v, page_size=64, num_kv_heads=HEADS, head_dim=64) for k, v in widths]
+    static, starts, ids, low_ids = static_params(key, value, HEADS, 64), np.array([5, 131_008, 70_001]), np.array([4, 0, 3]), np.array([1, 5, 2])
+    k, v = (rows(64, 64, torch.bfloat16).to(device) for _ in "kv")
+    slabs = [torch.full((6, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device) for _ in range(2)]
+    planes = [torch.full((7, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8, device=device) for x in low]
+    with_planes, plain = (PageStore(layout, (slab,), {name: x.to(device) for name, x in static.items()}) for slab in slabs)
+    fine = [(LowStore(x, (y[:3], y[3:])), low_ids) for x, y in zip(low, planes, strict=True)]
+    cuda.close(k, v, with_planes, ids, fine, starts)
+    cuda.close(k, v, plain, ids, starts=starts)
+    assert torch.equal(*slabs)
+    stored = {kind: reference.rows_as_stored(x.cpu(), s, static, starts) for kind, x, s in (("k", k, key), ("v", v, value))}
+    want = reference.low_pages(slabs[0][ids].cpu(), stored, layout, static, low)
+    for got, expected in zip(planes, want, strict=True):
+        assert float((got[low_ids].cpu() != expected).double().mean()) <= (0 if device == "cpu" else 1e-3)
+        assert bool((got[[0, 3, 4, 6]] == 0xFF).all()), "other pages stay as they are"
+
+
 def rows(page_size, head_dim, dtype):
     """Tokens of very different size with a common bias, a constant one, one of zeros, one with a single large number."""
     x = torch.randn(3, HEADS, page_size, head_dim) * torch.randn(3, HEADS, page_size, 1).exp() + 3 * torch.randn(1, HEADS, 1, head_dim)
@@ -114,7 +136,7 @@ def assert_references(key, value, k, v, device, ties=8):
             assert bool(((ours_mean - mean).abs() <= product * 2.0**-10 * mean.abs()).all())
             assert float((ours_mean != mean).double().mean()) <= 0.01
             equal_means = (ours_mean == mean).all(-1)
-        stored, _ = reference.encode_side(rows, kind, spec, static, starts)
+        stored = reference.rows_as_stored(rows, spec, static, starts)
         scales = [section(p, layout, f"{kind}_scale").flatten(-2) for p in (ours, theirs)]
         same = scales[0] == scales[1]
         error, best = ((z - stored.double()).square().sum(-1) for z in (x, y))

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from ops.cpu_cases import NOISE, RAW, needs_library, random_call, specs_of
+from ops.cpu_cases import NOISE, RAW, banded, needs_library, random_call, specs_of
 from ops.test_cpu_attend import assert_close, judge
 from ops.test_cpu_close import static_params, ugly
 
@@ -22,6 +22,7 @@ from kvbits.quant.qparams import error_bound, expand
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 BASES = ["int8", "int4", "int3", "int2"]
+BANDED = [banded(5, 3, 2, 0, center="channel"), banded(2, 2, 2, 2, basis="hadamard"), banded(1, 8, 0, 6, basis="klt")]
 
 
 def layouts(key: QuantSpec, value: QuantSpec, widths, *, head_dim: int = 64, page_size: int = 64, heads: int = 2):
@@ -63,10 +64,10 @@ def test_literal_bytes():
     assert not got[0, 0, 1:].any(), "zeros stay zeros"
 
 
-@pytest.mark.parametrize("fmt", BASES)
+@pytest.mark.parametrize("fmt", [*BASES, "banded"])
 def test_the_page_of_a_chain_is_what_direct_quantization_stores(fmt):
-    """Demotion drops the plane, so the cold value is direct quantization bit for bit: symmetric or not, per token, group and channel, static or not."""
-    for spec in specs_of(fmt, group=16):
+    """Demotion drops the plane, so the cold value is direct quantization bit for bit: symmetric or not, per token, group and channel, static or not, banded."""
+    for spec in BANDED[:2] if fmt == "banded" else specs_of(fmt, group=16):
         k, v, page, _, static, pages = closed(spec, [(4, 2), (2, 4)])
         assert torch.equal(pages[0], close_pages(k, v, page, static)[0])
         fewer = close_nested(k, v, page, static, layouts(spec, spec, [(4, 2)])[1])[0]
@@ -107,10 +108,10 @@ def test_four_and_four_bits_are_near_plain_int8(symmetric, factor, granularity):
     assert errors["int4"] > 10 * errors["int8"]
 
 
-@pytest.mark.parametrize("spec", specs_of("int4", group=16))
+@pytest.mark.parametrize("spec", [*specs_of("int4", group=16), *BANDED])
 def test_judge_reads_the_chain_it_is_given(spec):
     """The reference's attention over young pages is attention over the refined values, in float64."""
-    q, call, positions = random_call(spec, spec, low=(4, 4), dtype=torch.float32)
+    q, call, positions = random_call(spec, BANDED[1] if spec.basis == "klt" else spec, low=(4, 4), dtype=torch.float32)
     young = dataclasses.replace(call, parts=call.parts[1:2])
     out, _ = judge(q, young, positions)
     part = young.parts[0]
@@ -119,9 +120,11 @@ def test_judge_reads_the_chain_it_is_given(spec):
         keys, values = [], []
         for e in rows:
             fine = [(s.page(int(i[e])), s.layout) for s, i in zip(part.low, part.table.low, strict=True)]
-            k, v = dequantize_pages(part.store.page(int(part.table.page_ids[e])), part.store.layout, part.store.static, torch.float64, fine)
-            keys.append(k[:, : part.table.lengths[e]])
-            values.append(v[:, : part.table.lengths[e]])
+            fine = [(x[None], y) for x, y in fine]
+            page, starts = part.store.page(int(part.table.page_ids[e]))[None], part.table.starts[e : e + 1]
+            k, v = dequantize_pages(page, part.store.layout, part.store.static, torch.float64, fine, starts)
+            keys.append(k[0, :, : part.table.lengths[e]])
+            values.append(v[0, :, : part.table.lengths[e]])
         if not keys:
             continue
         k, v = torch.cat(keys, 1), torch.cat(values, 1)

@@ -110,12 +110,10 @@ def test_specs_that_cannot_be_are_refused(change, message):
         dataclasses.replace(spec((5, 3, 2, 0)), **change)
 
 
-def test_values_have_no_calibrated_basis_and_banded_codes_no_low_planes():
+def test_values_have_no_calibrated_basis():
     preset = schemes.get("klt2")
     with pytest.raises(SpecError, match="basis='klt' is of keys"):
         Scheme(name="a", key=preset.key, value=preset.key)
-    with pytest.raises(SpecError, match="banded keys have no low planes"):
-        schemes.get("klt2", tiers=schemes.get("tiered").tiers)
     with pytest.raises(SpecError, match="token_local=True, but"):
         schemes.get("klt2", token_local=True, residual_length=0)
 
@@ -276,3 +274,58 @@ def test_singular_bases_have_no_condition():
     basis = torch.stack([torch.eye(8), torch.ones(8, 8)])
     found = conditions(basis)
     assert found[0] == pytest.approx(1.0) and not found[1] <= 1e6
+
+
+# -- low planes -----------------------------------------------------------------------------------------------------------
+
+LEVELS = {
+    0: [-1.5, -0.5, 0.5, 1.5],
+    1: [-1.75, -1.25, -0.75, -0.25, 0.25, 0.75, 1.25, 1.75],
+    2: [-2.75, -2.25, -1.75, -1.25, -0.875, -0.625, -0.375, -0.125, 0.125, 0.375, 0.625, 0.875, 1.25, 1.75, 2.25, 2.75],
+}
+"""Of codes of 0, 1 and 2 bits and a plane of 2 bits, in scales, as docs/formats.md has them."""
+
+
+@pytest.mark.parametrize("bits", LEVELS)
+def test_levels_of_refined_codes_are_those_of_the_documents(bits):
+    """Every level is its own code and part."""
+    bands, levels = spec((bits, 4)), torch.tensor(LEVELS[bits])
+    x = torch.zeros(len(levels), 32)
+    x[:, 0] = levels
+    scale = torch.ones(len(levels))
+    codes = banded.quantize(x, bands, scale)
+    (plane,) = banded.low_codes(x, codes, bands, [2])
+    assert (codes[:, 0] * 4 + plane[:, 0]).tolist() == list(range(len(levels)))
+    assert torch.equal(banded.dequantize(codes, bands, scale, torch.float64, [(plane, 2)])[:, 0], levels.double())
+    x[:, 0] = torch.tensor([-100.0, 100.0]).repeat(len(levels) // 2)
+    codes = banded.quantize(x, bands, scale)
+    got = banded.dequantize(codes, bands, scale, planes=[(*banded.low_codes(x, codes, bands, [2]), 2)])[:, 0]
+    assert torch.equal(got[:2], levels[[0, -1]]), "what lies past the last level is the last one"
+
+
+@pytest.mark.parametrize("bands", [(2, 1, 0, 3), (8, 6, 5, 4)])
+def test_refined_numbers_keep_to_their_bound(bands):
+    """Any chain of planes, whatever its order: the same numbers, inside the bound; every plane takes most of the squared error off bands of few bits."""
+    s = spec(bands)
+    x = torch.cat([torch.randn(500, 64), torch.randn(20, 64) * 1e4, torch.randn(20, 64) ** 5, torch.zeros(1, 64)])
+    scale = banded.fitted_scales(x, s)
+    codes, scaled = banded.quantize(x, s, scale), x * scale.reciprocal()[:, None]
+    read = {}
+    for widths in ((2,), (4,), (2, 4), (4, 2)):
+        planes = banded.low_codes(scaled, codes, s, widths)
+        assert torch.equal(planes[0], banded.low_codes(scaled, codes, s, widths[:1])[0]), "a longer chain only adds planes"
+        read[widths] = banded.dequantize(codes, s, scale, torch.float64, list(zip(planes, widths, strict=True)))
+        assert bool(((x.double() - read[widths]).abs() <= banded.error_bound(x, s, scale, widths).double()).all()), widths
+    assert torch.equal(read[2, 4], read[4, 2])
+
+
+def test_two_and_two_bits_of_a_gaussian_are_as_good_as_four():
+    """Mean squared error against that of the best uniform quantizer of as many bits (J. Max); a band without bits becomes one of as many as its plane has."""
+    x = torch.randn(2000, 64, generator=torch.Generator().manual_seed(0))
+    for bits, best in ((0, 0.1188), (1, 0.03744), (2, 0.01154), (3, 0.00349)):
+        s = spec((bits,) * 3 + (4,))
+        scale = banded.scale_values(banded.scale_codes(torch.tensor(banded.STEP.get(bits, 1.0)))).expand(len(x))
+        codes = banded.quantize(x, s, scale)
+        planes = banded.low_codes(x * scale.reciprocal()[:, None], codes, s, [2])
+        error = (x - banded.dequantize(codes, s, scale, planes=[(planes[0], 2)]))[:, :48].square().mean()
+        assert 0.85 * best < error < (1.5 if bits == 1 else 1.1) * best

@@ -97,8 +97,8 @@ def test_budgets_are_one_plain_sentence_each_and_name_what_needs_no_setup_first(
     eight, four, three = markdown.budgets(results, BENCHMARKS)
     assert eight.startswith("**About 8 bits: `int8_centered`** makes the cache 1.9 times smaller; text becomes 0.1% harder to predict for the worst of the 4")
     assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `nuq4-1%`" in four and "On a GPU slower" in four
-    assert three.startswith("**Under 4 bits: `nuq3-1%`**") and "Needs a calibration" in three
-    assert markdown.recommended(results) == ("int8_centered", "kivi4", "nuq4-1%", "nuq3-1%") == SHOWN[1:]
+    assert three.startswith("**Under 4 bits: `klt3`**") and "Needs a calibration" in three
+    assert markdown.recommended(results) == ("int8_centered", "kivi4", "nuq4-1%", "klt3") == SHOWN[1:]
 
 
 def test_what_needs_no_setup_is_recommended_first_where_it_is_usable():
@@ -106,14 +106,14 @@ def test_what_needs_no_setup_is_recommended_first_where_it_is_usable():
     eight, four, three = markdown.recommendations(results)
     assert eight.startswith(f"**About 8 bits: `{schemes.RECOMMENDED}`**") and not schemes.PRESETS[schemes.RECOMMENDED].needs_calibration
     assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `nuq4-1%`: perplexity" in four
-    assert three.startswith("**Under 4 bits: `nuq3-1%`**"), "kivi2 is not usable, so that it does not come first"
+    assert three.startswith("**Under 4 bits: `klt3`**"), "kivi2 is not usable, so that it does not come first"
 
 
 def test_the_table_says_for_which_models_a_scheme_is_unfit():
     models = {k: m for k, m in collect(RESULTS).as_used.items() if "fidelity" in m.tasks}
     found = markdown.unfit(models)
     assert found["int4"] == ["gemma3-270m", "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"]
-    assert not {"raw", "int8_centered", "kivi4", "nuq4-1%", "nuq3-1%"} & set(found)
+    assert not {"raw", "int8_centered", "kivi4", "nuq4-1%", "nuq3-1%", "klt4", "klt3", "klt2"} & set(found)
     note = markdown.scheme_rows(collect(RESULTS))[2][-1]
     assert note.startswith("Unfit (perplexity more than 2% up, or KL above 0.05 nats): ") and "`int4` for gemma3-270m, qwen2.5-coder-0.5b" in note
 

@@ -328,31 +328,6 @@ def test_ids_are_named_by_their_tokens_and_nothing_else():
     assert len(set(a)) == 3
 
 
-def test_a_gpu_checks_pages_where_they_lie_as_the_host_does(full):
-    """The same code on the CPU's memory: it asks the tensors for their device."""
-    from kvbits.store import loading
-
-    store, _, _ = full
-    loaded = cache_of(SPEC)
-    n = store.load(loaded, IDS)
-    assert n == 400
-    plan = store._plan(loaded, IDS)
-    groups, work = [g.group for g in loaded.groups], []
-    for i, one in enumerate(plan.blobs):
-        wanted = []
-        for state, (_, listed) in zip(loaded.groups, plan.made, strict=True):
-            s = state.sequences[0]
-            ids = {"sink": s.sink, "closed": s.closed, "tail": s.tail}
-            first = {"sink": 0, "closed": 0, "tail": len(s.closed)}
-            wanted += [(plan.at[p][1], state.pools[p.pool].block(ids[p.pool][p.column - first[p.pool]])) for p in listed if plan.at[p][0] == i]
-        work += one.work(groups, (0, 1), wanted)
-    loading.Check(work).run()
-    block = loaded.groups[0].pools["closed"].block(loaded.groups[0].sequences[0].closed[7])
-    block[1, 0, 100] ^= 4
-    with pytest.raises(loading.DamagedError, match="closed page 7 of layer group 0 has another checksum"):
-        loading.Check(work).run()
-
-
 def pages_read(store, where_from, staged):
     """Pages of all files of a store, by way of other memory or not: those of every other file side by side."""
     from kvbits.store import loading

@@ -1,19 +1,24 @@
-"""Pages of a store on a GPU: what comes through pinned memory is what was put, damage is found where the pages lie."""
+"""Pages of a store on a GPU: what comes through pinned memory is what was put, damage is found on the way."""
+
+import threading
 
 import pytest
 import torch
 from ops.emulated_op import needs_gpu
 from store_checks import ids_of, pieces
 
-from kvbits import PrefixStore
+from kvbits import PrefixStore, schemes
+from kvbits.cache import blob
 from kvbits.cache.paged_cache import PagedCache
+from kvbits.spec import CacheSpec, LayerGeometry
+from kvbits.store.loading import DamagedError
 
 pytestmark = needs_gpu
 IDS = ids_of(3000)
 
 
-def cache_of(spec):
-    cache = PagedCache(spec, device="cuda")
+def cache_of(spec, **options):
+    cache = PagedCache(spec, device="cuda", **options)
     cache.made_for = "a model"
     return cache
 
@@ -41,3 +46,63 @@ def test_what_was_put_loads_and_a_flipped_bit_is_found(tmp_path, name):
         n = store.load(part, IDS)
     assert n < len(IDS)
     assert not n or all(torch.equal(a[:n], b) for a, b in zip(held(donor), held(part), strict=True))
+
+
+def of_8b_shape(layers=8):
+    return CacheSpec(scheme=schemes.get("int4", head_dim=128), layers=(LayerGeometry(num_kv_heads=2, head_dim=128),) * layers)
+
+
+def attended(cache, layers):
+    g, found = torch.Generator("cuda").manual_seed(3), []
+    for _ in range(layers.start):
+        torch.randn(1, 1, 8, 128, generator=g, device="cuda")
+    for layer in layers:
+        q = torch.randn(1, 1, 8, 128, generator=g, device="cuda").bfloat16()
+        found.append(cache.step(layer, q, q[:, :, :2], q[:, :, 2:4], scaling=0.1))
+    return found
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "grows"])
+def test_layers_that_start_early_wait_for_their_own_bytes_on_the_gpu(tmp_path, monkeypatch, fixed):
+    """Reads of all but the first layers are held back until these have been launched; in the end all is as after a whole load, and damage is found."""
+    spec, options = of_8b_shape(), {"max_tokens": 3100} if fixed else {}
+    donor, store = cache_of(spec), PrefixStore(tmp_path)
+    for layer in range(8):
+        donor.append(layer, *torch.randn(2, 1, len(IDS), 2, 128, device="cuda", dtype=torch.bfloat16))
+    store.put(donor, IDS)
+    whole, early = cache_of(spec, **options), cache_of(spec, **options)
+    assert store.load(whole, IDS) == len(IDS)
+    expected = attended(whole, range(8))
+    gate, real, seen = threading.Event(), blob.read_pages, {}
+
+    def read_pages(fd, reads):
+        seen[fd] = seen.get(fd, 0) + 1
+        assert seen[fd] == 1 or gate.wait(30)
+        return real(fd, reads)
+
+    monkeypatch.setattr(blob, "read_pages", read_pages)
+    for pool in early.groups[0].pools.values():
+        for slab in pool.slabs:
+            slab.fill_(0x5A)
+    assert store.load(early, IDS, wait=False) == len(IDS)
+    found = attended(early, range(2))
+    torch.cuda.synchronize()
+    assert early.arrivals.under_way
+    gate.set()
+    found += attended(early, range(2, 8))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(held(early), held(whole), strict=True))
+    path = sorted(p for p in tmp_path.rglob("*") if p.is_file() and "+" not in p.name)[3]
+    data = bytearray(path.read_bytes())
+    data[-77] ^= 16  # of the last layer
+    path.write_bytes(data)
+    early.reset()
+    assert store.load(early, IDS, wait=False) == len(IDS)
+    with pytest.warns(UserWarning, match=path.name), pytest.raises(DamagedError, match=path.name):
+        attended(early, range(8))
+    assert not early.in_pass
+    early.reset()
+    again = cache_of(spec, **options)
+    n = store.load(early, IDS, wait=False)
+    assert n == store.load(again, IDS) < len(IDS)
+    assert not n or all(torch.equal(a, b) for a, b in zip(held(early), held(again), strict=True))

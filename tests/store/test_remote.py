@@ -89,18 +89,18 @@ def test_a_damaged_object_is_named_set_aside_there_too_and_made_again(url, tmp_p
 
 
 def test_a_file_that_was_evicted_here_during_a_load_is_fetched_again_and_nothing_is_damaged(url, tmp_path, monkeypatch):
-    from kvbits.store import prefix_store
+    from kvbits.store.filling import Filling
 
     donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
     a.put(donor, IDS)
-    real, evicted = prefix_store.read_pages, []
+    real, evicted = Filling.complete, []
 
-    def read_pages(*args):
+    def complete(*args):
         if not evicted:
             evicted.append(machine(url, tmp_path, "a").evict(0))
         return real(*args)
 
-    monkeypatch.setattr(prefix_store, "read_pages", read_pages)
+    monkeypatch.setattr(Filling, "complete", complete)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         n, loaded = load(a)

@@ -6,6 +6,7 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import DataError, KvbitsError, counted
@@ -38,6 +39,43 @@ def positions_of_pages(starts: Any) -> list[int]:
         DataError: no list, or what is no position.
     """
     return [whole("page that begins at token", at, -MOST_TOKENS, MOST_TOKENS, error=DataError) for at in listed("pages of a layer group", starts)]
+
+
+def lengths_of(lengths: Any, held: list[int]) -> list[int]:
+    """Lengths to crop to, one of each sequence (one number: of all).
+
+    Args:
+        held: lengths of the sequences.
+
+    Raises:
+        DataError: another number of lengths, or one that a sequence does not have.
+    """
+    rows = lengths if isinstance(lengths, (list, tuple, np.ndarray, torch.Tensor)) and np.ndim(lengths) else [lengths] * len(held)
+    wanted = [whole("length", n, -MOST_TOKENS, MOST_TOKENS, error=DataError) for n in rows]
+    if len(wanted) != len(held):
+        raise DataError(f"{counted(len(wanted), 'length')} for {counted(len(held), 'sequence')}")
+    for row, (n, have) in enumerate(zip(wanted, held, strict=True)):
+        if not 0 <= n <= have:
+            raise DataError(f"cannot crop sequence {row} to {n} tokens; it has {have}")
+    return wanted
+
+
+def chosen_pages(starts: Any, held: list[list[int]], row: int) -> list[list[int]]:
+    """Positions of first tokens of closed pages, per layer group.
+
+    Args:
+        held: those that sequence `row` has.
+
+    Raises:
+        DataError: not a list per group, or positions where no closed page begins.
+    """
+    wanted = [positions_of_pages(s) for s in listed("pages", starts)]
+    if len(wanted) != len(held):
+        raise DataError(f"{len(wanted)} lists of pages for {len(held)} layer groups; pass one for each, as closed_pages() gives them")
+    for g, (of_group, known) in enumerate(zip(wanted, held, strict=True)):
+        if bad := sorted(set(of_group) - set(known)):
+            raise DataError(f"no closed page of sequence {row} begins at token {bad[0]} in layer group {g}; closed_pages({row}) lists them")
+    return wanted
 
 
 def require_layer(spec: CacheSpec, layer: Any) -> None:

@@ -16,7 +16,7 @@ from ..errors import DataError, counted
 from ..later import Findings, upload
 from ..ops import chunk_attention, dispatch
 from ..ops.merging import merge_partials
-from ..ops.reference.close import encode_side
+from ..ops.reference.close import encode_side, rows_as_stored
 from ..ops.reference.dequantize import section
 from ..ops.types import AttendCall, PageStore, Part, wider_scales
 from ..quant.qparams import largest, require_finite
@@ -64,7 +64,7 @@ def _name_the_page(x: torch.Tensor, kind: str, place: Place, run: list[Close], s
         if spec.is_raw:
             continue
         try:
-            encode_side(page[None], kind, spec, store.static, np.array([c.start]))
+            encode_side(rows_as_stored(page[None], spec, store.static, np.array([c.start])), kind, spec, store.static)
         except DataError as error:
             raise DataError(
                 f"{what}: {error} {_in_the_specs(spec, scheme, place)}; crop or free sequence {c.row}, or select the others, and they go on"

@@ -16,20 +16,20 @@ from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..errors import CacheStateError, DataError, PoolFullError, SpecError, counted
+from ..errors import CacheStateError, DataError, PoolFullError, SpecError
 from ..ops import dispatch
 from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
 from ..spec import MOST_TOKENS, CacheSpec, whole
 from . import capacity, explain, parameters, saved, serialize, swap
+from .arrivals import Arrivals
 from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
 from .explain import Explanation
 from .group import GroupState
-from .inputs import InputCheck, listed, positions_of_pages, require_layer
+from .inputs import InputCheck, chosen_pages, lengths_of, listed, require_layer
 from .layer_runner import LayerRunner
 from .layer_stores import LayerStores
 from .passes import Forward, Passes
@@ -55,6 +55,7 @@ class PagedCache:
 
     Attributes:
         held_groups: page lists of every layer group, out of date while the cache decodes on the device (`groups` are not).
+        arrivals: pages of a stored prefix that are still on their way: each layer of the next pass waits for its own, anything else for all.
         built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
         made_for: fingerprint of the model that fills the cache, kept in files; None if nobody said.
         saturated: per layer, elements of keys ("k") and values ("v") that were clamped to their largest code.
@@ -83,7 +84,8 @@ class PagedCache:
         self._inputs = InputCheck(spec, self.device, nonfinite)
         self._layers = LayerRunner(self._stores, backend, self.saturated)
         self._switch = DecodeSwitch(self._stores, backend, self.saturated)
-        self._passes = Passes(self.held_groups, self._stores.places, self._switch, self.saturated, self.budget)
+        self.arrivals = Arrivals(len(spec.layers), self.device)
+        self._passes = Passes(self.held_groups, self._stores.places, self._switch, self.saturated, self.budget, self.arrivals)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -94,7 +96,8 @@ class PagedCache:
     @property
     def seq_lens(self) -> list[int]:
         """Tokens of each sequence, those that left a sliding window included."""
-        return [s.length for s in self.groups[0].sequences]
+        self._switch.settle()
+        return [s.length for s in self.held_groups[0].sequences]
 
     @property
     def max_tokens(self) -> int | None:
@@ -103,7 +106,9 @@ class PagedCache:
 
     @property
     def groups(self) -> list[GroupState]:
-        """Page lists of every layer group. A cache that decodes on the device takes them back from there first, which waits for the GPU."""
+        """Page lists of every layer group. A cache that decodes on the device takes them back from there first, which waits for the GPU.
+        FileFormatError where pages that were on their way are damaged: `reset()`, or `free()` their sequence."""
+        self.arrivals.wait_for_all()
         self._switch.settle()
         return self.held_groups
 
@@ -190,7 +195,7 @@ class PagedCache:
             raise
         self._passes.require_beginning(layer)
         if q.shape[1] == 1:
-            if self._passes.forward is None:
+            if self._passes.forward is None and not self.arrivals.under_way:
                 self._switch.enter(q, scaling, softcap, self.watching)
                 if self._switch.decoding is not None:
                     self.begin(q.shape[0], 1, valid)
@@ -289,10 +294,12 @@ class PagedCache:
 
     def store_of(self, layer: int, pool: str) -> PageStore:
         """A layer's pages of one pool."""
+        self.arrivals.wait(layer)
         return self._stores.of_layer(layer, pool)
 
     def __getstate__(self) -> dict[str, Any]:
         self._passes.require_none("copying or pickling a cache")
+        self.arrivals.wait_for_all()
         self._switch.settle()
         return self.__dict__
 
@@ -314,13 +321,7 @@ class PagedCache:
             CacheStateError: a sliding window has already released tokens that would be needed. Nothing changed.
         """
         self._passes.require_none("crop")
-        rows = lengths if isinstance(lengths, (list, tuple, np.ndarray, torch.Tensor)) and np.ndim(lengths) else [lengths] * self.batch_size
-        wanted = [whole("length", n, -MOST_TOKENS, MOST_TOKENS, error=DataError) for n in rows]
-        if len(wanted) != self.batch_size:
-            raise DataError(f"{counted(len(wanted), 'length')} for {counted(self.batch_size, 'sequence')}")
-        for row, (n, have) in enumerate(zip(wanted, self.seq_lens, strict=True)):
-            if not 0 <= n <= have:
-                raise DataError(f"cannot crop sequence {row} to {n} tokens; it has {have}")
+        for row, n in enumerate(wanted := lengths_of(lengths, self.seq_lens)):
             for g in self.groups:
                 g.check_crop(row, n)
         for g in self.groups:
@@ -392,15 +393,10 @@ class PagedCache:
         """
         self._passes.require_none("drop_pages")
         (row,) = self._rows([row])
-        held, starts = self.closed_pages(row), [positions_of_pages(s) for s in listed("pages", starts)]
-        if len(starts) != len(held):
-            raise DataError(f"{len(starts)} lists of pages for {len(held)} layer groups; pass one for each, as closed_pages() gives them")
-        for g, (wanted, known) in enumerate(zip(starts, held, strict=True)):
-            if bad := sorted(set(wanted) - set(known)):
-                raise DataError(f"no closed page of sequence {row} begins at token {bad[0]} in layer group {g}; closed_pages({row}) lists them")
+        chosen = chosen_pages(starts, self.closed_pages(row), row)
         if any(g.keep_past for g in self.groups):
             raise CacheStateError("drop_pages() while tokens are speculative; crop() to the present length first")
-        for state, wanted in zip(self.groups, starts, strict=True):
+        for state, wanted in zip(self.groups, chosen, strict=True):
             state.drop(row, wanted)
 
     def select(self, rows: Rows[int]) -> None:
@@ -426,12 +422,14 @@ class PagedCache:
     def free(self, row: int) -> None:
         """Empty a sequence; its row stays, with length 0."""
         (row,) = self._rows([row])
+        self.arrivals.forget(row)
         for g in self.groups:
             g.free(row)
         self._passes.free(row)
 
     def reset(self) -> None:
         """Forget all sequences. Allocated pages stay, free."""
+        self.arrivals.forget()
         for g in self.groups:
             for row in range(len(g.sequences)):
                 g.free(row)
@@ -495,5 +493,6 @@ class PagedCache:
         """
         (row,) = self._rows([row])
         require_layer(self.spec, layer)
+        self.arrivals.wait(layer)
         self._switch.settle()
         return self._stores.dequantize(layer, row, dtype)

@@ -15,6 +15,7 @@ from ..later import Findings, upload
 from ..ops.types import LowStore, PageStore, SlotMapping
 from ..spec import MOST_TOKENS, whole
 from . import explain
+from .arrivals import Arrivals
 from .budget import Budget, OverBudgetError
 from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
@@ -110,15 +111,18 @@ class Passes:
         switch: leads single tokens on the device, where that can be done.
         saturated: of every layer, what its passes count; put back when one is taken back.
         budget: bytes that all pools share, or None.
+        arrivals: pages that a layer may have to wait for.
 
     Attributes:
         forward: the pass that some layers have not been through yet, or None.
     """
 
     def __init__(
-        self, groups: list[GroupState], layers: Iterable[int], switch: DecodeSwitch, saturated: list[dict[str, int]], budget: Budget | None
+        self, groups: list[GroupState], layers: Iterable[int], switch: DecodeSwitch, saturated: list[dict[str, int]], budget: Budget | None,
+        arrivals: Arrivals,
     ) -> None:  # fmt: skip
         self._groups, self._layers, self._switch, self._saturated, self._budget = groups, frozenset(layers), switch, saturated, budget
+        self._arrivals = arrivals
         self.forward: Forward | None = None
         self._awaited: set[int] = set()  # layers that a pass which lost all its sequences was waiting for
 
@@ -265,11 +269,17 @@ class Passes:
         self.forward, self._awaited = None, set()
 
     def require_beginning(self, layer: int) -> None:
-        """A layer comes: if no pass is under way, it has to be one that a pass begins with.
+        """A layer comes: if no pass is under way, it has to be one that a pass begins with. Its pages are waited for.
 
         Raises:
             CacheStateError: the layer belongs to a pass that ended because all its sequences were freed.
+            FileFormatError: its pages were on their way and are damaged.
         """
+        try:
+            self._arrivals.wait(layer)
+        except BaseException:
+            self.fail()
+            raise
         if self.forward is None and self._awaited:
             if layer in self._awaited:
                 raise CacheStateError(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..errors import DataError, SpecError
 from ..store import keys
+from ..store.loading import DamagedError
 from ..store.prefix_store import PrefixStore
 
 if TYPE_CHECKING:
@@ -32,19 +34,31 @@ def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int
     if type(chunk) is not int or chunk < 1:
         raise SpecError(f"chunk={chunk!r} must be a whole number of tokens, at least 1")
     known, wanted = cache.store, tokens[:-1]
-    loaded = store.load(known, wanted)
-    cache.columns.seen = loaded
+    loaded = _load(cache, store, wanted)
     spec = known.spec
     windows = [g.sliding_window for g in spec.layers if g.sliding_window is not None]
     if windows and put:  # a window gives pages back that a shared beginning needs: they are put before
         scheme = spec.scheme
         chunk = min(chunk, max(scheme.page_size, min(windows) - scheme.residual_length - scheme.page_size))
     inputs = torch.from_numpy(wanted).to(model.device)[None]
+    start = loaded
     with torch.no_grad():
-        for start in range(loaded, len(wanted), chunk):
-            model.base_model(input_ids=inputs[:, start : start + chunk], past_key_values=cache, use_cache=True)
-            if put and windows and start + chunk < len(wanted):
+        while start < len(wanted):
+            try:
+                model.base_model(input_ids=inputs[:, start : start + chunk], past_key_values=cache, use_cache=True)
+            except DamagedError:  # found after the first layers had begun; the file is set aside
+                cache.reset()
+                loaded = start = _load(cache, store, wanted)
+                continue
+            start += chunk
+            if put and windows and start < len(wanted):
                 store.put(known, wanted, end=False)
     if put and len(wanted) > loaded:
         store.put(known, wanted)
+    return loaded
+
+
+def _load(cache: KVCache, store: PrefixStore, wanted: np.ndarray) -> int:
+    """Begin to load the longest prefix: its pages come while the first layers go on."""
+    cache.columns.seen = loaded = store.load(cache.store, wanted, wait=False)
     return loaded

@@ -24,7 +24,7 @@ LEGEND = (
 )
 SCHEMES, TABLE = ("scheme-table", "preset-table")
 """Names of the places for `scheme_table` and `preset_table`."""
-SHOWN = ("raw", "int8_centered", "int4", "kivi4", "nuq4-1%", "nuq3-1%")
+SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 """Presets of `preset_table`: lossless, then by bits."""
 HEAD_DIM = 128
 """Channels of a head for which `preset_table` states bits: most models above a billion parameters."""

@@ -161,10 +161,10 @@ class Scheme:
             near = max(1, round(tier.num_tokens / self.page_size)) * self.page_size
             raise SpecError(f"a tier of {tier.num_tokens} tokens is no whole number of pages of {self.page_size}; use num_tokens={near}")
         for name, spec, bits in (("key", self.key, tier.key_bits), ("value", self.value, tier.value_bits)):
-            if bits and spec.number_format.kind != "int":
+            if bits and spec.number_format.kind not in ("int", "banded"):
                 raise SpecError(
-                    f"{spec.format} {name}s have no low planes: only integer codes nest. Codes of unrelated formats would have to be quantized twice; "
-                    f"use an integer format for the oldest zone (int4 with 4-bit planes is the 8-bit zone), or {name}_bits=0"
+                    f"{spec.format} {name}s have no low planes: only integer and banded codes nest. Codes of unrelated formats would have to be quantized "
+                    f"twice; use an integer format for the oldest zone (int4 with 4-bit planes is the 8-bit zone), or {name}_bits=0"
                 )
             if bits and spec.outliers:
                 raise SpecError(f"outliers of {name}s correct one precision, so their pages have no low planes; use outliers=0 or {name}_bits=0")

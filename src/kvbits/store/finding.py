@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -38,8 +39,15 @@ class Plan:
         return [source.name for one in self.blobs for source in one.sources]
 
 
-def find(shelf: Shelf, space: str, identity: Identity, groups: Rows[LayerGroup], cuts: Cuts, tokens: np.ndarray) -> Plan | None:
-    """The longest prefix of `tokens` [tokens], or None."""
+def find(
+    shelf: Shelf, space: str, identity: Identity, groups: Rows[LayerGroup], cuts: Cuts, tokens: np.ndarray,
+    found: Callable[[int, Blob], None] = lambda number, one: None,
+) -> Plan | None:  # fmt: skip
+    """The longest prefix of `tokens` [tokens], or None.
+
+    Args:
+        found: told of each blob of closed pages as soon as it is known, with its number in the plan. The plan may end before it, where windows need more.
+    """
     chain = keys.chain(space, tokens, cuts.ends(len(tokens)))
     shelf.fetch(space, [stem_of(key) for key in chain[1:]])
     blobs: list[Blob] = []
@@ -48,6 +56,7 @@ def find(shelf: Shelf, space: str, identity: Identity, groups: Rows[LayerGroup],
         if one is None:
             break
         blobs.append(one)
+        found(i, one)
     best: Plan | None = None
     for n in range(len(blobs), 0, -1):
         if best := _planned(cuts.end(n), pages.prefix(groups, cuts, n), blobs[:n]):

@@ -1,26 +1,31 @@
-"""Pages from the files of blobs to where attention reads them: several files at once, on a GPU through pinned memory, each page checked on its way."""
+"""Pages from the files of blobs to where attention reads them: several files at once, on a GPU through pinned memory, each layer of each page checked before
+it goes on."""
 
 from __future__ import annotations
 
-import itertools
 import os
+import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ..cache import blob
+from ..cache.arrivals import Arrivals
 from ..cache.blob import Header, Table
 from ..errors import FileFormatError
+from ..spec import LayerGroup
 
 MOST_READERS = 8
 """Files read at once."""
-CHECKED = 1 << 26
-"""Bytes of pages on a GPU that are checked at once."""
+PARTS = 4
+"""Runs of layers that come one after the other where the first may be used before the last are there."""
+MOST_FILES = 256
+"""Files that are held open for that; prefixes of more come in one part."""
 
 
 class DamagedError(FileFormatError):
@@ -76,35 +81,165 @@ def readers() -> int:
 
 Work = tuple[Source, Sequence[tuple[int, ...]], list[Piece]]
 """A source, the shape of each of its pages, and what to read of them."""
+Part = Sequence[range]
+"""Some of the layers: of each layer group, which of its own."""
+
+
+def parts_of(groups: Sequence[LayerGroup], num_layers: int, parts: int) -> tuple[list[Part], list[int]]:
+    """Layers cut into so many runs, or fewer: of each the part, and the layer behind its last."""
+    if any(list(g.layers) != sorted(g.layers) for g in groups):
+        parts = 1
+    ends = sorted({num_layers * (i + 1) // parts for i in range(parts)} - {0})
+    starts = [0, *ends[:-1]]
+    return [[range(bisect_left(g.layers, a), bisect_left(g.layers, b)) for g in groups] for a, b in zip(starts, ends, strict=True)], ends
 
 
 class _Job(NamedTuple):
-    """A file on its way.
+    """Some layers of the pages of a file on their way.
 
     Attributes:
+        numbers: of the page that each read is of.
         reads: what a thread does, without Python's lock.
-        first: the piece that each read begins with.
-        room: where it is read to, if it goes on from there.
+        room: memory that they go through on their way; None for none.
         copies: where to, from which part of `room`.
     """
 
     source: Source
-    pieces: list[Piece]
+    numbers: list[int]
     reads: list[blob.Read]
-    first: Sequence[int]
-    room: torch.Tensor | None = None
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    room: torch.Tensor | None
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def read_pages(open_file: Callable[[str], int | None], work: Iterable[Work], *, staged: bool | None = None) -> None:
-    """Read pages of many sources to where they belong.
+@dataclass(frozen=True, eq=False)
+class _File:
+    """A file that is held open."""
 
-    Threads do nothing but read, several files at once; all else is done here meanwhile. Threads that also made tensors and copies spent most of their time
-    waiting for Python's lock.
+    work: Work
+    fd: int
+
+
+class Loader:
+    """Reads pages of many sources to where they belong.
+
+    Threads do nothing but read and compare checksums, several files at once; all else is done by whoever calls `add` and `finish`. Threads that also made
+    tensors and copies spent most of their time waiting for Python's lock. Closing it waits for them; then nothing is written any more, and what the current
+    stream of a GPU is given comes after all copies.
 
     Args:
         open_file: name -> a descriptor to read from, or None.
+        device: of the pages.
+        parts: in the order in which they come; None for all layers at once.
         staged: read into other memory first, pinned on a GPU. None: where the pages are on a GPU.
+    """
+
+    def __init__(
+        self, open_file: Callable[[str], int | None], device: torch.device, parts: Sequence[Part] | None = None, *, staged: bool | None = None
+    ) -> None:  # fmt: skip
+        self._open, self._parts = open_file, parts
+        self._staging = _Staging(device, device.type == "cuda" if staged is None else staged)
+        self._pool = ThreadPoolExecutor(readers(), "kvbits-reader")
+        self._begun: deque[tuple[_Job, _File, Future[int | None]]] = deque()
+        self._files: list[_File] = []
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, work: Work) -> None:
+        """Begin to read the first layers of some pages.
+
+        Raises:
+            DamagedError: of this source or one before; GoneError: it is not there any more. Pages hold whatever was there.
+        """
+        source, _, pieces = work
+        if not pieces:
+            return
+        if (fd := self._open(source.name)) is None:
+            raise GoneError(source.name, f"{source.path} is gone")
+        self._files.append(_File(work, fd))
+        self._begin(self._files[-1], 0)
+
+    def finish(self, came: Callable[[int, torch.cuda.Event | None], None] = lambda part, event: None) -> None:
+        """Read all that is left.
+
+        Args:
+            came: told of each part when all of it is there, and of the event that a stream has to wait for.
+
+        Raises:
+            DamagedError: as in `add`.
+        """
+        files = self._files[:]
+        for part in range(len(self._parts or [0])):
+            if part:
+                self._finish(0)
+                came(part - 1, self._staging.event())
+                for file in files:
+                    self._begin(file, part)
+        self._finish(0)
+        came(len(self._parts or [0]) - 1, self._staging.event())
+
+    def stop(self) -> None:
+        """Have `finish`, in another thread, end early: what is left does not come, and parts that are not there are not told of."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        self._wind_up(self._staging.close)
+
+    def _wind_up(self, wait: Callable[[], None]) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        wait()  # before the pages are let go of
+        for file in self._files:
+            os.close(file.fd)
+        self._files, self._begun = [], deque()
+
+    def _begin(self, file: _File, part: int) -> None:
+        self._finish(readers() + 1)
+        job = _job(file.work, None if self._parts is None else self._parts[part], self._staging)
+        self._begun.append((job, file, self._pool.submit(blob.read_pages, file.fd, job.reads)))
+
+    def _finish(self, left: int) -> None:
+        """Wait for the files that were begun first, and send them on, until no more than so many are under way."""
+        while len(self._begun) > left:
+            if self._stopped.is_set():
+                raise StoppedError
+            job, file, reading = self._begun[0]
+            bad = reading.result()
+            self._begun.popleft()
+            if self._parts is None:
+                self._files.remove(file)
+                os.close(file.fd)
+            if bad is not None:
+                raise _damage(job.source, job.numbers[bad])
+            self._staging.send(job)
+
+    def in_thread(self, arrivals: Arrivals, ends: Sequence[int]) -> Callable[[], None]:
+        """What finishes and closes it in another thread, and tells `arrivals` of layers that are there, or of what ended it.
+
+        Args:
+            ends: of each part, the layer behind its last.
+        """
+
+        def run() -> None:
+            try:
+                self.finish(lambda part, event: arrivals.came(ends[part], event))
+            except BaseException as error:  # whoever waits for the layers raises it
+                arrivals.failed(error)
+            finally:
+                self._wind_up(self._staging.wait)
+
+        return run
+
+
+class StoppedError(Exception):
+    """Nobody wants the pages any more."""
+
+
+def read_pages(open_file: Callable[[str], int | None], work: Iterable[Work], *, staged: bool | None = None) -> None:
+    """Read pages of many sources to where they belong, see `Loader`.
 
     Raises:
         DamagedError: a source is not what its header says; GoneError: it is not there any more. Pages hold whatever was there.
@@ -112,26 +247,10 @@ def read_pages(open_file: Callable[[str], int | None], work: Iterable[Work], *, 
     jobs = [job for job in work if job[2]]
     if not jobs:
         return
-    device = jobs[0][2][0].to.device
-    staging = _Staging(device, device.type == "cuda" if staged is None else staged)
-    begun: deque[tuple[_Job, int, Future[int | None]]] = deque()
-    try:
-        with ThreadPoolExecutor(min(readers(), len(jobs))) as pool:
-            for source, shapes, pieces in jobs:
-                if len(begun) == readers() + 2:
-                    _finish(begun, staging)
-                if (fd := open_file(source.name)) is None:
-                    raise GoneError(source.name, f"{source.path} is gone")
-                job = _job(source, shapes, pieces, staging)
-                begun.append((job, fd, pool.submit(blob.read_pages, fd, job.reads)))
-            check = Check([job for job in jobs if all(p.heads is None for p in job[2])] if staging.stream is not None else [])
-            while begun:
-                _finish(begun, staging)
-    finally:
-        for _, fd, _ in begun:
-            os.close(fd)  # nobody reads any more: the pool has waited
-        staging.close()
-    check.run()
+    with Loader(open_file, jobs[0][2][0].to.device, staged=staged) as loader:
+        for job in jobs:
+            loader.add(job)
+        loader.finish()
 
 
 class _Staging:
@@ -164,7 +283,16 @@ class _Staging:
         with torch.cuda.stream(self.stream):
             for to, x in job.copies:
                 to.copy_(x, non_blocking=True)
-            self._used.append((job.room, None if self.stream is None else self.stream.record_event()))
+            self._used.append((job.room, self.event()))
+
+    def event(self) -> torch.cuda.Event | None:
+        """What comes after all copies that were begun."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def wait(self) -> None:
+        """For all copies."""
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def close(self) -> None:
         """What follows waits for all copies, also where a file was damaged: its pages will be somebody else's."""
@@ -172,85 +300,26 @@ class _Staging:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
-def _finish(begun: deque[tuple[_Job, int, Future[int | None]]], staging: _Staging) -> None:
-    """Wait for the file that was begun first, and send it on."""
-    job, fd, reading = begun[0]
-    bad = reading.result()
-    begun.popleft()
-    os.close(fd)
-    if bad is not None:
-        raise _damage(job.source, job.pieces[job.first[bad]].number)
-    staging.send(job)
-
-
-def _job(source: Source, shapes: Sequence[tuple[int, ...]], pieces: list[Piece], staging: _Staging) -> _Job:
-    every = range(len(pieces))
-    sizes = [a * b * c for a, b, c in shapes]
-    starts, sums, own = source.offsets(sizes), source.table.sums, [sizes[p.number] for p in pieces]
-    whole = all(p.heads is None and p.to.is_contiguous() for p in pieces)
-    if whole and not staging.whole_pages:
-        return _Job(source, pieces, [blob.Read(starts[p.number], p.to, sums[p.number]) for p in pieces], every)
-    room = staging.room(sum(own))
-    at = [0, *itertools.accumulate(own)]
-    if whole and staging.stream is not None:  # checked where they go: what lies side by side in the file is read at once
-        runs = _runs(every, lambda i: starts[pieces[i - 1].number] + own[i - 1] == starts[pieces[i].number])
-        reads = [blob.Read(starts[pieces[a].number], room[at[a] : at[b]].view(1, 1, -1), None) for a, b in runs]
-        first: Sequence[int] = [a for a, _ in runs]
-    else:
-        first, reads = every, [blob.Read(starts[p.number], room[at[i] : at[i + 1]].view(shapes[p.number]), sums[p.number]) for i, p in enumerate(pieces)]
-    if whole:
-        runs = _runs(every, lambda i: _joins(pieces[i - 1].to, pieces[i].to))
-        copies = [(pieces[a].to.as_strided((at[b] - at[a],), (1,)), room[at[a] : at[b]]) for a, b in runs]
-    else:
-        staged = [r.to for r in reads]
-        copies = [(p.to, x) if p.heads is None else (p.to[:, p.into], x[:, p.heads]) for p, x in zip(pieces, staged, strict=True)]
-    return _Job(source, pieces, reads, first, room, copies)
-
-
-def _runs(every: range, joined: Callable[[int], bool]) -> list[tuple[int, int]]:
-    """Where runs begin and end: i goes on with that of i - 1 if `joined`."""
-    starts = [i for i in every if not i or not joined(i)]
-    return list(zip(starts, [*starts[1:], len(every)], strict=True))
-
-
-class Check:
-    """Comparing checksums of pages on the device that they are on: runs of neighbours at once, one wait for all."""
-
-    def __init__(self, work: Iterable[Work]) -> None:
-        """What to compare is settled here, before the pages are there."""
-        self._runs: list[list[tuple[Source, Piece]]] = []
-        last: torch.Tensor | None = None
-        for source, _, pieces in work:
-            for p in pieces:
-                joins = last is not None and last.shape == p.to.shape and _joins(last, p.to) and len(self._runs[-1]) * last.numel() < CHECKED
-                self._runs[-1].append((source, p)) if joins else self._runs.append([(source, p)])
-                last = p.to
-        stated = [source.table.sums[p.number] for run in self._runs for source, p in run]
-        self._stated = torch.from_numpy(np.concatenate(stated).view(np.int64)).to(last.device) if last is not None else torch.empty(0)
-
-    def run(self) -> None:
-        """
-        Raises:
-            DamagedError: a page is not what its source's table says.
-        """
-        weights: dict[int, torch.Tensor] = {}
-        differ, at = [], 0
-        for run in self._runs:
-            first = run[0][1].to
-            layers, words = first.shape[0], first[0].numel() // 8
-            if words not in weights:
-                weights[words] = torch.from_numpy(blob.weights(words).view(np.int64)).to(first.device)
-            held = first.as_strided((len(run), layers, words * 8), (first.numel(), words * 8, 1)).view(torch.int64)
-            stated, at = self._stated[at : at + len(run) * layers].view(len(run), layers), at + len(run) * layers
-            differ.append(((held * weights[words]).sum(-1) != stated).any(1))
-        if differ and len(bad := torch.cat(differ).nonzero()):
-            source, piece = [x for run in self._runs for x in run][int(bad[0])]
-            raise _damage(source, piece.number)
-
-
-def _joins(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether b begins where a ends, in the same memory."""
-    return a.data_ptr() + a.numel() == b.data_ptr() and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def _job(work: Work, part: Part | None, staging: _Staging) -> _Job:
+    source, shapes, pieces = work
+    starts = source.offsets([a * b * c for a, b, c in shapes])
+    listed: list[tuple[Piece, int, int, range]] = []  # where in the file, bytes of a layer, layers
+    for p in pieces:
+        layers, heads, head_bytes = shapes[p.number]
+        of = range(layers) if part is None else part[source.table.pages[p.number].group]
+        if of:
+            listed.append((p, starts[p.number] + of.start * heads * head_bytes, heads * head_bytes, of))
+    numbers = [p.number for p, *_ in listed]
+    wanted = [source.table.sums[p.number][of.start : of.stop] for p, _, _, of in listed]
+    to = [p.to[of.start : of.stop] for p, _, _, of in listed]
+    if not staging.whole_pages and all(p.heads is None and p.to.is_contiguous() for p, *_ in listed):
+        return _Job(source, numbers, [blob.Read(at, x, s) for (_, at, _, _), x, s in zip(listed, to, wanted, strict=True)], None, [])
+    sizes = [nbytes * len(of) for _, _, nbytes, of in listed]
+    room = staging.room(sum(sizes))
+    staged = [x.view(len(of), *shapes[p.number][1:]) for x, (p, _, _, of) in zip(room[: sum(sizes)].split(sizes), listed, strict=True)]
+    reads = [blob.Read(at, x, s) for (_, at, _, _), x, s in zip(listed, staged, wanted, strict=True)]
+    copies = [(y, x) if p.heads is None else (y[:, p.into], x[:, p.heads]) for y, x, (p, *_) in zip(to, staged, listed, strict=True)]
+    return _Job(source, numbers, reads, room, copies)
 
 
 def _damage(source: Source, number: int) -> DamagedError:

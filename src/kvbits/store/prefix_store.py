@@ -10,6 +10,7 @@ is loaded is what was put, byte for byte; what cannot be read, or is not what it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -24,16 +25,17 @@ import torch
 
 from ..cache import blob
 from ..cache.blob import Identity, Kind, Page
-from ..cache.group import GroupState
+from ..cache.group import GroupState, Snapshot
 from ..cache.paged_cache import PagedCache
 from ..cache.serialize import shown_part
 from ..errors import CacheStateError, DataError, FileFormatError, SpecError, counted
 from ..spec import CacheSpec
 from ..units import human_bytes
 from . import keys, pages
+from .filling import Filling
 from .finding import Plan, find
 from .folder import Folder
-from .loading import DamagedError, GoneError, Piece, read_pages
+from .loading import MOST_FILES, PARTS, DamagedError, GoneError, Loader, Piece, parts_of, read_pages
 from .pages import Cuts
 from .remote import Remote, local_tier
 from .shelf import Shard, Shelf, name_of, stem_of
@@ -199,7 +201,7 @@ class PrefixStore:
 
     # -- load -------------------------------------------------------------------------------------------------------
 
-    def load(self, cache: PagedCache, ids: Any, row: int = 0) -> int:
+    def load(self, cache: PagedCache, ids: Any, row: int = 0, *, wait: bool = True) -> int:
         """Put the longest prefix of a prompt that the store has into an empty sequence.
 
         A file that is damaged, cut short or of somebody else is set aside (renamed to .damaged) with a warning that names it; the prefix before it is
@@ -208,6 +210,9 @@ class PrefixStore:
         Args:
             cache: of the model, scheme and calibration that the pages are wanted for.
             ids: token ids [tokens] or [1, tokens].
+            wait: False returns when pages are still on their way, the first layers before the last: each layer of the next pass waits for its own, anything
+                else for all. Where one turns out to be damaged, the file is set aside, the pass is taken back with a FileFormatError that names it, and the
+                cache takes nothing but `reset()` or `free(row)`.
 
         Returns:
             Tokens loaded: the sequence's length now. The rest is to be computed.
@@ -220,49 +225,46 @@ class PrefixStore:
         groups = settled(cache, row, make=True)
         if length := groups[0].sequences[row].length:
             raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; load a prefix into an empty one, or free({row}) first")
-        space = self._identity(cache)[1]
-        while plan := self._plan(cache, tokens):
+        identity, space = self._identity(cache)
+        cuts, own = self._cuts(cache), [g.group for g in groups]
+        few = not wait and cache.budget is None and cuts.within(len(tokens)) <= MOST_FILES
+        parts, ends = parts_of(own, len(cache.spec.layers), PARTS if few else 1)
+        begin_early = True
+        while True:
             before = [g.snapshot() for g in groups]
             try:
-                self._fill(space, groups, row, plan)
+                with contextlib.ExitStack() as stack:
+                    loader = stack.enter_context(Loader(lambda name: self.folder.open(space, name), cache.device, parts if few else None))
+                    filling = Filling(groups, row, self.shard, loader)
+                    plan = find(self._shelf, space, identity, own, cuts, tokens, filling.begin if begin_early else lambda number, one: None)
+                    if plan is not None and filling.complete(plan):
+                        self._shelf.use(space, plan.names)
+                        if not few:
+                            loader.finish()
+                            return plan.length
+                        run = loader.in_thread(cache.arrivals, ends)
+                        stack.pop_all()
+                        cache.arrivals.begin(row, run, loader.stop, lambda error: self._late(space, row, error))
+                        return plan.length
+                begin_early = False
             except DamagedError as error:
-                for g, was in zip(groups, before, strict=True):
-                    g.restore(was)
+                _restore(groups, before)
                 if not isinstance(error, GoneError):
                     self._shelf.set_aside(space, error)
                 continue
             except BaseException:
-                for g, was in zip(groups, before, strict=True):
-                    g.restore(was)
+                _restore(groups, before)
                 raise
-            self._shelf.use(space, plan.names)
-            return plan.length
-        return 0
+            _restore(groups, before)
+            if plan is None:
+                return 0
 
-    def _fill(self, space: str, groups: list[GroupState], row: int, plan: Plan) -> None:
-        """Give a sequence its pages and read them."""
-        wanted: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for state, (s, listed) in zip(groups, plan.made, strict=True):
-            s = s.clone()
-            ids: dict[str, list[int]] = {name: [] for name in state.pools}
-            for page in listed:
-                ids[page.pool].append(page.column)
-            new = {}
-            for name, at in ids.items():
-                pool = state.pools[name]
-                pool.reserve(len(at))
-                new[name] = [pool.allocator.allocate() for _ in at]
-            order = {name: iter(x) for name, x in new.items()}
-            for page in listed:
-                where, number = plan.at[page]
-                wanted.setdefault(where, []).append((number, state.pools[page.pool].block(next(order[page.pool]))))
-            for name, held in s.pages().items():
-                s.renumber(name, [new[name][i] for i in held])
-            state.replace(row, s)
-        own, work = [g.group for g in groups], []
-        for i, of_blob in sorted(wanted.items()):
-            work += plan.blobs[i].work(own, self.shard, sorted(of_blob, key=lambda p: p[0]))
-        read_pages(lambda name: self.folder.open(space, name), work)
+    def _late(self, space: str, row: int, error: BaseException) -> BaseException:
+        """The error of a pass that a damaged file ends."""
+        if not isinstance(error, DamagedError):
+            return error
+        self._shelf.set_aside(space, error)
+        return DamagedError(error.name, f"{error}; the pass that had begun to use it was taken back: reset() the cache, or free({row}), and load again")
 
     def _plan(self, cache: PagedCache, tokens: np.ndarray) -> Plan | None:
         identity, space = self._identity(cache)
@@ -398,6 +400,11 @@ class PrefixStore:
             except FileFormatError as error:
                 wrong.append(str(error))
         return wrong
+
+
+def _restore(groups: list[GroupState], before: list[Snapshot]) -> None:
+    for g, was in zip(groups, before, strict=True):
+        g.restore(was)
 
 
 def _pin_name(tokens: np.ndarray, shard: Shard) -> str:

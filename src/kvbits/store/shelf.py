@@ -108,6 +108,7 @@ class Shelf:
     def __init__(self, folder: Folder, remote: Remote | None, shard: Shard) -> None:
         self.folder, self.remote, self.shard = folder, remote, shard
         self.damaged: dict[str, str] = {}
+        self._left: set[str] = set()  # of those, the ones that could not be renamed
 
     def has(self, space: str, name: str, at_least: int = 0) -> bool:
         """Whether a file is there, whole by its size, with at least so many pages."""
@@ -185,7 +186,7 @@ class Shelf:
         self, space: str, name: str, identity: Identity, groups: Rows[LayerGroup], kind: Kind, span: tuple[int, int], key: bytes
     ) -> Source | None:  # fmt: skip
         try:
-            source = self.source(space, name, identity, groups)
+            source = None if name in self._left else self.source(space, name, identity, groups)
             if source is None:
                 return None
             header = source.header
@@ -231,6 +232,8 @@ class Shelf:
         """Take a file out of the way, so that it is made again, and say so."""
         self.damaged[error.name] = str(error)
         kept = self.folder.set_aside(space, error.name)
+        if kept is None and self.folder.has(space, error.name):
+            self._left.add(error.name)
         if self.remote:
             self.remote.set_aside(space, error.name)
         warnings.warn(f"{error}; it was {'renamed to ' + kept if kept else 'left'} and its tokens will be computed again", stacklevel=4)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...quant import banded
 from ...quant.basis import into_basis
 from ...quant.nested import PLANES, low_codes
 from ...quant.outliers import worst
@@ -17,7 +18,7 @@ from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normal
 from ...quant.rotary import turn_pages_back
 from ...spec import LowLayout, PageLayout, QuantSpec
 from ..types import LowStore, PageStore, check_closing
-from .dequantize import require_starts, section
+from .dequantize import page_codes, require_starts, section, stored_qparams
 
 PAGES_PER_STEP = 64
 
@@ -86,37 +87,57 @@ def close_nested(
         uint8 [n, H, head_bytes] of each layout, padding zeroed, and how many elements of keys and values were clamped to their code range.
     """
     static = static or {}
-    layouts: list[PageLayout | LowLayout] = [layout, *low]
-    pages = [torch.zeros(*k.shape[:2], x.head_bytes, dtype=torch.uint8, device=k.device) for x in layouts]
-    saturated = {}
+    pages = torch.zeros(*k.shape[:2], layout.head_bytes, dtype=torch.uint8, device=k.device)
+    saturated, as_stored = {}, {}
     for kind, spec, x in (("k", layout.key, k), ("v", layout.value, v)):
         if spec.is_raw:
-            section(pages[0], layout, f"{kind}_raw").copy_(x)
+            section(pages, layout, f"{kind}_raw").copy_(x)
             continue
-        x, found = encode_side(x, kind, spec, static, starts)
+        as_stored[kind] = rows_as_stored(x, spec, static, starts)
+        found = encode_side(as_stored[kind], kind, spec, static)
         saturated[kind] = found.saturated
         packed = pack_banded(found.codes, spec.widths(layout.head_dim), kind) if spec.is_banded else pack(found.codes, spec.number_format, kind)
-        _store(pages[0], layout, kind, packed)
+        _store(pages, layout, kind, packed)
         for name, t in found.stored.items():
             if (s := layout.sections.get(f"{kind}_{name}")) is not None:
-                section(pages[0], layout, s.name).copy_(stored(t, s.dtype))
-        fine = [(i, bits) for i, y in enumerate(low, 1) if (bits := y.key_bits if kind == "k" else y.value_bits)]
-        if fine:
-            missed = normalize(x, spec, found.qparams) - (found.codes.float() - spec.zero)
-            for (i, bits), plane in zip(fine, low_codes(missed, [bits for _, bits in fine]), strict=True):
-                _store(pages[i], layouts[i], kind, pack(plane, PLANES[bits], kind))
-    return pages, saturated
+                section(pages, layout, s.name).copy_(stored(t, s.dtype))
+    return [pages, *low_pages(pages, as_stored, layout, static, low)], saturated
 
 
-def encode_side(x: torch.Tensor, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> tuple[torch.Tensor, Encoded]:
-    """Keys ("k") or values ("v") of pages as they are stored (float32, turned back where the spec says so), and their codes. Arguments as of `close_nested`."""
+def low_pages(
+    pages: torch.Tensor, as_stored: dict[str, torch.Tensor], layout: PageLayout, static: dict[str, torch.Tensor], low: Sequence[LowLayout]
+) -> list[torch.Tensor]:
+    """Low planes of pages that closed, whoever closed them: uint8 [n, H, head_bytes] of each layout of `low`, the coarsest first.
+
+    Args:
+        pages: uint8 [n, H, head_bytes].
+        as_stored: of each kind that low planes refine ("k", "v"), the numbers that became its codes, see `rows_as_stored`.
+    """
+    made = [torch.zeros(*pages.shape[:2], x.head_bytes, dtype=torch.uint8, device=pages.device) for x in low]
+    for kind, spec in (("k", layout.key), ("v", layout.value)):
+        fine = [(y, to, bits) for y, to in zip(low, made, strict=True) if (bits := y.key_bits if kind == "k" else y.value_bits)]
+        if not fine:
+            continue
+        codes, widths = page_codes(pages, layout, kind), [bits for _, _, bits in fine]
+        scaled = normalize(as_stored[kind], spec, stored_qparams(pages, layout, kind, static))
+        planes = banded.low_codes(scaled, codes, spec, widths) if spec.is_banded else low_codes(scaled - (codes.float() - spec.zero), widths)
+        for (y, to, bits), plane in zip(fine, planes, strict=True):
+            _store(to, y, kind, pack(plane, PLANES[bits], kind))
+    return made
+
+
+def rows_as_stored(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:
+    """Keys or values of pages as they are stored: float32, turned back or in their basis where the spec says so. Arguments as of `close_nested`."""
     x = x.float()
     if spec.pre_rope:
-        x = turn_pages_back(x, require_starts(starts, len(x)), static["k_inv_freq"])
-    elif spec.basis is not None:
-        x = into_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None)
+        return turn_pages_back(x, require_starts(starts, len(x)), static["k_inv_freq"])
+    return x if spec.basis is None else into_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None)
+
+
+def encode_side(as_stored: torch.Tensor, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor]) -> Encoded:
+    """Codes of keys ("k") or values ("v") of pages, given as they are stored."""
     known = QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias")) if spec.static and f"{kind}_scale" in static else None
-    return x, encode(x, spec, known, static.get(f"{kind}_codebook"))
+    return encode(as_stored, spec, known, static.get(f"{kind}_codebook"))
 
 
 def _store(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, planes: list[torch.Tensor]) -> None:

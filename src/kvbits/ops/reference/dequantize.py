@@ -14,7 +14,7 @@ from ...quant.packing import unpack, unpack_banded
 from ...quant.qparams import TORCH_DTYPES, QParams, dequantize
 from ...quant.qparams import read as read_stored
 from ...quant.rotary import turn
-from ...spec import LowLayout, NumberFormat, PageLayout, QuantSpec
+from ...spec import LowLayout, NumberFormat, PageLayout
 
 
 def section(pages: torch.Tensor, layout: PageLayout | LowLayout, name: str) -> torch.Tensor:
@@ -71,8 +71,7 @@ def dequantize_pages(
         if spec.is_raw:
             found.append(section(pages, layout, f"{kind}_raw").to(dtype))
             continue
-        codes = _banded_codes(pages, layout, kind, spec) if spec.is_banded else _codes(pages, layout, kind, spec.number_format)
-        planes = []
+        codes, planes = page_codes(pages, layout, kind), []
         for fine, fine_layout in low:
             if bits := fine_layout.key_bits if kind == "k" else fine_layout.value_bits:
                 planes.append((_codes(fine, fine_layout, kind, PLANES[bits]), bits))
@@ -94,6 +93,10 @@ def _codes(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, fmt: 
     return unpack(planes, fmt, kind, layout.page_size, layout.head_dim)
 
 
-def _banded_codes(pages: torch.Tensor, layout: PageLayout, kind: str, spec: QuantSpec) -> torch.Tensor:
+def page_codes(pages: torch.Tensor, layout: PageLayout, kind: str) -> torch.Tensor:
+    """Codes uint8 [n, H, page_size, head_dim] of keys ("k") or values ("v") of pages [n, H, head_bytes]."""
+    spec = layout.key if kind == "k" else layout.value
+    if not spec.is_banded:
+        return _codes(pages, layout, kind, spec.number_format)
     planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(spec.planes(layout.head_dim)))]
     return unpack_banded(planes, spec.widths(layout.head_dim), kind, layout.page_size, layout.head_dim)

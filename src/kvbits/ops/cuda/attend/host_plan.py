@@ -38,6 +38,7 @@ from .kernel_choice import (
     refuses_low,
 )
 from .schedule import PartWork, chunks_per_sequence, schedule
+from .split_plan import SplitPlan, is_refined, split
 from .unpack_then_flash import ChunkPlan
 
 MAX_PARTS = 4
@@ -56,10 +57,20 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return "the GPU is older than compute capability 8.0"
     if why := cuda_compile.missing():
         return why
+    if q.dtype in DTYPES and any(is_refined(p) for p in call.parts):
+        return next((why for c in split(call) if (why := _refuses_refined(q, c))), None)
     why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), driver.shared_limit(torch.cuda.get_device_capability(q.device)), q.shape[1])
     if why and _may_unpack(call) and q.dtype in DTYPES:
         return _refuses_unpacked(call, q.shape[2], q.dtype)
     return why
+
+
+def _refuses_refined(q: torch.Tensor, call: AttendCall) -> str | None:
+    """`refuses` for one of the calls of `split`."""
+    if not is_refined(call.parts[0]):
+        return refuses(q, call)
+    why = _refuses_unpacked(call, q.shape[2], q.dtype)
+    return why and f"banded codes with low planes are read unpacked, and {why}"
 
 
 def _is_kvquant(call: AttendCall) -> bool:
@@ -229,7 +240,8 @@ class Plan:
 
         args = Args(
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
-            num_kv_heads=heads, column_blocks=column_blocks, query_columns=query_columns(num_queries * group), layer=0, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
+            num_kv_heads=heads, column_blocks=column_blocks, query_columns=query_columns(num_queries * group), layer=0,
+            window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
             softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
             **(self._page_lse_rows(work, kernels, num_q_heads) if call.page_lse is not None else {}),
         )  # fmt: skip
@@ -370,13 +382,17 @@ class Plan:
 
 def plan(
     call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1, history_only: bool = False, **options: Any
-) -> Plan | ChunkPlan:
-    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel reads packed.
+) -> Plan | ChunkPlan | SplitPlan:
+    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel reads packed; both side by side where
+    only some pages are such (`split`).
 
     Args:
         history_only: every query that is no padding comes after all pages of the call.
     """
     unpacks = unpack_then_flash.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
+    if not unpacks and len(split(call)) > 1:
+        make = functools.partial(plan, num_q_heads=num_q_heads, q_dtype=q_dtype, device=device, num_queries=num_queries, history_only=history_only)
+        return SplitPlan(call, make, options.get("layer_strides"))
     if not unpacks and _may_unpack(call) and (num_queries == 1 or history_only):
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
         packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit, num_queries) is None

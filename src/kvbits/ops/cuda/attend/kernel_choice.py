@@ -405,7 +405,9 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
         stages = (shared_limit - ring - merge) // (warps * (slot + 24))
         least = 1 if cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
         if warps <= most and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
-            return Shape(warps, warps * min(stages, max(3 if low else 2, RING_BYTES // (warps * slot))), chunk, units)
+            # Of banded pages more slots than two were no faster, and merging wants their room.
+            wanted = 0 if layout.key.is_banded else RING_BYTES // (warps * slot)
+            return Shape(warps, warps * min(stages, max(3 if low else 2, wanted)), chunk, units)
     return Shape(1, 2 if low else 1, chunk, units)
 
 

@@ -53,8 +53,6 @@ def _refuses_part(part: Part, q_dtype: torch.dtype) -> str | None:
     layout = part.store.layout
     if not banded_sides(layout):
         return refuses_layout(layout, q_dtype) or refuses_low(len(part.low))
-    if part.low:
-        return "banded codes with low planes have no GPU kernel"
     return None if q_dtype in (torch.float16, torch.bfloat16) else f"rows of {q_dtype} are not float16 or bfloat16"
 
 
@@ -136,7 +134,8 @@ class ChunkPlan:
         for part, ids, rows in entries:
             p = self.call.parts[part]
             if banded_sides(p.store.layout):
-                unpackers.append((part, BandedUnpacker(p.store, self.dtype, p.table.page_ids[ids], rows, strides[part], p.table.starts[ids])))
+                fine = [(s, x[ids]) for s, x in zip(p.low, p.table.low, strict=True)]
+                unpackers.append((part, BandedUnpacker(p.store, self.dtype, p.table.page_ids[ids], rows, strides[part], p.table.starts[ids], fine)))
                 continue
             addresses = upload(p.store.addresses()[p.table.page_ids[ids]], self.device)
             starts_of = upload(p.table.starts[ids].astype(np.int32), self.device)

@@ -23,6 +23,7 @@ from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import low_arguments, refuses_low, side_arguments, with_aligned_rows
 from . import banded, codebook
+from .low_planes import close_low
 from .step import STEP_FIELDS
 
 ROWS_PER_THREAD = 8
@@ -31,9 +32,7 @@ STATUS_FIELDS = 6
 
 def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
-    if why := refuses_low(len(low)):
-        return why
-    if why := _refuses_low_beside(store.layout, len(low)):
+    if why := _refuses_planes(store.layout, len(low)):
         return why
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
@@ -69,9 +68,12 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _refuses_low_beside(layout: PageLayout, count: int) -> str | None:
-    extras = kvquant_extras(layout) or banded_sides(layout)
-    return f"{extras} with low planes have no GPU kernel" if count and extras else None
+def _refuses_planes(layout: PageLayout, count: int) -> str | None:
+    """Why `count` low planes of pages of this layout cannot be written, or None."""
+    if banded_sides(layout):  # the reference's operations make them from the pages (low_planes)
+        return None
+    extras = kvquant_extras(layout)
+    return refuses_low(count) or (f"{extras} with low planes have no GPU kernel" if count and extras else None)
 
 
 class _Args(ctypes.Structure):
@@ -217,8 +219,8 @@ def close(
     Args:
         k, v: [n, H, page_size, head_dim] float32, float16 or bfloat16.
         page_ids: [n] pages of the store to write.
-        low: stores of low planes and their pages [n], one at most.
-        starts: [n] position of each page's first token, for keys stored before the rotary embedding.
+        low: stores of low planes and their pages [n], one at most, any number for banded codes.
+        starts: [n] position of each page's first token, for keys stored before the rotary embedding or in a basis.
 
     Returns:
         How many elements of keys and of values were clamped to their code range (quantized tensors only).
@@ -248,7 +250,7 @@ def close_later(
         DataError, UnsupportedError: as `close`, for all that needs no look at numbers.
     """
     layout = store.layout
-    if why := refuses_low(len(low)) or _refuses_low_beside(layout, len(low)):
+    if why := _refuses_planes(layout, len(low)):
         raise UnsupportedError(f"{why}; use the reference")
     page_ids, *low_ids = check_closing(store, page_ids, low)
     shape = (len(page_ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
@@ -266,6 +268,8 @@ def close_later(
     fine = next(((s.layout, upload(s.addresses()[ids], k.device)) for (s, _), ids in zip(low, low_ids, strict=True)), None)
     if banded_sides(layout):
         banded.launch(k, v, store, addresses, status, banded.first_positions(store, starts, len(page_ids), k.device))
+        if low:
+            close_low(k, v, store, page_ids, [(s, ids) for (s, _), ids in zip(low, low_ids, strict=True)], starts)
     elif kvquant_extras(layout):
         first = codebook.first_angles(store, starts, len(page_ids), k.device)
         codebook.launch(k, v, store, addresses, status, first)

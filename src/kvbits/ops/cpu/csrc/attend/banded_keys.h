@@ -32,18 +32,50 @@ struct BandPiece {
   float weight;        // 2^shift of the fields in their codes
 };
 
+// A band of a low plane, and which pieces its codes are made of (banded_low.h).
+struct LowBand {
+  BandWord word[BAND / 4];  // offsets from the plane's own start
+  int16_t top, pieces;      // the highest code, 0 without bits
+  int16_t piece[2], shift[2];
+};
+
 // All of a head. Fields of 8 bits are two of 4, whose products fit 16 bits.
 struct BandPieces {
   int32_t count;
   BandPiece piece[2 * MAX_GROUPS];
+  int32_t low_bits, bands, low_tile_bytes;  // of a low plane; 0 without one
+  LowBand low[MAX_GROUPS];
 };
 static_assert(MAX_GROUPS * BAND >= MAX_HEAD_DIM, "bands are counted as groups");
 
-static void list_pieces(BandPieces& list, const kvbits_tensor& t, int head_dim) {
+// The four channels from `channel` on of a row whose plane begins at `offset`, and q of a band's channels from c on.
+static BandWord band_word(int offset, int channel, int row_bytes, int bits, int band, int c) {
+  return {offset + channel % row_bytes * TILE, (int16_t)(channel / row_bytes * bits), (int16_t)((band * BAND + c) * NARROW_Q_BYTES)};
+}
+
+static void list_low_bands(BandPieces& list, const kvbits_tensor& t, int head_dim, int bits) {
+  const int row_bytes = row_bytes_of(head_dim, bits);
+  list.low_tile_bytes = row_bytes * TILE;
+  for (int i = 0; i < list.bands; i++) {
+    LowBand& band = list.low[i];
+    band.top = (int16_t)((1 << t.bands[i]) - 1);
+    band.pieces = 0;
+    for (int c = 0; c < BAND; c += 4) band.word[c / 4] = band_word(0, i * BAND + (i * BAND + c < head_dim ? c : 0), row_bytes, bits, i, c);
+  }
+  for (int k = 0; k < list.count; k++) {
+    LowBand& band = list.low[list.piece[k].band];
+    band.piece[band.pieces] = (int16_t)k;
+    band.shift[band.pieces++] = (int16_t)__builtin_ctz((unsigned)list.piece[k].weight);
+  }
+}
+
+static void list_pieces(BandPieces& list, const kvbits_tensor& t, int head_dim, int low_bits) {
   const int bands = (head_dim + BAND - 1) / BAND;
   auto channels_of = [&](int band) { return head_dim - band * BAND < BAND ? head_dim - band * BAND : BAND; };
   int stored = 0;
   list.count = 0;
+  list.bands = bands;
+  list.low_bits = low_bits;
   for (int bits = 8; bits; bits /= 2) {
     int channels = 0;
     for (int i = 0; i < bands; i++) channels += t.bands[i] & bits ? channels_of(i) : 0;
@@ -58,13 +90,14 @@ static void list_pieces(BandPieces& list, const kvbits_tensor& t, int head_dim) 
         piece.band = i;
         piece.weight = (float)(1 << ((t.bands[i] & (bits - 1)) + low));
         for (int c = 0; c < BAND; c += 4) {
-          const int channel = at + (c < channels_of(i) ? c : 0), field = channel / row_bytes, r = channel % row_bytes;
-          piece.word[c / 4] = {offset + r * TILE, (int16_t)(field * bits + low), (int16_t)((i * BAND + c) * NARROW_Q_BYTES)};
+          piece.word[c / 4] = band_word(offset, at + (c < channels_of(i) ? c : 0), row_bytes, bits, i, c);
+          piece.word[c / 4].shift += (int16_t)low;
         }
       }
       at += channels_of(i);
     }
   }
+  if (low_bits) list_low_bands(list, t, head_dim, low_bits);
 }
 
 // Scores of NH rows against the block's tokens.
@@ -157,6 +190,9 @@ static void queries_in_basis(Chunk& c, const kvbits_tensor& t, const Angles& ang
   }
 }
 
+// By how much the steps of a low plane's parts (banded_low.h) are above those that they stand for.
+constexpr int low_middle(int bits) { return 3 * (1 << bits) - 2; }
+
 // Integers of `folded`, and what the middles of the codes' ranges take off the scores.
 static void quantize_by_band(Chunk& c, const kvbits_tensor& t, const BandPieces& list, int head_dim) {
   const int bands = (head_dim + BAND - 1) / BAND;
@@ -164,6 +200,14 @@ static void quantize_by_band(Chunk& c, const kvbits_tensor& t, const BandPieces&
   for (int h = 0; h < c.rows; h++) {
     float zero = 0.0f;
     for (int i = 0; i < bands; i++) zero += 0.5f * (float)((1 << t.bands[i]) - 1) * c.q_sum[i][h];
+    if (list.low_bits) {
+      const float part = 0.5f / (float)(1 << list.low_bits);
+      for (int i = 0; i < bands; i++) {
+        const int step = t.bands[i] ? 1 : 2 * ONLY_CELL, middle = t.bands[i] ? low_middle(list.low_bits) : ONLY_CELL * ((1 << list.low_bits) - 1);
+        c.low_scale[i][h] = c.q_scale[i][h] * part * (float)step;
+        zero += part * (float)middle * c.q_sum[i][h];
+      }
+    }
     c.q_zero[0][h] = -zero;
     for (int i = 0; i < list.count; i++) c.piece_scale[i][h] = c.q_scale[list.piece[i].band][h] * list.piece[i].weight;
   }

@@ -33,6 +33,13 @@ INLINE void add_band_word(BandSums& to, vi fields, const uint8_t* q) {
 }
 INLINE vf band_sums(BandSums x) { return to_float(x); }
 
+// Products of what their low planes add to values (banded_low.h), 4 tokens of VL channels in a word of signed bytes each; p: [slot] of a row.
+typedef vi LowSums;
+INLINE void add_low_word(LowSums& to, vi bytes, const uint8_t* p, int slot) {
+  for (int k = 0; k < 4; k++) to += ((bytes << (24 - 8 * k)) >> 24) * ((const int16_t*)p)[slot + k];
+}
+INLINE vf low_sums(LowSums x) { return to_float(x); }
+
 template <int FMT>
 INLINE int code_at(const uint8_t* p, int64_t low, int shift, int mask, const StepTable& steps) {
   const int code = *p >> shift & mask;

@@ -81,8 +81,8 @@ extern "C" int32_t kvbits_close(kvbits_close_call* call) {
     const kvbits_tensor* coarse[2] = {&store.key, &store.value};
     for (int i = 0; i < 2; i++) {
       if (fine[i]->format == FORMAT_RAW) continue;
-      const bool integer = number_format(coarse[i]->format).levels == INTEGER;
-      if (!integer || (fine[i]->format != FORMAT_INT4 && fine[i]->format != FORMAT_INT2)) return KVBITS_BAD_LOW;
+      const int levels = number_format(coarse[i]->format).levels;
+      if ((levels != INTEGER && levels != BANDED) || (fine[i]->format != FORMAT_INT4 && fine[i]->format != FORMAT_INT2)) return KVBITS_BAD_LOW;
     }
     const int64_t low_pages = num_pages(*call->low);
     for (int64_t i = 0; i < call->num_pages; i++)

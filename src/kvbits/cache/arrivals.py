@@ -1,0 +1,101 @@
+"""Pages on their way into a cache whose first layers are used already: who brings them says which layers are there, who uses a layer waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from ..errors import CacheStateError
+
+
+class Arrivals:
+    """The layers of one sequence as they come, the first before the last; at other times, nothing.
+
+    Args:
+        num_layers: of the model.
+        device: of the pages.
+    """
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self._num_layers, self._device = num_layers, device
+        self._changed = threading.Condition()
+        self._forget()
+
+    def __reduce__(self) -> tuple[type[Arrivals], tuple[int, torch.device]]:
+        """A copy has nothing on its way."""
+        return Arrivals, (self._num_layers, self._device)
+
+    def _forget(self) -> None:
+        self._row: int | None = None
+        self._came: list[tuple[int, torch.cuda.Event | None]] = []  # layers that are there, and what a stream has to wait for
+        self._failure: BaseException | None = None
+        self._refused: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there may be layers that are not there yet."""
+        return self._row is not None
+
+    def begin(self, row: int, run: Callable[[], None], stop: Callable[[], None], refuse: Callable[[BaseException], BaseException]) -> None:
+        """Bring the pages of a sequence in a thread.
+
+        Args:
+            run: calls `came` of more and more layers, or `failed`.
+            stop: has it end early.
+            refuse: makes of what ended it the error that is raised, in the thread that waits.
+        """
+        self._row, self._stop, self._refuse = row, stop, refuse
+        self._thread = threading.Thread(target=run, name="kvbits-loader", daemon=True)
+        self._thread.start()
+
+    def came(self, layers: int, event: torch.cuda.Event | None) -> None:
+        """The first so many layers are there, once `event` has happened on their device."""
+        with self._changed:
+            self._came.append((layers, event))
+            self._changed.notify_all()
+
+    def failed(self, error: BaseException) -> None:
+        """No more layers come."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def wait(self, layer: int) -> None:
+        """Until the bytes of a layer are checked. Copies on their way to a GPU are waited for by its current stream, not by the host.
+
+        Raises:
+            FileFormatError: a file is damaged; OSError: it cannot be read. Every later call raises it too: what the pages hold is of no use.
+            CacheStateError: the step is captured in a graph.
+        """
+        if not self.under_way:
+            return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CacheStateError("a step cannot be captured in a graph while a prefix is being loaded; load it with wait=True, or decode a token first")
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or (self._came and self._came[-1][0] > layer))
+        if self._failure is not None:
+            if self._refused is None:
+                self._refused = self._refuse(self._failure)
+            raise self._refused
+        layers, event = next((layers, event) for layers, event in self._came if layers > layer)
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        if layers == self._num_layers:  # all are there: they come one after the other
+            assert self._thread is not None
+            self._forget()
+
+    def wait_for_all(self) -> None:
+        """As `wait`, for the last layer."""
+        self.wait(self._num_layers - 1)
+
+    def forget(self, row: int | None = None) -> None:
+        """The sequence `row` (None: any) is of no use any more. Returns when nothing is written to its pages."""
+        if self._row is None or row not in (None, self._row):
+            return
+        self._stop()
+        if self._thread is not None:
+            self._thread.join()
+        self._forget()

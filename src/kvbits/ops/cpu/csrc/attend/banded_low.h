@@ -1,0 +1,130 @@
+// Low planes of banded codes (docs/formats.md, quant/banded.py): what they add to the scores and outputs of the pages that they refine.
+//
+// A code of which r says in which of P = 2^bits parts of its cell a number lies, less the code's own level, in halves of a part of an inner cell:
+//
+//   2 r + 1 - P inside,    4 r + 2 - P of the highest code,    4 r + 2 - 3 P of the lowest,    8 r + 4 - 4 P of a band without bits
+//
+// Keys meet 8-bit integers of the query (banded_keys.h), values 8-bit probabilities, as their codes do.
+#pragma once
+#include <stdint.h>
+
+#include "banded_keys.h"
+#include "dots.h"
+#include "state.h"
+
+namespace {
+
+// Steps of every byte's code and part, low_middle above those of the table and so never negative; top: the highest code, above 0.
+template <int BITS>
+INLINE vi low_steps(vi codes, vi parts, int top) {
+  constexpr int P = 1 << BITS;
+  static_assert(OUTER_CELL == 2 && ONLY_CELL == 4, "steps of the table");
+  typedef int8_t bytes __attribute__((vector_size(VL * 4)));
+  const vi lowest = (vi)((bytes)codes == (bytes)vi{}), highest = (vi)((bytes)codes == (bytes)splat_int(top * 0x01010101)), outer = lowest | highest;
+  const vi inside = (parts << 1) + splat_int((2 * P - 1) * 0x01010101), outside = (parts << 2) + (highest & splat_int(2 * P * 0x01010101));
+  return (inside & ~outer) | (outside & outer);
+}
+
+// Adds what the low planes say to NH rows' scores of the block's tokens.
+template <int BITS, int NH>
+static void key_low(const KeyArgs& a) {
+  const Chunk& c = *a.chunk;
+  const BandPieces& list = *a.pieces;
+  const vi mask = splat_int(((1 << BITS) - 1) * 0x01010101);
+  for (int t = 0; t < a.tokens; t += VL) {
+    const int64_t tile = a.first_tile + t / TILE;
+    const uint8_t *page = a.page + t % TILE * 4, *low = a.page + a.low + tile * list.low_tile_bytes + t % TILE * 4;
+    vf s[NH] = {};
+    for (int i = 0; i < list.bands; i++) {
+      const LowBand& band = list.low[i];
+      BandSums sums[NH] = {};
+      vf x[NH] = {};
+#pragma GCC unroll 4
+      for (int n = 0; n < BAND / 4; n++) {
+        const BandWord word = band.word[n];
+        if (!word.shift && t % TILE == 0) fetch(low + word.offset + a.low_ahead);
+        vi steps = (vi)((vu)load_int(low + word.offset) >> word.shift) & mask;
+        if (band.top) {
+          vi codes = vi{};
+          for (int k = 0; k < band.pieces; k++) {
+            const BandPiece& piece = list.piece[band.piece[k]];
+            const vi fields = (vi)((vu)load_int(page + tile * piece.tile_bytes + piece.word[n].offset) >> piece.word[n].shift) & splat_int(piece.mask);
+            codes |= fields << band.shift[k];
+          }
+          steps = low_steps<BITS>(codes, steps, band.top);
+        }
+#pragma GCC unroll 8
+        for (int h = 0; h < NH; h++) {
+          add_band_word(sums[h], steps, c.qw[h] + word.q);
+          if (BITS == 4) x[h] += band_sums(sums[h]), sums[h] = BandSums{};  // one word of steps up to 124 is all that 16 bits hold
+        }
+      }
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) s[h] += (BITS == 4 ? x[h] : band_sums(sums[h])) * c.low_scale[i][h];
+    }
+    for (int h = 0; h < NH; h++) store(a.s + h * BLOCK + t, load(a.s + h * BLOCK + t) + s[h] * load(a.scale + t));
+  }
+}
+
+// Words of a plane of values for VL neighbouring channels: four by four where they do not lie side by side.
+struct LowWords {
+  const uint8_t* at[VL / 4];  // of the first quad
+  int64_t quad[VL / 4];       // bytes from quad to quad
+  vi shift;
+  bool together;
+};
+
+static LowWords low_words(const ValueArgs& a, const uint8_t* plane, int bits, int channel) {
+  const int row_bytes = row_bytes_of(a.head_dim, bits);
+  LowWords w = {};
+  w.together = true;
+  for (int i = 0; i < VL / 4; i++) {
+    const int at = channel + 4 * i < a.head_dim ? channel + 4 * i : channel, r = at % row_bytes, block = r / 16 * 16;
+    const int width = row_bytes - block < 16 ? row_bytes - block : 16;
+    w.at[i] = plane + (int64_t)block * a.page_size + (int64_t)a.first_token * width + (r - block) * 4;
+    w.quad[i] = 4 * width;
+    for (int k = 0; k < 4; k++) w.shift[4 * i + k] = at / row_bytes * bits;
+    w.together = w.together && w.at[i] == w.at[0] + 16 * i;
+  }
+  return w;
+}
+
+INLINE vi low_fields(const LowWords& w, int64_t quad, int bits) {
+  vi words;
+  if (w.together) {
+    words = load_int(w.at[0] + quad * w.quad[0]);
+  } else {
+    for (int i = 0; i < VL / 4; i++) __builtin_memcpy((char*)&words + 16 * i, w.at[i] + quad * w.quad[i], 16);
+  }
+  return (vi)((vu)words >> (vu)w.shift) & splat_int(((1 << bits) - 1) * 0x01010101);
+}
+
+// Adds what the low planes say to the outputs of values whose codes have one width.
+template <int BITS, int NH>
+static void value_low(const ValueArgs& a) {
+  constexpr float part = 0.5f / (float)(1 << BITS);
+  const int bits = a.band_bits, high_bits = bits == 3 ? 2 : bits, quads = round_up(a.tokens, 8) / 4;
+  const vi middle = splat_int(low_middle(BITS) * 0x01010101);
+  typedef int8_t bytes __attribute__((vector_size(VL * 4)));
+  for (int channel = 0; channel < a.head_dim; channel += VL) {
+    const LowWords low = low_words(a, a.plane[0] + a.low, BITS, channel), high = low_words(a, a.plane[0], high_bits, channel);
+    const LowWords last = bits == 3 ? low_words(a, a.plane[1], 1, channel) : high;
+    LowSums sums[NH] = {};
+    for (int quad = 0; quad < quads; quad++) {
+      fetch(low.at[0] + quad * low.quad[0] + a.low_ahead);
+      vi codes = low_fields(high, quad, high_bits);
+      if (bits == 3) codes = (codes << 1) | low_fields(last, quad, 1);
+      const vi steps = low_steps<BITS>(codes, low_fields(low, quad, BITS), (1 << bits) - 1);
+      const vi centered = (vi)((bytes)steps - (bytes)middle);
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) add_low_word(sums[h], centered, a.block->pw[0][h], 4 * quad);
+    }
+    const vi inside = iota() < splat_int(a.head_dim - channel);
+    for (int h = 0; h < NH; h++) {
+      float* to = a.chunk->acc[h] + channel;
+      store(to, load(to) + select(inside, low_sums(sums[h]) * (a.block->p_scale[0][h] * part), vf{}));
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,77 @@
+"""A sequence gets pages for its stored prefix, and a loader reads them, from the moment the first blob is found: the rest is looked for meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Rows
+
+import torch
+
+from ..cache.group import GroupState
+from .finding import Plan
+from .loading import Loader
+from .shelf import Blob, Shard
+
+
+class Filling:
+    """
+    Args:
+        groups: of the cache; whoever calls this puts them back where it fails.
+        row: an empty sequence.
+    """
+
+    def __init__(self, groups: Rows[GroupState], row: int, shard: Shard, loader: Loader) -> None:
+        self._groups, self._row, self._shard, self._loader = groups, row, shard, loader
+        self._begun: dict[tuple[int, int], int] = {}  # page ids by the number of the blob and of the page in it
+
+    def begin(self, number: int, one: Blob) -> None:
+        """A blob was found: if there is room now, take pages for what every prefix that has it needs, and begin to read them.
+
+        Raises:
+            DamagedError: of this or a blob before.
+        """
+        held = [(n, p) for n, p in enumerate(one.pages) if self._groups[p.group].group.geometry.sliding_window is None]
+        needed = Counter((p.group, p.pool) for _, p in held)
+        if any(self._groups[g].pools[pool].allocator.num_free < n for (g, pool), n in needed.items()):
+            return
+        wanted = []
+        for n, p in held:
+            pool = self._groups[p.group].pools[p.pool]
+            self._begun[number, n] = page_id = pool.allocator.allocate()
+            wanted.append((n, pool.block(page_id)))
+        self._read(one, wanted)
+
+    def complete(self, plan: Plan) -> bool:
+        """Give the sequence its pages and begin to read those that are left.
+
+        Returns:
+            False where pages were begun that the prefix does not have: nothing can be done with them as long as they are written.
+
+        Raises:
+            PoolFullError: pages are missing.
+            DamagedError: of some blob.
+        """
+        if not self._begun.keys() <= set(plan.at.values()):
+            return False
+        left: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for state, (planned, listed) in zip(self._groups, plan.made, strict=True):
+            s = planned.clone()
+            for name, n in Counter(p.pool for p in listed if plan.at[p] not in self._begun).items():
+                state.pools[name].reserve(n)
+            ids: dict[str, list[int]] = {name: [] for name in state.pools}
+            for page in listed:
+                pool = state.pools[page.pool]
+                if (page_id := self._begun.get(plan.at[page])) is None:
+                    page_id = pool.allocator.allocate()
+                    left.setdefault(plan.at[page][0], []).append((plan.at[page][1], pool.block(page_id)))
+                ids[page.pool].append(page_id)
+            for name, held in s.pages().items():
+                s.renumber(name, [ids[name][i] for i in held])
+            state.replace(self._row, s)
+        for i, of_blob in sorted(left.items()):
+            self._read(plan.blobs[i], sorted(of_blob, key=lambda p: p[0]))
+        return True
+
+    def _read(self, one: Blob, wanted: list[tuple[int, torch.Tensor]]) -> None:
+        for work in one.work([g.group for g in self._groups], self._shard, wanted):
+            self._loader.add(work)
