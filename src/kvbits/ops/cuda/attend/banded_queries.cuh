@@ -78,6 +78,7 @@ struct FrameRing {
     static constexpr int KS = D / 16, HELD = KS <= 8;  // HELD: registers hold the matrix, and it is not loaded again for every tile
     FrameTile tiles[FRAME_TILES];
     uint4 turned[KS][2][32];     // queries of a tile as operands: first numbers and second ones of each step
+    float2 turns[MAKERS][FrameTile::ROWS][D / 2 / MAKERS];  // of each frame of a tile and the channel pairs of the maker's steps
     float start[MAKERS][FrameTile::ROWS];
     u64 full[FRAME_TILES], empty[FRAME_TILES];
     u32 next[WARPS];             // tile of a warp's next segment
@@ -148,12 +149,12 @@ struct UnitQueries {
         first = pack_f16(x, y);
         second = pack_f16(x - low_f16(first), y - high_f16(first));
     }
-    /// Operands of the maker's i-th step: rows g and g + 8, which are in the frames of these positions.
-    DEVICE void turn_back(uint4& first, uint4& second, float4 turns, const int (&position)[2], int i) const {
+    /// Operands of the maker's i-th step: rows g and g + 8, with (cos, sin) of two channel pairs in the frame of each.
+    DEVICE void turn_back(uint4& first, uint4& second, const float4 (&turns)[2], int i) const {
         const float2 x = q[i][0], y = q[i][1];
         u32 one[2][2], rest[2][2];
         for (int half = 0; half < 2; ++half) {
-            const float2 r0 = turn_of(-position[half], {turns.x, turns.y}), r1 = turn_of(-position[half], {turns.z, turns.w});
+            const float2 r0 = {turns[half].x, turns[half].y}, r1 = {turns[half].z, turns[half].w};
             split(one[0][half], rest[0][half], x.x * r0.x - y.x * r0.y, x.y * r1.x - y.y * r1.y);
             split(one[1][half], rest[1][half], y.x * r0.x + x.x * r0.y, y.y * r1.x + x.y * r1.y);
         }
@@ -162,19 +163,20 @@ struct UnitQueries {
     }
 };
 
-/// Writes every MAKERS-th of the key planes' operands, from `q` of the tile.
-struct StepWriter {
-    FrameTile& tile;
-    int maker, g, c;
+/// Every MAKERS-th of the key planes' operands: where a lane's four channels of each are in a row of a tile, and their factor.
+struct Steps {
+    static constexpr int COUNT = (KEY_STEPS + MAKERS - 1) / MAKERS;
+    int place[COUNT];
+    u32 factor[COUNT];
 
-    DEVICE void write() const {
-        plane<8>(0);
-        plane<4>(BandPlane<8>::STEPS);
-        plane<2>(BandPlane<8>::STEPS + BandPlane<4>::STEPS);
-        plane<1>(KEY_STEPS - BandPlane<1>::STEPS);
+    DEVICE Steps(int maker, int c) {
+        plane<8>(0, maker, c);
+        plane<4>(BandPlane<8>::STEPS, maker, c);
+        plane<2>(BandPlane<8>::STEPS + BandPlane<4>::STEPS, maker, c);
+        plane<1>(KEY_STEPS - BandPlane<1>::STEPS, maker, c);
     }
     template <int BITS>
-    DEVICE void plane(int first_step) const {
+    DEVICE void plane(int first_step, int maker, int c) {
         using P = BandPlane<BITS>;
         constexpr u64 LIST = Bands::list(BITS);
 #pragma unroll
@@ -183,15 +185,21 @@ struct StepWriter {
             for (int j = 0; j < P::steps(load); ++j) {
                 const int step = first_step + P::steps_before(load) + j;
                 if (step % MAKERS != maker) continue;
-                const int field = P::first_field(load, c) + j, place = field * P::ROW + 4 * P::word(load, c);  // of the lane's four channels among the plane's
-                const int band = int(LIST >> (place / BAND * 4 & 63)) & 15, shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
-                const float times = place < P::CHANNELS ? power_of_two(shift - BITS * field) : 0.f;
-                const u32 factor = pack_f16(times, times);
-                for (int row = g; row < FrameTile::ROWS; row += 8) {
-                    const u32* q = &tile.q[row][FrameTile::place((band * BAND + place % BAND) / 2)];  // and the pair after it
-                    const uint2 x = {q[0], q[2]};
-                    tile.steps[step][row][c] = {mul_f16x2(permute_bytes(x.x, x.y, 0x5410), factor), mul_f16x2(permute_bytes(x.x, x.y, 0x7632), factor)};
-                }
+                const int field = P::first_field(load, c) + j, channel = field * P::ROW + 4 * P::word(load, c);  // the first among the plane's
+                const int band = int(LIST >> (channel / BAND * 4 & 63)) & 15, shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
+                const float times = channel < P::CHANNELS ? power_of_two(shift - BITS * field) : 0.f;
+                place[step / MAKERS] = FrameTile::place((band * BAND + channel % BAND) / 2);
+                factor[step / MAKERS] = pack_f16(times, times);
+            }
+    }
+    DEVICE void write(FrameTile& tile, int maker, int g, int c) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            for (int row = g; row < FrameTile::ROWS; row += 8) {
+                if (i * MAKERS + maker >= KEY_STEPS) continue;
+                const u32* q = &tile.q[row][place[i]];  // and the pair after it
+                const u32 x = q[0], y = q[2];
+                tile.steps[i * MAKERS + maker][row][c] = {mul_f16x2(permute_bytes(x, y, 0x5410), factor[i]), mul_f16x2(permute_bytes(x, y, 0x7632), factor[i])};
             }
     }
 };
@@ -199,8 +207,10 @@ struct StepWriter {
 /// What warp `maker` of MAKERS does. A maker holds OWNED row blocks of the matrix and turns the queries of as many steps back, for all of them.
 DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
     constexpr int KS = D / 16, OWNED = KS / MAKERS, HELD = FrameRing::HELD, AT_ONCE = HELD ? OWNED : 1, THREADS = MAKERS * 32;
+    constexpr int PAIRS = D / 2 / MAKERS, EACH = PAIRS > 32 ? PAIRS / 32 : 1;  // PAIRS: of channels, in a maker's steps
     static_assert(KS % MAKERS == 0 && BAND == 16, "makers have equal shares, and a row block of the matrix is a band");
     const int g = lane / 4, c = lane % 4, columns = a.query_columns, of_tile = FrameTile::ROWS / columns;
+    const Steps steps(maker, c);
     uint4 held[OWNED][HELD ? KS : 1];
     u32 number = 0;
 #pragma unroll 1
@@ -217,19 +227,26 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
 #pragma unroll
             for (int i = 0; i < OWNED * KS; ++i) held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][lane];
         }
-        float4 turns[OWNED];
-        for (int i = 0; i < OWNED; ++i) turns[i] = *reinterpret_cast<const float4*>(part.turns + 8 * (maker * OWNED + i) + 2 * c);
+        float2 turns[EACH];
+        for (int k = 0; k < EACH; ++k) turns[k] = part.turns[maker * PAIRS + (lane + 32 * k) % PAIRS];
         wait_for_previous_kernel();
         const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE, to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE;
         const int last = frame_of(Page(a, s, to, false).tokens.x);
         const UnitQueries queries(a, u, inverse, columns, maker, lane);
 #pragma unroll 1
         for (int first = frame_of(Page(a, s, from, false).tokens.x); first <= last; first += of_tile, ++number) {
-            const int frame = first + g / columns, position[2] = {FRAME * min(frame, last), FRAME * min(frame + 8 / columns, last)};
+            float2* of_frames = &ring.turns[maker][0][0];
+#pragma unroll 1
+            for (int at = lane; at < of_tile * PAIRS; at += 32 * EACH)
+                for (int k = 0; k < EACH; ++k) of_frames[at + 32 * k] = turn_of(-FRAME * min(first + (at + 32 * k) / PAIRS, last), turns[k]);
+            __syncwarp();
             for (int i = 0; i < OWNED; ++i) {
+                const float2* of_row = of_frames + g / columns * PAIRS + 8 * i + 2 * c;
+                const float4 found[2] = {*reinterpret_cast<const float4*>(of_row), *reinterpret_cast<const float4*>(of_row + 8 / columns * PAIRS)};
                 uint4(&to)[2][32] = ring.turned[maker * OWNED + i];
-                queries.turn_back(to[0][lane], to[1][lane], turns[i], position, i);
+                queries.turn_back(to[0][lane], to[1][lane], found, i);
             }
+            __syncwarp();
             FrameTile& tile = ring.tiles[number % FRAME_TILES];
             barrier_wait(shared_address(&ring.empty[number % FRAME_TILES]), (number / FRAME_TILES & 1) ^ 1);
             sync_threads<2>(THREADS);
@@ -268,8 +285,8 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                 if (c == 0) ring.start[maker][g + 8 * half] = sums[half];
             }
             sync_threads<2>(THREADS);
-            StepWriter{tile, maker, g, c}.write();
-            if (maker == 0) {
+            steps.write(tile, maker, g, c);
+            if (maker == MAKERS - 1) {  // which has the fewest steps
                 float sum = 0.f;
                 for (int m = 0; m < MAKERS; ++m) sum += ring.start[m][lane % FrameTile::ROWS];
                 if (lane < FrameTile::ROWS) tile.start[lane] = -sum * power_of_two(-24);
