@@ -13,7 +13,7 @@ from kvbits.errors import DataError, SpecError
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.quant import banded
-from kvbits.quant.basis import conditions, frames, hadamard, into_basis, inverse, out_of_basis
+from kvbits.quant.basis import conditions, frames, hadamard, into_basis, inverse, out_of_basis, with_short_inverse
 from kvbits.quant.packing import pack_banded, unpack_banded
 from kvbits.quant.rotary import turn
 from kvbits.spec import FRAME, SCALE_8BIT, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
@@ -28,7 +28,7 @@ def spec(bands, basis=None, center=None):
 
 def static(head_dim, heads=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    basis = torch.eye(head_dim) * 2 + torch.randn(heads, head_dim, head_dim, generator=generator) / head_dim**0.5
+    basis = with_short_inverse(torch.eye(head_dim) * 2 + torch.randn(heads, head_dim, head_dim, generator=generator) / head_dim**0.5)
     return {"k_basis": basis, "k_inverse": inverse(basis), "k_inv_freq": 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2))}
 
 
