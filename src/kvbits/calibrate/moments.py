@@ -16,7 +16,6 @@ import torch
 
 from ..errors import DataError
 from ..quant.banded import steps
-from ..quant.basis import with_short_inverse
 from ..quant.rotary import turn
 from ..spec import FRAME, LayerGeometry, QuantSpec
 
@@ -92,8 +91,8 @@ class Moments:
             spread, directions = torch.linalg.eigh(root @ s @ root)
             spread, directions = spread.flip(-1).clamp(min=0).sqrt(), directions.flip(-1)
             step = spread.clamp(min=LEAST_SPREAD * spread.max().item()) * steps(self.spec, len(keys)).double()
-            found.append(root @ directions / step)
-        return with_short_inverse(torch.stack(found))
+            found.append((root @ directions / step).float())
+        return torch.stack(found).contiguous()
 
 
 def _ridged(moment: torch.Tensor, few: bool, ridge: float) -> tuple[torch.Tensor, bool]:
