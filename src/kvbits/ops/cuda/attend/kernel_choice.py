@@ -39,7 +39,7 @@ BANDED_HEADS = (64, 128, 256)
 MOST_BANDED_COLUMNS = 64
 """Query columns of a kv head over banded codes: every eight of them are a unit of their own, which reads all pages."""
 MOST_BANDED_WARPS = 11
-"""Consumer warps over banded codes, where memory has room for that many. 8 x 32,768 tokens took 72.9 us with 11 and 77.8 with 7 (klt2), 86.6 and 89.8 (klt3)."""
+"""Consumer warps over banded codes, where memory has room. 8 x 32,768 tokens took 72.9 us with 11 and 77.8 with 7 (klt2), 86.6 and 89.8 (klt3)."""
 LOW_BITS = 4
 """Width of the low planes that packed.cu reads, and of the codes they refine."""
 
