@@ -4,6 +4,7 @@
     python benchmarks/bench_generate_gpu.py stock_flash int8_centered --generate [--out ..]      generate() from a prompt of 2,048 tokens, one sequence
     python benchmarks/bench_generate_gpu.py stock stock_flash int8_centered --prefill --shapes 3 4       prompts alone, three in a row: the first pays for what libraries plan anew
     .. --chunk 2048     the prompt in chunks        .. --grow     caches that grow, as the stock cache does
+    .. --filled         random keys and values instead of a prompt: decoding alone, in a few seconds a row
     torchrun --nproc-per-node 2 benchmarks/bench_generate_gpu.py ..     the model's heads spread over two GPUs (rows with "ranks"; peaks are of one of them)
 
 Rows are presets by name, and:
@@ -13,7 +14,8 @@ Rows are presets by name, and:
     fa3           a 16-bit cache allocated once and FlashAttention-3 (fa3_fwd_interface), eager and in a graph
     A+B           two presets, even layers as A, odd ones as B, with B's newest raw tokens: what formats by layer cost at run time
 
-Mode "graph" is `kvbits.graphed`, or what generate() does by itself; "eager" the plain call; "compiled" `torch.compile` of the forward pass of a token (the prompt runs uncompiled). The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
+Mode "graph" is `kvbits.graphed`, or what generate() does by itself; "eager" the plain call; "compiled" `torch.compile` of the forward pass of a token (the prompt runs uncompiled);
+"compiled_graph" that pass captured in a graph: `kvbits.graphed(compile=True)`, and the same done to FlashAttention-3. The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
 steps that are not waited for one by one; `slowest_ms` and `median_ms` are of steps that are. Peaks are of the whole process, weights included. With --out rows are
 replaced in the file, others stay, so the benchmark can be run in parts. The last line is one JSON object.
 """
@@ -46,8 +48,9 @@ from kvbits.integrations.models import scheme_for
 from kvbits.spec import Override, Scheme
 
 SHAPES = ((1, 32768), (8, 16384), (32, 8192), (1, 8192), (4, 8192))  # sequences, tokens
+MODES = ("eager", "graph", "compiled", "compiled_graph")
 ROWS = ("stock_flash", "raw", "int8_centered", "int4", "kivi4")
-KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows", "ranks")
+KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows", "ranks", "filled")
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
 WARM, STEPS, WATCHED = 24, 40, 140
 ROOM = 320
@@ -94,6 +97,15 @@ class Flash16:
         self.seen = torch.zeros(batch, dtype=torch.int32, device="cuda")
         self.slots = torch.arange(batch, device="cuda") * tokens
         AttentionInterface.register("bench_fa3", self.attend)
+        _fa3[:] = [self]
+
+    def token(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scaling: float | None) -> torch.Tensor:
+        """Store and attend with q, k, v [B, 1, H, D]."""
+        held = self.kv[layer]
+        for to, x in zip(held, (k, v), strict=True):
+            to.flatten(0, 1).index_copy_(0, self.slots + self.seen, x[:, 0])
+        out = self._decode(q, held[0], held[1], cache_seqlens=self.seen + 1, softmax_scale=scaling)
+        return out[0] if isinstance(out, tuple) else out
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float | None = None, **_: Any
@@ -104,10 +116,23 @@ class Flash16:
             held[0][:, : q.shape[1]], held[1][:, : q.shape[1]] = k, v
             out = self._fresh(q, k, v, softmax_scale=scaling, causal=True)
             return (out[0] if isinstance(out, tuple) else out), None
-        for to, x in zip(held, (k, v), strict=True):
-            to.flatten(0, 1).index_copy_(0, self.slots + self.seen, x[:, 0])
-        out = self._decode(q, held[0], held[1], cache_seqlens=self.seen + 1, softmax_scale=scaling)
-        return (out[0] if isinstance(out, tuple) else out), None
+        if torch.compiler.is_compiling():
+            return token_of_fa3(q, k, v, module.layer_idx, scaling), None
+        return self.token(q, k, v, module.layer_idx, scaling), None
+
+
+_fa3: list[Flash16] = []
+
+
+@torch.library.custom_op("bench::token_of_fa3", mutates_args=())
+def token_of_fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    """`Flash16.token` of the one there is, as one operation to the compiler."""
+    return _fa3[0].token(q, k, v, layer, scaling).contiguous()
+
+
+@token_of_fa3.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 def forward(model: LlamaForCausalLM, cache: Any, ids: torch.Tensor, seen: int) -> Any:
@@ -131,6 +156,20 @@ def prefill(model: LlamaForCausalLM, cache: Any, batch: int, context: int, chunk
     if isinstance(cache, Flash16):
         cache.seen.fill_(context)
     return batch * context / (time.perf_counter() - start)
+
+
+def fill(cache: Any, batch: int, tokens: int) -> None:
+    """Random keys and values in all layers, the same ones."""
+    if isinstance(cache, Flash16):
+        cache.kv.normal_()
+        cache.seen.fill_(tokens)
+        return
+    if not isinstance(cache, KVCache):
+        raise KvbitsError("--filled is for presets and fa3")
+    k, v = (torch.randn(batch, tokens, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    for layer in range(LAYERS):
+        cache.store.append(layer, k, v)
+    cache.columns.seen = tokens
 
 
 def time_steps(step: Callable[[], Any], watched: int) -> dict[str, float]:
@@ -163,14 +202,15 @@ def decode(model: LlamaForCausalLM, cache: Any, batch: int, context: int, watche
     return time_steps(step, watched)
 
 
-def decode_fa3(model: LlamaForCausalLM, cache: Flash16, batch: int, in_graph: bool) -> dict[str, float]:
+def decode_fa3(model: LlamaForCausalLM, cache: Flash16, batch: int, mode: str) -> dict[str, float]:
     ids = torch.randint(0, 1000, (batch, 1), device="cuda")
+    run = torch.compile(model.forward, dynamic=False) if mode == "compiled_graph" else model
 
     def step() -> None:
-        model(ids, position_ids=cache.seen[:, None].long(), use_cache=False)
+        run(ids, position_ids=cache.seen[:, None].long(), use_cache=False)
         cache.seen.add_(1)
 
-    if not in_graph:
+    if mode == "eager":
         return time_steps(step, WATCHED)
     for _ in range(3):
         step()
@@ -232,8 +272,8 @@ def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, 
         else:
             model.set_attn_implementation("sdpa")
             cache = KVCache.for_model(model, scheme_of(row), batch_size=batch if tokens else None, max_tokens=tokens, calibration=made_up(model, row))
-            if mode == "graph":
-                stack.enter_context(graphed(model, cache))
+            if mode in ("graph", "compiled_graph"):
+                stack.enter_context(graphed(model, cache, compile=mode == "compiled_graph"))
         yield cache
 
 
@@ -261,19 +301,23 @@ def warm_up(model: LlamaForCausalLM, row: str, batch: int, chunk: int | None, ro
             prefill(model, cache, batch, tokens, chunk)
 
 
-def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, chunk: int | None, grows: bool) -> dict[str, Any]:
+def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
     """Prefill and decoding of one row."""
-    room = None if grows else ROOM
-    warm_up(model, row, batch, chunk, room)
+    room, chunk = None if args.grow else ROOM, args.chunk
+    if not args.filled:
+        warm_up(model, row, batch, chunk, room)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with prepared(model, row, batch, room and context + room, mode) as cache:
-        speed = prefill(model, cache, batch, context, chunk)
-        prefill_peak = torch.cuda.max_memory_allocated()
+        prompt: dict[str, Any] = {"filled": True}
+        if args.filled:
+            fill(cache, batch, context)
+        else:
+            prompt = {"prefill_tokens_per_s": prefill(model, cache, batch, context, chunk), "prefill_peak_bytes": torch.cuda.max_memory_allocated()}
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         if row == "fa3":
-            found: dict[str, Any] = decode_fa3(model, cache, batch, mode == "graph")
+            found: dict[str, Any] = decode_fa3(model, cache, batch, mode)
         elif row == "static":
             found = {"through": "generate"} | compiled(model, cache, batch, context)
         else:
@@ -281,9 +325,8 @@ def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
                 found = decode(model, cache, batch, context, 20 if row == "stock_flash" and mode == "eager" else WATCHED)
         on_device = cache.store.decoding is not None if isinstance(cache, KVCache) else None
     return {
-        "scheme": row, "mode": mode, "batch": batch, "context": context, "through": "forward", "on_device": on_device, "prefill_tokens_per_s": speed,
-        "prefill_peak_bytes": prefill_peak, "peak_bytes": torch.cuda.max_memory_allocated(), **found,
-        **({"chunk": chunk} if chunk else {}), **({"grows": True} if grows else {}),
+        "scheme": row, "mode": mode, "batch": batch, "context": context, "through": "forward", "on_device": on_device, **prompt,
+        "peak_bytes": torch.cuda.max_memory_allocated(), **found, **({"chunk": chunk} if chunk else {}), **({"grows": True} if args.grow else {}),
     }  # fmt: skip
 
 
@@ -322,8 +365,10 @@ def measure_generate(model: LlamaForCausalLM, row: str, mode: str) -> dict[str, 
 
 def modes_of(row: str, asked: list[str]) -> list[str]:
     """Modes of a row that were asked for; a static cache has one of its own."""
-    has = {"stock": ["eager"], "stock_flash": ["eager"], "static": ["compiled"], "fa3": ["eager", "graph"]}.get(row, ["eager", "graph", "compiled"])
-    return has if row == "static" else [m for m in has if m in asked]
+    if row == "static":
+        return ["compiled"]
+    has = {"stock": ["eager"], "stock_flash": ["eager"], "fa3": ["eager", "graph", "compiled_graph"]}.get(row, list(MODES))
+    return [m for m in has if m in asked]
 
 
 def one_row(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -332,11 +377,11 @@ def one_row(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
             return measure_generate(model, row, mode)
         if args.prefill:
             return measure_prefill(model, row, batch, context, args.chunk)
-        return measure(model, row, mode, batch, context, args.chunk, args.grow)
+        return measure(model, row, mode, batch, context, args)
 
 
 def words(r: dict[str, Any]) -> str:
-    speed = f"prefill {r.get('prefill_tokens_per_s', 0):,.0f} tokens/s"
+    speed = f"prefill {r['prefill_tokens_per_s']:,.0f} tokens/s" if "prefill_tokens_per_s" in r else "no prompt timed"
     if "ms_per_token" not in r:
         return f"{speed} (the first {r['first_prefill_tokens_per_s']:,.0f}), peak {r['prefill_peak_bytes'] / 2**30:.1f} GiB"
     times = f"{r['ms_per_token']:6.2f} ms a token (median {r['median_ms']:.2f}, slowest {r['slowest_ms']:.2f})"
@@ -346,12 +391,13 @@ def words(r: dict[str, Any]) -> str:
 def main(model: LlamaForCausalLM | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", default=list(ROWS))
-    parser.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=["eager", "graph", "compiled"])
+    parser.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=MODES)
     parser.add_argument("--shapes", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--generate", action="store_true")
     parser.add_argument("--prefill", action="store_true", help="prompts alone")
     parser.add_argument("--chunk", type=int, help="tokens of a chunk of the prompt")
     parser.add_argument("--grow", action="store_true", help="caches without a capacity")
+    parser.add_argument("--filled", action="store_true", help="no prompt: random keys and values")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.modes = ["eager"] if args.prefill else args.modes

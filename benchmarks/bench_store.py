@@ -9,7 +9,7 @@ that what is timed is right. Beside it, in the same run and by turns: `cp` and `
 on). Loads are from files that were just written (warm) and end with an attention of one token that waits for them. Bits count everything; "entries" is how many prompts fit where one would in bfloat16.
 The least of --repeat runs counts; "first_load" is a process's first, which on a GPU pins memory. Bases of calibrated schemes are random ones.
 
-With --model: a prompt of real text, computed and put, then loaded: seconds to the first token of each, and that the tokens are equal. "llama-8b" is an 8B Llama with random weights and a random prompt, on a
+With --model: a prompt of real text, computed and put, then loaded: seconds to the first token of each, and that the tokens are equal: "loaded" starts its first layers while later ones load, "loaded_whole" does not. "llama-8b" is an 8B Llama with random weights and a random prompt, on a
 GPU; --stock computes the prompt once more in one pass with 16-bit keys and values and the model's own attention. Processor seconds stand beside: on a machine that others use, they are what stays the same.
 The last line is one JSON object; it is also written to --out.
 """
@@ -250,10 +250,10 @@ def on_model(name: str) -> dict[str, Any]:
     if DEVICE.type == "cuda":  # kernels are compiled before anything is timed
         first = kvbits.KVCache.from_prefix(model, ids[:, : 2 * args.chunk + 2], **how)
         model.generate(ids[:, : 2 * args.chunk + 2], past_key_values=first, max_new_tokens=1, do_sample=False)
-    for what in ("computed", *["loaded"] * args.repeat):
+    for what in ("computed", *["loaded", "loaded_whole"] * args.repeat):
         wait()
         start, cpu_start = time.perf_counter(), time.process_time()
-        cache = kvbits.KVCache.from_prefix(model, ids, **how)
+        cache = kvbits.KVCache.from_prefix(model, ids, wait=what == "loaded_whole", **how)
         if what == "computed":
             wait()
         loaded, cpu_loaded = time.perf_counter() - start, time.process_time() - cpu_start

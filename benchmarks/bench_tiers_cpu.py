@@ -1,8 +1,10 @@
 """Mixed zones on the CPU: is one decoding step as fast as each zone's bytes at that zone's own measured rate?
 
     python benchmarks/bench_tiers_cpu.py --context 8192 --threads 1
+    python benchmarks/bench_tiers_cpu.py --scheme klt2
 
-Four caches hold the same tokens: all raw, all 8-bit (pages with low planes), all 4-bit, and the zones of `tiered_8k`. Checks that the step is right against the
+Four caches hold the same tokens: all raw, all warm (pages with low planes), all cold, and the zones of the scheme. A preset without zones gets those of `tiered_8k`
+with planes of 2 bits, and a basis that changes nothing. Checks that the step is right against the
 float64 judge first. A step walks over all layers, which are more than the caches hold. Bytes are those that it must read: visible pages, scales and padding
 included. Times are medians over interleaved rounds: CPU time of the thread with one thread, wall time with more. Prints one JSON line.
 """
@@ -23,24 +25,33 @@ from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.ops import dispatch
 from kvbits.ops.reference import attend as reference
-from kvbits.spec import CacheSpec, LayerGeometry, Scheme, Tier
+from kvbits.quant.banded import steps
+from kvbits.spec import CacheSpec, LayerGeometry, Rotary, Scheme, Tier
 
 SCALING = 0.1
 
 
-def zones(context: int) -> dict[str, Scheme]:
-    tiered = schemes.get("tiered_8k")
+def zones(name: str, context: int) -> dict[str, Scheme]:
+    tiered = schemes.get(name)
+    if not tiered.tiers:
+        sized = schemes.get("tiered_8k")
+        planes = (Tier(num_tokens=sized.tiers[0].num_tokens, key_bits=2, value_bits=2),)
+        tiered = dataclasses.replace(tiered, residual_length=sized.residual_length, tiers=planes)
+    warm = tiered.tiers[0]
     everything = -(-context // tiered.page_size) * tiered.page_size
     return {
         "hot": dataclasses.replace(tiered, residual_length=context, tiers=()),
-        "warm": dataclasses.replace(tiered, residual_length=0, tiers=(Tier(num_tokens=everything),)),
+        "warm": dataclasses.replace(tiered, residual_length=0, tiers=(dataclasses.replace(warm, num_tokens=everything),)),
         "cold": dataclasses.replace(tiered, residual_length=0, tiers=()),
         "tiered": tiered,
     }
 
 
 def filled(scheme: Scheme, context: int, layers: int, heads: int, head_dim: int) -> PagedCache:
-    cache = PagedCache(CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=heads, head_dim=head_dim),) * layers))
+    rotary = Rotary(inv_freq=tuple(10_000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))) if scheme.needs_rotary else None
+    spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=heads, head_dim=head_dim, rotary=rotary),) * layers)
+    static = [{"k_basis": (torch.eye(head_dim) / steps(scheme.key, head_dim)).repeat(heads, 1, 1)}] * layers if scheme.needs_calibration else None
+    cache = PagedCache(spec, static=static)
     torch.manual_seed(0)
     for first in range(0, context, 1024):
         n = min(1024, context - first)
@@ -62,6 +73,7 @@ def bytes_read(cache: PagedCache) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scheme", default="tiered_8k", help="a preset of integers or banded codes")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8)
@@ -72,7 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    caches = {name: filled(s, args.context, args.layers, args.heads, args.head_dim) for name, s in zones(args.context).items()}
+    caches = {name: filled(s, args.context, args.layers, args.heads, args.head_dim) for name, s in zones(args.scheme, args.context).items()}
     q = torch.randn(1, 1, args.heads * args.group, args.head_dim).bfloat16()
     positions = torch.tensor([[args.context - 1]])
     calls, served = {}, {}
@@ -96,7 +108,7 @@ def main() -> None:
     rate = {zone: sum(held[zone].values()) / best[zone] for zone in ("hot", "warm", "cold")}
     explained = sum(n / rate[zone] for zone, n in held["tiered"].items())
     print(json.dumps({
-        "machine": platform.processor() or platform.machine(), "context": args.context, "threads": args.threads, "backend": {n: b for n, (b, _) in served.items()},
+        "machine": platform.processor() or platform.machine(), "scheme": args.scheme, "context": args.context, "threads": args.threads, "backend": {n: b for n, (b, _) in served.items()},
         "step_s": best, "bytes": held, "bytes_per_s": rate, "explained_s": explained, "measured_over_explained": best["tiered"] / explained,
         "tiered_over_cold": best["tiered"] / best["cold"], "bytes_tiered_over_cold": sum(held["tiered"].values()) / sum(held["cold"].values()),
     }))  # fmt: skip

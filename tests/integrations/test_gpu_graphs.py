@@ -134,7 +134,8 @@ def test_512_tokens_of_a_real_model_are_the_eager_ones(real, scheme):
     both(model, prompts([200], vocab=20_000), scheme, 1, 512, calibration=calibration)
 
 
-def test_logits_are_the_eager_ones_and_nothing_waits(model):
+@pytest.mark.parametrize("compile", [False, True], ids=["as_it_is", "compiled"])
+def test_logits_are_the_eager_ones_and_nothing_waits(model, compile):
     inputs = prompts([200, 150])
     eager, cache = fixed(model, batch=2), fixed(model, batch=2)
     tokens = torch.randint(2, 1024, (300, 2, 1), generator=torch.Generator().manual_seed(5)).cuda()
@@ -142,7 +143,7 @@ def test_logits_are_the_eager_ones_and_nothing_waits(model):
     with torch.no_grad(), eagerly(model, eager):
         want, got = [], []
         for used, found in ((eager, want), (cache, got)):
-            with graphed(model, cache) as decoder:
+            with graphed(model, cache, compile=compile) as decoder:
                 model(**inputs, past_key_values=used)
                 for i, token in enumerate(tokens):
                     torch.cuda.set_sync_debug_mode("error" if decoder.replays > 1 else "default")
@@ -151,8 +152,10 @@ def test_logits_are_the_eager_ones_and_nothing_waits(model):
                     finally:
                         torch.cuda.set_sync_debug_mode("default")
     assert decoder.replays == 299
+    assert cache.store.seq_lens == eager.store.seq_lens
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
-        assert torch.equal(a, b), i
+        assert (a - b).norm() / a.norm() < 0.03 if compile else torch.equal(a, b), i  # compiled code rounds less often
+    torch.compiler.reset()
 
 
 def test_a_streamer_in_another_thread(model):

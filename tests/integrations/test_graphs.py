@@ -9,6 +9,7 @@ import pytest
 import torch
 from cache import test_device_decode
 from integrations.graph_cases import eagerly, prompts
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -97,6 +98,28 @@ def test_tokens_are_those_of_the_eager_cache(model, graph, lengths, options):
     assert cache.get_seq_length() == eager.get_seq_length() and cache.store.seq_lens == eager.store.seq_lens
     for a, b in zip(cache.store.dequantize(0, batch - 1), eager.store.dequantize(0, batch - 1), strict=True):
         assert torch.equal(a, b)
+
+
+@needs_compiler
+@pytest.mark.parametrize("switched_off", [False, True], ids=["on", "off"])
+def test_compiled_passes_are_captured_too(model, graph, switched_off):
+    """With a compiler that changes no number, or none at all: the same tokens, nothing stored while it compiles, and another batch size compiles once more."""
+    graph.setattr(graphs, "BACKEND", "eager")
+    if switched_off:  # as TORCHDYNAMO_DISABLE=1 does
+        graph.setattr(torch, "compile", lambda f, **_: f)
+    torch.compiler.reset()
+    counters.clear()
+    for lengths in ([70], [40, 23])[: 1 if switched_off else 2]:
+        inputs, batch = prompts(lengths), len(lengths)
+        cache = fixed(model, batch=batch)
+        with eagerly(model, cache):
+            want = generate(model, inputs, cache, disable_compile=True)
+        cache = fixed(model, batch=batch)
+        with kvbits.graphed(model, cache, compile=True) as decoder:
+            assert torch.equal(generate(model, inputs, cache), want)
+        assert decoder.captures == 1 and decoder.replays >= 21, (decoder.captures, decoder.replays)
+        assert cache.get_seq_length() == want.shape[1] - 1
+    assert counters["stats"]["unique_graphs"] == (0 if switched_off else 2) and not counters["graph_break"], counters
 
 
 @needs_compiler

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,7 +17,8 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec
 if torch.cuda.is_available():
     pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
 
-from integrations.test_vllm_engine import check, engine, generate, model, random_ids, reference_ops, scheme_of  # noqa: F401  (fixtures)
+from integrations import nixl_engine
+from integrations.test_vllm_engine import check, engine, generate, model, random_ids, read, reference_ops, scheme_of  # noqa: F401  (fixtures)
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 DTYPE = "kvbits_int8_centered"  # a page that opens takes the mean of the one before it, here of one that was loaded
@@ -48,3 +54,35 @@ def test_pages_arrive_as_they_were_sent_and_other_formats_are_told_apart(model, 
     assert handshake(sender) == handshake(receiver) != handshake(other)
     with pytest.raises(RuntimeError, match="shape mismatch"):  # this connector compares nothing; torch finds that pages have another size
         generate(other, [prompt])
+
+
+@contextmanager
+def process(*arguments):
+    """Another process with an engine, and what it says once."""
+    affinity = os.sched_getaffinity(0)  # NIXL's worker leaves its process one processor
+    command = [sys.executable, nixl_engine.__file__, *map(str, arguments)]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )  # fmt: skip
+    try:
+        said = next((line for line in child.stdout if line.startswith("ENGINE ")), None)
+        assert said is not None, "the other engine ended"
+        yield json.loads(said.removeprefix("ENGINE "))
+    finally:
+        child.kill()
+        child.wait()
+        os.sched_setaffinity(0, affinity)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed (run_vllm_cpu.sh installs it)")
+def test_nixl_moves_pages_between_processes_and_refuses_another_format(model, engine):  # noqa: F811
+    """UCX over what this machine has; the receiver decodes on the sender's pages, of which it has the bytes."""
+    loaded, path = model("llama")
+    prompt = random_ids(nixl_engine.TOKENS)
+    with process(path, DTYPE) as sent:
+        receiver = engine("llama", DTYPE, kv_transfer_config=nixl_engine.nixl("receiver"))
+        got = nixl_engine.answer(receiver, prompt, 24, sent["transfer"])
+        check(loaded, scheme_of(DTYPE), prompt, read(got), [299, 1])  # the last token goes through the model once more
+        assert nixl_engine.digests(receiver, [1, 2, 3, 4]) == sent["digests"]
+        with process(path, "kvbits_int8", json.dumps(sent["transfer"])) as refused:
+            assert refused == ["error", []], "the hashes of the two are compared before a block is moved"

@@ -79,3 +79,33 @@ def test_what_the_system_refuses_is_its_error(tmp_path):
             blob.read_pages(fd, [blob.Read(0, torch.empty(1, 1, 8, dtype=torch.uint8), None)])
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["library", "python"])
+def test_threads_read_several_files_and_name_the_first_bad_piece(monkeypatch, tmp_path, library):
+    if not library:
+        monkeypatch.setattr(blob.library, "unavailable", lambda: "not built")
+    pages = [torch.randint(0, 256, (6, 2, 80_000), dtype=torch.uint8) for _ in range(9)]
+    sums = [blob.checksums_in_numpy(p.numpy().reshape(6, -1)) for p in pages]
+    fds = []
+    for i in range(3):
+        (tmp_path / str(i)).write_bytes(b"".join(p.numpy().tobytes() for p in pages[3 * i : 3 * i + 3]))
+        fds.append(os.open(tmp_path / str(i), os.O_RDWR))
+    to = [torch.zeros_like(p) for p in pages]
+    # the last four layers of each page
+    rows = [
+        (fds[i // 3], (i % 3) * 960_000 + 2 * 160_000, to[i][2:].data_ptr(), sums[i][2:].ctypes.data, 4, 160_000) for i in range(9)
+    ]  # fmt: skip
+    pieces = np.array(rows, native.PIECE)
+    try:
+        assert blob.read_pieces(pieces, 4) is None
+        assert all(torch.equal(a[2:], b[2:]) and not b[:2].any() for a, b in zip(pages, to, strict=True))
+        for at in (7, 4, 5):  # by piece: damage its last byte
+            os.pwrite(fds[at // 3], bytes([int(pages[at][-1, -1, -1]) ^ 1]), (at % 3 + 1) * 960_000 - 1)
+        assert {blob.read_pieces(pieces, n) for n in (1, 2, 4, 50)} == {4}
+        os.ftruncate(fds[0], 1_000_000)
+        assert {blob.read_pieces(pieces, n) for n in (1, 3)} == {1}
+        assert blob.read_pieces(pieces[:0], 4) is None
+    finally:
+        for fd in fds:
+            os.close(fd)

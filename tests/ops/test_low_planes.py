@@ -64,6 +64,23 @@ def test_literal_bytes():
     assert not got[0, 0, 1:].any(), "zeros stay zeros"
 
 
+def test_literal_bytes_under_banded_codes():
+    """docs/formats.md, by hand: a band of 2 bits at its own levels, whose fitted scale is 1, and one without bits."""
+    spec = banded(2, 0)
+    page, (low,) = layouts(spec, spec, [(2, 2)], head_dim=32, page_size=32, heads=1)
+    x = torch.zeros(1, 1, 32, 32)
+    x[0, 0, 0] = torch.tensor([-1.5, -0.5, 0.5, 1.5] * 4 + [-3.0, -0.4, 0.7, 5.0] * 4)
+    (stored, fine), _ = close_nested(x, x, page, None, [low])
+    assert stored_qparams(stored, page, "k", {}).scale[0, 0, 0, 0] == 1 and low.head_bytes == 512
+    # parts 3 2 2 1 of the cells of codes 0 to 3, and 0 1 2 3 of the one cell: channels r, r + 8, r + 16, r + 24 share byte r
+    rows = [3 | 3 << 2, 2 | 2 << 2 | 1 << 4 | 1 << 6, 2 | 2 << 2 | 2 << 4 | 2 << 6, 1 | 1 << 2 | 3 << 4 | 3 << 6]
+    keys, values = (section(fine, low, f"{kind}_plane0").flatten().tolist() for kind in "kv")
+    assert [keys[i] for i in (0, 1, 2, 3, 64, 65, 66, 67)] == rows * 2
+    assert [values[4 * r] for r in range(8)] == rows * 2
+    got, _ = dequantize_pages(stored, page, None, torch.float64, [(fine, low)])
+    assert got[0, 0, 0].tolist() == [-1.25, -0.375, 0.625, 1.75] * 4 + [-1.5, -0.5, 0.5, 1.5] * 4
+
+
 @pytest.mark.parametrize("fmt", [*BASES, "banded"])
 def test_the_page_of_a_chain_is_what_direct_quantization_stores(fmt):
     """Demotion drops the plane, so the cold value is direct quantization bit for bit: symmetric or not, per token, group and channel, static or not, banded."""

@@ -180,9 +180,18 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+KLT2 = layout_of(schemes.get("klt2").key, schemes.get("klt2").value)
+ON_HOSTS = CASES | {
+    "tiers in a basis": CASES["tiers"] | {
+        "layouts": [layout_of(RAW, RAW, 4), KLT2, KLT2, layout_of(RAW, RAW)],
+        "low": [None, None, LowLayout(key_bits=2, value_bits=2, page_size=64, num_kv_heads=HEADS, head_dim=D), None],
+    }
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_HOSTS)
 def test_host_lists_serve_the_contract(name):
-    check(Cache(**CASES[name]), CASES[name]["max_pages"], limit=2e-2, num_queries=2, window=100)
+    check(Cache(**ON_HOSTS[name]), ON_HOSTS[name]["max_pages"], limit=2e-2, num_queries=2, window=100)
 
 
 @pytest.fixture

@@ -40,15 +40,15 @@ class Gate:
 
     def __init__(self, monkeypatch, first_part=LAYERS // loading.PARTS):
         self.open = threading.Event()
-        real, per_file = blob.read_pages, {}
+        real, seen = blob.read_pieces, set()
 
-        def read_pages(fd, reads):
-            per_file[fd] = per_file.get(fd, 0) + 1
-            if per_file[fd] > 1:
+        def read_pieces(pieces, num_threads):
+            if (files := tuple(pieces["fd"].tolist())) in seen:
                 assert self.open.wait(60)
-            return real(fd, reads)
+            seen.add(files)
+            return real(pieces, num_threads)
 
-        monkeypatch.setattr(blob, "read_pages", read_pages)
+        monkeypatch.setattr(blob, "read_pieces", read_pieces)
 
 
 def query(layer, heads=4, tokens=1):
@@ -73,8 +73,15 @@ def flip(path, layer, layers=LAYERS):
 
 
 @pytest.mark.parametrize(("name", "tokens"), [*((name, 40) for name in SCHEMES), ("int4", 1)])
-@pytest.mark.parametrize("layers", [(FULL,) * 5, (FULL, SLIDING) * 2, (FULL,)], ids=["5", "windows", "1"])
-def test_what_begins_early_gives_what_a_whole_load_gives(tmp_path, name, layers, tokens):
+@pytest.mark.parametrize(
+    ("layers", "staged"), [((FULL,) * 5, False), ((FULL,) * 5, True), ((FULL, SLIDING) * 2, True), ((FULL,), False)], ids=["5", "5 staged", "windows", "1"]
+)
+def test_what_begins_early_gives_what_a_whole_load_gives(tmp_path, monkeypatch, name, layers, tokens, staged):
+    """Staged: by way of other memory, in small batches, as a GPU's pages go."""
+    if staged:
+        real = loading._Staging
+        monkeypatch.setattr(loading, "_Staging", lambda device, _: real(device, True))
+        monkeypatch.setattr(loading, "BATCH", 20_000)
     spec, store = spec_of(name, layers, **SCHEMES[name]), PrefixStore(tmp_path, blob_tokens=64)
     store.put(cache_of(spec, IDS), IDS)
     whole, early, fixed = cache_of(spec), cache_of(spec), cache_of(spec, max_tokens=600)
@@ -232,19 +239,20 @@ def test_a_file_that_cannot_be_set_aside_is_left_out(full, monkeypatch):
 
 
 KILLED = """
-import sys, threading
+import os, sys, threading
 from kvbits import PrefixStore
 from kvbits.cache import blob
 sys.path[:0] = sys.argv[2].split(":")
 from store_checks import FULL, cache_of, ids_of, spec_of
-real, seen = blob.read_pages, {}
-def read_pages(fd, reads):
-    seen[fd] = seen.get(fd, 0) + 1
-    if seen[fd] > 1 and sys.argv[3] == "killed":
-        print("on the way", flush=True)
+real, seen = blob.read_pieces, set()
+def read_pieces(pieces, num_threads):
+    files = tuple(pieces["fd"].tolist())
+    if files in seen and sys.argv[3] == "killed":
+        os.write(1, b"on the way\\n")
         threading.Event().wait()
-    return real(fd, reads)
-blob.read_pages = read_pages
+    seen.add(files)
+    return real(pieces, num_threads)
+blob.read_pieces = read_pieces
 cache = cache_of(spec_of(layers=(FULL,) * 8))
 print(PrefixStore(sys.argv[1], blob_tokens=64).load(cache, ids_of(420), wait=False), flush=True)
 if sys.argv[3] == "killed":
@@ -284,6 +292,12 @@ def test_a_model_goes_on_with_a_damaged_prefix_as_without_or_says_so(tmp_path, r
         cache = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
         with pytest.warns(UserWarning, match=path.name), pytest.raises(FileFormatError, match=rf"{path.name} is damaged"):
             model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        flip(path.with_name(path.name + ".damaged"), layers - 1, layers)  # whole again, then damaged again
+        path.with_name(path.name + ".damaged").rename(path)
+        flip(path, layers - 1, layers)
+        with pytest.warns(UserWarning, match=path.name):
+            whole = KVCache.from_prefix(model, ids, store=store, scheme=scheme, wait=True, put=False)
+        assert whole.store.seq_lens == [299], "what is damaged is computed"
     with pytest.warns(UserWarning, match=path.name) if rest > 1 else warnings.catch_warnings():
         again = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
     short = PrefixStore(tmp_path / "b", blob_tokens=64)

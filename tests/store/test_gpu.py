@@ -73,14 +73,15 @@ def test_layers_that_start_early_wait_for_their_own_bytes_on_the_gpu(tmp_path, m
     whole, early = cache_of(spec, **options), cache_of(spec, **options)
     assert store.load(whole, IDS) == len(IDS)
     expected = attended(whole, range(8))
-    gate, real, seen = threading.Event(), blob.read_pages, {}
+    gate, real, seen = threading.Event(), blob.read_pieces, set()
 
-    def read_pages(fd, reads):
-        seen[fd] = seen.get(fd, 0) + 1
-        assert seen[fd] == 1 or gate.wait(30)
-        return real(fd, reads)
+    def read_pieces(pieces, num_threads):
+        files = tuple(pieces["fd"].tolist())
+        assert files not in seen or gate.wait(30)
+        seen.add(files)
+        return real(pieces, num_threads)
 
-    monkeypatch.setattr(blob, "read_pages", read_pages)
+    monkeypatch.setattr(blob, "read_pieces", read_pieces)
     for pool in early.groups[0].pools.values():
         for slab in pool.slabs:
             slab.fill_(0x5A)

@@ -88,7 +88,9 @@ def test_a_damaged_object_is_named_set_aside_there_too_and_made_again(url, tmp_p
     assert load(machine(url, tmp_path, "c"))[0] == 400
 
 
-def test_a_file_that_was_evicted_here_during_a_load_is_fetched_again_and_nothing_is_damaged(url, tmp_path, monkeypatch):
+@pytest.mark.parametrize("held", [True, False], ids=["files that are held open", "more files than that"])
+def test_a_file_that_was_evicted_here_during_a_load_is_fetched_again_and_nothing_is_damaged(url, tmp_path, monkeypatch, held):
+    from kvbits.store import prefix_store
     from kvbits.store.filling import Filling
 
     donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
@@ -101,6 +103,8 @@ def test_a_file_that_was_evicted_here_during_a_load_is_fetched_again_and_nothing
         return real(*args)
 
     monkeypatch.setattr(Filling, "complete", complete)
+    if not held:
+        monkeypatch.setattr(prefix_store, "MOST_FILES", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         n, loaded = load(a)

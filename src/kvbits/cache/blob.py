@@ -12,6 +12,7 @@ page of every layer, so that a layer can be used as soon as its own bytes are th
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -418,13 +419,21 @@ class Read(NamedTuple):
 def read_pages(fd: int, reads: Sequence[Read]) -> int | None:
     """Read pages to where they belong. Returns the index of the first that the file does not have as it should be, or None; what lies behind that one may not
     have been read."""
+    rows = [(fd, r.offset, r.to.data_ptr(), 0 if r.sums is None else r.sums.ctypes.data, len(r.to), r.to.numel() // len(r.to)) for r in reads]
+    return read_pieces(np.array(rows, native.PIECE), 1)
+
+
+def read_pieces(pieces: np.ndarray, num_threads: int) -> int | None:
+    """As `read_pages`, of several files and in so many threads.
+
+    Args:
+        pieces: of `ops.cpu.blob.PIECE` [n]; what they point to stays where it is.
+    """
     if library.unavailable() is None:
-        pieces = [
-            (r.offset, r.to.data_ptr(), 0 if r.sums is None else r.sums.ctypes.data, r.to.shape[0], r.to.numel() // r.to.shape[0]) for r in reads
-        ]  # fmt: skip
-        return native.read_pages(fd, pieces)
-    for i, r in enumerate(reads):
-        whole = read_all(fd, [r.to.numpy().data.cast("B")], r.offset) == r.to.numel()
-        if not whole or (r.sums is not None and damaged([r.to], [r.sums]) is not None):
+        return native.read_pages(pieces, num_threads)
+    for i, (fd, offset, to, sums, layers, layer_bytes) in enumerate(pieces.tolist()):
+        held = np.ctypeslib.as_array((ctypes.c_uint8 * (layers * layer_bytes)).from_address(to)).reshape(layers, layer_bytes)
+        whole = read_all(fd, [held.data.cast("B")], offset) == held.size
+        if not whole or (sums and checksums(held).tobytes() != ctypes.string_at(sums, 8 * layers)):
             return i
     return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SpecError, counted, unknown
-from ..schemes import RECOMMENDED
+from ..schemes import PRESETS, RECOMMENDED, weak_to_key_bias
 from .common import Json, Schemes, command, names_of, new_table, print_json, show, tokens
 from .subject import Subject, require_cards, subject_of
 
@@ -126,6 +126,8 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
         notes.append(f"The model itself was made for {longest:,} tokens.")
     if longest is not None and found.context > longest:
         notes.append(f"{found.context:,} tokens are more than the {longest:,} the model was made for.")
+    if calibrated := [r.scheme for r in found.rows if r.scheme in PRESETS and PRESETS[r.scheme].needs_calibration]:
+        notes.append(f"Calibrated first, with `kvbits calibrate`: {', '.join(calibrated)}.")
     if subject.config is not None and (weak := _weak(found, subject.config)):
         notes.append(
             f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them (docs/evaluation.md); {RECOMMENDED} and kivi4 do not."
@@ -140,7 +142,6 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
 def _weak(found: Plan, config: Any) -> list[str]:
     """Schemes of the plan that a key bias spoils, where the model has one."""
     from ..geometry import has_key_bias
-    from ..schemes import PRESETS, weak_to_key_bias
 
     return [r.scheme for r in found.rows if r.scheme in PRESETS and weak_to_key_bias(PRESETS[r.scheme])] if has_key_bias(config) else []
 

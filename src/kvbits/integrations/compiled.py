@@ -17,11 +17,13 @@ def attend(
     columns: Columns, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: torch.Tensor | None, valid: torch.Tensor | None,
     scaling: float, softcap: float | None, sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`.
+    """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`; neither in a rehearsal (`Columns.rehearsed`).
 
     Args:
         known, valid: bool [B, seen + T] and bool [B, T], which tokens are real; None for all.
     """
+    if columns.rehearsed:
+        return torch.empty_like(q)
     store = columns.store
     try:
         out = store.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid)
@@ -65,11 +67,12 @@ def cached_attention(
         UnsupportedError: see `refuse_capture`.
         What `PagedCache.step` and `Columns.known` raise.
     """
-    refuse_capture(q.device)
     columns = numbered(int(numbers[0]))
+    if not columns.captured:
+        refuse_capture(q.device)
     known = valid = None
     if mask is not None:  # copied once a pass: the compiler uses its memory again
-        known = columns.mask if columns.been else columns.known(mask, q.shape[1]).clone()
+        known = columns.known(mask, q.shape[1]) if columns.captured else columns.mask if columns.been else columns.known(mask, q.shape[1]).clone()
         valid = None if known is None else known[:, -q.shape[1] :]
     out = attend(columns, layer, q, k, v, known, valid, scaling, softcap, sink_logits)
     numbers[1] = columns.seen

@@ -194,6 +194,7 @@ class KVCache(Cache):
         scheme: str | Scheme = schemes.RECOMMENDED,
         chunk: int = prefix.CHUNK,
         put: bool = True,
+        wait: bool = False,
         **options: Any,
     ) -> KVCache:
         """A cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the rest computed.
@@ -205,6 +206,8 @@ class KVCache(Cache):
             ids: token ids of one prompt, [tokens] or [1, tokens].
             chunk: most tokens that go through the model together.
             put: store what was computed, for the next prompt that begins like this one.
+            wait: load the prefix whole before anything else. Otherwise layers start while later ones still load, and a damaged file that is found then, where
+                nothing but the last token is left to compute, is an error of the pass that takes it (see `PrefixStore.load`).
             options: of `for_model`.
 
         Raises:
@@ -218,7 +221,7 @@ class KVCache(Cache):
         if (ranks := Ranks.of(model)).size > 1:
             raise UnsupportedError(f"from_prefix() of a model that {ranks.size} ranks share; use for_model, and save and load for prefixes")
         cache = cls.for_model(model, scheme, **options)
-        prefix.fill(cache, model, ids, store, chunk=chunk, put=put)
+        prefix.fill(cache, model, ids, store, chunk=chunk, put=put, wait=wait)
         return cache
 
     @staticmethod

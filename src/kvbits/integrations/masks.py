@@ -58,6 +58,7 @@ class Columns:
         new, been: positions of the pass under way, and the layers that have been through it.
         mask: bool [B, seen + new] that the pass under way was given.
         captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every replay).
+        rehearsed: the pass under way runs for the compiler alone: it stores nothing and attends to nothing.
     """
 
     store: PagedCache
@@ -66,6 +67,7 @@ class Columns:
     been: set[int] = field(default_factory=set)
     mask: torch.Tensor | None = None
     captured: bool = False
+    rehearsed: bool = False
     _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
     _later: Later = field(default_factory=Later)
     _passes: int = 0

@@ -19,11 +19,12 @@ CHUNK = 512
 """Tokens that go through the model together."""
 
 
-def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int, put: bool) -> int:
+def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int, put: bool, wait: bool) -> int:
     """Load the longest prefix of a prompt into an empty cache of one sequence, and compute the rest of it but the last token.
 
     Args:
         put: store what was computed.
+        wait: for the whole prefix; otherwise its pages come while the first layers go on.
 
     Returns:
         Tokens that were loaded.
@@ -34,7 +35,7 @@ def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int
     if type(chunk) is not int or chunk < 1:
         raise SpecError(f"chunk={chunk!r} must be a whole number of tokens, at least 1")
     known, wanted = cache.store, tokens[:-1]
-    loaded = _load(cache, store, wanted)
+    loaded = _load(cache, store, wanted, wait)
     spec = known.spec
     windows = [g.sliding_window for g in spec.layers if g.sliding_window is not None]
     if windows and put:  # a window gives pages back that a shared beginning needs: they are put before
@@ -48,7 +49,7 @@ def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int
                 model.base_model(input_ids=inputs[:, start : start + chunk], past_key_values=cache, use_cache=True)
             except DamagedError:  # found after the first layers had begun; the file is set aside
                 cache.reset()
-                loaded = start = _load(cache, store, wanted)
+                loaded = start = _load(cache, store, wanted, wait)
                 continue
             start += chunk
             if put and windows and start < len(wanted):
@@ -58,7 +59,6 @@ def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int
     return loaded
 
 
-def _load(cache: KVCache, store: PrefixStore, wanted: np.ndarray) -> int:
-    """Begin to load the longest prefix: its pages come while the first layers go on."""
-    cache.columns.seen = loaded = store.load(cache.store, wanted, wait=False)
+def _load(cache: KVCache, store: PrefixStore, wanted: np.ndarray, wait: bool) -> int:
+    cache.columns.seen = loaded = store.load(cache.store, wanted, wait=wait)
     return loaded

@@ -126,8 +126,8 @@ def _graphed(data: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     shapes = dict.fromkeys((r["batch"], r["context"]) for r in data["rows"])
     for batch, context in shapes:
-        at = (batch, context, "forward", None, None, None)
-        rows = [r for r in data["rows"] if (r["batch"], r["context"], *(r.get(name) for name in ("through", "chunk", "grows", "ranks"))) == at]
+        at = (batch, context, "forward", None, None, None, None)
+        rows = [r for r in data["rows"] if (r["batch"], r["context"], *(r.get(name) for name in ("through", "chunk", "grows", "ranks", "filled"))) == at]
         stock = next((r["ms_per_token"] for r in rows if r["scheme"] == "stock_flash" and r["mode"] == "eager"), None)
         graphed = {r["scheme"]: r["ms_per_token"] for r in rows if r["mode"] == "graph" and r["scheme"] in PRESETS}
         if stock is None or not graphed:

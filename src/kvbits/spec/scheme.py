@@ -68,7 +68,7 @@ class Tier:
 
     and dropping a plane leaves exactly what a shorter chain would have stored: a page moves to the next zone by giving back its plane, with no byte
     read or written. An odd number of levels, 2**b - 1, spans a code's whole interval of -1/2 .. 1/2 and keeps 0 at 0; of 2**b levels one end would
-    be a full step off.
+    be a full step off. Banded codes have no level at 0: a plane cuts the cell of each into 2**b equal parts (`quant.banded`).
 
     Attributes:
         num_tokens: size of the zone, in whole pages: the newest tokens that are closed and in no younger zone.

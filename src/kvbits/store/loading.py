@@ -3,6 +3,7 @@ it goes on."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from bisect import bisect_left
@@ -12,16 +13,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..cache import blob
 from ..cache.arrivals import Arrivals
 from ..cache.blob import Header, Table
 from ..errors import FileFormatError
+from ..ops.cpu.blob import PIECE
 from ..spec import LayerGroup
 
 MOST_READERS = 8
-"""Files read at once."""
+"""Threads that read at once."""
+CALLS = 2
+"""Batches that are read at once, while one more is sent on."""
+BATCH = 1 << 25
+"""Bytes that are read together."""
 PARTS = 4
 """Runs of layers that come one after the other where the first may be used before the last are there."""
 MOST_FILES = 256
@@ -75,12 +82,14 @@ class Piece(NamedTuple):
 
 
 def readers() -> int:
-    """Files to read at once: no more than there are processors."""
+    """Threads that read at once: no more than there are processors."""
     return max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 Work = tuple[Source, Sequence[tuple[int, ...]], list[Piece]]
 """A source, the shape of each of its pages, and what to read of them."""
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""Where to, from where."""
 Part = Sequence[range]
 """Some of the layers: of each layer group, which of its own."""
 
@@ -94,37 +103,46 @@ def parts_of(groups: Sequence[LayerGroup], num_layers: int, parts: int) -> tuple
     return [[range(bisect_left(g.layers, a), bisect_left(g.layers, b)) for g in groups] for a, b in zip(starts, ends, strict=True)], ends
 
 
-class _Job(NamedTuple):
-    """Some layers of the pages of a file on their way.
+@dataclass(eq=False)
+class _Batch:
+    """Pages of some files that are read together.
 
     Attributes:
-        numbers: of the page that each read is of.
-        reads: what a thread does, without Python's lock.
-        room: memory that they go through on their way; None for none.
+        pieces: and the source of each.
+        rows: the same for whoever reads, `ops.cpu.blob.PIECE` [n]: all layers, and where they belong.
+        groups: int64 [n], the layer group of each.
+        storages: int64 [n], which memory each belongs to.
+    """
+
+    pieces: list[tuple[Source, Piece]]
+    rows: np.ndarray
+    groups: np.ndarray
+    storages: np.ndarray
+    fds: list[int]
+
+
+class _Begun(NamedTuple):
+    """Some layers of a batch on their way.
+
+    Attributes:
+        chosen: of the batch's pieces, by number.
+        room: memory that they go through; None for none.
         copies: where to, from which part of `room`.
     """
 
-    source: Source
-    numbers: list[int]
-    reads: list[blob.Read]
+    batch: _Batch
+    chosen: np.ndarray
     room: torch.Tensor | None
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True, eq=False)
-class _File:
-    """A file that is held open."""
-
-    work: Work
-    fd: int
+    copies: Copies
+    reading: Future[int | None]
 
 
 class Loader:
     """Reads pages of many sources to where they belong.
 
-    Threads do nothing but read and compare checksums, several files at once; all else is done by whoever calls `add` and `finish`. Threads that also made
-    tensors and copies spent most of their time waiting for Python's lock. Closing it waits for them; then nothing is written any more, and what the current
-    stream of a GPU is given comes after all copies.
+    Reading, and comparing checksums, is done in threads without Python's lock, in few and large calls: what needs the lock would wait for it, and a model
+    whose first layers are launched meanwhile would wait too. Closing it waits for them; then nothing is written any more, and what the current stream of a GPU
+    is given comes after all copies.
 
     Args:
         open_file: name -> a descriptor to read from, or None.
@@ -138,9 +156,11 @@ class Loader:
     ) -> None:  # fmt: skip
         self._open, self._parts = open_file, parts
         self._staging = _Staging(device, device.type == "cuda" if staged is None else staged)
-        self._pool = ThreadPoolExecutor(readers(), "kvbits-reader")
-        self._begun: deque[tuple[_Job, _File, Future[int | None]]] = deque()
-        self._files: list[_File] = []
+        self._pool = ThreadPoolExecutor(CALLS, "kvbits-reader")
+        self._begun: deque[_Begun] = deque()
+        self._batches: list[_Batch] = []
+        self._waiting: list[tuple[Source, Piece, tuple[int, ...], int, int]] = []  # pieces that no batch has yet
+        self._nbytes, self._fds = 0, list[int]()  # of those
         self._stopped = threading.Event()
 
     def __enter__(self) -> Loader:
@@ -155,13 +175,35 @@ class Loader:
         Raises:
             DamagedError: of this source or one before; GoneError: it is not there any more. Pages hold whatever was there.
         """
-        source, _, pieces = work
+        source, shapes, pieces = work
         if not pieces:
             return
         if (fd := self._open(source.name)) is None:
             raise GoneError(source.name, f"{source.path} is gone")
-        self._files.append(_File(work, fd))
-        self._begin(self._files[-1], 0)
+        nbytes = sum(math.prod(shapes[p.number]) for p in pieces) // len(self._parts or [0])
+        if self._nbytes and self._nbytes + nbytes > BATCH:
+            try:
+                self._batch()
+            except BaseException:
+                os.close(fd)
+                raise
+        self._fds.append(fd)
+        self._nbytes += nbytes
+        starts = source.offsets([math.prod(x) for x in shapes])
+        for p in pieces:
+            layers, heads, head_bytes = shapes[p.number]
+            row = (fd, starts[p.number], p.to.data_ptr(), source.table.sums[p.number].ctypes.data, layers, heads * head_bytes)
+            self._waiting.append((source, p, row, source.table.pages[p.number].group, p.to.untyped_storage().data_ptr()))
+
+    def _batch(self) -> None:
+        """Begin to read the pieces that wait."""
+        if not self._waiting:
+            return
+        sources, pieces, rows, groups, storages = zip(*self._waiting, strict=True)
+        listed = list(zip(sources, pieces, strict=True))
+        self._batches.append(_Batch(listed, np.array(list(rows), PIECE), np.array(groups), np.array(storages), self._fds))
+        self._waiting, self._nbytes, self._fds = [], 0, []
+        self._begin(self._batches[-1], 0)
 
     def finish(self, came: Callable[[int, torch.cuda.Event | None], None] = lambda part, event: None) -> None:
         """Read all that is left.
@@ -172,15 +214,13 @@ class Loader:
         Raises:
             DamagedError: as in `add`.
         """
-        files = self._files[:]
+        self._batch()
+        every = self._batches[:]
         for part in range(len(self._parts or [0])):
-            if part:
-                self._finish(0)
-                came(part - 1, self._staging.event())
-                for file in files:
-                    self._begin(file, part)
-        self._finish(0)
-        came(len(self._parts or [0]) - 1, self._staging.event())
+            for batch in every if part else ():
+                self._begin(batch, part)
+            self._finish(0)
+            came(part, self._staging.event())
 
     def stop(self) -> None:
         """Have `finish`, in another thread, end early: what is left does not come, and parts that are not there are not told of."""
@@ -192,29 +232,33 @@ class Loader:
     def _wind_up(self, wait: Callable[[], None]) -> None:
         self._pool.shutdown(cancel_futures=True)
         wait()  # before the pages are let go of
-        for file in self._files:
-            os.close(file.fd)
-        self._files, self._begun = [], deque()
+        for fd in [*self._fds, *(fd for batch in self._batches for fd in batch.fds)]:
+            os.close(fd)
+        self._fds, self._waiting, self._batches, self._begun = [], [], [], deque()
 
-    def _begin(self, file: _File, part: int) -> None:
-        self._finish(readers() + 1)
-        job = _job(file.work, None if self._parts is None else self._parts[part], self._staging)
-        self._begun.append((job, file, self._pool.submit(blob.read_pages, file.fd, job.reads)))
+    def _begin(self, batch: _Batch, part: int) -> None:
+        self._finish(CALLS)
+        rows, chosen, first = _layers(batch, None if self._parts is None else self._parts[part])
+        room, copies = self._staging.place(batch, rows, chosen, first)
+        reading = self._pool.submit(blob.read_pieces, rows, max(1, readers() // CALLS))
+        self._begun.append(_Begun(batch, chosen, room, copies, reading))
 
     def _finish(self, left: int) -> None:
-        """Wait for the files that were begun first, and send them on, until no more than so many are under way."""
+        """Wait for what was begun first, and send it on, until no more than so many calls are under way."""
         while len(self._begun) > left:
             if self._stopped.is_set():
                 raise StoppedError
-            job, file, reading = self._begun[0]
-            bad = reading.result()
+            one = self._begun[0]
+            bad = one.reading.result()
             self._begun.popleft()
-            if self._parts is None:
-                self._files.remove(file)
-                os.close(file.fd)
             if bad is not None:
-                raise _damage(job.source, job.numbers[bad])
-            self._staging.send(job)
+                source, piece = one.batch.pieces[int(one.chosen[bad])]
+                raise _damage(source, piece.number)
+            self._staging.send(one)
+            if self._parts is None:
+                self._batches.remove(one.batch)
+                for fd in one.batch.fds:
+                    os.close(fd)
 
     def in_thread(self, arrivals: Arrivals, ends: Sequence[int]) -> Callable[[], None]:
         """What finishes and closes it in another thread, and tells `arrivals` of layers that are there, or of what ended it.
@@ -232,6 +276,20 @@ class Loader:
                 self._wind_up(self._staging.wait)
 
         return run
+
+
+def _layers(batch: _Batch, part: Part | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of some layers of a batch: the rows, which pieces they are of, and the first layer of each."""
+    rows = batch.rows.copy()
+    if part is None:
+        return rows, np.arange(len(rows)), np.zeros(len(rows), np.int64)
+    first, count = (np.array(x)[batch.groups] for x in ([of.start for of in part], [len(of) for of in part]))
+    rows["offset"] += first * rows["layer_bytes"]
+    rows["to"] += (first * rows["layer_bytes"]).astype(np.uint64)
+    rows["sums"] += (8 * first).astype(np.uint64)
+    rows["layers"] = count
+    chosen = np.flatnonzero(count)
+    return rows[chosen], chosen, first[chosen]
 
 
 class StoppedError(Exception):
@@ -267,23 +325,60 @@ class _Staging:
             self.stream.wait_stream(torch.cuda.current_stream(device))  # the pages may have been somebody else's
         self._used: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
-    def room(self, nbytes: int) -> torch.Tensor:
+    def place(
+        self, batch: _Batch, rows: np.ndarray, chosen: np.ndarray, first: np.ndarray
+    ) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Where rows are read to: they are changed if that is not where they belong.
+
+        Returns:
+            The memory that they go through (None: none), and what to copy from it where.
+        """
+        pieces = [batch.pieces[i][1] for i in chosen.tolist()]
+        plain = all(p.heads is None and p.to.is_contiguous() for p in pieces)
+        if not pieces or (plain and not self.whole_pages):
+            return None, []
+        sizes = rows["layers"] * rows["layer_bytes"]
+        at = np.concatenate([[0], np.cumsum(sizes)])
+        room = self._room(int(at[-1]))
+        where = rows["to"].astype(np.int64)
+        rows["to"] = room.data_ptr() + at[:-1]
+        if not plain:
+            copies = []
+            for i, (p, begin, n) in enumerate(zip(pieces, first.tolist(), rows["layers"].tolist(), strict=True)):
+                to, x = p.to[begin : begin + n], room[int(at[i]) : int(at[i + 1])]
+                x = x.view(n, -1, to.shape[2])
+                copies.append((to, x) if p.heads is None else (to[:, p.into], x[:, p.heads]))
+            return room, copies
+        # pages that follow each other in memory go together: words [pages, of these layers], one page of all layers apart
+        whole = batch.rows["layers"][chosen] * rows["layer_bytes"]
+        joined = (where[1:] - where[:-1] == whole[:-1]) & (whole[1:] == whole[:-1]) & (sizes[1:] == sizes[:-1])
+        joined &= batch.storages[chosen][1:] == batch.storages[chosen][:-1]
+        starts = [0, *(np.flatnonzero(~joined) + 1).tolist()]
+        runs: Copies = []
+        for a, b in zip(starts, [*starts[1:], len(rows)], strict=True):
+            to, step, size = pieces[a].to.view(-1).view(torch.int64), int(whole[a]) // 8, int(sizes[a]) // 8
+            skip = int(first[a] * rows["layer_bytes"][a]) // 8
+            target = to.as_strided((b - a, size), (step, 1), to.storage_offset() + skip)
+            runs.append((target, room[int(at[a]) : int(at[b])].view(torch.int64).view(b - a, size)))
+        return room, runs
+
+    def _room(self, nbytes: int) -> torch.Tensor:
         """uint8 [at least nbytes] that nobody reads or writes."""
-        if len(self._used) > 2:  # not those whose copies were begun just now
+        if len(self._used) > CALLS:  # not those whose copies were begun just now
             room, copied = self._used.popleft()
             if copied is not None:
                 copied.synchronize()
             if room.numel() >= nbytes:
                 return room
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.stream is not None)
+        return torch.empty(max(nbytes, BATCH if self.whole_pages else 0), dtype=torch.uint8, pin_memory=self.stream is not None)
 
-    def send(self, job: _Job) -> None:
-        if job.room is None:
+    def send(self, one: _Begun) -> None:
+        if one.room is None:
             return
         with torch.cuda.stream(self.stream):
-            for to, x in job.copies:
+            for to, x in one.copies:
                 to.copy_(x, non_blocking=True)
-            self._used.append((job.room, self.event()))
+            self._used.append((one.room, self.event()))
 
     def event(self) -> torch.cuda.Event | None:
         """What comes after all copies that were begun."""
@@ -298,28 +393,6 @@ class _Staging:
         """What follows waits for all copies, also where a file was damaged: its pages will be somebody else's."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
-
-
-def _job(work: Work, part: Part | None, staging: _Staging) -> _Job:
-    source, shapes, pieces = work
-    starts = source.offsets([a * b * c for a, b, c in shapes])
-    listed: list[tuple[Piece, int, int, range]] = []  # where in the file, bytes of a layer, layers
-    for p in pieces:
-        layers, heads, head_bytes = shapes[p.number]
-        of = range(layers) if part is None else part[source.table.pages[p.number].group]
-        if of:
-            listed.append((p, starts[p.number] + of.start * heads * head_bytes, heads * head_bytes, of))
-    numbers = [p.number for p, *_ in listed]
-    wanted = [source.table.sums[p.number][of.start : of.stop] for p, _, _, of in listed]
-    to = [p.to[of.start : of.stop] for p, _, _, of in listed]
-    if not staging.whole_pages and all(p.heads is None and p.to.is_contiguous() for p, *_ in listed):
-        return _Job(source, numbers, [blob.Read(at, x, s) for (_, at, _, _), x, s in zip(listed, to, wanted, strict=True)], None, [])
-    sizes = [nbytes * len(of) for _, _, nbytes, of in listed]
-    room = staging.room(sum(sizes))
-    staged = [x.view(len(of), *shapes[p.number][1:]) for x, (p, _, _, of) in zip(room[: sum(sizes)].split(sizes), listed, strict=True)]
-    reads = [blob.Read(at, x, s) for (_, at, _, _), x, s in zip(listed, staged, wanted, strict=True)]
-    copies = [(y, x) if p.heads is None else (y[:, p.into], x[:, p.heads]) for y, x, (p, *_) in zip(to, staged, listed, strict=True)]
-    return _Job(source, numbers, reads, room, copies)
 
 
 def _damage(source: Source, number: int) -> DamagedError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -226,45 +227,47 @@ class PrefixStore:
         if length := groups[0].sequences[row].length:
             raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; load a prefix into an empty one, or free({row}) first")
         identity, space = self._identity(cache)
-        cuts, own = self._cuts(cache), [g.group for g in groups]
-        few = not wait and cache.budget is None and cuts.within(len(tokens)) <= MOST_FILES
-        parts, ends = parts_of(own, len(cache.spec.layers), PARTS if few else 1)
-        begin_early = True
+        cuts, own, begin_early = self._cuts(cache), [g.group for g in groups], True
+        few = cuts.within(len(tokens)) < MOST_FILES
+        early = few and not wait and cache.budget is None
+        parts, ends = parts_of(own, len(cache.spec.layers), PARTS)
         while True:
             before = [g.snapshot() for g in groups]
             try:
                 with contextlib.ExitStack() as stack:
-                    loader = stack.enter_context(Loader(lambda name: self.folder.open(space, name), cache.device, parts if few else None))
+                    shelf = self._shelf.keeping() if few else self._shelf
+                    stack.callback(shelf.let_go)
+                    loader = stack.enter_context(Loader(functools.partial(shelf.open, space), cache.device, parts if early else None))
                     filling = Filling(groups, row, self.shard, loader)
-                    plan = find(self._shelf, space, identity, own, cuts, tokens, filling.begin if begin_early else lambda number, one: None)
+                    plan = find(shelf, space, identity, own, cuts, tokens, filling.begin if begin_early else lambda number, one: None)
                     if plan is not None and filling.complete(plan):
                         self._shelf.use(space, plan.names)
-                        if not few:
+                        if not early:
                             loader.finish()
                             return plan.length
-                        run = loader.in_thread(cache.arrivals, ends)
                         stack.pop_all()
+                        shelf.let_go()
+                        run = loader.in_thread(cache.arrivals, ends)
                         cache.arrivals.begin(row, run, loader.stop, lambda error: self._late(space, row, error))
                         return plan.length
+                _restore(groups, before)
+                if plan is None:
+                    return 0
                 begin_early = False
             except DamagedError as error:
                 _restore(groups, before)
                 if not isinstance(error, GoneError):
                     self._shelf.set_aside(space, error)
-                continue
             except BaseException:
                 _restore(groups, before)
                 raise
-            _restore(groups, before)
-            if plan is None:
-                return 0
 
     def _late(self, space: str, row: int, error: BaseException) -> BaseException:
         """The error of a pass that a damaged file ends."""
         if not isinstance(error, DamagedError):
             return error
         self._shelf.set_aside(space, error)
-        return DamagedError(error.name, f"{error}; the pass that had begun to use it was taken back: reset() the cache, or free({row}), and load again")
+        return DamagedError(error.name, f"{error}; what had begun to use it was taken back: reset() the cache, or free({row}), and load again")
 
     def _plan(self, cache: PagedCache, tokens: np.ndarray) -> Plan | None:
         identity, space = self._identity(cache)

@@ -6,6 +6,7 @@ tokens and their key: `<key>+<tokens>-<key>.<shard>-<shards>`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import time
@@ -103,12 +104,29 @@ class Shelf:
 
     Attributes:
         damaged: files set aside since this object was made, with the reason.
+        kept: descriptors of the files whose headers were read, by name, for `keeping()`; None closes them.
     """
 
     def __init__(self, folder: Folder, remote: Remote | None, shard: Shard) -> None:
         self.folder, self.remote, self.shard = folder, remote, shard
         self.damaged: dict[str, str] = {}
+        self.kept: dict[str, int] | None = None
         self._left: set[str] = set()  # of those, the ones that could not be renamed
+
+    def keeping(self) -> Shelf:
+        """The same files, where those whose headers are read stay open until `open` takes them or `let_go`."""
+        same = copy.copy(self)
+        same.kept = {}
+        return same
+
+    def let_go(self) -> None:
+        """Close what is open still."""
+        while self.kept:
+            os.close(self.kept.popitem()[1])
+
+    def open(self, space: str, name: str) -> int | None:
+        """A descriptor to read a file with, which the caller closes; None where there is none."""
+        return self.kept.pop(name) if self.kept and name in self.kept else self.folder.open(space, name)
 
     def has(self, space: str, name: str, at_least: int = 0) -> bool:
         """Whether a file is there, whole by its size, with at least so many pages."""
@@ -224,9 +242,13 @@ class Shelf:
             table = start[blob.HEADER_BYTES : (end := blob.HEADER_BYTES + header.table_bytes)]
             if len(start) < end:
                 table += os.pread(fd, end - len(start), len(start))
-            return Source(name, path, header, Table.parse(header, table, groups, path))
+            source = Source(name, path, header, Table.parse(header, table, groups, path))
+            if self.kept is not None and name not in self.kept:
+                self.kept[name], fd = fd, -1
+            return source
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
 
     def set_aside(self, space: str, error: DamagedError) -> None:
         """Take a file out of the way, so that it is made again, and say so."""

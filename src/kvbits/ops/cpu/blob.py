@@ -1,15 +1,16 @@
-"""Pages of blobs by the CPU library: their checksums, and reading them from a file; both without Python's lock, on the calling thread."""
+"""Pages of blobs by the CPU library: their checksums, and reading them from files; both without Python's lock."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import numpy as np
 
 from .library import ReadStruct, check, library
 
-_PIECE = np.dtype([("offset", "i8"), ("to", "u8"), ("sums", "u8"), ("layers", "i8"), ("layer_bytes", "i8")])
+PIECE = np.dtype([("fd", "i8"), ("offset", "i8"), ("to", "u8"), ("sums", "u8"), ("layers", "i8"), ("layer_bytes", "i8")])
+"""Some layers of a page: the file and where they begin in it, the address that they go to, that of their checksums uint64 [layers] (0: not checked), how many
+they are, and the bytes of one of them."""
 
 
 def checksums(units: np.ndarray) -> np.ndarray:
@@ -19,21 +20,19 @@ def checksums(units: np.ndarray) -> np.ndarray:
     return sums
 
 
-def read_pages(fd: int, pieces: Sequence[tuple[int, int, int, int, int]]) -> int | None:
+def read_pages(pieces: np.ndarray, num_threads: int) -> int | None:
     """Read pages to where they belong and compare their checksums.
 
     Args:
-        pieces: of each page where it begins in the file, the address it goes to, that of its checksums uint64 [layers] (0: not checked), its layers, and the
-            bytes of one of them.
+        pieces: of `PIECE` [n].
 
     Returns:
-        The first page that is not in the file as it should be, or None.
+        The first that is not in its file as it should be, or None; what lies behind it may not have been read.
 
     Raises:
         OSError: of the system.
     """
-    listed = np.array(pieces, _PIECE)
-    call = ReadStruct(listed.ctypes.data, len(listed), fd)
+    call = ReadStruct(pieces.ctypes.data, len(pieces), num_threads)
     check(library().kvbits_read_pages(call))
     if call.system_error:
         raise OSError(call.system_error, os.strerror(call.system_error))

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
@@ -98,7 +98,7 @@ class AppendStruct(Structure):
 class ReadStruct(Structure):
     """`kvbits_read_call`."""
 
-    _fields_ = [("pieces", c_void_p), ("num_pieces", c_int64), ("fd", c_int32), ("system_error", c_int32), ("bad", c_int64)]
+    _fields_ = [("pieces", c_void_p), ("num_pieces", c_int64), ("num_threads", c_int32), ("system_error", c_int32), ("bad", c_int64)]
 
 
 def _candidates() -> list[Path]:

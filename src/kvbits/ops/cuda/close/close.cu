@@ -245,10 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
     i64 item = blockIdx.x;
     int side = item % 2, head = item / 2 % a.num_heads, page = item / 2 / a.num_heads;
 #if APPENDS
-    if (a.step.closings[page].to == NOWHERE) {
-        append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
-        return;
-    }
+    if (append_alone(a.step, a.num_heads, side, page, head, threadIdx.x)) return;
 #endif
     if (side == 0)  // nothing of the pool's earlier content stays in a page
 #if APPENDS
@@ -260,6 +257,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
     else close_side<Side<V_SIDE, true>, Low<V_LOW>>(a, 1, page, head, shared);
 #if APPENDS
     __syncthreads();  // the page has been read: its place may be the fresh token's
-    append_row(a.step, a.num_heads, side, page, head, threadIdx.x);
+    FreshRow(a.step, a.num_heads, side, page, head, threadIdx.x).store();
 #endif
 }

@@ -115,7 +115,7 @@ def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLay
         arch = driver.arch_of(torch.cuda.get_device_capability())
         binary = cuda_compile.compile_source(Path(__file__).parent, "close.cu", macros, arch)
         shared = int(macros["SHARED_BYTES"])
-        return driver.Kernel(binary, "close_pages", shared), int(macros["THREADS"])
+        return driver.Kernel(binary, "close_pages", shared, early=appends), int(macros["THREADS"])
 
 
 def launch_close(
@@ -185,7 +185,7 @@ class DecodeStep:
                 if static is not None:
                     field[i] = static.data_ptr()
         if isinstance(self._args, banded.StepArgs):
-            self._args.num_pages = len(runs)
+            self._args.num_pages, self._args.pages_each = len(runs), 1
             banded.set_static(self._args, store, tail_starts)
         self._fresh = self._args.fresh  # the same memory
         self._args.before[0], self._args.before[1] = (x.data_ptr() for x in undo)

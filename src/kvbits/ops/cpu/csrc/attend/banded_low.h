@@ -20,7 +20,7 @@ INLINE vi low_steps(vi codes, vi parts, int top) {
   constexpr int P = 1 << BITS;
   static_assert(OUTER_CELL == 2 && ONLY_CELL == 4, "steps of the table");
   typedef int8_t bytes __attribute__((vector_size(VL * 4)));
-  const vi lowest = (vi)((bytes)codes == (bytes)vi{}), highest = (vi)((bytes)codes == (bytes)splat_int(top * 0x01010101)), outer = lowest | highest;
+  const vi lowest = (vi)((bytes)codes == (bytes)vi{}), highest = (vi)((bytes)codes == (bytes)splat_int((int)(top * 0x01010101u))), outer = lowest | highest;
   const vi inside = (parts << 1) + splat_int((2 * P - 1) * 0x01010101), outside = (parts << 2) + (highest & splat_int(2 * P * 0x01010101));
   return (inside & ~outer) | (outside & outer);
 }
@@ -31,38 +31,48 @@ static void key_low(const KeyArgs& a) {
   const Chunk& c = *a.chunk;
   const BandPieces& list = *a.pieces;
   const vi mask = splat_int(((1 << BITS) - 1) * 0x01010101);
-  for (int t = 0; t < a.tokens; t += VL) {
-    const int64_t tile = a.first_tile + t / TILE;
+  constexpr int V = NH <= BAND_ROWS_OF_TWO ? 2 : 1;  // as in key_banded
+  for (int t = 0; t < a.tokens; t += V * VL) {
+    const int64_t tile = a.first_tile + t / TILE, low_next = VL < TILE ? VL * 4 : list.low_tile_bytes;
     const uint8_t *page = a.page + t % TILE * 4, *low = a.page + a.low + tile * list.low_tile_bytes + t % TILE * 4;
-    vf s[NH] = {};
+    vf s[V][NH] = {};
     for (int i = 0; i < list.bands; i++) {
       const LowBand& band = list.low[i];
-      BandSums sums[NH] = {};
-      vf x[NH] = {};
+      BandSums sums[V][NH] = {};
+      vf x[V][NH] = {};
 #pragma GCC unroll 4
       for (int n = 0; n < BAND / 4; n++) {
         const BandWord word = band.word[n];
-        if (!word.shift && t % TILE == 0) fetch(low + word.offset + a.low_ahead);
-        vi steps = (vi)((vu)load_int(low + word.offset) >> word.shift) & mask;
-        if (band.top) {
-          vi codes = vi{};
-          for (int k = 0; k < band.pieces; k++) {
-            const BandPiece& piece = list.piece[band.piece[k]];
-            const vi fields = (vi)((vu)load_int(page + tile * piece.tile_bytes + piece.word[n].offset) >> piece.word[n].shift) & splat_int(piece.mask);
-            codes |= fields << band.shift[k];
-          }
-          steps = low_steps<BITS>(codes, steps, band.top);
+        if (!word.shift && (t % TILE == 0 || V * VL > TILE)) fetch(low + word.offset + a.low_ahead);
+        vi steps[V], codes[V] = {};
+        for (int v = 0; v < V; v++) steps[v] = (vi)((vu)load_int(low + v * low_next + word.offset) >> word.shift) & mask;
+        for (int k = 0; k < band.pieces; k++) {
+          const BandPiece& piece = list.piece[band.piece[k]];
+          const BandWord field = piece.word[n];
+          const uint8_t* src = page + tile * piece.tile_bytes + field.offset;
+          const int64_t next = VL < TILE ? VL * 4 : piece.tile_bytes;
+          for (int v = 0; v < V; v++) codes[v] |= (vi)((((vu)load_int(src + v * next) >> field.shift) & (vu)splat_int(piece.mask)) << band.shift[k]);
         }
+        if (band.top)
+          for (int v = 0; v < V; v++) steps[v] = low_steps<BITS>(codes[v], steps[v], band.top);
 #pragma GCC unroll 8
-        for (int h = 0; h < NH; h++) {
-          add_band_word(sums[h], steps, c.qw[h] + word.q);
-          if (BITS == 4) x[h] += band_sums(sums[h]), sums[h] = BandSums{};  // one word of steps up to 124 is all that 16 bits hold
-        }
+        for (int h = 0; h < NH; h++)
+#pragma GCC unroll 2
+          for (int v = 0; v < V; v++) {
+            add_band_word(sums[v][h], steps[v], c.qw[h] + word.q);
+            if (BITS == 4) x[v][h] += band_sums(sums[v][h]), sums[v][h] = BandSums{};  // one word of steps up to 124 is all that 16 bits hold
+          }
       }
 #pragma GCC unroll 8
-      for (int h = 0; h < NH; h++) s[h] += (BITS == 4 ? x[h] : band_sums(sums[h])) * c.low_scale[i][h];
+      for (int h = 0; h < NH; h++)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) s[v][h] += (BITS == 4 ? x[v][h] : band_sums(sums[v][h])) * c.low_scale[i][h];
     }
-    for (int h = 0; h < NH; h++) store(a.s + h * BLOCK + t, load(a.s + h * BLOCK + t) + s[h] * load(a.scale + t));
+    for (int v = 0; v < V; v++)
+      for (int h = 0; h < NH; h++) {
+        float* to = a.s + h * BLOCK + t + v * VL;
+        store(to, load(to) + s[v][h] * load(a.scale + t + v * VL));
+      }
   }
 }
 
@@ -89,9 +99,10 @@ static LowWords low_words(const ValueArgs& a, const uint8_t* plane, int bits, in
   return w;
 }
 
+template <bool TOGETHER>
 INLINE vi low_fields(const LowWords& w, int64_t quad, int bits) {
   vi words;
-  if (w.together) {
+  if (TOGETHER) {
     words = load_int(w.at[0] + quad * w.quad[0]);
   } else {
     for (int i = 0; i < VL / 4; i++) __builtin_memcpy((char*)&words + 16 * i, w.at[i] + quad * w.quad[i], 16);
@@ -99,26 +110,44 @@ INLINE vi low_fields(const LowWords& w, int64_t quad, int bits) {
   return (vi)((vu)words >> (vu)w.shift) & splat_int(((1 << bits) - 1) * 0x01010101);
 }
 
+// The planes of VL channels of values: the code's high bits, its lowest one where it has 3, the low plane.
+struct LowPlanes {
+  LowWords high, last, low;
+};
+
+template <int BITS, int NH, bool TOGETHER>
+INLINE void low_outputs(const ValueArgs& a, const LowPlanes& planes, LowSums* sums) {
+  typedef int8_t bytes __attribute__((vector_size(VL * 4)));
+  constexpr int RUN = BITS == 4 ? 1 : LOW_RUN;
+  const int bits = a.band_bits, quads = round_up(a.tokens, 8) / 4;
+  const bool three = bits == 3;
+  for (int first = 0; first < quads; first += RUN) {
+    const int end = quads - first < RUN ? quads : first + RUN;
+    for (int quad = first; quad < end; quad++) {
+      fetch(planes.low.at[0] + quad * planes.low.quad[0] + a.low_ahead);
+      vi codes = low_fields<TOGETHER>(planes.high, quad, three ? 2 : bits);
+      if (three) codes = (codes << 1) | low_fields<TOGETHER>(planes.last, quad, 1);
+      const vi steps = low_steps<BITS>(codes, low_fields<TOGETHER>(planes.low, quad, BITS), (1 << bits) - 1);
+      const vi centered = (vi)((bytes)steps - (bytes)splat_int(low_middle(BITS) * 0x01010101));
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) add_low_word(sums[h], centered, a.block->pw[0][h], 4 * quad);
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++) end_low_run(sums[h]);
+  }
+}
+
 // Adds what the low planes say to the outputs of values whose codes have one width.
 template <int BITS, int NH>
 static void value_low(const ValueArgs& a) {
   constexpr float part = 0.5f / (float)(1 << BITS);
-  const int bits = a.band_bits, high_bits = bits == 3 ? 2 : bits, quads = round_up(a.tokens, 8) / 4;
-  const vi middle = splat_int(low_middle(BITS) * 0x01010101);
-  typedef int8_t bytes __attribute__((vector_size(VL * 4)));
+  const bool three = a.band_bits == 3;
   for (int channel = 0; channel < a.head_dim; channel += VL) {
-    const LowWords low = low_words(a, a.plane[0] + a.low, BITS, channel), high = low_words(a, a.plane[0], high_bits, channel);
-    const LowWords last = bits == 3 ? low_words(a, a.plane[1], 1, channel) : high;
+    LowPlanes planes = {low_words(a, a.plane[0], three ? 2 : a.band_bits, channel), {}, low_words(a, a.plane[0] + a.low, BITS, channel)};
+    planes.last = three ? low_words(a, a.plane[1], 1, channel) : planes.high;
     LowSums sums[NH] = {};
-    for (int quad = 0; quad < quads; quad++) {
-      fetch(low.at[0] + quad * low.quad[0] + a.low_ahead);
-      vi codes = low_fields(high, quad, high_bits);
-      if (bits == 3) codes = (codes << 1) | low_fields(last, quad, 1);
-      const vi steps = low_steps<BITS>(codes, low_fields(low, quad, BITS), (1 << bits) - 1);
-      const vi centered = (vi)((bytes)steps - (bytes)middle);
-#pragma GCC unroll 8
-      for (int h = 0; h < NH; h++) add_low_word(sums[h], centered, a.block->pw[0][h], 4 * quad);
-    }
+    if (planes.high.together && planes.last.together && planes.low.together) low_outputs<BITS, NH, true>(a, planes, sums);
+    else low_outputs<BITS, NH, false>(a, planes, sums);
     const vi inside = iota() < splat_int(a.head_dim - channel);
     for (int h = 0; h < NH; h++) {
       float* to = a.chunk->acc[h] + channel;

@@ -54,11 +54,18 @@ INLINE void add_band_word(BandSums& to, vi fields, const uint8_t* q) { to = _mm2
 INLINE vf band_sums(BandSums x) { return to_float((vi)_mm256_madd_epi16(x, _mm256_set1_epi16(1))); }
 
 // Products of what their low planes add to values (banded_low.h), 4 tokens of 8 channels in a word of bytes from -46 to 46 each; p: [slot] of a row.
-typedef __m256i LowSums;
+struct LowSums {
+  __m256i narrow, wide;  // sums of 16 bits, and of 32
+};
+constexpr int LOW_RUN = 4;  // words of bytes from -10 to 10 whose sums fit 16 bits, a power of two
 INLINE void add_low_word(LowSums& to, vi bytes, const uint8_t* p, int slot) {
-  to = _mm256_add_epi32(to, _mm256_madd_epi16(_mm256_maddubs_epi16(broadcast_word(p + slot), (__m256i)bytes), _mm256_set1_epi16(1)));
+  to.narrow = _mm256_add_epi16(to.narrow, _mm256_maddubs_epi16(broadcast_word(p + slot), (__m256i)bytes));
 }
-INLINE vf low_sums(LowSums x) { return to_float((vi)x); }
+INLINE void end_low_run(LowSums& to) {
+  to.wide = _mm256_add_epi32(to.wide, _mm256_madd_epi16(to.narrow, _mm256_set1_epi16(1)));
+  to.narrow = _mm256_setzero_si256();
+}
+INLINE vf low_sums(LowSums x) { return to_float((vi)x.wide); }
 
 INLINE __m256i even_bytes(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi16(0xff)); }
 INLINE __m256i odd_bytes(__m256i v) { return _mm256_srli_epi16(v, 8); }

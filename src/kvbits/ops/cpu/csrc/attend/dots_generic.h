@@ -38,6 +38,8 @@ typedef vi LowSums;
 INLINE void add_low_word(LowSums& to, vi bytes, const uint8_t* p, int slot) {
   for (int k = 0; k < 4; k++) to += ((bytes << (24 - 8 * k)) >> 24) * ((const int16_t*)p)[slot + k];
 }
+constexpr int LOW_RUN = 64;
+INLINE void end_low_run(LowSums&) {}
 INLINE vf low_sums(LowSums x) { return to_float(x); }
 
 template <int FMT>

@@ -32,6 +32,8 @@ struct LowSums {
 INLINE void add_low_word(LowSums& to, vi bytes, const uint8_t* p, int slot) {
   for (int k = 0; k < P_PIECES; k++) to.piece[k] = vdotq_s32(to.piece[k], (int8x16_t)bytes, broadcast_word(p + k * BLOCK + slot));
 }
+constexpr int LOW_RUN = 64;
+INLINE void end_low_run(LowSums&) {}
 INLINE vf low_sums(LowSums x) { return to_float((vi)x.piece[0]) * 256.0f + to_float((vi)x.piece[1]); }
 
 // 16 bytes of codes as signed bytes: the field, or code - 128 for whole bytes.

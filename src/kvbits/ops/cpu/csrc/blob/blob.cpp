@@ -1,7 +1,12 @@
-// Pages of a blob: checksums, and reading them from a file to where they belong. No threads here: a load calls this from a thread per file, without Python's lock.
+// Pages of blobs: checksums, and reading them from files to where they belong, in threads of their own: the pool serves one call at a time, and attention needs it.
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
+
+#include <atomic>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #include "../close/plan.h"
 #include "../dispatch.h"
@@ -47,6 +52,19 @@ int64_t read_all(int fd, uint8_t* to, int64_t nbytes, int64_t offset) {
   return done;
 }
 
+// What a thread reads at once: some layers of a piece.
+struct Run {
+  int64_t piece, layer, layers;
+};
+
+// 0, -errno, or 1 where the file does not have it as stated.
+int64_t read_run(const TierKernels* tier, const kvbits_read_piece& p, const Run& run) {
+  const int64_t skip = run.layer * p.layer_bytes, nbytes = run.layers * p.layer_bytes;
+  const int64_t got = read_all((int)p.fd, p.to + skip, nbytes, p.offset + skip);
+  if (got != nbytes) return got < 0 ? got : 1;
+  return p.sums && !as_stated(tier, p.to + skip, run.layers, p.layer_bytes, p.sums + run.layer);
+}
+
 }  // namespace
 
 extern "C" {
@@ -61,26 +79,32 @@ int32_t kvbits_checksums(const uint8_t* bytes, int64_t count, int64_t nbytes, ui
 int32_t kvbits_read_pages(kvbits_read_call* call) {
   const TierKernels* tier = active_tier();
   if (!tier) return KVBITS_NO_TIER;
-  call->bad = -1;
-  call->system_error = 0;
+  std::vector<Run> runs;
   for (int64_t i = 0; i < call->num_pieces; i++) {
     const kvbits_read_piece& p = call->pieces[i];
     const int64_t at_once = p.layer_bytes < AT_ONCE ? AT_ONCE / p.layer_bytes : 1;
-    for (int64_t layer = 0; layer < p.layers; layer += at_once) {
-      const int64_t layers = p.layers - layer < at_once ? p.layers - layer : at_once, nbytes = layers * p.layer_bytes;
-      uint8_t* to = p.to + layer * p.layer_bytes;
-      const int64_t got = read_all(call->fd, to, nbytes, p.offset + layer * p.layer_bytes);
-      if (got != nbytes) {
-        call->bad = i;
-        if (got < 0) call->system_error = (int32_t)-got;
-        return 0;
-      }
-      if (p.sums && !as_stated(tier, to, layers, p.layer_bytes, p.sums + layer)) {
-        call->bad = i;
-        return 0;
+    for (int64_t layer = 0; layer < p.layers; layer += at_once) runs.push_back({i, layer, p.layers - layer < at_once ? p.layers - layer : at_once});
+  }
+  const int64_t count = (int64_t)runs.size();
+  std::vector<int64_t> said(runs.size(), 0);
+  std::atomic<int64_t> next{0}, bad{count};
+  const auto work = [&] {
+    for (int64_t i; (i = next.fetch_add(1)) < bad.load();) {  // those before the first bad one are all read
+      if (!(said[(size_t)i] = read_run(tier, call->pieces[runs[(size_t)i].piece], runs[(size_t)i]))) continue;
+      for (int64_t first = bad.load(); i < first && !bad.compare_exchange_weak(first, i);) {
       }
     }
+  };
+  std::vector<std::thread> others;
+  try {
+    for (int64_t i = 1; i < call->num_threads && i < count; i++) others.emplace_back(work);
+  } catch (const std::system_error&) {  // no more threads: those that there are do it
   }
+  work();
+  for (std::thread& t : others) t.join();
+  const int64_t first = bad.load();
+  call->bad = first == count ? -1 : runs[(size_t)first].piece;
+  call->system_error = first == count || said[(size_t)first] > 0 ? 0 : (int32_t)-said[(size_t)first];
   return 0;
 }
 }
