@@ -120,7 +120,7 @@ def basis_on(inverse: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def basis_operands(inverse: torch.Tensor) -> torch.Tensor:
-    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D]: int32 [H, D * D + 4].
+    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D]: int32 [H, D * D / 2 + 4].
 
     Queries come with channels (8 i .. 8 i + 7) and those D / 2 further on as the 16 numbers of step i.
     """
@@ -128,10 +128,8 @@ def basis_operands(inverse: torch.Tensor) -> torch.Tensor:
     x = inverse.detach().to(torch.float32)
     exponent = torch.floor(torch.log2(x.abs().amax((1, 2)).clamp(min=1e-30)))
     x = x * torch.exp2(-exponent)[:, None, None]
-    first = x.half()
-    second = ((x - first.float()) * 2048).half()
-    parts = torch.stack([first, second], 1).view(heads, 2, d // 16, 2, 8, 2, d // 16, 4, 2)  # [H, part, m, row half, row g, channel half, i, c, pair]
-    tiles = parts.permute(0, 2, 6, 1, 4, 7, 3, 5, 8).contiguous()  # [H, m, i, part, g, c, row half, channel half, pair]
+    parts = x.half().view(heads, d // 16, 2, 8, 2, d // 16, 4, 2)  # [H, m, row half, row g, channel half, i, c, pair]
+    tiles = parts.permute(0, 1, 5, 3, 6, 2, 4, 7).contiguous()  # [H, m, i, g, c, row half, channel half, pair]
     rest = torch.stack([torch.exp2(exponent), x.square().sum(-1).amax(-1), torch.zeros_like(exponent), torch.zeros_like(exponent)], -1)
     return torch.cat([tiles.view(heads, -1).view(torch.int32), rest.view(torch.int32)], -1)
 
