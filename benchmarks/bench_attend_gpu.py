@@ -29,6 +29,7 @@ from kvbits.ops.reference.close import close_nested, close_pages
 from kvbits.ops.triton import attend as triton
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
+from kvbits.quant.basis import inverse
 from kvbits.schemes import PRESETS
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, QuantSpec, Scheme
 
@@ -44,7 +45,8 @@ PREFILL = (
     (4, 32, 512, 8192),
 )  # sequences, query heads, chunk, history
 KVQUANT = [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")]
-TIMED = ("raw", "int8_centered", "int8", "int4", "kivi4", "kivi2", "fp8", "fp8_e5m2_keys", "int8k_int4v", *KVQUANT)  # presets
+BANDED = ("klt4", "klt3", "klt2")
+TIMED = ("raw", "int8_centered", "int8", "int4", "kivi4", "kivi2", "fp8", "fp8_e5m2_keys", "int8k_int4v", *KVQUANT, *BANDED)  # presets
 ROTATE_BYTES = 400 << 20
 ERROR_LIMIT = 5e-3
 CHUNK_ERROR_LIMIT = 1e-2  # keys and values are rounded to bf16 once more, as 16-bit attention has them
@@ -78,7 +80,7 @@ def made_up_basis(key: QuantSpec, heads: int, head_dim: int) -> torch.Tensor:
 
 
 def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
-    """What calibration would give for normal numbers: even codebooks, one range per channel, llama's frequencies."""
+    """What calibration would give for normal numbers: even codebooks, one range per channel, a made-up basis, llama's frequencies."""
     static = {}
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         if spec.has_codebook:
@@ -86,7 +88,10 @@ def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
         if spec.static:
             static[f"{kind}_scale"] = torch.full((layout.num_kv_heads, layout.head_dim), 2.6, device="cuda")
             static[f"{kind}_bias"] = torch.zeros(layout.num_kv_heads, layout.head_dim, device="cuda")
-        if spec.pre_rope:
+        if spec.basis == "klt":
+            static[f"{kind}_basis"] = made_up_basis(spec, layout.num_kv_heads, layout.head_dim)
+            static[f"{kind}_inverse"] = inverse(static[f"{kind}_basis"])
+        if spec.needs_rotary:
             half = layout.head_dim // 2
             static["k_inv_freq"] = 500_000.0 ** (-torch.arange(half, device="cuda") / half)
     return static
@@ -385,17 +390,17 @@ def main() -> None:
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
     found = (bench_small if args.small else bench_prefill if args.prefill else bench_tiers if args.tiers else bench_decode)(args, copy)
-    report(args.out, copy, found)
+    report(args.out, copy, found, ("scheme", "batch", "chunk", "tokens") if args.prefill else ())
 
 
-def report(out: Path | None, copy: float, found: dict[str, Any]) -> None:
-    """Print what was measured, and on what, as one line of JSON; also write it to `out`."""
+def report(out: Path | None, copy: float, found: dict[str, Any], merge_by: tuple[str, ...] = ()) -> None:
+    """Print what was measured, and on what, as one line of JSON; also write it to `out`, where rows that differ in `merge_by` stay."""
     result = {
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "copy_bytes_per_s": copy, **found,
     }  # fmt: skip
-    if "chunk" in found["rows"][0]:
-        merge_result(result, out, ("scheme", "batch", "chunk", "tokens"))
+    if merge_by:
+        merge_result(result, out, merge_by)
     else:
         write_result(result, out)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_attend_gpu import KVQUANT, calibrated, copy_bandwidth, made_up_basis, report, time_us
+from bench_attend_gpu import BANDED, KVQUANT, calibrated, copy_bandwidth, report, time_us
 
 from kvbits import schemes
 from kvbits.ops.cuda.append import tokens as append_cuda
@@ -36,7 +36,6 @@ from kvbits.spec import LowLayout, PageLayout, PerGroup, PerToken, QuantSpec
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
 COPIES = 2
 CHECKED = 64
-BANDED = ("klt4", "klt3", "klt2")
 TIES = 1e-3
 
 
@@ -47,15 +46,6 @@ def _rows() -> dict[str, tuple[QuantSpec, QuantSpec, bool]]:
     presets = {name: schemes.get(name) for name in ("kivi4", "kivi2", "tiered", *KVQUANT, *BANDED)}
     found = {name: (s, s, False) for name, s in plain.items()} | {name: (s.key, s.value, bool(s.tiers)) for name, s in presets.items()}
     return found | {"tiered, cold pages only": (presets["tiered"].key, presets["tiered"].value, False)}
-
-
-def shared_by_pages(layout: PageLayout) -> dict[str, torch.Tensor]:
-    """`calibrated`, and a basis."""
-    static, d = calibrated(layout), layout.head_dim
-    if layout.key.basis == "klt":
-        static["k_basis"] = made_up_basis(layout.key, layout.num_kv_heads, d)
-        static["k_inv_freq"] = 500_000.0 ** (-torch.arange(d // 2, device="cuda") / (d // 2))
-    return static
 
 
 def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout | LowLayout) -> bool:
@@ -76,7 +66,7 @@ def bench(key: QuantSpec, value: QuantSpec, nested: bool) -> dict[str, Any]:
     for _ in range(COPIES):
         k, v = (torch.randn(PAGES, HEADS, PAGE, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
         slabs = [torch.empty(PAGES, HEADS, x.head_bytes, dtype=torch.uint8, device="cuda") for x in (layout, *low)]
-        store = PageStore(layout, (slabs[0],), shared_by_pages(layout))
+        store = PageStore(layout, (slabs[0],), calibrated(layout))
         addresses = [torch.arange(PAGES, device="cuda") * s.stride(0) + s.data_ptr() for s in slabs]
         status = torch.zeros(cuda.STATUS_FIELDS, dtype=torch.int32, device="cuda")
         fine = (low[0], addresses[1]) if low else None
@@ -174,9 +164,8 @@ def main() -> None:
     stores = [{"scheme": name, "tokens": n, "us": bench_store_tokens(name, n)} for name in ("int8", "int8_centered", "int4") for n in (48, 16384)]
     for s in stores:
         print(f"  store_tokens of {s['tokens']:6,d} tokens as {s['scheme']:14s} {s['us']:8.1f} us", flush=True)
-    report(
-        args.out, copy, {"append": appends, "store_tokens": stores, "pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM, "rows": rows}
-    )
+    shape = {"pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM}
+    report(args.out, copy, {"append": appends, "store_tokens": stores, **shape, "rows": rows}, ("scheme",))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
 
     def close_bands(layout, dtype, device_index, appends=False):
         macros = close_banded.defines(layout, dtype, appends)
-        headers = [*(cuda / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn", "runs")), *(cuda / "close").glob("*.cuh")]
+        headers = [*(cuda / "shared" / f"{name}.cuh" for name in ("bands", "octets", "stored", "side", "turn", "runs")), *(cuda / "close").glob("*.cuh")]
         return launcher(compiled(FOLDER / "cuda" / "close" / "close_banded.cu", headers, macros, "close_banded", "THREADS", folder)), int(macros["THREADS"])
 
     advance = lambda *_: launcher(compiled(cuda / "attend" / "advance.cu", [cuda / "shared" / "runs.cuh"], {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731

@@ -17,8 +17,10 @@ from ops.cuda_cases import Case, build, relative_error
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.attend import split_plan
 from kvbits.ops.cuda.attend.split_plan import SplitPlan
 from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import merge
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -209,6 +211,32 @@ def test_banded_pages_with_planes_are_unpacked_and_the_others_keep_their_kernel(
     assert torch.equal(plan.run(q, layer=2, static=static)[0], out), "all layers of these pools hold the same bytes"
     windowed = dataclasses.replace(call, sliding_window=100)
     assert cuda.refuses(q, windowed) == "banded codes with low planes are read unpacked, and it has a sliding window or a softcap"
+
+
+class Judge:
+    """The reference as a plan: what it is given of parts and of what their pages share must go together."""
+
+    def __init__(self, call, layer_strides):
+        self.call, self.strides = call, layer_strides
+        self.q_positions = torch.zeros(len(call.parts[0].table.indptr) - 1, 1, dtype=torch.int64)
+
+    def run(self, q, *, layer, static):
+        assert layer == 2 and all(a is b.store.static for a, b in zip(static, self.call.parts, strict=True))
+        assert self.strides == tuple(p.store.layout.page_size_bytes for p in self.call.parts)
+        return reference.attend(q, self.call, self.q_positions)
+
+
+def test_split_plans_serve_every_part_once(monkeypatch):
+    """On a CPU, with plans of the reference: parts, strides and statics stay together, positions reach both, results are those of one call."""
+    monkeypatch.setattr(split_plan, "merge_partials", merge.merge_partials)
+    klt = {"key": schemes.get("klt2").key, "value": schemes.get("klt2").value}
+    call, q, strides = build(Case(**klt, lengths=(400, 0, 230), tail=20, sinks=4, low=(2, 2)), "cpu")
+    plan = SplitPlan(call, Judge, tuple(strides))
+    positions = torch.tensor([[399], [0], [150]])
+    out, lse = plan.run(q, positions, layer=2, static=[p.store.static for p in call.parts])
+    want, want_lse = reference.attend(q, call, positions, torch.float64)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
 
 
 @needs_gpu

@@ -1,5 +1,5 @@
-"""Banded pages closed by CUDA C++ (close_banded.cu): the bytes that the reference stores but for ties of keys, on a GPU and on a CPU that runs the kernel
-thread by thread (tests/ops/emulated)."""
+"""Banded pages closed by CUDA C++ (close_banded.cu): the bytes that the reference stores but for ties of keys; and unpacked by it (dequantize_banded.cu). On a GPU
+and on a CPU that runs the kernels thread by thread (tests/ops/emulated)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvbits import ops, schemes
 from kvbits.errors import DataError
 from kvbits.ops.cuda.close import banded as cuda_banded
 from kvbits.ops.cuda.close import packed as cuda
+from kvbits.ops.cuda.dequantize import banded as unpack_banded
 from kvbits.ops.cuda.runtime import compile as cuda_compile
 from kvbits.ops.reference import close as reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
@@ -39,21 +40,21 @@ def sides(name):
     return schemes.get(name).key, schemes.get(name).value
 
 
-def compiled(macros, folder):
-    """The kernel of `macros`, compiled for the CPU in a subfolder."""
-    if (key := tuple(sorted(macros.items()))) in libraries:
+def compiled(macros, folder, kind="close", entry="close_banded"):
+    """The kernel `entry` of `macros`, from the folder `kind`, compiled for the CPU in a subfolder."""
+    if (key := (entry, *sorted(macros.items()))) in libraries:
         return libraries[key]
     here, folder = Path(__file__).parent / "emulated", folder / f"banded{len(libraries)}"
     folder.mkdir()
-    shared = [FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn", "runs")]
-    for path in (*(FOLDER / "cuda" / "close").glob("*.cuh"), *shared, here / "ptx.cuh", here / "block.cpp"):
+    shared = [FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("bands", "octets", "stored", "side", "turn", "runs")]
+    for path in (*(FOLDER / "cuda" / kind).glob("*.cuh"), *shared, here / "ptx.cuh", here / "block.cpp"):
         (folder / path.name).write_text(path.read_text())
-    text = (FOLDER / "cuda" / "close" / "close_banded.cu").read_text()
+    text = (FOLDER / "cuda" / kind / f"{entry}.cu").read_text()
     for gpu_only, instead in (('extern "C" __global__', ""), ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;")):
-        assert gpu_only in text
+        assert text.count(gpu_only) == 1
         text = text.replace(gpu_only, instead)
     (folder / "kernel.h").write_text(text)
-    lines = macros | {"KERNEL": "close_banded", "NUM_THREADS": "THREADS"}
+    lines = macros | {"KERNEL": entry, "NUM_THREADS": "THREADS"}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
     options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{folder}"]
     subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "close.so")], check=True)
@@ -66,11 +67,17 @@ def emulated(monkeypatch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("close")
 
     def load(layout, dtype, device_index, appends=False):
-        macros = cuda_banded.defines(layout, dtype, appends)
+        macros = cuda_banded.defines(layout, dtype, appends, cuda_banded.takes_warpgroups(layout, torch.device("cpu")))
         library = compiled(macros, folder)
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
+    def load_unpacker(layout, dtype, device_index):
+        macros = unpack_banded.defines(layout, dtype)
+        library = compiled(macros, folder, "dequantize", "dequantize_banded")
+        return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
+
     monkeypatch.setattr(cuda_banded, "load", load)
+    monkeypatch.setattr(unpack_banded, "load", load_unpacker)
 
 
 @pytest.fixture(params=DEVICES)
@@ -179,6 +186,25 @@ def test_the_last_thread_may_go_first(emulated, monkeypatch):
     assert_references(*sides("klt3"), rows(64, 64, torch.bfloat16), rows(64, 64, torch.bfloat16).flip(2), "cpu")
 
 
+@emulates
+@pytest.mark.parametrize("name", PRESETS)
+def test_four_warps_multiply_at_once_and_a_block_closes_several_pages(name, emulated, monkeypatch):
+    """As on Hopper, where a block keeps the basis; two pages and one, and all three."""
+    monkeypatch.setattr(cuda_banded, "takes_warpgroups", lambda layout, device: True)
+    dtype, most = {"klt4": (torch.bfloat16, 3), "klt3": (torch.float16, 2), "klt2": (torch.float32, 2)}[name]
+    monkeypatch.setattr(cuda_banded, "MANY_BLOCKS", most)
+    assert cuda_banded.pages_each(3, HEADS) == 6 // most
+    assert_references(*sides(name), rows(64, 128, dtype), rows(64, 128, dtype).flip(2), "cpu")
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_a_block_closes_several_pages(most, device, monkeypatch):
+    monkeypatch.setattr(cuda_banded, "MANY_BLOCKS", most)
+    assert_references(*sides("klt2"), rows(64, 64, torch.bfloat16), rows(64, 64, torch.bfloat16).flip(2), device)
+    x = rows(32, 64, torch.float32)
+    assert_references(banded(3, 0, 1, 2, basis="hadamard", center="channel"), banded(2, 1, 0, 3, basis="hadamard"), x, x.flip(2), device)
+
+
 def test_keys_with_a_bias_a_hundred_times_their_spread(device):
     """What the product rounds of a common bias is the same for all tokens, or small beside their steps."""
     k = rows(64, 128, torch.float32) + 300 * (torch.arange(128) % 40 == 7)
@@ -212,6 +238,40 @@ def test_a_decode_step_closes_what_the_device_says(device, monkeypatch):
         assert torch.equal(undo["kv".index(name[0])][2].cpu(), old[2, :, 0])
 
 
+UNPACKED = [(*sides("klt4"), 64, 64), (*sides("klt3"), 128, 64), (*sides("klt2"), 128, 32), (*sides("klt2"), 96, 32)]
+UNPACKED += [
+    (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32),
+    (banded(4, 3, 2, 2, 1, basis="hadamard", center="channel"), banded(3, 3, 3, 3, 3), 80, 32),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("key", "value", "head_dim", "page_size"), UNPACKED, ids=lambda x: str(x) if isinstance(x, int) else None)
+def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page_size, dtype, device):
+    """Of the second layer of two slabs, some cut short; other rows stay. Judged in float64, to the rounding of a row's numbers and of its sums."""
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
+    static, starts = static_params(key, value, HEADS, head_dim), np.array([131_000, 64, 70_001, 5, 517, 131_064])
+    k, v = torch.randn(2, 6, HEADS, page_size, head_dim)
+    pages = reference.close_pages(k + 1, v, layout, static, starts)[0]
+    both = torch.stack([torch.full_like(pages, 0xFF), pages], 1).to(device)  # [page, layer, H, head_bytes]
+    store = PageStore(layout, (both[:4, 0], both[4:, 0]), {})
+    ids = np.array([5, 0, 3, 4, 1, 2])
+    rows = np.array([[page_size * i, (page_size, page_size, 9, page_size, 1, 17)[i]] for i in range(6)], np.int32)
+    out = torch.full((2, 6 * page_size, HEADS, head_dim), 7.0, dtype=dtype, device=device)
+    at, places, first = (torch.from_numpy(x).to(device) for x in (store.addresses()[ids], rows, starts[ids].astype(np.int32)))
+    unpacker = unpack_banded.BandedUnpacker(store, dtype, at, places, layout.page_size_bytes, first)
+    unpacker.run(*out, 1, {name: x.to(device) for name, x in static.items()})
+    for found, want in zip(out.cpu(), dequantize_pages(pages[ids], layout, static, torch.float64, starts=starts[ids]), strict=True):
+        for i, (row, count) in enumerate(rows):
+            here, there = found[row : row + count].double(), want[i, :, :count].transpose(0, 1)
+            bound = torch.finfo(dtype).eps / 2 * there.abs() + 1e-5 * there.abs().amax(-1, keepdim=True) + 1e-6
+            assert bool(((here - there).abs() <= bound).all())
+            assert bool((found[row + count : row + page_size] == 7).all())
+    if key.basis == "klt":
+        with pytest.raises(DataError, match="need k_inverse"):
+            unpacker.run(*out, 1, {})
+
+
 def test_bad_input_is_named(device):
     key, value = sides("klt2")
     x = torch.randn(3, HEADS, 64, 64).bfloat16()
@@ -234,7 +294,7 @@ def test_refusals_need_no_gpu():
 
     key, value = sides("klt2")
     assert refused(key, value) is None and refused(key, value, 256) is None
-    assert refused(key, RAW) == "raw values beside banded codes have no CUDA closing kernel"
+    assert refused(key, RAW) == "raw values beside banded codes have no CUDA kernel"
     assert refused(key, value, 80) == "head_dim=80 of banded codes is no multiple of 32 or above 256"
     assert refused(key, value, page_size=512) == "page_size=512 of banded codes is above 256 or no multiple of 16"
     assert refused(key, value, 256, 128) == "a page of 128 x 256 in float32 takes 149504 bytes, more than a block's 98304"
@@ -242,9 +302,12 @@ def test_refusals_need_no_gpu():
 
 
 @pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
+@pytest.mark.parametrize("warpgroups", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
-def test_compiles_without_spills(name):
+def test_compiles_with_few_spills(name, warpgroups):
+    """At most some addresses, which are kept through loops over pages and scales."""
     key, value = sides(name)
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
-    binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close_banded.cu", cuda_banded.defines(layout, torch.bfloat16), "sm_90")
-    assert binary.resources("close_banded").spill_bytes == 0
+    defines, arch = cuda_banded.defines(layout, torch.bfloat16, warpgroups=warpgroups), "sm_90a" if warpgroups else "sm_90"
+    binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close_banded.cu", defines, arch)
+    assert binary.resources("close_banded").spill_bytes <= 160

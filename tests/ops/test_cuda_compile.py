@@ -23,6 +23,7 @@ from kvbits.ops.cuda.attend import kernel_choice as cuda_format
 from kvbits.ops.cuda.close import banded as close_banded
 from kvbits.ops.cuda.close import codebook as close_codebook
 from kvbits.ops.cuda.close import packed as close_cuda
+from kvbits.ops.cuda.dequantize import banded as dequantize_banded
 from kvbits.ops.cuda.dequantize import unpacker as dequantize_cuda
 from kvbits.ops.cuda.runtime import compile as cuda_compile
 from kvbits.ops.cuda.runtime import driver
@@ -318,6 +319,7 @@ def examples():
         "close_banded.cu": close_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
         "close_codebook.cu": close_codebook.defines(nuq, torch.bfloat16),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
+        "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
         "merge.cu": merge.defines(128, torch.bfloat16),
         "matrix.cu": matrix_cuda.defines(torch.bfloat16, 128),
         "place.cu": place.defines(),
@@ -386,10 +388,15 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
         if dequantize_cuda.refuses_layout(layout, dtype) is None:
             binary = compiled("dequantize.cu", dequantize_cuda.defines(layout, dtype), capability)
             spills["dequantize", dtype] = binary.resources("dequantize_pages").spill_bytes
+        if dequantize_banded.refuses_layout(layout, dtype) is None:
+            binary = compiled("dequantize_banded.cu", dequantize_banded.defines(layout, dtype), capability)
+            spills["dequantize_banded", dtype] = binary.resources("dequantize_banded").spill_bytes
     # Attention takes every register it can have where heads are widest or codes are looked up; ptxas keeps a few values of its set-up in local memory.
     # Closing pages of float32 rows, which a model on a GPU hardly has, takes the 64 registers of a thread and some words of a row besides.
     # Closing banded pages keeps some 20 words a thread around its product where heads are widest, or so that one more block fits.
-    most = {"attend": 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 0, "close_banded": 400}
+    # Attention over banded pages has 128 registers for each of 16 warps: a few words of a segment's start and end are kept in local memory, none of a page's.
+    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 320 if scheme.key.is_banded else 0
+    most = {"attend": attend, "close_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 0}
     rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128, ("close_codebook", torch.float32, False): 128}
     assert spills and not {k: n for k, n in spills.items() if n > rows.get(k, most.get(k[0], 0))}
 

@@ -29,6 +29,7 @@ def spec(bands, basis=None, center=None):
 def static(head_dim, heads=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
     basis = torch.eye(head_dim) * 2 + torch.randn(heads, head_dim, head_dim, generator=generator) / head_dim**0.5
+    basis = torch.linalg.inv(inverse(basis).double()).float()  # one whose inverse is float16 numbers: nothing is rounded off
     return {"k_basis": basis, "k_inverse": inverse(basis), "k_inv_freq": 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2))}
 
 
@@ -268,6 +269,15 @@ def test_pages_read_back_within_what_their_codes_allow(name, head_dim):
         stored = into_basis(got.float(), side, shared, starts)
         bound = banded.error_bound(y - mean, side, scale) + 2e-5 * y.abs().max()
         assert ((stored - y).abs() <= bound).all()
+
+
+def test_inverses_are_float16_numbers_of_one_unit_for_each_head():
+    basis = torch.eye(64) * torch.tensor([3.0, 1e-3])[:, None, None] + torch.randn(2, 64, 64) * torch.tensor([0.3, 1e-4])[:, None, None]
+    exact, found = torch.linalg.inv(basis.double()), inverse(basis).double()
+    largest = exact.abs().amax((1, 2), keepdim=True)
+    assert ((found - exact).abs() <= 2**-11 * exact.abs() + 2**-24 * largest).all() and (found != exact).any()
+    scaled = found * torch.exp2(-torch.floor(torch.log2(largest)))
+    assert torch.equal(scaled.half().double(), scaled)
 
 
 def test_singular_bases_have_no_condition():

@@ -125,6 +125,10 @@ inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline float __fmul_rn(float a, float b) { return a * b; }  // -std=c++17: nothing is contracted
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmaf_rd(float a, float b, float c) {
+  const float nearest = fmaf(a, b, c);
+  return double(nearest) - c > double(a) * b ? nextafterf(nearest, -INFINITY) : nearest;
+}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
@@ -181,6 +185,10 @@ inline u32 high_fnma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b ^ 
 inline u32 low_fma(u32 a, u32 b, u32 c) { return fma_f16x2(low_twice(a), b, c); }
 inline u32 high_fma(u32 a, u32 b, u32 c) { return fma_f16x2(high_twice(a), b, c); }
 inline u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+inline u32 clamp_i16x2(u32 a, u32 top) {
+  auto clamped = [](short x, short most) { return u32(u16(min(max(x, short(0)), most))); };
+  return clamped(short(a), short(top)) | clamped(short(a >> 16), short(top >> 16)) << 16;
+}
 inline u32 permute_bytes(u32 a, u32 b, u32 selector) {
   u32 r = 0;
   for (int i = 0; i < 4; ++i) r |= u32((a | u64(b) << 32) >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
@@ -266,6 +274,27 @@ inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
   mma<false>(d, {a0, a1, a2, a3, b0, b1}, {c0, c1, c2, c3});
 }
 inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<false>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
+inline void warpgroup_begins(float (&)[8][2][4]) {}
+inline void warpgroup_ends(float (&)[8][2][4]) {}
+/// Of the four warps each multiplies its rows; b: [k / 8][128 columns][k % 8].
+inline void warpgroup_mma_f16(float (&y)[8][2][4], const u32 (&a)[4], u32 b, bool adds) {
+  static float rows[32][16][16];  // of each warp; written when all its lanes have come, so when all have read what was there
+  const int warp = block.current / 32, lane = my_lane();
+  memcpy(my_warp().in[lane], a, sizeof a);
+  together(20, [&](Warp& w) {
+    for (int l = 0; l < 32; ++l)
+      for (int e = 0; e < 8; ++e) rows[warp][l / 4 + e / 2 % 2 * 8][l % 4 * 2 + e % 2 + e / 4 * 8] = f16_to_float(w.in[l][e / 2] >> 16 * (e % 2));
+  });
+  for (int i = 0; i < 64; ++i) {
+    float& sum = y[i / 8][i / 4 % 2][i % 4];
+    double found = adds ? sum : 0;
+    for (int k = 0; k < 16; ++k) {
+      const u16* column = reinterpret_cast<const u16*>(shared + (b - 1024) + (k / 8 * 128 + i / 4 * 8 + lane % 4 * 2 + i % 2) * 16);
+      found += double(rows[warp][lane / 4 + i / 2 % 2 * 8][k]) * f16_to_float(column[k % 8]);
+    }
+    sum = float(found);
+  }
+}
 inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<true>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
 
 

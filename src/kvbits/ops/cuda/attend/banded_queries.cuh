@@ -3,8 +3,8 @@
 //   q' = (q turned back by the frame's position) A^-T        one for every column and frame of FRAME positions, with A^-1 of part.k_inverse
 //
 // MAKERS warps of a block make them, 16 rows (columns of one frame or of several) at a time, a few tiles ahead of the warps that attend; nothing of it leaves
-// shared memory. The product is three of the matrix units: both operands are two float16 numbers, the second of them 2**11 times what the first leaves, so that
-// queries which are large in a direction that the basis takes out lose nothing. Results are stored as operands of the key planes: a code is the sum of its
+// shared memory. A^-1 is float16 numbers; turned queries are two of them, the second what the first leaves, so that queries which are large in a
+// direction that the basis takes out lose nothing. Results are stored as operands of the key planes: a code is the sum of its
 // planes' fields, each times 2**shift, so a key is several narrow tensors whose scores add, and plane by plane the walk knows no bands.
 #pragma once
 #include "columns.cuh"
@@ -54,9 +54,9 @@ static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane
 
 DEVICE int frame_of(int position) { return position / FRAME; }
 
-/// A^-1 of a head as side.py's basis_operands lays it out: 16 x 16 tiles as operands, first numbers and second ones, and what belongs to all.
+/// A^-1 of a head as side.py's basis_operands lays it out: 16 x 16 tiles as operands, and what belongs to all.
 struct InverseBasis {
-    uint4 tiles[D / 16][D / 16][2][32];
+    uint4 tiles[D / 16][D / 16][32];
     float unit, norm;            // what numbers are to be multiplied by; largest sum of a row's squares before that
     float padding[2];
 };
@@ -75,10 +75,10 @@ struct alignas(16) FrameTile {
 };
 /// What makers have in shared memory. Tile t of the block lies at t % FRAME_TILES.
 struct FrameRing {
-    static constexpr int KS = D / 16, HELD = KS <= 8;  // HELD: the matrix is held in registers and here, not loaded again for every tile
+    static constexpr int KS = D / 16, HELD = KS <= 8;  // HELD: registers hold the matrix, and it is not loaded again for every tile
     FrameTile tiles[FRAME_TILES];
     uint4 turned[KS][2][32];     // queries of a tile as operands: first numbers and second ones of each step
-    uint4 second[HELD ? KS : 1][HELD ? KS : 1][32];  // second numbers of the matrix
+    float2 turns[MAKERS][FrameTile::ROWS][D / 2 / MAKERS];  // of each frame of a tile and the channel pairs of the maker's steps
     float start[MAKERS][FrameTile::ROWS];
     u64 full[FRAME_TILES], empty[FRAME_TILES];
     u32 next[WARPS];             // tile of a warp's next segment
@@ -147,14 +147,14 @@ struct UnitQueries {
     }
     static DEVICE void split(u32& first, u32& second, float x, float y) {
         first = pack_f16(x, y);
-        second = pack_f16((x - low_f16(first)) * 2048.f, (y - high_f16(first)) * 2048.f);
+        second = pack_f16(x - low_f16(first), y - high_f16(first));
     }
-    /// Operands of the maker's i-th step: rows g and g + 8, which are in the frames of these positions.
-    DEVICE void turn_back(uint4& first, uint4& second, float4 turns, const int (&position)[2], int i) const {
+    /// Operands of the maker's i-th step: rows g and g + 8, with (cos, sin) of two channel pairs in the frame of each.
+    DEVICE void turn_back(uint4& first, uint4& second, const float4 (&turns)[2], int i) const {
         const float2 x = q[i][0], y = q[i][1];
         u32 one[2][2], rest[2][2];
         for (int half = 0; half < 2; ++half) {
-            const float2 r0 = turn_of(-position[half], {turns.x, turns.y}), r1 = turn_of(-position[half], {turns.z, turns.w});
+            const float2 r0 = {turns[half].x, turns[half].y}, r1 = {turns[half].z, turns[half].w};
             split(one[0][half], rest[0][half], x.x * r0.x - y.x * r0.y, x.y * r1.x - y.y * r1.y);
             split(one[1][half], rest[1][half], y.x * r0.x + x.x * r0.y, y.y * r1.x + x.y * r1.y);
         }
@@ -163,19 +163,20 @@ struct UnitQueries {
     }
 };
 
-/// Writes every MAKERS-th of the key planes' operands, from `q` of the tile.
-struct StepWriter {
-    FrameTile& tile;
-    int maker, g, c;
+/// Every MAKERS-th of the key planes' operands: where a lane's four channels of each are in a row of a tile, and their factor.
+struct Steps {
+    static constexpr int COUNT = (KEY_STEPS + MAKERS - 1) / MAKERS;
+    int place[COUNT];
+    u32 factor[COUNT];
 
-    DEVICE void write() const {
-        plane<8>(0);
-        plane<4>(BandPlane<8>::STEPS);
-        plane<2>(BandPlane<8>::STEPS + BandPlane<4>::STEPS);
-        plane<1>(KEY_STEPS - BandPlane<1>::STEPS);
+    DEVICE Steps(int maker, int c) {
+        plane<8>(0, maker, c);
+        plane<4>(BandPlane<8>::STEPS, maker, c);
+        plane<2>(BandPlane<8>::STEPS + BandPlane<4>::STEPS, maker, c);
+        plane<1>(KEY_STEPS - BandPlane<1>::STEPS, maker, c);
     }
     template <int BITS>
-    DEVICE void plane(int first_step) const {
+    DEVICE void plane(int first_step, int maker, int c) {
         using P = BandPlane<BITS>;
         constexpr u64 LIST = Bands::list(BITS);
 #pragma unroll
@@ -184,15 +185,21 @@ struct StepWriter {
             for (int j = 0; j < P::steps(load); ++j) {
                 const int step = first_step + P::steps_before(load) + j;
                 if (step % MAKERS != maker) continue;
-                const int field = P::first_field(load, c) + j, place = field * P::ROW + 4 * P::word(load, c);  // of the lane's four channels among the plane's
-                const int band = int(LIST >> (place / BAND * 4 & 63)) & 15, shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
-                const float times = place < P::CHANNELS ? power_of_two(shift - BITS * field) : 0.f;
-                const u32 factor = pack_f16(times, times);
-                for (int row = g; row < FrameTile::ROWS; row += 8) {
-                    const u32* q = &tile.q[row][FrameTile::place((band * BAND + place % BAND) / 2)];  // and the pair after it
-                    const uint2 x = {q[0], q[2]};
-                    tile.steps[step][row][c] = {mul_f16x2(permute_bytes(x.x, x.y, 0x5410), factor), mul_f16x2(permute_bytes(x.x, x.y, 0x7632), factor)};
-                }
+                const int field = P::first_field(load, c) + j, channel = field * P::ROW + 4 * P::word(load, c);  // the first among the plane's
+                const int band = int(LIST >> (channel / BAND * 4 & 63)) & 15, shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
+                const float times = channel < P::CHANNELS ? power_of_two(shift - BITS * field) : 0.f;
+                place[step / MAKERS] = FrameTile::place((band * BAND + channel % BAND) / 2);
+                factor[step / MAKERS] = pack_f16(times, times);
+            }
+    }
+    DEVICE void write(FrameTile& tile, int maker, int g, int c) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            for (int row = g; row < FrameTile::ROWS; row += 8) {
+                if (i * MAKERS + maker >= KEY_STEPS) continue;
+                const u32* q = &tile.q[row][place[i]];  // and the pair after it
+                const u32 x = q[0], y = q[2];
+                tile.steps[i * MAKERS + maker][row][c] = {mul_f16x2(permute_bytes(x, y, 0x5410), factor[i]), mul_f16x2(permute_bytes(x, y, 0x7632), factor[i])};
             }
     }
 };
@@ -200,8 +207,10 @@ struct StepWriter {
 /// What warp `maker` of MAKERS does. A maker holds OWNED row blocks of the matrix and turns the queries of as many steps back, for all of them.
 DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
     constexpr int KS = D / 16, OWNED = KS / MAKERS, HELD = FrameRing::HELD, AT_ONCE = HELD ? OWNED : 1, THREADS = MAKERS * 32;
+    constexpr int PAIRS = D / 2 / MAKERS, EACH = PAIRS > 32 ? PAIRS / 32 : 1;  // PAIRS: of channels, in a maker's steps
     static_assert(KS % MAKERS == 0 && BAND == 16, "makers have equal shares, and a row block of the matrix is a band");
     const int g = lane / 4, c = lane % 4, columns = a.query_columns, of_tile = FrameTile::ROWS / columns;
+    const Steps steps(maker, c);
     uint4 held[OWNED][HELD ? KS : 1];
     u32 number = 0;
 #pragma unroll 1
@@ -215,48 +224,47 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
         const Unit u = unit_of(a, s.unit);
         const InverseBasis& inverse = static_cast<const InverseBasis*>(part.k_inverse)[u.head];
         if (HELD) {
-            uint4 second[OWNED][HELD ? KS : 1];
 #pragma unroll
-            for (int i = 0; i < OWNED * KS; ++i) second[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][1][lane];
-#pragma unroll
-            for (int i = 0; i < OWNED * KS; ++i) held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][0][lane];
-#pragma unroll
-            for (int i = 0; i < OWNED * KS; ++i) ring.second[(maker * OWNED + i / KS) * HELD][i % KS * HELD][lane] = second[i / KS][i % KS * HELD];
+            for (int i = 0; i < OWNED * KS; ++i) held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][lane];
         }
-        float4 turns[OWNED];
-        for (int i = 0; i < OWNED; ++i) turns[i] = *reinterpret_cast<const float4*>(part.turns + 8 * (maker * OWNED + i) + 2 * c);
+        float2 turns[EACH];
+        for (int k = 0; k < EACH; ++k) turns[k] = part.turns[maker * PAIRS + (lane + 32 * k) % PAIRS];
         wait_for_previous_kernel();
         const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE, to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE;
         const int last = frame_of(Page(a, s, to, false).tokens.x);
         const UnitQueries queries(a, u, inverse, columns, maker, lane);
 #pragma unroll 1
         for (int first = frame_of(Page(a, s, from, false).tokens.x); first <= last; first += of_tile, ++number) {
-            const int frame = first + g / columns, position[2] = {FRAME * min(frame, last), FRAME * min(frame + 8 / columns, last)};
+            float2* of_frames = &ring.turns[maker][0][0];
+#pragma unroll 1
+            for (int at = lane; at < of_tile * PAIRS; at += 32 * EACH)
+                for (int k = 0; k < EACH; ++k) of_frames[at + 32 * k] = turn_of(-FRAME * min(first + (at + 32 * k) / PAIRS, last), turns[k]);
+            __syncwarp();
             for (int i = 0; i < OWNED; ++i) {
+                const float2* of_row = of_frames + g / columns * PAIRS + 8 * i + 2 * c;
+                const float4 found[2] = {*reinterpret_cast<const float4*>(of_row), *reinterpret_cast<const float4*>(of_row + 8 / columns * PAIRS)};
                 uint4(&to)[2][32] = ring.turned[maker * OWNED + i];
-                queries.turn_back(to[0][lane], to[1][lane], turns[i], position, i);
+                queries.turn_back(to[0][lane], to[1][lane], found, i);
             }
+            __syncwarp();
             FrameTile& tile = ring.tiles[number % FRAME_TILES];
             barrier_wait(shared_address(&ring.empty[number % FRAME_TILES]), (number / FRAME_TILES & 1) ^ 1);
             sync_threads<2>(THREADS);
             float sums[2] = {};
 #pragma unroll 1
             for (int block = 0; block < OWNED; block += AT_ONCE) {
-                float large[AT_ONCE][2][4] = {}, small[AT_ONCE][2][4] = {};
+                float acc[AT_ONCE][2][4] = {};
 #pragma unroll
                 for (int i = 0; i < KS; ++i) {
                     const uint4 x = ring.turned[i][0][lane], rest = ring.turned[i][1][lane];
 #pragma unroll
                     for (int o = 0; o < AT_ONCE; ++o) {
                         const int m = maker * OWNED + block + o;
-                        const uint4 w = HELD ? held[o][i * HELD] : inverse.tiles[m][i][0][lane];
-                        const uint4 w2 = HELD ? ring.second[m * HELD][i * HELD][lane] : inverse.tiles[m][i][1][lane];
-                        for (int n = 0; n < 2; ++n) {
-                            const u32 b0 = n ? w.z : w.x, b1 = n ? w.w : w.y;
-                            mma_f16(large[o][n], x.x, x.y, x.z, x.w, b0, b1);
-                            mma_f16(small[o][n], rest.x, rest.y, rest.z, rest.w, b0, b1);
-                            mma_f16(small[o][n], x.x, x.y, x.z, x.w, n ? w2.z : w2.x, n ? w2.w : w2.y);
-                        }
+                        const uint4 w = HELD ? held[o][i * HELD] : inverse.tiles[m][i][lane];
+                        mma_f16(acc[o][0], x.x, x.y, x.z, x.w, w.x, w.y);
+                        mma_f16(acc[o][1], x.x, x.y, x.z, x.w, w.z, w.w);
+                        mma_f16(acc[o][0], rest.x, rest.y, rest.z, rest.w, w.x, w.y);
+                        mma_f16(acc[o][1], rest.x, rest.y, rest.z, rest.w, w.z, w.w);
                     }
                 }
 #pragma unroll
@@ -265,9 +273,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                     const float middle = 0.5f * float((1 << int(Bands::WIDTHS >> 4 * band & 15)) - 1);
                     for (int n = 0; n < 2; ++n)
                         for (int half = 0; half < 2; ++half) {
-                            float r[2];
-                            for (int k = 0; k < 2; ++k) r[k] = (large[o][n][2 * half + k] + small[o][n][2 * half + k] * (1.f / 2048.f)) * queries.multiplier;
-                            const u32 found = pack_f16(r[0], r[1]);
+                            const u32 found = pack_f16(acc[o][n][2 * half] * queries.multiplier, acc[o][n][2 * half + 1] * queries.multiplier);
                             tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
                             sums[half] += (low_f16(found) + high_f16(found)) * middle;
                         }
@@ -279,8 +285,8 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                 if (c == 0) ring.start[maker][g + 8 * half] = sums[half];
             }
             sync_threads<2>(THREADS);
-            StepWriter{tile, maker, g, c}.write();
-            if (maker == 0) {
+            steps.write(tile, maker, g, c);
+            if (maker == MAKERS - 1) {  // which has the fewest steps
                 float sum = 0.f;
                 for (int m = 0; m < MAKERS; ++m) sum += ring.start[m][lane % FrameTile::ROWS];
                 if (lane < FrameTile::ROWS) tile.start[lane] = -sum * power_of_two(-24);

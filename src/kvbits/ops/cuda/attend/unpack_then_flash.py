@@ -16,7 +16,8 @@ import torch
 from ....errors import DataError
 from ....later import upload
 from ...types import AttendCall, Part, banded_sides, check_call, last_positions
-from ..dequantize.banded import BandedUnpacker
+from ..dequantize import banded
+from ..dequantize.refined import RefinedUnpacker
 from ..dequantize.unpacker import Unpacker, refuses_layout
 from ..merge import merge_partials
 from ..side import refuses_low
@@ -53,7 +54,9 @@ def _refuses_part(part: Part, q_dtype: torch.dtype) -> str | None:
     layout = part.store.layout
     if not banded_sides(layout):
         return refuses_layout(layout, q_dtype) or refuses_low(len(part.low))
-    return None if q_dtype in (torch.float16, torch.bfloat16) else f"rows of {q_dtype} are not float16 or bfloat16"
+    if part.low:
+        return None if q_dtype in (torch.float16, torch.bfloat16) else f"rows of {q_dtype} are not float16 or bfloat16"
+    return banded.refuses_layout(layout, q_dtype)
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class _Pass:
     first: int
     last: int
     starts: list[int]
-    unpackers: list[tuple[int, Unpacker | BandedUnpacker]]
+    unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker | RefinedUnpacker]]
 
 
 class ChunkPlan:
@@ -130,15 +133,18 @@ class ChunkPlan:
 
     def _pass(self, found: tuple[int, int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]], strides: tuple[int, ...]) -> _Pass:
         first, last, starts, entries = found
-        unpackers: list[tuple[int, Unpacker | BandedUnpacker]] = []
+        unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker | RefinedUnpacker]] = []
         for part, ids, rows in entries:
             p = self.call.parts[part]
-            if banded_sides(p.store.layout):
+            if banded_sides(p.store.layout) and p.low:
                 fine = [(s, x[ids]) for s, x in zip(p.low, p.table.low, strict=True)]
-                unpackers.append((part, BandedUnpacker(p.store, self.dtype, p.table.page_ids[ids], rows, strides[part], p.table.starts[ids], fine)))
+                unpackers.append((part, RefinedUnpacker(p.store, self.dtype, p.table.page_ids[ids], rows, strides[part], p.table.starts[ids], fine)))
                 continue
             addresses = upload(p.store.addresses()[p.table.page_ids[ids]], self.device)
             starts_of = upload(p.table.starts[ids].astype(np.int32), self.device)
+            if banded_sides(p.store.layout):
+                unpackers.append((part, banded.BandedUnpacker(p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of)))
+                continue
             low = (p.low[0], upload(p.low[0].addresses()[p.table.low[0][ids]], self.device)) if p.low else None
             unpackers.append((part, Unpacker(p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of, low)))
         return _Pass(first, last, starts.tolist(), unpackers)

@@ -1,7 +1,8 @@
 """close_pages of banded codes on NVIDIA GPUs (close_banded.cu): rows in their basis, fitted scales, planes of bands.
 
 Values are stored bit for bit as by the reference. Keys in a calibrated basis are products that are summed in another order, off by less than 2**-18 of
-sum |k_f| |A|: a code is another one only where it is a tie to that, and a scale only where two cost the same squared error.
+sum |k_f| |A| (of a token that is not 2**17 times smaller than its page's largest number): a code is another one only where it
+is a tie to that, and a scale only where two cost the same squared error.
 """
 
 from __future__ import annotations
@@ -16,61 +17,63 @@ import torch
 
 from ....errors import DataError
 from ....later import upload
-from ....spec import BAND, BAND_PLANES, PageLayout
-from ...descriptor import TORCH_DTYPES, describe
+from ....spec import PageLayout
+from ...descriptor import TORCH_DTYPES
 from ...reference.dequantize import require_starts
 from ...types import PageStore
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
-from ..side import prepared, turns_on
+from ..side import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, turns_on
 from .step import STEP_FIELDS
 
-RESIDENT_THREADS = {64: 896, 128: 384, 256: 256}
-"""Of a multiprocessor, by the largest head_dim: registers are shared out for that many. With fewer registers the product waits for each of its loads: 640 at
-head_dim 128 take half as long again on an H200."""
+RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
+"""Of a multiprocessor, by the largest head_dim: registers are shared out for that many. With fewer registers the product of a warp waits for each of its loads:
+640 at head_dim 128 take half as long again on an H200."""
+MANY_BLOCKS = 800
+"""Twice the places that an H200 has for blocks of 128 threads at head_dim 128."""
 MOST_SHARED = 96 << 10
 """Bytes of a block, which every GPU since compute capability 8.0 gives."""
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     """Why pages of this layout cannot be closed from `dtype`, or None."""
-    d = layout.head_dim
     if dtype not in TORCH_DTYPES:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
-    for kind, spec in (("keys", layout.key), ("values", layout.value)):
-        if not spec.is_banded:
-            return f"{spec.format} {kind} beside banded codes have no CUDA closing kernel"
-    if d % (32 if layout.key.basis == "klt" else BAND) or d > max(RESIDENT_THREADS):
-        return f"head_dim={d} of banded codes is no multiple of {32 if layout.key.basis == 'klt' else BAND} or above {max(RESIDENT_THREADS)}"
-    if layout.page_size > 256 or layout.page_size % 16:
-        return f"page_size={layout.page_size} of banded codes is above 256 or no multiple of 16"
+    if why := refuses_bands(layout):
+        return why
     if (nbytes := shared_bytes(layout)) > MOST_SHARED:
-        return f"a page of {layout.page_size} x {d} in float32 takes {nbytes} bytes, more than a block's {MOST_SHARED}"
+        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's {MOST_SHARED}"
     return None
 
 
-def shared_bytes(layout: PageLayout) -> int:
-    """sizeof(Shared): rows, then sums of each warp, means, cosines and sines."""
-    return 4 * (layout.page_size * (layout.head_dim + 16) + (layout.page_size // 16 + 2) * layout.head_dim)
+def shared_bytes(layout: PageLayout, warpgroups: bool = False) -> int:
+    """sizeof(Shared): rows or the basis, sums of each warp or codes, means, powers of columns, cosines and sines, largest keys of each warp."""
+    page, d = layout.page_size, layout.head_dim
+    rows, sums = 4 * page * (d + 16), page // 16 * d * 4
+    return (max(rows, 4 * d * d) + max(sums, page * (d + 4)) if warpgroups else rows + sums) + 12 * d + -(-page // 64) * 16
 
 
-def side_arguments(layout: PageLayout, kind: str) -> str:
-    """Template arguments of struct Banded but the last: keys (kind "k") or values ("v") of a layout."""
-    side = describe(layout, kind)
-    basis = {None: "NO_BASIS", "hadamard": "HADAMARD", "klt": "CALIBRATED"}[side.basis]
-    values = [side.scale_offset, side.mean_offset or 0, *(side.offset_of_plane(bits) for bits in BAND_PLANES)]
-    return f"{side.packed_widths:#x}ull, {basis}, {int(side.has_mean)}, " + ", ".join(map(str, values))
+def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
+    """Whether the product of a page's keys runs on Hopper's matrix units, which take four warps at once and read the basis from shared memory."""
+    fits = layout.key.basis == "klt" and layout.head_dim == 128 and layout.page_size == 64
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False) -> dict[str, int | str]:
-    """Macros of one instantiation of close_banded.cu; `appends`: of a decode step."""
+def pages_each(num_pages: int, num_kv_heads: int) -> int:
+    """Pages of a block: enough to pay for fetching the basis, and few enough that there are `MANY_BLOCKS` of keys."""
+    return max(1, min(16, num_pages * num_kv_heads // MANY_BLOCKS))
+
+
+def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False, warpgroups: bool = False) -> dict[str, int | str]:
+    """Macros of one instantiation of close_banded.cu; `appends`: of a decode step; `warpgroups`: see `takes_warpgroups`."""
     d, threads = layout.head_dim, layout.page_size * 2
     last = list(layout.sections.values())[-1]
     resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
     return {
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads), "X_TYPE": TORCH_DTYPES[dtype],
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout), "APPENDS": int(appends),
-        "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)), "K_BANDED": side_arguments(layout, "k"), "V_BANDED": side_arguments(layout, "v"),
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups), "APPENDS": int(appends),
+        "WARPGROUPS": int(warpgroups), "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
+        "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
 
 
@@ -80,7 +83,7 @@ class Args(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("page_address", ctypes.c_void_p), ("basis", ctypes.c_void_p),
         ("column", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("status", ctypes.c_void_p),
-        ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+        ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("pages_each", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -93,29 +96,12 @@ class StepArgs(Args):
 @functools.lru_cache(maxsize=64)
 def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False) -> tuple[driver.Kernel, int]:
     """The kernel, and threads of its blocks."""
-    macros = defines(layout, dtype, appends)
     with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
+        warpgroups = takes_warpgroups(layout, torch.device("cuda"))
+        macros = defines(layout, dtype, appends, warpgroups)
+        arch = driver.arch_of(torch.cuda.get_device_capability()) + "a" * warpgroups
         binary = cuda_compile.compile_source(Path(__file__).parent, "close_banded.cu", macros, arch)
         return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"]), early=appends), int(macros["THREADS"])
-
-
-def columns_of(basis: torch.Tensor) -> torch.Tensor:
-    """float32 [H, D]: for each column of a basis [H, D, D] a power of two above its numbers, by which `operands` are divided."""
-    exponents = basis.detach().float().cpu().abs().amax(1).frexp().exponent.clamp(-100, 100)
-    return torch.ldexp(torch.ones(exponents.shape), exponents).to(basis.device)
-
-
-def operands(basis: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """A basis [H, D, D] as the matrix units take it: float16 [H, D / 16 of y, D / 16 of k, 2 tiles, 32 lanes, high and low, 8 bytes] of its columns over
-    `columns_of` it. High and low add up to 22 bits of a column's largest number. Lane 4 g + c has rows 4 c .. 4 c + 3 of 16, and
-    of tile t column 4 (g / 2) + 2 t + g % 2 of 16, so that what comes back lies as what goes in."""
-    heads, d, _ = basis.shape
-    scaled = basis.detach().float() / columns.unsqueeze(1)
-    high = scaled.half()
-    both = torch.stack([high, (scaled - high.float()).half()], 1)
-    by_lane = both.view(heads, 2, d // 16, 4, 4, d // 16, 4, 2, 2)  # [.., half, step, c, row, band, g / 2, tile, g % 2]
-    return by_lane.permute(0, 5, 2, 7, 6, 8, 3, 1, 4).contiguous()
 
 
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
@@ -130,9 +116,8 @@ def set_static(args: Args, store: PageStore, starts: torch.Tensor | None) -> Non
     if "k_basis" not in store.static or starts is None:
         raise DataError("keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim], and the pages' positions, to close; calibrate first")
     own, device = store.static["k_basis"], store.device
-    columns = prepared(own, ("columns", device), lambda x: columns_of(x.to(device)))
-    args.column = columns.data_ptr()
-    args.basis = prepared(own, ("operands", device), lambda x: operands(x.to(device), columns)).data_ptr()
+    operands = columns_as_tiles if takes_warpgroups(store.layout, device) else columns_as_operands
+    args.basis, args.column = operands(own, device).data_ptr(), column_powers(own, device).data_ptr()
     args.starts = starts.data_ptr()
     args.turns = turns_on(store.static["k_inv_freq"], device).data_ptr()
 
@@ -141,10 +126,10 @@ def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: tor
     """Close pages without waiting for the GPU; arguments as of `packed.launch_close`, and what `first_positions` gave."""
     layout, device = store.layout, k.device
     args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
-    args.num_pages = len(page_address)
+    args.num_pages, args.pages_each = len(page_address), pages_each(len(page_address), layout.num_kv_heads)
     for i, x in enumerate((k, v)):
         args.x[i] = x.data_ptr()
         args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])
     set_static(args, store, starts)
     kernel, threads = load(layout, k.dtype, -1 if device.index is None else device.index)
-    kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, driver.current_stream(device) if device.type == "cuda" else 0)
+    kernel.launch(2 * layout.num_kv_heads * -(-args.num_pages // args.pages_each), threads, args, driver.current_stream(device) if device.type == "cuda" else 0)

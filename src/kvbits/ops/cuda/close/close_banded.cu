@@ -1,90 +1,63 @@
-// Raw keys and values to pages of banded codes in one launch: one block per (page, kv head, keys or values). docs/formats.md says what is stored,
-// kvbits/quant/{basis,banded}.py define it.
+// Raw keys and values to pages of banded codes in one launch: a block closes keys or values of one page or several of a kv head. docs/formats.md says what is
+// stored, kvbits/quant/{basis,banded}.py define it.
 //
 // Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back, and so that
 // a band's width is known when this is compiled. From the raw rows to the planes' words all stays in registers, but for the operands of a product.
 // Values are turned by butterflies in the reference's order, bit for bit. Keys are turned back by their frame and multiplied with the basis on the matrix units,
-// both as two float16 numbers, high and low (rows and columns over powers of two first): y is off by less than 2**-18 of sum |k_f| |A|, so a code
-// differs from the reference's only where it is a tie to that, and a token's scale only where two cost the same squared error to about as much.
+// both as two float16 numbers, high and low (a page and columns over powers of two first): y is off by less than 2**-18 of sum |k_f| |A| of any token
+// that is not 2**17 times smaller than the page's largest number, so a code differs from the reference's only where it is a tie to that, and a token's scale
+// only where two cost the same squared error to about as much.
 #include "banded.cuh"
 #include "octets.cuh"
 #include "quad.cuh"
 #include "step.cuh"
 
-constexpr int BANDS = D / BAND, LANES = 4, TOKENS = 2, WARPS = THREADS / 32, HALF = D / 2;
+constexpr int WARPS = THREADS / 32, HALF = D / 2;
 constexpr int ROW = D + 16;  // of a token in shared memory: keeps threads of a warp off each other's banks
-static_assert(THREADS == PAGE * LANES / TOKENS && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens");
 
 struct Args {
     const void* x[2];             // keys, values [n, H, PAGE, D], strides in elements, last dense, rows at multiples of 16 bytes
     i64 stride[2][3];
     const i64* page_address;      // [n]
-    const uint4* basis;           // [H][D / 16 of y][D / 16 of k][2][lane]: operands of the matrix units, high then low halves, columns over `column`
+    const uint4* basis;           // operands of the matrix units, see side.py: of a warp or, with WARPGROUPS, of four; columns over `column`
     const float* column;          // [H][D]
     const float2* turns;          // [D / 2] turns per position, see turn.cuh
     const int* starts;            // [n]: position of each page's first token; in a decode step of the one behind its last
     Status* status;
-    int num_pages, num_heads, head_bytes;
+    int num_pages, num_heads, head_bytes, pages_each;  // of a block
 #if APPENDS
     Step step;                    // `page` counts sequences
 #endif
 };
 
 struct Shared {
+#if WARPGROUPS
+    union {
+        unsigned char basis[D * D * 4];
+        float x[PAGE * ROW];
+    };
+    union {
+        float sums[WARPS][D];
+        unsigned char codes[PAGE][CODE_STRIDE];
+    };
+#else
     union {
         uint4 operands[BANDS][2][THREADS];  // of a thread's tokens, high and low
         float x[PAGE * ROW];
         unsigned char codes[PAGE][CODE_STRIDE];
     };
-    float sums[WARPS][D], mean[D], cosine[HALF], sine[HALF];
+    float sums[WARPS][D];
+#endif
+    float mean[D], column[D], cosine[HALF], sine[HALF];
+    u32 most[WARPS];  // of a warp's keys, the bits of a float
 };
 
-using Token = float[BANDS][4];
-
-/// Channels 16 i + 4 j + k of a token, j-th of its threads: x[i][k] times the Hadamard matrix of the largest power of two that divides D.
-DEVICE void hadamard(Token& x, int j) {
-    constexpr int SIZE = D & -D;
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i) {
-#pragma unroll
-        for (int stride = 1; stride < 4; stride *= 2)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                if (k & stride) continue;
-                const float a = x[i][k], b = x[i][k + stride];
-                x[i][k] = __fadd_rn(a, b), x[i][k + stride] = __fsub_rn(a, b);
-            }
-#pragma unroll
-        for (int stride = 1; stride < LANES; stride *= 2)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float other = __shfl_xor_sync(ALL_LANES, x[i][k], stride);
-                x[i][k] = fmaf(x[i][k], j & stride ? -1.f : 1.f, other);  // a sum or a difference, rounded once
-            }
-    }
-#pragma unroll
-    for (int stride = 1; stride < SIZE / BAND; stride *= 2)
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                if (i & stride) continue;
-                const float a = x[i][k], b = x[i + stride < BANDS ? i + stride : i][k];
-                x[i][k] = __fadd_rn(a, b), x[i + stride < BANDS ? i + stride : i][k] = __fsub_rn(a, b);
-            }
-    constexpr float FACTOR = float(HADAMARD_FACTOR);
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) x[i][k] = __fmul_rn(x[i][k], FACTOR);
-}
-
-DEVICE int thread_token(int r) { return int(threadIdx.x) / 32 * 16 + r * 8 + int(threadIdx.x) % 32 / LANES; }
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
 
 /// Stores the channels' means, mean_of(channel) each, and takes them off.
 template <class S, class MeanOf>
 DEVICE void take_means(Token (&x)[TOKENS], int j, unsigned char* out, Shared& shared, bool& overflow, MeanOf mean_of) {
+#pragma unroll 1
     for (int ch = threadIdx.x; ch < D; ch += THREADS) {
         const float mean = rounded<FLOAT16>(mean_of(ch));
         overflow |= !finite(mean);
@@ -116,12 +89,13 @@ DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared&
     });
 }
 
-/// A thread's part of its tokens, turned back by the frame over a power of two of each token, as operands of the matrix units.
-DEVICE void write_operands(const Token (&x)[TOKENS], const float (&over)[TOKENS], int j, Shared& shared) {
+/// A thread's part of its tokens, turned back by the frame times `over`, as operands of the matrix units: take(band, high, low).
+template <class Take>
+DEVICE void turn_and_split(const Token (&x)[TOKENS], float over, int j, const Shared& shared, const Take& take) {
 #pragma unroll
     for (int i = 0; i < BANDS / 2; ++i) {
         const float4 c = four_at(shared.cosine, i, j), s = four_at(shared.sine, i, j);
-        const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
+        const float cosine[4] = {c.x * over, c.y * over, c.z * over, c.w * over}, sine[4] = {s.x * over, s.y * over, s.z * over, s.w * over};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32 high[TOKENS][2], low[TOKENS][2];
@@ -131,7 +105,7 @@ DEVICE void write_operands(const Token (&x)[TOKENS], const float (&over)[TOKENS]
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const float a = x[r][i][k], b = x[r][i + BANDS / 2][k];
-                    y[k] = over[r] * (half ? b * cosine[k] - a * sine[k] : a * cosine[k] + b * sine[k]);
+                    y[k] = half ? b * cosine[k] - a * sine[k] : a * cosine[k] + b * sine[k];
                 }
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
@@ -139,59 +113,127 @@ DEVICE void write_operands(const Token (&x)[TOKENS], const float (&over)[TOKENS]
                     low[r][k] = pack_f16(y[2 * k] - low_f16(high[r][k]), y[2 * k + 1] - high_f16(high[r][k]));
                 }
             }
-            shared.operands[i + half * (BANDS / 2)][0][threadIdx.x] = {high[0][0], high[1][0], high[0][1], high[1][1]};
-            shared.operands[i + half * (BANDS / 2)][1][threadIdx.x] = {low[0][0], low[1][0], low[0][1], low[1][1]};
+            take(i + half * (BANDS / 2), uint4{high[0][0], high[1][0], high[0][1], high[1][1]}, uint4{low[0][0], low[1][0], low[0][1], low[1][1]});
         }
     }
 }
 
-/// Tokens in the frame of the page times the basis, less the channels' means (of a side with means).
-template <class S>
-DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, int frame, unsigned char* out, Shared& shared, bool& overflow) {
-    float over[TOKENS], back[TOKENS];
+/// What a head's pages share: once for all pages of a block.
+DEVICE void load_head(const Args& a, int head, Shared& shared) {
+    for (int i = threadIdx.x; i < D; i += THREADS) shared.column[i] = a.column[head * D + i];
+#if WARPGROUPS
+    constexpr int COUNT = sizeof(shared.basis) / 16;  // where matrix units read it
+    const uint4* const from = a.basis + i64(head) * COUNT;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < COUNT; i += THREADS) reinterpret_cast<uint4*>(shared.basis)[i] = from[i];
+    shared_writes_before_copies();
+#endif
+}
+
+#if WARPGROUPS
+/// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the basis from shared memory.
+DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], float over, int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
+    u32 rows[2][BANDS][4];
+    turn_and_split(x, over, j, shared, [&](int i, uint4 high, uint4 low) {
+        rows[0][i][0] = high.x, rows[0][i][1] = high.y, rows[0][i][2] = high.z, rows[0][i][3] = high.w;
+        rows[1][i][0] = low.x, rows[1][i][1] = low.y, rows[1][i][2] = low.z, rows[1][i][3] = low.w;
+    });
+    const u32 basis = shared_address(shared.basis);
+    warpgroup_begins(y);
 #pragma unroll
-    for (int r = 0; r < TOKENS; ++r) {
-        const int exponent = min(max(exponent_of(most[r]), -126), 126);
-        over[r] = power_of_two(-exponent), back[r] = power_of_two(exponent);
-    }
-    for (int i = threadIdx.x; i < HALF; i += THREADS) {
-        const float2 turn = turn_of(frame, a.turns[i]);
-        shared.cosine[i] = turn.x, shared.sine[i] = turn.y;
-    }
-    __syncthreads();
-    write_operands(x, over, j, shared);
-    const int lane = threadIdx.x % 32;
-    const uint4* const from = a.basis + i64(head) * BANDS * BANDS * 64 + lane;
-    float y[BANDS][2][4] = {};
+    for (int step = 0; step < BANDS; ++step)
+#pragma unroll
+        for (int product = 0; product < 3; ++product)  // high times low, low times high, high times high
+            warpgroup_mma_f16(y, rows[product == 1][step], basis + ((product == 0) * BANDS + step) * 32 * D, step + product > 0);
+    warpgroup_ends(y);
+}
+#else
+/// y: tokens in the frame of the page times the basis.
+DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], float over, int j, int head, Shared& shared, float (&y)[BANDS][2][4]) {
+    turn_and_split(x, over, j, shared, [&](int i, uint4 high, uint4 low) { shared.operands[i][0][threadIdx.x] = high, shared.operands[i][1][threadIdx.x] = low; });
+    const uint4* const from = a.basis + i64(head) * BANDS * BANDS * 64 + threadIdx.x % 32;
+    // Half a step's operands of the basis are on their way while the other half is multiplied.
+    constexpr int EACH = BANDS / 2;
+    uint4 b[2][EACH][2];
+    const auto load = [&](int half, int step) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+#pragma unroll
+            for (int t = 0; t < 2; ++t) b[half][i][t] = from[(((half * EACH + i) * BANDS + step) * 2 + t) * 32];
+    };
+    load(0, 0);
 #pragma unroll 1
     for (int step = 0; step < BANDS; ++step) {
         const uint4 high = shared.operands[step][0][threadIdx.x], low = shared.operands[step][1][threadIdx.x];  // written by this thread
 #pragma unroll
-        for (int i = 0; i < BANDS; ++i)
+        for (int half = 0; half < 2; ++half) {
+            if (half == 0) load(1, step);
+            else load(0, min(step + 1, BANDS - 1));
 #pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                const uint4 b = from[((i * BANDS + step) * 2 + t) * 32];
-                mma_f16(y[i][t], high.x, high.y, high.z, high.w, b.z, b.w);
-                mma_f16(y[i][t], low.x, low.y, low.z, low.w, b.x, b.y);
-                mma_f16(y[i][t], high.x, high.y, high.z, high.w, b.x, b.y);
+            for (int product = 0; product < 3; ++product) {
+                const uint4 rows = product == 1 ? low : high;
+#pragma unroll
+                for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                    for (int t = 0; t < 2; ++t) {
+                        const uint4 of = b[half][i][t];
+                        mma_f16(y[half * EACH + i][t], rows.x, rows.y, rows.z, rows.w, product ? of.x : of.z, product ? of.y : of.w);
+                    }
             }
+        }
     }
+}
+#endif
+
+/// Lanes that differ in the bit MASK share out the numbers of both: each has the sums of half of them, `first` of which number on.
+template <int MASK, int COUNT>
+DEVICE void share_sums(float (&sum)[4 * BANDS], int lane, int& first) {
+    const bool upper = lane & MASK;
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+        const float other = __shfl_xor_sync(ALL_LANES, upper ? sum[i] : sum[COUNT / 2 + i], MASK);
+        sum[i] = (upper ? sum[COUNT / 2 + i] : sum[i]) + other;
+    }
+    first += upper ? COUNT / 2 : 0;
+}
+
+/// The channels' sums over a warp's 16 tokens.
+DEVICE void sum_tokens(const Token (&x)[TOKENS], int lane, float* sums) {
+    float sum[4 * BANDS];
+#pragma unroll
+    for (int i = 0; i < 4 * BANDS; ++i) sum[i] = x[0][i / 4][i % 4] + x[1][i / 4][i % 4];
+    int first = 0;
+    share_sums<4, 4 * BANDS>(sum, lane, first);
+    share_sums<8, 2 * BANDS>(sum, lane, first);
+    share_sums<16, BANDS>(sum, lane, first);
+#pragma unroll
+    for (int i = 0; i < BANDS / 2; ++i) sums[(first + i) / 4 * BAND + lane % LANES * 4 + (first + i) % 4] = sum[i];
+}
+
+/// Tokens in the frame of the page times the basis, less the channels' means (of a side with means).
+template <class S>
+DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, unsigned char* out, Shared& shared, bool& overflow) {
+    // The page's largest number comes to lie below 2**15, which float16 holds after a turn; a token 2**17 times smaller still has 22 bits.
+    const int lane = threadIdx.x % 32;
+    const u32 here = __reduce_max_sync(ALL_LANES, max(__float_as_uint(most[0]), __float_as_uint(most[1])));
+    if (lane == 0) shared.most[threadIdx.x / 32] = here;
+    __syncthreads();
+    u32 largest = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) largest = max(largest, shared.most[warp]);
+    const int exponent = max(exponent_of(__uint_as_float(largest)), -112) - 14;
+    float y[BANDS][2][4] = {};
+    times_basis(a, x, power_of_two(-exponent), j, head, shared, y);
+    const float back = power_of_two(exponent);
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
-        const float4 column = four_at(a.column + head * D, i, j);
-        const float columns[4] = {column.x, column.y, column.z, column.w};
-        float sum[4];
+        const float4 column = four_at(shared.column, i, j);
+        const float columns[4] = {column.x * back, column.y * back, column.z * back, column.w * back};
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            x[0][i][k] = y[i][k / 2][k % 2] * back[0] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * back[1] * columns[k];
-            sum[k] = x[0][i][k] + x[1][i][k];
-            if (!S::HAS_MEAN) continue;
-#pragma unroll
-            for (int mask = 4; mask < 32; mask *= 2) sum[k] += __shfl_xor_sync(ALL_LANES, sum[k], mask);
-        }
-        if (S::HAS_MEAN && lane < LANES) *reinterpret_cast<float4*>(&shared.sums[threadIdx.x / 32][i * BAND + j * 4]) = {sum[0], sum[1], sum[2], sum[3]};
+        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * columns[k];
     }
     if (!S::HAS_MEAN) return;
+    sum_tokens(x, lane, shared.sums[threadIdx.x / 32]);
     __syncthreads();
     take_means<S>(x, j, out, shared, overflow, [&](int ch) {
         float sum = 0.f;
@@ -201,35 +243,33 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
     });
 }
 
-/// What a scale misses x by. Levels are halves of odd numbers of scales, symmetric: with b bits the distance from the nearest is
-/// | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales, past the ends too. Wider ones, in scales, cut the fraction off a float whose integers have fixed bits.
+/// What a scale misses x by, past the ends too. Levels are halves of odd numbers of scales, symmetric: with b bits the distance from the nearest is
+/// | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales. Wider ones count half scales, levels are odd: from 2**24 on a float holds even numbers only.
 template <int BITS>
-DEVICE float missed(float x, float scale, float inverse) {
+DEVICE float missed(float x, float scale, float inverse_half) {
     if (BITS <= 4) {
         float y = x;
 #pragma unroll
         for (int b = BITS; b > 0; --b) y = fabsf(y) - float(1 << b) / 4 * scale;
         return y;
     }
-    constexpr int SHIFT = BITS > 4 ? 23 - BITS : 0;  // of the lowest integer bit of a float from 2**BITS on
-    constexpr float FIRST = float(1 << (BITS > 4 ? BITS : 0));
-    const float y = fmaf(x, inverse, 1.5f * FIRST);
-    const float level = __uint_as_float((__float_as_uint(y) & ~((1u << SHIFT) - 1)) | 1u << SHIFT >> 1);
-    return y - fminf(fmaxf(level, FIRST + 0.5f), 2 * FIRST - 0.5f);
+    constexpr float EVEN = 16777216.f;
+    const float below = fminf(__fmaf_rd(fabsf(x), inverse_half, EVEN), EVEN + float((1 << BITS) - 2));
+    return fmaf(fabsf(x), inverse_half, (EVEN - 1.f) - below);
 }
 
-/// Squares of what a scale misses, of narrow bands and, in scales, of wide ones.
+/// Squares of what a scale misses, of narrow bands and, in half scales, of wide ones.
 template <class S, int I = 0>
-DEVICE void add_squares(const Token& x, float scale, float inverse, float (&narrow)[2], float (&wide)[2]) {
+DEVICE void add_squares(const Token& x, float scale, float inverse_half, float (&narrow)[2], float (&wide)[2]) {
     if constexpr (I < BANDS) {
         if constexpr (S::width(I) > 0)
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const float y = missed<S::width(I)>(x[I][k], scale, inverse);
+                const float y = missed<S::width(I)>(x[I][k], scale, inverse_half);
                 float& sum = S::width(I) > 4 ? wide[k % 2] : narrow[k % 2];
                 sum = fmaf(y, y, sum);
             }
-        add_squares<S, I + 1>(x, scale, inverse, narrow, wide);
+        add_squares<S, I + 1>(x, scale, inverse_half, narrow, wide);
     }
 }
 
@@ -260,15 +300,15 @@ DEVICE void fit_scales(const Token (&x)[TOKENS], int (&best)[TOKENS], bool& over
         least[r] = __uint_as_float(0x7f800000u);
     }
 #pragma unroll 1
-    for (int i = 0; i < 7; ++i) {
+    for (int i = 0; i < 6; ++i) {
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r) {
-            if (i == 3 || i == 5) around[r] = best[r];
+            if (i == 2 || i == 4) around[r] = best[r];
             const int code = min(max(around[r] + int(SCALE_OFFSETS >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
-            const float scale = scale_value(code);
+            const float scale = scale_value(code), half = 0.5f * scale;
             float narrow[2] = {}, wide[2] = {};
-            add_squares<S>(x[r], scale, reciprocal_approx(scale), narrow, wide);
-            const float error = of_token(fmaf((wide[0] + wide[1]) * scale, scale, narrow[0] + narrow[1]));
+            add_squares<S>(x[r], scale, reciprocal_approx(half), narrow, wide);
+            const float error = of_token(fmaf((wide[0] + wide[1]) * half, half, narrow[0] + narrow[1]));
             if (error < least[r]) least[r] = error, best[r] = code;
         }
     }
@@ -281,58 +321,67 @@ DEVICE void codes_of(const Token& x, float scale, u32 (&codes)[BANDS]) {
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         if (!S::width(i)) continue;
-        const float top = float((1 << S::width(i)) - 1);
+        constexpr u32 ONE_EACH = 0x10001u;
+        const u32 top = (1u << S::width(i)) - 1;
         u32 found[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            // Rounded as the reference rounds: product and sum at once, then half to even by a number that leaves no room for a fraction.
-            const float level = fmaf(x[i][k], inverse, top / 2);
-            found[k] = __float_as_uint(__fadd_rn(fminf(fmaxf(level, 0.f), top), 12582912.f));
-        }
-        codes[i] = permute_bytes(permute_bytes(found[0], found[1], 0x0040), permute_bytes(found[2], found[3], 0x0040), 0x5410);
+        for (int k = 0; k < 4; ++k)
+            // Rounded as the reference rounds: product and sum at once, then half to even by a number that leaves no room for a fraction. What is left of
+            // the levels fits 16 bits: a scale of the search is above 1/1000 of a token's largest number.
+            found[k] = __float_as_uint(__fadd_rn(fmaf(x[i][k], inverse, float(top) / 2), 12582912.f));
+        const u32 low = clamp_i16x2(permute_bytes(found[0], found[1], 0x5410), top * ONE_EACH), high = clamp_i16x2(permute_bytes(found[2], found[3], 0x5410), top * ONE_EACH);
+        codes[i] = permute_bytes(low, high, 0x6420);
     }
 }
 
-template <class S>
-DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shared) {
+constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;  // of an element
+
+/// A thread's part of a page's rows.
+DEVICE void load_rows(const Args& a, int side, int page, int head, Quad (&raw)[TOKENS][BANDS]) {
     const int j = threadIdx.x % LANES;
-    constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;
 #if APPENDS
-    const Closing closing = a.step.closings[page];
-    unsigned char* out = reinterpret_cast<unsigned char*>(a.step.closed) + closing.to + i64(head) * a.head_bytes;
-    const char* from = a.step.tail + closing.from + head * a.step.tail_head_bytes + a.step.tail_offset[side] + j * 4 * BYTES;
+    const char* from = a.step.tail + a.step.closings[page].from + head * a.step.tail_head_bytes + a.step.tail_offset[side] + j * 4 * BYTES;
     constexpr i64 stride = D * BYTES;
 #else
-    unsigned char* out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
     const char* from = static_cast<const char*>(a.x[side]) + (page * a.stride[side][0] + head * a.stride[side][1] + j * 4) * BYTES;
     const i64 stride = a.stride[side][2] * BYTES;
 #endif
+#pragma unroll
+    for (int r = 0; r < TOKENS; ++r)
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i) raw[r][i].load(from + thread_token(r) * stride + i * BAND * BYTES);
+}
+
+/// Stores one side of a page from its rows.
+template <class S>
+DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS], unsigned char* out, Shared& shared) {
+    const int j = threadIdx.x % LANES;
+    if constexpr (S::BASIS == CALIBRATED) {  // while the rows are on their way
+        const int frame = (a.starts[page] - (APPENDS ? PAGE : 0)) / FRAME * FRAME;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < HALF; i += THREADS) {
+            const float2 turn = turn_of(frame, a.turns[i]);
+            shared.cosine[i] = turn.x, shared.sine[i] = turn.y;
+        }
+    }
     Token x[TOKENS];
     float most[TOKENS];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
-        Quad raw[BANDS];
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i) raw[i].load(from + thread_token(r) * stride + i * BAND * BYTES);
         u32 largest = 0;
 #pragma unroll
         for (int i = 0; i < BANDS; ++i) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) x[r][i][k] = raw[i][k];
+            for (int k = 0; k < 4; ++k) x[r][i][k] = raw[r][i][k];
 #pragma unroll
-            for (int k = 0; k < Quad::WORDS; ++k) largest = Octet::larger(largest, raw[i].w[k] & Octet::ABS);
+            for (int k = 0; k < Quad::WORDS; ++k) largest = Octet::larger(largest, raw[r][i].w[k] & Octet::ABS);
         }
         most[r] = Octet::unpack(largest, true);
         if (!finite(most[r])) a.status->nonfinite[side] = 1;
     }
     bool overflow = false;
     if constexpr (S::BASIS == CALIBRATED) {
-#pragma unroll
-        for (int r = 0; r < TOKENS; ++r)
-#pragma unroll
-            for (int mask = 1; mask < LANES; mask *= 2) most[r] = fmaxf(most[r], __shfl_xor_sync(ALL_LANES, most[r], mask));
-        const int start = a.starts[page] - (APPENDS ? PAGE : 0);
-        rows_to_basis<S>(a, x, most, j, head, start / FRAME * FRAME, out, shared, overflow);
+        rows_to_basis<S>(a, x, most, j, head, out, shared, overflow);
     } else {
 #pragma unroll
         for (int r = 0; r < TOKENS && S::BASIS == HADAMARD; ++r) hadamard(x[r], j);
@@ -349,7 +398,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
         write_lanes<S>(out, codes[r], thread_token(r), j);
     }
     if constexpr (!in_lanes<S>()) {
-        __syncthreads();  // codes take the operands' memory
+        __syncthreads();  // codes take memory of the operands or sums
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r)
 #pragma unroll
@@ -360,25 +409,42 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     }
 }
 
+/// Pages `first` .. `last` - 1 of a head.
+template <class S>
+DEVICE void close_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
+    bool loaded = S::BASIS != CALIBRATED;
+#pragma unroll 1
+    for (int page = first; page < last; ++page) {
+#if APPENDS
+        if (append_alone(a.step, a.num_heads, side, page, head, threadIdx.x)) continue;
+        unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
+#else
+        unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
+        if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D)  // the next page's rows, where they lie side by side
+            prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
+#endif
+        Quad raw[TOKENS][BANDS];
+        load_rows(a, side, page, head, raw);
+        if (!loaded) load_head(a, head, shared);
+        loaded = true;
+        close_side<S>(a, side, page, head, raw, out, shared);
+        if (side == 0)  // nothing of the pool's earlier content stays in a page
+#pragma unroll 1
+            for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
+        __syncthreads();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
+#if APPENDS
+        FreshRow(a.step, a.num_heads, side, page, head, threadIdx.x).store();
+#endif
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
     static_assert(sizeof(Shared) <= SHARED_BYTES, "banded.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     // Values last, and the pages of a head side by side: a multiprocessor runs one side's code at a time, and finds the head's basis in its L1.
-    const int count = a.num_pages * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
-    const int head = item / a.num_pages, page = item % a.num_pages;
-#if APPENDS
-    if (append_alone(a.step, a.num_heads, side, page, head, threadIdx.x)) return;
-    unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
-#else
-    unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
-#endif
-    if (side == 0)  // nothing of the pool's earlier content stays in a page
-        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
-    if (side == 0) close_side<Banded<K_BANDED, false>>(a, 0, page, head, shared);
-    else close_side<Banded<V_BANDED, true>>(a, 1, page, head, shared);
-#if APPENDS
-    __syncthreads();  // the page has been read: its place may be the fresh token's
-    FreshRow(a.step, a.num_heads, side, page, head, threadIdx.x).store();
-#endif
+    const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
+    const int head = item / each, first = item % each * a.pages_each, last = min(first + a.pages_each, a.num_pages);
+    if (side == 0) close_pages<Banded<K_BANDED, false>>(a, 0, head, first, last, shared);
+    else close_pages<Banded<V_BANDED, true>>(a, 1, head, first, last, shared);
 }

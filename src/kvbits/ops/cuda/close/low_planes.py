@@ -19,7 +19,8 @@ PAGES_AT_ONCE = 64
 def close_low(
     k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]], starts: np.ndarray | None
 ) -> None:
-    """Write the low planes of pages `page_ids` [n] into those of `low`, the coarsest first, without waiting. Arguments as of `packed.close`."""
+    """Write the low planes of pages `page_ids` [n], which a launch on the same stream has closed, into those of `low`, the coarsest first. Arguments as of
+    `packed.close`."""
     layout, fine = store.layout, [s.layout for s, _ in low]
     sides = [(kind, x, spec) for kind, x, spec in (("k", k, layout.key), ("v", v, layout.value)) if any((y.key_bits, y.value_bits)[kind == "v"] for y in fine)]
     for i in range(0, len(page_ids), PAGES_AT_ONCE):

@@ -185,7 +185,7 @@ class DecodeStep:
                 if static is not None:
                     field[i] = static.data_ptr()
         if isinstance(self._args, banded.StepArgs):
-            self._args.num_pages = len(runs)
+            self._args.num_pages, self._args.pages_each = len(runs), 1
             banded.set_static(self._args, store, tail_starts)
         self._fresh = self._args.fresh  # the same memory
         self._args.before[0], self._args.before[1] = (x.data_ptr() for x in undo)

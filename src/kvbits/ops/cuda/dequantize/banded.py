@@ -1,77 +1,93 @@
-"""Banded pages to 16-bit rows for attention of many queries, and of any number to pages with low planes: the reference's operations on the pages' device,
-some pages at a time, written where `Unpacker` writes. No kernel of our own: products with the inverse of the basis are what it costs, and a chunk pays for
-them once."""
+"""Pages of banded codes to 16-bit rows on NVIDIA GPUs (dequantize_banded.cu), for attention of many queries."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+import ctypes
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
 
-import numpy as np
 import torch
 
-from ....later import upload
-from ...reference.dequantize import dequantize_pages
-from ...types import LowStore, PageStore
+from ....errors import DataError
+from ....spec import PageLayout
+from ...descriptor import TORCH_DTYPES
+from ...types import PageStore
+from ..runtime import compile as cuda_compile
+from ..runtime import driver
+from ..side import as_float32, banded_arguments, column_powers, columns_as_operands, refuses_bands, turns_on
 
-PAGES_AT_ONCE = 256
-"""268 MB of float32 keys and values at 8 kv heads of 128 and 64 tokens a page."""
+RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
+"""Of a multiprocessor, by the largest head_dim: registers are shared out for that many."""
+
+
+def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+    """Why pages of banded codes cannot be unpacked to `dtype`, or None."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"rows of {dtype} are not float16 or bfloat16"
+    return refuses_bands(layout)
+
+
+def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
+    """Macros of one instantiation of dequantize_banded.cu."""
+    d, threads = layout.head_dim, layout.page_size * 2
+    resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
+    return {
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads),
+        "OUT_TYPE": TORCH_DTYPES[dtype], "SHARED_BYTES": 12 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
+        "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
+    }  # fmt: skip
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [
+        ("page_address", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p * 2), ("operands", ctypes.c_void_p), ("column", ctypes.c_void_p),
+        ("inverse", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("layer_offset", ctypes.c_int64),
+        ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
+    ]  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[driver.Kernel, int]:
+    """The kernel, and threads of its blocks."""
+    macros = defines(layout, dtype)
+    with torch.cuda.device(device_index):
+        binary = cuda_compile.compile_source(Path(__file__).parent, "dequantize_banded.cu", macros, driver.arch_of(torch.cuda.get_device_capability()))
+        return driver.Kernel(binary, "dequantize_banded", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
 
 
 class BandedUnpacker:
-    """Pages of one store, ready to be unpacked for every layer of the group; same use as `Unpacker`.
+    """Pages of one store, ready to be unpacked for every layer of the group; launches only; same use as `Unpacker`.
 
     Args:
-        page_ids: int64 [n]; rows: int32 [n, 2], first output row and visible tokens of each page; starts: [n], position of each page's first token.
+        page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
+        rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
         layer_stride: bytes from a page of one layer to the same page of the next.
-        low: stores of the low planes that refine the pages, the coarsest first, and their pages [n]; layers lie side by side where the pages' do.
+        starts: int32 [n] on the device: position of each page's first token.
     """
 
-    def __init__(
-        self, store: PageStore, dtype: torch.dtype, page_ids: np.ndarray, rows: np.ndarray, layer_stride: int, starts: np.ndarray,
-        low: Sequence[tuple[LowStore, np.ndarray]] = (),
-    ) -> None:  # fmt: skip
-        self._store, self._dtype = store, dtype
-        tokens = np.arange(store.layout.page_size)
-        self._steps: list[tuple[_Pages, list[_Pages], torch.Tensor, torch.Tensor, np.ndarray]] = []
-        for at in range(0, len(page_ids), PAGES_AT_ONCE):
-            some = slice(at, at + PAGES_AT_ONCE)
-            visible = tokens < rows[some, 1:]
-            found = (rows[some, :1] + tokens)[visible].astype(np.int64)
-            fine = [_Pages(s, ids[some], s.layout.page_size_bytes if layer_stride else 0) for s, ids in low]
-            places, to = (upload(x, store.device) for x in (np.flatnonzero(visible), found))
-            self._steps.append((_Pages(store, page_ids[some], layer_stride), fine, places, to, starts[some]))
+    def __init__(self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor) -> None:
+        layout, self._device = store.layout, page_address.device
+        self._store, self._layer_stride, self._keep = store, layer_stride, (page_address, rows, starts)
+        self._kernel, self._threads = load(layout, dtype, -1 if self._device.index is None else self._device.index)
+        self._args = _Args(page_address=page_address.data_ptr(), rows=rows.data_ptr(), starts=starts.data_ptr(), num_pages=len(page_address))
+        self._args.num_heads, self._args.head_bytes = layout.num_kv_heads, layout.head_bytes
 
     def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says."""
-        shared = dict(self._store.static if static is None else static)
-        for pages, fine, visible, to, starts in self._steps:
-            low = [(x.of(layer), x.store.layout) for x in fine if isinstance(x.store, LowStore)]
-            unpacked = dequantize_pages(pages.of(layer), self._store.layout, shared, low=low, starts=starts)
-            for out, x in zip((keys, values), unpacked, strict=True):
-                out[to] = x.transpose(1, 2).flatten(0, 1)[visible].to(self._dtype)
+        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says.
 
-
-class _Pages:
-    """Some pages `page_ids` [n] of a store of layer 0, to be copied out for any layer."""
-
-    def __init__(self, store: PageStore | LowStore, page_ids: np.ndarray, layer_stride: int) -> None:
-        self.store, self._layer_stride, self._count = store, layer_stride, len(page_ids)
-        self._of_slabs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        ends = np.cumsum([0, *(len(s) for s in store.slabs)])
-        for slab, (low, high) in zip(store.slabs, itertools.pairwise(ends), strict=True):
-            mine = np.flatnonzero((page_ids >= low) & (page_ids < high))
-            if len(mine):
-                self._of_slabs.append((slab, upload(page_ids[mine] - low, slab.device), upload(mine, slab.device)))
-
-    def of(self, layer: int) -> torch.Tensor:
-        """uint8 [n, H, head_bytes]."""
-        found = [
-            slab.as_strided(slab.shape, slab.stride(), slab.storage_offset() + layer * self._layer_stride)[ids] for slab, ids, _ in self._of_slabs
-        ]  # fmt: skip
-        if len(found) == 1:
-            return found[0]
-        pages = found[0].new_empty(self._count, *found[0].shape[1:])
-        for some, (_, _, places) in zip(found, self._of_slabs, strict=True):
-            pages[places] = some
-        return pages
+        Raises:
+            DataError: keys in a calibrated basis, and no inverse of it.
+        """
+        args, device = self._args, self._device
+        static = self._store.static if static is None else static
+        if self._store.layout.key.basis == "klt":
+            if "k_inverse" not in static:
+                raise DataError("keys in a calibrated basis need k_inverse of [num_kv_heads, head_dim, head_dim] to be read; calibrate first")
+            inverse = static["k_inverse"]
+            args.operands, args.column = columns_as_operands(inverse, device).data_ptr(), column_powers(inverse, device).data_ptr()
+            args.inverse, args.turns = as_float32(inverse, device).data_ptr(), turns_on(static["k_inv_freq"], device).data_ptr()
+        args.out[0], args.out[1], args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self._layer_stride
+        stream = driver.current_stream(device) if device.type == "cuda" else 0
+        self._kernel.launch(2 * args.num_heads * args.num_pages, self._threads, args, stream)

@@ -64,6 +64,16 @@ DEVICE u32 high_fnma(u32 a, u32 b, u32 c) {
     return d;
 }
 DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+/// Two signed 16-bit numbers, none below 0 nor above those of `top`.
+DEVICE u32 clamp_i16x2(u32 a, u32 top) {
+    u32 d;
+#if __CUDA_ARCH__ >= 900
+    asm("min.relu.s16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(top));
+#else
+    asm("{.reg .u32 zero, up; mov.u32 zero, 0; vmax2.s32.s32.s32 up, %1, zero, zero; vmin2.s32.s32.s32 %0, up, %2, zero;}" : "=r"(d) : "r"(a), "r"(top));
+#endif
+    return d;
+}
 DEVICE u32 low_twice(u32 a) { return permute_bytes(a, a, 0x1010); }
 DEVICE u32 high_twice(u32 a) { return permute_bytes(a, a, 0x3232); }
 
@@ -78,6 +88,36 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+#if WARPGROUPS
+/// Around `warpgroup_mma_f16`s that add to y: what they read and write is in its place before; after, it is there.
+DEVICE void keep_in_place(float (&y)[8][2][4]) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(y[i / 8][i / 4 % 2][i % 4])::"memory");
+}
+DEVICE void warpgroup_begins(float (&y)[8][2][4]) {
+    keep_in_place(y);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+DEVICE void warpgroup_ends(float (&y)[8][2][4]) {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    keep_in_place(y);
+}
+#define ACCUMULATORS(i) "+f"(y[i][0][0]), "+f"(y[i][0][1]), "+f"(y[i][0][2]), "+f"(y[i][0][3]), "+f"(y[i][1][0]), "+f"(y[i][1][1]), "+f"(y[i][1][2]), "+f"(y[i][1][3])
+/// y[64x128] (+)= a[64x16] b[16x128] of four warps, 16 rows each; lanes hold a and y as for `mma_f16`, y of tiles of 8 columns. b at a shared address: of k
+/// 0 .. 7, then of 8 .. 15, 128 columns of 16 bytes.
+DEVICE void warpgroup_mma_f16(float (&y)[8][2][4], const u32 (&a)[4], u32 b, bool adds) {
+    constexpr u64 BETWEEN_HALVES = 128 * 16 / 16, BETWEEN_TILES = 8 * 16 / 16;
+    const u64 at = u64(b >> 4 & 0x3fff) | BETWEEN_HALVES << 16 | BETWEEN_TILES << 32;
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+                 "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}"
+                 : ACCUMULATORS(0), ACCUMULATORS(1), ACCUMULATORS(2), ACCUMULATORS(3), ACCUMULATORS(4), ACCUMULATORS(5), ACCUMULATORS(6), ACCUMULATORS(7)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(at), "r"(int(adds)));
+}
+#endif
 /// Transposes an 8x8 tile of 16-bit values: lane (g, c) gives row g, columns 2c, 2c + 1 and receives column g, rows 2c, 2c + 1.
 /// Four 8x8 matrices of 16-bit numbers from shared memory, rows of 16 bytes: lane i has the address of row i % 8 of matrix i / 8 and gets of each matrix
 /// row lane / 4, columns 2 (lane % 4) and the next.

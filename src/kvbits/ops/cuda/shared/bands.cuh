@@ -1,0 +1,94 @@
+// Banded codes (quant/banded.py): what a side is, as a type, and how the threads of a warp have a page's tokens. THREADS and HADAMARD_FACTOR are macros.
+#pragma once
+#include "side.cuh"
+
+enum Basis { NO_BASIS, HADAMARD, CALIBRATED };
+
+/// WIDTHS: bits of each band, four bits a band. PLANE8 .. PLANE1: bytes to the planes of 8, 4, 2 and 1 bits, if the page has them.
+template <u64 WIDTHS, Basis BASIS_, bool MEAN_, int SCALE_OFFSET_, int MEAN_OFFSET_, int PLANE8, int PLANE4, int PLANE2, int PLANE1, bool VALUES_>
+struct Banded {
+    static constexpr Basis BASIS = BASIS_;
+    static constexpr bool HAS_MEAN = MEAN_, VALUES = VALUES_;
+    static constexpr int SCALE_OFFSET = SCALE_OFFSET_, MEAN_OFFSET = MEAN_OFFSET_;
+
+    static DEVICE constexpr int width(int band) { return int(WIDTHS >> 4 * band & 15); }
+    static DEVICE constexpr int offset(int plane) { return plane == 8 ? PLANE8 : plane == 4 ? PLANE4 : plane == 2 ? PLANE2 : PLANE1; }
+    /// Channels of the bands that have a plane (all bits: of those that have any).
+    static DEVICE constexpr int channels(int plane) {
+        int found = 0;
+        for (int i = 0; i < D / BAND; ++i) found += width(i) & plane ? BAND : 0;
+        return found;
+    }
+    /// Of a plane's bands, in its order, four bits each: which they are; or how far its field lies up in their codes.
+    static DEVICE constexpr u64 bands(int plane, bool shifts) {
+        u64 found = 0;
+        for (int i = 0, at = 0; i < D / BAND; ++i)
+            if (width(i) & plane) found |= u64(shifts ? width(i) & (plane - 1) : i) << 4 * at++;
+        return found;
+    }
+};
+
+/// The 8-bit float of a code.
+DEVICE float scale_value(int code) { return f16_to_float(u16(code << 7)); }
+
+/// Bytes of a token in a plane.
+template <class S>
+constexpr int plane_row(int bits) { return (S::channels(bits) * bits + 31) / 32 * 4; }
+
+/// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back.
+constexpr int BANDS = D / BAND, LANES = 4, TOKENS = 2;
+static_assert(THREADS == PAGE * LANES / TOKENS && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens");
+using Token = float[BANDS][4];
+DEVICE int thread_token(int r) { return int(threadIdx.x) / 32 * 16 + r * 8 + int(threadIdx.x) % 32 / LANES; }
+
+/// Where a word of a token's row is among a plane's words, as docs/formats.md orders them; of values one that is `transposed`.
+template <bool VALUES, int WORDS>
+DEVICE int word_place(int token, int word) {
+    if (!VALUES) return (token / 16 * WORDS + word) * 16 + token % 16;
+    const int quad = token / 8 * 2 + token % 4 / 2, block = word / 4, width = min(4, WORDS - block * 4);
+    return block * 4 * PAGE + (quad * width + word % 4) * 4 + (token & 1) + (token & 4) / 2;
+}
+
+/// Bytes of four tokens, 0 1 4 5 or 2 3 6 7 of eight, for a token's four bytes, or back: first with the neighbour, then with the one four further.
+DEVICE u32 transposed(u32 w, int token) {
+    w = permute_bytes(w, __shfl_xor_sync(ALL_LANES, w, 4), token & 1 ? 0x3715 : 0x6240);
+    return permute_bytes(w, __shfl_xor_sync(ALL_LANES, w, 16), token & 4 ? 0x3276 : 0x5410);
+}
+
+/// Channels 16 i + 4 j + k of a token, j-th of its threads: x[i][k] times the Hadamard matrix of the largest power of two that divides D.
+DEVICE void hadamard(Token& x, int j) {
+    constexpr int SIZE = D & -D;
+#pragma unroll
+    for (int i = 0; i < BANDS; ++i) {
+#pragma unroll
+        for (int stride = 1; stride < 4; stride *= 2)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                if (k & stride) continue;
+                const float a = x[i][k], b = x[i][k + stride];
+                x[i][k] = __fadd_rn(a, b), x[i][k + stride] = __fsub_rn(a, b);
+            }
+#pragma unroll
+        for (int stride = 1; stride < LANES; stride *= 2)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float other = __shfl_xor_sync(ALL_LANES, x[i][k], stride);
+                x[i][k] = fmaf(x[i][k], j & stride ? -1.f : 1.f, other);  // a sum or a difference, rounded once
+            }
+    }
+#pragma unroll
+    for (int stride = 1; stride < SIZE / BAND; stride *= 2)
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                if (i & stride) continue;
+                const float a = x[i][k], b = x[i + stride < BANDS ? i + stride : i][k];
+                x[i][k] = __fadd_rn(a, b), x[i + stride < BANDS ? i + stride : i][k] = __fsub_rn(a, b);
+            }
+    constexpr float FACTOR = float(HADAMARD_FACTOR);
+#pragma unroll
+    for (int i = 0; i < BANDS; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x[i][k] = __fmul_rn(x[i][k], FACTOR);
+}
