@@ -60,6 +60,18 @@ def test_channels_of_the_basis_are_uncorrelated_sorted_and_as_wide_as_their_step
     assert (off - torch.eye(DIM)).abs().max() < 1e-3
 
 
+def test_what_calibration_keeps_is_multiplied_without_rounding():
+    """Queries far longer in one direction than in the others come out of the basis' inverse by cancellation: float16 numbers must be its own, not near it."""
+    q = correlated(1920, 4, 0) + 300 * torch.randn(DIM, generator=torch.Generator().manual_seed(5))
+    basis = seen(q, correlated(1920, 2, 1)).basis()
+    exact = torch.linalg.inv(basis.double())
+    heads = q.double().transpose(0, 1).unflatten(0, (2, 2)).flatten(1, 2)
+    want, got = heads @ exact.mT, heads @ inverse(basis).double().mT
+    assert (got - want).norm() < 1e-4 * want.norm()
+    rounded = inverse(basis * 1.1).double() * 1.1  # the same matrix where float16 numbers are near its inverse only
+    assert (heads @ rounded.mT - want).norm() > 10 * (got - want).norm()
+
+
 def test_scores_lose_less_than_in_the_channels_as_they_are():
     """At equal bits on keys the calibration never saw: against the same codes in a basis that only scales channels, a fifth of the squared score error."""
     q, k = correlated(1920, 4, 0), correlated(1920, 2, 1)

@@ -297,7 +297,7 @@ def test_refusals_need_no_gpu():
     assert refused(key, RAW) == "raw values beside banded codes have no CUDA kernel"
     assert refused(key, value, 80) == "head_dim=80 of banded codes is no multiple of 32 or above 256"
     assert refused(key, value, page_size=512) == "page_size=512 of banded codes is above 256 or no multiple of 16"
-    assert refused(key, value, 256, 128) == "a page of 128 x 256 in float32 takes 149504 bytes, more than a block's 98304"
+    assert refused(key, value, 256, 128) == "a page of 128 x 256 in float32 takes 150560 bytes, more than a block's 98304"
     assert refused(key, value, dtype=torch.float64) == "keys are torch.float64; the kernel takes float32, float16 and bfloat16"
 
 

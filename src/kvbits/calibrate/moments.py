@@ -16,6 +16,7 @@ import torch
 
 from ..errors import DataError
 from ..quant.banded import steps
+from ..quant.basis import with_short_inverse
 from ..quant.rotary import turn
 from ..spec import FRAME, LayerGeometry, QuantSpec
 
@@ -72,7 +73,7 @@ class Moments:
         self.pages += pages
 
     def basis(self) -> torch.Tensor:
-        """`k_basis`, float32 [H, D, D]: y = k_f @ basis."""
+        """`k_basis`, float32 [H, D, D]: y = k_f @ basis. Its inverse is float16 numbers times a power of two for each head."""
         found = []
         for head, (queries, keys) in enumerate(zip(self.queries, self.keys, strict=True)):
             few = self.pages * (self.page_size - 1) < 2 * len(keys)
@@ -91,8 +92,8 @@ class Moments:
             spread, directions = torch.linalg.eigh(root @ s @ root)
             spread, directions = spread.flip(-1).clamp(min=0).sqrt(), directions.flip(-1)
             step = spread.clamp(min=LEAST_SPREAD * spread.max().item()) * steps(self.spec, len(keys)).double()
-            found.append((root @ directions / step).float())
-        return torch.stack(found).contiguous()
+            found.append(root @ directions / step)
+        return with_short_inverse(torch.stack(found))
 
 
 def _ridged(moment: torch.Tensor, few: bool, ridge: float) -> tuple[torch.Tensor, bool]:

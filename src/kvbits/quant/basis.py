@@ -63,15 +63,25 @@ def out_of_basis(y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tenso
 
 def inverse(basis: torch.Tensor) -> torch.Tensor:
     """float32 inverse of `k_basis` [H, head_dim, head_dim], what readers multiply with, q_f A^-T = q_f @ inverse(A).mT: taken in float64 and rounded to
-    float16 numbers times a power of two for each head, which matrix units multiply as they are: 2**-12 of each product, an eighth of what bfloat16 keys lose.
+    float16 numbers times a power of two for each head, which matrix units multiply as they are. Exact for what calibration keeps (`with_short_inverse`);
+    other matrices lose 2**-12 of each product, an eighth of what bfloat16 keys lose.
 
     Made once for a tensor, since every cache of a calibration asks for it. Not finite where a matrix is singular (`conditions` says so).
     """
     if basis not in _inverses:
-        found = torch.linalg.inv_ex(basis.double()).inverse
-        unit = torch.exp2(torch.floor(torch.log2(found.abs().amax((1, 2), keepdim=True).clamp(min=1e-30))))
-        _inverses[basis] = ((found / unit).half().double() * unit).float().contiguous()
+        _inverses[basis] = _short(torch.linalg.inv_ex(basis.double()).inverse).float().contiguous()
     return _inverses[basis]
+
+
+def with_short_inverse(basis: torch.Tensor) -> torch.Tensor:
+    """float32 [H, head_dim, head_dim]: `basis` moved, by 2**-12 of its inverse, to where `inverse` rounds nothing off."""
+    return torch.linalg.inv_ex(_short(torch.linalg.inv_ex(basis.double()).inverse)).inverse.float().contiguous()
+
+
+def _short(found: torch.Tensor) -> torch.Tensor:
+    """float64 [H, head_dim, head_dim] rounded to float16 numbers times a power of two for each head."""
+    unit = torch.exp2(torch.floor(torch.log2(found.abs().amax((1, 2), keepdim=True).clamp(min=1e-30))))
+    return (found / unit).half().double() * unit
 
 
 def conditions(basis: torch.Tensor) -> torch.Tensor:
