@@ -13,7 +13,7 @@ from ops.test_cuda_attend import FORMATS, INTEGERS, both, spec
 from kvbits import schemes
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.cuda.attend import unpack_then_flash as chunk
-from kvbits.ops.cuda.dequantize.banded import BandedUnpacker
+from kvbits.ops.cuda.dequantize.refined import RefinedUnpacker
 from kvbits.ops.cuda.dequantize.unpacker import Unpacker, refuses_layout
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.dequantize import dequantize_pages
@@ -87,7 +87,7 @@ def test_banded_pages_are_unpacked_with_their_planes(case):
         keys, values = (torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan")) for _ in "kv")
         slabs = PageStore(layout, (store.slabs[0][:2], store.slabs[0][2:]), store.static)
         low = [(LowStore(s.layout, (s.slabs[0][:1], s.slabs[0][1:])), ids) for s, ids in zip(part.low, table.low, strict=True)]
-        BandedUnpacker(slabs, torch.float32, table.page_ids, rows, stride, table.starts, low).run(keys, values, case.layers - 1)
+        RefinedUnpacker(slabs, torch.float32, table.page_ids, rows, stride, table.starts, low).run(keys, values, case.layers - 1)
         fine = [(s.gather(ids), s.layout) for s, ids in zip(part.low, table.low, strict=True)]
         dense = dequantize_pages(store.gather(table.page_ids), layout, store.static, low=fine, starts=table.starts)
         for got, want in zip((keys, values), dense, strict=True):

@@ -300,10 +300,10 @@ DEVICE void fit_scales(const Token (&x)[TOKENS], int (&best)[TOKENS], bool& over
         least[r] = __uint_as_float(0x7f800000u);
     }
 #pragma unroll 1
-    for (int i = 0; i < 6; ++i) {
+    for (int i = 0; i < 7; ++i) {
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r) {
-            if (i == 2 || i == 4) around[r] = best[r];
+            if (i == 3 || i == 5) around[r] = best[r];
             const int code = min(max(around[r] + int(SCALE_OFFSETS >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
             const float scale = scale_value(code), half = 0.5f * scale;
             float narrow[2] = {}, wide[2] = {};

@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int SMALLEST_SCALE_CODE = 1, LARGEST_SCALE_CODE = 247;
-constexpr int SCALE_OFFSETS[6] = {-1, 3, -2, 2, -1, 1};  // which 8-bit floats are tried around that of a Gaussian token, then twice around the best
+constexpr int SCALE_OFFSETS[7] = {-3, 1, 5, -2, 2, -1, 1};  // which 8-bit floats are tried around that of a Gaussian token, then twice around the best
 
 static void hadamard_rows(PageBuffers& b, int page_size, int head_dim) {
   for (int t = 0; t < page_size; t++) hadamard(b.x + (int64_t)t * padded_width(head_dim), head_dim);
@@ -98,8 +98,8 @@ static int fitted_scale(const float* x, const BandSteps& s, int width) {
   if (!(start <= scale_of_code(LARGEST_SCALE_CODE))) return 0;
   int best = scale_code(start), around = best;
   float least = __builtin_inff();
-  for (int i = 0; i < 6; i++) {
-    if (i == 2 || i == 4) around = best;
+  for (int i = 0; i < 7; i++) {
+    if (i == 3 || i == 5) around = best;
     int code = around + SCALE_OFFSETS[i];
     code = code < SMALLEST_SCALE_CODE ? SMALLEST_SCALE_CODE : code > LARGEST_SCALE_CODE ? LARGEST_SCALE_CODE : code;
     if (const float found = squared_error(x, s, width, code); found < least) least = found, best = code;
