@@ -40,8 +40,8 @@ STEP = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.030
 """Step of the best uniform mid-rise quantizer of a Gaussian of variance 1, by bits (J. Max, IRE Trans. Inf. Theory 6(1), 1960, table II)."""
 OFFSETS = ((-3, 1, 5), (-2, 2), (-1, 1))
 """Which 8-bit floats are tried, counted from s0, then twice from the best so far. 7 of the 15 from 6 below to 8 above: on keys of SmolLM2-135M the squared
-error is 0.2 % above that of trying 13 (values: none). Those 7 and 8 above are few tokens' and matter: without them the squared error is the same, and `klt4`'s KL
-on SmolLM2 two to three times as large (docs/log-gpu.md)."""
+error is 0.2 % above that of trying 13 (values: none). Those 7 and 8 above are few tokens' and matter: without them the squared error stays, but `klt4`'s
+KL on SmolLM2 is two to five times as large (docs/log-gpu.md)."""
 SMALLEST_CODE, LARGEST_CODE = 1, 247
 OUTER_CELL, ONLY_CELL = 2, 4
 """Widths of the outermost cells and of the one cell of a band without bits, in steps. With outermost cells of 1 step, as mid-rise codes of b + n bits with the
