@@ -26,7 +26,7 @@ import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
 from kvbits.evaluate.calibrator import Calibrator, Sample
-from kvbits.evaluate.fit import PAGE, RESIDUAL, SINKS, Fit, Goal, bound_to, fit, widths
+from kvbits.evaluate.fit import PAGE, RESIDUAL, SINKS, Fit, Goal, bound_to, fit, widths, write
 from kvbits.evaluate.results import command_line
 from kvbits.evaluate.sensitivity import SIDES, Bench, State, formats
 from kvbits.evaluate.texts import novel_end, novel_start, read_text, windows
@@ -65,9 +65,7 @@ def keep(found: Fit, bench: Bench, folder: Path, bits: float, model: str) -> Non
         found.fitted.scheme, found.goal.layers, name=name, weights=weights, model=model, description=f"fitted to {model} on the novel, {bits:g} bits"
     )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(scheme.to_json() + "\n")
-    if (needed := bench.calibration(scheme.plain)) is not None:
-        needed.save(folder / f"{name}.safetensors")
+    write(scheme, bench, folder / f"{name}.json")
 
 
 def main() -> None:

@@ -216,12 +216,14 @@ def test_tokens_with_a_few_large_channels_get_the_scales_far_above_the_first_gue
     x[:, 48:50] *= torch.linspace(2, 12, 4000)[:, None]
     step = banded.steps(of, 64)
     first = banded.scale_codes((x * step).square().mean(-1).sqrt())
-    tried = [banded.scale_values((first + i).clamp(1, 247))[:, None] for i in range(-6, 9)]
-    errors = torch.stack([(x - (((x / s + top / 2).round().clamp(min=0).minimum(top)) - top / 2) * s).square().sum(-1) for s in tried])
+
+    def missed(scale):
+        return (x - ((x / scale + top / 2).round().clamp(min=0).minimum(top) - top / 2) * scale).square().sum(-1)
+
+    errors = torch.stack([missed(banded.scale_values((first + i).clamp(1, 247))[:, None]) for i in range(-6, 9)])
     far = errors.argmin(0) >= 6 + 7
     assert far.sum() > 50
-    scale = banded.fitted_scales(x, of)[:, None]
-    found = (x - (((x / scale + top / 2).round().clamp(min=0).minimum(top)) - top / 2) * scale).square().sum(-1)
+    found = missed(banded.fitted_scales(x, of)[:, None])
     assert (found[far] / errors.min(0).values[far]).mean() < 1.02
 
 

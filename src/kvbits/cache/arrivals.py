@@ -84,7 +84,6 @@ class Arrivals:
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
         if layers == self._num_layers:  # all are there: they come one after the other
-            assert self._thread is not None
             self._forget()
 
     def wait_for_all(self) -> None:

@@ -80,7 +80,7 @@ def fit(
 
 def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tuple[Path, Path], count: int, kind: Formats) -> Fit:
     """Measure, choose, and write the scheme (and what it needs)."""
-    from ..evaluate.fit import bound_to, fit
+    from ..evaluate.fit import bound_to, fit, write
     from ..evaluate.sensitivity import formats
     from ..evaluate.texts import halves, read_text
     from ..geometry import layer_geometries
@@ -97,9 +97,7 @@ def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tu
     found = fit(bench, formats(layers, kind.calibrated, kind.token_local), goal, name=out.stem)
     how = f"fitted to {name} on {first.name.removesuffix('-start')}" if found.gained else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
     scheme = bound_to(found.chosen.scheme, layers, name=out.stem, weights=weights_fingerprint(lm), model=name, description=how)
-    out.write_text(scheme.to_json() + "\n")
-    if (needed := bench.calibration(scheme.plain)) is not None:
-        needed.save(out.with_suffix(".safetensors"))
+    write(scheme, bench, out)
     return found
 
 

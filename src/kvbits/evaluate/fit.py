@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .. import planner
@@ -325,6 +326,13 @@ def _steps(search: _Search, fitted: Measured) -> list[tuple[int, float, float]]:
         if not found or bits >= found[-1][1] + 0.5:
             found.append((step.nbytes, bits, curve(step.kl)))
     return found
+
+
+def write(scheme: FittedScheme, bench: Bench, out: Path) -> None:
+    """Write a scheme to `out`, and the calibration that it needs beside it (.safetensors)."""
+    out.write_text(scheme.to_json() + "\n")
+    if (needed := bench.calibration(scheme.plain)) is not None:
+        needed.save(out.with_suffix(".safetensors"))
 
 
 def bound_to(scheme: Scheme, layers: tuple[LayerGeometry, ...], *, name: str, weights: str, model: str, description: str) -> FittedScheme:

@@ -44,9 +44,10 @@ class SplitPlan:
     """
 
     def __init__(self, call: AttendCall, make: Callable[..., Any], layer_strides: tuple[int, ...] | None) -> None:
-        self._parts = [[i for i, p in enumerate(call.parts) if is_refined(p) == is_refined(x.parts[0])] for x in split(call)]
+        calls = split(call)
+        self._parts = [[i for i, p in enumerate(call.parts) if is_refined(p) == is_refined(x.parts[0])] for x in calls]
         self._plans: list[_Plan] = [
-            make(x, layer_strides=layer_strides and tuple(layer_strides[i] for i in mine)) for x, mine in zip(split(call), self._parts, strict=True)
+            make(x, layer_strides=layer_strides and tuple(layer_strides[i] for i in mine)) for x, mine in zip(calls, self._parts, strict=True)
         ]
         self.q_positions = self._plans[-1].q_positions
 
