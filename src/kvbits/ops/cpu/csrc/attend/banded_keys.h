@@ -1,16 +1,14 @@
-// Keys of banded codes, and the bases that keys and values are stored in (docs/formats.md).
+// Keys of banded codes (docs/formats.md).
 //
 // A code is the sum of its planes' fields, each times 2^shift, and so is the middle of its range. A band's fields are joined to codes before one integer
 // dot product of up to 16 channels, with a scale of its own:
 //
 //   score(h, t) = k_scale[t] * (sum over bands of band_scale[band][h] * dot(q_int, codes) + q_zero[h]) + q' . mean
 //
-// with q' the query in the page's basis, made once per frame in fp32, and 8-bit integers of it with one scale per band.
+// with q' the query in the page's basis (basis.h) and 8-bit integers of it with one scale per band.
 #pragma once
 #include <stdint.h>
 
-#include "../hadamard.h"
-#include "angles.h"
 #include "dots.h"
 #include "softmax.h"
 
@@ -212,73 +210,6 @@ static void key_banded(const KeyArgs& a) {
     }
     for (int v = 0; v < V; v++)
       for (int h = 0; h < NH; h++) store(a.s + h * BLOCK + t + v * VL, s[v][h] * load(a.scale + t + v * VL));
-  }
-}
-
-// Rows that meet a number of the matrix when it is loaded.
-constexpr int PRODUCT_ROWS = VL == 16 ? 8 : 4;
-
-// `panels` times 16 columns of a product of NR rows, as many at once as the registers hold sums of.
-template <int NR, int AT_ONCE>
-static void multiply_panels(const float (*from)[ROW_STRIDE], const float* matrix, int n, int panels, float (*to)[ROW_STRIDE], int column) {
-  constexpr int J = 16 / VL;
-  int done = 0;
-  for (; done + AT_ONCE <= panels; done += AT_ONCE) {
-    const float* panel = matrix + (int64_t)done * n * 16;
-    vf sums[AT_ONCE][NR][J] = {};
-    for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
-      for (int k = 0; k < AT_ONCE; k++)
-#pragma GCC unroll 4
-        for (int v = 0; v < J; v++) {
-          const vf m = load(panel + ((int64_t)k * n + i) * 16 + v * VL);
-#pragma GCC unroll 8
-          for (int h = 0; h < NR; h++) sums[k][h][v] += m * from[h][i];
-        }
-#pragma GCC unroll 4
-    for (int k = 0; k < AT_ONCE; k++)
-#pragma GCC unroll 8
-      for (int h = 0; h < NR; h++)
-#pragma GCC unroll 4
-        for (int v = 0; v < J; v++) store(to[h] + column + (done + k) * 16 + v * VL, sums[k][h][v]);
-  }
-  if constexpr (AT_ONCE > 1)
-    if (done < panels) multiply_panels<NR, AT_ONCE / 2>(from, matrix + (int64_t)done * n * 16, n, panels - done, to, column + done * 16);
-}
-
-template <int NR>
-static void multiply_some(int rows, const float (*from)[ROW_STRIDE], const float* matrix, int n, int panels, float (*to)[ROW_STRIDE], int column) {
-  constexpr int SUMS = VL == 8 ? 8 : 16, AT_ONCE = SUMS * VL / 16 / NR;  // sums that do not wait for each other and stay in registers
-  if (rows == NR) multiply_panels<NR, (AT_ONCE >= 4 ? 4 : AT_ONCE >= 2 ? 2 : 1)>(from, matrix, n, panels, to, column);
-  else if constexpr (NR > 1) multiply_some<NR - 1>(rows, from, matrix, n, panels, to, column);
-}
-
-// Rows times a matrix [columns / 16][n][16], its columns rounded up to 16. What several groups of rows read of it stays in L1 between them.
-static void multiply_rows(int rows, const float (*from)[ROW_STRIDE], const float* matrix, int n, float (*to)[ROW_STRIDE]) {
-  const int all = round_up(n, 16) / 16, step = rows <= PRODUCT_ROWS ? all : 2;
-  for (int j = 0; j < all; j += step) {
-    const int panels = all - j < step ? all - j : step;
-    for (int h = 0; h < rows; h += PRODUCT_ROWS)
-      multiply_some<PRODUCT_ROWS>(rows - h < PRODUCT_ROWS ? rows - h : PRODUCT_ROWS, from + h, matrix + (int64_t)j * 16 * n, n, panels, to + h, j * 16);
-  }
-}
-
-// A chunk's queries as keys of `frames` frames from `start` on meet them, in `in_basis` frame by frame, zeros behind them.
-static void queries_in_basis(Chunk& c, const kvbits_tensor& t, Angles& angles, int kv_head, int head_dim, int64_t start, int frames) {
-  const int width = round_up(head_dim, 16);
-  if (t.from_basis) {
-    alignas(64) float turned[ROWS][ROW_STRIDE];
-    for (int k = 0; k < frames; k++) {
-      if (t.inv_freq) move_to(angles, t.inv_freq, start + k * FRAME, FRAME, head_dim / 2);
-      turn_back(c, angles, head_dim, turned + k * c.rows);
-    }
-    multiply_rows(frames * c.rows, turned, t.from_basis + (int64_t)kv_head * head_dim * width, head_dim, c.in_basis);
-    return;
-  }
-  for (int h = 0; h < c.rows; h++) {
-    __builtin_memcpy(c.in_basis[h], c.q[h], head_dim * sizeof(float));
-    __builtin_memset(c.in_basis[h] + head_dim, 0, (width - head_dim) * sizeof(float));
-    if (t.hadamard) hadamard(c.in_basis[h], head_dim);
   }
 }
 

@@ -100,7 +100,7 @@ static void attend_part(Part& part, const Entries& entries, Scratch& w) {
   if (part.value.t->hadamard) turn_outputs(part);
   if (part.key.banded) list_pieces(part.pieces, *part.key.t, part.call.head_dim, part.key.low_bits);
   part.angles.start = part.frame = -1;
-  part.frames = 0;
+  part.frames = part.angles.frames.pairs = 0;
   part.last_start = part.pages.table->starts[entries.end - 1];
   if (adds_to_plain(part.key) || adds_to_plain(part.value)) attend_codebook_part(part, entries, w.decoded, w.pairs);
   else attend_plain_part(part, entries);
