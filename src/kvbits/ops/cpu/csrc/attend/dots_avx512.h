@@ -338,13 +338,13 @@ static void key_int(const KeyArgs& a) {
   for (int t = 0; t < tiles; t += T) key_tiles<FMT, NH, T>(a, t);
 }
 
-// acc[rows][channels of NB neighbouring 16-byte value blocks] += p . codes, for one bit field and one group.
+// acc[rows][channels of NB neighbouring 16-byte value blocks] += p . codes, for one bit field and one group. Without SHIFT fields stay in their places.
 template <int FMT, int NH, int NB, bool SHIFT>
 INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int block_stride, int channel, int g, __mmask16 lanes, int shift_bits, int bits,
                          float weight) {
   constexpr int P = is_wide(FMT) ? 2 : 1;
   const __m512i shift = _mm512_set1_epi32(shift_bits);
-  const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
+  const __m512i mask = _mm512_set1_epi8((char)(((1 << bits) - 1) << (SHIFT ? 0 : shift_bits)));
   const __mmask16 whole = (__mmask16)((1u << width) - 1);
   const uint8_t* p = a.block->pw[g][0];
   __m512i acc[NB][NH][P];
@@ -390,7 +390,7 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
   }
 }
 
-// One plane's fields, SHIFT as in key_words.
+// One field of a plane, SHIFT as in value_blocks.
 template <int FMT, int NH, bool SHIFT>
 INLINE void value_field(const ValueArgs& a, int plane, int field, float weight) {
   constexpr int NB = NH * (is_wide(FMT) ? 2 : 1) <= 8 ? 2 : 1;
@@ -491,8 +491,13 @@ static void value_int(const ValueArgs& a) {
   float weight = FMT == FORMAT_INT4 ? 0.0625f : 1.0f;
   for (int plane = num_planes(FMT) - 1; plane >= 0; plane--) {
     value_field<FMT, NH, false>(a, plane, 0, weight);
-    for (int field = 1; field * a.row_bytes[plane] < a.head_dim; field++) value_field<FMT, NH, true>(a, plane, field, weight);
-    weight *= (float)(1 << plane_bits(FMT, plane));
+    const int bits = plane_bits(FMT, plane);
+    for (int field = 1; field * a.row_bytes[plane] < a.head_dim; field++) {
+      const bool in_place = is_int(FMT) && bits * (field + 1) < 8;  // in signed bytes
+      if (in_place) value_field<FMT, NH, false>(a, plane, field, weight / (float)(1 << field * bits));
+      else value_field<FMT, NH, true>(a, plane, field, weight);
+    }
+    weight *= (float)(1 << bits);
   }
 }
 
