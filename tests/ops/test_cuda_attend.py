@@ -17,10 +17,9 @@ from ops.cuda_cases import Case, build, relative_error
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.cuda.attend import host_plan as cuda
-from kvbits.ops.cuda.attend import split_plan
-from kvbits.ops.cuda.attend.split_plan import SplitPlan
+from kvbits.ops.cuda.attend import refined_plan
+from kvbits.ops.cuda.attend.refined_plan import RefinedPlan
 from kvbits.ops.reference import attend as reference
-from kvbits.ops.reference import merge
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -193,50 +192,43 @@ def test_more_than_two_column_tiles_share_their_queries(case, columns, monkeypat
 
 
 @needs_gpu
-@pytest.mark.parametrize("name, low", [("klt2", (2, 2)), ("klt3", (4, 0))])
-def test_banded_pages_with_planes_are_unpacked_and_the_others_keep_their_kernel(name, low):
+@pytest.mark.parametrize("most", [1 << 16, 256])
+@pytest.mark.parametrize("name, low, options", [
+    ("klt2", (2, 2), {}), ("klt3", (4, 0), {"window": 300}), ("klt4", (2, 4), {"softcap": 20.0, "group": 8}), ("klt2", (4, 4), {"head_dim": 64, "num_queries": 3}),
+    ("klt2", (2, 2), {"head_dim": 256, "dtype": torch.float16, "crop": 13}),
+])  # fmt: skip
+def test_banded_pages_with_planes_are_unpacked_and_the_others_keep_their_kernel(name, low, options, most, monkeypatch):
+    monkeypatch.setattr(refined_plan, "MAX_ROWS", most)
     klt = {"key": schemes.get(name).key, "value": schemes.get(name).value}
-    call, q, strides = build(Case(**klt, lengths=LENGTHS, tail=20, sinks=4, low=low, layers=3), "cuda")
+    call, q, strides = build(Case(**klt, lengths=LENGTHS, tail=20, sinks=4, low=low, layers=3, **options), "cuda")
     assert cuda.refuses(q, call) is None
-    plan = cuda.plan(call, q.shape[2], q.dtype, q.device, layer_strides=tuple(strides))
-    assert isinstance(plan, SplitPlan)
-    kept, unpacked = plan.explain().split("\n")[0], plan.explain().split("\n")[-1]
-    assert "banded/banded pages (and raw ones)" in kept and "tokens unpacked to bfloat16" in unpacked
-    out, lse = plan.run(q)
-    want, want_lse = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
+    ours, theirs = asked(call, q), asked(call, q)
+    plan = cuda.plan(ours, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=tuple(strides))
+    assert isinstance(plan, RefinedPlan)
+    said = plan.explain()
+    assert "pages with low planes are unpacked to" in said and "banded/banded pages (and raw ones)" in said and ("turns" in said) == (most == 256)
+    out, lse = (x.clone() for x in plan.run(q, page_lse=ours.page_lse))
+    want, want_lse = reference.attend(q, theirs, plan.q_positions.long().cpu(), torch.float64)
     assert relative_error(out, want) < LIMIT and torch.equal(torch.isfinite(lse), torch.isfinite(want_lse))
     seen = torch.isfinite(want_lse)
     np.testing.assert_allclose(lse[seen].double().cpu(), want_lse[seen].cpu(), rtol=1e-3, atol=2e-2)
-    static = [p.store.static for p in call.parts]
-    assert torch.equal(plan.run(q, layer=2, static=static)[0], out), "all layers of these pools hold the same bytes"
-    windowed = dataclasses.replace(call, sliding_window=100)
-    assert cuda.refuses(q, windowed) == "banded codes with low planes are read unpacked, and it has a sliding window or a softcap"
+    seen = np.isfinite(theirs.page_lse)
+    assert np.array_equal(np.isfinite(ours.page_lse), seen)
+    np.testing.assert_allclose(ours.page_lse[seen], theirs.page_lse[seen], rtol=1e-3, atol=3e-2)
+    static, held = [p.store.static for p in call.parts], torch.cuda.memory_allocated()
+    assert torch.equal(plan.run(q, layer=2, static=static, page_lse=ours.page_lse)[0], out), "all layers of these pools hold the same bytes"
+    assert torch.cuda.memory_allocated() - held <= out.nbytes + lse.nbytes + 4096, "the workspace does not grow"
 
 
-class Judge:
-    """The reference as a plan: what it is given of parts and of what their pages share must go together."""
-
-    def __init__(self, call, layer_strides):
-        self.call, self.strides = call, layer_strides
-        self.q_positions = torch.zeros(len(call.parts[0].table.indptr) - 1, 1, dtype=torch.int64)
-
-    def run(self, q, *, layer, static):
-        assert layer == 2 and all(a is b.store.static for a, b in zip(static, self.call.parts, strict=True))
-        assert self.strides == tuple(p.store.layout.page_size_bytes for p in self.call.parts)
-        return reference.attend(q, self.call, self.q_positions)
-
-
-def test_split_plans_serve_every_part_once(monkeypatch):
-    """On a CPU, with plans of the reference: parts, strides and statics stay together, positions reach both, results are those of one call."""
-    monkeypatch.setattr(split_plan, "merge_partials", merge.merge_partials)
-    klt = {"key": schemes.get("klt2").key, "value": schemes.get("klt2").value}
-    call, q, strides = build(Case(**klt, lengths=(400, 0, 230), tail=20, sinks=4, low=(2, 2)), "cpu")
-    plan = SplitPlan(call, Judge, tuple(strides))
-    positions = torch.tensor([[399], [0], [150]])
-    out, lse = plan.run(q, positions, layer=2, static=[p.store.static for p in call.parts])
-    want, want_lse = reference.attend(q, call, positions, torch.float64)
-    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+def test_planes_that_no_kernel_unpacks_are_left_to_the_reference(monkeypatch):
+    klt = {"key": dataclasses.replace(schemes.get("klt4").key, bands=(8, 3, 3, 2)), "value": schemes.get("klt4").value}
+    call, q, _ = build(Case(**klt, lengths=(400,), head_dim=64, low=(4, 4)), "cpu")
+    assert cuda._refuses_packed(call, q.shape[2], q.dtype, 227 << 10, 1) == (
+        "banded codes with low planes are read unpacked, and low planes of 4 bits under codes of 8 in a calibrated basis; the CUDA kernel takes 10 bits of both"
+    )
+    two, q, _ = build(Case(**klt, lengths=(400,), head_dim=64, low=(2, 4)), "cpu")
+    assert cuda._refuses_packed(two, q.shape[2], q.dtype, 227 << 10, 1) is None
+    assert cuda._refuses_packed(two, q.shape[2], torch.float32, 227 << 10, 1) == "queries are torch.float32, not float16 or bfloat16"
 
 
 @needs_gpu

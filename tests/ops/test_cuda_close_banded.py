@@ -4,6 +4,7 @@ and on a CPU that runs the kernels thread by thread (tests/ops/emulated)."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import platform
 import shutil
 import subprocess
@@ -71,8 +72,8 @@ def emulated(monkeypatch, tmp_path_factory):
         library = compiled(macros, folder)
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
-    def load_unpacker(layout, dtype, device_index):
-        macros = unpack_banded.defines(layout, dtype)
+    def load_unpacker(layout, dtype, device_index, low=()):
+        macros = unpack_banded.defines(layout, dtype, low)
         library = compiled(macros, folder, "dequantize", "dequantize_banded")
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
@@ -238,38 +239,66 @@ def test_a_decode_step_closes_what_the_device_says(device, monkeypatch):
         assert torch.equal(undo["kv".index(name[0])][2].cpu(), old[2, :, 0])
 
 
-UNPACKED = [(*sides("klt4"), 64, 64), (*sides("klt3"), 128, 64), (*sides("klt2"), 128, 32), (*sides("klt2"), 96, 32)]
+HALF, BRAIN = torch.float16, torch.bfloat16
+UNPACKED = [(*sides("klt4"), 64, 64, (), BRAIN), (*sides("klt3"), 128, 64, (), HALF), (*sides("klt2"), 128, 32, ((2, 2),), BRAIN)]
 UNPACKED += [
-    (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32),
-    (banded(4, 3, 2, 2, 1, basis="hadamard", center="channel"), banded(3, 3, 3, 3, 3), 80, 32),
+    (*sides("klt2"), 96, 32, ((2, 4),), HALF),
+    (*sides("klt4"), 64, 32, ((4, 4),), HALF),
+    (*sides("klt3"), 64, 32, ((4, 0), (0, 2)), BRAIN),
+    (*sides("klt2"), 64, 32, ((2, 2), (2, 4)), HALF),
+    (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32, (), BRAIN),
+    (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32, ((4, 2), (4, 4)), HALF),
+    (banded(4, 3, 2, 2, 1, basis="hadamard", center="channel"), banded(3, 3, 3, 3, 3), 80, 32, ((0, 2),), BRAIN),
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("key", "value", "head_dim", "page_size"), UNPACKED, ids=lambda x: str(x) if isinstance(x, int) else None)
-def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page_size, dtype, device):
-    """Of the second layer of two slabs, some cut short; other rows stay. Judged in float64, to the rounding of a row's numbers and of its sums."""
+@pytest.mark.parametrize(("key", "value", "head_dim", "page_size", "low", "dtype"), UNPACKED, ids=lambda x: str(x) if isinstance(x, (int, tuple)) else None)
+def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page_size, low, dtype, device):
+    """Of the second layer of two slabs, some cut short; other rows stay. As rows of all pages, and as raw pages in turned order. Judged in float64, to the
+    rounding of a row's numbers and of its sums."""
     layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
+    fine = tuple(LowLayout(key_bits=k, value_bits=v, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim) for k, v in low)
+    assert unpack_banded.refuses_layout(layout, dtype, fine) is None
     static, starts = static_params(key, value, HEADS, head_dim), np.array([131_000, 64, 70_001, 5, 517, 131_064])
     k, v = torch.randn(2, 6, HEADS, page_size, head_dim)
-    pages = reference.close_pages(k + 1, v, layout, static, starts)[0]
-    both = torch.stack([torch.full_like(pages, 0xFF), pages], 1).to(device)  # [page, layer, H, head_bytes]
-    store = PageStore(layout, (both[:4, 0], both[4:, 0]), {})
-    ids = np.array([5, 0, 3, 4, 1, 2])
-    rows = np.array([[page_size * i, (page_size, page_size, 9, page_size, 1, 17)[i]] for i in range(6)], np.int32)
+    made = reference.close_nested(k + 1, v, layout, static, fine, starts)[0]
+    both = [torch.stack([torch.full_like(x, 0xFF), x], 1).to(device) for x in made]  # [page, layer, H, head_bytes]
+    store = PageStore(layout, (both[0][:4, 0], both[0][4:, 0]), {})
+    ids, low_ids, counts = np.array([5, 0, 3, 4, 1, 2]), np.array([2, 5, 1, 0, 4, 3]), (page_size, page_size, 9, page_size, 1, 17)
+    planes = [torch.empty_like(x) for x in both[1:]]
+    for plane, x in zip(planes, both[1:], strict=True):
+        plane[low_ids] = x[ids]
+    stores = [LowStore(x, (y[:2, 0], y[2:, 0])) for x, y in zip(fine, planes, strict=True)]
+    rows = np.array([[page_size * i, counts[i]] for i in range(6)], np.int32)
+    pages = np.array([[5 - i, counts[i]] for i in range(6)], np.int32)
+    at, places, to, first = (torch.from_numpy(x).to(device) for x in (store.addresses()[ids], rows, pages, starts[ids].astype(np.int32)))
+    fine_at = [(s, torch.from_numpy(s.addresses()[low_ids]).to(device)) for s in stores]
+    want = dequantize_pages(made[0][ids], layout, static, torch.float64, [(x[ids], y) for x, y in zip(made[1:], fine, strict=True)], starts[ids])
     out = torch.full((2, 6 * page_size, HEADS, head_dim), 7.0, dtype=dtype, device=device)
-    at, places, first = (torch.from_numpy(x).to(device) for x in (store.addresses()[ids], rows, starts[ids].astype(np.int32)))
-    unpacker = unpack_banded.BandedUnpacker(store, dtype, at, places, layout.page_size_bytes, first)
+    raw = torch.full((6, HEADS, 2, page_size, head_dim), 7.0, dtype=dtype, device=device)
+    unpacker, to_pages = (unpack_banded.BandedUnpacker(store, dtype, at, x, layout.page_size_bytes, first, fine_at) for x in (places, to))
     unpacker.run(*out, 1, {name: x.to(device) for name, x in static.items()})
-    for found, want in zip(out.cpu(), dequantize_pages(pages[ids], layout, static, torch.float64, starts=starts[ids]), strict=True):
+    to_pages.run(raw[:, :, 0], raw[:, :, 1], 1, {name: x.to(device) for name, x in static.items()})
+    for side, (found, there) in enumerate(zip(out.cpu(), want, strict=True)):
         for i, (row, count) in enumerate(rows):
-            here, there = found[row : row + count].double(), want[i, :, :count].transpose(0, 1)
-            bound = torch.finfo(dtype).eps / 2 * there.abs() + 1e-5 * there.abs().amax(-1, keepdim=True) + 1e-6
-            assert bool(((here - there).abs() <= bound).all())
+            here, expected = found[row : row + count].double(), there[i, :, :count].transpose(0, 1)
+            bound = torch.finfo(dtype).eps / 2 * expected.abs() + 1e-5 * expected.abs().amax(-1, keepdim=True) + 1e-6
+            assert bool(((here - expected).abs() <= bound).all())
             assert bool((found[row + count : row + page_size] == 7).all())
+            page = raw[5 - i, :, side].transpose(0, 1).cpu()
+            assert torch.equal(page[:count], found[row : row + count]) and bool((page[count:] == 7).all())
     if key.basis == "klt":
         with pytest.raises(DataError, match="need k_inverse"):
             unpacker.run(*out, 1, {})
+
+
+def test_planes_that_are_not_unpacked_are_named():
+    layout = PageLayout(key=dataclasses.replace(sides("klt4")[0], bands=(8, 3, 3, 2)), value=sides("klt4")[1], page_size=64, num_kv_heads=HEADS, head_dim=64)
+    fine = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=64)
+    said = "low planes of 4 bits under codes of 8 in a calibrated basis; the CUDA kernel takes 10 bits of both"
+    assert unpack_banded.refuses_layout(layout, torch.bfloat16, [fine]) == said
+    assert unpack_banded.refuses_layout(layout, torch.bfloat16, [fine] * 3) == "pages with 3 low planes each; the CUDA kernel unpacks 2"
+    assert unpack_banded.refuses_layout(layout, torch.bfloat16, [dataclasses.replace(fine, key_bits=2)]) is None
 
 
 def test_bad_input_is_named(device):

@@ -3,22 +3,46 @@
 // Threads have tokens as those of close_banded.cu. Codes of a calibrated basis are multiplied with its inverse on the matrix units: halves of odd numbers are exact
 // in float16, the inverse is two float16 numbers, high and low (columns over powers of two first); scale and mean come after. What is written is off by
 // less than 2**-18 of sum |y| |A^-1| before it is rounded.
+//
+// Low planes (quant/banded.py), up to two: their fields say in which of PARTS parts of its code's cell a number lies. Up to 10 bits of both are exact in float16.
 #include "bands.cuh"
 
 constexpr int HALF = D / 2;
 
 struct Args {
     const i64* page_address;     // [n], layer 0, kv head 0
-    const int2* rows;            // [n]: first output row, tokens
-    u16* out[2];                 // keys, values [rows, H, D] in OUT_TYPE
+    const int2* rows;            // [n]: first output row (or output page), tokens
+    u16* out[2];                 // keys, values in OUT_TYPE: [rows, H, D], or [pages, H, PAGE, D]
     const uint4* operands;       // of the inverse of the basis, as struct Args of close_banded.cu has them
     const float* column;         // [H][D]
     const float* inverse;        // [H][D][D]
     const float2* turns;         // [D / 2] of side.py's turns_of
     const int* starts;           // [n]: position of each page's first token
-    i64 layer_offset;            // bytes
-    int num_pages, num_heads, head_bytes;
+    const i64* low_address[2];   // [n] each: of low planes, the coarsest first
+    i64 layer_offset, low_layer_offset[2];             // bytes
+    i64 page_stride, token_stride, head_stride;        // of `out`, in numbers: from a first row, a token and a kv head to the next
+    int num_pages, num_heads, head_bytes, low_head_bytes[2];
 };
+
+/// A low plane of all channels, as `read_plane` reads planes of codes.
+template <int BITS, int OFFSET, bool VALUES_>
+struct LowPlane {
+    static constexpr bool VALUES = VALUES_;
+    static DEVICE constexpr int width(int) { return BITS; }
+    static DEVICE constexpr int offset(int) { return OFFSET; }
+    static DEVICE constexpr int channels(int) { return BITS ? D : 0; }
+};
+/// The low planes of a side: bits and place of each, 0 bits where there is none.
+template <int BITS0, int OFFSET0, int BITS1, int OFFSET1, bool VALUES>
+struct LowPlanes {
+    static constexpr int FIRST = BITS0, SECOND = BITS1, BITS = BITS0 + BITS1, PARTS = 1 << BITS;
+    using First = LowPlane<BITS0, OFFSET0, VALUES>;
+    using Second = LowPlane<BITS1, OFFSET1, VALUES>;
+};
+static_assert(OUTER_CELL == 2 && ONLY_CELL == 4, "cells below");
+/// Cells of a band's codes, in scales: where that of code 0 would begin were it as wide as the others, and how wide these are.
+DEVICE float first_edge(int width) { return width ? -float(1 << width) / 2 : -1.f; }
+DEVICE float inner_cell(int width) { return width ? 1.f : 2.f; }
 
 struct Shared {
     float mean[D], row[D], cosine[HALF], sine[HALF];
@@ -54,27 +78,48 @@ DEVICE void read_plane(const unsigned char* page, u32 (&codes)[BANDS], int token
     }
 }
 
-/// Two of a word's codes, the first or the last two, less half the band's highest.
-DEVICE u32 levels(u32 codes, bool last, u32 middle) {
-    const u32 whole = permute_bytes(codes, 0x64646464u, last ? 0x4342 : 0x4140);  // 1024 + code
-    return fma_f16x2(fma_f16x2(whole, 0x3c003c00u, 0xe400e400u), 0x3c003c00u, middle);
+constexpr u32 ONE = 0x3c003c00u;
+DEVICE u32 twice(float x) { return pack_f16(x, x); }
+/// Two of a word's bytes, the first or the last two, plus 1024.
+DEVICE u32 above_1024(u32 bytes, bool last) { return permute_bytes(bytes, 0x64646464u, last ? 0x4342 : 0x4140); }
+
+/// Two of a word's codes of a band, the first or the last two, in scales from the band's middle; refined by `parts` of the same numbers.
+template <class LOW>
+DEVICE u32 levels(u32 codes, u32 parts, bool last, int width) {
+    const u32 whole = fma_f16x2(above_1024(codes, last), ONE, 0xe400e400u);
+    if constexpr (LOW::BITS == 0) return fma_f16x2(whole, ONE, twice(float(1 - (1 << width)) / 2));
+    constexpr float PART = 1.f / LOW::PARTS;
+    const u32 lowest = equal_f16x2(whole, 0), highest = equal_f16x2(whole, twice(float((1 << width) - 1)));
+    const u32 first = fma_f16x2(lowest, 0xbc00bc00u, fma_f16x2(whole, ONE, twice(first_edge(width))));
+    const u32 cell = fma_f16x2(lowest, ONE, fma_f16x2(highest, ONE, twice(inner_cell(width))));
+    return fma_f16x2(fma_f16x2(above_1024(parts, last), twice(PART), twice(-1023.5f * PART)), cell, first);
+}
+/// The same of one code.
+template <class LOW>
+DEVICE float level(u32 code, u32 part, int width) {
+    if constexpr (LOW::BITS == 0) return float(code) - float((1 << width) - 1) / 2;
+    const float lowest = code == 0, highest = code == (1u << width) - 1;
+    return fmaf((float(part) + 0.5f) / LOW::PARTS, inner_cell(width) + lowest + highest, float(code) + first_edge(width) - lowest);
 }
 
 /// A thread's tokens as products with the inverse of the basis, in units of scales, and in shared.row the channels' means times it.
-template <class S>
-DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], Token (&x)[TOKENS], int head, Shared& shared) {
+template <class S, class LOW>
+DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], u32 (&parts)[TOKENS][BANDS], Token (&x)[TOKENS], int head, Shared& shared) {
+    static_assert(S::most_bits() + LOW::BITS <= 10 || LOW::BITS == 0, "levels in float16");
     const int lane = threadIdx.x % 32;
     const uint4* from = a.operands + i64(head) * BANDS * BANDS * 64 + lane;
     float y[BANDS][2][4] = {};
 #pragma unroll 1
     for (int step = 0; step < BANDS; ++step, from += 64) {  // not unrolled: loads of all steps at once would take every register
-        const float lowest = float(1 - (1 << S::width(step))) / 2;
         u32 rows[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) rows[i] = levels(codes[i % 2][0], i / 2, pack_f16(lowest, lowest));
+        for (int i = 0; i < 4; ++i) rows[i] = levels<LOW>(codes[i % 2][0], parts[i % 2][0], i / 2, S::width(step));
 #pragma unroll
-        for (int i = 1; i < TOKENS * BANDS; ++i)
-            if (i % BANDS) codes[i / BANDS][i % BANDS - 1] = codes[i / BANDS][i % BANDS];
+        for (int i = 1; i < TOKENS * BANDS; ++i) {
+            if (i % BANDS == 0) continue;
+            codes[i / BANDS][i % BANDS - 1] = codes[i / BANDS][i % BANDS];
+            if (LOW::BITS) parts[i / BANDS][i % BANDS - 1] = parts[i / BANDS][i % BANDS];
+        }
 #pragma unroll
         for (int i = 0; i < BANDS; ++i)
 #pragma unroll
@@ -114,11 +159,16 @@ DEVICE void turn_rows(Token& x, int j, const Shared& shared) {
     }
 }
 
-template <class S>
+/// Where the low planes of a head lie.
+DEVICE const unsigned char* low_of(const Args& a, int plane, int page, int head) {
+    return reinterpret_cast<const unsigned char*>(a.low_address[plane][page] + a.low_layer_offset[plane] + i64(head) * a.low_head_bytes[plane]);
+}
+
+template <class S, class LOW>
 DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& shared) {
     const int j = threadIdx.x % LANES;
     const auto* const from = reinterpret_cast<const unsigned char*>(a.page_address[page] + a.layer_offset + i64(head) * a.head_bytes);
-    u32 codes[TOKENS][BANDS] = {};
+    u32 codes[TOKENS][BANDS] = {}, parts[TOKENS][BANDS] = {};
     float scale[TOKENS];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
@@ -128,6 +178,12 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
         read_plane<S, 4>(from, codes[r], token, j);
         read_plane<S, 2>(from, codes[r], token, j);
         read_plane<S, 1>(from, codes[r], token, j);
+        if constexpr (LOW::FIRST > 0) read_plane<typename LOW::First, LOW::FIRST>(low_of(a, 0, page, head), parts[r], token, j);
+        if constexpr (LOW::SECOND > 0) {
+#pragma unroll
+            for (int i = 0; i < BANDS; ++i) parts[r][i] <<= LOW::SECOND;  // bytes have room for both
+            read_plane<typename LOW::Second, LOW::SECOND>(low_of(a, 1, page, head), parts[r], token, j);
+        }
     }
     for (int ch = threadIdx.x; S::HAS_MEAN && ch < D; ch += THREADS) shared.mean[ch] = load_value<FLOAT16>(from + S::MEAN_OFFSET, ch);
     if constexpr (S::BASIS == CALIBRATED) {
@@ -141,7 +197,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
     Token x[TOKENS];
     const float* mean = shared.mean;
     if constexpr (S::BASIS == CALIBRATED) {
-        out_of_basis<S>(a, codes, x, head, shared);
+        out_of_basis<S, LOW>(a, codes, parts, x, head, shared);
         mean = shared.row;
         __syncthreads();
     } else {
@@ -150,7 +206,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
 #pragma unroll
             for (int i = 0; i < BANDS; ++i)
 #pragma unroll
-                for (int k = 0; k < 4; ++k) x[r][i][k] = float(codes[r][i] >> 8 * k & 255) - float((1 << S::width(i)) - 1) / 2;
+                for (int k = 0; k < 4; ++k) x[r][i][k] = level<LOW>(codes[r][i] >> 8 * k & 255, parts[r][i] >> 8 * k & 255, S::width(i));
     }
     const int2 rows = a.rows[page];
 #pragma unroll
@@ -166,7 +222,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
         if constexpr (S::BASIS == HADAMARD) hadamard(x[r], j);
         const int token = thread_token(r);
         if (token >= rows.y) continue;
-        uint2* const out = reinterpret_cast<uint2*>(a.out[side] + ((i64(rows.x) + token) * a.num_heads + head) * D) + j;
+        uint2* const out = reinterpret_cast<uint2*>(a.out[side] + rows.x * a.page_stride + token * a.token_stride + head * a.head_stride) + j;
 #pragma unroll
         for (int i = 0; i < BANDS; ++i)
             out[i * LANES] = OUT_TYPE == BFLOAT16 ? uint2{pack_bf16(x[r][i][0], x[r][i][1]), pack_bf16(x[r][i][2], x[r][i][3])}
@@ -180,6 +236,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) dequantize_bande
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int count = a.num_pages * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
     const int head = item / a.num_pages, page = item % a.num_pages;
-    if (side == 0) unpack_side<Banded<K_BANDED, false>>(a, 0, page, head, shared);
-    else unpack_side<Banded<V_BANDED, true>>(a, 1, page, head, shared);
+    if (side == 0) unpack_side<Banded<K_BANDED, false>, LowPlanes<K_LOW, false>>(a, 0, page, head, shared);
+    else unpack_side<Banded<V_BANDED, true>, LowPlanes<V_LOW, true>>(a, 1, page, head, shared);
 }
