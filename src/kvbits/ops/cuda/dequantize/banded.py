@@ -12,18 +12,26 @@ import torch
 
 from ....errors import DataError
 from ....spec import LowLayout, PageLayout
-from ...descriptor import TORCH_DTYPES, low_plane
+from ...descriptor import TORCH_DTYPES
 from ...types import LowStore, PageStore
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
-from ..side import as_float32, banded_arguments, column_powers, columns_as_operands, refuses_bands, turns_on
+from ..side import (
+    MAX_LOW,
+    as_float32,
+    banded_arguments,
+    banded_low_arguments,
+    column_powers,
+    columns_as_operands,
+    refuses_banded_low,
+    refuses_bands,
+    turns_on,
+)
 
 RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
 """Of a multiprocessor, by the largest head_dim: registers are shared out for that many."""
 
 
-MAX_LOW = 2
-"""Low planes of a page."""
 MOST_EXACT_BITS = 10
 """Of a code and its low planes, whose levels float16 then holds exactly, as products with a calibrated basis want them."""
 
@@ -32,18 +40,12 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype, low: Sequence[LowLayo
     """Why pages of banded codes, with these low planes, cannot be unpacked to `dtype`, or None."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"rows of {dtype} are not float16 or bfloat16"
-    if len(low) > MAX_LOW:
-        return f"pages with {len(low)} low planes each; the CUDA kernel unpacks {MAX_LOW}"
+    if why := refuses_banded_low(len(low)):
+        return why
     for spec, bits in ((layout.key, sum(x.key_bits for x in low)), (layout.value, sum(x.value_bits for x in low))):
         if bits and spec.basis == "klt" and (most := max(spec.widths(layout.head_dim))) + bits > MOST_EXACT_BITS:
             return f"low planes of {bits} bits under codes of {most} in a calibrated basis; the CUDA kernel takes {MOST_EXACT_BITS} bits of both"
     return refuses_bands(layout)
-
-
-def _low_arguments(low: Sequence[LowLayout], kind: str) -> str:
-    """Template arguments of struct LowPlanes but the last."""
-    planes = [low_plane(x, kind) for x in low] + [(0, 0)] * (MAX_LOW - len(low))
-    return ", ".join(str(n) for plane in planes for n in plane)
 
 
 def defines(layout: PageLayout, dtype: torch.dtype, low: Sequence[LowLayout] = ()) -> dict[str, int | str]:
@@ -54,7 +56,7 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: Sequence[LowLayout] = (
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads),
         "OUT_TYPE": TORCH_DTYPES[dtype], "SHARED_BYTES": 12 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
-        "K_LOW": _low_arguments(low, "k"), "V_LOW": _low_arguments(low, "v"),
+        "K_LOW": banded_low_arguments(low, "k"), "V_LOW": banded_low_arguments(low, "v"),
     }  # fmt: skip
 
 

@@ -24,59 +24,11 @@ struct Args {
     int num_pages, num_heads, head_bytes, low_head_bytes[2];
 };
 
-/// A low plane of all channels, as `read_plane` reads planes of codes.
-template <int BITS, int OFFSET, bool VALUES_>
-struct LowPlane {
-    static constexpr bool VALUES = VALUES_;
-    static DEVICE constexpr int width(int) { return BITS; }
-    static DEVICE constexpr int offset(int) { return OFFSET; }
-    static DEVICE constexpr int channels(int) { return BITS ? D : 0; }
-};
-/// The low planes of a side: bits and place of each, 0 bits where there is none.
-template <int BITS0, int OFFSET0, int BITS1, int OFFSET1, bool VALUES>
-struct LowPlanes {
-    static constexpr int FIRST = BITS0, SECOND = BITS1, BITS = BITS0 + BITS1, PARTS = 1 << BITS;
-    using First = LowPlane<BITS0, OFFSET0, VALUES>;
-    using Second = LowPlane<BITS1, OFFSET1, VALUES>;
-};
-static_assert(OUTER_CELL == 2 && ONLY_CELL == 4, "cells below");
-/// Cells of a band's codes, in scales: where that of code 0 would begin were it as wide as the others, and how wide these are.
-DEVICE float first_edge(int width) { return width ? -float(1 << width) / 2 : -1.f; }
-DEVICE float inner_cell(int width) { return width ? 1.f : 2.f; }
-
 struct Shared {
     float mean[D], row[D], cosine[HALF], sine[HALF];
 };
 
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
-
-template <class S, int WORDS>
-DEVICE u32 read_word(const unsigned char* plane, int token, int word) {
-    const u32 w = reinterpret_cast<const u32*>(plane)[word_place<S::VALUES, WORDS>(token, word)];
-    return S::VALUES ? transposed(w, token) : w;
-}
-
-/// Adds a plane's fields to the codes of a thread's channels of a token, four of every band in a word.
-template <class S, int BITS>
-DEVICE void read_plane(const unsigned char* page, u32 (&codes)[BANDS], int token, int j) {
-    constexpr int ROW_BYTES = plane_row<S>(BITS), WORDS = ROW_BYTES / 4, EACH = ROW_BYTES % 16 ? 0 : WORDS / 4;  // words of a thread, where no other has fields in them
-    if constexpr (WORDS > 0) {
-        const unsigned char* const plane = page + S::offset(BITS);
-        u32 words[EACH ? EACH : 1];
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) words[e] = read_word<S, WORDS>(plane, token, e * LANES + j);
-        int at = 0;  // of the plane's bands
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i) {
-            if (!(S::width(i) & BITS)) continue;
-            const int channel = at * BAND + j * 4;
-            const u32 w = EACH ? words[EACH ? at % EACH : 0] : read_word<S, WORDS>(plane, token, channel % ROW_BYTES / 4);
-            const int field = EACH ? at / (EACH ? EACH : 1) : channel / ROW_BYTES;
-            codes[i] |= (w >> BITS * field & ((1u << BITS) - 1) * 0x01010101u) << (S::width(i) & (BITS - 1));
-            ++at;
-        }
-    }
-}
 
 constexpr u32 ONE = 0x3c003c00u;
 DEVICE u32 twice(float x) { return pack_f16(x, x); }
@@ -174,10 +126,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
     for (int r = 0; r < TOKENS; ++r) {
         const int token = thread_token(r);
         scale[r] = scale_value(from[S::SCALE_OFFSET + token]);
-        read_plane<S, 8>(from, codes[r], token, j);
-        read_plane<S, 4>(from, codes[r], token, j);
-        read_plane<S, 2>(from, codes[r], token, j);
-        read_plane<S, 1>(from, codes[r], token, j);
+        read_codes<S>(from, codes[r], token, j);
         if constexpr (LOW::FIRST > 0) read_plane<typename LOW::First, LOW::FIRST>(low_of(a, 0, page, head), parts[r], token, j);
         if constexpr (LOW::SECOND > 0) {
 #pragma unroll
