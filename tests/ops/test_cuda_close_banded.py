@@ -53,7 +53,7 @@ def compiled(macros, folder, kind="close", entry="close_banded", source=None):
         (folder / path.name).write_text(path.read_text())
     text = (FOLDER / "cuda" / kind / (source or f"{entry}.cu")).read_text()
     for gpu_only, instead in (('extern "C" __global__', ""), ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;")):
-        assert text.count(gpu_only) == 1
+        assert text.count(gpu_only) >= 1
         text = text.replace(gpu_only, instead)
     (folder / "kernel.h").write_text(text)
     lines = macros | {"KERNEL": entry, "NUM_THREADS": "THREADS"}
@@ -273,8 +273,7 @@ UNPACKED += [
 
 @pytest.mark.parametrize(("key", "value", "head_dim", "page_size", "low", "dtype"), UNPACKED, ids=lambda x: str(x) if isinstance(x, (int, tuple)) else None)
 def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page_size, low, dtype, device):
-    """Of the second layer of two slabs, some cut short; other rows stay. As rows of all pages, and as raw pages in turned order. Judged in float64, to the
-    rounding of a row's numbers and of its sums."""
+    """Of the second layer of two slabs, some cut short; other rows stay. Judged in float64, to the rounding of a row's numbers and of its sums."""
     layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
     fine = tuple(LowLayout(key_bits=k, value_bits=v, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim) for k, v in low)
     assert unpack_banded.refuses_layout(layout, dtype, fine) is None
@@ -289,23 +288,18 @@ def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page
         plane[low_ids] = x[ids]
     stores = [LowStore(x, (y[:2, 0], y[2:, 0])) for x, y in zip(fine, planes, strict=True)]
     rows = np.array([[page_size * i, counts[i]] for i in range(6)], np.int32)
-    pages = np.array([[5 - i, counts[i]] for i in range(6)], np.int32)
-    at, places, to, first = (torch.from_numpy(x).to(device) for x in (store.addresses()[ids], rows, pages, starts[ids].astype(np.int32)))
+    at, places, first = (torch.from_numpy(x).to(device) for x in (store.addresses()[ids], rows, starts[ids].astype(np.int32)))
     fine_at = [(s, torch.from_numpy(s.addresses()[low_ids]).to(device)) for s in stores]
     want = dequantize_pages(made[0][ids], layout, static, torch.float64, [(x[ids], y) for x, y in zip(made[1:], fine, strict=True)], starts[ids])
     out = torch.full((2, 6 * page_size, HEADS, head_dim), 7.0, dtype=dtype, device=device)
-    raw = torch.full((6, HEADS, 2, page_size, head_dim), 7.0, dtype=dtype, device=device)
-    unpacker, to_pages = (unpack_banded.BandedUnpacker(store, dtype, at, x, layout.page_size_bytes, first, fine_at) for x in (places, to))
+    unpacker = unpack_banded.BandedUnpacker(store, dtype, at, places, layout.page_size_bytes, first, fine_at)
     unpacker.run(*out, 1, {name: x.to(device) for name, x in static.items()})
-    to_pages.run(raw[:, :, 0], raw[:, :, 1], 1, {name: x.to(device) for name, x in static.items()})
-    for side, (found, there) in enumerate(zip(out.cpu(), want, strict=True)):
+    for found, there in zip(out.cpu(), want, strict=True):
         for i, (row, count) in enumerate(rows):
             here, expected = found[row : row + count].double(), there[i, :, :count].transpose(0, 1)
             bound = torch.finfo(dtype).eps / 2 * expected.abs() + 1e-5 * expected.abs().amax(-1, keepdim=True) + 1e-6
             assert bool(((here - expected).abs() <= bound).all())
             assert bool((found[row + count : row + page_size] == 7).all())
-            page = raw[5 - i, :, side].transpose(0, 1).cpu()
-            assert torch.equal(page[:count], found[row : row + count]) and bool((page[count:] == 7).all())
     if key.basis == "klt":
         with pytest.raises(DataError, match="need k_inverse"):
             unpacker.run(*out, 1, {})

@@ -20,6 +20,7 @@ from kvbits.ops.cuda import merge, place, rotate
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.attend import device_plan as attend_plan
 from kvbits.ops.cuda.attend import kernel_choice as cuda_format
+from kvbits.ops.cuda.attend import refined
 from kvbits.ops.cuda.close import banded as close_banded
 from kvbits.ops.cuda.close import codebook as close_codebook
 from kvbits.ops.cuda.close import low_planes as close_low
@@ -133,6 +134,9 @@ def test_kernels_of_banded_pages_with_planes_compile_without_spills(head_dim, wi
         layout, low = layout_of(schemes.get(name).key, schemes.get(name).value, head_dim), [nested(x, head_dim=head_dim) for x in widths]
         assert dequantize_banded.refuses_layout(layout, torch.bfloat16, low) is None
         read = compiled("dequantize_banded.cu", dequantize_banded.defines(layout, torch.bfloat16, low), capability).resources("dequantize_banded")
+        assert refined.refuses(layout, low) is None
+        attends = compiled("refined.cu", refined.defines(layout, low, "bfloat16"), capability)
+        assert max(attends.resources(entry).spill_bytes for entry in ("attend_refined", "merge_refined")) == 0
         written = compiled("low_planes.cu", close_low.defines(layout, torch.bfloat16, low), capability).resources("close_low")
         assert max(read.spill_bytes, written.spill_bytes) <= (1024 if head_dim == 256 else 0), (read, written)
 
@@ -335,6 +339,7 @@ def examples():
         "close_codebook.cu": close_codebook.defines(nuq, torch.bfloat16),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16, [nested((2, 2))]),
+        "refined.cu": refined.defines(klt, [nested((2, 2))], "bfloat16"),
         "low_planes.cu": close_low.defines(klt, torch.bfloat16, [nested((2, 2))]),
         "merge.cu": merge.defines(128, torch.bfloat16),
         "matrix.cu": matrix_cuda.defines(torch.bfloat16, 128),

@@ -356,6 +356,8 @@ inline void copy_async_arrive(u32 at) { barrier_arrive(at); }
 inline uint4 load_global_once(i64 from, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(from) : uint4{}; }
 template <class T>
 inline T load_global_l2(const T* p) { return *p; }
+inline void copy_16_later(void* to, const void* from) { memcpy(to, from, 16); }
+inline void wait_for_copies() {}
 inline uint2 load_once_8(const void* p) { return *static_cast<const uint2*>(p); }
 inline uint4 load_once_16(const void* p) { return *static_cast<const uint4*>(p); }
 inline double2 load_kept(const double2* p) { return *p; }

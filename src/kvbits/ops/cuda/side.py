@@ -172,6 +172,16 @@ def columns_as_operands(matrix: torch.Tensor, device: torch.device) -> torch.Ten
     return prepared(matrix, ("column operands", device), make)
 
 
+def rows_as_columns(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The transposed matrices of `matrix` [H, D, D] on `device`, for `column_powers` and `columns_as_operands`; made once."""
+    return prepared(matrix, ("rows", device), lambda x: x.detach().to(device, torch.float32).mT.contiguous())
+
+
+def high_operands(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`columns_as_operands` without the low halves: float16 [H, D / 16, D / 16, 2 tiles, 32 lanes, 8 bytes]; made once."""
+    return prepared(matrix, ("high operands", device), lambda x: columns_as_operands(x, device)[..., 0, :].contiguous())
+
+
 def columns_as_tiles(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same numbers as matrix units of four warps read them from shared memory: float16 [H, high and low, D / 16 of rows, 2 halves of 16, D columns,
     8 numbers], rows and columns within 16 in the order of `columns_as_operands`."""

@@ -7,6 +7,7 @@ captured in a CUDA graph. A plan owns its output and scratch buffers: the next `
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from .kernel_choice import (
     refuses_layout,
     refuses_low,
 )
-from .refined_plan import RefinedPlan, as_unpacked, is_refined, refuses_unpacking
+from .refined_plan import RefinedPlan, refuses_refined, split
 from .schedule import PartWork, chunks_per_sequence, schedule
 from .unpack_then_flash import ChunkPlan
 
@@ -66,10 +67,13 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
 
 def _refuses_packed(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, shared_limit: int, num_queries: int) -> str | None:
     """Why neither a `Plan` nor a `RefinedPlan` serves a call, or None."""
-    if q_dtype in DTYPES and any(is_refined(p) for p in call.parts):
-        if why := refuses_unpacking(call, q_dtype):
-            return f"banded codes with low planes are read unpacked, and {why}"
-        call = as_unpacked(call, q_dtype)
+    young, others = split(call)
+    if young and (why := refuses_refined(call)):
+        return why
+    if young and others:
+        call = dataclasses.replace(call, parts=tuple(call.parts[i] for i in others))
+    elif young:  # checked as if they had no planes
+        call = dataclasses.replace(call, parts=tuple(dataclasses.replace(p, low=()) for p in call.parts))
     return refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), shared_limit, num_queries)
 
 
@@ -156,6 +160,11 @@ class _Launch:
     layout: PageLayout | None
 
 
+def indexed(device: torch.device) -> torch.device:
+    """`device` with its number."""
+    return torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+
+
 @functools.lru_cache(maxsize=256)
 def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
     with torch.cuda.device(device_index):
@@ -210,7 +219,7 @@ class Plan:
         if why := refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), num_queries=num_queries):
             raise UnsupportedError(f"attend_pages on cuda: {why}")
         check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
-        device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        device = indexed(device)
         layout = call.parts[0].store.layout
         batch, d, heads = len(call.parts[0].table.indptr) - 1, layout.head_dim, layout.num_kv_heads
         packed = list(dict.fromkeys(p.store.layout for p in call.parts if not p.store.layout.key.is_raw))
@@ -251,7 +260,7 @@ class Plan:
 
     def run(
         self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, page_lse: np.ndarray | None = None,
-        static: LayerStatic | None = None, in_order: bool = False,
+        static: LayerStatic | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Attention of q [B, num_queries, Hq, D] over the planned pages of `layer`.
 
@@ -259,7 +268,6 @@ class Plan:
             q_positions: int32 or int64 [B, num_queries] on the device, kept for later runs; negative marks padding, which sees nothing.
             page_lse: for plans of a call that asks for it, where it goes (see `AttendCall`); this waits for the GPU.
             static: what each part's pages share in `layer` (`PageStore.static`); those of the call if None.
-            in_order: not before the kernel ahead has ended, which may have written any page.
 
         Returns:
             The plan's own `out` and `lse`, overwritten by its next run.
@@ -284,7 +292,7 @@ class Plan:
             for part, own in zip(args.parts, pointers, strict=False):
                 for name, pointer in own.items():
                     setattr(part, name, pointer)
-            launch.loaded.launch(launch.blocks, launch.kernel.threads, args, stream, in_order=in_order)
+            launch.loaded.launch(launch.blocks, launch.kernel.threads, args, stream)
         if page_lse is not None:
             found = torch.logsumexp(self._steps_lse, 1).cpu().numpy()
             if page_lse.shape != found.shape or page_lse.dtype != found.dtype:
@@ -399,8 +407,9 @@ def plan(
     if unpacks:
         return ChunkPlan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
     make = functools.partial(Plan, num_q_heads=num_q_heads, q_dtype=q_dtype, device=device, num_queries=num_queries)
-    if any(is_refined(p) for p in call.parts) and refuses_unpacking(call, q_dtype) is None:
-        return RefinedPlan(call, make, q_dtype, options.get("layer_strides"))
+    if split(call)[0] and refuses_refined(call) is None:
+        check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
+        return RefinedPlan(call, make, num_q_heads, q_dtype, indexed(device), num_queries, options.get("layer_strides"))
     return make(call, **options)
 
 

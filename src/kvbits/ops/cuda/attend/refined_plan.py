@@ -1,5 +1,5 @@
-"""Attention over banded pages with low planes, which no kernel reads packed: in every pass they are unpacked to 16-bit pages in a workspace, and the kernel
-that reads the other pages packed reads those too."""
+"""Attention over calls that have banded pages with low planes: these are read packed by a kernel of their own (refined.cu), all others by a `Plan`, and the
+results are merged in one more launch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from ....errors import DataError
 from ....later import upload
-from ....spec import PageLayout, QuantSpec
-from ...types import AttendCall, PageStore, PageTable, Part, banded_sides
-from ..dequantize import banded
-from ..merge import merge_partials
+from ....spec import FRAME
+from ...types import AttendCall, Part, banded_sides, last_positions
+from ..runtime import driver
+from ..side import column_powers, high_operands, rows_as_columns, turns_on
+from . import refined
 
-MAX_ROWS = 1 << 16
-"""Tokens of the workspace: 268 MB of keys and values at 8 kv heads of 128. Where more have low planes they are read in turns, and the results merged."""
+NO_WINDOW = 2**30
 
 
 def is_refined(part: Part) -> bool:
@@ -26,153 +26,184 @@ def is_refined(part: Part) -> bool:
     return bool(part.low) and banded_sides(part.store.layout) is not None
 
 
-def unpacked_layout(call: AttendCall, q_dtype: torch.dtype) -> PageLayout:
-    """Of the pages that those with low planes are unpacked to: raw, in the dtype of the call's raw pages if it has any, else of the queries."""
-    layouts = [p.store.layout for p in call.parts]
-    sizes = [p.store.layout.page_size for p in call.parts if is_refined(p)]
-    dtype = next((x.raw_dtype for x in layouts if x.key.is_raw), str(q_dtype).removeprefix("torch."))
-    raw, like = QuantSpec.raw(), layouts[0]
-    return PageLayout(key=raw, value=raw, page_size=max(sizes), num_kv_heads=like.num_kv_heads, head_dim=like.head_dim, raw_dtype=dtype)
+def split(call: AttendCall) -> tuple[list[int], list[int]]:
+    """Which of the call's parts have banded pages with low planes, and which have not."""
+    found = [is_refined(p) for p in call.parts]
+    return [i for i, x in enumerate(found) if x], [i for i, x in enumerate(found) if not x]
 
 
-def as_unpacked(call: AttendCall, q_dtype: torch.dtype) -> AttendCall:
-    """A call of the formats that are read once pages with low planes are unpacked; it has no pages of them."""
-    layout, none = unpacked_layout(call, q_dtype), np.zeros(0, np.int64)
-    table = PageTable(np.zeros_like(call.parts[0].table.indptr), none, none, none.astype(np.int32))
-    slab = torch.empty(0, layout.num_kv_heads, layout.head_bytes, dtype=torch.uint8, device=call.parts[0].store.device)
-    return dataclasses.replace(call, parts=(*(p for p in call.parts if not is_refined(p)), Part(PageStore(layout, (slab,)), table)))
-
-
-def refuses_unpacking(call: AttendCall, q_dtype: torch.dtype) -> str | None:
-    """Why some page with low planes cannot be unpacked, or None."""
-    dtype = getattr(torch, unpacked_layout(call, q_dtype).raw_dtype)
-    refined = (p for p in call.parts if is_refined(p))
-    return next((why for p in refined if (why := banded.refuses_layout(p.store.layout, dtype, [s.layout for s in p.low]))), None)
+def refuses_refined(call: AttendCall) -> str | None:
+    """Why some page with low planes is not read packed, or None."""
+    return next((why for p in call.parts if is_refined(p) and (why := refined.refuses(p.store.layout, [s.layout for s in p.low]))), None)
 
 
 class _Plan(Protocol):
-    q_positions: torch.Tensor
     out: torch.Tensor
+    lse: torch.Tensor
+    q_positions: torch.Tensor
 
     def run(
-        self, q: torch.Tensor, *, layer: int, page_lse: np.ndarray | None, static: Sequence[Mapping[str, torch.Tensor]] | None, in_order: bool
+        self, q: torch.Tensor, *, layer: int, page_lse: np.ndarray | None, static: Sequence[Mapping[str, torch.Tensor]] | None
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def explain(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class _Turn:
-    """What one filling of the workspace serves.
+class _Launch:
+    """Attention to the pages of one part."""
 
-    Attributes:
-        parts: which of the call's parts the plan reads as they are; the workspace is its last.
-        unpackers: each with the part whose pages it unpacks.
-        pages: of each page of the plan, which of the call's it is.
-    """
-
-    plan: _Plan
-    parts: list[int]
-    unpackers: list[tuple[int, banded.BandedUnpacker]]
-    pages: np.ndarray
+    part: int
+    kernel: driver.Kernel
+    threads: int
+    args: refined.Args
+    blocks: int
+    layer_stride: int
 
 
 class RefinedPlan:
-    """Same use as `Plan`; every run fills the workspace anew, which layers share.
+    """Same use as `Plan`.
 
     Args:
         make: makes the `Plan` of a call, given its `layer_strides`.
         layer_strides: of each part of `call`, as for `Plan`.
 
     Attributes:
-        q_positions: int [B, num_queries] on the device, those of all plans.
+        out, lse, q_positions: as those of `Plan`.
     """
 
-    def __init__(self, call: AttendCall, make: Callable[..., _Plan], q_dtype: torch.dtype, layer_strides: tuple[int, ...] | None) -> None:
-        self.call, device = call, call.parts[0].store.device
-        self._strides = layer_strides or (0,) * len(call.parts)
-        layout, refined = unpacked_layout(call, q_dtype), [i for i, p in enumerate(call.parts) if is_refined(p)]
-        self._kept = [i for i in range(len(call.parts)) if i not in refined]
-        batch = len(call.parts[0].table.indptr) - 1
-        part = np.concatenate([np.full(call.parts[i].table.num_pages, i) for i in refined])
-        entry = np.concatenate([np.arange(call.parts[i].table.num_pages) for i in refined])
-        owner = np.concatenate([np.repeat(np.arange(batch), np.diff(call.parts[i].table.indptr)) for i in refined])
-        order = np.argsort(owner, kind="stable")
-        part, entry, owner = part[order], entry[order], owner[order]
-        most = max(1, MAX_ROWS // layout.page_size)
-        slab = torch.empty(min(len(part), most), layout.num_kv_heads, layout.head_bytes, dtype=torch.uint8, device=device)
-        self._store = PageStore(layout, (slab,))
-        self._keys, self._values = (self._side(name) for name in ("k_raw", "v_raw"))
-        self._turns = [
-            self._turn(make, part[at : at + most], entry[at : at + most], owner[at : at + most], self._kept if at == 0 else [])
-            for at in range(0, max(len(part), 1), most)
-        ]
-        self.q_positions = self._turns[0].plan.q_positions
+    def __init__(
+        self, call: AttendCall, make: Callable[..., _Plan], num_q_heads: int, q_dtype: torch.dtype, device: torch.device, num_queries: int,
+        layer_strides: tuple[int, ...] | None,
+    ) -> None:  # fmt: skip
+        self.call, self.device = call, device
+        strides = layer_strides or (0,) * len(call.parts)
+        young, self._kept = split(call)
+        layout, batch = call.parts[0].store.layout, len(call.parts[0].table.indptr) - 1
+        self._rest: _Plan | None = None
+        if self._kept:
+            rest = dataclasses.replace(call, parts=tuple(call.parts[i] for i in self._kept))
+            self._rest = make(rest, layer_strides=tuple(strides[i] for i in self._kept))
+        self._keep: list[torch.Tensor] = []  # what the kernels' arguments point into
+        self.out = torch.zeros(batch, num_queries, num_q_heads, layout.head_dim, dtype=q_dtype, device=device)
+        self.lse = torch.zeros(batch, num_queries, num_q_heads, dtype=torch.float32, device=device)
+        self.q_positions = self._upload(last_positions(call, batch, num_queries))
+        group = num_q_heads // layout.num_kv_heads
+        column_blocks = -(-num_queries * group // refined.COLUMNS)
+        runs = [_runs(call.parts[i], refined.pages_each(call.parts[i].store.layout, [s.layout for s in call.parts[i].low])) for i in young]
+        of_run = layout.num_kv_heads * column_blocks  # slots
+        slots = sum(map(len, runs)) * of_run
+        partial = self._kept_alive(torch.empty(slots, refined.COLUMNS, layout.head_dim, device=device))
+        partial_ml = self._kept_alive(torch.empty(slots, refined.COLUMNS, 2, device=device))
+        owner = np.concatenate([r[:, 2] for r in runs])
+        listed = np.argsort(owner, kind="stable")
+        common = refined.Args(
+            q_positions=self.q_positions.data_ptr(), partial=partial.data_ptr(), partial_ml=partial_ml.data_ptr(), num_queries=num_queries, group=group,
+            num_kv_heads=layout.num_kv_heads, column_blocks=column_blocks, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
+            softcap=call.softcap or 0.0, listed=self._upload((listed * of_run).astype(np.int32)).data_ptr(),
+            first=self._upload(np.searchsorted(owner[listed], np.arange(batch + 1)).astype(np.int32)).data_ptr(),
+            out=self.out.data_ptr(), lse=self.lse.data_ptr(), num_rows=self.lse.numel(),
+        )  # fmt: skip
+        if self._rest:
+            common.rest_out, common.rest_lse = self._rest.out.data_ptr(), self._rest.lse.data_ptr()
+        firsts = np.cumsum([0, *(len(r) * of_run for r in runs)])
+        self._launches = [self._launch(i, r, int(first), common, strides[i]) for i, r, first in zip(young, runs, firsts[:-1], strict=True)]
+        self._merging = _copy(common)
 
     def run(
         self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, page_lse: np.ndarray | None = None,
         static: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(out [B, T, Hq, D] in q's dtype, lse float32 [B, T, Hq]); arguments as of `Plan.run`."""
+        """(out [B, T, Hq, D] in q's dtype, lse float32 [B, T, Hq]); arguments and results as of `Plan.run`."""
+        if q.shape != self.out.shape or q.dtype != self.out.dtype or q.device != self.device:
+            raise DataError(f"q is {tuple(q.shape)} {q.dtype} on {q.device}; the plan is for {tuple(self.out.shape)} {self.out.dtype} on {self.device}")
+        if q.stride(-1) != 1 or any(s % 4 for s in q.stride()[:-1]) or q.data_ptr() % 8:
+            raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
         if layer and static is None and any(p.store.static for p in self.call.parts):
             raise DataError(f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each part")
+        given = static or [p.store.static for p in self.call.parts]
         if q_positions is not None:
             self.q_positions.copy_(q_positions)
-        given = static or [p.store.static for p in self.call.parts]
-        found = []
-        for turn in self._turns:
-            for part, unpacker in turn.unpackers:
-                unpacker.run(self._keys, self._values, layer, given[part])
-            if turn.plan.q_positions is not self.q_positions:
-                turn.plan.q_positions.copy_(self.q_positions)
-            own = None if page_lse is None else np.full((len(turn.pages), *page_lse.shape[1:]), -np.inf, page_lse.dtype)
-            # All that the kernel reads of the workspace has been written just ahead of it, more than it waits for where it starts early.
-            found.append(turn.plan.run(q, layer=layer, page_lse=own, static=[*(given[i] for i in turn.parts), {}], in_order=True))
-            if page_lse is not None and own is not None:
-                page_lse[turn.pages] = own
-        if len(found) == 1:
-            return found[0]
-        outs, lses = zip(*found, strict=True)
-        return merge_partials(outs, lses)
+        own = None if page_lse is None else np.full((sum(self.call.parts[i].table.num_pages for i in self._kept), *page_lse.shape[1:]), -np.inf, np.float32)
+        if self._rest:
+            self._rest.q_positions.copy_(self.q_positions)
+            self._rest.run(q, layer=layer, page_lse=own, static=[given[i] for i in self._kept])
+        stream = driver.current_stream(self.device) if self.device.type == "cuda" else 0
+        for x in self._launches:
+            self._set_layer(x, q, layer, given[x.part])
+            x.kernel.launch(x.blocks, x.threads, x.args, stream)
+        merge, threads = self._merge
+        merge.launch(-(-self._merging.num_rows // (threads // 32)), threads, self._merging, stream)
+        if page_lse is not None and own is not None:
+            self._note_pages(page_lse, own)
+        return self.out, self.lse
 
     def explain(self) -> str:
         """How pages are read, in a line each."""
-        pages = self._store.num_pages
-        turns = "" if len(self._turns) == 1 else f", in {len(self._turns)} turns"
-        said = f"attend_pages by cuda: {pages} pages with low planes are unpacked to {self._store.layout.raw_dtype} in every pass{turns}"
-        return "\n".join([said, *(turn.plan.explain() for turn in self._turns)])
+        said = "attend_pages by cuda: {} {}/{} pages with low planes read packed by a kernel of their own, and merged with others"
+        layouts = [(self.call.parts[x.part].table.num_pages, self.call.parts[x.part].store.layout) for x in self._launches]
+        lines = [said.format(n, layout.key.format, layout.value.format) for n, layout in layouts]
+        return "\n".join([*lines, *([self._rest.explain()] if self._rest else [])])
 
-    def _side(self, name: str) -> torch.Tensor:
-        """[pages, H, page_size, D]: keys or values of the workspace."""
-        layout = self._store.layout
-        at, dtype = layout.sections[name], getattr(torch, layout.raw_dtype)
-        rows = self._store.slabs[0][:, :, at.offset : at.offset + at.nbytes].view(dtype)
-        return rows.unflatten(-1, (layout.page_size, layout.head_dim))
-
-    def _turn(self, make: Callable[..., _Plan], part: np.ndarray, entry: np.ndarray, owner: np.ndarray, kept: list[int]) -> _Turn:
-        """Of pages `entry` [n] of the tables of `part` [n], which sequences `owner` [n] read, and of all pages of the parts `kept`."""
-        parts, batch = self.call.parts, len(self.call.parts[0].table.indptr) - 1
-        starts, lengths = np.zeros(len(part), np.int64), np.zeros(len(part), np.int32)
-        unpackers = []
-        for i in map(int, np.unique(part)):
-            mine = np.flatnonzero(part == i)
-            of_part = entry[mine]
-            starts[mine], lengths[mine] = parts[i].table.starts[of_part], parts[i].table.lengths[of_part]
-            unpackers.append((i, self._unpacker(i, of_part, np.stack([mine, lengths[mine]], 1).astype(np.int32))))
-        indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=batch))]).astype(np.int64)
-        unpacked = Part(self._store, PageTable(indptr, np.arange(len(part)), starts, lengths))
-        firsts = np.cumsum([0, *(p.table.num_pages for p in parts)])
-        pages = np.concatenate([*(firsts[i] + np.arange(parts[i].table.num_pages) for i in kept), firsts[part] + entry]).astype(np.int64)
-        own_lse = None
+    def _launch(self, part: int, runs: np.ndarray, first_slot: int, common: refined.Args, layer_stride: int) -> _Launch:
+        p, args = self.call.parts[part], _copy(common)
+        layout, fine = p.store.layout, tuple(s.layout for s in p.low)
+        index = -1 if self.device.index is None else self.device.index
+        kernel, merge, threads = refined.load(layout, fine, str(self.out.dtype).removeprefix("torch."), index)
+        self._merge = merge, threads
+        args.runs, args.first_slot = self._upload(runs).data_ptr(), first_slot
+        args.page_address = self._upload(p.store.addresses()[p.table.page_ids]).data_ptr()
+        args.page_tokens = self._upload(np.stack([p.table.starts, p.table.lengths], 1).astype(np.int32)).data_ptr()
+        args.head_bytes = layout.head_bytes
+        for i, (store, ids) in enumerate(zip(p.low, p.table.low, strict=True)):
+            args.low_address[i], args.low_head_bytes[i] = self._upload(store.addresses()[ids]).data_ptr(), store.layout.head_bytes
+        self._pages_lse: dict[int, torch.Tensor] = getattr(self, "_pages_lse", {})
         if self.call.page_lse is not None:
-            own_lse = np.full((len(pages), *self.call.page_lse.shape[1:]), -np.inf, self.call.page_lse.dtype)
-        call = dataclasses.replace(self.call, parts=(*(parts[i] for i in kept), unpacked), page_lse=own_lse)
-        return _Turn(make(call, layer_strides=(*(self._strides[i] for i in kept), 0)), kept, unpackers, pages)
+            self._pages_lse[part] = torch.full((p.table.num_pages, *self.lse.shape[1:]), -torch.inf, device=self.device)
+            args.page_lse = self._pages_lse[part].data_ptr()
+        return _Launch(part, kernel, threads, args, len(runs) * args.num_kv_heads * args.column_blocks, layer_stride)
 
-    def _unpacker(self, part: int, entries: np.ndarray, rows: np.ndarray) -> banded.BandedUnpacker:
-        """Of the pages `entries` [n] of a part's table to pages rows[:, 0] of the workspace, rows[:, 1] tokens of each."""
-        p, device = self.call.parts[part], self._store.device
-        low = [(s, upload(s.addresses()[ids[entries]], device)) for s, ids in zip(p.low, p.table.low, strict=True)]
-        address, starts = upload(p.store.addresses()[p.table.page_ids[entries]], device), upload(p.table.starts[entries].astype(np.int32), device)
-        dtype = getattr(torch, self._store.layout.raw_dtype)
-        return banded.BandedUnpacker(p.store, dtype, address, upload(rows, device), self._strides[part], starts, low)
+    def _set_layer(self, x: _Launch, q: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor]) -> None:
+        """Points a launch to the queries, the pages and the calibrated parameters of a layer."""
+        args, inverse = x.args, static["k_inverse"]
+        args.q, args.layer_offset = q.data_ptr(), layer * x.layer_stride
+        args.q_stride_b, args.q_stride_t, args.q_stride_h = q.stride()[:3]
+        for i, store in enumerate(self.call.parts[x.part].low):
+            args.low_layer_offset[i] = layer * store.layout.page_size_bytes if x.layer_stride else 0
+        rows = rows_as_columns(inverse, self.device)
+        args.basis, args.power = high_operands(rows, self.device).data_ptr(), column_powers(rows, self.device).data_ptr()
+        args.turns = turns_on(static["k_inv_freq"], self.device).data_ptr()
+
+    def _note_pages(self, page_lse: np.ndarray, own: np.ndarray) -> None:
+        """Put log-sum-exps by page of all launches where those of the call's parts belong."""
+        pages = [p.table.num_pages for p in self.call.parts]
+        if page_lse.shape != (sum(pages), *self.lse.shape[1:]) or page_lse.dtype != np.float32:
+            raise DataError(f"page_lse must be a float32 array {[sum(pages), *self.lse.shape[1:]]}, got {page_lse.dtype} {list(page_lse.shape)}")
+        firsts, at = np.cumsum([0, *pages]), 0
+        for i, n in enumerate(pages):
+            found = self._pages_lse[i].cpu().numpy() if i in self._pages_lse else own[at : at + n]
+            at += 0 if i in self._pages_lse else n
+            page_lse[firsts[i] : firsts[i] + n] = found
+
+    def _upload(self, data: np.ndarray) -> torch.Tensor:
+        return self._kept_alive(upload(data, self.device))
+
+    def _kept_alive(self, x: torch.Tensor) -> torch.Tensor:
+        self._keep.append(x)
+        return x
+
+
+def _copy(args: refined.Args) -> refined.Args:
+    return refined.Args.from_buffer_copy(args)
+
+
+def _runs(part: Part, most: int) -> np.ndarray:
+    """int32 [n, 4], struct Run of refined.cu: pages of one sequence and frame that follow one another in the table, at most `most`."""
+    table = part.table
+    frame, owner = table.starts // FRAME, np.repeat(np.arange(len(table.indptr) - 1), np.diff(table.indptr))
+    changes = np.ones(table.num_pages, bool)
+    changes[1:] = (np.diff(frame) != 0) | (np.diff(owner) != 0)
+    starts = np.flatnonzero(changes)
+    place = np.arange(table.num_pages) - np.repeat(starts, np.diff([*starts, table.num_pages]))  # in its frame
+    first = np.flatnonzero(place % most == 0)
+    return np.stack([first, np.diff([*first, table.num_pages]), owner[first], frame[first]], 1).astype(np.int32)

@@ -65,7 +65,6 @@ class _Args(ctypes.Structure):
         ("page_address", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p * 2), ("operands", ctypes.c_void_p), ("column", ctypes.c_void_p),
         ("inverse", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("low_address", ctypes.c_void_p * MAX_LOW),
         ("layer_offset", ctypes.c_int64), ("low_layer_offset", ctypes.c_int64 * MAX_LOW),
-        ("page_stride", ctypes.c_int64), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
         ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("low_head_bytes", ctypes.c_int * MAX_LOW),
     ]  # fmt: skip
 
@@ -84,7 +83,7 @@ class BandedUnpacker:
 
     Args:
         page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
-        rows: int32 [n, 2] on the device: first output row (or output page) and visible tokens of each page.
+        rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
         layer_stride: bytes from a page of one layer to the same page of the next.
         starts: int32 [n] on the device: position of each page's first token.
         low: stores of the low planes that refine the pages, the coarsest first, and int64 [n] each on the device: bytes of their first structs, layer 0;
@@ -106,11 +105,7 @@ class BandedUnpacker:
             self._args.low_address[i], self._args.low_head_bytes[i] = at.data_ptr(), s.layout.head_bytes
 
     def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write the rows of keys and values.
-
-        Args:
-            keys, values: [rows, H, D], or [pages, H, page_size, D] where `rows` says pages; of the same strides, the last dimension dense.
-            static: what the pages share in `layer`, by default what the store says.
+        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says.
 
         Raises:
             DataError: keys in a calibrated basis, and no inverse of it.
@@ -124,7 +119,6 @@ class BandedUnpacker:
             args.operands, args.column = columns_as_operands(inverse, device).data_ptr(), column_powers(inverse, device).data_ptr()
             args.inverse, args.turns = as_float32(inverse, device).data_ptr(), turns_on(static["k_inv_freq"], device).data_ptr()
         args.out[0], args.out[1], args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self._layer_stride
-        args.page_stride, args.head_stride, args.token_stride = keys.stride(0), keys.stride(1), keys.stride(-2 if keys.dim() == 4 else 0)
         for i, stride in enumerate(self._low_strides):
             args.low_layer_offset[i] = layer * stride
         stream = driver.current_stream(device) if device.type == "cuda" else 0

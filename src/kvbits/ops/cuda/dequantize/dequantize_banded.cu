@@ -11,16 +11,15 @@ constexpr int HALF = D / 2;
 
 struct Args {
     const i64* page_address;     // [n], layer 0, kv head 0
-    const int2* rows;            // [n]: first output row (or output page), tokens
-    u16* out[2];                 // keys, values in OUT_TYPE: [rows, H, D], or [pages, H, PAGE, D]
+    const int2* rows;            // [n]: first output row, tokens
+    u16* out[2];                 // keys, values [rows, H, D] in OUT_TYPE
     const uint4* operands;       // of the inverse of the basis, as struct Args of close_banded.cu has them
     const float* column;         // [H][D]
     const float* inverse;        // [H][D][D]
     const float2* turns;         // [D / 2] of side.py's turns_of
     const int* starts;           // [n]: position of each page's first token
     const i64* low_address[2];   // [n] each: of low planes, the coarsest first
-    i64 layer_offset, low_layer_offset[2];             // bytes
-    i64 page_stride, token_stride, head_stride;        // of `out`, in numbers: from a first row, a token and a kv head to the next
+    i64 layer_offset, low_layer_offset[2];  // bytes
     int num_pages, num_heads, head_bytes, low_head_bytes[2];
 };
 
@@ -29,30 +28,6 @@ struct Shared {
 };
 
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
-
-constexpr u32 ONE = 0x3c003c00u;
-DEVICE u32 twice(float x) { return pack_f16(x, x); }
-/// Two of a word's bytes, the first or the last two, plus 1024.
-DEVICE u32 above_1024(u32 bytes, bool last) { return permute_bytes(bytes, 0x64646464u, last ? 0x4342 : 0x4140); }
-
-/// Two of a word's codes of a band, the first or the last two, in scales from the band's middle; refined by `parts` of the same numbers.
-template <class LOW>
-DEVICE u32 levels(u32 codes, u32 parts, bool last, int width) {
-    const u32 whole = fma_f16x2(above_1024(codes, last), ONE, 0xe400e400u);
-    if constexpr (LOW::BITS == 0) return fma_f16x2(whole, ONE, twice(float(1 - (1 << width)) / 2));
-    constexpr float PART = 1.f / LOW::PARTS;
-    const u32 lowest = equal_f16x2(whole, 0), highest = equal_f16x2(whole, twice(float((1 << width) - 1)));
-    const u32 first = fma_f16x2(lowest, 0xbc00bc00u, fma_f16x2(whole, ONE, twice(first_edge(width))));
-    const u32 cell = fma_f16x2(lowest, ONE, fma_f16x2(highest, ONE, twice(inner_cell(width))));
-    return fma_f16x2(fma_f16x2(above_1024(parts, last), twice(PART), twice(-1023.5f * PART)), cell, first);
-}
-/// The same of one code.
-template <class LOW>
-DEVICE float level(u32 code, u32 part, int width) {
-    if constexpr (LOW::BITS == 0) return float(code) - float((1 << width) - 1) / 2;
-    const float lowest = code == 0, highest = code == (1u << width) - 1;
-    return fmaf((float(part) + 0.5f) / LOW::PARTS, inner_cell(width) + lowest + highest, float(code) + first_edge(width) - lowest);
-}
 
 /// A thread's tokens as products with the inverse of the basis, in units of scales, and in shared.row the channels' means times it.
 template <class S, class LOW>
@@ -65,7 +40,7 @@ DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], u32 (&parts
     for (int step = 0; step < BANDS; ++step, from += 64) {  // not unrolled: loads of all steps at once would take every register
         u32 rows[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) rows[i] = levels<LOW>(codes[i % 2][0], parts[i % 2][0], i / 2, S::width(step));
+        for (int i = 0; i < 4; ++i) rows[i] = levels<LOW>(above_1024(codes[i % 2][0], i / 2), above_1024(parts[i % 2][0], i / 2), S::width(step));
 #pragma unroll
         for (int i = 1; i < TOKENS * BANDS; ++i) {
             if (i % BANDS == 0) continue;
@@ -171,7 +146,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
         if constexpr (S::BASIS == HADAMARD) hadamard(x[r], j);
         const int token = thread_token(r);
         if (token >= rows.y) continue;
-        uint2* const out = reinterpret_cast<uint2*>(a.out[side] + rows.x * a.page_stride + token * a.token_stride + head * a.head_stride) + j;
+        uint2* const out = reinterpret_cast<uint2*>(a.out[side] + ((i64(rows.x) + token) * a.num_heads + head) * D) + j;
 #pragma unroll
         for (int i = 0; i < BANDS; ++i)
             out[i * LANES] = OUT_TYPE == BFLOAT16 ? uint2{pack_bf16(x[r][i][0], x[r][i][1]), pack_bf16(x[r][i][2], x[r][i][3])}

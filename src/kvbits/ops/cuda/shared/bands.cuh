@@ -56,6 +56,30 @@ static_assert(OUTER_CELL == 2 && ONLY_CELL == 4, "cells below");
 DEVICE float first_edge(int width) { return width ? -float(1 << width) / 2 : -1.f; }
 DEVICE float inner_cell(int width) { return width ? 1.f : 2.f; }
 
+constexpr u32 ONE_F16X2 = 0x3c003c00u;
+DEVICE u32 twice_f16(float x) { return pack_f16(x, x); }
+/// Two of a word's bytes as float16, the first or the last two, plus 1024.
+DEVICE u32 above_1024(u32 bytes, bool last) { return permute_bytes(bytes, 0x64646464u, last ? 0x4342 : 0x4140); }
+
+/// Two codes of a band and their parts, each plus 1024, as numbers in scales from the band's middle: exact up to 10 bits of both.
+template <class LOW>
+DEVICE u32 levels(u32 codes, u32 parts, int width) {
+    const u32 whole = fma_f16x2(codes, ONE_F16X2, 0xe400e400u);
+    if constexpr (LOW::BITS == 0) return fma_f16x2(whole, ONE_F16X2, twice_f16(float(1 - (1 << width)) / 2));
+    constexpr float PART = 1.f / LOW::PARTS;
+    const u32 lowest = equal_f16x2(whole, 0), highest = equal_f16x2(whole, twice_f16(float((1 << width) - 1)));
+    const u32 first = fma_f16x2(lowest, 0xbc00bc00u, fma_f16x2(whole, ONE_F16X2, twice_f16(first_edge(width))));
+    const u32 cell = fma_f16x2(lowest, ONE_F16X2, fma_f16x2(highest, ONE_F16X2, twice_f16(inner_cell(width))));
+    return fma_f16x2(fma_f16x2(parts, twice_f16(PART), twice_f16(-1023.5f * PART)), cell, first);
+}
+/// The same of one code.
+template <class LOW>
+DEVICE float level(u32 code, u32 part, int width) {
+    if constexpr (LOW::BITS == 0) return float(code) - float((1 << width) - 1) / 2;
+    const float lowest = code == 0, highest = code == (1u << width) - 1;
+    return fmaf((float(part) + 0.5f) / LOW::PARTS, inner_cell(width) + lowest + highest, float(code) + first_edge(width) - lowest);
+}
+
 /// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back.
 constexpr int BANDS = D / BAND, LANES = 4, TOKENS = 2;
 static_assert(THREADS == PAGE * LANES / TOKENS && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens");
