@@ -10,7 +10,6 @@ import torch
 from ops.cpu_cases import static_params
 
 from kvbits import KVCache, planner, schemes
-from kvbits.cache import explain
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import FileFormatError, PoolFullError, SpecError
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Rotary, Scheme, Tier
