@@ -72,6 +72,10 @@ class Moments:
             self.queries += (readers.mT @ readers).cpu() * len(mine)
         self.pages += pages
 
+    def take(self, other: Moments) -> None:
+        """Have seen what `other` saw, moments of the same layer and pages for keys of other widths."""
+        self.queries, self.keys, self.pages = other.queries, other.keys, other.pages
+
     def basis(self) -> torch.Tensor:
         """`k_basis`, float32 [H, D, D]: y = k_f @ basis. Its inverse is float16 numbers times a power of two for each head."""
         found = []
