@@ -85,9 +85,12 @@ class RefinedPlan:
             rest = dataclasses.replace(call, parts=tuple(call.parts[i] for i in self._kept))
             self._rest = make(rest, layer_strides=tuple(strides[i] for i in self._kept))
         self._keep: list[torch.Tensor] = []  # what the kernels' arguments point into
+        self._pages_lse: dict[int, torch.Tensor] = {}  # by part
         self.out = torch.zeros(batch, num_queries, num_q_heads, layout.head_dim, dtype=q_dtype, device=device)
         self.lse = torch.zeros(batch, num_queries, num_q_heads, dtype=torch.float32, device=device)
         self.q_positions = self._upload(last_positions(call, batch, num_queries))
+        if self._rest:  # both read the same
+            self.q_positions = self._rest.q_positions.copy_(self.q_positions)
         group = num_q_heads // layout.num_kv_heads
         column_blocks = -(-num_queries * group // refined.COLUMNS)
         runs = [_runs(call.parts[i], refined.pages_each(call.parts[i].store.layout, [s.layout for s in call.parts[i].low])) for i in young]
@@ -126,7 +129,6 @@ class RefinedPlan:
             self.q_positions.copy_(q_positions)
         own = None if page_lse is None else np.full((sum(self.call.parts[i].table.num_pages for i in self._kept), *page_lse.shape[1:]), -np.inf, np.float32)
         if self._rest:
-            self._rest.q_positions.copy_(self.q_positions)
             self._rest.run(q, layer=layer, page_lse=own, static=[given[i] for i in self._kept])
         stream = driver.current_stream(self.device) if self.device.type == "cuda" else 0
         for x in self._launches:
@@ -157,7 +159,6 @@ class RefinedPlan:
         args.head_bytes = layout.head_bytes
         for i, (store, ids) in enumerate(zip(p.low, p.table.low, strict=True)):
             args.low_address[i], args.low_head_bytes[i] = self._upload(store.addresses()[ids]).data_ptr(), store.layout.head_bytes
-        self._pages_lse: dict[int, torch.Tensor] = getattr(self, "_pages_lse", {})
         if self.call.page_lse is not None:
             self._pages_lse[part] = torch.full((p.table.num_pages, *self.lse.shape[1:]), -torch.inf, device=self.device)
             args.page_lse = self._pages_lse[part].data_ptr()

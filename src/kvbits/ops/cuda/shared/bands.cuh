@@ -64,13 +64,13 @@ DEVICE u32 above_1024(u32 bytes, bool last) { return permute_bytes(bytes, 0x6464
 /// Two codes of a band and their parts, each plus 1024, as numbers in scales from the band's middle: exact up to 10 bits of both.
 template <class LOW>
 DEVICE u32 levels(u32 codes, u32 parts, int width) {
-    const u32 whole = fma_f16x2(codes, ONE_F16X2, 0xe400e400u);
-    if constexpr (LOW::BITS == 0) return fma_f16x2(whole, ONE_F16X2, twice_f16(float(1 - (1 << width)) / 2));
+    if constexpr (LOW::BITS == 0) return fma_f16x2(fma_f16x2(codes, ONE_F16X2, 0xe400e400u), ONE_F16X2, twice_f16(float(1 - (1 << width)) / 2));
     constexpr float PART = 1.f / LOW::PARTS;
-    const u32 lowest = equal_f16x2(whole, 0), highest = equal_f16x2(whole, twice_f16(float((1 << width) - 1)));
-    const u32 first = fma_f16x2(lowest, 0xbc00bc00u, fma_f16x2(whole, ONE_F16X2, twice_f16(first_edge(width))));
-    const u32 cell = fma_f16x2(lowest, ONE_F16X2, fma_f16x2(highest, ONE_F16X2, twice_f16(inner_cell(width))));
-    return fma_f16x2(fma_f16x2(parts, twice_f16(PART), twice_f16(-1023.5f * PART)), cell, first);
+    const u32 lowest = equal_f16x2(codes, twice_f16(1024.f)), highest = equal_f16x2(codes, twice_f16(float(1023 + (1 << width))));
+    const u32 inside = fma_f16x2(parts, twice_f16(PART), twice_f16(-1023.5f * PART));  // of a cell, from 0 to 1
+    const u32 inner = fma_f16x2(inside, twice_f16(inner_cell(width)), fma_f16x2(codes, ONE_F16X2, twice_f16(first_edge(width) - 1024.f)));
+    const u32 outer = fma_f16x2(lowest, fma_f16x2(inside, ONE_F16X2, 0xbc00bc00u), inner);
+    return fma_f16x2(highest, inside, outer);
 }
 /// The same of one code.
 template <class LOW>
