@@ -364,7 +364,12 @@ def test_wrong_queries_are_refused():
     [
         ("int8", "int8", (4, 4), "the CUDA kernels read 4 bits under int4"),
         ("int4", "int4", (2, 4), "a low plane of 2 bits under int4 codes"),
-        (schemes.get("klt2").key, schemes.get("klt2").value, (2, 2), "banded codes: low planes have no CUDA kernel"),
+        (
+            schemes.get("klt2").key,
+            schemes.get("klt2").value,
+            (2, 2),
+            "banded codes with low planes have a CUDA kernel of their own, which takes page lists of the host alone",
+        ),
     ],
 )
 def test_low_planes_that_no_kernel_reads_are_refused(key, value, low, why):

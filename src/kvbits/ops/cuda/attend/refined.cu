@@ -410,7 +410,10 @@ extern "C" __global__ void merge_refined(const __grid_constant__ Args a) {
         const float factor = ml.x == negative_infinity() ? 0.f : exp2_approx(ml.x - best);
         sum = fmaf(ml.y, factor, sum);
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) out[k] = fmaf(a.partial[at * D + lane * EACH + k], factor, out[k]);
+        for (int k = 0; k < EACH; k += 2) {
+            const float2 x = *reinterpret_cast<const float2*>(a.partial + at * D + lane * EACH + k);
+            out[k] = fmaf(x.x, factor, out[k]), out[k + 1] = fmaf(x.y, factor, out[k + 1]);
+        }
     }
     const float over = any ? 1.f / sum : 0.f;
 #pragma unroll
