@@ -31,7 +31,10 @@ def rounded(value: Any) -> Any:
 
 def trimmed(data: dict[str, Any]) -> dict[str, Any]:
     """One result file's data without what no report reads."""
-    items = {key: {k: rounded(v) for k, v in record.items() if k not in DROPPED and not (k == "tokens" and isinstance(v, list))} for key, record in data["items"].items()}
+    items = {
+        key: {k: rounded(v) for k, v in record.items() if k not in DROPPED and not (k == "tokens" and isinstance(v, list))}
+        for key, record in data["items"].items()
+    }
     return data | {"items": items}
 
 
