@@ -148,7 +148,9 @@ RECOMMENDED = "int8_centered"
 The default of `KVCache.for_model`, `kvbits check`, lm-eval, and the first of few bits in the demo."""
 
 
-WIDE_BANDS = {((6, 6, 5, 5, 4, 4, 3, 3), 256): (8, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2, 2)}
+WIDE_BANDS: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {
+    ((6, 6, 5, 5, 4, 4, 3, 3), 256): (8, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2, 2),
+}
 """Widths of bands by those of a preset and head_dim, where they are not dealt out anew. At 256 the first 16 channels are a sixteenth of a head; with 6 bits
 more than half of Gemma-3-270M's expected error is theirs, and 8 bits there, for one less in two other bands, take a third of `klt4`'s KL off (docs/schemes.md).
 With 3 and 2 bits, and in smaller heads, those bits are worth more where they are."""
