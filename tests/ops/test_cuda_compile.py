@@ -132,6 +132,9 @@ def test_kernels_of_banded_pages_with_planes_compile_without_spills(head_dim, wi
         pytest.skip("two of them, for one architecture, by default")
     for name in ("klt4", "klt3", "klt2") if ALL else ("klt2",):
         layout, low = layout_of(schemes.get(name).key, schemes.get(name).value, head_dim), [nested(x, head_dim=head_dim) for x in widths]
+        if max(layout.key.widths(head_dim)) == 8 and sum(x.key_bits for x in low) > 2:
+            assert "10 bits of both" in refined.refuses(layout, low)
+            continue
         assert dequantize_banded.refuses_layout(layout, torch.bfloat16, low) is None
         read = compiled("dequantize_banded.cu", dequantize_banded.defines(layout, torch.bfloat16, low), capability).resources("dequantize_banded")
         assert refined.refuses(layout, low) is None
