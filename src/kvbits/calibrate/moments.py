@@ -100,6 +100,12 @@ class Moments:
         return with_short_inverse(torch.stack(found))
 
 
+def for_widths(basis: torch.Tensor, was: QuantSpec, spec: QuantSpec) -> torch.Tensor:
+    """`k_basis` [H, D, D] of keys of `spec`, from that of keys `was`, whose bands have other widths: the same directions in other steps."""
+    size = basis.shape[-1]
+    return basis if was.widths(size) == spec.widths(size) else with_short_inverse(basis.double() * (steps(was, size) / steps(spec, size)).to(basis.device))
+
+
 def _ridged(moment: torch.Tensor, few: bool, ridge: float) -> tuple[torch.Tensor, bool]:
     """A moment [D, D] with its ridge, and whether it says too little."""
     size = moment.diagonal().mean()

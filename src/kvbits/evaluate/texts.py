@@ -13,6 +13,7 @@ import hashlib
 import importlib.resources
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ CHARACTERS_PER_TOKEN = 12
 
 @dataclass(frozen=True)
 class Text:
-    """A text and where it came from. `name` is what results call it; `sha256` is of the content."""
+    """A text and where it came from. `name` is what results call it; `sha256` is of the content; `parts`: the texts that it was mixed of."""
 
     name: str
     content: str
+    parts: tuple[Text, ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -56,6 +58,17 @@ def halves(text: Text) -> tuple[Text, Text]:
     """A text's first and second half: what is measured on one is confirmed on the other."""
     middle = len(text.content) // 2
     return Text(f"{text.name}-start", text.content[:middle]), Text(f"{text.name}-end", text.content[middle:])
+
+
+def mixed(texts: Sequence[Text]) -> Text:
+    """Several texts as one to calibrate on, which gives each as many windows; one as it is.
+
+    Raises:
+        SpecError: no text, or one twice.
+    """
+    if len({t.sha256 for t in texts}) < max(len(texts), 1):
+        raise SpecError(f"texts {', '.join(t.name for t in texts) or '(none)'}: name at least one, and each once")
+    return texts[0] if len(texts) == 1 else Text("+".join(t.name for t in texts), "\n\n".join(t.content for t in texts), tuple(texts))
 
 
 def read_text(source: str) -> Text:

@@ -51,14 +51,14 @@ class GreedyTask(DecodeTask):
         return self._summary(list(records.values())) | ({"texts": per_text} if len(per_text) > 1 else {})
 
     def _summary(self, records: list[Record]) -> dict[str, Any]:
-        total = sum(len(r["tokens"]) for r in records)
+        length = self.context.options.new_tokens
         first = [float(r["first_divergence"]) for r in records]
         return {
-            "prompts": len(records), "new_tokens": total // len(records),
+            "prompts": len(records), "new_tokens": length,
             "first_divergence": math.fsum(first) / len(first), "first_divergence_se": standard_error(first),
-            "identical": sum(r["first_divergence"] == len(r["tokens"]) for r in records),
-            "agreement": sum(r["same"] for r in records) / total,
-            "agreement_se": standard_error([r["same"] / len(r["tokens"]) for r in records]),
+            "identical": sum(r["first_divergence"] == length for r in records),
+            "agreement": sum(r["same"] for r in records) / length / len(records),
+            "agreement_se": standard_error([r["same"] / length for r in records]),
         }  # fmt: skip
 
 
