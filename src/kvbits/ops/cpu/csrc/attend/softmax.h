@@ -52,10 +52,16 @@ static void fold_channels(Chunk& c, const float* scale, int head_dim) {
 }
 
 static void add_query_bias(Chunk& c, const float* q, const float* bias, int head_dim) {
-  for (int h = 0; h < c.rows; h++) {
-    vf t = vf{};
-    for (int i = 0; i < head_dim; i += VL) t += load(q + h * ROW_STRIDE + i) * load(bias + i);
-    c.q_bias[h] += sum(t);
+  for (int h = 0; h < c.rows; h += 4) {
+    const float* row[4];  // four rows at once: sums that do not wait for each other
+    for (int k = 0; k < 4; k++) row[k] = q + (h + k < c.rows ? h + k : c.rows - 1) * ROW_STRIDE;
+    vf t[4] = {};
+    for (int i = 0; i < head_dim; i += VL) {
+      const vf b = load(bias + i);
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) t[k] += load(row[k] + i) * b;
+    }
+    for (int k = 0; k < 4 && h + k < c.rows; k++) c.q_bias[h + k] += sum(t[k]);
   }
 }
 
