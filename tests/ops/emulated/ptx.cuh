@@ -177,6 +177,7 @@ inline u16 to_small_float(float x, float largest) {
 inline u16 to_e4m3(float x) { return to_small_float<3, -6>(x, 448.f); }
 inline u16 to_e5m2(float x) { return to_small_float<2, -14>(x, 57344.f); }
 inline u32 fma_f16x2(u32 a, u32 b, u32 c) { return pack_f16(fmaf(low_f16(a), low_f16(b), low_f16(c)), fmaf(high_f16(a), high_f16(b), high_f16(c))); }
+inline u32 fma_relu_f16x2(u32 a, u32 b, u32 c) { return max_f16x2(fma_f16x2(a, b, c), 0); }
 inline u32 equal_f16x2(u32 a, u32 b) { return pack_f16(low_f16(a) == low_f16(b), high_f16(a) == high_f16(b)); }
 inline u32 low_twice(u32 a) { return (a & 0xffff) * 0x10001u; }
 inline u32 high_twice(u32 a) { return (a >> 16) * 0x10001u; }

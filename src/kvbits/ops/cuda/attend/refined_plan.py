@@ -15,7 +15,7 @@ from ....later import upload
 from ....spec import FRAME
 from ...types import AttendCall, Part, banded_sides, last_positions
 from ..runtime import driver
-from ..side import column_powers, high_operands, rows_as_columns, turns_on
+from ..side import column_powers, high_operands, most_powers, rows_as_columns, turns_on
 from . import refined
 
 NO_WINDOW = 2**30
@@ -173,6 +173,7 @@ class RefinedPlan:
             args.low_layer_offset[i] = layer * store.layout.page_size_bytes if x.layer_stride else 0
         rows = rows_as_columns(inverse, self.device)
         args.basis, args.power = high_operands(rows, self.device).data_ptr(), column_powers(rows, self.device).data_ptr()
+        args.most_power = most_powers(rows, self.device).data_ptr()
         args.turns = turns_on(static["k_inv_freq"], self.device).data_ptr()
 
     def _note_pages(self, page_lse: np.ndarray, own: np.ndarray) -> None:
