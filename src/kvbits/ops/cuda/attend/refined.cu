@@ -32,7 +32,7 @@ struct Args {
     i64 q_stride_b, q_stride_t, q_stride_h, layer_offset, low_layer_offset[2];
     int first_slot;              // of this launch: slot (run * heads + head) * column_blocks + block
     int num_queries, group, num_kv_heads, column_blocks, head_bytes, low_head_bytes[2], window;  // window: 2**30 if none
-    float scaling, softcap;      // softcap: 0 if none
+    float scaling, softcap, over_group;  // softcap: 0 if none; over_group: 1 / group
     // of merge_refined
     const int *listed, *first;   // first slots (of head 0 and block 0) of each sequence's runs, first[b] .. first[b + 1] - 1
     const u16* rest_out;         // [B, T, Hq, D] dense and [B, T, Hq] of other pages, null if there are none
@@ -81,6 +81,13 @@ DEVICE void copy_page(const Args& a, const Run& run, int head, int index, unsign
     }
 }
 
+/// Which query token and head of the group a column is: what is divided is far below 2**20, so a product does.
+struct Column {
+    int token, head;
+
+    DEVICE Column(const Args& a, int index) : token(int((float(index) + 0.5f) * a.over_group)), head(index - token * a.group) {}
+};
+
 DEVICE float2 two(u32 w) {
     if (Q_TYPE == BFLOAT16) return {bf16_to_float(u16(w)), bf16_to_float(u16(w >> 16))};
     return {low_f16(w), high_f16(w)};
@@ -90,7 +97,8 @@ DEVICE float2 two(u32 w) {
 DEVICE void turn_queries(const Args& a, const Run& run, int head, int block, Shared& shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, index = block * COLS + g;
     const bool inside = index < a.num_queries * a.group;
-    const u16* const from = static_cast<const u16*>(a.q) + run.sequence * a.q_stride_b + (inside ? index / a.group * a.q_stride_t + (head * a.group + index % a.group) * a.q_stride_h : 0);
+    const Column column(a, inside ? index : 0);
+    const u16* const from = static_cast<const u16*>(a.q) + run.sequence * a.q_stride_b + column.token * a.q_stride_t + (head * a.group + column.head) * a.q_stride_h;
     uint2 words[BANDS];
     float most = 0.f;
 #pragma unroll
@@ -234,7 +242,7 @@ DEVICE void score(const Args& a, const Run& run, int entry, int block, const uns
         factor[e] = unit / KeyLow::PARTS;
         added[e] = mean[e] * unit;
         const int index = block * COLS + 2 * c + e;
-        newest[e] = index < a.num_queries * a.group ? a.q_positions[run.sequence * a.num_queries + index / a.group] : -1;
+        newest[e] = index < a.num_queries * a.group ? a.q_positions[run.sequence * a.num_queries + Column(a, index).token] : -1;
     }
     const int2 tokens = a.page_tokens[entry];
 #pragma unroll
@@ -264,12 +272,21 @@ DEVICE void score(const Args& a, const Run& run, int entry, int block, const uns
         const u32 scales = *reinterpret_cast<const u16*>(page + Keys::SCALE_OFFSET + (first + t) * 16 + token);
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int e = r % 2, at = (first + t) * 16 + token + r / 2, position = tokens.x + at;
-            float x = fmaf(acc[r], scale_value(scales >> r / 2 * 8 & 255) * factor[e], added[e]);
-            if (a.softcap > 0.f) x = tanh_approx(x) * (a.softcap * LOG2E);
-            s[t][r] = at < tokens.y && position <= newest[e] && position > newest[e] - a.window ? x : negative_infinity();
+            s[t][r] = fmaf(acc[r], scale_value(scales >> r / 2 * 8 & 255) * factor[r % 2], added[r % 2]);
+            if (a.softcap > 0.f) s[t][r] = tanh_approx(s[t][r]) * (a.softcap * LOG2E);
         }
     }
+    bool all = tokens.y == PAGE;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) all &= tokens.x + PAGE - 1 <= newest[e] && tokens.x > newest[e] - a.window;
+    if (all) return;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int at = (first + t) * 16 + first_token(g) + r / 2, position = tokens.x + at;
+            if (at >= tokens.y || position > newest[r % 2] || position <= newest[r % 2] - a.window) s[t][r] = negative_infinity();
+        }
 }
 
 DEVICE void attend_tiles(const Args& a, const Run& run, int entry, int block, const unsigned char* page, int first, const Shared& shared, int lane, Found& found) {
@@ -383,7 +400,8 @@ DEVICE void finish_column(const Args& a, const Run& run, int head, int block, in
         best = negative_infinity(), sum = 0.f;
         for (int w = page * SPLIT; w < (page + 1) * SPLIT; ++w) best = fmaxf(best, shared.ml[w][col].x);
         for (int w = page * SPLIT; w < (page + 1) * SPLIT && best != negative_infinity(); ++w) sum = fmaf(shared.ml[w][col].y, exp2_approx(shared.ml[w][col].x - best), sum);
-        a.page_lse[(i64(run.first + page) * a.num_queries + index / a.group) * (a.num_kv_heads * a.group) + head * a.group + index % a.group] =
+        const Column column(a, index);
+        a.page_lse[(i64(run.first + page) * a.num_queries + column.token) * (a.num_kv_heads * a.group) + head * a.group + column.head] =
             sum > 0.f ? (best + log2_approx(sum)) * LN2 : negative_infinity();
     }
 }
@@ -392,6 +410,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_refined(c
     extern __shared__ __align__(16) unsigned char memory[];
     static_assert(sizeof(Shared) <= SHARED_BYTES, "refined.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
+    let_next_kernel_start();     // the one that merges
+    wait_for_previous_kernel();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int block = blockIdx.x % a.column_blocks, head = blockIdx.x / a.column_blocks % a.num_kv_heads;
     const Run run = a.runs[blockIdx.x / (a.column_blocks * a.num_kv_heads)];
@@ -430,6 +450,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_refined(c
 
 /// A warp for each row of the result.
 extern "C" __global__ void merge_refined(const __grid_constant__ Args a) {
+    wait_for_previous_kernel();
     const int row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= a.num_rows) return;
     const int heads = a.num_kv_heads * a.group, query_head = row % heads, token = row / heads % a.num_queries, sequence = row / heads / a.num_queries;

@@ -89,7 +89,8 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("page_tokens", "basis", "power", "most_power", "turns", "partial", "partial_ml", "page_lse")),
         *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h", "layer_offset")), ("low_layer_offset", ctypes.c_int64 * MAX_LOW),
         *((name, ctypes.c_int) for name in ("first_slot", "num_queries", "group", "num_kv_heads", "column_blocks", "head_bytes")),
-        ("low_head_bytes", ctypes.c_int * MAX_LOW), ("window", ctypes.c_int), ("scaling", ctypes.c_float), ("softcap", ctypes.c_float),
+        ("low_head_bytes", ctypes.c_int * MAX_LOW), ("window", ctypes.c_int),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap", "over_group")),
         *((name, ctypes.c_void_p) for name in ("listed", "first", "rest_out", "rest_lse", "out", "lse")), ("num_rows", ctypes.c_int),
     ]  # fmt: skip
 
@@ -101,4 +102,5 @@ def load(layout: PageLayout, low: tuple[LowLayout, ...], q_dtype: str, device_in
     with torch.cuda.device(device_index):
         arch = driver.arch_of(torch.cuda.get_device_capability())
         binary = cuda_compile.compile_source(Path(__file__).parent, "refined.cu", macros, arch)
-        return driver.Kernel(binary, "attend_refined", int(macros["SHARED_BYTES"])), driver.Kernel(binary, "merge_refined"), int(macros["THREADS"])
+        attends = driver.Kernel(binary, "attend_refined", int(macros["SHARED_BYTES"]), early=True)
+        return attends, driver.Kernel(binary, "merge_refined", early=True), int(macros["THREADS"])

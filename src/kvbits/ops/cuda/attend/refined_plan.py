@@ -103,7 +103,7 @@ class RefinedPlan:
         common = refined.Args(
             q_positions=self.q_positions.data_ptr(), partial=partial.data_ptr(), partial_ml=partial_ml.data_ptr(), num_queries=num_queries, group=group,
             num_kv_heads=layout.num_kv_heads, column_blocks=column_blocks, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
-            softcap=call.softcap or 0.0, listed=self._upload((listed * of_run).astype(np.int32)).data_ptr(),
+            softcap=call.softcap or 0.0, over_group=1 / group, listed=self._upload((listed * of_run).astype(np.int32)).data_ptr(),
             first=self._upload(np.searchsorted(owner[listed], np.arange(batch + 1)).astype(np.int32)).data_ptr(),
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), num_rows=self.lse.numel(),
         )  # fmt: skip
