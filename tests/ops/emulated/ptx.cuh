@@ -325,6 +325,7 @@ inline void store_shared(u32 address, u32 x) { shared_at<u32>(address) = x; }
 inline int round_to_int(float x) { return x >= 2147483648.f ? 0x7fffffff : x < -2147483648.f ? -0x7fffffff - 1 : int(rintf(x)); }
 inline void pause() { yield(); }
 inline void compute_now(u32&) {}
+inline u32 in_register(u32 x) { return x; }
 inline int lowest_bit(u32 x) { return __builtin_ctz(x); }
 inline int leading_zeros(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline void __trap() { fail("trap", 0); }

@@ -245,6 +245,7 @@ DEVICE void score(const Args& a, const Run& run, int entry, int block, const uns
         newest[e] = index < a.num_queries * a.group ? a.q_positions[run.sequence * a.num_queries + Column(a, index).token] : -1;
     }
     const int2 tokens = a.page_tokens[entry];
+    const u32 upper = in_register(ABOVE_1024);  // as a constant it takes the selector's place in the instruction, which then is a move more for each
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
         const int token = first_token(g);
@@ -264,8 +265,8 @@ DEVICE void score(const Args& a, const Run& run, int entry, int block, const uns
             u32 rows[4];
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const u32 code = above_1024(codes[r % 2][i], r / 2);
-                rows[r] = BYTES ? units<KeyLow>(code, Keys::width(i)) : units<KeyLow>(code, above_1024(parts[r % 2][i], r / 2), Keys::width(i));
+                const u32 code = above_1024(codes[r % 2][i], r / 2, upper);
+                rows[r] = BYTES ? units<KeyLow>(code, Keys::width(i)) : units<KeyLow>(code, above_1024(parts[r % 2][i], r / 2, upper), Keys::width(i));
             }
             mma_f16(acc, rows[0], rows[1], rows[2], rows[3], q[i].x, q[i].y);
         }
@@ -327,6 +328,7 @@ DEVICE void attend_tiles(const Args& a, const Run& run, int entry, int block, co
         for (int mask = 4; mask < 32; mask *= 2) found.sum[e] += __shfl_xor_sync(ALL_LANES, found.sum[e], mask);
     constexpr int WIDTH = ValueCodes::width(0), UP = ValueLow::BITS;
     const float back = power_of_two(exponent) / ValueLow::PARTS;
+    const u32 upper = in_register(ABOVE_1024);
     float halves[4] = {};
 #pragma unroll
     for (int t = 0; t < TILES; ++t) mma_f16(halves, HALF_F16X2, HALF_F16X2, HALF_F16X2, HALF_F16X2, weights[t][0], weights[t][1]);
@@ -346,7 +348,7 @@ DEVICE void attend_tiles(const Args& a, const Run& run, int entry, int block, co
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
-                for (int odd = 0; odd < 2; ++odd) rows[k][odd] = units<ValueLow>(permute_bytes(codes[k], 0x64646464u, odd ? 0x4341 : 0x4240), WIDTH);
+                for (int odd = 0; odd < 2; ++odd) rows[k][odd] = units<ValueLow>(permute_bytes(codes[k], upper, odd ? 0x4341 : 0x4240), WIDTH);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 mma_f16(out[half], rows[2 * half][0], rows[2 * half + 1][0], rows[2 * half][1], rows[2 * half + 1][1], weights[t][0], weights[t][1]);
@@ -378,12 +380,18 @@ DEVICE void hadamard_row(float (&x)[EACH], int lane) {
 DEVICE void finish_column(const Args& a, const Run& run, int head, int block, int col, int lane, const Shared& shared) {
     static_assert((D & -D) == D, "Hadamard matrices of whole rows");
     const int shares = run.count * SPLIT, index = block * COLS + col;
-    float best = negative_infinity(), sum = 0.f, x[EACH] = {};
-    for (int w = 0; w < shares; ++w) best = fmaxf(best, shared.ml[w][col].x);
+    static_assert(SHARES <= 32, "a lane for each");
+    const float2 own = lane < shares ? shared.ml[lane][col] : float2{negative_infinity(), 0.f};
+    float best = own.x;
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, mask));
+    const float own_factor = own.x == negative_infinity() ? 0.f : exp2_approx(own.x - best);
+    float sum = own.y * own_factor, x[EACH] = {};
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, mask);
+#pragma unroll 4
     for (int w = 0; w < shares; ++w) {
-        const float2 ml = shared.ml[w][col];
-        const float factor = ml.x == negative_infinity() ? 0.f : exp2_approx(ml.x - best);
-        sum = fmaf(ml.y, factor, sum);
+        const float factor = __shfl_sync(ALL_LANES, own_factor, w);
 #pragma unroll
         for (int k = 0; k < EACH; k += 2) {
             const float2 y = *reinterpret_cast<const float2*>(&shared.out[w][col][lane * EACH + k]);

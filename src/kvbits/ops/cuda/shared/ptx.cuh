@@ -212,6 +212,8 @@ DEVICE void wait_for_previous_kernel() {
 #endif
 }
 
+/// x where the compiler does not know that it is a constant, of blocks in one dimension.
+DEVICE u32 in_register(u32 x) { u32 zero; asm volatile("mov.u32 %0, %%tid.y;" : "=r"(zero)); return x + zero; }
 /// Keeps a running result from being put off: what it is made of would take registers until then.
 DEVICE void compute_now(u32& x) { asm volatile("" : "+r"(x)); }
 
