@@ -20,8 +20,8 @@ from .kernel_choice import refuses_layout
 COLUMNS = 8
 """Query columns of a block."""
 RESIDENT_THREADS = {64: 768, 128: 768, 256: 256}
-"""Of a multiprocessor, by the largest head_dim: registers are shared out for that many. One layer of 8 sequences with 16, 64 and 160 young pages each, `klt2` at
-head_dim 128, took 48.4, 81.6 and 143.6 us with 768, 51.1, 87.9 and 157.2 with 512; with 128 threads a block instead of 256 53.6, 82.9 and 139.5."""
+"""Of a multiprocessor, by the largest head_dim: registers are shared out for that many. 8 sequences with 16, 64 and 160 young pages of `klt2` each, head_dim
+128, took 48.4, 81.6 and 143.6 us a layer with 768, with 512 51.1, 87.9 and 157.2; with blocks of 128 threads instead of 256 53.6, 82.9 and 139.5."""
 MOST_KEY_BITS, MOST_VALUE_BITS = 10, 8
 """Of a code and its low planes: what float16 holds exactly, and a byte."""
 MOST_SHARED = 96 << 10
