@@ -355,7 +355,7 @@ def examples():
 
 def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
     """Attention's producer reads pages before it waits for the kernel ahead (ring.cuh), so of kernels that write pages only a decode step's may let it start early:
-    those write the last two pages of a sequence, which are read after the wait."""
+    those write the last two pages of a sequence, which are read after the wait. Kernels of refined pages write none, and wait before they read."""
     assert set(examples()) == set(SOURCES), "a new source goes among the examples, and compiles below"
     library = cuda_compile._library()
 
@@ -369,7 +369,7 @@ def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
     made = [*examples().items(), *steps.items()]
     texts = {(name, defines.get("APPENDS", 0)): cuda_compile.compile_source(SOURCES[name], name, defines, "compute_90").cubin for name, defines in made}
     assert all(b".entry" in text for text in texts.values())
-    readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0)}, {("close.cu", 1), ("close_banded.cu", 1)}
+    readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0), ("refined.cu", 0)}, {("close.cu", 1), ("close_banded.cu", 1)}
     assert {name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text} == readers | writers
     assert {name for name, text in texts.items() if b"griddepcontrol.wait" in text} == readers | writers | {("raw.cu", 0)}
 

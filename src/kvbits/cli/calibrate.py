@@ -26,8 +26,8 @@ def calibrate(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text like what the model will read, never what you evaluate on: a file, hub:ID, or novel (shipped). Several: as many windows of each.",
-            show_default="novel",
+            help="Text like what the model will read, never what you evaluate on: a file, hub:ID, novel or code (shipped). Several: as many windows of each.",
+            show_default="novel; for a basis novel and code",
         ),
     ] = None,
     scheme: Annotated[str, typer.Option(help="A scheme with static scales, codebooks or a basis: a preset, or a file of your own (.json).")] = "int8_static",
@@ -57,11 +57,13 @@ def calibrate(
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
     require_model(model)
+    from ..evaluate.calibrator import has_basis
     from ..evaluate.texts import mixed, read_text
 
-    source = mixed([read_text(one) for one in text or ["novel"]])
+    given = [read_text(one) for one in text or []]
     require_file(out, "--out")
     named, chosen = _with_calibration(one_scheme(scheme))
+    source = mixed(given or [read_text(one) for one in ("novel", "code")[: 1 + has_basis(chosen)]])
     if out.exists() and not force:
         _may_replace(out, model, chosen.name)
     how = {"percentile": percentile, "skip_tokens": skip_tokens, "weights": weights, "per_head": per_head, "checkpointing": checkpointing}

@@ -44,7 +44,12 @@ def thorough(scheme: Scheme) -> Sample:
     """What a calibration that is kept takes."""
     if _has_codebook([scheme]):
         return Sample(16, 2048)
-    return Sample(16, 1024) if any(key.basis == "klt" for key in (scheme.key, *(o.key for o in scheme.overrides))) else Sample(128, 256)
+    return Sample(16, 1024) if has_basis(scheme) else Sample(128, 256)
+
+
+def has_basis(scheme: Scheme) -> bool:
+    """Whether any keys are in a calibrated basis."""
+    return any(key.basis == "klt" for key in (scheme.key, *(o.key for o in scheme.overrides)))
 
 
 def require_positions(sample: Sample, config: Any) -> None:

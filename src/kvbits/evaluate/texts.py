@@ -1,6 +1,7 @@
 """Texts to evaluate on, from local files, the hub, or the novel that is shipped.
 
 novel                        the first chapters of Pride and Prejudice, shipped
+code                         the source of kvbits itself, Python
 FILE.txt, FILE.py, ...       UTF-8 text; the header and footer of a Project Gutenberg file are taken off
 wiki*.raw, wiki*.tokens      WikiText, joined as everyone does: one blank line between paragraphs
 FILE.jsonl                   one document a line: `text`, or `prefix` + `gold_completion` (C4 excerpts), or `question` and `answer` (GSM8K)
@@ -44,6 +45,16 @@ def novel() -> str:
     return importlib.resources.files("kvbits.evaluate").joinpath("data/pride_and_prejudice.txt").read_text(encoding="utf-8")
 
 
+def code() -> str:
+    """The Python source of this installation of kvbits, file by file."""
+    folder = Path(__file__).parents[1]
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
+
+
+SHIPPED = {"novel": novel, "code": code}
+"""Texts that are always there, by name: prose and a program, which calibrated together serve other texts better than either."""
+
+
 def novel_start() -> Text:
     """The first half of the novel: what is looked at beside a calibration on the second."""
     return halves(Text("novel", novel()))[0]
@@ -77,8 +88,8 @@ def read_text(source: str) -> Text:
     Raises:
         SpecError: no such file, not UTF-8, a JSON line without text, or no `datasets` package for a hub id.
     """
-    if source == "novel":
-        return Text("novel", novel())
+    if source in SHIPPED:
+        return Text(source, SHIPPED[source]())
     if source.startswith("hub:"):
         return Text(source[4:].replace("/", "--").replace(":", "-"), _hub(source[4:]))
     path = Path(source).expanduser()
@@ -87,7 +98,7 @@ def read_text(source: str) -> Text:
     except UnicodeDecodeError as e:
         raise SpecError(f"text {source} is not UTF-8 text: {e}") from e
     except OSError as e:
-        raise SpecError(f"text {source}: {e.strerror or e}; give a file, `novel`, or hub:ID[:CONFIG[:SPLIT]]") from e
+        raise SpecError(f"text {source}: {e.strerror or e}; give a file, `novel`, `code`, or hub:ID[:CONFIG[:SPLIT]]") from e
     if path.suffix == ".jsonl":
         raw = "\n\n".join(_document(source, i, line) for i, line in enumerate(raw.split("\n")) if line.strip())
     elif path.name.startswith("wiki"):
