@@ -136,8 +136,8 @@ def _frame_ring_bytes(layout: PageLayout, warps: int) -> int:
     """Shared memory of those warps (struct FrameRing of banded_queries.cuh)."""
     makers, tiles = _makers(layout)
     d = layout.head_dim
-    tile = 80 + 32 * (d + 32) + 512 * _key_steps(layout)
-    return -(-(tiles * (tile + 16) + d * 128 + makers * 64 + 4 * warps) // 16) * 16 if makers else 0
+    tile = 144 + 32 * (d + 32) + 512 * _key_steps(layout)
+    return -(-(tiles * (tile + 16) + d * 128 + makers * 128 + 4 * warps) // 16) * 16 if makers else 0
 
 
 def _band_steps(words: int, fields: int) -> int:
@@ -321,7 +321,7 @@ def kernel_for(
 
     Args:
         shape: launch shape to use instead of the measured choice (for tuning).
-        fold: there are at most four query columns (formats of KVQuant).
+        fold: there are at most four query columns (formats of KVQuant, banded codes).
         low: of the low planes that some of the pages have.
         page_lse: it gives the log-sum-exp of every page too.
         raw: it reads raw pages too, in the walk over packed ones where it can.
@@ -365,7 +365,7 @@ def kernel_for(
         defines |= codebook_format.defines(layout, fold, wide)
     if layout.key.is_banded:
         makers, tiles = _makers(layout)
-        defines |= side.band_defines(chunk_layout(layout, chunk)) | {"KEY_STEPS": _key_steps(layout), "MAKERS": makers, "FRAME_TILES": tiles}
+        defines |= side.band_defines(chunk_layout(layout, chunk)) | {"KEY_STEPS": _key_steps(layout), "MAKERS": makers, "FRAME_TILES": tiles, "FOLDED": int(fold)}
     source = "codebook.cu" if has_codebook else "banded.cu" if layout.key.is_banded else "packed.cu"
     return Kernel(source, tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens, _makers(layout)[0])
 

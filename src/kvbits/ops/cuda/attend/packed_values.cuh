@@ -132,6 +132,7 @@ struct ValueSide {
         for (int n = 0; n < NT; ++n)
             for (int r = 0; r < 4; ++r) bias_sum[n][r] = 0.f;
     }
+    DEVICE void fold() {}
     DEVICE void start_chunk() {
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e) weight_sum[n][e] = 0.f;
