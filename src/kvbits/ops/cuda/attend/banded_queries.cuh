@@ -252,12 +252,12 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
         }
         float2 turns[EACH];
         for (int k = 0; k < EACH; ++k) turns[k] = part.turns[maker * PAIRS + (lane + 32 * k) % PAIRS];
-        wait_for_previous_kernel();
         const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE, to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE;
-        const int last = frame_of(Page(a, s, to, false).tokens.x);
+        const int start = frame_of(Page(a, s, from, false).tokens.x), last = frame_of(Page(a, s, to, false).tokens.x);
+        wait_for_previous_kernel();
         const UnitQueries queries(a, u, inverse, columns, maker, lane);
 #pragma unroll 1
-        for (int first = frame_of(Page(a, s, from, false).tokens.x); first <= last; first += of_tile, ++number) {
+        for (int first = start; first <= last; first += of_tile, ++number) {
             float2* of_frames = &ring.turns[maker][0][0];
 #pragma unroll 1
             for (int at = lane; at < of_tile * PAIRS; at += 32 * EACH)
@@ -276,7 +276,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
             float sums[2] = {}, largest[2] = {};
 #pragma unroll 1
             for (int block = 0; block < OWNED; block += AT_ONCE) {
-                float acc[AT_ONCE][2][4] = {};
+                float acc[AT_ONCE][2][4] = {}, small[AT_ONCE][2][4] = {};  // sums that do not wait for each other
 #pragma unroll
                 for (int i = 0; i < KS; ++i) {
                     const uint4 x = ring.turned[i][0][lane], rest = ring.turned[i][1][lane];
@@ -286,8 +286,8 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                         const uint4 w = HELD ? held[o][i * HELD] : inverse.tiles[m][i][lane];
                         mma_f16(acc[o][0], x.x, x.y, x.z, x.w, w.x, w.y);
                         mma_f16(acc[o][1], x.x, x.y, x.z, x.w, w.z, w.w);
-                        mma_f16(acc[o][0], rest.x, rest.y, rest.z, rest.w, w.x, w.y);
-                        mma_f16(acc[o][1], rest.x, rest.y, rest.z, rest.w, w.z, w.w);
+                        mma_f16(small[o][0], rest.x, rest.y, rest.z, rest.w, w.x, w.y);
+                        mma_f16(small[o][1], rest.x, rest.y, rest.z, rest.w, w.z, w.w);
                     }
                 }
 #pragma unroll
@@ -296,7 +296,8 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                     const float middle = 0.5f * float((1 << int(Bands::WIDTHS >> 4 * band & 15)) - 1), highest = float(int(Bands::highest_list() >> 4 * band & 15));
                     for (int n = 0; n < 2; ++n)
                         for (int half = 0; half < 2; ++half) {
-                            const u32 found = pack_f16(acc[o][n][2 * half] * queries.multiplier, acc[o][n][2 * half + 1] * queries.multiplier);
+                            const float x = acc[o][n][2 * half] + small[o][n][2 * half], y = acc[o][n][2 * half + 1] + small[o][n][2 * half + 1];
+                            const u32 found = pack_f16(x * queries.multiplier, y * queries.multiplier);
                             tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
                             sums[half] += (low_f16(found) + high_f16(found)) * middle;
                             largest[half] = fmaxf(largest[half], fmaxf(fabsf(low_f16(found)), fabsf(high_f16(found))) * highest);

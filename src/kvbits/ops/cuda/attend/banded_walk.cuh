@@ -111,14 +111,11 @@ struct BandedValues : ValueSide {
             }
         }
     }
-    /// After the packed parts of a unit.
-    DEVICE void fold() {
-        if (FOLD) first.each([](float& x, int, int, int, int, int) { x += __shfl_xor_sync(ALL_LANES, x, 2); });
-    }
 };
 
 struct BandedWalk {
     using Keys = BandedKeys;
+    static constexpr bool FOLDS = FOLD;
     BandedKeys keys;
     BandedValues values;
 

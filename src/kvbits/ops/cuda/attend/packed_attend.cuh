@@ -53,8 +53,8 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
         walk.keys.leave(s, warp, lane);
         if (!RAW_IN_RING || !s.joins) break;
     }
-    if (!part.raw) walk.values.fold();
-    if (V_TURNED && !part.raw) turn_back(walk.values.first);
+    if (V_TURNED && !part.raw) turn_back<Walk::FOLDS>(walk.values.first);
+    if (!V_TURNED && Walk::FOLDS) fold(walk.values.first);
     if (RAW_JOINS && a.parts[s.part].raw) join_raw(a, u, s, walk, staged, see, softmax, ring, slots, merge, warp, lane);
     constexpr bool may_leave = OWN_START && ROUNDS_AT_ONCE >= ValueSide::ROUNDS && ValueSide::ROUNDS == ValueSide::FIRST_PLANE_ROUNDS;
     const auto* bias_sum = ValueTraits::BIAS_SUMS ? walk.values.bias_sum : nullptr;

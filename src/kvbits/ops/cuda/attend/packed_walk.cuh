@@ -31,6 +31,7 @@ DEVICE void cap_and_hide(float (&s)[TOKENS][NT][2], const Args& a, const Visible
 template <class KeySide>
 struct PackedWalk {
     using Keys = KeySide;
+    static constexpr bool FOLDS = false;  // lanes c and c + 2 have parts of the same outputs
     KeySide keys;
     ValueSide values;
 
