@@ -17,6 +17,7 @@ struct BandedKeys {
     FrameRing* ring;
     u32 number;                  // of the tile that the warp reads
     const FrameTile* tile;
+    int first, last;             // of its frames
 
     /// What the scores of a page's tokens are made of.
     struct Of {
@@ -33,7 +34,11 @@ struct BandedKeys {
     DEVICE void enter(FrameRing& of_block, const Segment& s, int warp) {
         ring = &of_block;
         number = ring->next[warp];
-        if (s.num_chunks > 0) tile = &ring->filled(number);
+        if (s.num_chunks > 0) open_tile();
+    }
+    DEVICE void open_tile() {
+        tile = &ring->filled(number);
+        first = tile->first, last = tile->last;
     }
     /// After a segment's last page: all warps give all tiles back.
     DEVICE void leave(const Segment& s, int warp, int lane) {
@@ -46,30 +51,39 @@ struct BandedKeys {
     DEVICE void next_tile(int lane) {
         __syncwarp();
         if (lane == 0) ring->give_back(number);
-        tile = &ring->filled(++number);
+        ++number;
+        open_tile();
     }
 
     /// f(what scores of the page in `slot`, which starts at `position`, are made of).
     template <class F>
     DEVICE void with_page(const Args& a, const unsigned char* slot, int position, int lane, F f) {
         const int frame = frame_of(position), g = lane / 4, c = lane % 4, columns = a.query_columns;
-        while (frame > tile->last) next_tile(lane);
+        while (frame > last) next_tile(lane);
         const FrameTile& from = *tile;
-        const int first = (frame - from.first) * columns, row = first + (g & (columns - 1));
-        const u32* q = &from.q[row][4 * c];
+        const int at = (frame - first) * columns, row = at + (g & (columns - 1));
+        constexpr int PARTS = FOLD ? 2 : 1;  // with FOLD rows and columns from 4 on are of the second half of the channels
+        const int part = FOLD ? g / 4 : 0;
+        const u32* q = &from.q[row][part * (D / 4) + 4 * c];
         float acc[2][4] = {};    // of rows 0 to 7 the first counts, of rows 8 to 15 the second: so 16 bytes of a mean are an operand as they lie
 #pragma unroll
-        for (int i = 0; i < D / 32 && K_HAS_MEAN; ++i) {
-            const uint4 w = *reinterpret_cast<const uint4*>(slot + K_MEAN_OFFSET + (32 * i + 8 * c) * 2), b = *reinterpret_cast<const uint4*>(q + 16 * i);
+        for (int i = 0; i < D / 32 / PARTS && K_HAS_MEAN; ++i) {
+            const unsigned char* mean = slot + K_MEAN_OFFSET + (part * (D / 2) + 32 * i + 8 * c) * 2;
+            const uint4 w = *reinterpret_cast<const uint4*>(mean), b = *reinterpret_cast<const uint4*>(q + 16 * i);
             mma_f16(acc[0], w.x, w.y, w.z, w.w, b.x, b.y);
             mma_f16(acc[1], w.x, w.y, w.z, w.w, b.z, b.w);
         }
         Of page = {reinterpret_cast<const u32*>(&from.steps[0][row][c]) + (FOLD ? g / 4 : 0)};
         for (int e = 0; e < 2; ++e) {
-            const int column = first + (2 * c + e & (columns - 1));
+            const int column = at + (2 * c + e & (columns - 1));
             page.factor[e] = from.factor[column] * (FOLD && c >= 2 ? 1.f : 256.f);
             page.start[e] = from.start[column] * (FOLD ? 0.5f : 1.f);
-            page.constant[e] = (acc[0][e] + acc[1][2 + e]) * from.unit;
+            float mean = acc[0][e] + acc[1][2 + e];
+            if (FOLD && K_HAS_MEAN) {  // halves meet where rows and columns are of the same one
+                mean += __shfl_xor_sync(ALL_LANES, mean, 18);
+                mean = __shfl_sync(ALL_LANES, mean, g / 4 == c / 2 ? lane : lane ^ 2);
+            }
+            page.constant[e] = mean * from.unit;
         }
         f(page);
     }

@@ -77,7 +77,7 @@ struct InverseBasis {
 
 /// Rows of queries in the basis: column `row` % columns of frame `first` + `row` / columns.
 struct alignas(16) FrameTile {
-    static constexpr int ROWS = 16, STRIDE = D / 2 + 16;  // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
+    static constexpr int ROWS = 16, FRAMES = FOLDED ? 16 : 2, STRIDE = D / 2 + 16;  // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
     static constexpr float FULL = 32600.f;
     float start[ROWS];           // exponents of 2 (or, with a softcap, arguments of tanh): of each row minus the middle of the codes' ranges times q',
     float factor[ROWS];          // and what sums of codes times `steps` are to be multiplied by
@@ -94,7 +94,7 @@ struct FrameRing {
     static constexpr int KS = D / 16, HELD = KS <= 8;  // HELD: registers hold the matrix, and it is not loaded again for every tile
     FrameTile tiles[FRAME_TILES];
     uint4 turned[KS][2][32];     // queries of a tile as operands: first numbers and second ones of each step
-    float2 turns[MAKERS][FrameTile::ROWS][D / 2 / MAKERS];  // of each frame of a tile and the channel pairs of the maker's steps
+    float2 turns[MAKERS][FrameTile::FRAMES][D / 2 / MAKERS];  // of each frame of a tile and the channel pairs of the maker's steps
     float start[MAKERS][FrameTile::ROWS], largest[MAKERS][FrameTile::ROWS];  // sums and largest numbers of a maker's channels
     u64 full[FRAME_TILES], empty[FRAME_TILES];
     u32 next[WARPS];             // tile of a warp's next segment

@@ -1,5 +1,5 @@
 // The end of a segment: warps of a block are merged through shared memory, segments of a unit by the block that arrives last.
-//   leave_segment    packed.cu with OWN_START, where a segment is its unit's only one and the block has others: a warp leaves its results and goes on
+//   leave_segment    packed.cu and banded.cu with OWN_START, where the block has other segments: a warp leaves its results and goes on
 //   finish_segment   everywhere else: all warps wait for each other
 #pragma once
 #include "columns.cuh"
@@ -10,7 +10,7 @@ struct Merge {
     float2 warp_ml[WARPS][COLS];
     float2 ml[COLS];
     float bias[WARPS][BIAS_GROUPS][COLS];
-    float rounds[WARPS][ROUNDS_AT_ONCE][COLS][ROUND_STRIDE];
+    float rounds[WARPS][ROUNDS_AT_ONCE][MERGE_COLS][ROUND_STRIDE];
     float out[COLS][D];
     Staged staged[STARTS];
     Segment segments[STARTS];
@@ -61,13 +61,13 @@ struct Sum {
 };
 
 /// Sums the unit's partial results and writes its outputs. Latency is all this costs, so a thread asks for all it needs before it looks at any of it.
-DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread) {
+DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread, int threads) {
     constexpr int AT_ONCE = D > 128 ? 8 : 17;  // 17: 132 blocks on 8 units
     const int quads = columns_of(a, u) * (D / 4);
     const float2* all_ml = a.partial_ml + i64(s.unit_slots) * COLS;
     const float4* all = reinterpret_cast<const float4*>(a.partial + i64(s.unit_slots) * COLS * D);
 #pragma unroll 1
-    for (int at = thread; at < quads; at += CONSUMERS) {
+    for (int at = thread; at < quads; at += threads) {
         const int col = at / (D / 4);
         Sum sum;
 #pragma unroll 1
@@ -84,6 +84,13 @@ DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread) {
         }
         write_column(a, u, col, at % (D / 4) * 4, sum.x, {sum.best, sum.total});
     }
+}
+
+/// Whether all results of the unit are there: one thread asks, for all whose stores a barrier ordered before.
+DEVICE bool is_last(const Args& a, const Segment& s) {
+    const bool last = add_acquire_release(a.arrived + s.unit, 1) == s.num_slots - 1;
+    if (last) a.arrived[s.unit] = 0;  // ready for the next launch
+    return last;
 }
 
 /// Scales and offsets that belong to channels, then out or, if the unit has other segments, to its slot.
@@ -143,7 +150,7 @@ DEVICE void weigh_warps(Merge& shared, int lane) {
     __syncwarp();
 }
 
-/// The end of a segment that is its unit's only one, where the block has others: a warp leaves its results in shared memory and goes on; the last merges.
+/// The end of a segment where the block has others: a warp leaves its results in shared memory and goes on; the last merges.
 template <class Walk>
 DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4], int bias_group, Merge& shared, int warp, int lane) {
     const int g = lane / 4, c = lane % 4;
@@ -155,6 +162,7 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
             for (int e = 0; e < 2; ++e) {
                 float4 x = walk.result(k, n, e);
                 if (!softmax.seen[n][e]) x = {0.f, 0.f, 0.f, 0.f};
+                if (MERGE_COLS < 8 && c >= MERGE_COLS / 2) continue;
                 *reinterpret_cast<float4*>(&shared.rounds[warp][min(k, ROUNDS_AT_ONCE - 1)][n * 8 + 2 * c + e][4 * g]) = x;
             }
     if (MERGE_BIAS && bias_sum && (BIAS_GROUPS > 1 || g == 0))
@@ -175,8 +183,8 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
         const int columns = columns_of(a, u);
         weigh_warps(shared, lane);
 #pragma unroll 1
-        for (int i = lane; i < Walk::ROUNDS * COLS * 8; i += 32) {
-            const int x = i % 8 * 4, col = i / 8 % COLS, k = i / (8 * COLS), ch = walk.channel(k, x);
+        for (int i = lane; i < Walk::ROUNDS * MERGE_COLS * 8; i += 32) {
+            const int x = i % 8 * 4, col = i / 8 % MERGE_COLS, k = i / (8 * MERGE_COLS), ch = walk.channel(k, x);
             if (ch < 0 || ch >= D || col >= columns) continue;
             float bias = 0.f;
             float4 sum = {0.f, 0.f, 0.f, 0.f};
@@ -192,6 +200,7 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.merged_barrier());
+        if (s.slot >= 0 && __shfl_sync(ALL_LANES, lane == 0 && is_last(a, s), 0)) merge_slots(a, s, u, lane, 32);
     }
     const int next = s.next;
     __syncwarp();  // the next segment is written where this one is
@@ -232,11 +241,12 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
                     float f = factor[n][e];
                     float4 y = {x.x * f, x.y * f, x.z * f, x.w * f};
                     if (f == 0.f) y = {0.f, 0.f, 0.f, 0.f};
+                    if (MERGE_COLS < 8 && c >= MERGE_COLS / 2) continue;
                     *reinterpret_cast<float4*>(&shared.rounds[warp][k][n * 8 + 2 * c + e][4 * g]) = y;
                 }
         sync_threads(CONSUMERS);
-        for (int i = thread; i < ROUNDS_AT_ONCE * COLS * 8; i += CONSUMERS) {
-            int x = i % 8 * 4, col = i / 8 % COLS, k = i / (8 * COLS);
+        for (int i = thread; i < ROUNDS_AT_ONCE * MERGE_COLS * 8; i += CONSUMERS) {
+            int x = i % 8 * 4, col = i / 8 % MERGE_COLS, k = i / (8 * MERGE_COLS);
             int ch = first + k < Walk::ROUNDS ? walk.channel(first + k, x) : -1;
             const int real = FOLD ? col % 4 : col;
             if (ch >= 0 && FOLD) ch += col / 4 * (D / 2);
@@ -265,13 +275,9 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
     }
     if (s.slot >= 0) {
         sync_threads(CONSUMERS);
-        if (thread == 0) {  // releases what the barrier ordered before it: all threads' stores
-            bool last = add_acquire_release(a.arrived + s.unit, 1) == s.num_slots - 1;
-            if (last) a.arrived[s.unit] = 0;  // ready for the next launch
-            shared.last = last;
-        }
+        if (thread == 0) shared.last = is_last(a, s);  // releases what the barrier ordered before it: all threads' stores
         sync_threads(CONSUMERS);
-        if (shared.last) merge_slots(a, s, u, thread);
+        if (shared.last) merge_slots(a, s, u, thread, CONSUMERS);
     }
     const int next = s.next;
     sync_threads(CONSUMERS);  // the next segment writes the same memory
