@@ -6,10 +6,13 @@
 // shared memory. A^-1 is float16 numbers; turned queries are two of them, the second what the first leaves, so that queries which are large in a
 // direction that the basis takes out lose nothing. Results are stored as operands of the key planes: a code is the sum of its
 // planes' fields, each times 2**shift, so a key is several narrow tensors whose scores add, and plane by plane the walk knows no bands.
-// Operands are whole numbers of 16 bits, at most FULL for the largest number of a row, in two bytes: the upper one is half up, so that the lower has a sign, too.
+// For up to four query columns (BYTES) operands are whole numbers of 16 bits, at most FULL for the largest number of a row, in two bytes: the upper one rounded to
+// the nearest, so that the lower has a sign, too. For more they are float16 numbers: bytes would take as many matrix instructions (log-gpu.md, 2026-11-23).
 #pragma once
 #include "columns.cuh"
 #include "turn.cuh"
+
+constexpr bool BYTES = FOLDED;
 
 /// Which bands of a head's keys have which planes.
 struct Bands {
@@ -60,7 +63,8 @@ struct BandPlane {
     /// Where a lane's word of a load is, and the first of its fields.
     static DEVICE int word(int load, int c) { return first_word(load) + c % words(load); }
     static DEVICE int first_field(int load, int c) { return c / words(load) * steps(load); }
-    /// A field of a step is masked out of the word once that has moved down by whole fours of bits: it is the code times 2**exponent.
+    /// As bytes a step's field is masked out of the word once that has moved down to the load's first field, and further by whole fours of bits: it is the code
+    /// times 2**exponent.
     static constexpr int down(int j) { return BITS * j / 4 * 4; }
     static constexpr int exponent(int j) { return BITS * j % 4; }
 };
@@ -79,13 +83,13 @@ struct InverseBasis {
 struct alignas(16) FrameTile {
     static constexpr int ROWS = 16, FRAMES = FOLDED ? 16 : 2, STRIDE = D / 2 + 16;  // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
     static constexpr float FULL = 32600.f;
-    float start[ROWS];           // exponents of 2 (or, with a softcap, arguments of tanh): of each row minus the middle of the codes' ranges times q',
-    float factor[ROWS];          // and what sums of codes times `steps` are to be multiplied by
-    float unit;                  // the same for means times q
+    float start[ROWS];           // of each row minus the middle of the codes' ranges times q': exponents of 2 (or, with a softcap, arguments of tanh), over `unit` unless BYTES
+    float factor[ROWS];          // BYTES: from sums of codes times `steps` to such exponents
+    float unit;                  // the same for q
     int first, last;             // frames
     int ends;                    // whether the segment's next frames are none
     u32 q[ROWS][STRIDE];         // pairs of channels; of four the second and third change places, as means are multiplied
-    uint2 steps[KEY_STEPS][ROWS][4];  // upper bytes of a lane's four channels, lower ones
+    uint2 steps[KEY_STEPS][ROWS][4];  // of a lane's four channels upper bytes, lower bytes; or float16 numbers, first and third, second and fourth
 
     static DEVICE int place(int pair) { return pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2; }
 };
@@ -204,7 +208,7 @@ struct Steps {
                 const int field = P::first_field(load, c) + j, channel = field * P::ROW + 4 * P::word(load, c);  // the first among the plane's
                 const int band = int(LIST >> (channel / BAND * 4 & 63)) & 15, shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
                 place[step / MAKERS] = FrameTile::place((band * BAND + channel % BAND) / 2);
-                factor[step / MAKERS] = channel < P::CHANNELS ? power_of_two(shift - P::exponent(j)) : 0.f;
+                factor[step / MAKERS] = channel < P::CHANNELS ? power_of_two(shift - (BYTES ? P::exponent(j) : BITS * field)) : 0.f;
             }
     }
     /// multiplier: of numbers of rows g and g + 8.
@@ -216,11 +220,17 @@ struct Steps {
                 const int row = g + 8 * half;
                 const u32* q = &tile.q[row][place[i]];  // and the pair after it
                 const u32 x = q[0], y = q[2];
+                uint2& to = tile.steps[i * MAKERS + maker][row][c];
+                if (!BYTES) {
+                    const u32 times = pack_f16(factor[i], factor[i]);
+                    to = {mul_f16x2(permute_bytes(x, y, 0x5410), times), mul_f16x2(permute_bytes(x, y, 0x7632), times)};
+                    continue;
+                }
                 const float times = factor[i] * multiplier[half];
                 const u32 n[4] = {whole(low_f16(x) * times), whole(high_f16(x) * times), whole(low_f16(y) * times), whole(high_f16(y) * times)};
                 const u32 up[4] = {n[0] + 128, n[1] + 128, n[2] + 128, n[3] + 128};
-                tile.steps[i * MAKERS + maker][row][c] = {permute_bytes(permute_bytes(up[0], up[1], 0x0051), permute_bytes(up[2], up[3], 0x0051), 0x5410),
-                                                          permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410)};
+                to = {permute_bytes(permute_bytes(up[0], up[1], 0x0051), permute_bytes(up[2], up[3], 0x0051), 0x5410),
+                      permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410)};
             }
     }
     /// The nearest whole number, in the low 22 bits.
@@ -300,20 +310,19 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                             const u32 found = pack_f16(x * queries.multiplier, y * queries.multiplier);
                             tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
                             sums[half] += (low_f16(found) + high_f16(found)) * middle;
-                            largest[half] = fmaxf(largest[half], fmaxf(fabsf(low_f16(found)), fabsf(high_f16(found))) * highest);
+                            if (BYTES) largest[half] = fmaxf(largest[half], fmaxf(fabsf(low_f16(found)), fabsf(high_f16(found))) * highest);
                         }
                 }
             }
             for (int half = 0; half < 2; ++half) {
                 sums[half] += __shfl_xor_sync(ALL_LANES, sums[half], 1);
                 sums[half] += __shfl_xor_sync(ALL_LANES, sums[half], 2);
-                largest[half] = fmaxf(largest[half], __shfl_xor_sync(ALL_LANES, largest[half], 1));
-                largest[half] = fmaxf(largest[half], __shfl_xor_sync(ALL_LANES, largest[half], 2));
+                for (int mask = 1; mask < 4 && BYTES; mask *= 2) largest[half] = fmaxf(largest[half], __shfl_xor_sync(ALL_LANES, largest[half], mask));
                 if (c == 0) ring.start[maker][g + 8 * half] = sums[half], ring.largest[maker][g + 8 * half] = largest[half];
             }
             sync_threads<2>(THREADS);
             float multiplier[2];
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < 2 && BYTES; ++half) {
                 for (int m = 0; m < MAKERS; ++m) largest[half] = fmaxf(largest[half], ring.largest[m][g + 8 * half]);
                 largest[half] = fmaxf(largest[half], 1e-30f);
                 multiplier[half] = FrameTile::FULL * reciprocal_approx(largest[half]);
@@ -324,7 +333,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                 for (int half = 0; half < 2; ++half) {
                     float sum = 0.f;
                     for (int m = 0; m < MAKERS; ++m) sum += ring.start[m][g + 8 * half];
-                    if (c == 0) tile.start[g + 8 * half] = -sum * unit, tile.factor[g + 8 * half] = largest[half] * (unit / FrameTile::FULL);
+                    if (c == 0) tile.start[g + 8 * half] = BYTES ? -sum * unit : -sum, tile.factor[g + 8 * half] = largest[half] * (unit / FrameTile::FULL);
                 }
                 if (lane == 0) tile.unit = unit, tile.first = first, tile.last = min(first + of_tile - 1, last), tile.ends = first + of_tile > last;
             }

@@ -1,16 +1,17 @@
-// One warp's walk over pages of banded codes. Weights are multiplied with codes as bytes: those of a step's tokens, times their value scales, are whole numbers of
-// 16 bits over the largest of each column, in two bytes. With FOLD the columns from 4 on are the lower ones; they are added when the packed parts of a unit end.
+// One warp's walk over pages of banded codes for up to four query columns. Weights are multiplied with codes as bytes: those of a step's tokens, times their value
+// scales, are whole numbers of 16 bits over the largest of each column, in two bytes. Columns from 4 on are the lower ones; they are added when the packed
+// parts of a unit end.
 #pragma once
 #include "banded_keys.cuh"
 #include "packed_walk.cuh"
 
-constexpr int WEIGHT_HALVES = HALVES;
 /// Weights of a step's tokens as operands.
 struct ByteWeights {
-    static constexpr bool TWO_BYTES = FOLD || WEIGHT_HALVES == 2;
-    static constexpr float FULL = TWO_BYTES ? 65534.9f : 254.9f;
-    u32 b[WEIGHT_HALVES][UNITS][2];  // upper bytes; lower bytes of columns from 4 on with FOLD, of all in the second half without
-    float unit[WEIGHT_HALVES][2];    // of this lane's columns: what sums of codes times these bytes are to be multiplied by
+    static constexpr float FULL = 65534.9f;
+    /// Values of four lanes would meet in the same banks: two do where odd ones take their second quad first.
+    static constexpr bool TURNS = true;
+    u32 b[UNITS][2];             // upper bytes; lower ones of columns from 4 on
+    float unit[2];               // of this lane's columns: what sums of codes times these bytes are to be multiplied by
 
     /// p: weights times value scales; own: their sums before, so that a column that is no number stays none.
     DEVICE ByteWeights(const float (&p)[TOKENS][NT][2], const float (&own)[NT][2], int g, int c) {
@@ -20,9 +21,7 @@ struct ByteWeights {
             for (int i = 0; i < TOKENS; ++i) largest = fmaxf(largest, p[i][0][e]);
             for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, mask));
             multiplier[e] = FULL * reciprocal_approx(largest);
-            const float low = largest * (power_of_two(-operand_exponent(INTEGER)) / FULL) + own[0][e] * 0.f;
-            unit[0][e] = !TWO_BYTES || (FOLD && c >= 2) ? low : low * 256.f;
-            if (WEIGHT_HALVES == 2) unit[WEIGHT_HALVES - 1][e] = low;
+            unit[e] = (largest * (power_of_two(-operand_exponent(INTEGER)) / FULL) + own[0][e] * 0.f) * (c >= 2 ? 1.f : 256.f);
         }
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
@@ -31,16 +30,13 @@ struct ByteWeights {
                 const float x = fmaf(p[4 * u + j][0][0], multiplier[0], WHOLE), y = fmaf(p[4 * u + j][0][1], multiplier[1], WHOLE);
                 n[j] = transpose_8x8(permute_bytes(__float_as_uint(x), __float_as_uint(y), 0x5410));
             }
-            const u32 first = !TWO_BYTES || (FOLD && g >= 4) ? 0x6240 : 0x7351;
-            for (int k = 0; k < 2; ++k) {
-                b[0][u][k] = permute_bytes(n[2 * k], n[2 * k + 1], first);
-                if (WEIGHT_HALVES == 2) b[WEIGHT_HALVES - 1][u][k] = permute_bytes(n[2 * k], n[2 * k + 1], 0x6240);
-            }
+            u32 first = permute_bytes(n[0], n[1], g >= 4 ? 0x6240 : 0x7351), second = permute_bytes(n[2], n[3], g >= 4 ? 0x6240 : 0x7351);
+            b[u][0] = TURNS && c % 2 ? second : first, b[u][1] = TURNS && c % 2 ? first : second;
         }
     }
 };
 
-struct BandedValues : ValueSide {
+struct ByteValues : ValueSide {
     static_assert(V_BITS1 == 0 && V_SCALE == SCALE_GROUP && V_GROUPS == 1 && V_FLOAT == INTEGER && !V_HAS_BIAS && !V_HAS_MEAN, "kernel_choice.py refuses others");
 
     /// Weights times value scales, 0 for hidden tokens.
@@ -57,16 +53,12 @@ struct BandedValues : ValueSide {
     }
     DEVICE void add(const ByteWeights& weights, const unsigned char* slot, int t, int g, int c) {
         constexpr u32 ONES = 0x01010101u;
-        float middle[WEIGHT_HALVES][2];  // of the bytes: what they would give if all codes were the one that means 0
-        for (int half = 0; half < WEIGHT_HALVES; ++half) {
-            int sum[4];
-            for (int u = 0; u < UNITS; ++u) {
-                const u32(&b)[2] = weights.b[half][u];
-                if (u == 0) mma_bytes<false>(sum, ONES, ONES, ONES, ONES, b[0], b[1], WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
-                else mma_bytes<false>(sum, ONES, ONES, ONES, ONES, b[0], b[1]);
-            }
-            for (int e = 0; e < 2; ++e) middle[half][e] = of_whole(sum[e]) * (0.5f * V_MIDDLE);
-        }
+        float middle[2];         // of the bytes: what they would give if all codes were the one that means 0
+        int sum[4];
+        for (int u = 0; u < UNITS; ++u)
+            if (u == 0) mma_bytes<false>(sum, ONES, ONES, ONES, ONES, weights.b[u][0], weights.b[u][1], WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
+            else mma_bytes<false>(sum, ONES, ONES, ONES, ONES, weights.b[u][0], weights.b[u][1]);
+        for (int e = 0; e < 2; ++e) middle[e] = of_whole(sum[e]) * (0.5f * V_MIDDLE);
 #pragma unroll
         for (int pair = 0; pair < First::PAIRS; ++pair) {
             int block = 2 * pair + g / 4, quarter = g % 4, width = 16;
@@ -82,7 +74,7 @@ struct BandedValues : ValueSide {
 #pragma unroll
             for (int u = 0; u < UNITS; ++u)
                 for (int k = 0; k < 2; ++k) {
-                    const int quad = (t * UNITS + u) * 8 + 2 * c + k;
+                    const int quad = (t * UNITS + u) * 8 + 2 * c + (ByteWeights::TURNS ? k ^ c % 2 : k);
                     const uint4 w = *reinterpret_cast<const uint4*>(p + quad * 4 * width), l = low.load(quad);
                     const Words found[4] = {{w.x, l.x, low.second}, {w.y, l.y, low.second}, {w.z, l.z, low.second}, {w.w, l.w, low.second}};
                     for (int r = 0; r < 4; ++r)
@@ -94,46 +86,48 @@ struct BandedValues : ValueSide {
                 const float unit = power_of_two(First::exponent(field));
                 const u32 mask = First::JOINED ? 0x07070707u << First::exponent(field) : ((1u << First::BITS) - 1) * ONES << First::BITS * field;
 #pragma unroll
-                for (int rows = 0; rows < 2; ++rows)
-                    for (int half = 0; half < WEIGHT_HALVES; ++half) {
-                        int sum[4];
-                        for (int u = 0; u < UNITS; ++u) {
-                            u32 a[2][2];
-                            for (int k = 0; k < 2; ++k)
-                                for (int r = 0; r < 2; ++r) a[k][r] = words[u][k][2 * rows + r][First::JOINED ? field % Words::WORDS : 0] & mask;
-                            const u32(&b)[2] = weights.b[half][u];
-                            if (u == 0) mma_bytes<false>(sum, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1], WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
-                            else mma_bytes<false>(sum, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1]);
-                        }
-                        for (int r = 0; r < 4; ++r)
-                            first.o[0][field][pair][rows][r] += (__uint_as_float(u32(sum[r])) - (WHOLE + middle[half][r % 2] * unit)) * weights.unit[half][r % 2];
+                for (int rows = 0; rows < 2; ++rows) {
+                    int sum[4];
+                    for (int u = 0; u < UNITS; ++u) {
+                        u32 a[2][2];
+                        for (int k = 0; k < 2; ++k)
+                            for (int r = 0; r < 2; ++r) a[k][r] = words[u][k][2 * rows + r][First::JOINED ? field % Words::WORDS : 0] & mask;
+                        const u32(&b)[2] = weights.b[u];
+                        if (u == 0) mma_bytes<false>(sum, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1], WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
+                        else mma_bytes<false>(sum, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1]);
                     }
+                    for (int r = 0; r < 4; ++r) {
+                        // Middles are halves: where they are not doubled they do not fit beside WHOLE.
+                        const float x = First::exponent(field) ? __uint_as_float(u32(sum[r])) - (WHOLE + middle[r % 2] * unit) : of_whole(sum[r]) - middle[r % 2];
+                        first.o[0][field][pair][rows][r] += x * weights.unit[r % 2];
+                    }
+                }
             }
         }
     }
 };
 
-struct BandedWalk {
-    using Keys = BandedKeys;
+struct ByteWalk {
+    using Keys = ByteKeys;
     static constexpr bool FOLDS = FOLD;
-    BandedKeys keys;
-    BandedValues values;
+    ByteKeys keys;
+    ByteValues values;
 
     DEVICE void start(const Args&, Staged&, Unit, const Part&, int, int) { values.clear(); }
 
     /// MASKED: some tokens may be hidden from some column.
     template <bool MASKED, bool LOW>
     DEVICE void add(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int lane) {
-        keys.with_page(a, chunk.slot, chunk.page_position, lane, [&](const BandedKeys::Of& page) {
+        keys.with_page(a, chunk.slot, chunk.page_position, lane, [&](const ByteKeys::Of& page) {
 #pragma unroll 1
             for (int t = 0; t < CHUNK / (32 * UNITS); ++t) step<MASKED>(a, see, softmax, chunk, t, page, lane / 4, lane % 4);
         });
     }
     template <bool MASKED>
-    DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int t, const BandedKeys::Of& page, int g, int c) {
+    DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int t, const ByteKeys::Of& page, int g, int c) {
         float s[TOKENS][NT][2], own[NT][2];  // token 4u + j is the lane's j-th of unit u
         keys.scores(s, softmax, chunk.slot, t, page, g, c);
-        cap_and_hide<MASKED>(s, a, see, softmax, chunk, t, g, c);
+        cap_and_hide<MASKED, 4>(s, a, see, softmax, chunk, t, g, c);
         float p[TOKENS][NT][2];
         weigh(p, own, s);
         constexpr float MOST = 1e15f;  // of a lane's weights: far below what a float holds
@@ -157,3 +151,8 @@ struct BandedWalk {
             for (int e = 0; e < 2; ++e) own[0][e] += p[i][0][e] = exp2_approx(s[i][0][e]);
     }
 };
+
+template <bool>
+struct BandedWalk { using Walk = PackedWalk<BandedKeys>; };
+template <>
+struct BandedWalk<true> { using Walk = ByteWalk; };

@@ -10,8 +10,8 @@ struct Chunk {
     LseRow lse;
 };
 
-/// Scores with the softcap, if there is one, and minus infinity for hidden tokens.
-template <bool MASKED>
+/// Scores with the softcap, if there is one, and minus infinity for hidden tokens. OF: after as many columns they begin anew.
+template <bool MASKED, int OF = 8>
 DEVICE void cap_and_hide(float (&s)[TOKENS][NT][2], const Args& a, const Visible& see, const Softmax& softmax, const Chunk& chunk, int t, int g, int c) {
     if (SOFTCAP)
         for (int u = 0; u < UNITS; ++u)
@@ -24,7 +24,7 @@ DEVICE void cap_and_hide(float (&s)[TOKENS][NT][2], const Args& a, const Visible
                 int token = (t * UNITS + u) * 32 + 4 * g + j;
                 for (int n = 0; n < NT; ++n)
                     for (int e = 0; e < 2; ++e)
-                        if (token >= chunk.visible || see.hides(a.window, n * 8 + 2 * c + e, chunk.position + token)) s[4 * u + j][n][e] = negative_infinity();
+                        if (token >= chunk.visible || see.hides(a.window, n * 8 + (2 * c + e) % OF, chunk.position + token)) s[4 * u + j][n][e] = negative_infinity();
             }
 }
 
