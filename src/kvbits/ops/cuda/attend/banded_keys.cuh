@@ -146,14 +146,21 @@ struct BandedKeys : BandedFrames {
 /// A step's codes of a lane's four tokens, waiting for another step's: a matrix instruction takes two.
 struct Codes { u32 of[4]; };
 
-/// Bytes: those of codes and the two of a query's numbers, which lanes c < 2 and c >= 2 have the sums of (FOLD).
+constexpr int BYTE_TOKENS = 2 * UNITS;   // of a lane in a step
+/// Token i of a lane among the 32 of its unit, and what lanes c < 2 or the others have of a pair.
+DEVICE int byte_token(int i, int g, int c) { return 4 * g + c / 2 * 2 + i; }
+template <class T>
+DEVICE T of_half(T first, T second, int c) { return c < 2 ? first : second; }
+
+/// Bytes: those of codes and the two of a query's numbers. Lanes c < 2 have sums of the upper ones, lanes c + 2 of the lower ones of the same columns (FOLD); of each
+/// four tokens the first ones come to have the scores of two, the others of the other two.
 struct ByteKeys : BandedFrames {
     using Sums = int[UNITS][2][4];
 
     /// What the scores of a page's tokens are made of.
     struct Of {
         const u32* steps;        // of this lane, of the first of the key planes' steps
-        float factor[2];         // of this lane's sums -> exponent of 2 (or, with a softcap, argument of tanh), half of the start left to the other lane
+        float factor[2], other[2];  // of this lane's sums and of those of lane c + 2 or c - 2 -> exponent of 2 (or, with a softcap, argument of tanh)
         float start[2];          // added to such sums before a token's scale is multiplied
         float constant[2];       // added to every score
 
@@ -168,14 +175,15 @@ struct ByteKeys : BandedFrames {
         times_mean(page.constant, slot, row, lane);
         for (int e = 0; e < 2; ++e) {
             const int column = rows + (2 * c + e & (columns - 1));
-            page.factor[e] = tile->factor[column] * (c >= 2 ? 1.f : 256.f);
-            page.start[e] = tile->start[column] * 0.5f;
+            page.factor[e] = tile->factor[column] * of_half(256.f, 1.f, c);
+            page.other[e] = tile->factor[column] * of_half(1.f, 256.f, c);
+            page.start[e] = tile->start[column];
         }
         f(page);
     }
 
     /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
-    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const Of& page, int g, int c) const {
+    DEVICE void scores(float (&s)[BYTE_TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const Of& page, int g, int c) const {
         Sums sums;
         Codes waiting[UNITS];
         multiply<8>(sums, waiting, slot, page, 0, t, g, c);
@@ -185,15 +193,16 @@ struct ByteKeys : BandedFrames {
         if (KEY_STEPS % 2)
             for (int u = 0; u < UNITS; ++u) add(sums[u], waiting[u], {0, 0, 0, 0}, page, KEY_STEPS - 1);
         float base[2];
-        for (int e = 0; e < 2; ++e) base[e] = (SOFTCAP ? page.constant[e] : page.constant[e] - softmax.reference[0][e]) * 0.5f;
+        for (int e = 0; e < 2; ++e) base[e] = SOFTCAP ? page.constant[e] : page.constant[e] - softmax.reference[0][e];
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             float scale[4];
             load_scales4<K_SCALE_TYPE>(scale, slot + K_SCALE_OFFSET, (t * UNITS + u) * 32 + 4 * g);
-            for (int j = 0; j < 4; ++j)
+            for (int i = 0; i < 2; ++i)
                 for (int e = 0; e < 2; ++e) {
-                    const float own = (of_whole(sums[u][j / 2][j % 2 * 2 + e]) * page.factor[e] + page.start[e]) * scale[j] + base[e];
-                    s[4 * u + j][0][e] = own + __shfl_xor_sync(ALL_LANES, own, 2);  // both lanes come to the same
+                    const int first = sums[u][0][2 * i + e], second = sums[u][1][2 * i + e];
+                    const float own = of_whole(of_half(first, second, c)), other = of_whole(__shfl_xor_sync(ALL_LANES, of_half(second, first, c), 2));
+                    s[2 * u + i][0][e] = (own * page.factor[e] + (other * page.other[e] + page.start[e])) * of_half(scale[i], scale[2 + i], c) + base[e];
                 }
         }
     }

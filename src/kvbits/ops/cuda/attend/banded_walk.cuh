@@ -1,6 +1,6 @@
 // One warp's walk over pages of banded codes for up to four query columns. Weights are multiplied with codes as bytes: those of a step's tokens, times their value
 // scales, are whole numbers of 16 bits over the largest of each column, in two bytes. Columns from 4 on are the lower ones; they are added when the packed
-// parts of a unit end.
+// parts of a unit end, as sums of weights are, of which lanes c and c + 2 have different tokens.
 #pragma once
 #include "banded_keys.cuh"
 #include "packed_walk.cuh"
@@ -14,24 +14,26 @@ struct ByteWeights {
     float unit[2];               // of this lane's columns: what sums of codes times these bytes are to be multiplied by
 
     /// p: weights times value scales; own: their sums before, so that a column that is no number stays none.
-    DEVICE ByteWeights(const float (&p)[TOKENS][NT][2], const float (&own)[NT][2], int g, int c) {
+    DEVICE ByteWeights(const float (&p)[BYTE_TOKENS][NT][2], const float (&own)[NT][2], int g, int c) {
         float multiplier[2];
         for (int e = 0; e < 2; ++e) {
             float largest = 1e-30f;
-            for (int i = 0; i < TOKENS; ++i) largest = fmaxf(largest, p[i][0][e]);
-            for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, mask));
+            for (int i = 0; i < BYTE_TOKENS; ++i) largest = fmaxf(largest, p[i][0][e]);
+            for (int mask = 2; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, mask));
             multiplier[e] = FULL * reciprocal_approx(largest);
             unit[e] = (largest * (power_of_two(-operand_exponent(INTEGER)) / FULL) + own[0][e] * 0.f) * (c >= 2 ? 1.f : 256.f);
         }
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
-            u32 n[4];            // tokens (8c, 8c + 4), (8c + 1, 8c + 5), .. of column g
-            for (int j = 0; j < 4; ++j) {
-                const float x = fmaf(p[4 * u + j][0][0], multiplier[0], WHOLE), y = fmaf(p[4 * u + j][0][1], multiplier[1], WHOLE);
-                n[j] = transpose_8x8(permute_bytes(__float_as_uint(x), __float_as_uint(y), 0x5410));
+            u32 n[2];            // of column g tokens (8c, 8c + 4), (8c + 1, 8c + 5); from 4 on of column g - 4 (8c + 2, 8c + 6), (8c + 3, 8c + 7)
+            for (int i = 0; i < 2; ++i) {
+                const float x = fmaf(p[2 * u + i][0][0], multiplier[0], WHOLE), y = fmaf(p[2 * u + i][0][1], multiplier[1], WHOLE);
+                n[i] = transpose_8x8(permute_bytes(__float_as_uint(x), __float_as_uint(y), 0x5410));
             }
-            u32 first = permute_bytes(n[0], n[1], g >= 4 ? 0x6240 : 0x7351), second = permute_bytes(n[2], n[3], g >= 4 ? 0x6240 : 0x7351);
-            b[u][0] = TURNS && c % 2 ? second : first, b[u][1] = TURNS && c % 2 ? first : second;
+            constexpr u32 UPPER = 0x7351, LOWER = 0x6240;
+            const u32 own = permute_bytes(n[0], n[1], g < 4 ? UPPER : LOWER), other = __shfl_xor_sync(ALL_LANES, permute_bytes(n[0], n[1], g < 4 ? LOWER : UPPER), 16);
+            const bool first = (g < 4) != (TURNS && c % 2);
+            b[u][0] = first ? own : other, b[u][1] = first ? other : own;
         }
     }
 };
@@ -41,14 +43,14 @@ struct ByteValues : ValueSide {
 
     /// Weights times value scales, 0 for hidden tokens.
     template <bool MASKED>
-    static DEVICE void scale(float (&p)[TOKENS][NT][2], const unsigned char* slot, int t, int visible, int g) {
+    static DEVICE void scale(float (&p)[BYTE_TOKENS][NT][2], const unsigned char* slot, int t, int visible, int g, int c) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             float scales[4];
-            const int token = (t * UNITS + u) * 32 + 4 * g;
-            load_scales4<V_SCALE_TYPE>(scales, slot + V_SCALE_OFFSET, token);
-            for (int j = 0; j < 4; ++j)
-                for (int e = 0; e < 2; ++e) p[4 * u + j][0][e] *= MASKED && token + j >= visible ? 0.f : scales[j];
+            const int unit = (t * UNITS + u) * 32;
+            load_scales4<V_SCALE_TYPE>(scales, slot + V_SCALE_OFFSET, unit + 4 * g);
+            for (int i = 0; i < 2; ++i)
+                for (int e = 0; e < 2; ++e) p[2 * u + i][0][e] *= MASKED && unit + byte_token(i, g, c) >= visible ? 0.f : of_half(scales[i], scales[2 + i], c);
         }
     }
     DEVICE void add(const ByteWeights& weights, const unsigned char* slot, int t, int g, int c) {
@@ -125,29 +127,38 @@ struct ByteWalk {
     }
     template <bool MASKED>
     DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int t, const ByteKeys::Of& page, int g, int c) {
-        float s[TOKENS][NT][2], own[NT][2];  // token 4u + j is the lane's j-th of unit u
+        float s[BYTE_TOKENS][NT][2], own[NT][2];  // token 2u + i is the lane's i-th of unit u
         keys.scores(s, softmax, chunk.slot, t, page, g, c);
-        cap_and_hide<MASKED, 4>(s, a, see, softmax, chunk, t, g, c);
-        float p[TOKENS][NT][2];
+        for (int i = 0; i < BYTE_TOKENS; ++i)
+            for (int e = 0; e < 2; ++e) {
+                const int token = (t * UNITS + i / 2) * 32 + byte_token(i % 2, g, c);
+                if (SOFTCAP) s[i][0][e] = tanh_approx(s[i][0][e]) * (a.softcap * LOG2E) - softmax.reference[0][e];
+                if (MASKED && (token >= chunk.visible || see.hides(a.window, (2 * c + e) % 4, chunk.position + token))) s[i][0][e] = negative_infinity();
+            }
+        float p[BYTE_TOKENS][NT][2];
         weigh(p, own, s);
         constexpr float MOST = 1e15f;  // of a lane's weights: far below what a float holds
         if (__any_sync(ALL_LANES, !softmax.all_seen || own[0][0] > MOST || own[0][1] > MOST)) {
             float best[NT][2], down[NT][2], multiplier[NT][2];
-            highest<TOKENS>(best, s);
-            softmax.move(best, 0, down, multiplier);
-            for (int i = 0; i < TOKENS; ++i)
+            highest<BYTE_TOKENS>(best, s);
+            softmax.move<2>(best, 0, down, multiplier);
+            for (int i = 0; i < BYTE_TOKENS; ++i)
                 for (int e = 0; e < 2; ++e) s[i][0][e] -= down[0][e];
             values.rescale(multiplier);
             weigh(p, own, s);
         }
         for (int e = 0; e < 2; ++e) softmax.sum[0][e] += own[0][e];
-        if (PAGE_LSE) chunk.lse.later(a, t).write(a, own, softmax.reference, g, c);
-        values.scale<MASKED>(p, chunk.slot, t, chunk.visible, g);
+        if (PAGE_LSE) {
+            float both[NT][2];
+            for (int e = 0; e < 2; ++e) both[0][e] = own[0][e] + __shfl_xor_sync(ALL_LANES, own[0][e], 2);
+            chunk.lse.later(a, t).write(a, both, softmax.reference, g, c);
+        }
+        values.scale<MASKED>(p, chunk.slot, t, chunk.visible, g, c);
         values.add(ByteWeights(p, own, g, c), chunk.slot, t, g, c);
     }
-    static DEVICE void weigh(float (&p)[TOKENS][NT][2], float (&own)[NT][2], const float (&s)[TOKENS][NT][2]) {
+    static DEVICE void weigh(float (&p)[BYTE_TOKENS][NT][2], float (&own)[NT][2], const float (&s)[BYTE_TOKENS][NT][2]) {
         own[0][0] = own[0][1] = 0.f;
-        for (int i = 0; i < TOKENS; ++i)
+        for (int i = 0; i < BYTE_TOKENS; ++i)
             for (int e = 0; e < 2; ++e) own[0][e] += p[i][0][e] = exp2_approx(s[i][0][e]);
     }
 };

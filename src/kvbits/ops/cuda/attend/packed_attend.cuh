@@ -55,6 +55,7 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     }
     if (V_TURNED && !part.raw) turn_back<Walk::FOLDS>(walk.values.first);
     if (!V_TURNED && Walk::FOLDS) fold(walk.values.first);
+    for (int e = 0; e < 2 && Walk::FOLDS; ++e) softmax.sum[0][e] += __shfl_xor_sync(ALL_LANES, softmax.sum[0][e], 2);
     if (RAW_JOINS && a.parts[s.part].raw) join_raw(a, u, s, walk, staged, see, softmax, ring, slots, merge, warp, lane);
     constexpr bool may_leave = OWN_START && ROUNDS_AT_ONCE >= ValueSide::ROUNDS && ValueSide::ROUNDS == ValueSide::FIRST_PLANE_ROUNDS;
     const auto* bias_sum = ValueTraits::BIAS_SUMS ? walk.values.bias_sum : nullptr;

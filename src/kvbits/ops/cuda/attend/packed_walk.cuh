@@ -1,4 +1,4 @@
-// One warp's walk over packed chunks: 32 or 64 tokens per step, scores, softmax, outputs.
+// One warp's walk over packed chunks: 32 or 64 tokens per step, scores, softmax, outputs. KeySide: of packed_keys.cuh or banded_keys.cuh.
 #pragma once
 #include "columns.cuh"
 #include "packed_values.cuh"
@@ -10,28 +10,10 @@ struct Chunk {
     LseRow lse;
 };
 
-/// Scores with the softcap, if there is one, and minus infinity for hidden tokens. OF: after as many columns they begin anew.
-template <bool MASKED, int OF = 8>
-DEVICE void cap_and_hide(float (&s)[TOKENS][NT][2], const Args& a, const Visible& see, const Softmax& softmax, const Chunk& chunk, int t, int g, int c) {
-    if (SOFTCAP)
-        for (int u = 0; u < UNITS; ++u)
-            for (int j = 0; j < 4; ++j)
-                for (int n = 0; n < NT; ++n)
-                    for (int e = 0; e < 2; ++e) s[4 * u + j][n][e] = tanh_approx(s[4 * u + j][n][e]) * (a.softcap * LOG2E) - softmax.reference[n][e];
-    if (MASKED)
-        for (int u = 0; u < UNITS; ++u)
-            for (int j = 0; j < 4; ++j) {
-                int token = (t * UNITS + u) * 32 + 4 * g + j;
-                for (int n = 0; n < NT; ++n)
-                    for (int e = 0; e < 2; ++e)
-                        if (token >= chunk.visible || see.hides(a.window, n * 8 + (2 * c + e) % OF, chunk.position + token)) s[4 * u + j][n][e] = negative_infinity();
-            }
-}
-
 template <class KeySide>
 struct PackedWalk {
     using Keys = KeySide;
-    static constexpr bool FOLDS = false;  // lanes c and c + 2 have parts of the same outputs
+    static constexpr bool FOLDS = false;  // lanes c and c + 2 have parts of the same columns
     KeySide keys;
     ValueSide values;
 
@@ -57,7 +39,19 @@ struct PackedWalk {
     DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int t, const PageKeys& page, int g, int c) {
         float s[TOKENS][NT][2];  // token 4u + j is the lane's j-th of unit u
         keys.template scores<LOW>(s, softmax, chunk.slot, chunk.low, t, page, g, c);
-        cap_and_hide<MASKED>(s, a, see, softmax, chunk, t, g, c);
+        if (SOFTCAP)
+            for (int u = 0; u < UNITS; ++u)
+                for (int j = 0; j < 4; ++j)
+                    for (int n = 0; n < NT; ++n)
+                        for (int e = 0; e < 2; ++e) s[4 * u + j][n][e] = tanh_approx(s[4 * u + j][n][e]) * (a.softcap * LOG2E) - softmax.reference[n][e];
+        if (MASKED)
+            for (int u = 0; u < UNITS; ++u)
+                for (int j = 0; j < 4; ++j) {
+                    int token = (t * UNITS + u) * 32 + 4 * g + j;
+                    for (int n = 0; n < NT; ++n)
+                        for (int e = 0; e < 2; ++e)
+                            if (token >= chunk.visible || see.hides(a.window, n * 8 + 2 * c + e, chunk.position + token)) s[4 * u + j][n][e] = negative_infinity();
+                }
         u32 pairs[ValueTraits::WEIGHTS][UNITS][4];
         u32 largest = values.scales<MASKED>(pairs, chunk.slot, t, chunk.visible, c);
         float p[TOKENS][NT][2];
