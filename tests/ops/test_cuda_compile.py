@@ -372,7 +372,7 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
     spills = {}
     if cuda_format.refuses_layout(layout, limit) is None:
         common = (layout, head_dim, cuda_format.columns(head_dim, 8, [layout]), "bfloat16", "bfloat16", False, limit)
-        for kind in ({}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}):
+        for kind in ({}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}, *([{"fold": True, "raw": True}] if scheme.key.is_banded else [])):
             kernel = cuda_format.kernel_for(*common, **kind)
             spills[("attend", *kind)] = compiled(kernel.source, dict(kernel.defines), capability).resources("attend").spill_bytes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -395,7 +395,7 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
     # Closing pages of float32 rows, which a model on a GPU hardly has, takes the 64 registers of a thread and some words of a row besides.
     # Closing banded pages keeps some 20 words a thread around its product where heads are widest, or so that one more block fits.
     # Attention over banded pages has 128 registers for each of 16 warps: a few words of a segment's start and end are kept in local memory, none of a page's.
-    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 320 if scheme.key.is_banded else 0
+    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 400 if scheme.key.is_banded else 0
     most = {"attend": attend, "close_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 0}
     rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128, ("close_codebook", torch.float32, False): 128}
     assert spills and not {k: n for k, n in spills.items() if n > rows.get(k, most.get(k[0], 0))}
