@@ -132,11 +132,6 @@ def _makers(layout: PageLayout) -> tuple[int, int]:
     return (4, 3) if layout.head_dim <= 128 else (2, 2)
 
 
-def _streams(layout: PageLayout, warps: int) -> tuple[int, ...]:
-    """Streams of chunks: one for each warp, and over banded codes better one more where a quarter of the multiprocessor would have fewer (segments.cuh)."""
-    return (warps + 1, warps) if layout.key.is_banded and warps in (7, 11) else (warps,)
-
-
 def _frame_ring_bytes(layout: PageLayout, warps: int, fold: bool) -> int:
     """Shared memory of those warps (struct FrameRing of banded_queries.cuh)."""
     makers, tiles = _makers(layout)
@@ -359,7 +354,6 @@ def kernel_for(
     # Warps start segments alone but where queries take a calibrated scale, where warps share operands, and where they share a head's tables.
     defines["OWN_START"] = int(scale_kind(layout.key) != STATIC and not fragments and not has_codebook)
     defines |= {"ROUNDS_AT_ONCE": rounds, "MERGE_COLS": merge_cols, "MERGE_BIAS": int(with_bias), "BIAS_GROUPS": 16 if bias_groups else 1, "WARPS": shape.warps, "SLOTS": shape.slots}
-    defines["STREAMS"] = shape.warps if shape.slots % shape.warps == 0 else shape.warps + 1
     defines |= {"CHUNK": chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
     defines["PREFETCH_CHUNKS"] = min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS)
     pieces = [*codebook_format.pieces(layout, "k"), *codebook_format.pieces(layout, "v")] if has_codebook else _pieces(layout, chunk)
@@ -380,7 +374,7 @@ def kernel_for(
 def _raw_kernel(defines: dict[str, int], shape: Shape, head_dim: int, cols: int, shared_limit: int) -> Kernel:
     rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
     shared = merge_bytes(shape.warps, cols, head_dim, False, rounds)
-    defines |= {"OWN_START": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_COLS": cols, "MERGE_BIAS": 0, "BIAS_GROUPS": 1, "WARPS": shape.warps, "STREAMS": shape.warps, "SHARED_BYTES": shared}
+    defines |= {"OWN_START": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_COLS": cols, "MERGE_BIAS": 0, "BIAS_GROUPS": 1, "WARPS": shape.warps, "SHARED_BYTES": shared}
     return Kernel("raw.cu", tuple(defines.items()), shape, (), shared)
 
 
@@ -411,13 +405,12 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4, mostly: registers are shared out in quarters of a multiprocessor
         ring = 32 + 4 * warps if low else 16
         merge = merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias) + _frame_ring_bytes(layout, warps, fold)
+        stages = (shared_limit - ring - merge) // (warps * (slot + 24))
         least = 1 if cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
-        for streams in _streams(layout, warps):
-            stages = (shared_limit - ring - merge) // (streams * (slot + 24))
-            if warps <= most and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
-                # Of banded pages more slots than two were no faster, and merging wants their room.
-                wanted = 0 if layout.key.is_banded else RING_BYTES // (streams * slot)
-                return Shape(warps, streams * min(stages, max(3 if low else 2, wanted)), chunk, units)
+        if warps <= most and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
+            # Of banded pages more slots than two were no faster, and merging wants their room.
+            wanted = 0 if layout.key.is_banded else RING_BYTES // (warps * slot)
+            return Shape(warps, warps * min(stages, max(3 if low else 2, wanted)), chunk, units)
     return Shape(1, 2 if low else 1, chunk, units)
 
 

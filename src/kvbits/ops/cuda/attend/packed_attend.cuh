@@ -1,8 +1,8 @@
 // Attention (packed.cu, banded.cu: they choose the walk) of a few query columns over pages of packed tokens, low planes and 16-bit tokens among them: one persistent block per multiprocessor, balanced by
 // bytes.
 //
-// A block walks its segments (runs of chunks of one sequence, kv head and part). Chunk t of the block belongs to consumer warp t % WARPS (or nearly: segments.cuh),
-// which reads it from slot t % SLOTS of a ring; one producer warp fills the ring with bulk copies, so memory stays busy across segment ends. Warps share
+// A block walks its segments (runs of chunks of one sequence, kv head and part). Chunk t of the block belongs to consumer warp t % WARPS, which reads
+// it from slot t % SLOTS of a ring; one producer warp fills the ring with bulk copies, so memory stays busy across segment ends. Warps share
 // nothing else until a segment ends, then merge through shared memory. Units split over several segments are summed by the block that arrives last.
 #pragma once
 #include "packed_raw.cuh"
@@ -40,7 +40,7 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     for (; !RAW_JOINS || !a.parts[s.part].raw; join_next(a, merge, warp, lane)) {  // raw parts of a unit are its last
         walk.keys.enter(made, s, warp);
 #pragma unroll 1
-        for (int k = first_chunk_of(s, warp); k < s.num_chunks; k = chunk_after(s, k, warp)) {
+        for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
             const int of_page = s.first_entry * CHUNKS_PER_PAGE + s.first_chunk + k;
             const u32 number = ring.chunk(s, k, warp);
             const bool low = HAS_LOW && a.parts[s.part].low_head_bytes != 0;

@@ -33,7 +33,7 @@ template <class F>
 DEVICE void each_raw_chunk(const Args& a, Unit u, const Segment& s, Ring& ring, const unsigned char* slots, int warp, int lane, F f) {
     const int chunks_per_page = a.parts[s.part].chunks_per_page;
 #pragma unroll 1
-    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k = chunk_after(s, k, warp)) {
+    for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
         const int at = s.first_chunk + k;
         const u32 chunk = ring.chunk(s, k, warp);
         const RingSlot keys(chunk), values(chunk + (RAW_SLOTS - 1) * WARPS);

@@ -32,11 +32,11 @@ struct RingSlot {
     DEVICE void give_back(Ring& ring) const { barrier_arrive(shared_address(&ring.empty[index])); }
 };
 
-/// Lane w of the producer warp fills the slots of stream w, all lanes once they all can: look-ups and copies of a round go together.
+/// Lane w of the producer warp fills the slots of consumer warp w, all lanes once they all can: look-ups and copies of a round go together.
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
     const auto enter = [](const Part&, Unit) {};
     Cursor at = {int(blockIdx.x), -1, lane, false};
-    bool more = lane < STREAMS && at.settle(a, lane, enter);
+    bool more = lane < WARPS && at.settle(a, lane, enter);
 #if __CUDA_ARCH__ >= 900
     const u64 policy = read_once_policy();
 #endif
@@ -46,7 +46,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
     Source ahead;
     bool another = false, looked = false;
     for (int round = 0; __any_sync(ALL_LANES, more); ++round) {
-        if (round == SLOTS / STREAMS) prefetch_after_ring(a, lane);
+        if (round == SLOTS / WARPS) prefetch_after_ring(a, lane);
         const RingSlot to(at.chunk);
         const u32 emptied = shared_address(&ring.empty[to.index]), parity = to.filling ^ 1;
         if (!looked) {  // ahead of this round's waiting
@@ -68,7 +68,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             from.each_piece(a, [&](int offset, i64 address, int bytes) { copy_bulk(slot + offset, address, bytes, full, policy); });
         }
 #else
-        for (int w = 0; w < STREAMS; ++w) {
+        for (int w = 0; w < WARPS; ++w) {
             if (!__shfl_sync(ALL_LANES, ready, w)) continue;
             const int at_w = __shfl_sync(ALL_LANES, int(to.index), w);
             const u32 slot = shared_address(slots + at_w * SLOT_BYTES), full = shared_address(&ring.full[at_w]);

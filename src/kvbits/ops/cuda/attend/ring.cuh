@@ -10,7 +10,7 @@
 #include "segments.cuh"
 
 // A warp must be the only reader of its slots: to wait for a slot's next filling, it has to have seen the one before (a barrier knows only odd and even).
-static_assert(SLOTS % STREAMS == 0 && SLOTS / STREAMS % ADDED == 0, "a slot for each stream, or several");
+static_assert(SLOTS % WARPS == 0, "a slot for each warp, or several");
 static_assert(!HAS_LOW || SLOTS >= 2 * WARPS, "a chunk and its low plane are in the ring together");
 
 constexpr bool RAW_IN_RING = HAS_RAW;    // raw tokens come through the ring, in chunks of RAW_TOKENS, and parts join
@@ -21,14 +21,14 @@ constexpr int RAW_SLOTS = HAS_LOW ? 2 : 1;
 /// Whether a part's pages come through the ring; consumers read others where they lie.
 DEVICE bool comes_through_ring(const Part& part) { return RAW_IN_RING || !part.raw; }
 
-/// One lane's place in its stream's chunks: lane w of the producer serves stream w.
+/// One lane's place in its warp's chunks: lane w of the producer serves consumer warp w.
 struct Cursor {
     int segment, k, chunk;       // k: chunk inside the segment, -1 before it is entered; chunk: of the block, a chunk of two slots counting as two
     bool second;                 // the chunk's second slot comes next: its low plane, or the values of raw tokens
 
     DEVICE Cursor next(const Args& a) const {
-        if (HAS_LOW && !second && has_second(a.parts[a.segments[segment].part])) return {segment, k, chunk + STREAMS, true};
-        return {segment, k + STREAMS, chunk + STREAMS, false};
+        if (HAS_LOW && !second && has_second(a.parts[a.segments[segment].part])) return {segment, k, chunk + WARPS, true};
+        return {segment, k + WARPS, chunk + WARPS, false};
     }
     static DEVICE bool has_second(const Part& part) { return part.low_head_bytes || part.raw; }
 
@@ -44,7 +44,7 @@ struct Cursor {
                         prefetch_queries(a, unit_of(a, s.unit), warp);
                     }
                     enter(a.parts[s.part], unit_of(a, s.unit));
-                    k = first_chunk_of_stream(s, warp);
+                    k = first_chunk_of(s, warp);
                 }
                 if (k < s.num_chunks) return true;
             }
