@@ -361,6 +361,13 @@ def test_kernels_that_lead_decoding_compile_without_spills(parts, capability):
     assert listed.spill_bytes <= 256, listed  # 128 bytes stored and loaded at 48 registers: around calls, not for want of registers
 
 
+def test_bytes_multiply_banded_keys_only_where_floats_hold_their_sums():
+    for bands, folded in (((8,) * 16, 0), ((8,) * 4 + (4,) * 12, 1)):
+        key = dataclasses.replace(KLT.key, bands=bands)
+        kernel = attend_kernel(key, dataclasses.replace(KLT.value, bands=(3,) * 16), (9, 0), head_dim=256, columns=4, fold=True)
+        assert dict(kernel.defines)["FOLDED"] == folded
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("name", [n for n, s in schemes.PRESETS.items() if not s.key.is_raw])

@@ -67,6 +67,7 @@ struct BandPlane {
     /// times 2**exponent.
     static constexpr int down(int j) { return BITS * j / 4 * 4; }
     static constexpr int exponent(int j) { return BITS * j % 4; }
+    static constexpr int MOST = CHANNELS * (BITS == 8 ? 255 : BITS == 4 ? 15 : BITS == 2 ? 12 : 8);  // that its bytes sum up to
 };
 static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS, "kernel_choice.py counts other steps");
 
@@ -83,9 +84,9 @@ struct InverseBasis {
 struct alignas(16) FrameTile {
     static constexpr int ROWS = 16, FRAMES = FOLDED ? 16 : 2, STRIDE = D / 2 + 16;  // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
     static constexpr float FULL = 32600.f;
-    float start[ROWS];           // of each row minus the middle of the codes' ranges times q': exponents of 2 (or, with a softcap, arguments of tanh), over `unit` unless BYTES
-    float factor[ROWS];          // BYTES: from sums of codes times `steps` to such exponents
-    float unit;                  // the same for q
+    float start[ROWS];           // of each row minus the middle of the codes' ranges times q', with BYTES times `unit`
+    float factor[ROWS];          // BYTES: of sums of codes times `steps` -> exponents of 2 (or, with a softcap, arguments of tanh)
+    float unit;                  // of products of q -> such exponents
     int first, last;             // frames
     int ends;                    // whether the segment's next frames are none
     u32 q[ROWS][STRIDE];         // pairs of channels; of four the second and third change places, as means are multiplied
@@ -286,7 +287,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
             float sums[2] = {}, largest[2] = {};
 #pragma unroll 1
             for (int block = 0; block < OWNED; block += AT_ONCE) {
-                float acc[AT_ONCE][2][4] = {}, small[AT_ONCE][2][4] = {};  // sums that do not wait for each other
+                float acc[AT_ONCE][2][4] = {};
 #pragma unroll
                 for (int i = 0; i < KS; ++i) {
                     const uint4 x = ring.turned[i][0][lane], rest = ring.turned[i][1][lane];
@@ -296,8 +297,8 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                         const uint4 w = HELD ? held[o][i * HELD] : inverse.tiles[m][i][lane];
                         mma_f16(acc[o][0], x.x, x.y, x.z, x.w, w.x, w.y);
                         mma_f16(acc[o][1], x.x, x.y, x.z, x.w, w.z, w.w);
-                        mma_f16(small[o][0], rest.x, rest.y, rest.z, rest.w, w.x, w.y);
-                        mma_f16(small[o][1], rest.x, rest.y, rest.z, rest.w, w.z, w.w);
+                        mma_f16(acc[o][0], rest.x, rest.y, rest.z, rest.w, w.x, w.y);
+                        mma_f16(acc[o][1], rest.x, rest.y, rest.z, rest.w, w.z, w.w);
                     }
                 }
 #pragma unroll
@@ -306,8 +307,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                     const float middle = 0.5f * float((1 << int(Bands::WIDTHS >> 4 * band & 15)) - 1), highest = float(int(Bands::highest_list() >> 4 * band & 15));
                     for (int n = 0; n < 2; ++n)
                         for (int half = 0; half < 2; ++half) {
-                            const float x = acc[o][n][2 * half] + small[o][n][2 * half], y = acc[o][n][2 * half + 1] + small[o][n][2 * half + 1];
-                            const u32 found = pack_f16(x * queries.multiplier, y * queries.multiplier);
+                            const u32 found = pack_f16(acc[o][n][2 * half] * queries.multiplier, acc[o][n][2 * half + 1] * queries.multiplier);
                             tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
                             sums[half] += (low_f16(found) + high_f16(found)) * middle;
                             if (BYTES) largest[half] = fmaxf(largest[half], fmaxf(fabsf(low_f16(found)), fabsf(high_f16(found))) * highest);

@@ -8,20 +8,18 @@
 /// Weights of a step's tokens as operands.
 struct ByteWeights {
     static constexpr float FULL = 65534.9f;
-    /// Values of four lanes would meet in the same banks: two do where odd ones take their second quad first.
-    static constexpr bool TURNS = true;
     u32 b[UNITS][2];             // upper bytes; lower ones of columns from 4 on
     float unit[2];               // of this lane's columns: what sums of codes times these bytes are to be multiplied by
 
-    /// p: weights times value scales; own: their sums before, so that a column that is no number stays none.
-    DEVICE ByteWeights(const float (&p)[BYTE_TOKENS][NT][2], const float (&own)[NT][2], int g, int c) {
+    /// p: weights times value scales; start: of the page's scores, so that a column that is no number stays none.
+    DEVICE ByteWeights(const float (&p)[BYTE_TOKENS][NT][2], const float (&start)[2], int g, int c) {
         float multiplier[2];
         for (int e = 0; e < 2; ++e) {
             float largest = 1e-30f;
             for (int i = 0; i < BYTE_TOKENS; ++i) largest = fmaxf(largest, p[i][0][e]);
             for (int mask = 2; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, mask));
             multiplier[e] = FULL * reciprocal_approx(largest);
-            unit[e] = (largest * (power_of_two(-operand_exponent(INTEGER)) / FULL) + own[0][e] * 0.f) * (c >= 2 ? 1.f : 256.f);
+            unit[e] = (largest * (power_of_two(-operand_exponent(INTEGER)) / FULL) + start[e] * 0.f) * (c >= 2 ? 1.f : 256.f);
         }
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
@@ -32,7 +30,7 @@ struct ByteWeights {
             }
             constexpr u32 UPPER = 0x7351, LOWER = 0x6240;
             const u32 own = permute_bytes(n[0], n[1], g < 4 ? UPPER : LOWER), other = __shfl_xor_sync(ALL_LANES, permute_bytes(n[0], n[1], g < 4 ? LOWER : UPPER), 16);
-            const bool first = (g < 4) != (TURNS && c % 2);
+            const bool first = (g < 4) != (c % 2);
             b[u][0] = first ? own : other, b[u][1] = first ? other : own;
         }
     }
@@ -76,7 +74,7 @@ struct ByteValues : ValueSide {
 #pragma unroll
             for (int u = 0; u < UNITS; ++u)
                 for (int k = 0; k < 2; ++k) {
-                    const int quad = (t * UNITS + u) * 8 + 2 * c + (ByteWeights::TURNS ? k ^ c % 2 : k);
+                    const int quad = (t * UNITS + u) * 8 + 2 * c + (k ^ c % 2);  // of four lanes that would meet in the same banks odd ones take the second first
                     const uint4 w = *reinterpret_cast<const uint4*>(p + quad * 4 * width), l = low.load(quad);
                     const Words found[4] = {{w.x, l.x, low.second}, {w.y, l.y, low.second}, {w.z, l.z, low.second}, {w.w, l.w, low.second}};
                     for (int r = 0; r < 4; ++r)
@@ -154,7 +152,7 @@ struct ByteWalk {
             chunk.lse.later(a, t).write(a, both, softmax.reference, g, c);
         }
         values.scale<MASKED>(p, chunk.slot, t, chunk.visible, g, c);
-        values.add(ByteWeights(p, own, g, c), chunk.slot, t, g, c);
+        values.add(ByteWeights(p, page.start, g, c), chunk.slot, t, g, c);
     }
     static DEVICE void weigh(float (&p)[BYTE_TOKENS][NT][2], float (&own)[NT][2], const float (&s)[BYTE_TOKENS][NT][2]) {
         own[0][0] = own[0][1] = 0.f;

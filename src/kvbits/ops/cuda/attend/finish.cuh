@@ -1,5 +1,5 @@
 // The end of a segment: warps of a block are merged through shared memory, segments of a unit by the block that arrives last.
-//   leave_segment    packed.cu and banded.cu with OWN_START, where the block has other segments: a warp leaves its results and goes on
+//   leave_segment    packed.cu and banded.cu with OWN_START, where a segment is its unit's only one and the block has others: a warp leaves its results and goes on
 //   finish_segment   everywhere else: all warps wait for each other
 #pragma once
 #include "columns.cuh"
@@ -61,13 +61,13 @@ struct Sum {
 };
 
 /// Sums the unit's partial results and writes its outputs. Latency is all this costs, so a thread asks for all it needs before it looks at any of it.
-DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread, int threads) {
+DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread) {
     constexpr int AT_ONCE = D > 128 ? 8 : 17;  // 17: 132 blocks on 8 units
     const int quads = columns_of(a, u) * (D / 4);
     const float2* all_ml = a.partial_ml + i64(s.unit_slots) * COLS;
     const float4* all = reinterpret_cast<const float4*>(a.partial + i64(s.unit_slots) * COLS * D);
 #pragma unroll 1
-    for (int at = thread; at < quads; at += threads) {
+    for (int at = thread; at < quads; at += CONSUMERS) {
         const int col = at / (D / 4);
         Sum sum;
 #pragma unroll 1
@@ -84,13 +84,6 @@ DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread, int
         }
         write_column(a, u, col, at % (D / 4) * 4, sum.x, {sum.best, sum.total});
     }
-}
-
-/// Whether all results of the unit are there: one thread asks, for all whose stores a barrier ordered before.
-DEVICE bool is_last(const Args& a, const Segment& s) {
-    const bool last = add_acquire_release(a.arrived + s.unit, 1) == s.num_slots - 1;
-    if (last) a.arrived[s.unit] = 0;  // ready for the next launch
-    return last;
 }
 
 /// Scales and offsets that belong to channels, then out or, if the unit has other segments, to its slot.
@@ -150,7 +143,7 @@ DEVICE void weigh_warps(Merge& shared, int lane) {
     __syncwarp();
 }
 
-/// The end of a segment where the block has others: a warp leaves its results in shared memory and goes on; the last merges.
+/// The end of a segment that is its unit's only one, where the block has others: a warp leaves its results in shared memory and goes on; the last merges.
 template <class Walk>
 DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4], int bias_group, Merge& shared, int warp, int lane) {
     const int g = lane / 4, c = lane % 4;
@@ -200,7 +193,6 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.merged_barrier());
-        if (s.slot >= 0 && __shfl_sync(ALL_LANES, lane == 0 && is_last(a, s), 0)) merge_slots(a, s, u, lane, 32);
     }
     const int next = s.next;
     __syncwarp();  // the next segment is written where this one is
@@ -275,9 +267,13 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
     }
     if (s.slot >= 0) {
         sync_threads(CONSUMERS);
-        if (thread == 0) shared.last = is_last(a, s);  // releases what the barrier ordered before it: all threads' stores
+        if (thread == 0) {  // releases what the barrier ordered before it: all threads' stores
+            bool last = add_acquire_release(a.arrived + s.unit, 1) == s.num_slots - 1;
+            if (last) a.arrived[s.unit] = 0;  // ready for the next launch
+            shared.last = last;
+        }
         sync_threads(CONSUMERS);
-        if (shared.last) merge_slots(a, s, u, thread, CONSUMERS);
+        if (shared.last) merge_slots(a, s, u, thread);
     }
     const int next = s.next;
     sync_threads(CONSUMERS);  // the next segment writes the same memory

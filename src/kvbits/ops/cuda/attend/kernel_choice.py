@@ -125,6 +125,12 @@ def _key_steps(layout: PageLayout) -> int:
     return sum(_band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits) for bits, channels in layout.key.planes(layout.head_dim))
 
 
+def _bytes_fit(layout: PageLayout) -> bool:
+    """Whether banded keys may be multiplied as bytes: floats hold what they sum up to (ByteKeys of banded_keys.cuh)."""
+    most = {8: 255, 4: 15, 2: 12, 1: 8}
+    return not layout.key.is_banded or 128 * sum(channels * most[bits] for bits, channels in layout.key.planes(layout.head_dim)) < 1 << 22
+
+
 def _makers(layout: PageLayout) -> tuple[int, int]:
     """Warps that make queries in the basis of banded keys, and tiles of them in shared memory; 0 for other formats."""
     if not layout.key.is_banded:
@@ -327,6 +333,7 @@ def kernel_for(
         raw: it reads raw pages too, in the walk over packed ones where it can.
         tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
     """
+    fold = fold and (layout is None or _bytes_fit(layout))
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": DTYPES[q_dtype], "RAW_TYPE": DTYPES[raw_dtype], "SOFTCAP": int(softcap)}
     fragments = _fragments(layout, cols)
     defines |= {"PAGE_LSE": int(page_lse), "Q_FRAGMENTS": fragments, "BLOCK_TABLES": int(tables)}
@@ -342,7 +349,9 @@ def kernel_for(
     has_codebook = kvquant_extras(layout) is not None
     bias_groups, wide = with_bias and not has_codebook, shared_limit >= codebook_format.WIDE_FROM
     if shape is None:
-        shape = _codebook_shape(layout, cols, shared_limit, fold) if has_codebook else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None, fold)
+        shape = (
+            _codebook_shape(layout, cols, shared_limit, fold) if has_codebook else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None, fold)
+        )
         if shape is None:
             raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
     table_bytes = codebook_format.shared_bytes(layout, fold, wide) if has_codebook else 0
@@ -353,7 +362,14 @@ def kernel_for(
     shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds, merge_cols)
     # Warps start segments alone but where queries take a calibrated scale, where warps share operands, and where they share a head's tables.
     defines["OWN_START"] = int(scale_kind(layout.key) != STATIC and not fragments and not has_codebook)
-    defines |= {"ROUNDS_AT_ONCE": rounds, "MERGE_COLS": merge_cols, "MERGE_BIAS": int(with_bias), "BIAS_GROUPS": 16 if bias_groups else 1, "WARPS": shape.warps, "SLOTS": shape.slots}
+    defines |= {
+        "ROUNDS_AT_ONCE": rounds,
+        "MERGE_COLS": merge_cols,
+        "MERGE_BIAS": int(with_bias),
+        "BIAS_GROUPS": 16 if bias_groups else 1,
+        "WARPS": shape.warps,
+        "SLOTS": shape.slots,
+    }
     defines |= {"CHUNK": chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
     defines["PREFETCH_CHUNKS"] = min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS)
     pieces = [*codebook_format.pieces(layout, "k"), *codebook_format.pieces(layout, "v")] if has_codebook else _pieces(layout, chunk)
@@ -366,7 +382,12 @@ def kernel_for(
         defines |= codebook_format.defines(layout, fold, wide)
     if layout.key.is_banded:
         makers, tiles = _makers(layout)
-        defines |= side.band_defines(chunk_layout(layout, chunk)) | {"KEY_STEPS": _key_steps(layout), "MAKERS": makers, "FRAME_TILES": tiles, "FOLDED": int(fold)}
+        defines |= side.band_defines(chunk_layout(layout, chunk)) | {
+            "KEY_STEPS": _key_steps(layout),
+            "MAKERS": makers,
+            "FRAME_TILES": tiles,
+            "FOLDED": int(fold),
+        }
     source = "codebook.cu" if has_codebook else "banded.cu" if layout.key.is_banded else "packed.cu"
     return Kernel(source, tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens, _makers(layout)[0])
 

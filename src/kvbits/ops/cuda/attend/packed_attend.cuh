@@ -60,7 +60,7 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     constexpr bool may_leave = OWN_START && ROUNDS_AT_ONCE >= ValueSide::ROUNDS && ValueSide::ROUNDS == ValueSide::FIRST_PLANE_ROUNDS;
     const auto* bias_sum = ValueTraits::BIAS_SUMS ? walk.values.bias_sum : nullptr;
     const int thread = thread_again();
-    if (may_leave && s.next >= 0) return leave_segment(a, walk.values, softmax, bias_sum, V_GROUP, merge, thread / 32, thread % 32);
+    if (may_leave && s.slot < 0 && s.next >= 0) return leave_segment(a, walk.values, softmax, bias_sum, V_GROUP, merge, thread / 32, thread % 32);
     return finish_segment(a, walk.values, softmax, bias_sum, V_GROUP, merge, thread / 32, thread % 32);
 }
 
