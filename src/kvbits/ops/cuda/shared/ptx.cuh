@@ -64,6 +64,10 @@ DEVICE u32 high_fnma(u32 a, u32 b, u32 c) {
     return d;
 }
 DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+/// The same, 0 where it is below.
+DEVICE u32 fma_relu_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+/// 1 where numbers are equal, else 0.
+DEVICE u32 equal_f16x2(u32 a, u32 b) { u32 d; asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 /// Two signed 16-bit numbers, none below 0 nor above those of `top`.
 DEVICE u32 clamp_i16x2(u32 a, u32 top) {
     u32 d;
@@ -199,6 +203,10 @@ DEVICE void copy_async_16(u32 to, i64 from) { asm volatile("cp.async.cg.shared.g
 DEVICE void copy_async_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 #endif
 
+/// 16 bytes to shared memory, at multiples of 16; all of this thread have landed once it has waited.
+DEVICE void copy_16_later(void* to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 /// threadIdx.x, read once more: keeping it in a register through a long loop for what follows cost spills.
 DEVICE int thread_again() { int thread; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); return thread; }
 
@@ -216,6 +224,8 @@ DEVICE void wait_for_previous_kernel() {
 #endif
 }
 
+/// x where the compiler does not know that it is a constant, of blocks in one dimension.
+DEVICE u32 in_register(u32 x) { u32 zero; asm volatile("mov.u32 %0, %%tid.y;" : "=r"(zero)); return x + zero; }
 /// Keeps a running result from being put off: what it is made of would take registers until then.
 DEVICE void compute_now(u32& x) { asm volatile("" : "+r"(x)); }
 
