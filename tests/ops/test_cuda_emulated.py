@@ -139,6 +139,7 @@ def banded():
     yield Case(**of("klt4"), lengths=(333, 70), head_dim=64, group=3, softcap=20.0, page_size=32, crop=13)
     yield Case(**of("klt2"), **whole, head_dim=64, tail=64, sinks=4, group=5, magnitude=30.0)
     yield Case(**of("klt3"), lengths=(700, 70), tail=20, head_dim=256, group=2, page_size=128)
+    yield Case(**of("klt2"), lengths=(64, 70), group=2, num_queries=2, page_size=32)  # few tokens, some hidden from one query
     wide = schemes.get("klt4", head_dim=256)  # has a plane of 8 bits
     yield Case(key=wide.key, value=wide.value, lengths=(333, 0, 70), tail=20, sinks=4, head_dim=256, group=4)
     key, value = of("klt3").values()

@@ -276,6 +276,31 @@ inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
   mma<false>(d, {a0, a1, a2, a3, b0, b1}, {c0, c1, c2, c3});
 }
 inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<false>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
+template <bool SIGNED>
+inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c0, int c1, int c2, int c3) {
+  const u32 operands[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(my_warp().in[my_lane()], operands, sizeof operands);
+  together(21 + SIGNED, [](Warp& w) {
+    int a[16][32], b[32][8];
+    for (int l = 0; l < 32; ++l)
+      for (int e = 0; e < 4; ++e) {
+        auto value = [&](int r) { return int(w.in[l][r] >> 8 * e & 255); };
+        auto factor = [&](int r) { return SIGNED ? int(static_cast<signed char>(value(r))) : value(r); };
+        const int g = l / 4, k = l % 4 * 4 + e;
+        a[g][k] = value(0), a[g + 8][k] = value(1), a[g][k + 16] = value(2), a[g + 8][k + 16] = value(3), b[k][g] = factor(4), b[k + 16][g] = factor(5);
+      }
+    for (int l = 0; l < 32; ++l)
+      for (int r = 0; r < 4; ++r) {
+        int sum = 0;
+        for (int k = 0; k < 32; ++k) sum += a[l / 4 + r / 2 * 8][k] * b[k][l % 4 * 2 + r % 2];
+        w.out[l][r] = u32(sum);
+      }
+  });
+  const int c[4] = {c0, c1, c2, c3};
+  for (int r = 0; r < 4; ++r) d[r] = int(u32(c[r]) + my_warp().out[my_lane()][r]);
+}
+template <bool SIGNED>
+inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_bytes<SIGNED>(d, a0, a1, a2, a3, b0, b1, d[0], d[1], d[2], d[3]); }
 inline void warpgroup_begins(float (&)[8][2][4]) {}
 inline void warpgroup_ends(float (&)[8][2][4]) {}
 /// Of the four warps each multiplies its rows; b: [k / 8][128 columns][k % 8].
