@@ -10,6 +10,9 @@ scale per token says only how loud the token is. It is fitted, not the maximum:
     of the 8-bit floats that are 3 below, 1 and 5 above it the one with the least squared error; then of that one and those 2 below and above;
     then of that one and those 1 below and above (`OFFSETS`). The first of equals
 
+While it is sought, numbers are integers: x in units of 2**-5 of the power of two at or below s0 (`search_unit`), half to even, rounded to float16 above 2,048.
+Scales are integers of that unit too, and so are the levels, so every backend finds the same errors, exactly, and a kernel may count in 16 bits.
+
 Scales (`float8_e5m3`) have 5 bits of exponent, 3 of mantissa and no sign: the byte is bits 7 to 14 of the number in float16, so a reader shifts
 and has it. None is below 2**-17 (code 1), none above 61,440 (code 247).
 
@@ -42,6 +45,7 @@ OFFSETS = ((-3, 1, 5), (-2, 2), (-1, 1))
 """Which 8-bit floats are tried, counted from s0, then twice from the best so far. 7 of the 15 from 6 below to 8 above: on keys of SmolLM2-135M the squared
 error is 0.2 % above that of trying 13 (values: none). Those 7 and 8 above are few tokens' and matter: without them the squared error stays, but `klt4`'s
 KL on SmolLM2 is two to five times as large (docs/log-gpu.md)."""
+SEARCH_BITS = 5
 SMALLEST_CODE, LARGEST_CODE = 1, 247
 OUTER_CELL, ONLY_CELL = 2, 4
 """Widths of the outermost cells and of the one cell of a band without bits, in steps. With outermost cells of 1 step, as mid-rise codes of b + n bits with the
@@ -90,14 +94,21 @@ def fitted_scales(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
             f"a scale of magnitude {start.max().item():.3g} overflows {spec.scale_dtype}, which ends at {largest:g}; keep the layer raw (an Override)"
         )
     best, least = scale_codes(start), torch.full_like(start, torch.inf)
+    unit = search_unit(best)
+    x = (x / unit.unsqueeze(-1)).round().half().float()
     for offsets in OFFSETS:
         around = best
         for offset in offsets:
             codes = (around + offset).clamp(SMALLEST_CODE, LARGEST_CODE)
-            scale = scale_values(codes).unsqueeze(-1)
+            scale = (scale_values(codes) / unit).unsqueeze(-1)
             error = ((x - _values(_codes(x, scale, top), scale, top)) * (step > 0)).square().sum(-1)
             best, least = torch.where(error < least, codes, best), torch.minimum(error, least)
     return scale_values(best)
+
+
+def search_unit(codes: torch.Tensor) -> torch.Tensor:
+    """float32: what numbers are counted in while the scale is sought, from the codes of the first guess."""
+    return torch.exp2((codes >> 3).clamp(min=1).float() - (15 + SEARCH_BITS))
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, top: torch.Tensor) -> torch.Tensor:

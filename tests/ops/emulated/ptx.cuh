@@ -177,6 +177,7 @@ inline u16 to_small_float(float x, float largest) {
 inline u16 to_e4m3(float x) { return to_small_float<3, -6>(x, 448.f); }
 inline u16 to_e5m2(float x) { return to_small_float<2, -14>(x, 57344.f); }
 inline u32 fma_f16x2(u32 a, u32 b, u32 c) { return pack_f16(fmaf(low_f16(a), low_f16(b), low_f16(c)), fmaf(high_f16(a), high_f16(b), high_f16(c))); }
+inline u32 size_less_f16x2(u32 a, u32 b) { return pack_f16(fabsf(low_f16(a)) - low_f16(b), fabsf(high_f16(a)) - high_f16(b)); }
 inline u32 low_twice(u32 a) { return (a & 0xffff) * 0x10001u; }
 inline u32 high_twice(u32 a) { return (a >> 16) * 0x10001u; }
 inline u32 low_mul(u32 a, u32 b) { return mul_f16x2(low_twice(a), b); }
@@ -277,20 +278,21 @@ inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 inline void warpgroup_begins(float (&)[8][2][4]) {}
 inline void warpgroup_ends(float (&)[8][2][4]) {}
 /// Of the four warps each multiplies its rows; b: [k / 8][128 columns][k % 8].
-inline void warpgroup_mma_f16(float (&y)[8][2][4], const u32 (&a)[4], u32 b, bool adds) {
+template <bool BF16>
+inline void warpgroup_mma(float (&y)[8][2][4], const u32 (&a)[4], u32 b, bool adds) {
   static float rows[32][16][16];  // of each warp; written when all its lanes have come, so when all have read what was there
   const int warp = block.current / 32, lane = my_lane();
   memcpy(my_warp().in[lane], a, sizeof a);
   together(20, [&](Warp& w) {
     for (int l = 0; l < 32; ++l)
-      for (int e = 0; e < 8; ++e) rows[warp][l / 4 + e / 2 % 2 * 8][l % 4 * 2 + e % 2 + e / 4 * 8] = f16_to_float(w.in[l][e / 2] >> 16 * (e % 2));
+      for (int e = 0; e < 8; ++e) rows[warp][l / 4 + e / 2 % 2 * 8][l % 4 * 2 + e % 2 + e / 4 * 8] = (BF16 ? bf16_to_float : f16_to_float)(w.in[l][e / 2] >> 16 * (e % 2));
   });
   for (int i = 0; i < 64; ++i) {
     float& sum = y[i / 8][i / 4 % 2][i % 4];
     double found = adds ? sum : 0;
     for (int k = 0; k < 16; ++k) {
       const u16* column = reinterpret_cast<const u16*>(shared + (b - 1024) + (k / 8 * 128 + i / 4 * 8 + lane % 4 * 2 + i % 2) * 16);
-      found += double(rows[warp][lane / 4 + i / 2 % 2 * 8][k]) * f16_to_float(column[k % 8]);
+      found += double(rows[warp][lane / 4 + i / 2 % 2 * 8][k]) * (BF16 ? bf16_to_float : f16_to_float)(column[k % 8]);
     }
     sum = float(found);
   }

@@ -130,7 +130,48 @@ DEVICE void load_head(const Args& a, int head, Shared& shared) {
 #endif
 }
 
+/// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is exact.
+template <class S>
+constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && X_TYPE != FLOAT32 && D == 128; }
+
 #if WARPGROUPS
+/// The Hadamard matrix, +-1 of the type of rows, where and how matrix units read it: the order of channels within 16 is the same for rows and columns.
+DEVICE void load_signs(Shared& shared) {
+    constexpr u32 ONE = X_TYPE == BFLOAT16 ? 0x3f80u : 0x3c00u;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < D * D / 8; i += THREADS) {  // 8 rows of a column
+        const int row = i / D * 8, column = i % D;
+        u32 w[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const u32 low = __popc((row + 2 * k) & column) & 1, high = __popc((row + 2 * k + 1) & column) & 1;
+            w[k] = (ONE | low << 15) | (ONE | high << 15) << 16;
+        }
+        reinterpret_cast<uint4*>(shared.basis)[i] = {w[0], w[1], w[2], w[3]};
+    }
+    shared_writes_before_copies();
+}
+
+/// x: rows times the Hadamard matrix.
+DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], const Shared& shared) {
+    float y[BANDS][2][4];
+    u32 rows[BANDS][4];
+#pragma unroll
+    for (int i = 0; i < BANDS; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) rows[i][k] = raw[k % 2][i].w[k / 2];
+    const u32 signs = shared_address(shared.basis);
+    warpgroup_begins(y);
+#pragma unroll
+    for (int step = 0; step < BANDS; ++step) warpgroup_mma<X_TYPE == BFLOAT16>(y, rows[step], signs + step * 32 * D, step > 0);
+    warpgroup_ends(y);
+    constexpr float FACTOR = float(HADAMARD_FACTOR);
+#pragma unroll
+    for (int i = 0; i < BANDS; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * FACTOR, x[1][i][k] = y[i][k / 2][2 + k % 2] * FACTOR;
+}
+
 /// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the basis from shared memory.
 DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], float over, int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
     u32 rows[2][BANDS][4];
@@ -144,7 +185,7 @@ DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], float over, int j
     for (int step = 0; step < BANDS; ++step)
 #pragma unroll
         for (int product = 0; product < 3; ++product)  // high times low, low times high, high times high
-            warpgroup_mma_f16(y, rows[product == 1][step], basis + ((product == 0) * BANDS + step) * 32 * D, step + product > 0);
+            warpgroup_mma<false>(y, rows[product == 1][step], basis + ((product == 0) * BANDS + step) * 32 * D, step + product > 0);
     warpgroup_ends(y);
 }
 #else
@@ -222,7 +263,11 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) largest = max(largest, shared.most[warp]);
     const int exponent = max(exponent_of(__uint_as_float(largest)), -112) - 14;
+#if WARPGROUPS
+    float y[BANDS][2][4];
+#else
     float y[BANDS][2][4] = {};
+#endif
     times_basis(a, x, power_of_two(-exponent), j, head, shared, y);
     const float back = power_of_two(exponent);
 #pragma unroll
@@ -243,33 +288,29 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
     });
 }
 
-/// What a scale misses x by, past the ends too. Levels are halves of odd numbers of scales, symmetric: with b bits the distance from the nearest is
-/// | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales. Wider ones count half scales, levels are odd: from 2**24 on a float holds even numbers only.
+/// Half numbers as the search sees them: what a scale misses them by, past the ends too. Levels are halves of odd numbers of scales, symmetric: with b bits
+/// the distance from the nearest is | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales. half_scale: two float16.
 template <int BITS>
-DEVICE float missed(float x, float scale, float inverse_half) {
-    if (BITS <= 4) {
-        float y = x;
+DEVICE u32 missed(u32 x, u32 half_scale) {
 #pragma unroll
-        for (int b = BITS; b > 0; --b) y = fabsf(y) - float(1 << b) / 4 * scale;
-        return y;
-    }
-    constexpr float EVEN = 16777216.f;
-    const float below = fminf(__fmaf_rd(fabsf(x), inverse_half, EVEN), EVEN + float((1 << BITS) - 2));
-    return fmaf(fabsf(x), inverse_half, (EVEN - 1.f) - below);
+    for (int b = BITS - 1; b >= 0; --b) x = size_less_f16x2(x, half_scale + u32(b) * 0x04000400u);  // b more in the exponent
+    return x;
 }
 
-/// Squares of what a scale misses, of narrow bands and, in half scales, of wide ones.
+/// Adds the squares of what scales miss to error[r][2 r + g % 2] of the lane whose j is g / 2, of the tokens of quartet g: a product of tokens with themselves.
 template <class S, int I = 0>
-DEVICE void add_squares(const Token& x, float scale, float inverse_half, float (&narrow)[2], float (&wide)[2]) {
+DEVICE void add_squares(const u32 (&x)[TOKENS][BANDS][2], const u32 (&half_scale)[TOKENS], float (&error)[TOKENS][4]) {
     if constexpr (I < BANDS) {
-        if constexpr (S::width(I) > 0)
+        if constexpr (S::width(I) > 0) {
+            u32 y[TOKENS][2];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float y = missed<S::width(I)>(x[I][k], scale, inverse_half);
-                float& sum = S::width(I) > 4 ? wide[k % 2] : narrow[k % 2];
-                sum = fmaf(y, y, sum);
-            }
-        add_squares<S, I + 1>(x, scale, inverse_half, narrow, wide);
+            for (int r = 0; r < TOKENS; ++r)
+#pragma unroll
+                for (int k = 0; k < 2; ++k) y[r][k] = missed<S::width(I)>(x[r][I][k], half_scale[r]);
+#pragma unroll
+            for (int r = 0; r < TOKENS; ++r) mma_f16(error[r], y[0][0], y[1][0], y[0][1], y[1][1], y[r][0], y[r][1]);
+        }
+        add_squares<S, I + 1>(x, half_scale, error);
     }
 }
 
@@ -279,11 +320,13 @@ DEVICE float of_token(float x) {
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
-/// The codes of the tokens' scales: of the least squared error, the first of equals (quant/banded.py says which are tried).
+/// The codes of the tokens' scales: of the least squared error, the first of equals (quant/banded.py says which are tried, and that numbers are integers there:
+/// all sums are exact).
 template <class S>
-DEVICE void fit_scales(const Token (&x)[TOKENS], int (&best)[TOKENS], bool& overflow) {
+DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], bool& overflow) {
     int around[TOKENS];
-    float least[TOKENS];
+    float least[TOKENS], over[TOKENS];
+    u32 units[TOKENS][BANDS][2];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
         float squares = 0.f;
@@ -296,22 +339,41 @@ DEVICE void fit_scales(const Token (&x)[TOKENS], int (&best)[TOKENS], bool& over
         }
         const float start = sqrtf(__fdiv_rn(of_token(squares), float(S::channels(15))));
         overflow |= !(start <= scale_value(LARGEST_SCALE));
-        best[r] = around[r] = scale_code(start);
+        best[r] = scale_code(start);
+        over[r] = power_of_two(15 + SEARCH_BITS - max(best[r] >> 3, 1));
+        constexpr float WHOLE = 12582912.f;  // leaves no room for a fraction
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i)
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                if (S::width(i)) units[r][i][k] = pack_f16(__fadd_rn(fmaf(x[r][i][2 * k], over[r], WHOLE), -WHOLE), __fadd_rn(fmaf(x[r][i][2 * k + 1], over[r], WHOLE), -WHOLE));
         least[r] = __uint_as_float(0x7f800000u);
     }
+    const int owner = (lane & 28) + lane / 8;  // of the quartet, has the sums
 #pragma unroll 1
     for (int i = 0; i < 7; ++i) {
+        if (i == 0 || i == 3 || i == 5) {
+            const int both = __shfl_sync(ALL_LANES, best[0] | best[1] << 8, owner);
+            around[0] = both & 255, around[1] = both >> 8;
+        }
+        u32 half_scale[TOKENS];
+        int code[TOKENS];
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r) {
-            if (i == 3 || i == 5) around[r] = best[r];
-            const int code = min(max(around[r] + int(SCALE_OFFSETS >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
-            const float scale = scale_value(code), half = 0.5f * scale;
-            float narrow[2] = {}, wide[2] = {};
-            add_squares<S>(x[r], scale, reciprocal_approx(half), narrow, wide);
-            const float error = of_token(fmaf((wide[0] + wide[1]) * half, half, narrow[0] + narrow[1]));
-            if (error < least[r]) least[r] = error, best[r] = code;
+            code[r] = min(max(around[r] + int(SCALE_OFFSETS >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
+            const float half = scale_value(code[r]) * (0.5f * over[r]);
+            half_scale[r] = pack_f16(half, half);
+        }
+        float error[TOKENS][4] = {};
+        add_squares<S>(units, half_scale, error);
+#pragma unroll
+        for (int r = 0; r < TOKENS; ++r) {
+            const float found = lane & 4 ? error[r][2 * r + 1] : error[r][2 * r];
+            if (found < least[r]) least[r] = found, best[r] = code[r];
         }
     }
+    const int both = __shfl_sync(ALL_LANES, best[0] | best[1] << 8, owner);
+    best[0] = both & 255, best[1] = both >> 8;
 }
 
 /// Codes of a thread's channels of a token, a word of four for each band that has bits.
@@ -383,12 +445,16 @@ DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (
     if constexpr (S::BASIS == CALIBRATED) {
         rows_to_basis<S>(a, x, most, j, head, out, shared, overflow);
     } else {
+#if WARPGROUPS
+        if constexpr (by_signs<S>()) times_signs(raw, x, shared);
+#endif
+        if constexpr (!by_signs<S>() && S::BASIS == HADAMARD)
 #pragma unroll
-        for (int r = 0; r < TOKENS && S::BASIS == HADAMARD; ++r) hadamard(x[r], j);
+            for (int r = 0; r < TOKENS; ++r) hadamard(x[r], j);
         if (S::HAS_MEAN) subtract_mean<S>(x, j, out, shared, overflow);
     }
     int scale[TOKENS];
-    fit_scales<S>(x, scale, overflow);
+    fit_scales<S>(x, threadIdx.x % 32, scale, overflow);
     if (overflow) a.status->overflow[side] = 1;
     u32 codes[TOKENS][BANDS] = {};
 #pragma unroll
@@ -412,7 +478,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (
 /// Pages `first` .. `last` - 1 of a head.
 template <class S>
 DEVICE void close_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
-    bool loaded = S::BASIS != CALIBRATED;
+    bool loaded = S::BASIS != CALIBRATED && !by_signs<S>();
 #pragma unroll 1
     for (int page = first; page < last; ++page) {
 #if APPENDS
@@ -425,7 +491,12 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
 #endif
         Quad raw[TOKENS][BANDS];
         load_rows(a, side, page, head, raw);
-        if (!loaded) load_head(a, head, shared);
+        if (!loaded) {
+            if constexpr (S::BASIS == CALIBRATED) load_head(a, head, shared);
+#if WARPGROUPS
+            if constexpr (by_signs<S>()) load_signs(shared), __syncthreads();
+#endif
+        }
         loaded = true;
         close_side<S>(a, side, page, head, raw, out, shared);
         if (side == 0)  // nothing of the pool's earlier content stays in a page

@@ -64,6 +64,8 @@ DEVICE u32 high_fnma(u32 a, u32 b, u32 c) {
     return d;
 }
 DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+/// |a| - b.
+DEVICE u32 size_less_f16x2(u32 a, u32 b) { u32 d; asm("{.reg .b32 t; abs.f16x2 t, %1; sub.rn.f16x2 %0, t, %2;}" : "=r"(d) : "r"(a), "r"(b)); return d; }
 /// Two signed 16-bit numbers, none below 0 nor above those of `top`.
 DEVICE u32 clamp_i16x2(u32 a, u32 top) {
     u32 d;
@@ -89,33 +91,35 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 #if WARPGROUPS
-/// Around `warpgroup_mma_f16`s that add to y: what they read and write is in its place before; after, it is there.
-DEVICE void keep_in_place(float (&y)[8][2][4]) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(y[i / 8][i / 4 % 2][i % 4])::"memory");
-}
+/// Around `warpgroup_mma`s of a fresh y: what they read and write is in its place before; after, it is there.
 DEVICE void warpgroup_begins(float (&y)[8][2][4]) {
-    keep_in_place(y);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("" : "=f"(y[i / 8][i / 4 % 2][i % 4])::"memory");
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 DEVICE void warpgroup_ends(float (&y)[8][2][4]) {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    keep_in_place(y);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(y[i / 8][i / 4 % 2][i % 4])::"memory");
 }
 #define ACCUMULATORS(i) "+f"(y[i][0][0]), "+f"(y[i][0][1]), "+f"(y[i][0][2]), "+f"(y[i][0][3]), "+f"(y[i][1][0]), "+f"(y[i][1][1]), "+f"(y[i][1][2]), "+f"(y[i][1][3])
+#define WARPGROUP_MMA(TYPE) \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;" \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE " " \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, " \
+                 "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}" \
+                 : ACCUMULATORS(0), ACCUMULATORS(1), ACCUMULATORS(2), ACCUMULATORS(3), ACCUMULATORS(4), ACCUMULATORS(5), ACCUMULATORS(6), ACCUMULATORS(7) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(at), "r"(int(adds)))
 /// y[64x128] (+)= a[64x16] b[16x128] of four warps, 16 rows each; lanes hold a and y as for `mma_f16`, y of tiles of 8 columns. b at a shared address: of k
 /// 0 .. 7, then of 8 .. 15, 128 columns of 16 bytes.
-DEVICE void warpgroup_mma_f16(float (&y)[8][2][4], const u32 (&a)[4], u32 b, bool adds) {
+template <bool BF16>
+DEVICE void warpgroup_mma(float (&y)[8][2][4], const u32 (&a)[4], u32 b, bool adds) {
     constexpr u64 BETWEEN_HALVES = 128 * 16 / 16, BETWEEN_TILES = 8 * 16 / 16;
     const u64 at = u64(b >> 4 & 0x3fff) | BETWEEN_HALVES << 16 | BETWEEN_TILES << 32;
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                 "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}"
-                 : ACCUMULATORS(0), ACCUMULATORS(1), ACCUMULATORS(2), ACCUMULATORS(3), ACCUMULATORS(4), ACCUMULATORS(5), ACCUMULATORS(6), ACCUMULATORS(7)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(at), "r"(int(adds)));
+    if (BF16) WARPGROUP_MMA("bf16.bf16");
+    else WARPGROUP_MMA("f16.f16");
 }
 #endif
 /// Transposes an 8x8 tile of 16-bit values: lane (g, c) gives row g, columns 2c, 2c + 1 and receives column g, rows 2c, 2c + 1.
