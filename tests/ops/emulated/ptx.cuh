@@ -275,6 +275,7 @@ inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
   mma<false>(d, {a0, a1, a2, a3, b0, b1}, {c0, c1, c2, c3});
 }
 inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<false>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
+inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 b0) { mma_f16(d, a0, a1, 0, 0, b0, 0); }
 inline void warpgroup_begins(float (&)[8][2][4]) {}
 inline void warpgroup_ends(float (&)[8][2][4]) {}
 /// Of the four warps each multiplies its rows; b: [k / 8][128 columns][k % 8].

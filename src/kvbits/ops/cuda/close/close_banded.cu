@@ -52,6 +52,11 @@ struct Shared {
     u32 most[WARPS];  // of a warp's keys, the bits of a float
 };
 
+/// What cosines, sines and columns in shared memory are now: of which frame, turns over and columns times 2**exponent.
+struct Scaled {
+    int frame = -1, exponent = 0;
+};
+
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
 
 /// Stores the channels' means, mean_of(channel) each, and takes them off.
@@ -89,13 +94,13 @@ DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared&
     });
 }
 
-/// A thread's part of its tokens, turned back by the frame times `over`, as operands of the matrix units: take(band, high, low).
+/// A thread's part of its tokens, turned back by the frame, as operands of the matrix units: take(band, high, low).
 template <class Take>
-DEVICE void turn_and_split(const Token (&x)[TOKENS], float over, int j, const Shared& shared, const Take& take) {
+DEVICE void turn_and_split(const Token (&x)[TOKENS], int j, const Shared& shared, const Take& take) {
 #pragma unroll
     for (int i = 0; i < BANDS / 2; ++i) {
         const float4 c = four_at(shared.cosine, i, j), s = four_at(shared.sine, i, j);
-        const float cosine[4] = {c.x * over, c.y * over, c.z * over, c.w * over}, sine[4] = {s.x * over, s.y * over, s.z * over, s.w * over};
+        const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32 high[TOKENS][2], low[TOKENS][2];
@@ -118,9 +123,22 @@ DEVICE void turn_and_split(const Token (&x)[TOKENS], float over, int j, const Sh
     }
 }
 
+DEVICE void write_turns(const Args& a, Shared& shared, const Scaled& scaled) {
+    const float over = power_of_two(-scaled.exponent);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < HALF; i += THREADS) {
+        const float2 turn = turn_of(scaled.frame * FRAME, a.turns[i]);
+        shared.cosine[i] = turn.x * over, shared.sine[i] = turn.y * over;
+    }
+}
+DEVICE void write_columns(const Args& a, int head, Shared& shared, const Scaled& scaled) {
+    const float back = power_of_two(scaled.exponent);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < D; i += THREADS) shared.column[i] = a.column[head * D + i] * back;
+}
+
 /// What a head's pages share: once for all pages of a block.
 DEVICE void load_head(const Args& a, int head, Shared& shared) {
-    for (int i = threadIdx.x; i < D; i += THREADS) shared.column[i] = a.column[head * D + i];
 #if WARPGROUPS
     constexpr int COUNT = sizeof(shared.basis) / 16;  // where matrix units read it
     const uint4* const from = a.basis + i64(head) * COUNT;
@@ -137,17 +155,12 @@ constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && X_TYPE 
 #if WARPGROUPS
 /// The Hadamard matrix, +-1 of the type of rows, where and how matrix units read it: the order of channels within 16 is the same for rows and columns.
 DEVICE void load_signs(Shared& shared) {
-    constexpr u32 ONE = X_TYPE == BFLOAT16 ? 0x3f80u : 0x3c00u;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < D * D / 8; i += THREADS) {  // 8 rows of a column
-        const int row = i / D * 8, column = i % D;
-        u32 w[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const u32 low = __popc((row + 2 * k) & column) & 1, high = __popc((row + 2 * k + 1) & column) & 1;
-            w[k] = (ONE | low << 15) | (ONE | high << 15) << 16;
-        }
-        reinterpret_cast<uint4*>(shared.basis)[i] = {w[0], w[1], w[2], w[3]};
+    constexpr u32 ONE = (X_TYPE == BFLOAT16 ? 0x3f80u : 0x3c00u) * 0x10001u;
+    const u32 column = threadIdx.x % D, second = (column & 1) << 31, third = (column & 2) * 0x40004000u, fifth = (column & 4) * 0x20002000u;
+#pragma unroll 4
+    for (u32 i = threadIdx.x / D; i < D / 8; i += THREADS / D) {  // 8 rows of a column
+        const u32 w = ONE ^ second ^ (__popc(i * 8 & column) & 1) * 0x80008000u;
+        reinterpret_cast<uint4*>(shared.basis)[i * D + column] = {w, w ^ third, w ^ fifth, w ^ third ^ fifth};
     }
     shared_writes_before_copies();
 }
@@ -173,9 +186,9 @@ DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], co
 }
 
 /// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the basis from shared memory.
-DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], float over, int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
+DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
     u32 rows[2][BANDS][4];
-    turn_and_split(x, over, j, shared, [&](int i, uint4 high, uint4 low) {
+    turn_and_split(x, j, shared, [&](int i, uint4 high, uint4 low) {
         rows[0][i][0] = high.x, rows[0][i][1] = high.y, rows[0][i][2] = high.z, rows[0][i][3] = high.w;
         rows[1][i][0] = low.x, rows[1][i][1] = low.y, rows[1][i][2] = low.z, rows[1][i][3] = low.w;
     });
@@ -190,8 +203,8 @@ DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], float over, int j
 }
 #else
 /// y: tokens in the frame of the page times the basis.
-DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], float over, int j, int head, Shared& shared, float (&y)[BANDS][2][4]) {
-    turn_and_split(x, over, j, shared, [&](int i, uint4 high, uint4 low) { shared.operands[i][0][threadIdx.x] = high, shared.operands[i][1][threadIdx.x] = low; });
+DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head, Shared& shared, float (&y)[BANDS][2][4]) {
+    turn_and_split(x, j, shared, [&](int i, uint4 high, uint4 low) { shared.operands[i][0][threadIdx.x] = high, shared.operands[i][1][threadIdx.x] = low; });
     const uint4* const from = a.basis + i64(head) * BANDS * BANDS * 64 + threadIdx.x % 32;
     // Half a step's operands of the basis are on their way while the other half is multiplied.
     constexpr int EACH = BANDS / 2;
@@ -253,8 +266,8 @@ DEVICE void sum_tokens(const Token (&x)[TOKENS], int lane, float* sums) {
 
 /// Tokens in the frame of the page times the basis, less the channels' means (of a side with means).
 template <class S>
-DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, unsigned char* out, Shared& shared, bool& overflow) {
-    // The page's largest number comes to lie below 2**15, which float16 holds after a turn; a token 2**17 times smaller still has 22 bits.
+DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, unsigned char* out, Shared& shared, Scaled& scaled, bool& overflow) {
+    // The page's largest number comes to lie from 2**11 to 2**15, which float16 holds after a turn; a token 2**14 times smaller still has 22 bits.
     const int lane = threadIdx.x % 32;
     const u32 here = __reduce_max_sync(ALL_LANES, max(__float_as_uint(most[0]), __float_as_uint(most[1])));
     if (lane == 0) shared.most[threadIdx.x / 32] = here;
@@ -263,17 +276,22 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) largest = max(largest, shared.most[warp]);
     const int exponent = max(exponent_of(__uint_as_float(largest)), -112) - 14;
+    if (exponent > scaled.exponent || exponent < scaled.exponent - 3) {  // of the whole block
+        scaled.exponent = exponent;
+        write_turns(a, shared, scaled);
+        write_columns(a, head, shared, scaled);
+        __syncthreads();
+    }
 #if WARPGROUPS
     float y[BANDS][2][4];
 #else
     float y[BANDS][2][4] = {};
 #endif
-    times_basis(a, x, power_of_two(-exponent), j, head, shared, y);
-    const float back = power_of_two(exponent);
+    times_basis(a, x, j, head, shared, y);
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         const float4 column = four_at(shared.column, i, j);
-        const float columns[4] = {column.x * back, column.y * back, column.z * back, column.w * back};
+        const float columns[4] = {column.x, column.y, column.z, column.w};
 #pragma unroll
         for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * columns[k];
     }
@@ -297,19 +315,17 @@ DEVICE u32 missed(u32 x, u32 half_scale) {
     return x;
 }
 
-/// Adds the squares of what scales miss to error[r][2 r + g % 2] of the lane whose j is g / 2, of the tokens of quartet g: a product of tokens with themselves.
+/// Adds the squares of what scales miss to error[r][2 r + g % 2] of the lane whose j is g / 2, of the tokens of quartet g: products of tokens with themselves.
 template <class S, int I = 0>
 DEVICE void add_squares(const u32 (&x)[TOKENS][BANDS][2], const u32 (&half_scale)[TOKENS], float (&error)[TOKENS][4]) {
     if constexpr (I < BANDS) {
-        if constexpr (S::width(I) > 0) {
-            u32 y[TOKENS][2];
+        if constexpr (S::width(I) > 0)
 #pragma unroll
-            for (int r = 0; r < TOKENS; ++r)
+            for (int k = 0; k < 2; ++k) {
+                const u32 y[TOKENS] = {missed<S::width(I)>(x[0][I][k], half_scale[0]), missed<S::width(I)>(x[1][I][k], half_scale[1])};
 #pragma unroll
-                for (int k = 0; k < 2; ++k) y[r][k] = missed<S::width(I)>(x[r][I][k], half_scale[r]);
-#pragma unroll
-            for (int r = 0; r < TOKENS; ++r) mma_f16(error[r], y[0][0], y[1][0], y[0][1], y[1][1], y[r][0], y[r][1]);
-        }
+                for (int r = 0; r < TOKENS; ++r) mma_f16(error[r], y[0], y[1], y[r]);
+            }
         add_squares<S, I + 1>(x, half_scale, error);
     }
 }
@@ -324,8 +340,7 @@ DEVICE float of_token(float x) {
 /// all sums are exact).
 template <class S>
 DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], bool& overflow) {
-    int around[TOKENS];
-    float least[TOKENS], over[TOKENS];
+    float least[TOKENS], half_over[TOKENS];
     u32 units[TOKENS][BANDS][2];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
@@ -340,19 +355,21 @@ DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], 
         const float start = sqrtf(__fdiv_rn(of_token(squares), float(S::channels(15))));
         overflow |= !(start <= scale_value(LARGEST_SCALE));
         best[r] = scale_code(start);
-        over[r] = power_of_two(15 + SEARCH_BITS - max(best[r] >> 3, 1));
+        const float over = power_of_two(15 + SEARCH_BITS - max(best[r] >> 3, 1));
+        half_over[r] = 0.5f * over;
         constexpr float WHOLE = 12582912.f;  // leaves no room for a fraction
 #pragma unroll
         for (int i = 0; i < BANDS; ++i)
 #pragma unroll
             for (int k = 0; k < 2; ++k)
-                if (S::width(i)) units[r][i][k] = pack_f16(__fadd_rn(fmaf(x[r][i][2 * k], over[r], WHOLE), -WHOLE), __fadd_rn(fmaf(x[r][i][2 * k + 1], over[r], WHOLE), -WHOLE));
+                if (S::width(i)) units[r][i][k] = pack_f16(__fadd_rn(fmaf(x[r][i][2 * k], over, WHOLE), -WHOLE), __fadd_rn(fmaf(x[r][i][2 * k + 1], over, WHOLE), -WHOLE));
         least[r] = __uint_as_float(0x7f800000u);
     }
     const int owner = (lane & 28) + lane / 8;  // of the quartet, has the sums
+    int around[TOKENS] = {best[0], best[1]};
 #pragma unroll 1
     for (int i = 0; i < 7; ++i) {
-        if (i == 0 || i == 3 || i == 5) {
+        if (i % 2) {
             const int both = __shfl_sync(ALL_LANES, best[0] | best[1] << 8, owner);
             around[0] = both & 255, around[1] = both >> 8;
         }
@@ -361,7 +378,7 @@ DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], 
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r) {
             code[r] = min(max(around[r] + int(SCALE_OFFSETS >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
-            const float half = scale_value(code[r]) * (0.5f * over[r]);
+            const float half = scale_value(code[r]) * half_over[r];
             half_scale[r] = pack_f16(half, half);
         }
         float error[TOKENS][4] = {};
@@ -414,36 +431,49 @@ DEVICE void load_rows(const Args& a, int side, int page, int head, Quad (&raw)[T
         for (int i = 0; i < BANDS; ++i) raw[r][i].load(from + thread_token(r) * stride + i * BAND * BYTES);
 }
 
+/// Largest magnitude; NaN if any number is NaN.
+DEVICE float largest_of(const Quad (&raw)[BANDS]) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < BANDS; ++i)
+#pragma unroll
+        for (int k = 0; k < Quad::WORDS; ++k) largest = Octet::larger(largest, raw[i].w[k] & Octet::ABS);
+    return Octet::unpack(largest, true);
+}
+
+/// Whether a thread's part of a page's rows has NaN or infinity, where no one has looked yet.
+DEVICE bool has_nonfinite(const Args& a, int side, int page, int head) {
+    Quad raw[TOKENS][BANDS];
+    load_rows(a, side, page, head, raw);
+    return !finite(largest_of(raw[0])) || !finite(largest_of(raw[1]));
+}
+
 /// Stores one side of a page from its rows.
 template <class S>
-DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS], unsigned char* out, Shared& shared) {
+DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS], unsigned char* out, Shared& shared, Scaled& scaled) {
     const int j = threadIdx.x % LANES;
     if constexpr (S::BASIS == CALIBRATED) {  // while the rows are on their way
-        const int frame = (a.starts[page] - (APPENDS ? PAGE : 0)) / FRAME * FRAME;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < HALF; i += THREADS) {
-            const float2 turn = turn_of(frame, a.turns[i]);
-            shared.cosine[i] = turn.x, shared.sine[i] = turn.y;
+        const int frame = (a.starts[page] - (APPENDS ? PAGE : 0)) / FRAME;
+        if (frame != scaled.frame) {
+            scaled.frame = frame;
+            write_turns(a, shared, scaled);
         }
     }
     Token x[TOKENS];
     float most[TOKENS];
+    if constexpr (!by_signs<S>())
 #pragma unroll
-    for (int r = 0; r < TOKENS; ++r) {
-        u32 largest = 0;
+        for (int r = 0; r < TOKENS; ++r) {
 #pragma unroll
-        for (int i = 0; i < BANDS; ++i) {
+            for (int i = 0; i < BANDS; ++i)
 #pragma unroll
-            for (int k = 0; k < 4; ++k) x[r][i][k] = raw[r][i][k];
-#pragma unroll
-            for (int k = 0; k < Quad::WORDS; ++k) largest = Octet::larger(largest, raw[r][i].w[k] & Octet::ABS);
+                for (int k = 0; k < 4; ++k) x[r][i][k] = raw[r][i][k];
+            most[r] = largest_of(raw[r]);
+            if (!finite(most[r])) a.status->nonfinite[side] = 1;
         }
-        most[r] = Octet::unpack(largest, true);
-        if (!finite(most[r])) a.status->nonfinite[side] = 1;
-    }
     bool overflow = false;
     if constexpr (S::BASIS == CALIBRATED) {
-        rows_to_basis<S>(a, x, most, j, head, out, shared, overflow);
+        rows_to_basis<S>(a, x, most, j, head, out, shared, scaled, overflow);
     } else {
 #if WARPGROUPS
         if constexpr (by_signs<S>()) times_signs(raw, x, shared);
@@ -455,7 +485,10 @@ DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (
     }
     int scale[TOKENS];
     fit_scales<S>(x, threadIdx.x % 32, scale, overflow);
-    if (overflow) a.status->overflow[side] = 1;
+    if (overflow) {
+        a.status->overflow[side] = 1;
+        if (by_signs<S>() && has_nonfinite(a, side, page, head)) a.status->nonfinite[side] = 1;
+    }
     u32 codes[TOKENS][BANDS] = {};
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
@@ -478,7 +511,11 @@ DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (
 /// Pages `first` .. `last` - 1 of a head.
 template <class S>
 DEVICE void close_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
-    bool loaded = S::BASIS != CALIBRATED && !by_signs<S>();
+    bool loaded = S::BASIS != CALIBRATED;
+    Scaled scaled;
+#if WARPGROUPS
+    if (by_signs<S>()) load_signs(shared), __syncthreads();
+#endif
 #pragma unroll 1
     for (int page = first; page < last; ++page) {
 #if APPENDS
@@ -491,14 +528,9 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
 #endif
         Quad raw[TOKENS][BANDS];
         load_rows(a, side, page, head, raw);
-        if (!loaded) {
-            if constexpr (S::BASIS == CALIBRATED) load_head(a, head, shared);
-#if WARPGROUPS
-            if constexpr (by_signs<S>()) load_signs(shared), __syncthreads();
-#endif
-        }
+        if (!loaded) write_columns(a, head, shared, scaled), load_head(a, head, shared);
         loaded = true;
-        close_side<S>(a, side, page, head, raw, out, shared);
+        close_side<S>(a, side, page, head, raw, out, shared, scaled);
         if (side == 0)  // nothing of the pool's earlier content stays in a page
 #pragma unroll 1
             for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
