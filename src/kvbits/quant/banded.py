@@ -10,8 +10,9 @@ scale per token says only how loud the token is. It is fitted, not the maximum:
     of the 8-bit float 1 above it and those 4 below and above that the one with the least squared error; then of that one and those 2 below and above;
     then of that one and those 1 below and above (`OFFSETS`). The first of equals
 
-While it is sought, numbers are integers: x in units of 2**-5 of the power of two at or below s0 (`search_unit`), half to even, rounded to float16 above 2,048.
-Scales are integers of that unit too, and so are the levels, so every backend finds the same errors, exactly, and a kernel may count in 16 bits.
+While it is sought, numbers are integers: x in units of 2**-5 of the power of two at or below s0 (`search_unit`), of a band of 8 bits multiples of four, half to
+even and, above 2,048, rounded to float16. Scales and levels are such integers too, so every backend finds the same errors, and float16 holds what is missed:
+a kernel counts two numbers with one instruction.
 
 Scales (`float8_e5m3`) have 5 bits of exponent, 3 of mantissa and no sign: the byte is bits 7 to 14 of the number in float16, so a reader shifts
 and has it. None is below 2**-17 (code 1), none above 61,440 (code 247).
@@ -95,7 +96,8 @@ def fitted_scales(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
         )
     best, least = scale_codes(start), torch.full_like(start, torch.inf)
     unit = search_unit(best)
-    x = (x / unit.unsqueeze(-1)).round().half().float()
+    grain = torch.where(top == 255, 4.0, 1.0)
+    x = ((x / unit.unsqueeze(-1) / grain).round() * grain).half().float()
     for offsets in OFFSETS:
         around = best
         for offset in offsets:

@@ -59,8 +59,8 @@ struct Scaled {
 
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
 
-/// Stores the channels' means, mean_of(channel) each, and takes them off.
-template <class S, class MeanOf>
+/// Stores the channels' means, mean_of(channel) each, and takes them off; COLUMNS: off the numbers times their channel's `shared.column`.
+template <class S, bool COLUMNS, class MeanOf>
 DEVICE void take_means(Token (&x)[TOKENS], int j, unsigned char* out, Shared& shared, bool& overflow, MeanOf mean_of) {
 #pragma unroll 1
     for (int ch = threadIdx.x; ch < D; ch += THREADS) {
@@ -72,9 +72,12 @@ DEVICE void take_means(Token (&x)[TOKENS], int j, unsigned char* out, Shared& sh
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
-        const float4 mean = four_at(shared.mean, i, j);
+        const float4 m = four_at(shared.mean, i, j), c = COLUMNS ? four_at(shared.column, i, j) : float4{1.f, 1.f, 1.f, 1.f};
+        const float mean[4] = {m.x, m.y, m.z, m.w}, column[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
-        for (int r = 0; r < TOKENS; ++r) x[r][i][0] -= mean.x, x[r][i][1] -= mean.y, x[r][i][2] -= mean.z, x[r][i][3] -= mean.w;
+        for (int r = 0; r < TOKENS; ++r)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) x[r][i][k] = fmaf(x[r][i][k], column[k], -mean[k]);  // a column is a power of two: one rounding
     }
 }
 
@@ -87,7 +90,7 @@ DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared&
         for (int i = 0; i < BANDS; ++i)
             *reinterpret_cast<float4*>(&shared.x[thread_token(r) * ROW + i * BAND + j * 4]) = {x[r][i][0], x[r][i][1], x[r][i][2], x[r][i][3]};
     __syncthreads();
-    take_means<S>(x, j, out, shared, overflow, [&](int ch) {
+    take_means<S, false>(x, j, out, shared, overflow, [&](int ch) {
         double sum = 0;
         for (int t = 0; t < PAGE; ++t) sum += shared.x[t * ROW + ch];
         return float(sum / PAGE);
@@ -150,7 +153,10 @@ DEVICE void load_head(const Args& a, int head, Shared& shared) {
 
 /// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is exact.
 template <class S>
-constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && X_TYPE != FLOAT32 && D == 128; }
+constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && !S::HAS_MEAN && X_TYPE != FLOAT32 && D == 128; }
+/// What a token's numbers are still to be multiplied with.
+template <class S>
+constexpr float factor_of() { return by_signs<S>() ? float(HADAMARD_FACTOR) : 1.f; }
 
 #if WARPGROUPS
 /// The Hadamard matrix, +-1 of the type of rows, where and how matrix units read it: the order of channels within 16 is the same for rows and columns.
@@ -165,7 +171,7 @@ DEVICE void load_signs(Shared& shared) {
     shared_writes_before_copies();
 }
 
-/// x: rows times the Hadamard matrix.
+/// x: rows times the signs of the Hadamard matrix; `factor_of` is left out.
 DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], const Shared& shared) {
     float y[BANDS][2][4];
     u32 rows[BANDS][4];
@@ -173,16 +179,15 @@ DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], co
     for (int i = 0; i < BANDS; ++i)
 #pragma unroll
         for (int k = 0; k < 4; ++k) rows[i][k] = raw[k % 2][i].w[k / 2];
-    const u32 signs = shared_address(shared.basis);
+    const u64 signs = warpgroup_operand(shared.basis);
     warpgroup_begins(y);
 #pragma unroll
-    for (int step = 0; step < BANDS; ++step) warpgroup_mma<X_TYPE == BFLOAT16>(y, rows[step], signs + step * 32 * D, step > 0);
+    for (int step = 0; step < BANDS; ++step) warpgroup_mma<X_TYPE == BFLOAT16>(y, rows[step], signs + step * 2 * D, step > 0);
     warpgroup_ends(y);
-    constexpr float FACTOR = float(HADAMARD_FACTOR);
 #pragma unroll
     for (int i = 0; i < BANDS; ++i)
 #pragma unroll
-        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * FACTOR, x[1][i][k] = y[i][k / 2][2 + k % 2] * FACTOR;
+        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2], x[1][i][k] = y[i][k / 2][2 + k % 2];
 }
 
 /// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the basis from shared memory.
@@ -192,13 +197,13 @@ DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], int j, int, Share
         rows[0][i][0] = high.x, rows[0][i][1] = high.y, rows[0][i][2] = high.z, rows[0][i][3] = high.w;
         rows[1][i][0] = low.x, rows[1][i][1] = low.y, rows[1][i][2] = low.z, rows[1][i][3] = low.w;
     });
-    const u32 basis = shared_address(shared.basis);
+    const u64 basis = warpgroup_operand(shared.basis);
     warpgroup_begins(y);
 #pragma unroll
     for (int step = 0; step < BANDS; ++step)
 #pragma unroll
         for (int product = 0; product < 3; ++product)  // high times low, low times high, high times high
-            warpgroup_mma<false>(y, rows[product == 1][step], basis + ((product == 0) * BANDS + step) * 32 * D, step + product > 0);
+            warpgroup_mma<false>(y, rows[product == 1][step], basis + ((product == 0) * BANDS + step) * 2 * D, step + product > 0);
     warpgroup_ends(y);
 }
 #else
@@ -290,19 +295,19 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
     times_basis(a, x, j, head, shared, y);
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
-        const float4 column = four_at(shared.column, i, j);
-        const float columns[4] = {column.x, column.y, column.z, column.w};
+        const float4 c = S::HAS_MEAN ? float4{1.f, 1.f, 1.f, 1.f} : four_at(shared.column, i, j);
+        const float column[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
-        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * columns[k];
+        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * column[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * column[k];
     }
     if (!S::HAS_MEAN) return;
     sum_tokens(x, lane, shared.sums[threadIdx.x / 32]);
     __syncthreads();
-    take_means<S>(x, j, out, shared, overflow, [&](int ch) {
+    take_means<S, true>(x, j, out, shared, overflow, [&](int ch) {
         float sum = 0.f;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) sum += shared.sums[warp][ch];
-        return sum / PAGE;
+        return sum * shared.column[ch] / PAGE;
     });
 }
 
@@ -330,39 +335,42 @@ DEVICE void add_squares(const u32 (&x)[TOKENS][BANDS][2], const u32 (&half_scale
     }
 }
 
-/// Over the four threads of a token.
-DEVICE float of_token(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
-
 /// The codes of the tokens' scales: of the least squared error, the first of equals (quant/banded.py says which are tried, and that numbers are integers there:
 /// all sums are exact).
 template <class S>
 DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], bool& overflow) {
+    float squares[TOKENS] = {};
+#pragma unroll
+    for (int r = 0; r < TOKENS; ++r)
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i) {
+            const float step = band_step(S::width(i)) * factor_of<S>();
+            float sum = 0.f;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sum = fmaf(x[r][i][k], x[r][i][k], sum);
+            squares[r] = fmaf(sum, step * step, squares[r]);
+        }
+    // Over the four threads of a token, by even ones for the first token and odd ones for the second.
+    const bool odd = lane & 1;
+    float all = (odd ? squares[1] : squares[0]) + __shfl_xor_sync(ALL_LANES, odd ? squares[0] : squares[1], 1);
+    all += __shfl_xor_sync(ALL_LANES, all, 2);
+    const float start = sqrtf(__fdiv_rn(all, float(S::channels(15))));
+    const int mine = scale_code(start) | (start <= scale_value(LARGEST_SCALE) ? 0 : 256), other = __shfl_xor_sync(ALL_LANES, mine, 1);
+    overflow |= (mine | other) & 256;
+    best[0] = (odd ? other : mine) & 255, best[1] = (odd ? mine : other) & 255;
     float least[TOKENS], half_over[TOKENS];
     u32 units[TOKENS][BANDS][2];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
-        float squares = 0.f;
+        const float over = power_of_two(15 + SEARCH_BITS - max(best[r] >> 3, 1)), factor = over * factor_of<S>();
+        half_over[r] = 0.5f * over;
 #pragma unroll
         for (int i = 0; i < BANDS; ++i) {
-            float sum = 0.f;
-#pragma unroll
-            for (int k = 0; k < 4; ++k) sum = fmaf(x[r][i][k], x[r][i][k], sum);
-            squares = fmaf(sum, band_step(S::width(i)) * band_step(S::width(i)), squares);
-        }
-        const float start = sqrtf(__fdiv_rn(of_token(squares), float(S::channels(15))));
-        overflow |= !(start <= scale_value(LARGEST_SCALE));
-        best[r] = scale_code(start);
-        const float over = power_of_two(15 + SEARCH_BITS - max(best[r] >> 3, 1));
-        half_over[r] = 0.5f * over;
-        constexpr float WHOLE = 12582912.f;  // leaves no room for a fraction
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i)
+            const float WHOLE = S::width(i) == 8 ? 50331648.f : 12582912.f;  // leaves no room for less than four, or one
 #pragma unroll
             for (int k = 0; k < 2; ++k)
-                if (S::width(i)) units[r][i][k] = pack_f16(__fadd_rn(fmaf(x[r][i][2 * k], over, WHOLE), -WHOLE), __fadd_rn(fmaf(x[r][i][2 * k + 1], over, WHOLE), -WHOLE));
+                if (S::width(i)) units[r][i][k] = pack_f16(__fadd_rn(fmaf(x[r][i][2 * k], factor, WHOLE), -WHOLE), __fadd_rn(fmaf(x[r][i][2 * k + 1], factor, WHOLE), -WHOLE));
+        }
         least[r] = __uint_as_float(0x7f800000u);
     }
     const int owner = (lane & 28) + lane / 8;  // of the quartet, has the sums
@@ -396,7 +404,7 @@ DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], 
 /// Codes of a thread's channels of a token, a word of four for each band that has bits.
 template <class S>
 DEVICE void codes_of(const Token& x, float scale, u32 (&codes)[BANDS]) {
-    const float inverse = __fdiv_rn(1.f, scale);
+    const float inverse = __fdiv_rn(1.f, scale) * factor_of<S>();
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         if (!S::width(i)) continue;
@@ -431,14 +439,20 @@ DEVICE void load_rows(const Args& a, int side, int page, int head, Quad (&raw)[T
         for (int i = 0; i < BANDS; ++i) raw[r][i].load(from + thread_token(r) * stride + i * BAND * BYTES);
 }
 
+/// The larger magnitude, of any sign; NaN if any number is NaN.
+DEVICE u32 larger_size(u32 a, u32 b) {
+    if (X_TYPE == FLOAT32) return Octet::larger(a & Octet::ABS, b & Octet::ABS);
+    return X_TYPE == FLOAT16 ? max_size_nan_f16x2(a, b) : max_size_nan_bf16x2(a, b);
+}
+
 /// Largest magnitude; NaN if any number is NaN.
 DEVICE float largest_of(const Quad (&raw)[BANDS]) {
     u32 largest = 0;
 #pragma unroll
     for (int i = 0; i < BANDS; ++i)
 #pragma unroll
-        for (int k = 0; k < Quad::WORDS; ++k) largest = Octet::larger(largest, raw[i].w[k] & Octet::ABS);
-    return Octet::unpack(largest, true);
+        for (int k = 0; k < Quad::WORDS; ++k) largest = larger_size(largest, raw[i].w[k]);
+    return Octet::unpack(largest & Octet::ABS, true);
 }
 
 /// Whether a thread's part of a page's rows has NaN or infinity, where no one has looked yet.

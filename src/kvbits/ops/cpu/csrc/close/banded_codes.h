@@ -62,6 +62,7 @@ static int scale_code(float x) {
 // By channel: the highest code, and the step of a Gaussian's best quantizer, 0 where a channel has no bits.
 struct BandSteps {
   alignas(64) float top[MAX_HEAD_DIM + 16], step[MAX_HEAD_DIM + 16];
+  alignas(64) float grain[MAX_HEAD_DIM + 16], grains[MAX_HEAD_DIM + 16];  // what numbers are multiples of while a scale is sought, and 1 over it
   float channels;  // that have bits
 };
 
@@ -71,6 +72,7 @@ static void fill_steps(BandSteps& s, const kvbits_tensor& t, int head_dim) {
     const int bits = c < head_dim ? t.bands[c / BAND] : 0;
     s.top[c] = (float)((1 << bits) - 1);
     s.step[c] = band_step(bits);
+    s.grain[c] = bits == 8 ? 4.0f : 1.0f, s.grains[c] = bits == 8 ? 0.25f : 1.0f;
     s.channels += bits ? 1.0f : 0.0f;
   }
 }
@@ -100,7 +102,8 @@ static int fitted_scale(const float* x, const BandSteps& s, int width) {
   int best = scale_code(start), around = best;
   const float over = __builtin_ldexpf(1.0f, 15 + SEARCH_BITS - (best >> 3 > 1 ? best >> 3 : 1));
   alignas(64) float whole[MAX_HEAD_DIM + 16];
-  for (int c = 0; c < width; c += VL) *(vf*)(whole + c) = from_bits<FLOAT16>(to_bits<FLOAT16>(round_even(load(x + c) * over)));
+  for (int c = 0; c < width; c += VL)
+    *(vf*)(whole + c) = from_bits<FLOAT16>(to_bits<FLOAT16>(round_even(load(x + c) * over * load(s.grains + c)) * load(s.grain + c)));
   float least = __builtin_inff();
   for (int i = 0; i < 7; i++) {
     if (i % 2) around = best;
