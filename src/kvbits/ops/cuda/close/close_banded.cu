@@ -7,6 +7,21 @@
 // both as two float16 numbers, high and low (a page and columns over powers of two first): y is off by less than 2**-18 of sum |k_f| |A| of any token
 // that is not 2**17 times smaller than the page's largest number, so a code differs from the reference's only where it is a tie to that, and a token's scale
 // only where two cost the same squared error to about as much.
+#ifndef SEARCH_K
+#define SEARCH_K 0
+#endif
+#ifndef SEARCH_V
+#define SEARCH_V 0
+#endif
+#ifndef AHEAD_K
+#define AHEAD_K 0
+#endif
+#ifndef AHEAD_V
+#define AHEAD_V 0
+#endif
+#ifndef SIDES
+#define SIDES 3
+#endif
 #include "banded.cuh"
 #include "octets.cuh"
 #include "quad.cuh"
@@ -30,11 +45,20 @@ struct Args {
 #endif
 };
 
+/// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is exact.
+template <class S>
+constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && !S::HAS_MEAN && X_TYPE != FLOAT32 && D == 128; }
+/// What a token's numbers are still to be multiplied with.
+template <class S>
+constexpr float factor_of() { return by_signs<S>() ? float(HADAMARD_FACTOR) : 1.f; }
+using Keys = Banded<K_BANDED, false>;
+using Values = Banded<V_BANDED, true>;
+
 struct Shared {
 #if WARPGROUPS
     union {
-        unsigned char basis[D * D * 4];
-        float x[PAGE * ROW];
+        unsigned char basis[SIDES == 2 ? D * D * 2 : D * D * 4];
+        float x[SIDES == 2 && by_signs<Values>() ? 1 : PAGE * ROW];
     };
     union {
         float sums[WARPS][D];
@@ -150,13 +174,6 @@ DEVICE void load_head(const Args& a, int head, Shared& shared) {
     shared_writes_before_copies();
 #endif
 }
-
-/// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is exact.
-template <class S>
-constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && !S::HAS_MEAN && X_TYPE != FLOAT32 && D == 128; }
-/// What a token's numbers are still to be multiplied with.
-template <class S>
-constexpr float factor_of() { return by_signs<S>() ? float(HADAMARD_FACTOR) : 1.f; }
 
 #if WARPGROUPS
 /// The Hadamard matrix, +-1 of the type of rows, where and how matrix units read it: the order of channels within 16 is the same for rows and columns.
@@ -335,6 +352,33 @@ DEVICE void add_squares(const u32 (&x)[TOKENS][BANDS][2], const u32 (&half_scale
     }
 }
 
+#if SEARCH_K + SEARCH_V
+template <int BITS>
+DEVICE float missed_float(float x, float scale, float inverse_half) {
+    if (BITS <= 4) {
+        float y = x;
+#pragma unroll
+        for (int b = BITS; b > 0; --b) y = fabsf(y) - float(1 << b) / 4 * scale;
+        return y;
+    }
+    constexpr float EVEN = 16777216.f;
+    const float below = fminf(__fmaf_rd(fabsf(x), inverse_half, EVEN), EVEN + float((1 << BITS) - 2));
+    return fmaf(fabsf(x), inverse_half, (EVEN - 1.f) - below);
+}
+template <class S, int I = 0>
+DEVICE void add_squares_float(const Token& x, float scale, float inverse_half, float (&narrow)[2], float (&wide)[2]) {
+    if constexpr (I < BANDS) {
+        if constexpr (S::width(I) > 0)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float y = missed_float<S::width(I)>(x[I][k], scale, inverse_half);
+                float& sum = S::width(I) > 4 ? wide[k % 2] : narrow[k % 2];
+                sum = fmaf(y, y, sum);
+            }
+        add_squares_float<S, I + 1>(x, scale, inverse_half, narrow, wide);
+    }
+}
+#endif
 /// The codes of the tokens' scales: of the least squared error, the first of equals (quant/banded.py says which are tried, and that numbers are integers there:
 /// all sums are exact).
 template <class S>
@@ -376,16 +420,32 @@ DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], 
     const int owner = (lane & 28) + lane / 8;  // of the quartet, has the sums
     int around[TOKENS] = {best[0], best[1]};
 #pragma unroll 1
-    for (int i = 0; i < 7; ++i) {
+    for (int i = 0; i < (S::BASIS == HADAMARD ? 5 : 7); ++i) {
         if (i % 2) {
             const int both = __shfl_sync(ALL_LANES, best[0] | best[1] << 8, owner);
             around[0] = both & 255, around[1] = both >> 8;
         }
-        u32 half_scale[TOKENS];
         int code[TOKENS];
+#if SEARCH_K + SEARCH_V
+        if constexpr (S::VALUES ? SEARCH_V : SEARCH_K) {
+#pragma unroll
+            for (int r = 0; r < TOKENS; ++r) {
+                code[r] = min(max(around[r] + int((S::BASIS == HADAMARD ? TURNED_OFFSETS : SCALE_OFFSETS) >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
+                const float scale = scale_value(code[r]) * (1.f / factor_of<S>()), half = 0.5f * scale;
+                float narrow[2] = {}, wide[2] = {};
+                add_squares_float<S>(x[r], scale, reciprocal_approx(half), narrow, wide);
+                float error = fmaf((wide[0] + wide[1]) * half, half, narrow[0] + narrow[1]);
+                error += __shfl_xor_sync(ALL_LANES, error, 1);
+                error += __shfl_xor_sync(ALL_LANES, error, 2);
+                if (error < least[r]) least[r] = error, best[r] = code[r];
+            }
+            continue;
+        }
+#endif
+        u32 half_scale[TOKENS];
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r) {
-            code[r] = min(max(around[r] + int(SCALE_OFFSETS >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
+            code[r] = min(max(around[r] + int((S::BASIS == HADAMARD ? TURNED_OFFSETS : SCALE_OFFSETS) >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
             const float half = scale_value(code[r]) * half_over[r];
             half_scale[r] = pack_f16(half, half);
         }
@@ -462,9 +522,12 @@ DEVICE bool has_nonfinite(const Args& a, int side, int page, int head) {
     return !finite(largest_of(raw[0])) || !finite(largest_of(raw[1]));
 }
 
+template <class S>
+constexpr bool rows_ahead() { return !APPENDS && (S::VALUES ? AHEAD_V : AHEAD_K); }
+
 /// Stores one side of a page from its rows.
 template <class S>
-DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS], unsigned char* out, Shared& shared, Scaled& scaled) {
+DEVICE void close_side(const Args& a, int side, int page, int next, int head, Quad (&raw)[TOKENS][BANDS], unsigned char* out, Shared& shared, Scaled& scaled) {
     const int j = threadIdx.x % LANES;
     if constexpr (S::BASIS == CALIBRATED) {  // while the rows are on their way
         const int frame = (a.starts[page] - (APPENDS ? PAGE : 0)) / FRAME;
@@ -497,6 +560,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (
             for (int r = 0; r < TOKENS; ++r) hadamard(x[r], j);
         if (S::HAS_MEAN) subtract_mean<S>(x, j, out, shared, overflow);
     }
+    if (rows_ahead<S>()) load_rows(a, side, next, head, raw);
     int scale[TOKENS];
     fit_scales<S>(x, threadIdx.x % 32, scale, overflow);
     if (overflow) {
@@ -527,6 +591,7 @@ template <class S>
 DEVICE void close_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
     bool loaded = S::BASIS != CALIBRATED;
     Scaled scaled;
+    Quad raw[TOKENS][BANDS];
 #if WARPGROUPS
     if (by_signs<S>()) load_signs(shared), __syncthreads();
 #endif
@@ -537,14 +602,14 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
 #else
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
-        if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D)  // the next page's rows, where they lie side by side
-            prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
+        constexpr int AHEAD = rows_ahead<S>() ? 2 : 1;
+        if (threadIdx.x == 0 && page + AHEAD < last && a.stride[side][2] == D)  // the next page's rows, where they lie side by side
+            prefetch_l2(i64(a.x[side]) + ((page + AHEAD) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
 #endif
-        Quad raw[TOKENS][BANDS];
-        load_rows(a, side, page, head, raw);
+        if (!rows_ahead<S>() || page == first) load_rows(a, side, page, head, raw);
         if (!loaded) write_columns(a, head, shared, scaled), load_head(a, head, shared);
         loaded = true;
-        close_side<S>(a, side, page, head, raw, out, shared, scaled);
+        close_side<S>(a, side, page, min(page + 1, last - 1), head, raw, out, shared, scaled);
         if (side == 0)  // nothing of the pool's earlier content stays in a page
 #pragma unroll 1
             for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
@@ -560,8 +625,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(con
     static_assert(sizeof(Shared) <= SHARED_BYTES, "banded.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     // Values last, and the pages of a head side by side: a multiprocessor runs one side's code at a time, and finds the head's basis in its L1.
-    const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
+    const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads;
+    const int side = SIDES == 3 ? int(blockIdx.x) >= count : SIDES - 1, item = int(blockIdx.x) - (SIDES == 3 ? side * count : 0);
     const int head = item / each, first = item % each * a.pages_each, last = min(first + a.pages_each, a.num_pages);
-    if (side == 0) close_pages<Banded<K_BANDED, false>>(a, 0, head, first, last, shared);
-    else close_pages<Banded<V_BANDED, true>>(a, 1, head, first, last, shared);
+#if SIDES & 1
+    if (side == 0) close_pages<Keys>(a, 0, head, first, last, shared);
+#endif
+#if SIDES & 2
+    if (side == 1) close_pages<Values>(a, 1, head, first, last, shared);
+#endif
 }
