@@ -54,7 +54,7 @@ def compiled(macros, folder, kind="close", entry="close_banded"):
         assert text.count(gpu_only) == 1
         text = text.replace(gpu_only, instead)
     (folder / "kernel.h").write_text(text)
-    lines = macros | {"KERNEL": entry, "NUM_THREADS": "THREADS"}
+    lines = macros | {"KERNEL": entry, "NUM_THREADS": f"THREADS * {macros.get('TEAMS', 1)}", "BLOCK_X": "THREADS"}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
     options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{folder}"]
     subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "close.so")], check=True)

@@ -72,7 +72,10 @@ struct Block {
 };
 extern Block block;
 extern unsigned char shared[];
-struct { struct { operator unsigned() const { return block.current; } } x; } threadIdx;
+#ifndef BLOCK_X
+#define BLOCK_X (1 << 20)  // blocks of one dimension
+#endif
+struct { struct { operator unsigned() const { return block.current % BLOCK_X; } } x; struct { operator unsigned() const { return block.current / BLOCK_X; } } y; } threadIdx;
 struct { int x; } blockIdx, blockDim;
 
 inline void yield() { swapcontext(&block.fibers[block.current].context, &block.scheduler); }
@@ -98,6 +101,7 @@ inline void wait_at(Barrier& b, unsigned threads) {
   if (++b.arrived == int(threads)) b.arrived = 0, ++b.generation;
   while (b.generation == mine) yield();
 }
+inline void sync_threads(u32 barrier, u32 threads) { wait_at(block.barriers[barrier], threads); }
 template <int BARRIER = 1>
 inline void sync_threads(u32 threads) { wait_at(block.barriers[BARRIER], threads); }
 inline void __syncthreads() { wait_at(block.barriers[0], block.fibers.size()); }

@@ -46,11 +46,12 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     return None
 
 
-def shared_bytes(layout: PageLayout, warpgroups: bool = False) -> int:
-    """sizeof(Shared): rows or the basis, sums of each warp or codes, means, powers of columns, cosines and sines, largest keys of each warp."""
+def shared_bytes(layout: PageLayout, warpgroups: bool = False, groups: int = 1) -> int:
+    """The basis, then `groups` times sizeof(Shared): rows, sums of each warp or codes, means, powers of columns, cosines and sines, largest keys of each warp."""
     page, d = layout.page_size, layout.head_dim
     rows, sums = 4 * page * (d + 16), page // 16 * d * 4
-    return (max(rows, 4 * d * d) + max(sums, page * (d + 4)) if warpgroups else rows + sums) + 12 * d + -(-page // 64) * 16
+    each = (max(sums, page * (d + 4)) if warpgroups else rows + sums) + 12 * d + -(-page // 64) * 16
+    return (4 * d * d if warpgroups else 0) + groups * each
 
 
 def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
@@ -68,10 +69,11 @@ def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False, warpg
     """Macros of one instantiation of close_banded.cu; `appends`: of a decode step; `warpgroups`: see `takes_warpgroups`."""
     d, threads = layout.head_dim, layout.page_size * 2
     last = list(layout.sections.values())[-1]
-    resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
+    groups = 2 if warpgroups and not appends and not layout.value.center else 1
+    resident = 512 if groups > 1 else next(n for most, n in RESIDENT_THREADS.items() if d <= most)
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads), "X_TYPE": TORCH_DTYPES[dtype],
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups), "APPENDS": int(appends),
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "TEAMS": groups, "RESIDENT": max(1, resident // (threads * groups)), "X_TYPE": TORCH_DTYPES[dtype],
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups, groups), "APPENDS": int(appends),
         "WARPGROUPS": int(warpgroups), "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
@@ -94,14 +96,14 @@ class StepArgs(Args):
 
 
 @functools.lru_cache(maxsize=64)
-def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False) -> tuple[driver.Kernel, int]:
-    """The kernel, and threads of its blocks."""
+def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False) -> tuple[driver.Kernel, tuple[int, int]]:
+    """The kernel, and its blocks' threads: of a page, times pages at once."""
     with torch.cuda.device(device_index):
         warpgroups = takes_warpgroups(layout, torch.device("cuda"))
         macros = defines(layout, dtype, appends, warpgroups)
         arch = driver.arch_of(torch.cuda.get_device_capability()) + "a" * warpgroups
         binary = cuda_compile.compile_source(Path(__file__).parent, "close_banded.cu", macros, arch)
-        return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"]), early=appends), int(macros["THREADS"])
+        return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"]), early=appends), (int(macros["THREADS"]), int(macros["TEAMS"]))
 
 
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:

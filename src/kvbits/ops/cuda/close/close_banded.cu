@@ -54,12 +54,9 @@ constexpr float factor_of() { return by_signs<S>() ? float(HADAMARD_FACTOR) : 1.
 using Keys = Banded<K_BANDED, false>;
 using Values = Banded<V_BANDED, true>;
 
+/// Of a page at a time. A block has TEAMS of them, threads (THREADS, TEAMS), and before them, with WARPGROUPS, the basis.
 struct Shared {
 #if WARPGROUPS
-    union {
-        unsigned char basis[SIDES == 2 ? D * D * 2 : D * D * 4];
-        float x[SIDES == 2 && by_signs<Values>() ? 1 : PAGE * ROW];
-    };
     union {
         float sums[WARPS][D];
         unsigned char codes[PAGE][CODE_STRIDE];
@@ -75,6 +72,13 @@ struct Shared {
     float mean[D], column[D], cosine[HALF], sine[HALF];
     u32 most[WARPS];  // of a warp's keys, the bits of a float
 };
+constexpr int BASIS_BYTES = WARPGROUPS ? D * D * 4 : 0;
+static_assert(sizeof(Shared) % 16 == 0 && (TEAMS == 1 || !Values::HAS_MEAN), "a page's rows are summed where the basis is");
+
+DEVICE void sync_page() {
+    if (TEAMS == 1) __syncthreads();
+    else sync_threads(1 + threadIdx.y, THREADS);
+}
 
 /// What cosines, sines and columns in shared memory are now: of which frame, turns over and columns times 2**exponent.
 struct Scaled {
@@ -93,7 +97,7 @@ DEVICE void take_means(Token (&x)[TOKENS], int j, unsigned char* out, Shared& sh
         store<FLOAT16>(out + S::MEAN_OFFSET, ch, mean);
         shared.mean[ch] = mean;
     }
-    __syncthreads();
+    sync_page();
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         const float4 m = four_at(shared.mean, i, j), c = COLUMNS ? four_at(shared.column, i, j) : float4{1.f, 1.f, 1.f, 1.f};
@@ -107,16 +111,16 @@ DEVICE void take_means(Token (&x)[TOKENS], int j, unsigned char* out, Shared& sh
 
 /// Takes the channels' means off, as the reference does: sums in float64, of rows in shared memory.
 template <class S>
-DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared& shared, bool& overflow) {
+DEVICE void subtract_mean(Token (&x)[TOKENS], int j, float* rows, unsigned char* out, Shared& shared, bool& overflow) {
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r)
 #pragma unroll
         for (int i = 0; i < BANDS; ++i)
-            *reinterpret_cast<float4*>(&shared.x[thread_token(r) * ROW + i * BAND + j * 4]) = {x[r][i][0], x[r][i][1], x[r][i][2], x[r][i][3]};
-    __syncthreads();
+            *reinterpret_cast<float4*>(&rows[thread_token(r) * ROW + i * BAND + j * 4]) = {x[r][i][0], x[r][i][1], x[r][i][2], x[r][i][3]};
+    sync_page();
     take_means<S, false>(x, j, out, shared, overflow, [&](int ch) {
         double sum = 0;
-        for (int t = 0; t < PAGE; ++t) sum += shared.x[t * ROW + ch];
+        for (int t = 0; t < PAGE; ++t) sum += rows[t * ROW + ch];
         return float(sum / PAGE);
     });
 }
@@ -164,39 +168,37 @@ DEVICE void write_columns(const Args& a, int head, Shared& shared, const Scaled&
     for (int i = threadIdx.x; i < D; i += THREADS) shared.column[i] = a.column[head * D + i] * back;
 }
 
-/// What a head's pages share: once for all pages of a block.
-DEVICE void load_head(const Args& a, int head, Shared& shared) {
-#if WARPGROUPS
-    constexpr int COUNT = sizeof(shared.basis) / 16;  // where matrix units read it
-    const uint4* const from = a.basis + i64(head) * COUNT;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < COUNT; i += THREADS) reinterpret_cast<uint4*>(shared.basis)[i] = from[i];
-    shared_writes_before_copies();
-#endif
-}
-
 #if WARPGROUPS
 /// The Hadamard matrix, +-1 of the type of rows, where and how matrix units read it: the order of channels within 16 is the same for rows and columns.
-DEVICE void load_signs(Shared& shared) {
+DEVICE void load_signs(unsigned char* basis) {
     constexpr u32 ONE = (X_TYPE == BFLOAT16 ? 0x3f80u : 0x3c00u) * 0x10001u;
     const u32 column = threadIdx.x % D, second = (column & 1) << 31, third = (column & 2) * 0x40004000u, fifth = (column & 4) * 0x20002000u;
 #pragma unroll 4
-    for (u32 i = threadIdx.x / D; i < D / 8; i += THREADS / D) {  // 8 rows of a column
+    for (u32 i = threadIdx.x / D + threadIdx.y * (THREADS / D); i < D / 8; i += TEAMS * THREADS / D) {  // 8 rows of a column
         const u32 w = ONE ^ second ^ (__popc(i * 8 & column) & 1) * 0x80008000u;
-        reinterpret_cast<uint4*>(shared.basis)[i * D + column] = {w, w ^ third, w ^ fifth, w ^ third ^ fifth};
+        reinterpret_cast<uint4*>(basis)[i * D + column] = {w, w ^ third, w ^ fifth, w ^ third ^ fifth};
     }
     shared_writes_before_copies();
 }
 
+/// The basis of a head where and how matrix units read it.
+DEVICE void load_basis(const Args& a, int head, unsigned char* basis) {
+    constexpr int COUNT = BASIS_BYTES / 16;
+    const uint4* const from = a.basis + i64(head) * COUNT;
+#pragma unroll 8
+    for (int i = threadIdx.x + threadIdx.y * THREADS; i < COUNT; i += THREADS * TEAMS) reinterpret_cast<uint4*>(basis)[i] = from[i];
+    shared_writes_before_copies();
+}
+
 /// x: rows times the signs of the Hadamard matrix; `factor_of` is left out.
-DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], const Shared& shared) {
+DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], const unsigned char* basis) {
     float y[BANDS][2][4];
     u32 rows[BANDS][4];
 #pragma unroll
     for (int i = 0; i < BANDS; ++i)
 #pragma unroll
         for (int k = 0; k < 4; ++k) rows[i][k] = raw[k % 2][i].w[k / 2];
-    const u64 signs = warpgroup_operand(shared.basis);
+    const u64 signs = warpgroup_operand(basis);
     warpgroup_begins(y);
 #pragma unroll
     for (int step = 0; step < BANDS; ++step) warpgroup_mma<X_TYPE == BFLOAT16>(y, rows[step], signs + step * 2 * D, step > 0);
@@ -208,13 +210,13 @@ DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], co
 }
 
 /// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the basis from shared memory.
-DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
+DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], int j, int, const unsigned char* own, Shared& shared, float (&y)[BANDS][2][4]) {
     u32 rows[2][BANDS][4];
     turn_and_split(x, j, shared, [&](int i, uint4 high, uint4 low) {
         rows[0][i][0] = high.x, rows[0][i][1] = high.y, rows[0][i][2] = high.z, rows[0][i][3] = high.w;
         rows[1][i][0] = low.x, rows[1][i][1] = low.y, rows[1][i][2] = low.z, rows[1][i][3] = low.w;
     });
-    const u64 basis = warpgroup_operand(shared.basis);
+    const u64 basis = warpgroup_operand(own);
     warpgroup_begins(y);
 #pragma unroll
     for (int step = 0; step < BANDS; ++step)
@@ -225,7 +227,7 @@ DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], int j, int, Share
 }
 #else
 /// y: tokens in the frame of the page times the basis.
-DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head, Shared& shared, float (&y)[BANDS][2][4]) {
+DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head, const unsigned char*, Shared& shared, float (&y)[BANDS][2][4]) {
     turn_and_split(x, j, shared, [&](int i, uint4 high, uint4 low) { shared.operands[i][0][threadIdx.x] = high, shared.operands[i][1][threadIdx.x] = low; });
     const uint4* const from = a.basis + i64(head) * BANDS * BANDS * 64 + threadIdx.x % 32;
     // Half a step's operands of the basis are on their way while the other half is multiplied.
@@ -288,12 +290,12 @@ DEVICE void sum_tokens(const Token (&x)[TOKENS], int lane, float* sums) {
 
 /// Tokens in the frame of the page times the basis, less the channels' means (of a side with means).
 template <class S>
-DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, unsigned char* out, Shared& shared, Scaled& scaled, bool& overflow) {
+DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, const unsigned char* basis, unsigned char* out, Shared& shared, Scaled& scaled, bool& overflow) {
     // The page's largest number comes to lie from 2**11 to 2**15, which float16 holds after a turn; a token 2**14 times smaller still has 22 bits.
     const int lane = threadIdx.x % 32;
     const u32 here = __reduce_max_sync(ALL_LANES, max(__float_as_uint(most[0]), __float_as_uint(most[1])));
     if (lane == 0) shared.most[threadIdx.x / 32] = here;
-    __syncthreads();
+    sync_page();
     u32 largest = 0;
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) largest = max(largest, shared.most[warp]);
@@ -302,14 +304,14 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
         scaled.exponent = exponent;
         write_turns(a, shared, scaled);
         write_columns(a, head, shared, scaled);
-        __syncthreads();
+        sync_page();
     }
 #if WARPGROUPS
     float y[BANDS][2][4];
 #else
     float y[BANDS][2][4] = {};
 #endif
-    times_basis(a, x, j, head, shared, y);
+    times_basis(a, x, j, head, basis, shared, y);
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         const float4 c = S::HAS_MEAN ? float4{1.f, 1.f, 1.f, 1.f} : four_at(shared.column, i, j);
@@ -319,7 +321,7 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
     }
     if (!S::HAS_MEAN) return;
     sum_tokens(x, lane, shared.sums[threadIdx.x / 32]);
-    __syncthreads();
+    sync_page();
     take_means<S, true>(x, j, out, shared, overflow, [&](int ch) {
         float sum = 0.f;
 #pragma unroll
@@ -527,7 +529,7 @@ constexpr bool rows_ahead() { return !APPENDS && (S::VALUES ? AHEAD_V : AHEAD_K)
 
 /// Stores one side of a page from its rows.
 template <class S>
-DEVICE void close_side(const Args& a, int side, int page, int next, int head, Quad (&raw)[TOKENS][BANDS], unsigned char* out, Shared& shared, Scaled& scaled) {
+DEVICE void close_side(const Args& a, int side, int page, int next, int head, Quad (&raw)[TOKENS][BANDS], unsigned char* basis, unsigned char* out, Shared& shared, Scaled& scaled) {
     const int j = threadIdx.x % LANES;
     if constexpr (S::BASIS == CALIBRATED) {  // while the rows are on their way
         const int frame = (a.starts[page] - (APPENDS ? PAGE : 0)) / FRAME;
@@ -550,15 +552,19 @@ DEVICE void close_side(const Args& a, int side, int page, int next, int head, Qu
         }
     bool overflow = false;
     if constexpr (S::BASIS == CALIBRATED) {
-        rows_to_basis<S>(a, x, most, j, head, out, shared, scaled, overflow);
+        rows_to_basis<S>(a, x, most, j, head, basis, out, shared, scaled, overflow);
     } else {
 #if WARPGROUPS
-        if constexpr (by_signs<S>()) times_signs(raw, x, shared);
+        if constexpr (by_signs<S>()) times_signs(raw, x, basis);
 #endif
         if constexpr (!by_signs<S>() && S::BASIS == HADAMARD)
 #pragma unroll
             for (int r = 0; r < TOKENS; ++r) hadamard(x[r], j);
-        if (S::HAS_MEAN) subtract_mean<S>(x, j, out, shared, overflow);
+#if WARPGROUPS
+        if (S::HAS_MEAN) subtract_mean<S>(x, j, reinterpret_cast<float*>(basis), out, shared, overflow);
+#else
+        if (S::HAS_MEAN) subtract_mean<S>(x, j, shared.x, out, shared, overflow);
+#endif
     }
     if (rows_ahead<S>()) load_rows(a, side, next, head, raw);
     int scale[TOKENS];
@@ -575,63 +581,69 @@ DEVICE void close_side(const Args& a, int side, int page, int next, int head, Qu
         write_lanes<S>(out, codes[r], thread_token(r), j);
     }
     if constexpr (!in_lanes<S>()) {
-        __syncthreads();  // codes take memory of the operands or sums
+        sync_page();  // codes take memory of the operands or sums
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r)
 #pragma unroll
             for (int i = 0; i < BANDS; ++i)
                 if (S::width(i)) *reinterpret_cast<u32*>(&shared.codes[thread_token(r)][i * BAND + j * 4]) = codes[r][i];
-        __syncthreads();
+        sync_page();
         write_shared<S>(out, shared);
     }
 }
 
-/// Pages `first` .. `last` - 1 of a head.
+/// Pages `first` .. `last` - 1 of a head: every TEAMSth of them by the same threads.
 template <class S>
-DEVICE void close_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
-    bool loaded = S::BASIS != CALIBRATED;
+DEVICE void close_pages(const Args& a, int side, int head, int first, int last, unsigned char* basis, Shared& shared) {
     Scaled scaled;
-    Quad raw[TOKENS][BANDS];
+    bool loaded = false;
+    const auto load = [&] {
+        loaded = true;
+        if (S::BASIS == CALIBRATED) write_columns(a, head, shared, scaled);
 #if WARPGROUPS
-    if (by_signs<S>()) load_signs(shared), __syncthreads();
+        if (S::BASIS == CALIBRATED) load_basis(a, head, basis);
+        if (by_signs<S>()) load_signs(basis);
 #endif
+        if (S::BASIS == CALIBRATED || by_signs<S>()) __syncthreads();
+    };
+    if (!APPENDS) load();
+    Quad raw[TOKENS][BANDS];
 #pragma unroll 1
-    for (int page = first; page < last; ++page) {
+    for (int page = first + (TEAMS > 1 ? threadIdx.y : 0); page < last; page += TEAMS) {
 #if APPENDS
         if (append_alone(a.step, a.num_heads, side, page, head, threadIdx.x)) continue;
+        if (!loaded) load();
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
 #else
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
-        constexpr int AHEAD = rows_ahead<S>() ? 2 : 1;
-        if (threadIdx.x == 0 && page + AHEAD < last && a.stride[side][2] == D)  // the next page's rows, where they lie side by side
+        constexpr int AHEAD = rows_ahead<S>() ? 2 * TEAMS : TEAMS;
+        if (threadIdx.x == 0 && page + AHEAD < last && a.stride[side][2] == D)  // rows of a later page, where they lie side by side
             prefetch_l2(i64(a.x[side]) + ((page + AHEAD) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
 #endif
-        if (!rows_ahead<S>() || page == first) load_rows(a, side, page, head, raw);
-        if (!loaded) write_columns(a, head, shared, scaled), load_head(a, head, shared);
-        loaded = true;
-        close_side<S>(a, side, page, min(page + 1, last - 1), head, raw, out, shared, scaled);
+        if (!rows_ahead<S>() || page < first + TEAMS) load_rows(a, side, page, head, raw);
+        close_side<S>(a, side, page, min(page + TEAMS, last - 1), head, raw, basis, out, shared, scaled);
         if (side == 0)  // nothing of the pool's earlier content stays in a page
 #pragma unroll 1
             for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
-        __syncthreads();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
+        sync_page();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
 #if APPENDS
         FreshRow(a.step, a.num_heads, side, page, head, threadIdx.x).store();
 #endif
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS * TEAMS, RESIDENT) close_banded(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    static_assert(sizeof(Shared) <= SHARED_BYTES, "banded.py counts too little shared memory");
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    static_assert(BASIS_BYTES + TEAMS * sizeof(Shared) <= SHARED_BYTES, "banded.py counts too little shared memory");
+    Shared& shared = *reinterpret_cast<Shared*>(memory + BASIS_BYTES + (TEAMS > 1 ? threadIdx.y : 0) * sizeof(Shared));
     // Values last, and the pages of a head side by side: a multiprocessor runs one side's code at a time, and finds the head's basis in its L1.
     const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads;
     const int side = SIDES == 3 ? int(blockIdx.x) >= count : SIDES - 1, item = int(blockIdx.x) - (SIDES == 3 ? side * count : 0);
     const int head = item / each, first = item % each * a.pages_each, last = min(first + a.pages_each, a.num_pages);
 #if SIDES & 1
-    if (side == 0) close_pages<Keys>(a, 0, head, first, last, shared);
+    if (side == 0) close_pages<Keys>(a, 0, head, first, last, memory, shared);
 #endif
 #if SIDES & 2
-    if (side == 1) close_pages<Values>(a, 1, head, first, last, shared);
+    if (side == 1) close_pages<Values>(a, 1, head, first, last, memory, shared);
 #endif
 }

@@ -226,6 +226,7 @@ DEVICE void wait_for_previous_kernel() {
 DEVICE void compute_now(u32& x) { asm volatile("" : "+r"(x)); }
 
 /// Barrier among as many threads of a block: 1 of the first ones (0 is __syncthreads).
+DEVICE void sync_threads(u32 barrier, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 template <int BARRIER = 1>
 DEVICE void sync_threads(u32 threads) { asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "r"(threads) : "memory"); }
 
