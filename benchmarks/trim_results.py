@@ -2,8 +2,8 @@
 
     python benchmarks/trim_results.py benchmarks/results/eval ...
 
-Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later makes it null). Floats of items,
-not of summaries, keep 6 significant digits. Running it again changes nothing.
+Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later makes it null) and greedy texts' tokens
+(what was counted of them stays). Floats of items, not of summaries, keep 6 significant digits. Running it again changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def rounded(value: Any) -> Any:
 
 def trimmed(data: dict[str, Any]) -> dict[str, Any]:
     """One result file's data without what no report reads."""
-    items = {key: {k: rounded(v) for k, v in record.items() if k not in DROPPED} for key, record in data["items"].items()}
+    items = {
+        key: {k: rounded(v) for k, v in record.items() if k not in DROPPED and not (k == "tokens" and isinstance(v, list))}
+        for key, record in data["items"].items()
+    }
     return data | {"items": items}
 
 

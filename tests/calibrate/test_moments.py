@@ -142,6 +142,18 @@ def test_a_calibration_holds_one_basis_a_layer_and_comes_back_from_its_file(mode
     again.check(model.config, schemes.get("klt3", head_dim=64))
 
 
+def test_schemes_calibrated_together_have_what_each_has_alone(model, calibrations):
+    """Moments are looked at once for schemes whose tokens and pages are the same, and again where they are not."""
+    short = dataclasses.replace(schemes.get("klt2"), name="short", num_sink_tokens=1, page_size=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        together = calibrate_all(model, prompts(8, 300), ["klt3", short, "klt2"])
+        alone = [calibrate(model, prompts(8, 300), s) for s in ("klt3", short, "klt2")]
+    for a, b in zip(together, alone, strict=True):
+        assert a.id == b.id and a.info == b.info
+    assert together[2].id == calibrations["klt2"].id != together[1].id
+
+
 def test_attention_is_the_models_own_again_after_calibration(model):
     before = model.config._attn_implementation
     calibrate(model, prompts(), "klt2")

@@ -182,6 +182,10 @@ def test_formats_that_need_a_basis_are_fitted_too():
     layers = layer_geometries(model.config)
     bases = calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), "klt4").static
     bench = Bench(model, PROBES, WHOLES, bases, State(None, {}))
+    for name in ("klt4", "klt2"):  # steps are those of the widths, whatever the bases were made for
+        own = calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), name).static
+        for a, b in zip(bench.calibration(schemes.get(name, head_dim=64)).static, own, strict=True):
+            torch.testing.assert_close(a["k_basis"], b["k_basis"], rtol=0, atol=2e-3 * float(b["k_basis"].abs().max()))
     limit = CacheSpec(scheme=schemes.get("klt3", head_dim=64), layers=layers).nbytes(8192)
     found = fit(bench, formats(layers, True), Goal(layers=layers, context=8192, memory_bytes=limit), name="mine", progress=False)
     assert found.preset is not None and found.chosen.kl <= found.preset.kl and found.fitted.scheme.needs_calibration

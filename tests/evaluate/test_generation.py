@@ -8,7 +8,7 @@ import torch
 
 from kvbits.errors import DataError, SpecError
 from kvbits.evaluate.caches import base_factory, factory
-from kvbits.evaluate.rows import Rows, generate, score
+from kvbits.evaluate.rows import Rows, alike, generate, score
 from kvbits.evaluate.tasks import Context, Options, load
 from kvbits.evaluate.texts import Text, novel
 
@@ -98,6 +98,28 @@ def test_first_divergence_is_where_texts_differ(model):
     assert found["prompts"] == 2 and 0 <= found["first_divergence"] <= 12 and 0 <= found["agreement"] <= 1
 
 
+def test_follow_says_what_a_cache_writes_after_the_bases_own_tokens(model):
+    """Checked against single passes over the same tokens: the token chosen at each place, whatever was chosen before it."""
+    t, written = task("follow", model), task("greedy", model)
+    factories = {"32-bit": base_factory(model), "raw": factory(model, "raw"), "kivi2": factory(model, "kivi2")}
+    for key in t.item_keys():
+        text = written.run(key, {"32-bit": factories["32-bit"]}, lambda n: None)["32-bit"]["tokens"]
+        prompt = t._windows[key][:150]
+        found = t.run(key, factories, lambda n: None)
+        assert found["32-bit"]["tokens"] == found["raw"]["tokens"] == text and found["raw"]["same"] == 12
+        alone = Rows(model, factories["kivi2"].make(1, 162), [prompt], 32)
+        want = [alone.logits.argmax(-1).item(), *alone.feed(torch.tensor([text[:-1]]), keep=11).argmax(-1)[0].tolist()]
+        assert found["kivi2"]["tokens"] == want and found["kivi2"]["same"] == sum(a == b for a, b in zip(want, text, strict=True))
+    long = task("follow", model, new_tokens=70).run(key, factories, lambda n: None)["32-bit"]
+    assert long["same"] == 70, "several passes of a chunk read the text where it stands"
+
+
+def test_prompts_of_alike_length_go_together():
+    assert alike([700, 130, 2500, 90, 300, 129, 1024], 128) == [[3, 5, 1], [4, 0], [6], [2]]
+    assert alike([5, 1, 128], 128) == [[1, 0, 2]] and alike([], 128) == []
+    assert sorted(i for group in alike(list(LENGTHS), 32) for i in group) == list(range(len(LENGTHS)))
+
+
 @pytest.mark.parametrize("name", ["passkey", "needle", "entities"])
 @pytest.mark.parametrize("bos", [False, True])
 def test_prompts_have_their_exact_length_and_hold_the_answer(model, name, bos):
@@ -131,7 +153,7 @@ def test_found_means_that_greedy_decoding_writes_it(model, monkeypatch):
         assert record["raw"]["right"] == (4 if found else 3)
 
 
-@pytest.mark.parametrize("name", ["passkey", "greedy"])
+@pytest.mark.parametrize("name", ["passkey", "greedy", "follow"])
 def test_records_do_not_depend_on_the_batch(model, name, monkeypatch):
     t = task(name, model, contexts=(1600,), repeats=2)
     factories = {"32-bit": base_factory(model), "int4": factory(model, "int4")}

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import warnings
 
 import pytest
 import torch
 
+from kvbits.errors import KvbitsWarning
 from kvbits.evaluate.texts import novel
 from kvbits.integrations.huggingface import KVCache
 
@@ -53,7 +55,11 @@ def decoded(model, ids, cache):
 @pytest.mark.parametrize("scheme", LIMITS)
 def test_decoding_on_the_device_loses_no_more_than_the_tables_say(scheme, windows):
     model, ids, want = windows
-    fixed = KVCache.for_model(model, scheme, max_tokens=ids.shape[1], batch_size=len(ids))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", KvbitsWarning)
+        fixed = KVCache.for_model(model, scheme, max_tokens=ids.shape[1], batch_size=len(ids))
+    if unfit := [str(w.message) for w in caught if "is unfit for" in str(w.message)]:
+        pytest.skip(unfit[0])  # a model with a key bias: the tables do not speak of it
     got = decoded(model, ids, fixed)
     kl = (want.exp() * (want - got)).sum(-1).mean().item()
     print(f"{scheme}: KL {kl:.5f}, same next token {(want.argmax(-1) == got.argmax(-1)).float().mean().item():.4f}")

@@ -136,8 +136,7 @@ def _poison(pages: torch.Tensor, layout: PageLayout, lengths: list[int]) -> None
     for i, n in enumerate(lengths):
         for name in ("k_raw", "v_raw"):
             s = layout.sections[name]
-            row = layout.head_dim * 2
-            pages[i, :, s.offset + n * row : s.offset + s.nbytes] = 0xFF
+            pages[i, :, s.offset + s.nbytes // layout.page_size * n : s.offset + s.nbytes] = 0xFF
 
 
 def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dict[str, torch.Tensor]:

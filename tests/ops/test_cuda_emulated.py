@@ -21,7 +21,7 @@ from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import LIMIT, TIERED, asked, both, spec
 from ops.test_cuda_kvquant import direct, of, static
 
-from kvbits import ops
+from kvbits import ops, schemes
 from kvbits.errors import DataError
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.reference import attend as reference
@@ -133,6 +133,8 @@ def banded():
     yield Case(**of("klt4"), lengths=(333, 70), head_dim=64, group=3, softcap=20.0, page_size=32, crop=13)
     yield Case(**of("klt2"), **whole, head_dim=64, tail=64, sinks=4, group=5, magnitude=30.0)
     yield Case(**of("klt3"), lengths=(700, 70), tail=20, head_dim=256, group=2, page_size=128)
+    wide = schemes.get("klt4", head_dim=256)  # has a plane of 8 bits
+    yield Case(key=wide.key, value=wide.value, lengths=(333, 0, 70), tail=20, sinks=4, head_dim=256, group=4)
     key, value = of("klt3").values()
     for bands in ((8, 0, 1, 2), (3, 6, 1, 5)):
         yield Case(key=dataclasses.replace(key, bands=bands, center=None), value=dataclasses.replace(value, basis=None), lengths=(333, 70), head_dim=64)

@@ -64,7 +64,17 @@ def test_presets_have_the_widths_that_the_documents_name():
     for name, (small, large) in named.items():
         key = schemes.get(name).key
         assert (key.widths(64), key.widths(128)) == (small, large)
+        assert (schemes.get(name, head_dim=64).key, schemes.get(name, head_dim=128).key) == (key, key)
         assert set(schemes.get(name).value.widths(64)) == {int(name[-1])}
+
+
+def test_wide_heads_of_klt4_have_eight_bits_where_the_error_is():
+    """Said by the spec, so that calibrations and files of the dealt widths are told apart."""
+    wide = schemes.get("klt4", head_dim=256).key
+    assert wide.bands == wide.widths(256) == (8, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2, 2) and sum(wide.bands) == 4.5 * 16
+    assert wide != schemes.get("klt4").key and sum(schemes.get("klt4").key.widths(256)) == sum(wide.bands)
+    assert all(schemes.get(name, head_dim=256) == schemes.get(name) for name in ("klt3", "klt2"))
+    assert wide.widths(512) == schemes.get("klt4").key.widths(512), "heads of several sizes: dealt out where they are not 256"
 
 
 @pytest.mark.parametrize("name", ["klt2", "klt3", "klt4"])

@@ -266,10 +266,34 @@ def test_the_page_needs_no_network_and_carries_all_rows(folder):
     assert text.index('id="answer"') < text.index("<table") and text.index("KL divergence between") < text.index('id="answer"')
     answer = {p["name"]: p for p in data["answer"]}
     assert (
-        set(answer) == {"raw", "int8", "int4", "kivi4", "kivi2"}
+        {n for n, p in answer.items() if p["kind"] == "kvbits"} == {"raw", "int8", "int4", "kivi4", "kivi2"}
         and answer["kivi4"]["speed"] > 1
         and {n for n, p in answer.items() if p["recommended"]} == set(markdown.recommended(collect(folder)))
     )
+
+
+def test_other_caches_are_marked_where_they_serve_and_recipes_as_simulated(folder, tmp_path):
+    """A cache of others need not serve every model; its bits are those of long context, like ours, and not those of a window's raw tokens."""
+    results = collect(folder)
+    tiny = results.models["tiny"]
+    (base,) = (c for c in tiny.tasks["fidelity"].values() if c.kind == "base")
+    quanto = dataclasses.replace(
+        base, scheme="quanto4", kind="stock", info={"bits_per_element": None, "options": {"nbits": 4}}, summary=base.summary | {"kl_mean": 0.3}
+    )
+    other = dataclasses.replace(tiny, name="other", tasks={"fidelity": tiny.tasks["fidelity"] | {"quanto4": quanto}})
+    (tmp_path / "basis" / "recipes").mkdir(parents=True)
+    for name, kl in (("a", 0.01), ("b", 0.02)):
+        rows = [{"scheme": "turboquant4", "bits_per_element": 4.25, "kl": kl}]
+        (tmp_path / "basis" / "recipes" / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    both = dataclasses.replace(results, models={"tiny": tiny, "other": other})
+    marks = {p["name"]: p for p in page_data(both, tmp_path)["answer"]}
+    assert (marks["quanto4"]["bits"], marks["quanto4"]["kl"], marks["quanto4"]["models"]) == (4.5, 0.3, 1) and marks["int4"]["models"] == 2
+    assert marks["turboquant4"] == {
+        "name": "turboquant4", "kind": "simulated", "bits": 4.25, "kl": 0.02, "speed": None, "recommended": False, "models": 2,
+    }  # fmt: skip
+    rows = markdown.scheme_rows(both)[1]
+    assert next(r.cells for r in rows if r.scheme == "quanto4")[2] == "4.50"
+    assert {"klt4", "klt3", "klt2", "nuq2-1%", "kivi2", "quanto2", "hqq2"} <= {p["name"] for p in page_data(collect(RESULTS), BENCHMARKS)["answer"]}
 
 
 def test_recommended_presets_have_a_bar_in_every_speed_chart():

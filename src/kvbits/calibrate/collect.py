@@ -240,20 +240,26 @@ def moments_of(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> dict[int, M
 
 
 def _see_queries(model: Any, prompts: list[histograms.Prompt], targets: list[Target], moments: list[dict[int, Moments]], progress: bool) -> None:
+    """Fill `moments`; targets whose tokens and pages are the same have the same ones, so one of them looks."""
     layers = {layer for wanted in moments for layer in wanted}
+    first: dict[tuple[int, int, frozenset[int]], int] = {}
+    looking = [first.setdefault((t.skip, t.scheme.page_size, frozenset(m)), i) for i, (t, m) in enumerate(zip(targets, moments, strict=True))]
     with evaluating(model), bar("bases", sum(len(ids) for ids, _ in prompts), enabled=progress) as advance:
         for i, (ids, mask) in enumerate(prompts):
 
             def observe(layer: int, q: torch.Tensor, k: torch.Tensor, i: int = i) -> None:
-                for target, wanted in zip(targets, moments, strict=True):
-                    if layer in wanted:
-                        for row, looked_at in enumerate(target.tokens[i]):
+                for one in set(looking):
+                    if layer in moments[one]:
+                        for row, looked_at in enumerate(targets[one].tokens[i]):
                             positions = looked_at.nonzero().squeeze(1)
                             at = positions.to(k.device)
-                            wanted[layer].add(q[row, at], k[row, at], positions)
+                            moments[one][layer].add(q[row, at], k[row, at], positions)
 
             forward_with_queries(model, ids, mask, observe, layers)
             advance(len(ids))
+    for one, wanted in zip(looking, moments, strict=True):
+        for layer, m in wanted.items():
+            m.take(moments[one][layer])
 
 
 def _run(model: Any, prompts: list[histograms.Prompt], targets: list[Target], ranges: list[dict[histograms.Place, Ranges]], progress: bool) -> None:

@@ -72,6 +72,10 @@ class Moments:
             self.queries += (readers.mT @ readers).cpu() * len(mine)
         self.pages += pages
 
+    def take(self, other: Moments) -> None:
+        """Have seen what `other` saw, moments of the same layer and pages for keys of other widths."""
+        self.queries, self.keys, self.pages = other.queries, other.keys, other.pages
+
     def basis(self) -> torch.Tensor:
         """`k_basis`, float32 [H, D, D]: y = k_f @ basis. Its inverse is float16 numbers times a power of two for each head."""
         found = []
@@ -94,6 +98,12 @@ class Moments:
             step = spread.clamp(min=LEAST_SPREAD * spread.max().item()) * steps(self.spec, len(keys)).double()
             found.append(root @ directions / step)
         return with_short_inverse(torch.stack(found))
+
+
+def for_widths(basis: torch.Tensor, was: QuantSpec, spec: QuantSpec) -> torch.Tensor:
+    """`k_basis` [H, D, D] of keys of `spec`, from that of keys `was`, whose bands have other widths: the same directions in other steps."""
+    size = basis.shape[-1]
+    return basis if was.widths(size) == spec.widths(size) else with_short_inverse(basis.double() * (steps(was, size) / steps(spec, size)).to(basis.device))
 
 
 def _ridged(moment: torch.Tensor, few: bool, ridge: float) -> tuple[torch.Tensor, bool]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..evaluate.texts import Text
     from ..spec import Scheme
 
-TASKS_HELP = "Comma-separated: fidelity (perplexity, KL), decode, greedy, attention, passkey, needle, entities, humaneval, gsm8k, mmlu, arc."
+TASKS_HELP = "Comma-separated: fidelity (perplexity, KL), decode, greedy, follow, attention, passkey, needle, entities, humaneval, gsm8k, mmlu, arc."
 
 
 @command("eval")
@@ -51,8 +51,8 @@ def evaluate(
     windows: Annotated[int, typer.Option(help="Windows of each text.", min=1)] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a window; 1k is 1,024.", parser=tokens(2))] = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens per forward pass: history older than that is read as stored.", parser=tokens())] = 128,
-    context: Annotated[int, typer.Option(help="decode, greedy: tokens before decoding.", parser=tokens())] = 512,
-    new_tokens: Annotated[int, typer.Option(help="decode, greedy: tokens decoded one by one.", parser=tokens())] = 64,
+    context: Annotated[int, typer.Option(help="decode, greedy, follow: tokens before decoding.", parser=tokens())] = 512,
+    new_tokens: Annotated[int, typer.Option(help="decode, greedy, follow: tokens decoded.", parser=tokens())] = 64,
     contexts: Annotated[str, typer.Option(help="passkey, needle, entities: prompt lengths in tokens.")] = "1024,2048",
     depths: Annotated[str, typer.Option(help="passkey, needle: where the needle sits, 0 to 1.")] = "0,0.25,0.5,0.75,1",
     repeats: Annotated[int, typer.Option(help="Prompts per length and depth.", min=1)] = 1,

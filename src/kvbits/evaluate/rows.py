@@ -100,14 +100,47 @@ def score(
 ) -> list[list[tuple[float, bool]]]:
     """Log-likelihood, in nats, of each continuation of each prompt, and whether greedy decoding would have written it.
 
-    A prompt is fed once, and its sequence forked for continuations of more than one token.
+    A prompt is fed once, and its sequence forked for continuations of more than one token. Prompts of very different lengths do not wait for each other
+    (see `alike`): padding costs a model as much as tokens do.
 
     Args:
         continuations: int64 [num_tokens] each, for each prompt.
     """
     if f.stores_padding:  # nor can it be forked
         return [[_score(model, f.make(1, len(p) + len(c)), [p], [[c]], chunk)[0][0] for c in some] for p, some in zip(prompts, continuations, strict=True)]
-    return _score(model, f.make(None, None), prompts, continuations, chunk)
+    found: list[list[tuple[float, bool]]] = [[] for _ in prompts]
+    for group in alike([len(p) for p in prompts], chunk):
+        scores = _score(model, f.make(None, None), [prompts[i] for i in group], [continuations[i] for i in group], chunk)
+        for i, mine in zip(group, scores, strict=True):
+            found[i] = mine
+    return found
+
+
+def alike(lengths: Sequence[int], chunk: int) -> list[list[int]]:
+    """Indices of prompts that go through a cache together, shortest first: none takes more than twice the passes of `chunk` tokens of another in its group."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if groups and -(-lengths[i] // chunk) <= 2 * -(-lengths[groups[-1][0]] // chunk):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def follow(model: Any, f: CacheFactory, prompts: Sequence[torch.Tensor], texts: Sequence[Sequence[int]], chunk: int) -> list[list[int]]:
+    """The token that a cache would write in the place of each of `texts`, which follow prompts of one length and are of one length themselves.
+
+    Texts are fed as they are (teacher forcing), in passes of `chunk` tokens: what a cache would have written differently changes nothing after it.
+    """
+    found: list[list[int]] = []
+    for some in together(f, len(prompts)):
+        given = torch.tensor([list(text) for text in texts[some]])
+        rows = Rows(model, f.make(len(given), len(prompts[0]) + given.shape[1]), prompts[some], chunk)
+        chosen = [rows.logits.argmax(-1, keepdim=True)]
+        for piece in given[:, :-1].split(chunk, 1):
+            chosen.append(rows.feed(piece, keep=piece.shape[1]).argmax(-1))
+        found += torch.cat(chosen, 1).tolist()
+    return found
 
 
 def _score(

@@ -20,6 +20,7 @@ import torch
 from .. import schemes as presets
 from ..calibrate import Calibration
 from ..calibrate.calibration import fingerprint
+from ..calibrate.moments import for_widths
 from ..errors import FileFormatError, SpecError, counted
 from ..files import to_json
 from ..geometry import layer_geometries
@@ -78,7 +79,8 @@ def formats(layers: tuple[LayerGeometry, ...], calibrated: bool, token_local: bo
     widths = (8, 4, 3, 2)
     if calibrated:
         eight = QuantSpec(format="int8", granularity=PerGroup(size))
-        keys = {b: presets.get(f"klt{b}").key for b in (4, 3, 2)} | {8: dataclasses.replace(eight, center="channel")}
+        head_dim = math.gcd(*(g.head_dim for g in layers))
+        keys = {b: presets.get(f"klt{b}", head_dim=head_dim).key for b in (4, 3, 2)} | {8: dataclasses.replace(eight, center="channel")}
         values = {b: presets.get(f"klt{b}").value for b in (4, 3, 2)} | {8: eight}
     elif token_local:
         rotated = all(g.head_dim & (g.head_dim - 1) == 0 for g in layers)
@@ -153,13 +155,14 @@ class Bench:
     Args:
         probes: int64 [windows, tokens]: single layers are measured on the last `SCORED` tokens of each.
         wholes: int64 [windows, tokens]: whole caches are measured on these, in chunks of `SCORED`.
-        bases: per layer what keys in a calibrated basis need (`Calibration.static`), or None.
+        bases: per layer what keys in a calibrated basis need (`Calibration.static` of `klt4`), or None.
         state: where measurements are kept.
     """
 
     def __init__(self, model: Any, probes: torch.Tensor, wholes: torch.Tensor, bases: list[dict[str, torch.Tensor]] | None, state: State) -> None:
         self.model, self.probes, self.wholes, self.bases, self.state = model, probes.to(model.device), wholes, bases, state
         self.layers = layer_geometries(model.config)
+        self._bases: dict[tuple[int, tuple[int, ...]], dict[str, torch.Tensor]] = {}
         self._prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._reference: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -170,8 +173,15 @@ class Bench:
         if self.bases is None:
             raise SpecError(f"scheme {scheme.name!r} needs a calibration, and none was made")
         specs = [scheme.for_layer(i, len(self.layers))[0] for i in range(len(self.layers))]
-        static = [basis if key.basis == "klt" else {} for key, basis in zip(specs, self.bases, strict=True)]
+        static = [self._basis(layer, key) if key.basis == "klt" else {} for layer, key in enumerate(specs)]
         return Calibration(static, fingerprint(self.model.config, scheme), {"scheme": scheme.name})
+
+    def _basis(self, layer: int, key: QuantSpec) -> dict[str, torch.Tensor]:
+        assert self.bases is not None
+        if (layer, key.bands) not in self._bases:
+            made_for = presets.get("klt4", head_dim=math.gcd(*(g.head_dim for g in self.layers))).key
+            self._bases[layer, key.bands] = {"k_basis": for_widths(self.bases[layer]["k_basis"], made_for, key)}
+        return self._bases[layer, key.bands]
 
     def alone(self, layer: int, side: str, width: int, spec: QuantSpec) -> float:
         """KL of one layer's keys or values in a format, all others raw; nats."""

@@ -9,6 +9,9 @@ from typing import Any
 from ..errors import SpecError
 from ..evaluate.results import read_all
 
+STOCK_GROUP = 64
+"""Numbers that share a scale in Transformers' quantized caches, their default."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -93,9 +96,18 @@ def _order(cell: Cell, cells: dict[str, Cell]) -> tuple[Any, ...]:
 
 
 def bits(cell: Cell, cells: dict[str, Cell]) -> float | None:
-    """Bits per cached number: of closed pages at long context where the spec says so, else those really held at the end of a window."""
-    stated = cell.info.get("bits_per_element")
-    return float(stated) if stated is not None else held_bits(cell, cells)
+    """Bits per cached number: at long context where they are known, else those really held at the end of a window."""
+    stated = long_bits(cell)
+    return held_bits(cell, cells) if stated is None else stated
+
+
+def long_bits(cell: Cell) -> float | None:
+    """Bits per cached number at long context: what the spec says, or of Transformers' own caches the code's and those of a scale and a zero point of 16 bits
+    for each `STOCK_GROUP` numbers; None where neither is known."""
+    stated, code = cell.info.get("bits_per_element"), cell.info.get("options", {}).get("nbits")
+    if stated is None and code is not None:
+        stated = code + 2 * 16 / STOCK_GROUP
+    return None if stated is None else float(stated)
 
 
 def held_bits(cell: Cell, cells: dict[str, Cell]) -> float | None:

@@ -15,7 +15,7 @@ from .. import schemes
 from ..errors import SpecError
 from ..schemes import PRESETS, weak_to_key_bias
 from ..spec import CacheSpec, LayerGeometry
-from .collect import Cell, Model, Results, bits, held_bits
+from .collect import Cell, Model, Results, bits, held_bits, long_bits
 from .kernels import gpu_speeds
 
 LEGEND = (
@@ -100,7 +100,7 @@ def scheme_rows(results: Results, benchmarks: Path | None = None) -> tuple[list[
         columns.append(m.title)
     rows = []
     for name, (b, cell) in sorted(first.items(), key=lambda kv: (-round(kv[1][0], 2), kv[1][1].kind == "stock", kv[0])):
-        stated = cell.info.get("bits_per_element")
+        stated = long_bits(cell)
         cells = [_named(name, cell), f"{b:.2f}", "" if stated is None else f"{stated:.2f}"]
         for m in models.values():
             s = _measured(m)[name].summary if name in _measured(m) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib.resources
+import json
 import re
 import statistics
 from collections import Counter
@@ -118,20 +119,35 @@ def _decoded(results: Results, presets: tuple[str, ...]) -> list[dict[str, Any]]
 
 
 def _points(results: Results, benchmarks: Path | None) -> list[dict[str, Any]]:
-    """A mark for every cache measured on all models: its bits, the KL of its worst model, its speed on a GPU (the middle of the shapes measured)."""
+    """A mark for every preset measured on all models, and every other cache on those that it serves: its bits at long context, the KL of its worst model, its
+    speed on a GPU (the middle of the shapes measured)."""
     models = {k: m.tasks["fidelity"] for k, m in results.as_used.items() if "fidelity" in m.tasks}
     speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
     chosen = markdown.recommended(results)
     found = []
-    for name, cell in next(iter(models.values()), {}).items():
-        if cell.kind == "base" or not all(name in cells and cells[name].summary for cells in models.values()):
+    for name, cell in {n: c for cells in models.values() for n, c in cells.items() if c.summary}.items():
+        measured = [cells[name].summary["kl_mean"] for cells in models.values() if name in cells and cells[name].summary]
+        if cell.kind == "base" or (cell.kind == "kvbits" and len(measured) < len(models)):
             continue
-        kl = max(cells[name].summary["kl_mean"] for cells in models.values())
         speed = statistics.median(speeds[name].values()) if name in speeds else None
         found.append(
-            {"name": name, "kind": cell.kind, "bits": bits(cell, next(iter(models.values()))), "kl": kl, "speed": speed, "recommended": name in chosen}
-        )
-    return found
+            {"name": name, "kind": cell.kind, "bits": bits(cell, next(cells for cells in models.values() if name in cells)), "kl": max(measured),
+             "speed": speed, "recommended": name in chosen, "models": len(measured)}
+        )  # fmt: skip
+    return found + _recipes(benchmarks)
+
+
+def _recipes(benchmarks: Path | None) -> list[dict[str, Any]]:
+    """Marks of methods that are simulated only (benchmarks/study_basis.py): rows of `basis/recipes/*.json`, one file for each model."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for path in [] if benchmarks is None else sorted(benchmarks.glob("basis/recipes/*.json")):
+        for r in json.loads(path.read_text())["rows"]:
+            rows.setdefault(r["scheme"], []).append(r)
+    return [
+        {"name": name, "kind": "simulated", "bits": max(r["bits_per_element"] for r in some), "kl": max(r["kl"] for r in some), "speed": None,
+         "recommended": False, "models": len(some)}
+        for name, some in rows.items()
+    ]  # fmt: skip
 
 
 def _model(model: Model) -> dict[str, Any]:

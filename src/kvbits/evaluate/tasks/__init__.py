@@ -21,6 +21,7 @@ TASKS: dict[str, str] = {
     "fidelity": "text:FidelityTask",
     "decode": "text:DecodeTask",
     "greedy": "greedy:GreedyTask",
+    "follow": "greedy:FollowTask",
     "attention": "attention:AttentionTask",
     "passkey": "retrieval:PasskeyTask",
     "needle": "retrieval:NeedleTask",
@@ -45,12 +46,12 @@ class Options:
     Attributes:
         windows, length: windows of each text and their tokens (fidelity, attention).
         chunk: tokens per forward pass; older history is read as stored.
-        context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy).
+        context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy; follow: in chunks).
         contexts, depths: prompt lengths in tokens, and where in them the needle sits (0 first, 1 last).
         repeats: prompts per length and depth.
         limit: problems of a benchmark (humaneval, gsm8k, mmlu, arc), drawn by `seed`; a larger limit adds to a smaller one's. None for all.
         shots: worked examples before each question; None for the benchmark's usual number.
-        batch_size: prompts that go through a cache together (greedy, retrieval, benchmarks); no figure depends on it but by rounding.
+        batch_size: prompts that go through a cache together (greedy, follow, retrieval, benchmarks); no figure depends on it but by rounding.
         data: benchmark name -> its local file.
         seed: draws passkeys, filler and samples.
     """

@@ -1,4 +1,8 @@
-"""Greedy generation beside the base cache: where does the text first differ?"""
+"""Greedy generation beside the base cache: where does the text first differ (`greedy`), and what would a cache have written in the base's place (`follow`)?
+
+One token written differently changes all that come after it, so `greedy`'s agreement falls with the length of a text even where every other token is as good.
+`follow` feeds every cache the base's own text instead (teacher forcing).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
+
 from ..caches import CacheFactory
-from ..rows import generate
+from ..rows import follow, generate
 from . import Record, Task
-from .text import DecodeTask
+from .text import DecodeTask, standard_error, text_of
 
 
 class GreedyTask(DecodeTask):
@@ -23,22 +29,46 @@ class GreedyTask(DecodeTask):
     def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
         o = self.context.options
         prompts = [self._windows[key][: o.context] for key in keys]
+        base, *others = factories.values()
+        written = generate(self.context.model, base, prompts, o.new_tokens, o.chunk)
         found: dict[str, dict[str, Record]] = {key: {} for key in keys}
-        reference: list[list[int]] = []
-        for name, f in factories.items():
-            texts = generate(self.context.model, f, prompts, o.new_tokens, o.chunk)
-            reference = reference or texts
-            for key, tokens, wanted in zip(keys, texts, reference, strict=True):
+        for f in (base, *others):
+            texts = self._texts(f, prompts, written, f is base)
+            for key, tokens, wanted in zip(keys, texts, written, strict=True):
                 same = [a == b for a, b in zip(tokens, wanted, strict=True)]
-                found[key][name] = {"tokens": tokens, "first_divergence": same.index(False) if False in same else len(same), "same": sum(same)}
+                found[key][f.name] = {"tokens": tokens, "first_divergence": same.index(False) if False in same else len(same), "same": sum(same)}
             advance(self._length * len(keys))
         return found
 
+    def _texts(self, f: CacheFactory, prompts: list[torch.Tensor], written: list[list[int]], is_base: bool) -> list[list[int]]:
+        """What the cache writes; `written`: by the base."""
+        o = self.context.options
+        return written if is_base else generate(self.context.model, f, prompts, o.new_tokens, o.chunk)
+
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
-        total = sum(len(r["tokens"]) for r in records.values())
+        texts = dict.fromkeys(text_of(k) for k in records)
+        per_text = {t: self._summary([r for k, r in records.items() if text_of(k) == t]) for t in texts}
+        return self._summary(list(records.values())) | ({"texts": per_text} if len(per_text) > 1 else {})
+
+    def _summary(self, records: list[Record]) -> dict[str, Any]:
+        length = self.context.options.new_tokens
+        first = [float(r["first_divergence"]) for r in records]
         return {
-            "prompts": len(records), "new_tokens": total // len(records),
-            "first_divergence": math.fsum(r["first_divergence"] for r in records.values()) / len(records),
-            "identical": sum(r["first_divergence"] == len(r["tokens"]) for r in records.values()),
-            "agreement": sum(r["same"] for r in records.values()) / total,
+            "prompts": len(records), "new_tokens": length,
+            "first_divergence": math.fsum(first) / len(first), "first_divergence_se": standard_error(first),
+            "identical": sum(r["first_divergence"] == length for r in records),
+            "agreement": sum(r["same"] for r in records) / length / len(records),
+            "agreement_se": standard_error([r["same"] / length for r in records]),
         }  # fmt: skip
+
+
+class FollowTask(GreedyTask):
+    """A context in chunks, then the base's greedy text in chunks: at how many of its tokens does a cache choose the same one?
+
+    The base's own share is below 1 by what rounds differently in passes of several tokens.
+    """
+
+    name: ClassVar[str] = "follow"
+
+    def _texts(self, f: CacheFactory, prompts: list[torch.Tensor], written: list[list[int]], is_base: bool) -> list[list[int]]:
+        return follow(self.context.model, f, prompts, written, self.context.options.chunk)

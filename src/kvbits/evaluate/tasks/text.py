@@ -66,8 +66,8 @@ class FidelityTask(Task):
         return compare(self.context.model, caches, ids, first=0, chunk=self.context.options.chunk, on_tokens=on_tokens)
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
-        texts = dict.fromkeys(_text_of(k) for k in records)
-        per_text = {t: _summary({k: r for k, r in records.items() if _text_of(k) == t}, base) for t in texts}
+        texts = dict.fromkeys(text_of(k) for k in records)
+        per_text = {t: _summary({k: r for k, r in records.items() if text_of(k) == t}, base) for t in texts}
         return _summary(records, base) | ({"texts": per_text} if len(per_text) > 1 else {})
 
 
@@ -117,7 +117,7 @@ def _bytes(cache: Any, length: int) -> Record:
     return found
 
 
-def _text_of(key: str) -> str:
+def text_of(key: str) -> str:
     return key.rsplit("@", 1)[0]
 
 
@@ -150,13 +150,13 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
         kl = [records[k]["kl"] / records[k]["num_tokens"] for k in shared]
         base_ppl = math.exp(math.fsum(base[k]["nll"] for k in shared) / tokens)
         found |= {
-            "ppl_base": base_ppl, "ppl_change": found["ppl"] / base_ppl - 1, "ppl_change_se": _standard_error(change), "kl_mean_se": _standard_error(kl),
+            "ppl_base": base_ppl, "ppl_change": found["ppl"] / base_ppl - 1, "ppl_change_se": standard_error(change), "kl_mean_se": standard_error(kl),
             "memory_reduction": max(base[k]["bytes_held"] for k in shared) / found["bytes_held"],
         }  # fmt: skip
     return found
 
 
-def _standard_error(values: list[float]) -> float | None:
+def standard_error(values: list[float]) -> float | None:
     """Of the mean, over windows; None for a single one."""
     if len(values) < 2:
         return None

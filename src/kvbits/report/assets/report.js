@@ -104,6 +104,7 @@ if (typeof document !== "undefined") (() => {
         set("lossless", (p) => p.name === "raw", "--base", {}),
         set("other presets", (p) => ours(p) && !p.recommended, "--ours", { unnamed: phone }),
         set("Transformers' own", (p) => p.kind === "stock", "--stock", { pointStyle: "triangle", unnamed: phone }),
+        set("simulated only", (p) => p.kind === "simulated", "--purple", { pointStyle: "rect", unnamed: phone }),
       ].filter((s) => s.data.length) },
       options: {
         animation: false, maintainAspectRatio: false, layout: { padding: { right: 24, top: 24 } },
@@ -113,13 +114,15 @@ if (typeof document !== "undefined") (() => {
         },
         plugins: {
           legend: { position: "bottom", labels: { color: css("--text"), usePointStyle: true } },
-          tooltip: { callbacks: { label: (c) => { const p = c.raw.row; return [`${p.name}: ${p.bits.toFixed(2)} bits, KL ${p.kl.toPrecision(2)} nats`, p.speed === null ? "not timed on a GPU" : `on a GPU ${p.speed.toFixed(2)} times as fast as 16 bits`]; } } },
+          tooltip: { callbacks: { label: (c) => { const p = c.raw.row; return [`${p.name}: ${p.bits.toFixed(2)} bits, KL ${p.kl.toPrecision(2)} nats`, `worst of ${p.models} model${p.models === 1 ? "" : "s"}`, p.speed === null ? "not timed on a GPU" : `on a GPU ${p.speed.toFixed(2)} times as fast as 16 bits`]; } } },
         },
       },
     });
     const raw = points.find((p) => p.name === "raw" && p.speed !== null);
+    const most = Math.max(...points.map((p) => p.models)), fewer = points.filter((p) => p.models < most).map((p) => p.name);
+    const served = fewer.length ? ` Measured on fewer than ${most} models: ${fewer.join(", ")}.` : "";
     $("answer-note").textContent = points.some((p) => p.speed !== null) ? "Size of a mark: speed of attention on a GPU over the fastest 16-bit kernel's, the middle of the shapes measured"
-      + (raw ? ` (raw: ${raw.speed.toFixed(2)} times as fast)` : "") + ". Hollow marks were not timed there." : "";
+      + (raw ? ` (raw: ${raw.speed.toFixed(2)} times as fast)` : "") + ". Hollow marks were not timed there." + served : "";
   }
 
   function pareto() {

@@ -1,0 +1,49 @@
+"""What the klt presets cost on a trained model, through the packed cache, with a calibration made here.
+
+Squared errors of keys and values do not tell: a search of scales that left them as they were once cost `klt4` two to five times its KL.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvbits import embedded
+from kvbits.calibrate import calibrate_all, prompts_from_text
+from kvbits.evaluate.caches import base_factory, factory
+from kvbits.evaluate.fidelity import compare
+from kvbits.evaluate.texts import novel_end, novel_start, windows
+from kvbits.integrations.models import load_model
+
+FOLDER = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models")) / "smollm2-135m-instruct"
+MEASURED = {"klt4": 0.00032, "klt3": 0.00137, "klt2": 0.00439}
+"""KL in nats over the windows below; a change to what calibration or closing writes may take half as much more."""
+LENGTH = 640
+
+
+def model_name() -> str | None:
+    """SmolLM2-135M-Instruct, or None."""
+    if FOLDER.is_dir():
+        return str(FOLDER)
+    try:
+        importlib.metadata.distribution(embedded.PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return embedded.NAME
+
+
+@pytest.mark.skipif(model_name() is None, reason=f"needs SmolLM2-135M-Instruct: a folder of that name in KVBITS_MODELS, or {embedded.INSTALL}")
+def test_kl_on_a_trained_model_stays_what_it_is():
+    model, tokenizer = load_model(model_name(), dtype="float32")
+    prompts = prompts_from_text(tokenizer, novel_end().content, num_prompts=2, length=512, batch_size=1)
+    found = dict(zip(MEASURED, calibrate_all(model, prompts, list(MEASURED)), strict=True))
+    caches = {"base": base_factory(model)} | {n: factory(model, n, calibration=lambda s: found[s.name]) for n in MEASURED}
+    (window,) = windows(tokenizer, novel_start(), count=1, length=LENGTH)
+    results = compare(model, {n: f.make(1, LENGTH) for n, f in caches.items()}, window, first=0, chunk=64)
+    kl = {n: results[n].kl_mean for n in MEASURED}
+    assert all(MEASURED[n] / 1.5 < kl[n] < 1.5 * MEASURED[n] for n in MEASURED), kl
+    assert torch.tensor([results[n].top1_agreement for n in MEASURED]).min() > 0.9
