@@ -21,7 +21,6 @@ from ....spec import PageLayout
 from ...descriptor import TORCH_DTYPES
 from ...reference.dequantize import require_starts
 from ...types import PageStore
-from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, turns_on
 from .step import STEP_FIELDS
@@ -98,12 +97,11 @@ class StepArgs(Args):
 @functools.lru_cache(maxsize=64)
 def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False) -> tuple[driver.Kernel, tuple[int, int]]:
     """The kernel, and its blocks' threads: of a page, times pages at once."""
-    with torch.cuda.device(device_index):
-        warpgroups = takes_warpgroups(layout, torch.device("cuda"))
-        macros = defines(layout, dtype, appends, warpgroups)
-        arch = driver.arch_of(torch.cuda.get_device_capability()) + "a" * warpgroups
-        binary = cuda_compile.compile_source(Path(__file__).parent, "close_banded.cu", macros, arch)
-        return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"]), early=appends), (int(macros["THREADS"]), int(macros["TEAMS"]))
+    warpgroups = takes_warpgroups(layout, torch.device("cuda", device_index) if device_index >= 0 else torch.device("cuda"))
+    macros = defines(layout, dtype, appends, warpgroups)
+    shared, folder = int(macros["SHARED_BYTES"]), Path(__file__).parent
+    kernel = driver.load(folder, "close_banded.cu", "close_banded", macros, device_index, shared, early=appends, own=warpgroups)
+    return kernel, (int(macros["THREADS"]), int(macros["TEAMS"]))
 
 
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:

@@ -111,11 +111,8 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
 @functools.lru_cache(maxsize=256)
 def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None, appends: bool = False) -> tuple[driver.Kernel, int]:
     macros = defines(layout, dtype, low, appends)
-    with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
-        binary = cuda_compile.compile_source(Path(__file__).parent, "close.cu", macros, arch)
-        shared = int(macros["SHARED_BYTES"])
-        return driver.Kernel(binary, "close_pages", shared, early=appends), int(macros["THREADS"])
+    kernel = driver.load(Path(__file__).parent, "close.cu", "close_pages", macros, device_index, int(macros["SHARED_BYTES"]), early=appends)
+    return kernel, int(macros["THREADS"])
 
 
 def launch_close(
@@ -167,6 +164,7 @@ class DecodeStep:
     ) -> None:  # fmt: skip
         layout, raw = store.layout, tail.layout
         is_banded, device_index = banded_sides(layout) is not None, -1 if store.device.index is None else store.device.index
+        self._threads: int | tuple[int, int]
         self._kernel, self._threads = banded.load(layout, dtype, device_index, True) if is_banded else _load(layout, dtype, device_index, None, True)
         self._grid = 2 * layout.num_kv_heads * len(runs)
         self._keep = (store, tail, closings, runs, status, undo, tail_starts)

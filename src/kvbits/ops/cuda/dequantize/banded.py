@@ -14,7 +14,6 @@ from ....errors import DataError
 from ....spec import PageLayout
 from ...descriptor import TORCH_DTYPES
 from ...types import PageStore
-from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import as_float32, banded_arguments, column_powers, columns_as_operands, refuses_bands, turns_on
 
@@ -52,9 +51,8 @@ class _Args(ctypes.Structure):
 def load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[driver.Kernel, int]:
     """The kernel, and threads of its blocks."""
     macros = defines(layout, dtype)
-    with torch.cuda.device(device_index):
-        binary = cuda_compile.compile_source(Path(__file__).parent, "dequantize_banded.cu", macros, driver.arch_of(torch.cuda.get_device_capability()))
-        return driver.Kernel(binary, "dequantize_banded", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
+    kernel = driver.load(Path(__file__).parent, "dequantize_banded.cu", "dequantize_banded", macros, device_index, int(macros["SHARED_BYTES"]))
+    return kernel, int(macros["THREADS"])
 
 
 class BandedUnpacker:
