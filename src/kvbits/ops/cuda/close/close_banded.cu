@@ -72,7 +72,7 @@ struct Shared {
     float mean[D], column[D], cosine[HALF], sine[HALF];
     u32 most[WARPS];  // of a warp's keys, the bits of a float
 };
-constexpr int BASIS_BYTES = WARPGROUPS ? D * D * 4 : 0;
+constexpr int BASIS_BYTES = !WARPGROUPS ? 0 : SIDES == 2 && by_signs<Values>() ? D * D * 2 : D * D * 4;
 static_assert(sizeof(Shared) % 16 == 0 && (TEAMS == 1 || !Values::HAS_MEAN), "a page's rows are summed where the basis is");
 
 DEVICE void sync_page() {
