@@ -54,7 +54,7 @@ def compiled(macros, folder, kind="close", entry="close_banded"):
         assert text.count(gpu_only) == 1
         text = text.replace(gpu_only, instead)
     (folder / "kernel.h").write_text(text)
-    lines = macros | {"KERNEL": entry, "NUM_THREADS": f"THREADS * {macros.get('TEAMS', 1)}", "BLOCK_X": "THREADS"}
+    lines = macros | {"KERNEL": entry, "NUM_THREADS": "THREADS"}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
     options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{folder}"]
     subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "close.so")], check=True)
@@ -194,14 +194,14 @@ def test_four_warps_multiply_at_once_and_a_block_closes_several_pages(name, emul
     """As on Hopper, where a block keeps the basis; two pages and one, and all three."""
     monkeypatch.setattr(cuda_banded, "takes_warpgroups", lambda layout, device: True)
     dtype, most = {"klt4": (torch.bfloat16, 3), "klt3": (torch.float16, 2), "klt2": (torch.float32, 2)}[name]
-    monkeypatch.setattr(cuda_banded, "MANY_BLOCKS", most)
+    monkeypatch.setattr(cuda_banded, "places", lambda *_: most)
     assert cuda_banded.pages_each(3, HEADS) == 6 // most
     assert_references(*sides(name), rows(64, 128, dtype), rows(64, 128, dtype).flip(2), "cpu")
 
 
 @pytest.mark.parametrize("most", [2, 3])
 def test_a_block_closes_several_pages(most, device, monkeypatch):
-    monkeypatch.setattr(cuda_banded, "MANY_BLOCKS", most)
+    monkeypatch.setattr(cuda_banded, "places", lambda *_: most)
     assert_references(*sides("klt2"), rows(64, 64, torch.bfloat16), rows(64, 64, torch.bfloat16).flip(2), device)
     x = rows(32, 64, torch.float32)
     assert_references(banded(3, 0, 1, 2, basis="hadamard", center="channel"), banded(2, 1, 0, 3, basis="hadamard"), x, x.flip(2), device)

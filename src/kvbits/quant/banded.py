@@ -11,10 +11,6 @@ scale per token says only how loud the token is. It is fitted, not the maximum:
     then of that one and those 1 below and above (`OFFSETS`). The first of equals. Of rows turned by a Hadamard matrix, which come close to Gaussian
     ones: of s0 and those 2 below and above, then 1 (`TURNED_OFFSETS`)
 
-While it is sought, numbers are integers: x in units of 2**-5 of the power of two at or below s0 (`search_unit`), of a band of 8 bits multiples of four, half to
-even and, above 2,048, rounded to float16. Scales and levels are such integers too, so every backend finds the same errors, and float16 holds what is missed:
-a kernel counts two numbers with one instruction.
-
 Scales (`float8_e5m3`) have 5 bits of exponent, 3 of mantissa and no sign: the byte is bits 7 to 14 of the number in float16, so a reader shifts
 and has it. None is below 2**-17 (code 1), none above 61,440 (code 247).
 
@@ -49,7 +45,6 @@ error is 0.2 % above that of trying 13 (values: none). Those 7 and 8 above are f
 KL on SmolLM2 is two to five times as large (docs/log-gpu.md)."""
 TURNED_OFFSETS = ((0,), (-2, 2), (-1, 1))
 """Those of a Gaussian of 128 channels miss the least squared error by less than 0.02 % with 2 and 3 bits, 0.13 % with 4."""
-SEARCH_BITS = 5
 SMALLEST_CODE, LARGEST_CODE = 1, 247
 OUTER_CELL, ONLY_CELL = 2, 4
 """Widths of the outermost cells and of the one cell of a band without bits, in steps. With outermost cells of 1 step, as mid-rise codes of b + n bits with the
@@ -98,22 +93,14 @@ def fitted_scales(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
             f"a scale of magnitude {start.max().item():.3g} overflows {spec.scale_dtype}, which ends at {largest:g}; keep the layer raw (an Override)"
         )
     best, least = scale_codes(start), torch.full_like(start, torch.inf)
-    unit = search_unit(best)
-    grain = torch.where(top == 255, 4.0, 1.0)
-    x = ((x / unit.unsqueeze(-1) / grain).round() * grain).half().float()
     for offsets in TURNED_OFFSETS if spec.basis == "hadamard" else OFFSETS:
         around = best
         for offset in offsets:
             codes = (around + offset).clamp(SMALLEST_CODE, LARGEST_CODE)
-            scale = (scale_values(codes) / unit).unsqueeze(-1)
+            scale = scale_values(codes).unsqueeze(-1)
             error = ((x - _values(_codes(x, scale, top), scale, top)) * (step > 0)).square().sum(-1)
             best, least = torch.where(error < least, codes, best), torch.minimum(error, least)
     return scale_values(best)
-
-
-def search_unit(codes: torch.Tensor) -> torch.Tensor:
-    """float32: what numbers are counted in while the scale is sought, from the codes of the first guess."""
-    return torch.exp2((codes >> 3).clamp(min=1).float() - (15 + SEARCH_BITS))
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, top: torch.Tensor) -> torch.Tensor:

@@ -72,10 +72,7 @@ struct Block {
 };
 extern Block block;
 extern unsigned char shared[];
-#ifndef BLOCK_X
-#define BLOCK_X (1 << 20)  // blocks of one dimension
-#endif
-struct { struct { operator unsigned() const { return block.current % BLOCK_X; } } x; struct { operator unsigned() const { return block.current / BLOCK_X; } } y; } threadIdx;
+struct { struct { operator unsigned() const { return block.current; } } x; } threadIdx;
 struct { int x; } blockIdx, blockDim;
 
 inline void yield() { swapcontext(&block.fibers[block.current].context, &block.scheduler); }
@@ -101,7 +98,6 @@ inline void wait_at(Barrier& b, unsigned threads) {
   if (++b.arrived == int(threads)) b.arrived = 0, ++b.generation;
   while (b.generation == mine) yield();
 }
-inline void sync_threads(u32 barrier, u32 threads) { wait_at(block.barriers[barrier], threads); }
 template <int BARRIER = 1>
 inline void sync_threads(u32 threads) { wait_at(block.barriers[BARRIER], threads); }
 inline void __syncthreads() { wait_at(block.barriers[0], block.fibers.size()); }
@@ -183,7 +179,6 @@ inline u16 to_small_float(float x, float largest) {
 inline u16 to_e4m3(float x) { return to_small_float<3, -6>(x, 448.f); }
 inline u16 to_e5m2(float x) { return to_small_float<2, -14>(x, 57344.f); }
 inline u32 fma_f16x2(u32 a, u32 b, u32 c) { return pack_f16(fmaf(low_f16(a), low_f16(b), low_f16(c)), fmaf(high_f16(a), high_f16(b), high_f16(c))); }
-inline u32 size_less_f16x2(u32 a, u32 b) { return pack_f16(fabsf(low_f16(a)) - low_f16(b), fabsf(high_f16(a)) - high_f16(b)); }
 inline u32 low_twice(u32 a) { return (a & 0xffff) * 0x10001u; }
 inline u32 high_twice(u32 a) { return (a >> 16) * 0x10001u; }
 inline u32 low_mul(u32 a, u32 b) { return mul_f16x2(low_twice(a), b); }
@@ -281,7 +276,6 @@ inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
   mma<false>(d, {a0, a1, a2, a3, b0, b1}, {c0, c1, c2, c3});
 }
 inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<false>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
-inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 b0) { mma_f16(d, a0, a1, 0, 0, b0, 0); }
 inline void warpgroup_begins(float (&)[8][2][4]) {}
 inline void warpgroup_ends(float (&)[8][2][4]) {}
 /// Of the four warps each multiplies its rows; b: [k / 8][128 columns][k % 8].

@@ -6,7 +6,6 @@
 constexpr int SMALLEST_SCALE = 1, LARGEST_SCALE = 247;
 // Which scales are tried, plus 8, the first in the low bits: 1 above the first guess, then 4, 2, 1 below and above the best; of turned rows the first guess, then 2, 1.
 constexpr u32 SCALE_OFFSETS = 0x97a6c49, TURNED_OFFSETS = 0x97a68;
-constexpr int SEARCH_BITS = 5;  // the search counts in units of 2**-5 of the power of two below the first guess
 
 /// The 8-bit float nearest to x >= 0 that is no larger than the largest, ties up.
 DEVICE int scale_code(float x) { return min(max(to_f16(fminf(x, 65504.f)) + 64 >> 7, SMALLEST_SCALE), LARGEST_SCALE); }

@@ -28,8 +28,6 @@ from .step import STEP_FIELDS
 RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
 """Of a multiprocessor, by the largest head_dim: registers are shared out for that many. With fewer registers the product of a warp waits for each of its loads:
 640 at head_dim 128 take half as long again on an H200."""
-MANY_BLOCKS = 800
-"""Twice the places that an H200 has for blocks of 128 threads at head_dim 128."""
 MOST_SHARED = 96 << 10
 """Bytes of a block, which every GPU since compute capability 8.0 gives."""
 
@@ -45,12 +43,11 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
     return None
 
 
-def shared_bytes(layout: PageLayout, warpgroups: bool = False, groups: int = 1) -> int:
-    """The basis, then `groups` times sizeof(Shared): rows, sums of each warp or codes, means, powers of columns, cosines and sines, largest keys of each warp."""
+def shared_bytes(layout: PageLayout, warpgroups: bool = False) -> int:
+    """sizeof(Shared): rows or the basis, sums of each warp or codes, means, powers of columns, cosines and sines, largest keys of each warp."""
     page, d = layout.page_size, layout.head_dim
     rows, sums = 4 * page * (d + 16), page // 16 * d * 4
-    each = (max(sums, page * (d + 4)) if warpgroups else rows + sums) + 12 * d + -(-page // 64) * 16
-    return (4 * d * d if warpgroups else 0) + groups * each
+    return (max(rows, 4 * d * d) + max(sums, page * (d + 4)) if warpgroups else rows + sums) + 12 * d + -(-page // 64) * 16
 
 
 def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
@@ -59,20 +56,29 @@ def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
     return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def pages_each(num_pages: int, num_kv_heads: int) -> int:
-    """Pages of a block: enough to pay for fetching the basis, and few enough that there are `MANY_BLOCKS` of keys."""
-    return max(1, min(16, num_pages * num_kv_heads // MANY_BLOCKS))
+def places(layout: PageLayout, device: torch.device) -> int:
+    """Blocks that run on a GPU at a time."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return multiprocessors * _resident(layout)
+
+
+def pages_each(num_pages: int, num_kv_heads: int, places: int) -> int:
+    """Pages of a block: as few as leave no block of keys waiting for another one."""
+    return -(-num_pages // max(1, places // num_kv_heads))
+
+
+def _resident(layout: PageLayout) -> int:
+    """Blocks of a multiprocessor."""
+    return max(1, next(n for most, n in RESIDENT_THREADS.items() if layout.head_dim <= most) // (layout.page_size * 2))
 
 
 def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False, warpgroups: bool = False) -> dict[str, int | str]:
     """Macros of one instantiation of close_banded.cu; `appends`: of a decode step; `warpgroups`: see `takes_warpgroups`."""
     d, threads = layout.head_dim, layout.page_size * 2
     last = list(layout.sections.values())[-1]
-    groups = 2 if warpgroups and not appends and not layout.value.center else 1
-    resident = 512 if groups > 1 else next(n for most, n in RESIDENT_THREADS.items() if d <= most)
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "TEAMS": groups, "RESIDENT": max(1, resident // (threads * groups)), "X_TYPE": TORCH_DTYPES[dtype],
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups, groups), "APPENDS": int(appends),
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": _resident(layout), "X_TYPE": TORCH_DTYPES[dtype],
+        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups), "APPENDS": int(appends),
         "WARPGROUPS": int(warpgroups), "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
@@ -95,13 +101,13 @@ class StepArgs(Args):
 
 
 @functools.lru_cache(maxsize=64)
-def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False) -> tuple[driver.Kernel, tuple[int, int]]:
-    """The kernel, and its blocks' threads: of a page, times pages at once."""
+def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False) -> tuple[driver.Kernel, int]:
+    """The kernel, and threads of its blocks."""
     warpgroups = takes_warpgroups(layout, torch.device("cuda", device_index) if device_index >= 0 else torch.device("cuda"))
     macros = defines(layout, dtype, appends, warpgroups)
     shared, folder = int(macros["SHARED_BYTES"]), Path(__file__).parent
     kernel = driver.load(folder, "close_banded.cu", "close_banded", macros, device_index, shared, early=appends, own=warpgroups)
-    return kernel, (int(macros["THREADS"]), int(macros["TEAMS"]))
+    return kernel, int(macros["THREADS"])
 
 
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
@@ -126,7 +132,7 @@ def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: tor
     """Close pages without waiting for the GPU; arguments as of `packed.launch_close`, and what `first_positions` gave."""
     layout, device = store.layout, k.device
     args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
-    args.num_pages, args.pages_each = len(page_address), pages_each(len(page_address), layout.num_kv_heads)
+    args.num_pages, args.pages_each = len(page_address), pages_each(len(page_address), layout.num_kv_heads, places(layout, device))
     for i, x in enumerate((k, v)):
         args.x[i] = x.data_ptr()
         args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])

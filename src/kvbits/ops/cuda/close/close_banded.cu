@@ -7,21 +7,6 @@
 // both as two float16 numbers, high and low (a page and columns over powers of two first): y is off by less than 2**-18 of sum |k_f| |A| of any token
 // that is not 2**17 times smaller than the page's largest number, so a code differs from the reference's only where it is a tie to that, and a token's scale
 // only where two cost the same squared error to about as much.
-#ifndef SEARCH_K
-#define SEARCH_K 0
-#endif
-#ifndef SEARCH_V
-#define SEARCH_V 0
-#endif
-#ifndef AHEAD_K
-#define AHEAD_K 0
-#endif
-#ifndef AHEAD_V
-#define AHEAD_V 0
-#endif
-#ifndef SIDES
-#define SIDES 3
-#endif
 #include "banded.cuh"
 #include "octets.cuh"
 #include "quad.cuh"
@@ -45,18 +30,12 @@ struct Args {
 #endif
 };
 
-/// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is exact.
-template <class S>
-constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && !S::HAS_MEAN && X_TYPE != FLOAT32 && D == 128; }
-/// What a token's numbers are still to be multiplied with.
-template <class S>
-constexpr float factor_of() { return by_signs<S>() ? float(HADAMARD_FACTOR) : 1.f; }
-using Keys = Banded<K_BANDED, false>;
-using Values = Banded<V_BANDED, true>;
-
-/// Of a page at a time. A block has TEAMS of them, threads (THREADS, TEAMS), and before them, with WARPGROUPS, the basis.
 struct Shared {
 #if WARPGROUPS
+    union {
+        unsigned char basis[D * D * 4];
+        float x[PAGE * ROW];
+    };
     union {
         float sums[WARPS][D];
         unsigned char codes[PAGE][CODE_STRIDE];
@@ -72,17 +51,10 @@ struct Shared {
     float mean[D], column[D], cosine[HALF], sine[HALF];
     u32 most[WARPS];  // of a warp's keys, the bits of a float
 };
-constexpr int BASIS_BYTES = !WARPGROUPS ? 0 : SIDES == 2 && by_signs<Values>() ? D * D * 2 : D * D * 4;
-static_assert(sizeof(Shared) % 16 == 0 && (TEAMS == 1 || !Values::HAS_MEAN), "a page's rows are summed where the basis is");
-
-DEVICE void sync_page() {
-    if (TEAMS == 1) __syncthreads();
-    else sync_threads(1 + threadIdx.y, THREADS);
-}
 
 /// What cosines, sines and columns in shared memory are now: of which frame, turns over and columns times 2**exponent.
 struct Scaled {
-    int frame = -1, exponent = 0;
+    int frame = -1, exponent = -9;  // good for keys up to 4 .. 64
 };
 
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
@@ -97,7 +69,7 @@ DEVICE void take_means(Token (&x)[TOKENS], int j, unsigned char* out, Shared& sh
         store<FLOAT16>(out + S::MEAN_OFFSET, ch, mean);
         shared.mean[ch] = mean;
     }
-    sync_page();
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         const float4 m = four_at(shared.mean, i, j), c = COLUMNS ? four_at(shared.column, i, j) : float4{1.f, 1.f, 1.f, 1.f};
@@ -111,16 +83,16 @@ DEVICE void take_means(Token (&x)[TOKENS], int j, unsigned char* out, Shared& sh
 
 /// Takes the channels' means off, as the reference does: sums in float64, of rows in shared memory.
 template <class S>
-DEVICE void subtract_mean(Token (&x)[TOKENS], int j, float* rows, unsigned char* out, Shared& shared, bool& overflow) {
+DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared& shared, bool& overflow) {
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r)
 #pragma unroll
         for (int i = 0; i < BANDS; ++i)
-            *reinterpret_cast<float4*>(&rows[thread_token(r) * ROW + i * BAND + j * 4]) = {x[r][i][0], x[r][i][1], x[r][i][2], x[r][i][3]};
-    sync_page();
+            *reinterpret_cast<float4*>(&shared.x[thread_token(r) * ROW + i * BAND + j * 4]) = {x[r][i][0], x[r][i][1], x[r][i][2], x[r][i][3]};
+    __syncthreads();
     take_means<S, false>(x, j, out, shared, overflow, [&](int ch) {
         double sum = 0;
-        for (int t = 0; t < PAGE; ++t) sum += rows[t * ROW + ch];
+        for (int t = 0; t < PAGE; ++t) sum += shared.x[t * ROW + ch];
         return float(sum / PAGE);
     });
 }
@@ -168,37 +140,47 @@ DEVICE void write_columns(const Args& a, int head, Shared& shared, const Scaled&
     for (int i = threadIdx.x; i < D; i += THREADS) shared.column[i] = a.column[head * D + i] * back;
 }
 
+/// What a head's pages share: once for all pages of a block.
+DEVICE void load_head(const Args& a, int head, Shared& shared, const Scaled& scaled) {
+    write_columns(a, head, shared, scaled);
+#if WARPGROUPS
+    constexpr int COUNT = sizeof(shared.basis) / 16;  // where matrix units read it
+    const uint4* const from = a.basis + i64(head) * COUNT;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < COUNT; i += THREADS) reinterpret_cast<uint4*>(shared.basis)[i] = from[i];
+    shared_writes_before_copies();
+#endif
+}
+
+/// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is exact.
+template <class S>
+constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && !S::HAS_MEAN && X_TYPE != FLOAT32 && D == 128; }
+/// What a token's numbers are still to be multiplied with.
+template <class S>
+constexpr float factor_of() { return by_signs<S>() ? float(HADAMARD_FACTOR) : 1.f; }
+
 #if WARPGROUPS
 /// The Hadamard matrix, +-1 of the type of rows, where and how matrix units read it: the order of channels within 16 is the same for rows and columns.
-DEVICE void load_signs(unsigned char* basis) {
+DEVICE void load_signs(Shared& shared) {
     constexpr u32 ONE = (X_TYPE == BFLOAT16 ? 0x3f80u : 0x3c00u) * 0x10001u;
     const u32 column = threadIdx.x % D, second = (column & 1) << 31, third = (column & 2) * 0x40004000u, fifth = (column & 4) * 0x20002000u;
 #pragma unroll 4
-    for (u32 i = threadIdx.x / D + threadIdx.y * (THREADS / D); i < D / 8; i += TEAMS * THREADS / D) {  // 8 rows of a column
+    for (u32 i = threadIdx.x / D; i < D / 8; i += THREADS / D) {  // 8 rows of a column
         const u32 w = ONE ^ second ^ (__popc(i * 8 & column) & 1) * 0x80008000u;
-        reinterpret_cast<uint4*>(basis)[i * D + column] = {w, w ^ third, w ^ fifth, w ^ third ^ fifth};
+        reinterpret_cast<uint4*>(shared.basis)[i * D + column] = {w, w ^ third, w ^ fifth, w ^ third ^ fifth};
     }
     shared_writes_before_copies();
 }
 
-/// The basis of a head where and how matrix units read it.
-DEVICE void load_basis(const Args& a, int head, unsigned char* basis) {
-    constexpr int COUNT = BASIS_BYTES / 16;
-    const uint4* const from = a.basis + i64(head) * COUNT;
-#pragma unroll 8
-    for (int i = threadIdx.x + threadIdx.y * THREADS; i < COUNT; i += THREADS * TEAMS) reinterpret_cast<uint4*>(basis)[i] = from[i];
-    shared_writes_before_copies();
-}
-
 /// x: rows times the signs of the Hadamard matrix; `factor_of` is left out.
-DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], const unsigned char* basis) {
+DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], const Shared& shared) {
     float y[BANDS][2][4];
     u32 rows[BANDS][4];
 #pragma unroll
     for (int i = 0; i < BANDS; ++i)
 #pragma unroll
         for (int k = 0; k < 4; ++k) rows[i][k] = raw[k % 2][i].w[k / 2];
-    const u64 signs = warpgroup_operand(basis);
+    const u64 signs = warpgroup_operand(shared.basis);
     warpgroup_begins(y);
 #pragma unroll
     for (int step = 0; step < BANDS; ++step) warpgroup_mma<X_TYPE == BFLOAT16>(y, rows[step], signs + step * 2 * D, step > 0);
@@ -210,13 +192,13 @@ DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], co
 }
 
 /// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the basis from shared memory.
-DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], int j, int, const unsigned char* own, Shared& shared, float (&y)[BANDS][2][4]) {
+DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
     u32 rows[2][BANDS][4];
     turn_and_split(x, j, shared, [&](int i, uint4 high, uint4 low) {
         rows[0][i][0] = high.x, rows[0][i][1] = high.y, rows[0][i][2] = high.z, rows[0][i][3] = high.w;
         rows[1][i][0] = low.x, rows[1][i][1] = low.y, rows[1][i][2] = low.z, rows[1][i][3] = low.w;
     });
-    const u64 basis = warpgroup_operand(own);
+    const u64 basis = warpgroup_operand(shared.basis);
     warpgroup_begins(y);
 #pragma unroll
     for (int step = 0; step < BANDS; ++step)
@@ -227,7 +209,7 @@ DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], int j, int, const
 }
 #else
 /// y: tokens in the frame of the page times the basis.
-DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head, const unsigned char*, Shared& shared, float (&y)[BANDS][2][4]) {
+DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head, Shared& shared, float (&y)[BANDS][2][4]) {
     turn_and_split(x, j, shared, [&](int i, uint4 high, uint4 low) { shared.operands[i][0][threadIdx.x] = high, shared.operands[i][1][threadIdx.x] = low; });
     const uint4* const from = a.basis + i64(head) * BANDS * BANDS * 64 + threadIdx.x % 32;
     // Half a step's operands of the basis are on their way while the other half is multiplied.
@@ -290,12 +272,12 @@ DEVICE void sum_tokens(const Token (&x)[TOKENS], int lane, float* sums) {
 
 /// Tokens in the frame of the page times the basis, less the channels' means (of a side with means).
 template <class S>
-DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, const unsigned char* basis, unsigned char* out, Shared& shared, Scaled& scaled, bool& overflow) {
+DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, unsigned char* out, Shared& shared, Scaled& scaled, bool& overflow) {
     // The page's largest number comes to lie from 2**11 to 2**15, which float16 holds after a turn; a token 2**14 times smaller still has 22 bits.
     const int lane = threadIdx.x % 32;
     const u32 here = __reduce_max_sync(ALL_LANES, max(__float_as_uint(most[0]), __float_as_uint(most[1])));
     if (lane == 0) shared.most[threadIdx.x / 32] = here;
-    sync_page();
+    __syncthreads();
     u32 largest = 0;
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) largest = max(largest, shared.most[warp]);
@@ -304,14 +286,14 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
         scaled.exponent = exponent;
         write_turns(a, shared, scaled);
         write_columns(a, head, shared, scaled);
-        sync_page();
+        __syncthreads();
     }
 #if WARPGROUPS
     float y[BANDS][2][4];
 #else
     float y[BANDS][2][4] = {};
 #endif
-    times_basis(a, x, j, head, basis, shared, y);
+    times_basis(a, x, j, head, shared, y);
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
         const float4 c = S::HAS_MEAN ? float4{1.f, 1.f, 1.f, 1.f} : four_at(shared.column, i, j);
@@ -321,7 +303,7 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
     }
     if (!S::HAS_MEAN) return;
     sum_tokens(x, lane, shared.sums[threadIdx.x / 32]);
-    sync_page();
+    __syncthreads();
     take_means<S, true>(x, j, out, shared, overflow, [&](int ch) {
         float sum = 0.f;
 #pragma unroll
@@ -330,33 +312,10 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
     });
 }
 
-/// Half numbers as the search sees them: what a scale misses them by, past the ends too. Levels are halves of odd numbers of scales, symmetric: with b bits
-/// the distance from the nearest is | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales. half_scale: two float16.
+/// What a scale misses x by, past the ends too. Levels are halves of odd numbers of scales, symmetric: with b bits the distance from the nearest is
+/// | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales. Wider ones count half scales, levels are odd: from 2**24 on a float holds even numbers only.
 template <int BITS>
-DEVICE u32 missed(u32 x, u32 half_scale) {
-#pragma unroll
-    for (int b = BITS - 1; b >= 0; --b) x = size_less_f16x2(x, half_scale + u32(b) * 0x04000400u);  // b more in the exponent
-    return x;
-}
-
-/// Adds the squares of what scales miss to error[r][2 r + g % 2] of the lane whose j is g / 2, of the tokens of quartet g: products of tokens with themselves.
-template <class S, int I = 0>
-DEVICE void add_squares(const u32 (&x)[TOKENS][BANDS][2], const u32 (&half_scale)[TOKENS], float (&error)[TOKENS][4]) {
-    if constexpr (I < BANDS) {
-        if constexpr (S::width(I) > 0)
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const u32 y[TOKENS] = {missed<S::width(I)>(x[0][I][k], half_scale[0]), missed<S::width(I)>(x[1][I][k], half_scale[1])};
-#pragma unroll
-                for (int r = 0; r < TOKENS; ++r) mma_f16(error[r], y[0], y[1], y[r]);
-            }
-        add_squares<S, I + 1>(x, half_scale, error);
-    }
-}
-
-#if SEARCH_K + SEARCH_V
-template <int BITS>
-DEVICE float missed_float(float x, float scale, float inverse_half) {
+DEVICE float missed(float x, float scale, float inverse_half) {
     if (BITS <= 4) {
         float y = x;
 #pragma unroll
@@ -367,22 +326,29 @@ DEVICE float missed_float(float x, float scale, float inverse_half) {
     const float below = fminf(__fmaf_rd(fabsf(x), inverse_half, EVEN), EVEN + float((1 << BITS) - 2));
     return fmaf(fabsf(x), inverse_half, (EVEN - 1.f) - below);
 }
+
+/// Squares of what a scale misses, of narrow bands and, in half scales, of wide ones.
 template <class S, int I = 0>
-DEVICE void add_squares_float(const Token& x, float scale, float inverse_half, float (&narrow)[2], float (&wide)[2]) {
+DEVICE void add_squares(const Token& x, float scale, float inverse_half, float (&narrow)[2], float (&wide)[2]) {
     if constexpr (I < BANDS) {
         if constexpr (S::width(I) > 0)
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const float y = missed_float<S::width(I)>(x[I][k], scale, inverse_half);
+                const float y = missed<S::width(I)>(x[I][k], scale, inverse_half);
                 float& sum = S::width(I) > 4 ? wide[k % 2] : narrow[k % 2];
                 sum = fmaf(y, y, sum);
             }
-        add_squares_float<S, I + 1>(x, scale, inverse_half, narrow, wide);
+        add_squares<S, I + 1>(x, scale, inverse_half, narrow, wide);
     }
 }
-#endif
-/// The codes of the tokens' scales: of the least squared error, the first of equals (quant/banded.py says which are tried, and that numbers are integers there:
-/// all sums are exact).
+
+/// Over the four threads of a token.
+DEVICE float of_token(float x) {
+    x += __shfl_xor_sync(ALL_LANES, x, 1);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2);
+}
+
+/// The codes of the tokens' scales: of the least squared error, the first of equals (quant/banded.py says which are tried).
 template <class S>
 DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], bool& overflow) {
     float squares[TOKENS] = {};
@@ -404,63 +370,21 @@ DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], 
     const int mine = scale_code(start) | (start <= scale_value(LARGEST_SCALE) ? 0 : 256), other = __shfl_xor_sync(ALL_LANES, mine, 1);
     overflow |= (mine | other) & 256;
     best[0] = (odd ? other : mine) & 255, best[1] = (odd ? mine : other) & 255;
-    float least[TOKENS], half_over[TOKENS];
-    u32 units[TOKENS][BANDS][2];
-#pragma unroll
-    for (int r = 0; r < TOKENS; ++r) {
-        const float over = power_of_two(15 + SEARCH_BITS - max(best[r] >> 3, 1)), factor = over * factor_of<S>();
-        half_over[r] = 0.5f * over;
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i) {
-            const float WHOLE = S::width(i) == 8 ? 50331648.f : 12582912.f;  // leaves no room for less than four, or one
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-                if (S::width(i)) units[r][i][k] = pack_f16(__fadd_rn(fmaf(x[r][i][2 * k], factor, WHOLE), -WHOLE), __fadd_rn(fmaf(x[r][i][2 * k + 1], factor, WHOLE), -WHOLE));
-        }
-        least[r] = __uint_as_float(0x7f800000u);
-    }
-    const int owner = (lane & 28) + lane / 8;  // of the quartet, has the sums
-    int around[TOKENS] = {best[0], best[1]};
+    int around[TOKENS];
+    float least[TOKENS] = {__uint_as_float(0x7f800000u), __uint_as_float(0x7f800000u)};
 #pragma unroll 1
     for (int i = 0; i < (S::BASIS == HADAMARD ? 5 : 7); ++i) {
-        if (i % 2) {
-            const int both = __shfl_sync(ALL_LANES, best[0] | best[1] << 8, owner);
-            around[0] = both & 255, around[1] = both >> 8;
-        }
-        int code[TOKENS];
-#if SEARCH_K + SEARCH_V
-        if constexpr (S::VALUES ? SEARCH_V : SEARCH_K) {
-#pragma unroll
-            for (int r = 0; r < TOKENS; ++r) {
-                code[r] = min(max(around[r] + int((S::BASIS == HADAMARD ? TURNED_OFFSETS : SCALE_OFFSETS) >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
-                const float scale = scale_value(code[r]) * (1.f / factor_of<S>()), half = 0.5f * scale;
-                float narrow[2] = {}, wide[2] = {};
-                add_squares_float<S>(x[r], scale, reciprocal_approx(half), narrow, wide);
-                float error = fmaf((wide[0] + wide[1]) * half, half, narrow[0] + narrow[1]);
-                error += __shfl_xor_sync(ALL_LANES, error, 1);
-                error += __shfl_xor_sync(ALL_LANES, error, 2);
-                if (error < least[r]) least[r] = error, best[r] = code[r];
-            }
-            continue;
-        }
-#endif
-        u32 half_scale[TOKENS];
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r) {
-            code[r] = min(max(around[r] + int((S::BASIS == HADAMARD ? TURNED_OFFSETS : SCALE_OFFSETS) >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
-            const float half = scale_value(code[r]) * half_over[r];
-            half_scale[r] = pack_f16(half, half);
-        }
-        float error[TOKENS][4] = {};
-        add_squares<S>(units, half_scale, error);
-#pragma unroll
-        for (int r = 0; r < TOKENS; ++r) {
-            const float found = lane & 4 ? error[r][2 * r + 1] : error[r][2 * r];
-            if (found < least[r]) least[r] = found, best[r] = code[r];
+            if (i == 0 || i % 2) around[r] = best[r];
+            const int code = min(max(around[r] + int((S::BASIS == HADAMARD ? TURNED_OFFSETS : SCALE_OFFSETS) >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
+            const float scale = scale_value(code) * (1.f / factor_of<S>()), half = 0.5f * scale;
+            float narrow[2] = {}, wide[2] = {};
+            add_squares<S>(x[r], scale, reciprocal_approx(half), narrow, wide);
+            const float error = of_token(fmaf((wide[0] + wide[1]) * half, half, narrow[0] + narrow[1]));
+            if (error < least[r]) least[r] = error, best[r] = code;
         }
     }
-    const int both = __shfl_sync(ALL_LANES, best[0] | best[1] << 8, owner);
-    best[0] = both & 255, best[1] = both >> 8;
 }
 
 /// Codes of a thread's channels of a token, a word of four for each band that has bits.
@@ -524,12 +448,9 @@ DEVICE bool has_nonfinite(const Args& a, int side, int page, int head) {
     return !finite(largest_of(raw[0])) || !finite(largest_of(raw[1]));
 }
 
-template <class S>
-constexpr bool rows_ahead() { return !APPENDS && (S::VALUES ? AHEAD_V : AHEAD_K); }
-
 /// Stores one side of a page from its rows.
 template <class S>
-DEVICE void close_side(const Args& a, int side, int page, int next, int head, Quad (&raw)[TOKENS][BANDS], unsigned char* basis, unsigned char* out, Shared& shared, Scaled& scaled) {
+DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS], unsigned char* out, Shared& shared, Scaled& scaled) {
     const int j = threadIdx.x % LANES;
     if constexpr (S::BASIS == CALIBRATED) {  // while the rows are on their way
         const int frame = (a.starts[page] - (APPENDS ? PAGE : 0)) / FRAME;
@@ -552,21 +473,16 @@ DEVICE void close_side(const Args& a, int side, int page, int next, int head, Qu
         }
     bool overflow = false;
     if constexpr (S::BASIS == CALIBRATED) {
-        rows_to_basis<S>(a, x, most, j, head, basis, out, shared, scaled, overflow);
+        rows_to_basis<S>(a, x, most, j, head, out, shared, scaled, overflow);
     } else {
 #if WARPGROUPS
-        if constexpr (by_signs<S>()) times_signs(raw, x, basis);
+        if constexpr (by_signs<S>()) times_signs(raw, x, shared);
 #endif
         if constexpr (!by_signs<S>() && S::BASIS == HADAMARD)
 #pragma unroll
             for (int r = 0; r < TOKENS; ++r) hadamard(x[r], j);
-#if WARPGROUPS
-        if (S::HAS_MEAN) subtract_mean<S>(x, j, reinterpret_cast<float*>(basis), out, shared, overflow);
-#else
-        if (S::HAS_MEAN) subtract_mean<S>(x, j, shared.x, out, shared, overflow);
-#endif
+        if (S::HAS_MEAN) subtract_mean<S>(x, j, out, shared, overflow);
     }
-    if (rows_ahead<S>()) load_rows(a, side, next, head, raw);
     int scale[TOKENS];
     fit_scales<S>(x, threadIdx.x % 32, scale, overflow);
     if (overflow) {
@@ -581,69 +497,62 @@ DEVICE void close_side(const Args& a, int side, int page, int next, int head, Qu
         write_lanes<S>(out, codes[r], thread_token(r), j);
     }
     if constexpr (!in_lanes<S>()) {
-        sync_page();  // codes take memory of the operands or sums
+        __syncthreads();  // codes take memory of the operands or sums
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r)
 #pragma unroll
             for (int i = 0; i < BANDS; ++i)
                 if (S::width(i)) *reinterpret_cast<u32*>(&shared.codes[thread_token(r)][i * BAND + j * 4]) = codes[r][i];
-        sync_page();
+        __syncthreads();
         write_shared<S>(out, shared);
     }
 }
 
-/// Pages `first` .. `last` - 1 of a head: every TEAMSth of them by the same threads.
+/// Pages `first` .. `last` - 1 of a head.
 template <class S>
-DEVICE void close_pages(const Args& a, int side, int head, int first, int last, unsigned char* basis, Shared& shared) {
+DEVICE void close_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
     Scaled scaled;
     bool loaded = false;
     const auto load = [&] {
         loaded = true;
-        if (S::BASIS == CALIBRATED) write_columns(a, head, shared, scaled);
+        if (S::BASIS == CALIBRATED) load_head(a, head, shared, scaled);
 #if WARPGROUPS
-        if (S::BASIS == CALIBRATED) load_basis(a, head, basis);
-        if (by_signs<S>()) load_signs(basis);
+        if (by_signs<S>()) load_signs(shared);
 #endif
         if (S::BASIS == CALIBRATED || by_signs<S>()) __syncthreads();
     };
     if (!APPENDS) load();
-    Quad raw[TOKENS][BANDS];
 #pragma unroll 1
-    for (int page = first + (TEAMS > 1 ? threadIdx.y : 0); page < last; page += TEAMS) {
+    for (int page = first; page < last; ++page) {
 #if APPENDS
         if (append_alone(a.step, a.num_heads, side, page, head, threadIdx.x)) continue;
         if (!loaded) load();
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
 #else
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
-        constexpr int AHEAD = rows_ahead<S>() ? 2 * TEAMS : TEAMS;
-        if (threadIdx.x == 0 && page + AHEAD < last && a.stride[side][2] == D)  // rows of a later page, where they lie side by side
-            prefetch_l2(i64(a.x[side]) + ((page + AHEAD) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
+        if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D)  // the next page's rows, where they lie side by side
+            prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
 #endif
-        if (!rows_ahead<S>() || page < first + TEAMS) load_rows(a, side, page, head, raw);
-        close_side<S>(a, side, page, min(page + TEAMS, last - 1), head, raw, basis, out, shared, scaled);
+        Quad raw[TOKENS][BANDS];
+        load_rows(a, side, page, head, raw);
+        close_side<S>(a, side, page, head, raw, out, shared, scaled);
         if (side == 0)  // nothing of the pool's earlier content stays in a page
 #pragma unroll 1
             for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
-        sync_page();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
+        __syncthreads();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
 #if APPENDS
         FreshRow(a.step, a.num_heads, side, page, head, threadIdx.x).store();
 #endif
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS * TEAMS, RESIDENT) close_banded(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    static_assert(BASIS_BYTES + TEAMS * sizeof(Shared) <= SHARED_BYTES, "banded.py counts too little shared memory");
-    Shared& shared = *reinterpret_cast<Shared*>(memory + BASIS_BYTES + (TEAMS > 1 ? threadIdx.y : 0) * sizeof(Shared));
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "banded.py counts too little shared memory");
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
     // Values last, and the pages of a head side by side: a multiprocessor runs one side's code at a time, and finds the head's basis in its L1.
-    const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads;
-    const int side = SIDES == 3 ? int(blockIdx.x) >= count : SIDES - 1, item = int(blockIdx.x) - (SIDES == 3 ? side * count : 0);
+    const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
     const int head = item / each, first = item % each * a.pages_each, last = min(first + a.pages_each, a.num_pages);
-#if SIDES & 1
-    if (side == 0) close_pages<Keys>(a, 0, head, first, last, memory, shared);
-#endif
-#if SIDES & 2
-    if (side == 1) close_pages<Values>(a, 1, head, first, last, memory, shared);
-#endif
+    if (side == 0) close_pages<Banded<K_BANDED, false>>(a, 0, head, first, last, shared);
+    else close_pages<Banded<V_BANDED, true>>(a, 1, head, first, last, shared);
 }

@@ -164,7 +164,6 @@ class DecodeStep:
     ) -> None:  # fmt: skip
         layout, raw = store.layout, tail.layout
         is_banded, device_index = banded_sides(layout) is not None, -1 if store.device.index is None else store.device.index
-        self._threads: int | tuple[int, int]
         self._kernel, self._threads = banded.load(layout, dtype, device_index, True) if is_banded else _load(layout, dtype, device_index, None, True)
         self._grid = 2 * layout.num_kv_heads * len(runs)
         self._keep = (store, tail, closings, runs, status, undo, tail_starts)

@@ -72,8 +72,6 @@ DEVICE u32 high_fnma(u32 a, u32 b, u32 c) {
     return d;
 }
 DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
-/// |a| - b.
-DEVICE u32 size_less_f16x2(u32 a, u32 b) { u32 d; asm("{.reg .b32 t; abs.f16x2 t, %1; sub.rn.f16x2 %0, t, %2;}" : "=r"(d) : "r"(a), "r"(b)); return d; }
 /// Two signed 16-bit numbers, none below 0 nor above those of `top`.
 DEVICE u32 clamp_i16x2(u32 a, u32 top) {
     u32 d;
@@ -92,10 +90,6 @@ DEVICE void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
-}
-/// With 8 of k: of a and b the first halves.
-DEVICE void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 b0) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
 }
 DEVICE void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_f16(d, a0, a1, a2, a3, b0, b1, d[0], d[1], d[2], d[3]); }
 DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -226,7 +220,6 @@ DEVICE void wait_for_previous_kernel() {
 DEVICE void compute_now(u32& x) { asm volatile("" : "+r"(x)); }
 
 /// Barrier among as many threads of a block: 1 of the first ones (0 is __syncthreads).
-DEVICE void sync_threads(u32 barrier, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 template <int BARRIER = 1>
 DEVICE void sync_threads(u32 threads) { asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "r"(threads) : "memory"); }
 

@@ -14,7 +14,6 @@
 
 namespace {
 
-constexpr int SEARCH_BITS = 5;  // numbers are counted in 2**-5 of the power of two at or below the first guess while a scale is sought
 constexpr int SMALLEST_SCALE_CODE = 1, LARGEST_SCALE_CODE = 247;
 // Which 8-bit floats are tried around that of a Gaussian token, then in pairs around the best; of turned rows fewer.
 constexpr int SCALE_OFFSETS[7] = {1, -4, 4, -2, 2, -1, 1}, TURNED_OFFSETS[5] = {0, -2, 2, -1, 1};
@@ -63,7 +62,6 @@ static int scale_code(float x) {
 // By channel: the highest code, and the step of a Gaussian's best quantizer, 0 where a channel has no bits.
 struct BandSteps {
   alignas(64) float top[MAX_HEAD_DIM + 16], step[MAX_HEAD_DIM + 16];
-  alignas(64) float grain[MAX_HEAD_DIM + 16], grains[MAX_HEAD_DIM + 16];  // what numbers are multiples of while a scale is sought, and 1 over it
   float channels;  // that have bits
 };
 
@@ -73,16 +71,15 @@ static void fill_steps(BandSteps& s, const kvbits_tensor& t, int head_dim) {
     const int bits = c < head_dim ? t.bands[c / BAND] : 0;
     s.top[c] = (float)((1 << bits) - 1);
     s.step[c] = band_step(bits);
-    s.grain[c] = bits == 8 ? 4.0f : 1.0f, s.grains[c] = bits == 8 ? 0.25f : 1.0f;
     s.channels += bits ? 1.0f : 0.0f;
   }
 }
 
 INLINE vf band_level(vf x, vf inverse, vf top) { return vmin(vmax(round_even(x * inverse + top * 0.5f), vf{}), top); }
 
-// Squared error of a token with a scale, over the channels that have bits.
-static float squared_error(const float* x, const BandSteps& s, int width, float scale_) {
-  const vf scale = splat(scale_), inverse = 1.0f / scale;
+// Squared error of a token with the scale of a code, over the channels that have bits.
+static float squared_error(const float* x, const BandSteps& s, int width, int code) {
+  const vf scale = splat(scale_of_code(code)), inverse = 1.0f / scale;
   vf error = vf{};
   for (int c = 0; c < width; c += VL) {
     const vf y = load(x + c), top = load(s.top + c), missed = y - (band_level(y, inverse, top) - top * 0.5f) * scale;
@@ -101,16 +98,12 @@ static int fitted_scale(const float* x, const BandSteps& s, int width, bool turn
   const float start = __builtin_sqrtf(sum(squares) / s.channels);
   if (!(start <= scale_of_code(LARGEST_SCALE_CODE))) return 0;
   int best = scale_code(start), around = best;
-  const float over = __builtin_ldexpf(1.0f, 15 + SEARCH_BITS - (best >> 3 > 1 ? best >> 3 : 1));
-  alignas(64) float whole[MAX_HEAD_DIM + 16];
-  for (int c = 0; c < width; c += VL)
-    *(vf*)(whole + c) = from_bits<FLOAT16>(to_bits<FLOAT16>(round_even(load(x + c) * over * load(s.grains + c)) * load(s.grain + c)));
   float least = __builtin_inff();
   for (int i = 0; i < (turned ? 5 : 7); i++) {
     if (i % 2) around = best;
     int code = around + (turned ? TURNED_OFFSETS[i] : SCALE_OFFSETS[i]);
     code = code < SMALLEST_SCALE_CODE ? SMALLEST_SCALE_CODE : code > LARGEST_SCALE_CODE ? LARGEST_SCALE_CODE : code;
-    if (const float found = squared_error(whole, s, width, scale_of_code(code) * over); found < least) least = found, best = code;
+    if (const float found = squared_error(x, s, width, code); found < least) least = found, best = code;
   }
   return best;
 }
