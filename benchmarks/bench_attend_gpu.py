@@ -2,7 +2,7 @@
 
     python benchmarks/bench_attend_gpu.py [--flashinfer] [--out benchmarks/results/<gpu>/attend_closed_pages.json]
     python benchmarks/bench_attend_gpu.py --small [--out .../attend_small.json]        where 16-bit attention is faster: small batches and contexts
-    python benchmarks/bench_attend_gpu.py --tiers [--out .../attend_tiers.json]        preset tiered, against what each zone's bytes cost at its own bandwidth
+    python benchmarks/bench_attend_gpu.py --tiers [--schemes tiered klt2] [--out .../attend_tiers.json]   zones, against what each zone's bytes cost at its own bandwidth
     python benchmarks/bench_attend_gpu.py --prefill [--out .../attend_prefill.json]    chunks of many query tokens over packed history
 
 A row is timed only after its output has been compared with the float64 reference over the same pages. Times are medians of CUDA-graph replays of several
@@ -13,6 +13,7 @@ The last line is one JSON object; it is also written to --out.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from result_file import merge_result, write_result
 
 from kvbits import schemes
 from kvbits.ops.cuda.attend import host_plan as cuda
-from kvbits.ops.cuda.attend.kernel_choice import Shape
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_nested, close_pages
 from kvbits.ops.triton import attend as triton
@@ -31,7 +31,7 @@ from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import inverse
 from kvbits.schemes import PRESETS
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, QuantSpec, Scheme
+from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, QuantSpec, Scheme, Tier
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
@@ -48,6 +48,7 @@ KVQUANT = [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")]
 BANDED = ("klt4", "klt3", "klt2")
 TIMED = ("raw", "int8_centered", "int8", "int4", "kivi4", "kivi2", "fp8", "fp8_e5m2_keys", "int8k_int4v", *KVQUANT, *BANDED)  # presets
 ROTATE_BYTES = 400 << 20
+YOUNG = (0, 16, 64)  # warm pages of a sequence whose other pages are cold
 ERROR_LIMIT = 5e-3
 CHUNK_ERROR_LIMIT = 1e-2  # keys and values are rounded to bf16 once more, as 16-bit attention has them
 
@@ -184,8 +185,8 @@ def bench_scheme(
 
 def _launches(plan: Any, call: AttendCall, q: torch.Tensor, layers: int) -> list[Any]:
     """One launch for each layer."""
-    static = call.parts[0].store.static
-    options = {"static": [static]} if static else {}
+    static = [p.store.static for p in call.parts]
+    options = {"static": static} if any(static) else {}
     return [lambda layer=layer: plan.run(q, layer=layer, **options) for layer in range(layers)]
 
 
@@ -253,13 +254,23 @@ def bench_decode(args: argparse.Namespace, copy: float) -> dict[str, Any]:
     return {"peers": peers, "rows": rows}
 
 
+def with_zones(name: str) -> Scheme:
+    """A preset with its zones, or one without any with those of `tiered_8k` and planes of 2 bits."""
+    scheme, sized = schemes.get(name), schemes.get("tiered_8k")
+    if scheme.tiers:
+        return scheme
+    planes = (Tier(num_tokens=sized.tiers[0].num_tokens, key_bits=2, value_bits=2),)
+    return dataclasses.replace(scheme, residual_length=sized.residual_length, num_sink_tokens=sized.num_sink_tokens, tiers=planes)
+
+
 def zones_call(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int) -> tuple[AttendCall, tuple[int, ...], int, int]:
     """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `zones` by name ("sink", "cold", "warm", "raw") and the tokens they span."""
-    sinks, raw = scheme.num_sink_tokens, QuantSpec.raw()
+    sinks, raw, tier = scheme.num_sink_tokens, QuantSpec.raw(), scheme.tiers[0]
     layouts = {name: PageLayout(key=k, value=v, page_size=size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM) for name, (k, v, size) in {
         "sink": (raw, raw, sinks), "cold": (scheme.key, scheme.value, PAGE), "warm": (scheme.key, scheme.value, PAGE), "raw": (raw, raw, PAGE)}.items()}  # fmt: skip
-    low = LowLayout(key_bits=4, value_bits=4, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    low = LowLayout(key_bits=tier.key_bits, value_bits=tier.value_bits, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     fine = {name: [low] if name == "warm" else [] for name in layouts}
+    static = calibrated(layouts["cold"])
     counts = {name: batch * (end - start) // layouts[name].page_size for name, (start, end) in zones.items()}
     nbytes = sum(n * sum(x.page_size_bytes for x in (layouts[name], *fine[name])) for name, n in counts.items())
     layers = max(2, -(-ROTATE_BYTES // nbytes))
@@ -267,7 +278,7 @@ def zones_call(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int) ->
     for name, (start, end) in zones.items():
         n, layout, size = counts[name], layouts[name], layouts[name].page_size
         k, v = (torch.randn(256, KV_HEADS, size, HEAD_DIM, device="cuda") for _ in "kv")
-        made, _ = close_nested(k, v, layout, low=fine[name])
+        made, _ = close_nested(k, v, layout, static, fine[name], np.zeros(256, np.int64))
         slabs = [torch.empty(n, layers, KV_HEADS, x.head_bytes, dtype=torch.uint8, device="cuda") for x in (layout, *fine[name])]
         for first in range(0, n, 256):  # closing takes time: some pages, many times
             for slab, pages in zip(slabs, made, strict=True):
@@ -279,16 +290,16 @@ def zones_call(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int) ->
             np.full(n, size, np.int32), tuple(ids[1:]),
         )  # fmt: skip
         stores = tuple(LowStore(x, (s[:, 0],)) for x, s in zip(fine[name], slabs[1:], strict=True))
-        parts.append(Part(PageStore(layout, (slabs[0][:, 0],)), table, stores))
+        parts.append(Part(PageStore(layout, (slabs[0][:, 0],), {} if layout.is_raw else static), table, stores))
         strides.append(layout.page_size_bytes)
     return AttendCall(tuple(parts), HEAD_DIM**-0.5), tuple(strides), layers, nbytes
 
 
-def time_zones(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int, q_heads: int, shape: Shape | None = None) -> dict[str, float]:
+def time_zones(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int, q_heads: int) -> dict[str, float]:
     """Checked and timed decoding over some zones."""
     call, strides, layers, nbytes = zones_call(scheme, zones, batch)
     q = torch.randn(batch, 1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    plan = cuda.Plan(call, q_heads, q.dtype, q.device, layer_strides=strides, shape=shape)
+    plan = cuda.plan(call, q_heads, q.dtype, q.device, layer_strides=strides)
     out, _ = plan.run(q)
     want, _ = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
     error = float((out.double() - want).norm() / want.norm())
@@ -298,26 +309,34 @@ def time_zones(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int, q_
 
 
 def bench_tiers(args: argparse.Namespace, copy: float) -> dict[str, Any]:
-    """One step over the zones of preset `tiered`, and the sum of what the bytes of each zone take at the bandwidth of a whole cache of that zone's format."""
-    scheme, rows = schemes.get("tiered"), []
-    hot, warm, sinks = scheme.residual_length, scheme.tiers[0].num_tokens, scheme.num_sink_tokens
-    for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes or range(len(SHAPES))):
-        ends = np.array([0, max(tokens - hot - warm, 0), tokens - hot, tokens]) + sinks
-        bounds = {name: (int(ends[i]), int(ends[i + 1])) for i, name in enumerate(("cold", "warm", "raw"))}
-        zones = {name: span for name, span in bounds.items() if span[1] > span[0]}
-        shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
-        alone = {name: time_zones(scheme, {name: (0, tokens)}, batch, q_heads) for name in zones}
-        torch.cuda.empty_cache()
-        mixed = time_zones(scheme, {"sink": (0, sinks)} | zones, batch, q_heads)
-        share = {name: (end - start) / tokens for name, (start, end) in zones.items()}
-        expected = sum(share[name] * alone[name]["time_us"] for name in zones)
-        row = {"scheme": "tiered", "shape": shape, **mixed, "expected_us": expected, "over": mixed["time_us"] / expected - 1, "zones": {
-            name: {"tokens": zones[name][1] - zones[name][0], "whole_cache_us": r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy, "error": r["error"]}
-            for name, r in alone.items()}}  # fmt: skip
-        rows.append(row | {"share_of_copy": mixed["bytes"] / (mixed["time_us"] * 1e-6) / copy})
-        print(f"{shape}: {mixed['time_us']:.1f} us, {100 * row['over']:+.1f} % of the {expected:.1f} us of its zones; whole caches: " + ", ".join(
-            f"{n} {z['whole_cache_us']:.1f} us ({z['share_of_copy']:.2f} of copy)" for n, z in row["zones"].items()), flush=True)  # fmt: skip
-        torch.cuda.empty_cache()
+    """One step over the zones of each scheme, and the sum of what the bytes of each zone take at the bandwidth of a whole cache of that zone's format; of formats
+    without zones of their own also over closed pages of which few are warm."""
+    rows: list[dict[str, Any]] = []
+    for scheme in map(with_zones, args.schemes):
+        hot, warm, sinks = scheme.residual_length, scheme.tiers[0].num_tokens, scheme.num_sink_tokens
+        for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes or range(len(SHAPES))):
+            ends = np.array([0, max(tokens - hot - warm, 0), tokens - hot, tokens]) + sinks
+            bounds = {name: (int(ends[i]), int(ends[i + 1])) for i, name in enumerate(("cold", "warm", "raw"))}
+            zones = {name: span for name, span in bounds.items() if span[1] > span[0]}
+            shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
+            alone = {name: time_zones(scheme, {name: (0, tokens)}, batch, q_heads) for name in zones}
+            torch.cuda.empty_cache()
+            mixed = time_zones(scheme, {"sink": (0, sinks)} | zones, batch, q_heads)
+            share = {name: (end - start) / tokens for name, (start, end) in zones.items()}
+            expected = sum(share[name] * alone[name]["time_us"] for name in zones)
+            row = {"scheme": scheme.name, "shape": shape, **mixed, "expected_us": expected, "over": mixed["time_us"] / expected - 1, "zones": {
+                name: {"tokens": zones[name][1] - zones[name][0], "whole_cache_us": r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy, "error": r["error"]}
+                for name, r in alone.items()}}  # fmt: skip
+            rows.append(row | {"share_of_copy": mixed["bytes"] / (mixed["time_us"] * 1e-6) / copy})
+            print(f"{scheme.name} {shape}: {mixed['time_us']:.1f} us, {100 * row['over']:+.1f} % of the {expected:.1f} us of its zones; whole caches: " + ", ".join(
+                f"{n} {z['whole_cache_us']:.1f} us ({z['share_of_copy']:.2f} of copy)" for n, z in row["zones"].items()), flush=True)  # fmt: skip
+            torch.cuda.empty_cache()
+            for young in YOUNG if not schemes.get(scheme.name).tiers else ():
+                spans = {"cold": (0, tokens - young * PAGE)} | ({"warm": (tokens - young * PAGE, tokens)} if young else {})
+                few = time_zones(scheme, spans, batch, q_heads)
+                rows.append({"scheme": scheme.name, "shape": shape, "warm_pages": young, **few, "share_of_copy": few["bytes"] / (few["time_us"] * 1e-6) / copy})
+                print(f"{scheme.name} {shape}: {few['time_us']:.1f} us with {young} warm pages a sequence", flush=True)
+                torch.cuda.empty_cache()
     return {"rows": rows}
 
 
@@ -385,12 +404,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     few = ["int8", "int4_g64", "int2_g64"]
-    args.schemes = args.schemes or (few if args.small else [*few, "raw"] if args.prefill else list(_schemes()))
+    args.schemes = args.schemes or (few if args.small else [*few, "raw"] if args.prefill else ["tiered"] if args.tiers else list(_schemes()))
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
     found = (bench_small if args.small else bench_prefill if args.prefill else bench_tiers if args.tiers else bench_decode)(args, copy)
-    report(args.out, copy, found, ("scheme", "batch", "chunk", "tokens") if args.prefill else ())
+    keys = ("scheme", "batch", "chunk", "tokens") if args.prefill else ("scheme", "shape", "warm_pages") if args.tiers else ()
+    report(args.out, copy, found, keys)
 
 
 def report(out: Path | None, copy: float, found: dict[str, Any], merge_by: tuple[str, ...] = ()) -> None:

@@ -21,10 +21,11 @@ from result_file import command, write_result
 
 import kvbits
 from kvbits import schemes
-from kvbits.calibrate import Calibration, calibrate_all, prompts_from_text
+from kvbits.calibrate import Calibration, calibrate_all
 from kvbits.evaluate.caches import CacheFactory, base_factory, factory
+from kvbits.evaluate.calibrator import Sample, windows_of
 from kvbits.evaluate.fidelity import Fidelity, compare
-from kvbits.evaluate.texts import read_text, windows
+from kvbits.evaluate.texts import mixed, read_text, windows
 from kvbits.geometry import layer_geometries
 from kvbits.spec import Scheme
 
@@ -34,7 +35,7 @@ SCHEMES = "klt4,klt3,klt2,nuq4-1%,nuq3-1%,nuq2-1%,kivi4,kivi2,int4"
 def calibrated(model: Any, tokenizer: Any, wanted: list[Scheme], source: str, prompts: str) -> tuple[dict[str, Calibration], float]:
     """Calibrations of the schemes by name, and the seconds they took together."""
     count, length = (int(n) for n in prompts.split("x"))
-    batches = prompts_from_text(tokenizer, read_text(source).content, num_prompts=count, length=length, batch_size=1)
+    batches = windows_of(tokenizer, mixed([read_text(one) for one in source.split("+")]), Sample(count, length))
     began = time.perf_counter()
     found = calibrate_all(model, batches, wanted, weights="none")
     return {s.name: c for s, c in zip(wanted, found, strict=True)}, time.perf_counter() - began
@@ -51,7 +52,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--text", required=True, help="evaluation text")
-    parser.add_argument("--calibration", action="append", required=True, help="calibration text; several are measured each")
+    parser.add_argument(
+        "--calibration", action="append", required=True, help="calibration text, or several joined by + that are mixed; several options are measured each"
+    )
     parser.add_argument("--prompts", action="append", help="windows x tokens to calibrate on; several are measured each; 4x1024 if not given")
     parser.add_argument("--schemes", default=SCHEMES)
     parser.add_argument("--windows", type=int, default=4)

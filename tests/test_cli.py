@@ -338,6 +338,10 @@ def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     found.check(config, schemes.for_layers("int8_static", layer_geometries(config)))
     said = run("calibrate", "tiny", *options, "--percentile", 100).stdout
     assert "160 tokens in 5 windows, maximum" in said and "wrote" in said
+    assert run_json("calibrate", "tiny", *options, "--text", "novel")["text"] == "text+novel"
+    small = ("--out", tmp_path / "basis.safetensors", "--windows", 3, "--length", 200, "--threads", 1)
+    data = run_json("calibrate", "tiny", "--scheme", "klt3", *small)
+    assert (data["text"], data["prompts"]) == ("novel+code", 3), "a basis sees what queries look for: in prose and in a program"
     assert Calibration.load(out).id != found.id
 
 

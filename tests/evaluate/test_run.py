@@ -13,11 +13,11 @@ from kvbits import schemes
 from kvbits.errors import CalibrationError, FileFormatError, SpecError, UnsupportedError
 from kvbits.evaluate import results
 from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, factory, held_bytes
-from kvbits.evaluate.calibrator import Calibrator, Sample
+from kvbits.evaluate.calibrator import Calibrator, Sample, windows_of
 from kvbits.evaluate.run import evaluate
 from kvbits.evaluate.tasks import TASKS, Options, load, names_of
 from kvbits.evaluate.tasks import text as text_tasks
-from kvbits.evaluate.texts import Text, novel
+from kvbits.evaluate.texts import Text, mixed, novel
 
 OPTIONS = {"windows": 2, "length": 200, "chunk": 32, "context": 100, "new_tokens": 8}
 TEXTS = (Text("one", novel()[:4000]),)
@@ -265,6 +265,25 @@ def test_a_calibration_file_serves_the_scheme_it_was_made_for(monkeypatch, model
     assert f"calibration is None here and '{made.id}' in the file; give another --out, or --overwrite" in out.stderr and not loads
     out, loads = command(monkeypatch, model, *sizes, "--scheme", "int4", code=2)
     assert "scheme 'int4' needs no calibration" in out.stderr and not loads
+
+
+def test_texts_are_mixed_with_as_many_windows_of_each(model, tmp_path):
+    parts = [Text(name, novel()[first : first + 9000]) for name, first in (("a", 0), ("b", 20_000), ("c", 40_000))]
+    text, tokenizer = mixed(parts), tiny.tokenizer()
+    drawn = [tokenizer.decode(row).replace(" ", "") for batch in windows_of(tokenizer, text, Sample(7, 64), batch_size=2) for row in batch]
+    plain = [tokenizer.decode(tokenizer(p.content)["input_ids"]).replace(" ", "") for p in parts]
+    assert [sum(window in content for window in drawn) for content in plain] == [3, 2, 2]
+    chosen = schemes.get("int8_static", head_dim=64)
+    made = Calibrator(model, tokenizer, text, sample=Sample(7, 64))(chosen)
+    assert made.info["text"] == "a+b+c" and made.info["mixed_sha256"] == [p.sha256 for p in parts] and made.info["prompts"] == 7
+    with pytest.raises(SpecError, match="is 'b', which is evaluated on"):
+        Calibrator(model, tokenizer, text, tests=(parts[1],))
+    with pytest.raises(SpecError, match="was made on 'c', which is evaluated on"):
+        Calibrator(model, tokenizer, None, tests=(parts[2],), given=[made])
+    assert mixed(parts[:1]) is parts[0]
+    for bad in ([], [parts[0], parts[0]]):
+        with pytest.raises(SpecError, match="name at least one, and each once"):
+            mixed(bad)
 
 
 @pytest.mark.parametrize("name", ["eval", "check"])

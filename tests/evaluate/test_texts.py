@@ -3,12 +3,14 @@
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 
 from kvbits.errors import DataError, SpecError
+from kvbits.evaluate import texts
 from kvbits.evaluate.texts import Text, novel, read_text, windows
 
 
@@ -29,6 +31,8 @@ def test_json_lines_and_books(tmp_path):
     (tmp_path / "code.py").write_text("x = 1\n")
     assert read_text(str(tmp_path / "code.py")) == Text("code", "x = 1\n")
     assert read_text("novel").content == novel()
+    found = read_text("code")
+    assert found.name == "code" and Path(texts.__file__).read_text() in found.content and found.content.count("from __future__") > 50
 
 
 def test_what_cannot_be_read_says_why(tmp_path):

@@ -8,7 +8,7 @@ from dense_model import dense_attention
 from kvbits import schemes
 from kvbits.ops.cuda.attend import kernel_choice
 from kvbits.ops.cuda.close import packed
-from kvbits.ops.cuda.dequantize import refined, unpacker
+from kvbits.ops.cuda.dequantize import unpacker
 from kvbits.ops.descriptor import DTYPES, LEVELS, describe
 from kvbits.ops.reference.attend import attend
 from kvbits.ops.reference.close import close_pages
@@ -76,23 +76,3 @@ def test_sides_name_the_planes_of_bands():
     side = describe(layout_of("klt2", 64), "k")
     assert (side.planes, side.row_bytes, side.plane_offset) == ((4, 2, 1), (8, 8, 4), (0, 512, 1024))
     assert (side.widths, side.scale_dtype, side.levels, side.has_mean) == ((5, 3, 2, 0), DTYPES[SCALE_8BIT], LEVELS["banded"], True)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"))])
-def test_rows_for_many_queries_are_what_pages_read_as(device, monkeypatch):
-    """Of the second layer of two slabs, in steps of 3 pages, some cut short; other rows stay."""
-    monkeypatch.setattr(refined, "PAGES_AT_ONCE", 3)
-    layout = layout_of("klt3", 64)
-    store = made("klt3", 64, [7] * 7, [64] * 7)[0].store
-    pages, static = store.slabs[0], store.static
-    both = torch.stack([torch.zeros_like(pages), pages], 1).to(device)  # [page, layer, H, head_bytes]
-    store = PageStore(layout, (both[:4, 0], both[4:, 0]), {})
-    ids, starts = np.array([6, 0, 3, 4, 1, 5]), 131_000 + 64 * np.arange(6)
-    rows = np.array([[64 * i, (64, 64, 9, 64, 1, 33)[i]] for i in range(6)], np.int32)
-    keys, values = torch.full((2, 6 * 64, layout.num_kv_heads, 64), 7.0, dtype=torch.bfloat16, device=device)
-    shared = {name: x.to(device) for name, x in static.items()}
-    refined.RefinedUnpacker(store, torch.bfloat16, ids, rows, layout.page_size_bytes, starts).run(keys, values, 1, shared)
-    for out, want in zip((keys, values), dequantize_pages(pages[ids], layout, static, starts=starts), strict=True):
-        for i, (first, count) in enumerate(rows):
-            torch.testing.assert_close(out[first : first + count].cpu().float(), want[i, :, :count].transpose(0, 1), rtol=2.0**-7, atol=1e-2)
-            assert bool((out[first + count : first + 64] == 7).all())

@@ -17,11 +17,10 @@ from ops.cuda_cases import Case, build, relative_error
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.cuda.attend import host_plan as cuda
-from kvbits.ops.cuda.attend import split_plan
-from kvbits.ops.cuda.attend.split_plan import SplitPlan
+from kvbits.ops.cuda.attend.refined_plan import RefinedPlan
 from kvbits.ops.reference import attend as reference
-from kvbits.ops.reference import merge
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.ops.reference import close as reference_close
+from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
@@ -192,51 +191,69 @@ def test_more_than_two_column_tiles_share_their_queries(case, columns, monkeypat
     check(call, q, cuda.Plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries))
 
 
+def with_second_plane(call, bits):
+    """The call with one low plane more under each page that has one: all closed anew from other numbers."""
+    i = next(i for i, p in enumerate(call.parts) if p.low)
+    part = call.parts[i]
+    layout, table, first = part.store.layout, part.table, part.low[0]
+    fine = dataclasses.replace(first.layout, key_bits=bits[0], value_bits=bits[1])
+    slab = torch.full((table.num_pages, layout.num_kv_heads, fine.head_bytes), 0xFF, dtype=torch.uint8, device=part.store.device)
+    ids = np.random.default_rng(0).permutation(table.num_pages)
+    k, v = torch.randn(2, table.num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim, device=part.store.device)
+    second = LowStore(fine, (slab,))
+    reference_close.close(k, v, part.store, table.page_ids, [(first, table.low[0]), (second, ids)], table.starts)
+    more = Part(part.store, dataclasses.replace(table, low=(*table.low, ids)), (first, second))
+    return dataclasses.replace(call, parts=(*call.parts[:i], more, *call.parts[i + 1 :]))
+
+
 @needs_gpu
-@pytest.mark.parametrize("name, low", [("klt2", (2, 2)), ("klt3", (4, 0))])
-def test_banded_pages_with_planes_are_unpacked_and_the_others_keep_their_kernel(name, low):
+@pytest.mark.parametrize("name, low, options", [
+    ("klt2", (2, 2), {}), ("klt3", (4, 0), {"window": 300}), ("klt4", (2, 4), {"softcap": 20.0, "group": 8}), ("klt2", (4, 4), {"head_dim": 64, "num_queries": 3}),
+    ("klt2", (2, 2), {"head_dim": 256, "dtype": torch.float16, "crop": 13}), ("klt3", (0, 2), {"page_size": 32, "group": 12, "first": 131_000}),
+    ("klt4", (4, 4), {"page_size": 128}), ("klt2", (2, 2, 2, 0), {}), ("klt3", (0, 2, 4, 2), {"head_dim": 64}),
+])  # fmt: skip
+def test_banded_pages_with_planes_are_read_packed_and_merged_with_the_others(name, low, options):
     klt = {"key": schemes.get(name).key, "value": schemes.get(name).value}
-    call, q, strides = build(Case(**klt, lengths=LENGTHS, tail=20, sinks=4, low=low, layers=3), "cuda")
+    call, q, strides = build(Case(**klt, lengths=LENGTHS, tail=20, sinks=4, low=low[:2], layers=1 if low[2:] else 3, **options), "cuda")
+    call = with_second_plane(call, low[2:]) if low[2:] else call
     assert cuda.refuses(q, call) is None
-    plan = cuda.plan(call, q.shape[2], q.dtype, q.device, layer_strides=tuple(strides))
-    assert isinstance(plan, SplitPlan)
-    kept, unpacked = plan.explain().split("\n")[0], plan.explain().split("\n")[-1]
-    assert "banded/banded pages (and raw ones)" in kept and "tokens unpacked to bfloat16" in unpacked
-    out, lse = plan.run(q)
-    want, want_lse = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
+    ours, theirs = asked(call, q), asked(call, q)
+    plan = cuda.plan(ours, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=tuple(strides))
+    assert isinstance(plan, RefinedPlan)
+    said = plan.explain()
+    assert "banded/banded pages with low planes read packed" in said and "banded/banded pages (and raw ones)" in said
+    out, lse = (x.clone() for x in plan.run(q, page_lse=ours.page_lse))
+    want, want_lse = reference.attend(q, theirs, plan.q_positions.long().cpu(), torch.float64)
     assert relative_error(out, want) < LIMIT and torch.equal(torch.isfinite(lse), torch.isfinite(want_lse))
     seen = torch.isfinite(want_lse)
-    np.testing.assert_allclose(lse[seen].double().cpu(), want_lse[seen].cpu(), rtol=1e-3, atol=2e-2)
-    static = [p.store.static for p in call.parts]
-    assert torch.equal(plan.run(q, layer=2, static=static)[0], out), "all layers of these pools hold the same bytes"
-    windowed = dataclasses.replace(call, sliding_window=100)
-    assert cuda.refuses(q, windowed) == "banded codes with low planes are read unpacked, and it has a sliding window or a softcap"
+    np.testing.assert_allclose(lse[seen].double().cpu(), want_lse[seen].cpu(), rtol=1e-3, atol=1e-2)
+    seen = np.isfinite(theirs.page_lse)
+    assert np.array_equal(np.isfinite(ours.page_lse), seen)
+    np.testing.assert_allclose(ours.page_lse[seen], theirs.page_lse[seen], rtol=1e-3, atol=1e-2)
+    if not low[2:]:
+        static = [p.store.static for p in call.parts]
+        assert torch.equal(plan.run(q, layer=2, static=static, page_lse=ours.page_lse)[0], out), "all layers of these pools hold the same bytes"
+    plain = cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=tuple(strides))
+    graph = torch.cuda.CUDAGraph()
+    plain.run(q)
+    with torch.cuda.graph(graph):
+        captured = plain.run(q)[0]
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, out)
 
 
-class Judge:
-    """The reference as a plan: what it is given of parts and of what their pages share must go together."""
+def test_planes_that_no_kernel_reads_are_left_to_the_reference():
+    klt = {"key": dataclasses.replace(schemes.get("klt4").key, bands=(8, 3, 3, 2)), "value": schemes.get("klt4").value}
 
-    def __init__(self, call, layer_strides):
-        self.call, self.strides = call, layer_strides
-        self.q_positions = torch.zeros(len(call.parts[0].table.indptr) - 1, 1, dtype=torch.int64)
+    def refused(**options):
+        call, q, _ = build(Case(**klt, lengths=(600,), head_dim=64, **options), "cpu")
+        return cuda._refuses_packed(call, q.shape[2], q.dtype, 227 << 10, q.shape[1])
 
-    def run(self, q, *, layer, static):
-        assert layer == 2 and all(a is b.store.static for a, b in zip(static, self.call.parts, strict=True))
-        assert self.strides == tuple(p.store.layout.page_size_bytes for p in self.call.parts)
-        return reference.attend(q, self.call, self.q_positions)
-
-
-def test_split_plans_serve_every_part_once(monkeypatch):
-    """On a CPU, with plans of the reference: parts, strides and statics stay together, positions reach both, results are those of one call."""
-    monkeypatch.setattr(split_plan, "merge_partials", merge.merge_partials)
-    klt = {"key": schemes.get("klt2").key, "value": schemes.get("klt2").value}
-    call, q, strides = build(Case(**klt, lengths=(400, 0, 230), tail=20, sinks=4, low=(2, 2)), "cpu")
-    plan = SplitPlan(call, Judge, tuple(strides))
-    positions = torch.tensor([[399], [0], [150]])
-    out, lse = plan.run(q, positions, layer=2, static=[p.store.static for p in call.parts])
-    want, want_lse = reference.attend(q, call, positions, torch.float64)
-    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    assert refused(low=(4, 4)) == "low planes of 4 bits under codes of 8; the CUDA kernel takes 10 bits of both"
+    assert refused(low=(2, 4)) is None and refused(low=(2, 2), num_queries=16) is None
+    assert refused(low=(2, 4), num_queries=17).startswith("68 query columns of a kv head over banded codes")
+    assert refused(low=(2, 2), dtype=torch.float32) == "queries are torch.float32, not float16 or bfloat16"
 
 
 @needs_gpu
@@ -347,7 +364,12 @@ def test_wrong_queries_are_refused():
     [
         ("int8", "int8", (4, 4), "the CUDA kernels read 4 bits under int4"),
         ("int4", "int4", (2, 4), "a low plane of 2 bits under int4 codes"),
-        (schemes.get("klt2").key, schemes.get("klt2").value, (2, 2), "banded codes: low planes have no CUDA kernel"),
+        (
+            schemes.get("klt2").key,
+            schemes.get("klt2").value,
+            (2, 2),
+            "banded codes with low planes have a CUDA kernel of their own, which takes page lists of the host alone",
+        ),
     ],
 )
 def test_low_planes_that_no_kernel_reads_are_refused(key, value, low, why):

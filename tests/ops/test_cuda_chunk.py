@@ -13,11 +13,10 @@ from ops.test_cuda_attend import FORMATS, INTEGERS, both, spec
 from kvbits import schemes
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.cuda.attend import unpack_then_flash as chunk
-from kvbits.ops.cuda.dequantize.refined import RefinedUnpacker
 from kvbits.ops.cuda.dequantize.unpacker import Unpacker, refuses_layout
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.dequantize import dequantize_pages
-from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
@@ -72,26 +71,6 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
             torch.testing.assert_close(got.float(), want.to(case.dtype).float(), rtol=2.0**-7 if case.dtype == torch.bfloat16 else 2.0**-10, atol=1e-6)
             same = 0.99 if part.low else 0.999  # a pair counts in fifteenths, which float32 does not hold
             assert (got == want.to(case.dtype)).float().mean() > same, "a fused multiply-add may round a few elsewhere"
-
-
-@pytest.mark.parametrize("case", KLT, ids=str)
-def test_banded_pages_are_unpacked_with_their_planes(case):
-    """Torch operations, so on any device: every row where it belongs, planes read where a part has them, in pools of several slabs and layers."""
-    call, _, strides = build(case, "cpu")
-    for part, stride in zip(call.parts, strides, strict=True):
-        store, table, layout = part.store, part.table, part.store.layout
-        if layout.key.is_raw:
-            continue
-        ends = np.cumsum(table.lengths)
-        rows = np.stack([ends - table.lengths, table.lengths], 1).astype(np.int32)
-        keys, values = (torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan")) for _ in "kv")
-        slabs = PageStore(layout, (store.slabs[0][:2], store.slabs[0][2:]), store.static)
-        low = [(LowStore(s.layout, (s.slabs[0][:1], s.slabs[0][1:])), ids) for s, ids in zip(part.low, table.low, strict=True)]
-        RefinedUnpacker(slabs, torch.float32, table.page_ids, rows, stride, table.starts, low).run(keys, values, case.layers - 1)
-        fine = [(s.gather(ids), s.layout) for s, ids in zip(part.low, table.low, strict=True)]
-        dense = dequantize_pages(store.gather(table.page_ids), layout, store.static, low=fine, starts=table.starts)
-        for got, want in zip((keys, values), dense, strict=True):
-            assert torch.equal(got, torch.cat([w[:, :n] for w, n in zip(want, table.lengths, strict=True)], 1).transpose(0, 1))
 
 
 @needs_gpu

@@ -50,7 +50,7 @@ def facts(
             "capacity": _capacity(spec, *built_for),
             "layers": layer_groups(groups, by_heads),
             "ops": sorted(ops),
-            "notes": notes + (unpacked_on_a_gpu(groups) + too_small_for_a_gpu(groups) if on_gpu else []),
+            "notes": notes + (too_small_for_a_gpu(groups) if on_gpu else []),
             "bytes": kinds | {"total": sum(kinds.values())},
             "saturated": {i: s for i, s in enumerate(saturated) if any(s.values())},
         }
@@ -135,18 +135,6 @@ def layer_groups(groups: list[GroupState], by_heads: bool) -> list[dict[str, Any
             "pages": {name: {"used": p.allocator.num_used, "allocated": p.allocator.capacity} for name, p in g.pools.items()},
         }
         for g in groups
-    ]
-
-
-def unpacked_on_a_gpu(groups: list[GroupState]) -> list[str]:
-    """Whose pages no kernel reads packed while they have low planes."""
-    banded = [g for g in groups if g.group.key.is_banded or g.group.value.is_banded]
-    young = {i for g in banded if any(x is not None for s in g.sequences for planes in s.low for x in planes) for i in g.group.layers}
-    if not young:
-        return []
-    return [
-        f"no CUDA kernel reads banded codes with low planes: pages of layers {ranges(young)} that have some are unpacked in every pass, which takes "
-        "milliseconds a layer; set_zones(row, [0, ..]) gives planes back, and the packed kernel reads such pages"
     ]
 
 

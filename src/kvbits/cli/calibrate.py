@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 def calibrate(
     model: Model,
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
-    text: Annotated[str, typer.Option(help="Text like what the model will read, never what you evaluate on: a file, hub:ID, or novel (shipped).")] = "novel",
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text like what the model will read, never what you evaluate on: a file, hub:ID, novel or code (shipped). Several: as many windows of each.",
+            show_default="novel; for a basis novel and code",
+        ),
+    ] = None,
     scheme: Annotated[str, typer.Option(help="A scheme with static scales, codebooks or a basis: a preset, or a file of your own (.json).")] = "int8_static",
     windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks and bases.", show_default=False, min=1)] = None,
     length: Annotated[
@@ -51,11 +57,13 @@ def calibrate(
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
     require_model(model)
-    from ..evaluate.texts import read_text
+    from ..evaluate.calibrator import has_basis
+    from ..evaluate.texts import mixed, read_text
 
-    source = read_text(text)
+    given = [read_text(one) for one in text or []]
     require_file(out, "--out")
     named, chosen = _with_calibration(one_scheme(scheme))
+    source = mixed(given or [read_text(one) for one in ("novel", "code")[: 1 + has_basis(chosen)]])
     if out.exists() and not force:
         _may_replace(out, model, chosen.name)
     how = {"percentile": percentile, "skip_tokens": skip_tokens, "weights": weights, "per_head": per_head, "checkpointing": checkpointing}

@@ -44,7 +44,12 @@ def thorough(scheme: Scheme) -> Sample:
     """What a calibration that is kept takes."""
     if _has_codebook([scheme]):
         return Sample(16, 2048)
-    return Sample(16, 1024) if any(key.basis == "klt" for key in (scheme.key, *(o.key for o in scheme.overrides))) else Sample(128, 256)
+    return Sample(16, 1024) if has_basis(scheme) else Sample(128, 256)
+
+
+def has_basis(scheme: Scheme) -> bool:
+    """Whether any keys are in a calibrated basis."""
+    return any(key.basis == "klt" for key in (scheme.key, *(o.key for o in scheme.overrides)))
 
 
 def require_positions(sample: Sample, config: Any) -> None:
@@ -65,7 +70,8 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
         SpecError: naming both.
     """
     for one in given:
-        if same := [t.name for t in tests if t.sha256 == one.info.get("text_sha256")]:
+        seen = {one.info.get("text_sha256"), *one.info.get("mixed_sha256", ())}
+        if same := [t.name for t in tests if t.sha256 in seen]:
             raise SpecError(
                 f"--calibration {one.path} was made on {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another --text"
             )
@@ -78,6 +84,18 @@ def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibr
 
 def _has_codebook(schemes: Sequence[Scheme]) -> bool:
     return any(spec.has_codebook for s in schemes for spec in (s.key, s.value))
+
+
+def windows_of(tokenizer: Any, text: Text, sample: Sample, *, seed: int = 0, batch_size: int = 1) -> list[torch.Tensor]:
+    """Windows of a text as `calibrate.prompts_from_text` draws them; of a mixed one as many of each part, the first ones one more where they do not divide."""
+    parts = text.parts or (text,)
+    shares = [(sample.windows + len(parts) - 1 - i) // len(parts) for i in range(len(parts))]
+    drawn = [
+        prompts_from_text(tokenizer, part.content, num_prompts=n, length=sample.length, seed=seed, batch_size=batch_size)
+        for part, n in zip(parts, shares, strict=True)
+        if n
+    ]
+    return [batch for some in drawn for batch in some]
 
 
 class Calibrator:
@@ -100,7 +118,7 @@ class Calibrator:
     ) -> None:  # fmt: skip
         require_other_text(given, tests)
         self.given = tuple(given)
-        if text is not None and (same := [t.name for t in tests if t.sha256 == text.sha256]):
+        if text is not None and (same := [t.name for t in tests if t.sha256 in {p.sha256 for p in (text, *text.parts)}]):
             raise SpecError(f"--calibration-text is {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another text")
         self.model, self.tokenizer, self.text, self.sample, self.directory = model, tokenizer, text, sample, directory
         self._made: dict[Scheme, Calibration] = {}
@@ -115,9 +133,7 @@ class Calibrator:
         if self.text is None:
             raise UnsupportedError(f"scheme {schemes[0].name!r} needs calibration; give --calibration-text FILE or novel, never a text you evaluate on")
         require_positions(self.sample, self.model.config)
-        size = self.sample.length
-        batch = 1 if _has_codebook(schemes) else 4
-        return prompts_from_text(self.tokenizer, self.text.content, num_prompts=self.sample.windows, length=size, seed=seed, batch_size=batch)
+        return windows_of(self.tokenizer, self.text, self.sample, seed=seed, batch_size=1 if _has_codebook(schemes) else 4)
 
     def measure(
         self, schemes: Sequence[Scheme], windows: Sequence[torch.Tensor], *, resume: str | os.PathLike[str] | None = None, **how: Any
@@ -157,7 +173,8 @@ class Calibrator:
 
     def _about(self) -> dict[str, Any]:
         assert self.text is not None
-        return {"text": self.text.name, "text_sha256": self.text.sha256, "windows": self.sample.windows, "length": self.sample.length}
+        found = {"text": self.text.name, "text_sha256": self.text.sha256, "windows": self.sample.windows, "length": self.sample.length}
+        return found | ({"mixed_sha256": [p.sha256 for p in self.text.parts]} if self.text.parts else {})
 
     def _kept(self, scheme: Scheme) -> Calibration | None:
         """What was made before: given, made here, or by an earlier run of this text for this model and scheme."""

@@ -1,6 +1,7 @@
 """Texts to evaluate on, from local files, the hub, or the novel that is shipped.
 
 novel                        the first chapters of Pride and Prejudice, shipped
+code                         the source of kvbits itself, Python
 FILE.txt, FILE.py, ...       UTF-8 text; the header and footer of a Project Gutenberg file are taken off
 wiki*.raw, wiki*.tokens      WikiText, joined as everyone does: one blank line between paragraphs
 FILE.jsonl                   one document a line: `text`, or `prefix` + `gold_completion` (C4 excerpts), or `question` and `answer` (GSM8K)
@@ -13,6 +14,7 @@ import hashlib
 import importlib.resources
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,11 @@ CHARACTERS_PER_TOKEN = 12
 
 @dataclass(frozen=True)
 class Text:
-    """A text and where it came from. `name` is what results call it; `sha256` is of the content."""
+    """A text and where it came from. `name` is what results call it; `sha256` is of the content; `parts`: the texts that it was mixed of."""
 
     name: str
     content: str
+    parts: tuple[Text, ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -40,6 +43,16 @@ class Text:
 def novel() -> str:
     """The first chapters of Pride and Prejudice (Jane Austen, 1813; public domain)."""
     return importlib.resources.files("kvbits.evaluate").joinpath("data/pride_and_prejudice.txt").read_text(encoding="utf-8")
+
+
+def code() -> str:
+    """The Python source of this installation of kvbits, file by file."""
+    folder = Path(__file__).parents[1]
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
+
+
+SHIPPED = {"novel": novel, "code": code}
+"""Texts that are always there, by name: prose and a program, which calibrated together serve other texts better than either."""
 
 
 def novel_start() -> Text:
@@ -58,14 +71,25 @@ def halves(text: Text) -> tuple[Text, Text]:
     return Text(f"{text.name}-start", text.content[:middle]), Text(f"{text.name}-end", text.content[middle:])
 
 
+def mixed(texts: Sequence[Text]) -> Text:
+    """Several texts as one to calibrate on, which gives each as many windows; one as it is.
+
+    Raises:
+        SpecError: no text, or one twice.
+    """
+    if len({t.sha256 for t in texts}) < max(len(texts), 1):
+        raise SpecError(f"texts {', '.join(t.name for t in texts) or '(none)'}: name at least one, and each once")
+    return texts[0] if len(texts) == 1 else Text("+".join(t.name for t in texts), "\n\n".join(t.content for t in texts), tuple(texts))
+
+
 def read_text(source: str) -> Text:
     """The text a source names (see the module).
 
     Raises:
         SpecError: no such file, not UTF-8, a JSON line without text, or no `datasets` package for a hub id.
     """
-    if source == "novel":
-        return Text("novel", novel())
+    if source in SHIPPED:
+        return Text(source, SHIPPED[source]())
     if source.startswith("hub:"):
         return Text(source[4:].replace("/", "--").replace(":", "-"), _hub(source[4:]))
     path = Path(source).expanduser()
@@ -74,7 +98,7 @@ def read_text(source: str) -> Text:
     except UnicodeDecodeError as e:
         raise SpecError(f"text {source} is not UTF-8 text: {e}") from e
     except OSError as e:
-        raise SpecError(f"text {source}: {e.strerror or e}; give a file, `novel`, or hub:ID[:CONFIG[:SPLIT]]") from e
+        raise SpecError(f"text {source}: {e.strerror or e}; give a file, `novel`, `code`, or hub:ID[:CONFIG[:SPLIT]]") from e
     if path.suffix == ".jsonl":
         raw = "\n\n".join(_document(source, i, line) for i, line in enumerate(raw.split("\n")) if line.strip())
     elif path.name.startswith("wiki"):

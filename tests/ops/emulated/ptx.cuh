@@ -179,6 +179,7 @@ inline u16 to_small_float(float x, float largest) {
 inline u16 to_e4m3(float x) { return to_small_float<3, -6>(x, 448.f); }
 inline u16 to_e5m2(float x) { return to_small_float<2, -14>(x, 57344.f); }
 inline u32 fma_f16x2(u32 a, u32 b, u32 c) { return pack_f16(fmaf(low_f16(a), low_f16(b), low_f16(c)), fmaf(high_f16(a), high_f16(b), high_f16(c))); }
+inline u32 equal_f16x2(u32 a, u32 b) { return pack_f16(low_f16(a) == low_f16(b), high_f16(a) == high_f16(b)); }
 inline u32 low_twice(u32 a) { return (a & 0xffff) * 0x10001u; }
 inline u32 high_twice(u32 a) { return (a >> 16) * 0x10001u; }
 inline u32 low_mul(u32 a, u32 b) { return mul_f16x2(low_twice(a), b); }
@@ -360,6 +361,8 @@ inline void copy_async_arrive(u32 at) { barrier_arrive(at); }
 inline uint4 load_global_once(i64 from, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(from) : uint4{}; }
 template <class T>
 inline T load_global_l2(const T* p) { return *p; }
+inline void copy_16_later(void* to, const void* from) { memcpy(to, from, 16); }
+inline void wait_for_copies() {}
 inline uint2 load_once_8(const void* p) { return *static_cast<const uint2*>(p); }
 inline uint4 load_once_16(const void* p) { return *static_cast<const uint4*>(p); }
 inline double2 load_kept(const double2* p) { return *p; }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -59,6 +59,21 @@ def banded_arguments(layout: PageLayout, kind: str) -> str:
     basis = {None: "NO_BASIS", "hadamard": "HADAMARD", "klt": "CALIBRATED"}[side.basis]
     values = [side.scale_offset, side.mean_offset or 0, *(side.offset_of_plane(bits) for bits in BAND_PLANES)]
     return f"{side.packed_widths:#x}ull, {basis}, {int(side.has_mean)}, " + ", ".join(map(str, values))
+
+
+MAX_LOW = 2
+"""Low planes of a page of banded codes."""
+
+
+def banded_low_arguments(low: Sequence[LowLayout], kind: str) -> str:
+    """Template arguments of struct LowPlanes of bands.cuh but the last, of at most `MAX_LOW` low planes of keys ("k") or values ("v"), the coarsest first."""
+    planes = [low_plane(x, kind) for x in low] + [(0, 0)] * (MAX_LOW - len(low))
+    return ", ".join(str(n) for plane in planes for n in plane)
+
+
+def refuses_banded_low(count: int) -> str | None:
+    """Why the kernels of banded codes do not take pages with `count` low planes each, or None."""
+    return f"pages with {count} low planes each; the CUDA kernels of banded codes take {MAX_LOW}" if count > MAX_LOW else None
 
 
 def refuses_bands(layout: PageLayout) -> str | None:
@@ -155,6 +170,16 @@ def columns_as_operands(matrix: torch.Tensor, device: torch.device) -> torch.Ten
         return by_lane.permute(0, 5, 2, 7, 6, 8, 3, 1, 4).contiguous()
 
     return prepared(matrix, ("column operands", device), make)
+
+
+def rows_as_columns(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The transposed matrices of `matrix` [H, D, D] on `device`, for `column_powers` and `columns_as_operands`; made once."""
+    return prepared(matrix, ("rows", device), lambda x: x.detach().to(device, torch.float32).mT.contiguous())
+
+
+def high_operands(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`columns_as_operands` without the low halves: float16 [H, D / 16, D / 16, 2 tiles, 32 lanes, 8 bytes]; made once."""
+    return prepared(matrix, ("high operands", device), lambda x: columns_as_operands(x, device)[..., 0, :].contiguous())
 
 
 def columns_as_tiles(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:

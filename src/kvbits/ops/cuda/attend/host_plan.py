@@ -7,6 +7,7 @@ captured in a CUDA graph. A plan owns its output and scratch buffers: the next `
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ from .kernel_choice import (
     refuses_layout,
     refuses_low,
 )
+from .refined_plan import RefinedPlan, refuses_refined, split
 from .schedule import PartWork, chunks_per_sequence, schedule
-from .split_plan import SplitPlan, is_refined, split
 from .unpack_then_flash import ChunkPlan
 
 MAX_PARTS = 4
@@ -57,20 +58,23 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return "the GPU is older than compute capability 8.0"
     if why := cuda_compile.missing():
         return why
-    if q.dtype in DTYPES and any(is_refined(p) for p in call.parts):
-        return next((why for c in split(call) if (why := _refuses_refined(q, c))), None)
-    why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), driver.shared_limit(torch.cuda.get_device_capability(q.device)), q.shape[1])
+    limit = driver.shared_limit(torch.cuda.get_device_capability(q.device))
+    why = _refuses_packed(call, q.shape[2], q.dtype, limit, q.shape[1])
     if why and _may_unpack(call) and q.dtype in DTYPES:
         return _refuses_unpacked(call, q.shape[2], q.dtype)
     return why
 
 
-def _refuses_refined(q: torch.Tensor, call: AttendCall) -> str | None:
-    """`refuses` for one of the calls of `split`."""
-    if not is_refined(call.parts[0]):
-        return refuses(q, call)
-    why = _refuses_unpacked(call, q.shape[2], q.dtype)
-    return why and f"banded codes with low planes are read unpacked, and {why}"
+def _refuses_packed(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, shared_limit: int, num_queries: int) -> str | None:
+    """Why neither a `Plan` nor a `RefinedPlan` serves a call, or None."""
+    young, others = split(call)
+    if young and (why := refuses_refined(call)):
+        return why
+    if young and others:
+        call = dataclasses.replace(call, parts=tuple(call.parts[i] for i in others))
+    elif young:  # checked as if they had no planes
+        call = dataclasses.replace(call, parts=tuple(dataclasses.replace(p, low=()) for p in call.parts))
+    return refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), shared_limit, num_queries)
 
 
 def _is_kvquant(call: AttendCall) -> bool:
@@ -156,6 +160,11 @@ class _Launch:
     layout: PageLayout | None
 
 
+def indexed(device: torch.device) -> torch.device:
+    """`device` with its number."""
+    return torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+
+
 @functools.lru_cache(maxsize=256)
 def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
     return driver.load(Path(__file__).parent, kernel.source, "attend", dict(kernel.defines), device_index, kernel.shared_bytes, early=True)
@@ -207,7 +216,7 @@ class Plan:
         if why := refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), num_queries=num_queries):
             raise UnsupportedError(f"attend_pages on cuda: {why}")
         check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
-        device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        device = indexed(device)
         layout = call.parts[0].store.layout
         batch, d, heads = len(call.parts[0].table.indptr) - 1, layout.head_dim, layout.num_kv_heads
         packed = list(dict.fromkeys(p.store.layout for p in call.parts if not p.store.layout.key.is_raw))
@@ -247,8 +256,9 @@ class Plan:
         self._launches = [self._launch(k, args, lists[i], blocks[i], layouts[i]) for i, k in enumerate(kernels)]
 
     def run(
-        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, page_lse: np.ndarray | None = None, static: LayerStatic | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, page_lse: np.ndarray | None = None,
+        static: LayerStatic | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Attention of q [B, num_queries, Hq, D] over the planned pages of `layer`.
 
         Args:
@@ -379,30 +389,31 @@ class Plan:
 
 def plan(
     call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1, history_only: bool = False, **options: Any
-) -> Plan | ChunkPlan | SplitPlan:
-    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel reads packed; both side by side where
-    only some pages are such (`split`).
+) -> Plan | ChunkPlan | RefinedPlan:
+    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel reads packed; a `RefinedPlan` where
+    banded pages have low planes.
 
     Args:
         history_only: every query that is no padding comes after all pages of the call.
     """
     unpacks = unpack_then_flash.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
-    if not unpacks and len(split(call)) > 1:
-        make = functools.partial(plan, num_q_heads=num_q_heads, q_dtype=q_dtype, device=device, num_queries=num_queries, history_only=history_only)
-        return SplitPlan(call, make, options.get("layer_strides"))
     if not unpacks and _may_unpack(call) and (num_queries == 1 or history_only):
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
-        packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit, num_queries) is None
+        packed = _refuses_packed(call, num_q_heads, q_dtype, limit, num_queries) is None
         unpacks = not packed and _refuses_unpacked(call, num_q_heads, q_dtype) is None
     if unpacks:
         return ChunkPlan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
-    return Plan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
+    make = functools.partial(Plan, num_q_heads=num_q_heads, q_dtype=q_dtype, device=device, num_queries=num_queries)
+    if split(call)[0] and refuses_refined(call) is None:
+        check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
+        return RefinedPlan(call, make, num_q_heads, q_dtype, indexed(device), num_queries, options.get("layer_strides"))
+    return make(call, **options)
 
 
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run once: out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32 (see the reference for the contract)."""
     check_call(call, q.shape)
     made = plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1])
-    if isinstance(made, Plan):
-        return made.run(q.contiguous(), q_positions, page_lse=call.page_lse)
-    return made.run(q.contiguous(), q_positions)
+    if isinstance(made, ChunkPlan):
+        return made.run(q.contiguous(), q_positions)
+    return made.run(q.contiguous(), q_positions, page_lse=call.page_lse)

@@ -17,7 +17,6 @@ from ....errors import DataError
 from ....later import upload
 from ...types import AttendCall, Part, banded_sides, check_call, last_positions
 from ..dequantize import banded
-from ..dequantize.refined import RefinedUnpacker
 from ..dequantize.unpacker import Unpacker, refuses_layout
 from ..merge import merge_partials
 from ..side import refuses_low
@@ -54,9 +53,7 @@ def _refuses_part(part: Part, q_dtype: torch.dtype) -> str | None:
     layout = part.store.layout
     if not banded_sides(layout):
         return refuses_layout(layout, q_dtype) or refuses_low(len(part.low))
-    if part.low:
-        return None if q_dtype in (torch.float16, torch.bfloat16) else f"rows of {q_dtype} are not float16 or bfloat16"
-    return banded.refuses_layout(layout, q_dtype)
+    return banded.refuses_layout(layout, q_dtype, [s.layout for s in part.low])
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class _Pass:
     first: int
     last: int
     starts: list[int]
-    unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker | RefinedUnpacker]]
+    unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker]]
 
 
 class ChunkPlan:
@@ -133,20 +130,14 @@ class ChunkPlan:
 
     def _pass(self, found: tuple[int, int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]], strides: tuple[int, ...]) -> _Pass:
         first, last, starts, entries = found
-        unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker | RefinedUnpacker]] = []
+        unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker]] = []
         for part, ids, rows in entries:
             p = self.call.parts[part]
-            if banded_sides(p.store.layout) and p.low:
-                fine = [(s, x[ids]) for s, x in zip(p.low, p.table.low, strict=True)]
-                unpackers.append((part, RefinedUnpacker(p.store, self.dtype, p.table.page_ids[ids], rows, strides[part], p.table.starts[ids], fine)))
-                continue
             addresses = upload(p.store.addresses()[p.table.page_ids[ids]], self.device)
             starts_of = upload(p.table.starts[ids].astype(np.int32), self.device)
-            if banded_sides(p.store.layout):
-                unpackers.append((part, banded.BandedUnpacker(p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of)))
-                continue
-            low = (p.low[0], upload(p.low[0].addresses()[p.table.low[0][ids]], self.device)) if p.low else None
-            unpackers.append((part, Unpacker(p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of, low)))
+            low = [(s, upload(s.addresses()[x[ids]], self.device)) for s, x in zip(p.low, p.table.low, strict=True)]
+            common = (p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of)
+            unpackers.append((part, banded.BandedUnpacker(*common, low) if banded_sides(p.store.layout) else Unpacker(*common, low[0] if low else None)))
         return _Pass(first, last, starts.tolist(), unpackers)
 
 

@@ -3,6 +3,8 @@
 // Threads have tokens as those of close_banded.cu. Codes of a calibrated basis are multiplied with its inverse on the matrix units: halves of odd numbers are exact
 // in float16, the inverse is two float16 numbers, high and low (columns over powers of two first); scale and mean come after. What is written is off by
 // less than 2**-18 of sum |y| |A^-1| before it is rounded.
+//
+// Low planes (quant/banded.py), up to two: their fields say in which of PARTS parts of its code's cell a number lies. Up to 10 bits of both are exact in float16.
 #include "bands.cuh"
 
 constexpr int HALF = D / 2;
@@ -16,8 +18,9 @@ struct Args {
     const float* inverse;        // [H][D][D]
     const float2* turns;         // [D / 2] of side.py's turns_of
     const int* starts;           // [n]: position of each page's first token
-    i64 layer_offset;            // bytes
-    int num_pages, num_heads, head_bytes;
+    const i64* low_address[2];   // [n] each: of low planes, the coarsest first
+    i64 layer_offset, low_layer_offset[2];  // bytes
+    int num_pages, num_heads, head_bytes, low_head_bytes[2];
 };
 
 struct Shared {
@@ -26,55 +29,24 @@ struct Shared {
 
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
 
-template <class S, int WORDS>
-DEVICE u32 read_word(const unsigned char* plane, int token, int word) {
-    const u32 w = reinterpret_cast<const u32*>(plane)[word_place<S::VALUES, WORDS>(token, word)];
-    return S::VALUES ? transposed(w, token) : w;
-}
-
-/// Adds a plane's fields to the codes of a thread's channels of a token, four of every band in a word.
-template <class S, int BITS>
-DEVICE void read_plane(const unsigned char* page, u32 (&codes)[BANDS], int token, int j) {
-    constexpr int ROW_BYTES = plane_row<S>(BITS), WORDS = ROW_BYTES / 4, EACH = ROW_BYTES % 16 ? 0 : WORDS / 4;  // words of a thread, where no other has fields in them
-    if constexpr (WORDS > 0) {
-        const unsigned char* const plane = page + S::offset(BITS);
-        u32 words[EACH ? EACH : 1];
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) words[e] = read_word<S, WORDS>(plane, token, e * LANES + j);
-        int at = 0;  // of the plane's bands
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i) {
-            if (!(S::width(i) & BITS)) continue;
-            const int channel = at * BAND + j * 4;
-            const u32 w = EACH ? words[EACH ? at % EACH : 0] : read_word<S, WORDS>(plane, token, channel % ROW_BYTES / 4);
-            const int field = EACH ? at / (EACH ? EACH : 1) : channel / ROW_BYTES;
-            codes[i] |= (w >> BITS * field & ((1u << BITS) - 1) * 0x01010101u) << (S::width(i) & (BITS - 1));
-            ++at;
-        }
-    }
-}
-
-/// Two of a word's codes, the first or the last two, less half the band's highest.
-DEVICE u32 levels(u32 codes, bool last, u32 middle) {
-    const u32 whole = permute_bytes(codes, 0x64646464u, last ? 0x4342 : 0x4140);  // 1024 + code
-    return fma_f16x2(fma_f16x2(whole, 0x3c003c00u, 0xe400e400u), 0x3c003c00u, middle);
-}
-
 /// A thread's tokens as products with the inverse of the basis, in units of scales, and in shared.row the channels' means times it.
-template <class S>
-DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], Token (&x)[TOKENS], int head, Shared& shared) {
+template <class S, class LOW>
+DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], u32 (&parts)[TOKENS][BANDS], Token (&x)[TOKENS], int head, Shared& shared) {
+    static_assert(S::most_bits() + LOW::BITS <= 10 || LOW::BITS == 0, "levels in float16");
     const int lane = threadIdx.x % 32;
     const uint4* from = a.operands + i64(head) * BANDS * BANDS * 64 + lane;
     float y[BANDS][2][4] = {};
 #pragma unroll 1
     for (int step = 0; step < BANDS; ++step, from += 64) {  // not unrolled: loads of all steps at once would take every register
-        const float lowest = float(1 - (1 << S::width(step))) / 2;
         u32 rows[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) rows[i] = levels(codes[i % 2][0], i / 2, pack_f16(lowest, lowest));
+        for (int i = 0; i < 4; ++i) rows[i] = levels<LOW>(above_1024(codes[i % 2][0], i / 2), above_1024(parts[i % 2][0], i / 2), S::width(step));
 #pragma unroll
-        for (int i = 1; i < TOKENS * BANDS; ++i)
-            if (i % BANDS) codes[i / BANDS][i % BANDS - 1] = codes[i / BANDS][i % BANDS];
+        for (int i = 1; i < TOKENS * BANDS; ++i) {
+            if (i % BANDS == 0) continue;
+            codes[i / BANDS][i % BANDS - 1] = codes[i / BANDS][i % BANDS];
+            if (LOW::BITS) parts[i / BANDS][i % BANDS - 1] = parts[i / BANDS][i % BANDS];
+        }
 #pragma unroll
         for (int i = 0; i < BANDS; ++i)
 #pragma unroll
@@ -114,20 +86,28 @@ DEVICE void turn_rows(Token& x, int j, const Shared& shared) {
     }
 }
 
-template <class S>
+/// Where the low planes of a head lie.
+DEVICE const unsigned char* low_of(const Args& a, int plane, int page, int head) {
+    return reinterpret_cast<const unsigned char*>(a.low_address[plane][page] + a.low_layer_offset[plane] + i64(head) * a.low_head_bytes[plane]);
+}
+
+template <class S, class LOW>
 DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& shared) {
     const int j = threadIdx.x % LANES;
     const auto* const from = reinterpret_cast<const unsigned char*>(a.page_address[page] + a.layer_offset + i64(head) * a.head_bytes);
-    u32 codes[TOKENS][BANDS] = {};
+    u32 codes[TOKENS][BANDS] = {}, parts[TOKENS][BANDS] = {};
     float scale[TOKENS];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
         const int token = thread_token(r);
         scale[r] = scale_value(from[S::SCALE_OFFSET + token]);
-        read_plane<S, 8>(from, codes[r], token, j);
-        read_plane<S, 4>(from, codes[r], token, j);
-        read_plane<S, 2>(from, codes[r], token, j);
-        read_plane<S, 1>(from, codes[r], token, j);
+        read_codes<S>(from, codes[r], token, j);
+        if constexpr (LOW::FIRST > 0) read_plane<typename LOW::First, LOW::FIRST>(low_of(a, 0, page, head), parts[r], token, j);
+        if constexpr (LOW::SECOND > 0) {
+#pragma unroll
+            for (int i = 0; i < BANDS; ++i) parts[r][i] <<= LOW::SECOND;  // bytes have room for both
+            read_plane<typename LOW::Second, LOW::SECOND>(low_of(a, 1, page, head), parts[r], token, j);
+        }
     }
     for (int ch = threadIdx.x; S::HAS_MEAN && ch < D; ch += THREADS) shared.mean[ch] = load_value<FLOAT16>(from + S::MEAN_OFFSET, ch);
     if constexpr (S::BASIS == CALIBRATED) {
@@ -141,7 +121,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
     Token x[TOKENS];
     const float* mean = shared.mean;
     if constexpr (S::BASIS == CALIBRATED) {
-        out_of_basis<S>(a, codes, x, head, shared);
+        out_of_basis<S, LOW>(a, codes, parts, x, head, shared);
         mean = shared.row;
         __syncthreads();
     } else {
@@ -150,7 +130,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
 #pragma unroll
             for (int i = 0; i < BANDS; ++i)
 #pragma unroll
-                for (int k = 0; k < 4; ++k) x[r][i][k] = float(codes[r][i] >> 8 * k & 255) - float((1 << S::width(i)) - 1) / 2;
+                for (int k = 0; k < 4; ++k) x[r][i][k] = level<LOW>(codes[r][i] >> 8 * k & 255, parts[r][i] >> 8 * k & 255, S::width(i));
     }
     const int2 rows = a.rows[page];
 #pragma unroll
@@ -180,6 +160,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) dequantize_bande
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int count = a.num_pages * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
     const int head = item / a.num_pages, page = item % a.num_pages;
-    if (side == 0) unpack_side<Banded<K_BANDED, false>>(a, 0, page, head, shared);
-    else unpack_side<Banded<V_BANDED, true>>(a, 1, page, head, shared);
+    if (side == 0) unpack_side<Banded<K_BANDED, false>, LowPlanes<K_LOW, false>>(a, 0, page, head, shared);
+    else unpack_side<Banded<V_BANDED, true>, LowPlanes<V_LOW, true>>(a, 1, page, head, shared);
 }

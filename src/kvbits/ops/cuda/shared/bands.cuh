@@ -13,6 +13,11 @@ struct Banded {
 
     static DEVICE constexpr int width(int band) { return int(WIDTHS >> 4 * band & 15); }
     static DEVICE constexpr int offset(int plane) { return plane == 8 ? PLANE8 : plane == 4 ? PLANE4 : plane == 2 ? PLANE2 : PLANE1; }
+    static DEVICE constexpr int most_bits() {
+        int found = 0;
+        for (int i = 0; i < D / BAND; ++i) found = width(i) > found ? width(i) : found;
+        return found;
+    }
     /// Channels of the bands that have a plane (all bits: of those that have any).
     static DEVICE constexpr int channels(int plane) {
         int found = 0;
@@ -35,6 +40,46 @@ DEVICE float scale_value(int code) { return f16_to_float(u16(code << 7)); }
 template <class S>
 constexpr int plane_row(int bits) { return (S::channels(bits) * bits + 31) / 32 * 4; }
 
+/// A low plane of all channels, as `read_plane` and `write_lanes` take planes of codes.
+template <int BITS, int OFFSET, bool VALUES>
+using LowPlane = Banded<BITS * 0x1111111111111111ull, NO_BASIS, false, 0, 0, OFFSET, OFFSET, OFFSET, OFFSET, VALUES>;
+/// The low planes of a side: bits and place of each, the coarsest first, 0 bits where there is none. A number lies in one of PARTS parts of its code's cell.
+template <int BITS0, int OFFSET0, int BITS1, int OFFSET1, bool VALUES>
+struct LowPlanes {
+    static constexpr int FIRST = BITS0, SECOND = BITS1, BITS = BITS0 + BITS1, PARTS = 1 << BITS;
+    using First = LowPlane<BITS0, OFFSET0, VALUES>;
+    using Second = LowPlane<BITS1, OFFSET1, VALUES>;
+};
+static_assert(OUTER_CELL == 2 && ONLY_CELL == 4, "cells below");
+/// Cells of the codes of a band (quant/banded.py), in scales: where that of code 0 would begin were it as wide as the inner ones, and how wide these are. The lowest
+/// code's begins 1 further down; it and the highest are 1 wider each, so that of a band without bits, which is both, is 2 wider.
+DEVICE float first_edge(int width) { return width ? -float(1 << width) / 2 : -1.f; }
+DEVICE float inner_cell(int width) { return width ? 1.f : 2.f; }
+
+constexpr u32 ONE_F16X2 = 0x3c003c00u;
+DEVICE u32 twice_f16(float x) { return pack_f16(x, x); }
+/// Two of a word's bytes as float16, the first or the last two, plus 1024.
+DEVICE u32 above_1024(u32 bytes, bool last) { return permute_bytes(bytes, 0x64646464u, last ? 0x4342 : 0x4140); }
+
+/// Two codes of a band and their parts, each plus 1024, as numbers in scales from the band's middle: exact up to 10 bits of both.
+template <class LOW>
+DEVICE u32 levels(u32 codes, u32 parts, int width) {
+    if constexpr (LOW::BITS == 0) return fma_f16x2(fma_f16x2(codes, ONE_F16X2, 0xe400e400u), ONE_F16X2, twice_f16(float(1 - (1 << width)) / 2));
+    constexpr float PART = 1.f / LOW::PARTS;
+    const u32 lowest = equal_f16x2(codes, twice_f16(1024.f)), highest = equal_f16x2(codes, twice_f16(float(1023 + (1 << width))));
+    const u32 inside = fma_f16x2(parts, twice_f16(PART), twice_f16(-1023.5f * PART));  // of a cell, from 0 to 1
+    const u32 inner = fma_f16x2(inside, twice_f16(inner_cell(width)), fma_f16x2(codes, ONE_F16X2, twice_f16(first_edge(width) - 1024.f)));
+    const u32 outer = fma_f16x2(lowest, fma_f16x2(inside, ONE_F16X2, 0xbc00bc00u), inner);
+    return fma_f16x2(highest, inside, outer);
+}
+/// The same of one code.
+template <class LOW>
+DEVICE float level(u32 code, u32 part, int width) {
+    if constexpr (LOW::BITS == 0) return float(code) - float((1 << width) - 1) / 2;
+    const float lowest = code == 0, highest = code == (1u << width) - 1;
+    return fmaf((float(part) + 0.5f) / LOW::PARTS, inner_cell(width) + lowest + highest, float(code) + first_edge(width) - lowest);
+}
+
 /// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back.
 constexpr int BANDS = D / BAND, LANES = 4, TOKENS = 2;
 static_assert(THREADS == PAGE * LANES / TOKENS && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens");
@@ -53,6 +98,42 @@ DEVICE int word_place(int token, int word) {
 DEVICE u32 transposed(u32 w, int token) {
     w = permute_bytes(w, __shfl_xor_sync(ALL_LANES, w, 4), token & 1 ? 0x3715 : 0x6240);
     return permute_bytes(w, __shfl_xor_sync(ALL_LANES, w, 16), token & 4 ? 0x3276 : 0x5410);
+}
+
+template <class S, int WORDS>
+DEVICE u32 read_word(const unsigned char* plane, int token, int word) {
+    const u32 w = reinterpret_cast<const u32*>(plane)[word_place<S::VALUES, WORDS>(token, word)];
+    return S::VALUES ? transposed(w, token) : w;
+}
+
+/// Adds a plane's fields to the codes of a thread's channels of a token, four of every band in a word.
+template <class S, int BITS>
+DEVICE void read_plane(const unsigned char* page, u32 (&codes)[BANDS], int token, int j) {
+    constexpr int ROW_BYTES = plane_row<S>(BITS), WORDS = ROW_BYTES / 4, EACH = ROW_BYTES % 16 ? 0 : WORDS / 4;  // words of a thread, where no other has fields in them
+    if constexpr (WORDS > 0) {
+        const unsigned char* const plane = page + S::offset(BITS);
+        u32 words[EACH ? EACH : 1];
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) words[e] = read_word<S, WORDS>(plane, token, e * LANES + j);
+        int at = 0;  // of the plane's bands
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i) {
+            if (!(S::width(i) & BITS)) continue;
+            const int channel = at * BAND + j * 4;
+            const u32 w = EACH ? words[EACH ? at % EACH : 0] : read_word<S, WORDS>(plane, token, channel % ROW_BYTES / 4);
+            const int field = EACH ? at / (EACH ? EACH : 1) : channel / ROW_BYTES;
+            codes[i] |= (w >> BITS * field & ((1u << BITS) - 1) * 0x01010101u) << (S::width(i) & (BITS - 1));
+            ++at;
+        }
+    }
+}
+
+template <class S>
+DEVICE void read_codes(const unsigned char* page, u32 (&codes)[BANDS], int token, int j) {
+    read_plane<S, 8>(page, codes, token, j);
+    read_plane<S, 4>(page, codes, token, j);
+    read_plane<S, 2>(page, codes, token, j);
+    read_plane<S, 1>(page, codes, token, j);
 }
 
 /// Channels 16 i + 4 j + k of a token, j-th of its threads: x[i][k] times the Hadamard matrix of the largest power of two that divides D.

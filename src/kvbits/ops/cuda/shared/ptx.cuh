@@ -72,6 +72,8 @@ DEVICE u32 high_fnma(u32 a, u32 b, u32 c) {
     return d;
 }
 DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+/// 1 where numbers are equal, else 0.
+DEVICE u32 equal_f16x2(u32 a, u32 b) { u32 d; asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 /// Two signed 16-bit numbers, none below 0 nor above those of `top`.
 DEVICE u32 clamp_i16x2(u32 a, u32 top) {
     u32 d;
@@ -198,6 +200,10 @@ DEVICE void copy_async_16(u32 to, i64 from) { asm volatile("cp.async.cg.shared.g
 /// Arrives on `bar` once all earlier copy_async of this thread have landed.
 DEVICE void copy_async_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 #endif
+
+/// 16 bytes to shared memory, at multiples of 16; all of this thread have landed once it has waited.
+DEVICE void copy_16_later(void* to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 /// threadIdx.x, read once more: keeping it in a register through a long loop for what follows cost spills.
 DEVICE int thread_again() { int thread; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); return thread; }

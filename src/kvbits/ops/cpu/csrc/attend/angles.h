@@ -11,11 +11,19 @@ typedef double vd __attribute__((vector_size(VL * 8)));
 typedef int64_t vl __attribute__((vector_size(VL * 8)));
 typedef double vd_mem __attribute__((vector_size(VL * 8), aligned(8), may_alias));
 
+// cos and sin of (pair + 1/2) * step * inv_freq: from the middle of an even number of frames to each pair of them.
+constexpr int MOST_FRAME_PAIRS = 16;
+struct FrameTurns {
+  alignas(64) float cos[MAX_HEAD_DIM / 2][MOST_FRAME_PAIRS], sin[MAX_HEAD_DIM / 2][MOST_FRAME_PAIRS];
+  int pairs;  // that are there, 0 before the first ones
+};
+
 // Of the current page's start, or its frame.
 struct Angles {
   alignas(64) double cos[MAX_HEAD_DIM / 2 + VL], sin[MAX_HEAD_DIM / 2 + VL];            // of start * inv_freq
   alignas(64) double step_cos[MAX_HEAD_DIM / 2 + VL], step_sin[MAX_HEAD_DIM / 2 + VL];  // of step * inv_freq
   int64_t start;  // -1 before the first one
+  FrameTurns frames;
 };
 
 INLINE vd choose(vl mask, vd a, vd b) { return (vd)(((vl)a & mask) | ((vl)b & ~mask)); }
@@ -70,6 +78,17 @@ static void move_to(Angles& w, const float* inv_freq, int64_t start, int step, i
     }
   }
   w.start = start;
+}
+
+static void turns_around(FrameTurns& w, const float* inv_freq, int step, int half, int pairs) {
+  alignas(64) double cos[MAX_HEAD_DIM / 2 + VL], sin[MAX_HEAD_DIM / 2 + VL];
+  for (; w.pairs < pairs; w.pairs++) {
+    angles_at(cos, sin, inv_freq, w.pairs * step + step / 2, half);
+    for (int i = 0; i < half; i++) {
+      w.cos[i][w.pairs] = (float)cos[i];
+      w.sin[i][w.pairs] = (float)sin[i];
+    }
+  }
 }
 
 // The chunk's queries turned back by the start.

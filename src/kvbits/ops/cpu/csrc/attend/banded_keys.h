@@ -1,56 +1,86 @@
-// Keys of banded codes, and the bases that keys and values are stored in (docs/formats.md).
+// Keys of banded codes (docs/formats.md).
 //
-// A code is the sum of its planes' fields, each times 2^shift, and so is the middle of its range. A band's fields in one plane are a piece: one integer dot
-// product of up to 16 channels, with a scale of its own.
+// A code is the sum of its planes' fields, each times 2^shift, and so is the middle of its range. A band's fields are joined to codes before one integer
+// dot product of up to 16 channels, with a scale of its own:
 //
-//   score(h, t) = k_scale[t] * (sum over pieces of piece_scale[piece][h] * dot(q_int, fields) + q_zero[h]) + q' . mean
+//   score(h, t) = k_scale[t] * (sum over bands of band_scale[band][h] * dot(q_int, codes) + q_zero[h]) + q' . mean
 //
-// with q' the query in the page's basis, made once per frame in fp32, and 8-bit integers of it with one scale per band.
+// with q' the query in the page's basis (basis.h) and 8-bit integers of it with one scale per band.
 #pragma once
 #include <stdint.h>
 
-#include "../hadamard.h"
-#include "angles.h"
 #include "dots.h"
 #include "softmax.h"
 
 namespace {
 
-// Four channels of a tile's tokens.
+// Four channels of a tile's tokens in one plane.
 struct BandWord {
   int32_t offset;  // of the tile's word, bytes from the head struct to that of the page's first tile
-  int16_t shift;   // of the field in each byte
-  int16_t q;       // of the channels' integers in a row of integer queries, bytes
+  int32_t shift;   // of the field in each byte, or by how much the word turns to have it in its place (BANDS_TURN)
+  bool first;      // the lowest field of its byte
 };
 
-// Where the last band is narrower, integer queries are 0 behind it and its words meet them again.
-struct BandPiece {
+// A band's fields in one plane. Where the last band is narrower, integer queries are 0 behind it and its words meet them again.
+struct BandFields {
   BandWord word[BAND / 4];
-  int32_t mask;        // of a field in each byte
+  int32_t mask;        // of a field in each byte; with BANDS_TURN in its place in the code
   int32_t tile_bytes;  // from tile to tile
-  int32_t band;
-  float weight;        // 2^shift of the fields in their codes
 };
 
-// A band of a low plane, and which pieces its codes are made of (banded_low.h).
+// A band's codes, of one plane's fields or of two planes'. Codes of 8 bits are two of 4, the higher ones first: their products fit 16 bits.
+struct BandCodes {
+  BandFields high, low;
+  int32_t low_bits;  // of `low`, 0 without it
+  int32_t band;
+  float weight;      // of a code
+};
+
+// A band of a low plane, and which codes it has (banded_low.h).
 struct LowBand {
   BandWord word[BAND / 4];  // offsets from the plane's own start
   int16_t top, pieces;      // the highest code, 0 without bits
   int16_t piece[2], shift[2];
 };
 
-// All of a head. Fields of 8 bits are two of 4, whose products fit 16 bits.
+// All of a head.
 struct BandPieces {
   int32_t count;
-  BandPiece piece[2 * MAX_GROUPS];
+  BandCodes piece[2 * MAX_GROUPS];
   int32_t low_bits, bands, low_tile_bytes;  // of a low plane; 0 without one
   LowBand low[MAX_GROUPS];
 };
 static_assert(MAX_GROUPS * BAND >= MAX_HEAD_DIM, "bands are counted as groups");
 
-// The four channels from `channel` on of a row whose plane begins at `offset`, and q of a band's channels from c on.
-static BandWord band_word(int offset, int channel, int row_bytes, int bits, int band, int c) {
-  return {offset + channel % row_bytes * TILE, (int16_t)(channel / row_bytes * bits), (int16_t)((band * BAND + c) * NARROW_Q_BYTES)};
+#ifdef HAVE_BAND_TURNS
+constexpr bool BANDS_TURN = true;
+#else
+constexpr bool BANDS_TURN = false;
+#endif
+
+// Words of VL tokens with their field at the bottom (BANDS_TURN: in its place in the code) of every byte, and the codes of two planes' words.
+#ifndef HAVE_BAND_TURNS
+INLINE vi turned_words(const uint8_t* p, int shift) { return (vi)((vu)load_int(p) >> shift); }
+INLINE vi joined_fields(vi high, vi low, vi high_mask, vi low_mask, int low_bits) { return ((high & high_mask) << low_bits) | (low & low_mask); }
+#endif
+
+// The four channels from `channel` on of a row whose plane begins at `offset`.
+static BandWord band_word(int offset, int channel, int row_bytes, int bits) {
+  const int shift = channel / row_bytes * bits;
+  return {offset + channel % row_bytes * TILE, shift, shift == 0};
+}
+
+// The fields of a band of `channels` channels, the first of them `at` in its plane; they come `up` bits above the codes' lowest.
+static BandFields band_fields(int offset, int at, int channels, int row_bytes, int bits, int up) {
+  BandFields f;
+  f.mask = ((1 << bits) - 1) * 0x01010101;
+  f.tile_bytes = row_bytes * TILE;
+  if (BANDS_TURN) f.mask <<= up;
+  for (int c = 0; c < BAND; c += 4) {
+    f.word[c / 4] = band_word(offset, at + (c < channels ? c : 0), row_bytes, bits);
+    if (BANDS_TURN) f.word[c / 4].shift = (f.word[c / 4].shift - up) & 31;
+  }
+  return f;
 }
 
 static void list_low_bands(BandPieces& list, const kvbits_tensor& t, int head_dim, int bits) {
@@ -60,7 +90,7 @@ static void list_low_bands(BandPieces& list, const kvbits_tensor& t, int head_di
     LowBand& band = list.low[i];
     band.top = (int16_t)((1 << t.bands[i]) - 1);
     band.pieces = 0;
-    for (int c = 0; c < BAND; c += 4) band.word[c / 4] = band_word(0, i * BAND + (i * BAND + c < head_dim ? c : 0), row_bytes, bits, i, c);
+    for (int c = 0; c < BAND; c += 4) band.word[c / 4] = band_word(0, i * BAND + (i * BAND + c < head_dim ? c : 0), row_bytes, bits);
   }
   for (int k = 0; k < list.count; k++) {
     LowBand& band = list.low[list.piece[k].band];
@@ -72,32 +102,86 @@ static void list_low_bands(BandPieces& list, const kvbits_tensor& t, int head_di
 static void list_pieces(BandPieces& list, const kvbits_tensor& t, int head_dim, int low_bits) {
   const int bands = (head_dim + BAND - 1) / BAND;
   auto channels_of = [&](int band) { return head_dim - band * BAND < BAND ? head_dim - band * BAND : BAND; };
-  int stored = 0;
+  int offset[9], row_bytes[9], at[9] = {};  // by bits of a plane; channels of it that bands before have
+  for (int bits = 8, stored = 0; bits; bits /= 2) {
+    int channels = 0;
+    for (int i = 0; i < bands; i++) channels += t.bands[i] & bits ? channels_of(i) : 0;
+    if (channels) offset[bits] = t.plane_offset[stored++], row_bytes[bits] = row_bytes_of(channels, bits);
+  }
   list.count = 0;
   list.bands = bands;
   list.low_bits = low_bits;
-  for (int bits = 8; bits; bits /= 2) {
-    int channels = 0;
-    for (int i = 0; i < bands; i++) channels += t.bands[i] & bits ? channels_of(i) : 0;
-    if (!channels) continue;
-    const int row_bytes = row_bytes_of(channels, bits), offset = t.plane_offset[stored++], field_bits = bits < 4 ? bits : 4;
-    for (int i = 0, at = 0; i < bands; i++) {
-      if (!(t.bands[i] & bits)) continue;
-      for (int low = 0; low < bits; low += field_bits) {
-        BandPiece& piece = list.piece[list.count++];
-        piece.mask = ((1 << field_bits) - 1) * 0x01010101;
-        piece.tile_bytes = row_bytes * TILE;
-        piece.band = i;
-        piece.weight = (float)(1 << ((t.bands[i] & (bits - 1)) + low));
-        for (int c = 0; c < BAND; c += 4) {
-          piece.word[c / 4] = band_word(offset, at + (c < channels_of(i) ? c : 0), row_bytes, bits, i, c);
-          piece.word[c / 4].shift += (int16_t)low;
-        }
-      }
-      at += channels_of(i);
+  for (int i = 0; i < bands; i++) {
+    BandCodes codes = {};
+    codes.band = i;
+    codes.weight = 1.0f;
+    auto fields = [&](int bits, int up) {
+      const BandFields f = band_fields(offset[bits], at[bits], channels_of(i), row_bytes[bits], bits, up);
+      at[bits] += channels_of(i);
+      return f;
+    };
+    if (t.bands[i] == 8) {
+      codes.high = fields(8, 0);
+      codes.high.mask = 0x0f0f0f0f;
+      BandCodes upper = codes;
+      upper.weight = 16.0f;
+      for (int n = 0; n < BAND / 4; n++) upper.high.word[n].shift = 4, upper.high.word[n].first = false;
+      list.piece[list.count++] = upper;
+      list.piece[list.count++] = codes;
+      continue;
     }
+    const int high = t.bands[i] & 4 ? 4 : t.bands[i] & 2 ? 2 : t.bands[i], low = t.bands[i] - high;
+    if (!high) continue;
+    codes.low_bits = low;
+    codes.high = fields(high, low);
+    if (low) codes.low = fields(low, 0);
+    list.piece[list.count++] = codes;
   }
   if (low_bits) list_low_bands(list, t, head_dim, low_bits);
+}
+
+// Codes of V vectors of tokens, four channels in each of their words: those of `band` that its words n are of. FETCH: lines of the page to come as well.
+template <int V, bool JOINED, bool FETCH>
+INLINE void load_codes(const BandCodes& band, const uint8_t* at, int64_t tile, int n, int64_t ahead, bool new_lines, vi (&codes)[V]) {
+  const uint8_t* high = at + tile * band.high.tile_bytes + band.high.word[n].offset;
+  const int64_t high_next = VL < TILE ? VL * 4 : band.high.tile_bytes;
+  const vi high_mask = splat_int(band.high.mask);
+  if (FETCH && band.high.word[n].first) {  // a line is fetched once, whatever else it holds
+    if (new_lines) fetch(high + ahead);
+    if (V * VL > TILE) fetch(high + high_next + ahead);
+  }
+  if constexpr (JOINED) {
+    const uint8_t* low = at + tile * band.low.tile_bytes + band.low.word[n].offset;
+    const int64_t low_next = VL < TILE ? VL * 4 : band.low.tile_bytes;
+    const vi low_mask = splat_int(band.low.mask);
+    if (FETCH && band.low.word[n].first) {
+      if (new_lines) fetch(low + ahead);
+      if (V * VL > TILE) fetch(low + low_next + ahead);
+    }
+    for (int v = 0; v < V; v++)
+      codes[v] = joined_fields(turned_words(high + v * high_next, band.high.word[n].shift), turned_words(low + v * low_next, band.low.word[n].shift), high_mask,
+                               low_mask, band.low_bits);
+  } else {
+    for (int v = 0; v < V; v++) codes[v] = turned_words(high + v * high_next, band.high.word[n].shift) & high_mask;
+  }
+}
+
+// Dot products of one band.
+template <int V, int NH, bool JOINED>
+INLINE void add_band(const KeyArgs& a, const BandCodes& band, const uint8_t* at, int64_t tile, bool new_lines, vi (&sums)[V][NH]) {
+  const uint8_t* q = a.chunk->qw[0] + band.band * (BAND * NARROW_Q_BYTES);
+#pragma GCC unroll 2
+  for (int n = 0; n < BAND / 4; n += 2) {
+    vi x[V], y[V];
+    load_codes<V, JOINED, true>(band, at, tile, n, a.ahead, new_lines, x);
+    load_codes<V, JOINED, true>(band, at, tile, n + 1, a.ahead, new_lines, y);
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++) {
+      const BandQuery first = band_query(q + h * Q_STRIDE + 4 * n * NARROW_Q_BYTES), second = band_query(q + h * Q_STRIDE + 4 * (n + 1) * NARROW_Q_BYTES);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) add_band_words(sums[v][h], x[v], y[v], first, second);
+    }
+  }
 }
 
 // Scores of NH rows against the block's tokens.
@@ -110,106 +194,69 @@ static void key_banded(const KeyArgs& a) {
   for (int t = 0; t < a.tokens; t += V * VL) {
     const int tile = a.first_tile + t / TILE;
     const uint8_t* at = a.page + t % TILE * 4;
+    const bool new_lines = t % TILE == 0;
     vf s[V][NH];
     for (int v = 0; v < V; v++)
       for (int h = 0; h < NH; h++) s[v][h] = splat(c.q_zero[0][h]);
     for (int i = 0; i < list.count; i++) {
-      const BandPiece& piece = list.piece[i];
-      const uint8_t* src = at + (int64_t)tile * piece.tile_bytes;
-      const int64_t next = VL < TILE ? VL * 4 : piece.tile_bytes;
-      const vi mask = splat_int(piece.mask);
-      BandSums sums[V][NH] = {};
-#pragma GCC unroll 4
-      for (int n = 0; n < BAND / 4; n++) {
-        const BandWord word = piece.word[n];
-        if (!word.shift) {  // a line is fetched once, whatever else it holds
-          if (t % TILE == 0) fetch(src + word.offset + a.ahead);
-          if (V * VL > TILE) fetch(src + next + word.offset + a.ahead);
-        }
-        vi fields[V];
-        for (int v = 0; v < V; v++) fields[v] = (vi)((vu)load_int(src + v * next + word.offset) >> word.shift) & mask;
-#pragma GCC unroll 8
-        for (int h = 0; h < NH; h++)
-#pragma GCC unroll 2
-          for (int v = 0; v < V; v++) add_band_word(sums[v][h], fields[v], c.qw[h] + word.q);
-      }
+      const BandCodes& band = list.piece[i];
+      vi sums[V][NH] = {};
+      if (band.low_bits) add_band<V, NH, true>(a, band, at, tile, new_lines, sums);
+      else add_band<V, NH, false>(a, band, at, tile, new_lines, sums);
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++)
 #pragma GCC unroll 2
-        for (int v = 0; v < V; v++) s[v][h] += band_sums(sums[v][h]) * c.piece_scale[i][h];
+        for (int v = 0; v < V; v++) s[v][h] += to_float(sums[v][h]) * c.piece_scale[i][h];
     }
     for (int v = 0; v < V; v++)
       for (int h = 0; h < NH; h++) store(a.s + h * BLOCK + t + v * VL, s[v][h] * load(a.scale + t + v * VL));
   }
 }
 
-// NH rows times a matrix [columns / 16][n][16], its columns rounded up to 16.
-template <int NH>
-static void multiply_rows(const float (*from)[ROW_STRIDE], const float* matrix, int n, float (*to)[ROW_STRIDE]) {
-  constexpr int J = 16 / VL, CHAINS = NH == 1 ? 4 : NH == 2 ? 2 : 1;  // sums that do not wait for each other
-  const int width = round_up(n, 16);
-  for (int j = 0; j < width; j += 16) {
-    vf sums[CHAINS][NH][J] = {};
-    for (int i = 0; i < n; i += CHAINS)
-#pragma GCC unroll 4
-      for (int k = 0; k < CHAINS; k++)
-#pragma GCC unroll 4
-        for (int v = 0; v < J; v++) {
-          const vf m = load(matrix + (int64_t)j * n + (i + k) * 16 + v * VL);
-#pragma GCC unroll 4
-          for (int h = 0; h < NH; h++) sums[k][h][v] += m * from[h][i + k];
-        }
-    for (int h = 0; h < NH; h++)
-      for (int v = 0; v < J; v++) {
-        vf x = sums[0][h][v];
-        for (int k = 1; k < CHAINS; k++) x += sums[k][h][v];
-        store(to[h] + j + v * VL, x);
-      }
-  }
-}
-
-// A chunk's queries as keys of the page's frame meet them, in `folded`, zeros behind them.
-static void queries_in_basis(Chunk& c, const kvbits_tensor& t, const Angles& angles, int kv_head, int head_dim) {
-  const int width = round_up(head_dim, 16);
-  if (t.from_basis) {
-    alignas(64) float turned[ROWS][ROW_STRIDE];
-    turn_back(c, angles, head_dim, turned);
-    const float* matrix = t.from_basis + (int64_t)kv_head * head_dim * width;
-    for (int h = 0; h < c.rows; h += 4) {
-      if (c.rows - h == 1) multiply_rows<1>(turned + h, matrix, head_dim, c.folded + h);
-      else if (c.rows - h == 2) multiply_rows<2>(turned + h, matrix, head_dim, c.folded + h);
-      else if (c.rows - h == 3) multiply_rows<3>(turned + h, matrix, head_dim, c.folded + h);
-      else multiply_rows<4>(turned + h, matrix, head_dim, c.folded + h);
-    }
-    return;
-  }
-  for (int h = 0; h < c.rows; h++) {
-    __builtin_memcpy(c.folded[h], c.q[h], head_dim * sizeof(float));
-    __builtin_memset(c.folded[h] + head_dim, 0, (width - head_dim) * sizeof(float));
-    if (t.hadamard) hadamard(c.folded[h], head_dim);
-  }
-}
-
 // By how much the steps of a low plane's parts (banded_low.h) are above those that they stand for.
 constexpr int low_middle(int bits) { return 3 * (1 << bits) - 2; }
 
+// What the middle of a band's range takes off per step of the query's integers, with what its low plane is above (banded_low.h).
+static float band_middle(int bits, int low_bits) {
+  const float middle = 0.5f * (float)((1 << bits) - 1);
+  if (!low_bits) return middle;
+  const float part = 0.5f / (float)(1 << low_bits);
+  return middle + part * (float)(bits ? low_middle(low_bits) : ONLY_CELL * ((1 << low_bits) - 1));
+}
+
 // Integers of `folded`, and what the middles of the codes' ranges take off the scores.
 static void quantize_by_band(Chunk& c, const kvbits_tensor& t, const BandPieces& list, int head_dim) {
+  constexpr int J = BAND / VL > 0 ? BAND / VL : 1;
+  static_assert(BAND % VL == 0, "bands are whole vectors");
   const int bands = (head_dim + BAND - 1) / BAND;
-  quantize_query<false>(c, c.folded[0], bands, BAND, 0.0f);
   for (int h = 0; h < c.rows; h++) {
-    float zero = 0.0f;
-    for (int i = 0; i < bands; i++) zero += 0.5f * (float)((1 << t.bands[i]) - 1) * c.q_sum[i][h];
-    if (list.low_bits) {
-      const float part = 0.5f / (float)(1 << list.low_bits);
-      for (int i = 0; i < bands; i++) {
-        const int step = t.bands[i] ? 1 : 2 * ONLY_CELL, middle = t.bands[i] ? low_middle(list.low_bits) : ONLY_CELL * ((1 << list.low_bits) - 1);
-        c.low_scale[i][h] = c.q_scale[i][h] * part * (float)step;
-        zero += part * (float)middle * c.q_sum[i][h];
-      }
+    const float* q = c.folded[h];
+    alignas(64) float largest[MAX_GROUPS + 16];
+    for (int first = 0; first < bands; first += 8) {
+      vf tops[8] = {};
+      const int n = bands - first < 8 ? bands - first : 8;
+      for (int i = 0; i < n; i++)
+        for (int v = 0; v < J; v++) {
+          const vf x = load(q + (first + i) * BAND + v * VL);
+          tops[i] = vmax(tops[i], vmax(x, -x));
+        }
+      max_each(tops, n, largest + first);
     }
-    c.q_zero[0][h] = -zero;
-    for (int i = 0; i < list.count; i++) c.piece_scale[i][h] = c.q_scale[list.piece[i].band][h] * list.piece[i].weight;
+    vf zero = {};
+    for (int i = 0; i < bands; i++) {
+      const float amax = largest[i], scale = amax * (1.0f / NARROW_Q_LIMIT);
+      const float inverse = amax > 1e-30f ? NARROW_Q_LIMIT / amax : 0.0f;  // what is smaller still adds nothing to a score
+      const float middle = -scale * band_middle(t.bands[i], list.low_bits);
+      for (int v = 0; v < J; v++) {
+        const vi x = round_to_int(load(q + i * BAND + v * VL) * inverse);
+        zero += to_float(x) * middle;
+        store_q<false>(c.qw[h], i * BAND + v * VL, x);
+      }
+      if (list.low_bits) c.low_scale[i][h] = scale * (0.5f / (float)(1 << list.low_bits)) * (float)(t.bands[i] ? 1 : 2 * ONLY_CELL);
+      largest[i] = scale;
+    }
+    c.q_zero[0][h] = sum(zero);
+    for (int i = 0; i < list.count; i++) c.piece_scale[i][h] = largest[list.piece[i].band] * list.piece[i].weight;
   }
 }
 

@@ -38,35 +38,34 @@ static void key_low(const KeyArgs& a) {
     vf s[V][NH] = {};
     for (int i = 0; i < list.bands; i++) {
       const LowBand& band = list.low[i];
-      BandSums sums[V][NH] = {};
-      vf x[V][NH] = {};
+      const uint8_t* q = c.qw[0] + i * (BAND * NARROW_Q_BYTES);
+      vi sums[V][NH] = {};
 #pragma GCC unroll 4
       for (int n = 0; n < BAND / 4; n++) {
         const BandWord word = band.word[n];
-        if (!word.shift && (t % TILE == 0 || V * VL > TILE)) fetch(low + word.offset + a.low_ahead);
+        if (word.first && (t % TILE == 0 || V * VL > TILE)) fetch(low + word.offset + a.low_ahead);
         vi steps[V], codes[V] = {};
         for (int v = 0; v < V; v++) steps[v] = (vi)((vu)load_int(low + v * low_next + word.offset) >> word.shift) & mask;
         for (int k = 0; k < band.pieces; k++) {
-          const BandPiece& piece = list.piece[band.piece[k]];
-          const BandWord field = piece.word[n];
-          const uint8_t* src = page + tile * piece.tile_bytes + field.offset;
-          const int64_t next = VL < TILE ? VL * 4 : piece.tile_bytes;
-          for (int v = 0; v < V; v++) codes[v] |= (vi)((((vu)load_int(src + v * next) >> field.shift) & (vu)splat_int(piece.mask)) << band.shift[k]);
+          const BandCodes& piece = list.piece[band.piece[k]];
+          vi x[V];
+          if (piece.low_bits) load_codes<V, true, false>(piece, page, tile, n, 0, false, x);
+          else load_codes<V, false, false>(piece, page, tile, n, 0, false, x);
+          for (int v = 0; v < V; v++) codes[v] |= x[v] << band.shift[k];
         }
         if (band.top)
           for (int v = 0; v < V; v++) steps[v] = low_steps<BITS>(codes[v], steps[v], band.top);
 #pragma GCC unroll 8
-        for (int h = 0; h < NH; h++)
+        for (int h = 0; h < NH; h++) {
+          const BandQuery row = band_query(q + h * Q_STRIDE + 4 * n * NARROW_Q_BYTES);
 #pragma GCC unroll 2
-          for (int v = 0; v < V; v++) {
-            add_band_word(sums[v][h], steps[v], c.qw[h] + word.q);
-            if (BITS == 4) x[v][h] += band_sums(sums[v][h]), sums[v][h] = BandSums{};  // one word of steps up to 124 is all that 16 bits hold
-          }
+          for (int v = 0; v < V; v++) add_band_word(sums[v][h], steps[v], row);
+        }
       }
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++)
 #pragma GCC unroll 2
-        for (int v = 0; v < V; v++) s[v][h] += (BITS == 4 ? x[v][h] : band_sums(sums[v][h])) * c.low_scale[i][h];
+        for (int v = 0; v < V; v++) s[v][h] += to_float(sums[v][h]) * c.low_scale[i][h];
     }
     for (int v = 0; v < V; v++)
       for (int h = 0; h < NH; h++) {

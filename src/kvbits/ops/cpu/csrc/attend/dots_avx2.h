@@ -46,12 +46,16 @@ INLINE __m256i broadcast_word(const void* p) {
   return _mm256_set1_epi32(w);
 }
 
-// Products of banded codes (banded_keys.h), 4 channels of 8 tokens in a word each, up to 4 words of fields below 16.
-typedef __m256i BandSums;
+// Products of banded codes (banded_keys.h), 4 channels of 8 tokens in a word each: codes up to 127 one word at a time, up to 63 two.
 constexpr int BAND_ROWS_OF_TWO = 4;  // up to how many rows two vectors of tokens go side by side
 constexpr int NARROW_Q_BYTES = 1;
-INLINE void add_band_word(BandSums& to, vi fields, const uint8_t* q) { to = _mm256_add_epi16(to, _mm256_maddubs_epi16((__m256i)fields, broadcast_word(q))); }
-INLINE vf band_sums(BandSums x) { return to_float((vi)_mm256_madd_epi16(x, _mm256_set1_epi16(1))); }
+typedef __m256i BandQuery;
+INLINE BandQuery band_query(const uint8_t* q) { return broadcast_word(q); }
+INLINE void add_band_word(vi& to, vi codes, BandQuery q) { to += (vi)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, q), _mm256_set1_epi16(1)); }
+INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
+  const __m256i sums = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)a, qa), _mm256_maddubs_epi16((__m256i)b, qb));
+  to += (vi)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+}
 
 // Products of what their low planes add to values (banded_low.h), 4 tokens of 8 channels in a word of bytes from -46 to 46 each; p: [slot] of a row.
 struct LowSums {
@@ -209,8 +213,56 @@ INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int ch
   }
 }
 
+// A plane's words of 8 channels from `channel` on.
+struct ValueWords {
+  const uint8_t* at;
+  int quad_bytes, field;
+};
+INLINE ValueWords value_words(const ValueArgs& a, int plane, int channel) {
+  const int rb = a.row_bytes[plane], r = channel % rb, block = r / 16 * 16, width = rb - block < 16 ? rb - block : 16;
+  return {a.plane[plane] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4, 4 * width, channel / rb};
+}
+
+// The outputs gain 3-bit values, whose planes are joined to codes before one dot product; every 8 neighbouring channels are of one group.
+template <int NH>
+static void value_three_bits(const ValueArgs& a) {
+  constexpr int RUN = 32767 / (2 * 255 * 7);
+  const int quads = round_up(a.tokens, 8) / 4;
+  const __m256i two_mask = _mm256_set1_epi8(6), one_mask = _mm256_set1_epi8(1);
+  for (int channel = 0; channel < a.head_dim; channel += 8) {
+    const int g = channel / a.group_channels;
+    const ValueWords two = value_words(a, 0, channel), one = value_words(a, 1, channel);
+    const __m128i left = _mm_cvtsi32_si128(two.field ? 0 : 1), right = _mm_cvtsi32_si128(two.field ? 2 * two.field - 1 : 0), down = _mm_cvtsi32_si128(one.field);
+    const int64_t two_ahead = two.field ? 0 : a.ahead, one_ahead = one.field ? 0 : a.ahead;
+    const uint8_t *p = a.block->pw[g][0], *src = two.at, *src1 = one.at;
+    __m256i acc[NH];
+    for (int h = 0; h < NH; h++) acc[h] = _mm256_setzero_si256();
+    for (int done = 0; done < quads; done += RUN) {
+      __m256i part[NH];
+      for (int h = 0; h < NH; h++) part[h] = _mm256_setzero_si256();
+      for (int n = quads - done < RUN ? quads - done : RUN; n > 0; n--, src += two.quad_bytes, src1 += one.quad_bytes, p += 4) {
+        fetch(src + two_ahead);
+        fetch(src1 + one_ahead);
+        const __m256i x = _mm256_sll_epi32(_mm256_srl_epi32(_mm256_loadu_si256((const __m256i*)src), right), left);
+        const __m256i y = _mm256_srl_epi32(_mm256_loadu_si256((const __m256i*)src1), down);
+        const __m256i v = _mm256_or_si256(_mm256_and_si256(x, two_mask), _mm256_and_si256(y, one_mask));
+#pragma GCC unroll 8
+        for (int h = 0; h < NH; h++) part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(broadcast_word(p + h * 2 * BLOCK), v));
+      }
+      for (int h = 0; h < NH; h++) acc[h] = _mm256_add_epi32(acc[h], widen_sums(part[h]));
+    }
+    for (int h = 0; h < NH; h++) {
+      vf x = to_float((vi)acc[h]) * a.block->p_scale[g][h];
+      if (a.channel_scale) x *= load(a.channel_scale + channel);
+      float* to = a.chunk->acc[h] + channel;
+      store(to, load(to) + x);
+    }
+  }
+}
+
 template <int FMT, int NH>
 static void value_int(const ValueArgs& a) {
+  if (FMT == FORMAT_INT3 && a.row_bytes[0] % 8 == 0 && a.row_bytes[1] % 8 == 0 && a.group_channels % 8 == 0) return value_three_bits<NH>(a);
   float weight = 1.0f;
   for (int plane = num_planes(FMT) - 1; plane >= 0; plane--) {
     const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];

@@ -13,9 +13,9 @@ constexpr bool DOTS_CENTER_INT8 = false;  // codes enter the dot products as the
 constexpr bool DOTS_CENTER_INT4_VALUES = true;  // 4-bit values as 16 (code - 8), which takes no more instructions and leaves no zero point to settle
 
 template <bool SHIFT>
-INLINE __m512i code_field(__m512i v, __m128i shift, __m512i mask, int bits) {
+INLINE __m512i code_field(__m512i v, __m512i shift, __m512i mask, int bits) {
   if (bits == 8) return v;
-  return _mm512_and_si512(SHIFT ? _mm512_srl_epi32(v, shift) : v, mask);
+  return _mm512_and_si512(SHIFT ? _mm512_srlv_epi32(v, shift) : v, mask);
 }
 
 // 16 (code - 8) of the low (SHIFT: high) four bits of every byte.
@@ -50,11 +50,26 @@ INLINE __m512i broadcast_word(const void* p) {
 }
 
 // Products of banded codes (banded_keys.h), 4 channels of 16 tokens in a word each.
-typedef __m512i BandSums;
 constexpr int BAND_ROWS_OF_TWO = 8;  // up to how many rows two vectors of tokens go side by side
 constexpr int NARROW_Q_BYTES = 1;
-INLINE void add_band_word(BandSums& to, vi fields, const uint8_t* q) { add_dot_word(to, (__m512i)fields, q); }
-INLINE vf band_sums(BandSums x) { return (vf)_mm512_cvtepi32_ps(x); }
+typedef __m512i BandQuery;
+INLINE BandQuery band_query(const uint8_t* q) { return broadcast_word(q); }
+INLINE void add_band_word(vi& to, vi codes, BandQuery q) {
+  __m512i x = (__m512i)to;
+  add_dot(x, (__m512i)codes, q);
+  to = (vi)x;
+}
+INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
+  add_band_word(to, a, qa);
+  add_band_word(to, b, qb);
+}
+
+// Words turned to the right: a shift that also goes left, with the count in every lane (one that is the same for all takes two steps on Intel's).
+#define HAVE_BAND_TURNS
+INLINE vi turned_words(const uint8_t* p, const int32_t& by) { return (vi)_mm512_rorv_epi32(_mm512_loadu_si512(p), _mm512_set1_epi32(by)); }
+INLINE vi joined_fields(vi high, vi low, vi high_mask, vi low_mask, int) {
+  return (vi)_mm512_ternarylogic_epi32((__m512i)(high & high_mask), (__m512i)low, (__m512i)low_mask, 0xf8);  // x | (low & mask)
+}
 
 // Products of what their low planes add to values (banded_low.h), 4 tokens of 16 channels in a word of signed bytes each; p: [slot] of a row.
 typedef __m512i LowSums;
@@ -229,7 +244,7 @@ INLINE vf to_dot(const __m512i* acc) {
 // zero would still cost one of the two pipes that multiply).
 template <int FMT, int P, int T, int NH, bool SHIFT>
 INLINE void key_words(const KeyArgs& a, __m512i (&acc)[T][NH][P], const uint8_t* src, int tile_bytes, const uint8_t* q, int words, int shift, int bits) {
-  const __m128i count = _mm_cvtsi32_si128(shift);
+  const __m512i count = _mm512_set1_epi32(shift);
   const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
   for (; words > 0; words--, src += 64, q += 4) {
     __m512i v[T];
@@ -323,13 +338,13 @@ static void key_int(const KeyArgs& a) {
   for (int t = 0; t < tiles; t += T) key_tiles<FMT, NH, T>(a, t);
 }
 
-// acc[rows][channels of NB neighbouring 16-byte value blocks] += p . codes, for one bit field and one group.
+// acc[rows][channels of NB neighbouring 16-byte value blocks] += p . codes, for one bit field and one group. Without SHIFT fields stay in their places.
 template <int FMT, int NH, int NB, bool SHIFT>
 INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int block_stride, int channel, int g, __mmask16 lanes, int shift_bits, int bits,
                          float weight) {
   constexpr int P = is_wide(FMT) ? 2 : 1;
-  const __m128i shift = _mm_cvtsi32_si128(shift_bits);
-  const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
+  const __m512i shift = _mm512_set1_epi32(shift_bits);
+  const __m512i mask = _mm512_set1_epi8((char)(((1 << bits) - 1) << (SHIFT ? 0 : shift_bits)));
   const __mmask16 whole = (__mmask16)((1u << width) - 1);
   const uint8_t* p = a.block->pw[g][0];
   __m512i acc[NB][NH][P];
@@ -375,7 +390,7 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
   }
 }
 
-// One plane's fields, SHIFT as in key_words.
+// One field of a plane, SHIFT as in value_blocks.
 template <int FMT, int NH, bool SHIFT>
 INLINE void value_field(const ValueArgs& a, int plane, int field, float weight) {
   constexpr int NB = NH * (is_wide(FMT) ? 2 : 1) <= 8 ? 2 : 1;
@@ -403,14 +418,86 @@ INLINE void value_field(const ValueArgs& a, int plane, int field, float weight) 
   }
 }
 
+// 16 channels of 3-bit values: where their two planes lie, and how far the planes' words turn to have their fields in place.
+struct ThreeBits {
+  const uint8_t *two, *one;
+  __m512i two_turn, one_turn;
+  int64_t two_ahead, one_ahead;
+  bool halves;  // the lower plane has rows of 8 channels, all in 32 bytes a quad: two of its fields
+};
+
+INLINE ThreeBits three_bits(const ValueArgs& a, int channel) {
+  const int rb = a.row_bytes[0], rb1 = a.row_bytes[1], field = channel / rb, field1 = channel / rb1;
+  ThreeBits b;
+  b.halves = rb1 == 8;
+  b.two = a.plane[0] + (int64_t)(channel % rb) * a.page_size + a.first_token * 16;
+  b.one = a.plane[1] + (b.halves ? a.first_token * 8 : (int64_t)(channel % rb1) * a.page_size + a.first_token * 16);
+  b.two_turn = _mm512_set1_epi32((2 * field - 1) & 31);
+  b.one_turn = _mm512_add_epi32(_mm512_set1_epi32(field1), b.halves ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1) : _mm512_setzero_si512());
+  b.two_ahead = field ? 0 : a.ahead;
+  b.one_ahead = field1 ? 0 : a.ahead;
+  return b;
+}
+
+INLINE __m512i three_bit_codes(const ThreeBits& b, int quad) {
+  fetch(b.two + quad * 64 + b.two_ahead);
+  const __m512i two = _mm512_and_si512(_mm512_rorv_epi32(_mm512_loadu_si512(b.two + quad * 64), b.two_turn), _mm512_set1_epi8(6));
+  const uint8_t* at = b.one + quad * (b.halves ? 32 : 64);
+  fetch(at + b.one_ahead);
+  const __m512i one = b.halves ? _mm512_broadcast_i32x8(_mm256_loadu_si256((const __m256i*)at)) : _mm512_loadu_si512(at);
+  return _mm512_ternarylogic_epi32(two, _mm512_rorv_epi32(one, b.one_turn), _mm512_set1_epi8(1), 0xf8);  // x | (one & 1)
+}
+
+// Whether every 32 neighbouring channels are two blocks of both planes, and of one group.
+static bool has_three_bit_blocks(const ValueArgs& a) {
+  return a.head_dim % 32 == 0 && a.group_channels % 32 == 0 && a.row_bytes[0] % 16 == 0 && (a.row_bytes[1] % 16 == 0 || a.row_bytes[1] == 8);
+}
+
+// The outputs gain 3-bit values, whose planes are joined to codes before one dot product.
+template <int NH>
+static void value_three_bits(const ValueArgs& a) {
+  const int quads = round_up(a.tokens, 8) / 4;
+  for (int channel = 0; channel < a.head_dim; channel += 32) {
+    const int g = channel / a.group_channels;
+    const ThreeBits left = three_bits(a, channel), right = three_bits(a, channel + 16);
+    const uint8_t* p = a.block->pw[g][0];
+    __m512i acc[2][NH];
+    for (int h = 0; h < NH; h++) acc[0][h] = acc[1][h] = _mm512_setzero_si512();
+    for (int quad = 0; quad < quads; quad++, p += 4) {
+      const __m512i x = three_bit_codes(left, quad), y = three_bit_codes(right, quad);
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) {
+        const __m512i w = broadcast_word(p + h * 2 * BLOCK);
+        add_dot(acc[0][h], w, x);
+        add_dot(acc[1][h], w, y);
+      }
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+#pragma GCC unroll 8
+      for (int h = 0; h < NH; h++) {
+        vf x = to_dot<1>(&acc[i][h]) * a.block->p_scale[g][h];
+        float* to = a.chunk->acc[h] + channel + i * 16;
+        if (a.channel_scale) x *= load(a.channel_scale + channel + i * 16);
+        store(to, load(to) + x);
+      }
+  }
+}
+
 // The chunk's outputs gain the block's values. Zero points are settled by the caller.
 template <int FMT, int NH>
 static void value_int(const ValueArgs& a) {
+  if (FMT == FORMAT_INT3 && has_three_bit_blocks(a)) return value_three_bits<NH>(a);
   float weight = FMT == FORMAT_INT4 ? 0.0625f : 1.0f;
   for (int plane = num_planes(FMT) - 1; plane >= 0; plane--) {
     value_field<FMT, NH, false>(a, plane, 0, weight);
-    for (int field = 1; field * a.row_bytes[plane] < a.head_dim; field++) value_field<FMT, NH, true>(a, plane, field, weight);
-    weight *= (float)(1 << plane_bits(FMT, plane));
+    const int bits = plane_bits(FMT, plane);
+    for (int field = 1; field * a.row_bytes[plane] < a.head_dim; field++) {
+      const bool in_place = is_int(FMT) && bits * (field + 1) < 8;  // in signed bytes
+      if (in_place) value_field<FMT, NH, false>(a, plane, field, weight / (float)(1 << field * bits));
+      else value_field<FMT, NH, true>(a, plane, field, weight);
+    }
+    weight *= (float)(1 << bits);
   }
 }
 

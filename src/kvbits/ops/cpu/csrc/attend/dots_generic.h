@@ -25,13 +25,17 @@ INLINE vf store_p(uint8_t* row, const vi* p) {
 }
 
 // Products of banded codes (banded_keys.h), 4 channels of VL tokens in a word each.
-typedef vi BandSums;
 constexpr int BAND_ROWS_OF_TWO = 1;  // up to how many rows two vectors of tokens go side by side
 constexpr int NARROW_Q_BYTES = 2;
-INLINE void add_band_word(BandSums& to, vi fields, const uint8_t* q) {
-  for (int k = 0; k < 4; k++) to += (fields >> (8 * k) & 255) * ((const int16_t*)q)[k];
+typedef const int16_t* BandQuery;
+INLINE BandQuery band_query(const uint8_t* q) { return (const int16_t*)q; }
+INLINE void add_band_word(vi& to, vi codes, BandQuery q) {
+  for (int k = 0; k < 4; k++) to += (codes >> (8 * k) & 255) * q[k];
 }
-INLINE vf band_sums(BandSums x) { return to_float(x); }
+INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
+  add_band_word(to, a, qa);
+  add_band_word(to, b, qb);
+}
 
 // Products of what their low planes add to values (banded_low.h), 4 tokens of VL channels in a word of signed bytes each; p: [slot] of a row.
 typedef vi LowSums;

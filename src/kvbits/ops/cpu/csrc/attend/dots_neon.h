@@ -19,11 +19,15 @@ INLINE int8x16_t broadcast_word(const uint8_t* p) {
 }
 
 // Products of banded codes (banded_keys.h), 4 channels of 4 tokens in a word each.
-typedef int32x4_t BandSums;
 constexpr int BAND_ROWS_OF_TWO = 2;  // up to how many rows two vectors of tokens go side by side
 constexpr int NARROW_Q_BYTES = 1;
-INLINE void add_band_word(BandSums& to, vi fields, const uint8_t* q) { to = vdotq_s32(to, (int8x16_t)fields, broadcast_word(q)); }
-INLINE vf band_sums(BandSums x) { return to_float((vi)x); }
+typedef int8x16_t BandQuery;
+INLINE BandQuery band_query(const uint8_t* q) { return broadcast_word(q); }
+INLINE void add_band_word(vi& to, vi codes, BandQuery q) { to = (vi)vdotq_s32((int32x4_t)to, (int8x16_t)codes, q); }
+INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
+  add_band_word(to, a, qa);
+  add_band_word(to, b, qb);
+}
 
 // Products of what their low planes add to values (banded_low.h), 4 tokens of 4 channels in a word of signed bytes each; p: two pieces of [slot] of a row.
 struct LowSums {

@@ -100,6 +100,8 @@ static void attend_part(Part& part, const Entries& entries, Scratch& w) {
   if (part.value.t->hadamard) turn_outputs(part);
   if (part.key.banded) list_pieces(part.pieces, *part.key.t, part.call.head_dim, part.key.low_bits);
   part.angles.start = part.frame = -1;
+  part.frames = part.angles.frames.pairs = 0;
+  part.last_start = part.pages.table->starts[entries.end - 1];
   if (adds_to_plain(part.key) || adds_to_plain(part.value)) attend_codebook_part(part, entries, w.decoded, w.pairs);
   else attend_plain_part(part, entries);
   if (part.value.t->hadamard) turn_outputs(part);
@@ -127,7 +129,7 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     if (lo < hi) {
       const kvbits_store &store = *pages.store, *low = pages.low;
       Part part = {call, pages, item->kv_head, chunks, describe(store.key, low ? &low->key : nullptr, call.head_dim, hi - lo),
-                   describe_values(store.value, low ? &low->value : nullptr, call.head_dim, hi - lo), w.chunks, w.block, w.angles, w.pieces, -1, false};
+                   describe_values(store.value, low ? &low->value : nullptr, call.head_dim, hi - lo), w.chunks, w.block, w.angles, w.pieces, -1, 0, 0, 0, false};
       attend_part(part, {begin + lo, begin + hi, after, page_lse}, w);
     }
     if (page_lse) page_lse += table.num_entries * call.num_tokens * call.num_heads;

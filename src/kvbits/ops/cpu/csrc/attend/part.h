@@ -6,6 +6,7 @@
 #include "../kvbits_cpu.h"
 #include "../store.h"
 #include "banded_keys.h"
+#include "basis.h"
 #include "kernels.h"
 #include "plan.h"
 #include "softmax.h"
@@ -25,6 +26,9 @@ struct Part {
   Angles& angles;
   BandPieces& pieces;  // of banded keys
   int64_t frame;       // whose queries are in `folded` (banded keys); -1 for none
+  int64_t first_frame;  // of those whose queries are in `in_basis`
+  int frames;           // how many
+  int64_t last_start;  // of the last page
   bool value_bias;     // of the current page, per channel
 };
 
@@ -60,16 +64,23 @@ static void fold_key_channels(Part& p, Chunk& c, bool scales, bool biases) {
   if (biases && !p.key.decoded) add_query_bias(c, p.key.banded ? c.folded[0] : c.q[0], p.block.k_channel_bias, head_dim);
 }
 
-// Queries in the basis of banded keys, made anew where a page's frame is another one than the page's before it.
+// Queries in the basis of banded keys where a page's frame is another one than the page's before it.
 static void enter_basis(Part& p, int64_t start) {
   const kvbits_tensor& key = *p.key.t;
   const int64_t frame = key.inv_freq ? start / FRAME * FRAME : 0;
   if (!p.key.banded || frame == p.frame) return;
   const int head_dim = p.call.head_dim;
-  if (key.inv_freq) move_to(p.angles, key.inv_freq, frame, FRAME, head_dim / 2);
+  if (p.frames == 0 || frame < p.first_frame || frame >= p.first_frame + p.frames * FRAME) {
+    p.first_frame = frame;
+    p.frames = frames_at_once(p.chunks[0].rows, head_dim, key.from_basis && p.last_start > frame ? (p.last_start - frame) / FRAME + 1 : 1);
+    for (int i = 0; i < p.num_chunks; i++) queries_in_basis(p.chunks[i], key, p.angles, p.kv_head, head_dim, frame, p.frames);
+  }
   for (int i = 0; i < p.num_chunks; i++) {
-    queries_in_basis(p.chunks[i], key, p.angles, p.kv_head, head_dim);
-    quantize_by_band(p.chunks[i], key, p.pieces, head_dim);
+    Chunk& c = p.chunks[i];
+    const int width = round_up(head_dim, 16);
+    const float* rows = c.in_basis + (frame - p.first_frame) / FRAME * c.rows * width;
+    for (int h = 0; h < c.rows; h++) __builtin_memcpy(c.folded[h], rows + h * width, width * sizeof(float));
+    quantize_by_band(c, key, p.pieces, head_dim);
   }
   p.frame = frame;
 }

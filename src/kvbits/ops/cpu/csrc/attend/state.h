@@ -22,10 +22,13 @@ constexpr float WIDE_LIMIT = 32639.0f;  // 127 * 256 + 127: high piece in [-127,
 constexpr float NARROW_Q_LIMIT = 127.0f;
 constexpr float NARROW_P_LIMIT = 255.0f;
 
+constexpr int FRAME_FLOATS = 8192;  // of queries in a basis
+
 // Up to ROWS query rows: queries, running softmax and outputs.
 struct Chunk {
   alignas(64) float q[ROWS][ROW_STRIDE];       // q * scaling, * log2(e) unless capped
   alignas(64) float folded[ROWS][ROW_STRIDE];  // q with per-channel key scales folded in, turned to the page, or in its basis
+  alignas(64) float in_basis[FRAME_FLOATS];    // q in the basis of banded keys (basis.h): [frame][rows][head_dim, rounded up to 16]
   alignas(64) uint8_t qw[ROWS][Q_STRIDE];      // integer q in the tier's own order
   alignas(64) float acc[ROWS][ROW_STRIDE];     // sum of 2^(s - m) * v
   alignas(64) float q_columns[(MAX_HEAD_DIM + 32) * ROWS];    // q as key outliers meet it (outliers.h); with KeyPairs pairs of integers
@@ -37,7 +40,7 @@ struct Chunk {
   alignas(64) float l[ROWS][VL];               // sum of 2^(s - m), one partial sum per lane
   float q_scale[MAX_GROUPS][ROWS];             // q ~ q_scale * integer
   float q_zero[MAX_GROUPS][ROWS];              // - zero * q_scale * sum of integers
-  float piece_scale[2 * MAX_GROUPS][ROWS];     // of what the pieces of banded codes add
+  float piece_scale[2 * MAX_GROUPS][ROWS];     // of what the bands of banded codes add
   float low_scale[MAX_GROUPS][ROWS];           // of what the bands of their low planes add
   float q_sum[MAX_GROUPS][ROWS];               // q_scale * sum of integers
   float pair_scale[ROW_LANES];                 // of a score in pairs (key_pairs.h)

@@ -24,6 +24,15 @@ INLINE vi splat_int(int32_t x) { return x - vi{}; }
 INLINE vf load(const float* p) { return *(const vf_mem*)p; }
 INLINE void store(float* p, vf x) { *(vf_mem*)p = x; }
 INLINE vi load_int(const void* p) { return *(const vi_mem*)p; }
+// In a register from here on: GCC would load it again for every product.
+INLINE vf kept(vf x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
 INLINE vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 // A tier with instructions for these says so (HAVE_...) and defines them itself.
 INLINE vf vmax(vf a, vf b);
