@@ -27,7 +27,7 @@ DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
 GROUPS = {"all": (*DENSE, *presets.PRESETS)}
 """What a plan knows by name (see `schemes.expand`)."""
 
-SHOWN = ("bf16", "int8_centered", "kivi4", "nuq4-1%", "klt3")
+SHOWN = ("bf16", "int8_centered", "kivi4", "klt4", "klt3")
 """What a plan lists if nobody names schemes: 16 bits, and the recommended presets (docs/evaluation.md)."""
 
 MAX_LAYERS = 4096

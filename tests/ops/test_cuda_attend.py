@@ -17,6 +17,7 @@ from ops.cuda_cases import Case, build, relative_error
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.attend import refined_plan
 from kvbits.ops.cuda.attend.refined_plan import RefinedPlan
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as reference_close
@@ -241,6 +242,16 @@ def test_banded_pages_with_planes_are_read_packed_and_merged_with_the_others(nam
     captured.zero_()
     graph.replay()
     assert torch.equal(captured, out)
+
+
+def test_blocks_have_pages_of_one_sequence_and_frame():
+    """Some of a frame, never of two, never of two sequences; every page once."""
+    starts, owners = np.array([4, 68, 132, 196, 260, 324, 260, 324, 388, 452, 516, 1028]), np.array([0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2])
+    indptr = np.searchsorted(owners, np.arange(4))
+    store = PageStore(PageLayout(key=RAW, value=RAW, page_size=64, num_kv_heads=1, head_dim=64), (torch.zeros(12, 1, 1, dtype=torch.uint8),))
+    table = PageTable(indptr, np.arange(12), starts, np.full(12, 64, np.int32))
+    want = [[0, 3, 0, 0], [3, 1, 0, 0], [4, 2, 0, 1], [6, 3, 2, 1], [9, 1, 2, 1], [10, 1, 2, 2], [11, 1, 2, 4]]
+    assert refined_plan._runs(Part(store, table), 3).tolist() == want
 
 
 def test_planes_that_no_kernel_reads_are_left_to_the_reference():

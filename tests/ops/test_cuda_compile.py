@@ -355,7 +355,7 @@ def examples():
 
 def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
     """Attention's producer reads pages before it waits for the kernel ahead (ring.cuh), so of kernels that write pages only a decode step's may let it start early:
-    those write the last two pages of a sequence, which are read after the wait."""
+    those write the last two pages of a sequence, which are read after the wait. Kernels of refined pages write none, and wait before they read."""
     assert set(examples()) == set(SOURCES), "a new source goes among the examples, and compiles below"
     library = cuda_compile._library()
 
@@ -369,7 +369,7 @@ def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
     made = [*examples().items(), *steps.items()]
     texts = {(name, defines.get("APPENDS", 0)): cuda_compile.compile_source(SOURCES[name], name, defines, "compute_90").cubin for name, defines in made}
     assert all(b".entry" in text for text in texts.values())
-    readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0)}, {("close.cu", 1), ("close_banded.cu", 1)}
+    readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0), ("refined.cu", 0)}, {("close.cu", 1), ("close_banded.cu", 1)}
     assert {name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text} == readers | writers
     assert {name for name, text in texts.items() if b"griddepcontrol.wait" in text} == readers | writers | {("raw.cu", 0)}
 
@@ -385,6 +385,13 @@ def test_kernels_that_lead_decoding_compile_without_spills(parts, capability):
     assert listed.spill_bytes <= 256, listed  # 128 bytes stored and loaded at 48 registers: around calls, not for want of registers
 
 
+def test_bytes_multiply_banded_keys_only_where_floats_hold_their_sums():
+    for bands, folded in (((8,) * 16, 0), ((8,) * 4 + (4,) * 12, 1)):
+        key = dataclasses.replace(KLT.key, bands=bands)
+        kernel = attend_kernel(key, dataclasses.replace(KLT.value, bands=(3,) * 16), (9, 0), head_dim=256, columns=4, fold=True)
+        assert dict(kernel.defines)["FOLDED"] == folded
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("name", [n for n, s in schemes.PRESETS.items() if not s.key.is_raw])
@@ -396,7 +403,7 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
     spills = {}
     if cuda_format.refuses_layout(layout, limit) is None:
         common = (layout, head_dim, cuda_format.columns(head_dim, 8, [layout]), "bfloat16", "bfloat16", False, limit)
-        for kind in ({}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}):
+        for kind in ({}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}, *([{"fold": True, "raw": True}] if scheme.key.is_banded else [])):
             kernel = cuda_format.kernel_for(*common, **kind)
             spills[("attend", *kind)] = compiled(kernel.source, dict(kernel.defines), capability).resources("attend").spill_bytes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -419,7 +426,7 @@ def test_every_kernel_of_every_preset_compiles_without_spills(name, head_dim, ca
     # Closing pages of float32 rows, which a model on a GPU hardly has, takes the 64 registers of a thread and some words of a row besides.
     # Closing banded pages keeps some 20 words a thread around its product where heads are widest, or so that one more block fits.
     # Attention over banded pages has 128 registers for each of 16 warps: a few words of a segment's start and end are kept in local memory, none of a page's.
-    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 320 if scheme.key.is_banded else 0
+    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 400 if scheme.key.is_banded else 0
     most = {"attend": attend, "close_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 0}
     rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128, ("close_codebook", torch.float32, False): 128}
     if not spills:

@@ -29,6 +29,7 @@ from kvbits.ops.cuda.attend import refined
 from kvbits.ops.cuda.attend.refined_plan import RefinedPlan
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
+from kvbits.ops.types import Part
 from kvbits.quant.basis import inverse
 from kvbits.spec import PerChannel, PerGroup, PerToken
 
@@ -138,6 +139,7 @@ def banded():
     yield Case(**of("klt4"), lengths=(333, 70), head_dim=64, group=3, softcap=20.0, page_size=32, crop=13)
     yield Case(**of("klt2"), **whole, head_dim=64, tail=64, sinks=4, group=5, magnitude=30.0)
     yield Case(**of("klt3"), lengths=(700, 70), tail=20, head_dim=256, group=2, page_size=128)
+    yield Case(**of("klt2"), lengths=(64, 70), group=2, num_queries=2, page_size=32)  # few tokens, some hidden from one query
     wide = schemes.get("klt4", head_dim=256)  # has a plane of 8 bits
     yield Case(key=wide.key, value=wide.value, lengths=(333, 0, 70), tail=20, sinks=4, head_dim=256, group=4)
     key, value = of("klt3").values()
@@ -241,7 +243,11 @@ def test_banded_pages_with_planes_are_read_beside_the_others(case, second, only,
 
     monkeypatch.setattr(refined, "load", load)
     call, q, strides = build(case, "cpu")
-    call = with_second_plane(call, second) if second else call
+    if second:  # beside pages of one plane: as of two zones
+        call = with_second_plane(call, second)
+        both_planes = next(p for p in call.parts if p.low)
+        one_plane = Part(both_planes.store, dataclasses.replace(both_planes.table, low=both_planes.table.low[:1]), both_planes.low[:1])
+        call, strides = dataclasses.replace(call, parts=(one_plane, *call.parts)), [both_planes.store.layout.page_size_bytes, *strides]
     if only:
         keep = [i for i, p in enumerate(call.parts) if p.low]
         call, strides = dataclasses.replace(call, parts=tuple(call.parts[i] for i in keep)), [strides[i] for i in keep]

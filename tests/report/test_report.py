@@ -96,16 +96,16 @@ def test_budgets_are_one_plain_sentence_each_and_name_what_needs_no_setup_first(
     results = collect(RESULTS)
     eight, four, three = markdown.budgets(results, BENCHMARKS)
     assert eight.startswith("**About 8 bits: `int8_centered`** makes the cache 1.9 times smaller; text becomes 0.1% harder to predict for the worst of the 4")
-    assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `nuq4-1%`" in four and "On a GPU slower" in four
+    assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `klt4`" in four and "On a GPU slower" not in four
     assert three.startswith("**Under 4 bits: `klt3`**") and "Needs a calibration" in three
-    assert markdown.recommended(results) == ("int8_centered", "kivi4", "nuq4-1%", "klt3") == SHOWN[1:]
+    assert markdown.recommended(results) == ("int8_centered", "kivi4", "klt4", "klt3") == SHOWN[1:]
 
 
 def test_what_needs_no_setup_is_recommended_first_where_it_is_usable():
     results = collect(RESULTS)
     eight, four, three = markdown.recommendations(results)
     assert eight.startswith(f"**About 8 bits: `{schemes.RECOMMENDED}`**") and not schemes.PRESETS[schemes.RECOMMENDED].needs_calibration
-    assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `nuq4-1%`: perplexity" in four
+    assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `klt4`: perplexity" in four
     assert three.startswith("**Under 4 bits: `klt3`**"), "kivi2 is not usable, so that it does not come first"
 
 

@@ -179,6 +179,7 @@ inline u16 to_small_float(float x, float largest) {
 inline u16 to_e4m3(float x) { return to_small_float<3, -6>(x, 448.f); }
 inline u16 to_e5m2(float x) { return to_small_float<2, -14>(x, 57344.f); }
 inline u32 fma_f16x2(u32 a, u32 b, u32 c) { return pack_f16(fmaf(low_f16(a), low_f16(b), low_f16(c)), fmaf(high_f16(a), high_f16(b), high_f16(c))); }
+inline u32 fma_relu_f16x2(u32 a, u32 b, u32 c) { return max_f16x2(fma_f16x2(a, b, c), 0); }
 inline u32 equal_f16x2(u32 a, u32 b) { return pack_f16(low_f16(a) == low_f16(b), high_f16(a) == high_f16(b)); }
 inline u32 low_twice(u32 a) { return (a & 0xffff) * 0x10001u; }
 inline u32 high_twice(u32 a) { return (a >> 16) * 0x10001u; }
@@ -277,6 +278,31 @@ inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
   mma<false>(d, {a0, a1, a2, a3, b0, b1}, {c0, c1, c2, c3});
 }
 inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<false>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
+template <bool SIGNED>
+inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c0, int c1, int c2, int c3) {
+  const u32 operands[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(my_warp().in[my_lane()], operands, sizeof operands);
+  together(21 + SIGNED, [](Warp& w) {
+    int a[16][32], b[32][8];
+    for (int l = 0; l < 32; ++l)
+      for (int e = 0; e < 4; ++e) {
+        auto value = [&](int r) { return int(w.in[l][r] >> 8 * e & 255); };
+        auto factor = [&](int r) { return SIGNED ? int(static_cast<signed char>(value(r))) : value(r); };
+        const int g = l / 4, k = l % 4 * 4 + e;
+        a[g][k] = value(0), a[g + 8][k] = value(1), a[g][k + 16] = value(2), a[g + 8][k + 16] = value(3), b[k][g] = factor(4), b[k + 16][g] = factor(5);
+      }
+    for (int l = 0; l < 32; ++l)
+      for (int r = 0; r < 4; ++r) {
+        int sum = 0;
+        for (int k = 0; k < 32; ++k) sum += a[l / 4 + r / 2 * 8][k] * b[k][l % 4 * 2 + r % 2];
+        w.out[l][r] = u32(sum);
+      }
+  });
+  const int c[4] = {c0, c1, c2, c3};
+  for (int r = 0; r < 4; ++r) d[r] = int(u32(c[r]) + my_warp().out[my_lane()][r]);
+}
+template <bool SIGNED>
+inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_bytes<SIGNED>(d, a0, a1, a2, a3, b0, b1, d[0], d[1], d[2], d[3]); }
 inline void warpgroup_begins(float (&)[8][2][4]) {}
 inline void warpgroup_ends(float (&)[8][2][4]) {}
 /// Of the four warps each multiplies its rows; b: [k / 8][128 columns][k % 8].
@@ -329,6 +355,7 @@ inline void store_shared(u32 address, u32 x) { shared_at<u32>(address) = x; }
 inline int round_to_int(float x) { return x >= 2147483648.f ? 0x7fffffff : x < -2147483648.f ? -0x7fffffff - 1 : int(rintf(x)); }
 inline void pause() { yield(); }
 inline void compute_now(u32&) {}
+inline u32 in_register(u32 x) { return x; }
 inline int lowest_bit(u32 x) { return __builtin_ctz(x); }
 inline int leading_zeros(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline void __trap() { fail("trap", 0); }

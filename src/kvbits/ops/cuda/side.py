@@ -177,6 +177,11 @@ def rows_as_columns(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
     return prepared(matrix, ("rows", device), lambda x: x.detach().to(device, torch.float32).mT.contiguous())
 
 
+def most_powers(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """float32 [H] on `device`: the largest of `column_powers` of each head; made once."""
+    return prepared(matrix, ("most", device), lambda x: column_powers(x, device).amax(-1))
+
+
 def high_operands(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`columns_as_operands` without the low halves: float16 [H, D / 16, D / 16, 2 tiles, 32 lanes, 8 bytes]; made once."""
     return prepared(matrix, ("high operands", device), lambda x: columns_as_operands(x, device)[..., 0, :].contiguous())

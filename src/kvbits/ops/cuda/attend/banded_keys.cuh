@@ -3,31 +3,28 @@
 #include "banded_queries.cuh"
 #include "packed_codes.cuh"
 
-struct BandedKeys {
+constexpr bool FOLD = FOLDED;            // at most four query columns: the other four of a matrix instruction are of the lower bytes, or of other channels
+
+/// Where a warp is among the tiles, and what both kinds of operands have in common.
+struct BandedFrames {
     static constexpr int MAKING = MAKERS;  // warps that attend to no page
     using Shared = FrameRing;
     FrameRing* ring;
     u32 number;                  // of the tile that the warp reads
     const FrameTile* tile;
-    float scaling;
-
-    /// What the scores of a page's tokens are made of.
-    struct Of {
-        const uint2* steps;      // of this lane, of the first of the key planes' steps
-        float start[2];
-        float factor;            // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh)
-        float constant[2];       // added to every score
-
-        DEVICE uint2 step(int i) const { return steps[i * FrameTile::ROWS * 4]; }
-    };
+    int first, last;             // of its frames
 
     static DEVICE void make(const Args& a, FrameRing& ring, int maker, int lane) { make_queries(a, ring, maker, lane); }
-    DEVICE void start(const Args& a, Staged&, Unit, const Part&, int, int) { scaling = a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E); }
+    DEVICE void start(const Args&, Staged&, Unit, const Part&, int, int) {}
     /// A segment's first tile.
     DEVICE void enter(FrameRing& of_block, const Segment& s, int warp) {
         ring = &of_block;
         number = ring->next[warp];
-        if (s.num_chunks > 0) tile = &ring->filled(number);
+        if (s.num_chunks > 0) open_tile();
+    }
+    DEVICE void open_tile() {
+        tile = &ring->filled(number);
+        first = tile->first, last = tile->last;
     }
     /// After a segment's last page: all warps give all tiles back.
     DEVICE void leave(const Segment& s, int warp, int lane) {
@@ -40,30 +37,59 @@ struct BandedKeys {
     DEVICE void next_tile(int lane) {
         __syncwarp();
         if (lane == 0) ring->give_back(number);
-        tile = &ring->filled(++number);
+        ++number;
+        open_tile();
     }
+
+    /// Rows of the tile that columns of the page which starts at `position` have: from here on.
+    DEVICE int rows_of(const Args& a, int position, int lane) {
+        const int frame = frame_of(position);
+        while (frame > last) next_tile(lane);
+        return (frame - first) * a.query_columns;
+    }
+    /// q times the mean of the page in `slot`, for the lane's columns 2c, 2c + 1.
+    DEVICE void times_mean(float (&result)[2], const unsigned char* slot, int row, int lane) const {
+        constexpr int PARTS = FOLD ? 2 : 1;  // with FOLD rows and columns from 4 on are of the second half of the channels
+        const int g = lane / 4, c = lane % 4, part = FOLD ? g / 4 : 0;
+        const u32* q = &tile->q[row][part * (D / 4) + 4 * c];
+        float acc[2][4] = {};    // of rows 0 to 7 the first counts, of rows 8 to 15 the second: so 16 bytes of a mean are an operand as they lie
+#pragma unroll
+        for (int i = 0; i < D / 32 / PARTS && K_HAS_MEAN; ++i) {
+            const unsigned char* mean = slot + K_MEAN_OFFSET + (part * (D / 2) + 32 * i + 8 * c) * 2;
+            const uint4 w = *reinterpret_cast<const uint4*>(mean), b = *reinterpret_cast<const uint4*>(q + 16 * i);
+            mma_f16(acc[0], w.x, w.y, w.z, w.w, b.x, b.y);
+            mma_f16(acc[1], w.x, w.y, w.z, w.w, b.z, b.w);
+        }
+        for (int e = 0; e < 2; ++e) {
+            float mean = acc[0][e] + acc[1][2 + e];
+            if (FOLD && K_HAS_MEAN) {  // halves meet where rows and columns are of the same one
+                mean += __shfl_xor_sync(ALL_LANES, mean, 18);
+                mean = __shfl_sync(ALL_LANES, mean, g / 4 == c / 2 ? lane : lane ^ 2);
+            }
+            result[e] = mean * tile->unit;
+        }
+    }
+};
+
+/// Float16 operands: codes as packed_codes.cuh has them.
+struct BandedKeys : BandedFrames {
+    /// What the scores of a page's tokens are made of.
+    struct Of {
+        const uint2* steps;      // of this lane, of the first of the key planes' steps
+        float start[2];
+        float factor;            // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh)
+        float constant[2];       // added to every score
+
+        DEVICE uint2 step(int i) const { return steps[i * FrameTile::ROWS * 4]; }
+    };
 
     /// f(what scores of the page in `slot`, which starts at `position`, are made of).
     template <class F>
     DEVICE void with_page(const Args& a, const unsigned char* slot, int position, int lane, F f) {
-        const int frame = frame_of(position), g = lane / 4, c = lane % 4, columns = a.query_columns;
-        while (frame > tile->last) next_tile(lane);
-        const FrameTile& from = *tile;
-        const int first = (frame - from.first) * columns, row = first + (g & (columns - 1));
-        const u32* q = &from.q[row][4 * c];
-        const float unit = from.unit * scaling;
-        float acc[2][4] = {};    // of rows 0 to 7 the first counts, of rows 8 to 15 the second: so 16 bytes of a mean are an operand as they lie
-#pragma unroll
-        for (int i = 0; i < D / 32 && K_HAS_MEAN; ++i) {
-            const uint4 w = *reinterpret_cast<const uint4*>(slot + K_MEAN_OFFSET + (32 * i + 8 * c) * 2), b = *reinterpret_cast<const uint4*>(q + 16 * i);
-            mma_f16(acc[0], w.x, w.y, w.z, w.w, b.x, b.y);
-            mma_f16(acc[1], w.x, w.y, w.z, w.w, b.z, b.w);
-        }
-        Of page = {&from.steps[0][row][c], {}, unit * power_of_two(24), {}};
-        for (int e = 0; e < 2; ++e) {
-            page.start[e] = from.start[first + (2 * c + e & (columns - 1))];
-            page.constant[e] = (acc[0][e] + acc[1][2 + e]) * unit;
-        }
+        const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, position, lane), row = rows + (g & (columns - 1));
+        Of page = {&tile->steps[0][row][c], {}, tile->unit * power_of_two(24), {}};
+        times_mean(page.constant, slot, row, lane);
+        for (int e = 0; e < 2; ++e) page.start[e] = tile->start[rows + (2 * c + e & (columns - 1))] * power_of_two(-24);
         f(page);
     }
 
@@ -113,6 +139,103 @@ struct BandedKeys {
                     }
                 }
             }
+        }
+    }
+};
+
+/// A step's codes of a lane's four tokens, waiting for another step's: a matrix instruction takes two.
+struct Codes { u32 of[4]; };
+
+constexpr int BYTE_TOKENS = 2 * UNITS;   // of a lane in a step
+/// Token i of a lane among the 32 of its unit, and what lanes c < 2 or the others have of a pair.
+DEVICE int byte_token(int i, int g, int c) { return 4 * g + c / 2 * 2 + i; }
+template <class T>
+DEVICE T of_half(T first, T second, int c) { return c < 2 ? first : second; }
+
+/// Bytes: those of codes and the two of a query's numbers. Lanes c < 2 have sums of the upper ones, lanes c + 2 of the lower ones of the same columns (FOLD); of each
+/// four tokens the first ones come to have the scores of two, the others of the other two.
+struct ByteKeys : BandedFrames {
+    using Sums = int[UNITS][2][4];
+    static constexpr int MOST = BandPlane<8>::MOST + BandPlane<4>::MOST + BandPlane<2>::MOST + BandPlane<1>::MOST;
+    static_assert(!BYTES || 128 * MOST < 1 << 22, "kernel_choice.py has others multiplied as float16");
+
+    /// What the scores of a page's tokens are made of.
+    struct Of {
+        const u32* steps;        // of this lane, of the first of the key planes' steps
+        float factor[2], other[2];  // of this lane's sums and of those of lane c + 2 or c - 2 -> exponent of 2 (or, with a softcap, argument of tanh)
+        float start[2];          // added to such sums before a token's scale is multiplied
+        float constant[2];       // added to every score
+
+        DEVICE u32 step(int i) const { return steps[i * (FrameTile::ROWS * 4 * 2)]; }
+    };
+
+    /// f(what scores of the page in `slot`, which starts at `position`, are made of).
+    template <class F>
+    DEVICE void with_page(const Args& a, const unsigned char* slot, int position, int lane, F f) {
+        const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, position, lane), row = rows + (g & (columns - 1));
+        Of page = {reinterpret_cast<const u32*>(&tile->steps[0][row][c]) + g / 4};
+        times_mean(page.constant, slot, row, lane);
+        for (int e = 0; e < 2; ++e) {
+            const int column = rows + (2 * c + e & (columns - 1));
+            page.factor[e] = tile->factor[column] * of_half(256.f, 1.f, c);
+            page.other[e] = tile->factor[column] * of_half(1.f, 256.f, c);
+            page.start[e] = tile->start[column];
+        }
+        f(page);
+    }
+
+    /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
+    DEVICE void scores(float (&s)[BYTE_TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const Of& page, int g, int c) const {
+        Sums sums;
+        Codes waiting[UNITS];
+        multiply<8>(sums, waiting, slot, page, 0, t, g, c);
+        multiply<4>(sums, waiting, slot, page, BandPlane<8>::STEPS, t, g, c);
+        multiply<2>(sums, waiting, slot, page, BandPlane<8>::STEPS + BandPlane<4>::STEPS, t, g, c);
+        multiply<1>(sums, waiting, slot, page, KEY_STEPS - BandPlane<1>::STEPS, t, g, c);
+        if (KEY_STEPS % 2)
+            for (int u = 0; u < UNITS; ++u) add(sums[u], waiting[u], {0, 0, 0, 0}, page, KEY_STEPS - 1);
+        float base[2];
+        for (int e = 0; e < 2; ++e) base[e] = SOFTCAP ? page.constant[e] : page.constant[e] - softmax.reference[0][e];
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            float scale[4];
+            load_scales4<K_SCALE_TYPE>(scale, slot + K_SCALE_OFFSET, (t * UNITS + u) * 32 + 4 * g);
+            for (int i = 0; i < 2; ++i)
+                for (int e = 0; e < 2; ++e) {
+                    const int first = sums[u][0][2 * i + e], second = sums[u][1][2 * i + e];
+                    const float own = of_whole(of_half(first, second, c)), other = of_whole(__shfl_xor_sync(ALL_LANES, of_half(second, first, c), 2));
+                    s[2 * u + i][0][e] = (own * page.factor[e] + (other * page.other[e] + page.start[e])) * of_half(scale[i], scale[2 + i], c) + base[e];
+                }
+        }
+    }
+    /// Adds the products of a plane's steps.
+    template <int BITS>
+    static DEVICE void multiply(Sums& sums, Codes (&waiting)[UNITS], const unsigned char* slot, const Of& page, int first_step, int t, int g, int c) {
+        using P = BandPlane<BITS>;
+#pragma unroll
+        for (int load = 0; load < P::LOADS; ++load) {
+            const unsigned char* at = slot + P::OFFSET + ((2 * t * UNITS + g / 4) * P::WORDS + P::word(load, c)) * 64 + g % 4 * 16;
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                const uint4 w = *reinterpret_cast<const uint4*>(at + 2 * u * P::WORDS * 64);
+#pragma unroll
+                for (int j = 0; j < P::steps(load); ++j) {
+                    const int step = first_step + P::steps_before(load) + j, down = BITS * P::first_field(load, c) + P::down(j);
+                    const u32 field = ((1u << BITS) - 1) * 0x01010101u << P::exponent(j);
+                    const Codes codes = {w.x >> down & field, w.y >> down & field, w.z >> down & field, w.w >> down & field};
+                    if (step % 2) add(sums[u], waiting[u], codes, page, step - 1);
+                    else waiting[u] = codes;
+                }
+            }
+        }
+    }
+    static DEVICE void add(int (&sums)[2][4], const Codes& x, const Codes& y, const Of& page, int step) {
+        const u32 b0 = page.step(step), b1 = step + 1 < KEY_STEPS ? page.step(step + 1) : 0;
+#pragma unroll
+        for (int rows = 0; rows < 2; ++rows) {
+            const u32 x0 = x.of[2 * rows], x1 = x.of[2 * rows + 1], y0 = y.of[2 * rows], y1 = y.of[2 * rows + 1];
+            if (step == 0) mma_bytes<true>(sums[rows], x0, x1, y0, y1, b0, b1, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
+            else mma_bytes<true>(sums[rows], x0, x1, y0, y1, b0, b1);
         }
     }
 };

@@ -6,9 +6,13 @@
 // shared memory. A^-1 is float16 numbers; turned queries are two of them, the second what the first leaves, so that queries which are large in a
 // direction that the basis takes out lose nothing. Results are stored as operands of the key planes: a code is the sum of its
 // planes' fields, each times 2**shift, so a key is several narrow tensors whose scores add, and plane by plane the walk knows no bands.
+// For up to four query columns (BYTES) operands are whole numbers of 16 bits, at most FULL for the largest number of a row, in two bytes: the upper one rounded to
+// the nearest, so that the lower has a sign, too. For more they are float16 numbers: bytes would take as many matrix instructions (log-gpu.md, 2026-11-23).
 #pragma once
 #include "columns.cuh"
 #include "turn.cuh"
+
+constexpr bool BYTES = FOLDED;
 
 /// Which bands of a head's keys have which planes.
 struct Bands {
@@ -21,6 +25,16 @@ struct Bands {
         for (int i = 0; i < COUNT; ++i) n += (width(i) & bits) != 0;
         return n;
     }
+    /// 2**shift of the highest plane of a band, 0 if it has none: what its numbers are times at most.
+    static constexpr int highest(int band) {
+        const int w = width(band), top = w & 8 ? 8 : w & 4 ? 4 : w & 2 ? 2 : w;
+        return w ? 1 << (w - top) : 0;
+    }
+    static constexpr u64 highest_list() {
+        u64 all = 0;
+        for (int i = 0; i < COUNT; ++i) all |= u64(highest(i)) << 4 * i;
+        return all;
+    }
     /// Four bits each: the bands that have a plane.
     static constexpr u64 list(int bits) {
         u64 all = 0;
@@ -30,7 +44,7 @@ struct Bands {
     }
 };
 
-/// A plane of keys. A matrix instruction multiplies 16 channels: of each lane c those of one field of a word's four bytes. Words of a row are taken four at a time,
+/// A plane of keys. A step is 16 channels: of each lane c those of one field of a word's four bytes. Words of a row are taken four at a time,
 /// one by each lane; of two that are left two lanes take the same word, and of one all four: each of them other fields.
 template <int BITS_>
 struct BandPlane {
@@ -42,13 +56,18 @@ struct BandPlane {
 
     static constexpr int words(int load) { return load < WORDS / 4 ? 4 : load == WORDS / 4 && WORDS % 4 >= 2 ? 2 : 1; }
     static constexpr int first_word(int load) { return load <= WORDS / 4 ? 4 * load : WORDS / 4 * 4 + 2; }
-    /// Matrix instructions of a load, and of those before it.
+    /// Steps of a load, and of those before it.
     static constexpr int steps(int load) { return FIELDS * words(load) / 4; }
     static constexpr int steps_before(int load) { return load <= WORDS / 4 ? FIELDS * load : FIELDS * (WORDS / 4) + FIELDS / 2; }
     static constexpr int STEPS = CHANNELS ? steps_before(LOADS - 1) + steps(LOADS - 1) : 0;
     /// Where a lane's word of a load is, and the first of its fields.
     static DEVICE int word(int load, int c) { return first_word(load) + c % words(load); }
     static DEVICE int first_field(int load, int c) { return c / words(load) * steps(load); }
+    /// As bytes a step's field is masked out of the word once that has moved down to the load's first field, and further by whole fours of bits: it is the code
+    /// times 2**exponent.
+    static constexpr int down(int j) { return BITS * j / 4 * 4; }
+    static constexpr int exponent(int j) { return BITS * j % 4; }
+    static constexpr int MOST = CHANNELS * (BITS == 8 ? 255 : BITS == 4 ? 15 : BITS == 2 ? 12 : 8);  // that its bytes sum up to
 };
 static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS, "kernel_choice.py counts other steps");
 
@@ -63,13 +82,15 @@ struct InverseBasis {
 
 /// Rows of queries in the basis: column `row` % columns of frame `first` + `row` / columns.
 struct alignas(16) FrameTile {
-    static constexpr int ROWS = 16, STRIDE = D / 2 + 16;  // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
-    float start[ROWS];           // of each row minus the middle of the codes' ranges times q'
-    float unit;                  // of the operands: what they have to be multiplied by
+    static constexpr int ROWS = 16, FRAMES = FOLDED ? 16 : 2, STRIDE = D / 2 + 16;  // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
+    static constexpr float FULL = 32600.f;
+    float start[ROWS];           // of each row minus the middle of the codes' ranges times q', with BYTES times `unit`
+    float factor[ROWS];          // BYTES: of sums of codes times `steps` -> exponents of 2 (or, with a softcap, arguments of tanh)
+    float unit;                  // of products of q -> such exponents
     int first, last;             // frames
     int ends;                    // whether the segment's next frames are none
     u32 q[ROWS][STRIDE];         // pairs of channels; of four the second and third change places, as means are multiplied
-    uint2 steps[KEY_STEPS][ROWS][4];
+    uint2 steps[KEY_STEPS][ROWS][4];  // of a lane's four channels upper bytes, lower bytes; or float16 numbers, first and third, second and fourth
 
     static DEVICE int place(int pair) { return pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2; }
 };
@@ -78,8 +99,8 @@ struct FrameRing {
     static constexpr int KS = D / 16, HELD = KS <= 8;  // HELD: registers hold the matrix, and it is not loaded again for every tile
     FrameTile tiles[FRAME_TILES];
     uint4 turned[KS][2][32];     // queries of a tile as operands: first numbers and second ones of each step
-    float2 turns[MAKERS][FrameTile::ROWS][D / 2 / MAKERS];  // of each frame of a tile and the channel pairs of the maker's steps
-    float start[MAKERS][FrameTile::ROWS];
+    float2 turns[MAKERS][FrameTile::FRAMES][D / 2 / MAKERS];  // of each frame of a tile and the channel pairs of the maker's steps
+    float start[MAKERS][FrameTile::ROWS], largest[MAKERS][FrameTile::ROWS];  // sums and largest numbers of a maker's channels
     u64 full[FRAME_TILES], empty[FRAME_TILES];
     u32 next[WARPS];             // tile of a warp's next segment
 
@@ -167,7 +188,7 @@ struct UnitQueries {
 struct Steps {
     static constexpr int COUNT = (KEY_STEPS + MAKERS - 1) / MAKERS;
     int place[COUNT];
-    u32 factor[COUNT];
+    float factor[COUNT];
 
     DEVICE Steps(int maker, int c) {
         plane<8>(0, maker, c);
@@ -187,21 +208,34 @@ struct Steps {
                 if (step % MAKERS != maker) continue;
                 const int field = P::first_field(load, c) + j, channel = field * P::ROW + 4 * P::word(load, c);  // the first among the plane's
                 const int band = int(LIST >> (channel / BAND * 4 & 63)) & 15, shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
-                const float times = channel < P::CHANNELS ? power_of_two(shift - BITS * field) : 0.f;
                 place[step / MAKERS] = FrameTile::place((band * BAND + channel % BAND) / 2);
-                factor[step / MAKERS] = pack_f16(times, times);
+                factor[step / MAKERS] = channel < P::CHANNELS ? power_of_two(shift - (BYTES ? P::exponent(j) : BITS * field)) : 0.f;
             }
     }
-    DEVICE void write(FrameTile& tile, int maker, int g, int c) const {
+    /// multiplier: of numbers of rows g and g + 8.
+    DEVICE void write(FrameTile& tile, const float (&multiplier)[2], int maker, int g, int c) const {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
-            for (int row = g; row < FrameTile::ROWS; row += 8) {
+            for (int half = 0; half < 2; ++half) {
                 if (i * MAKERS + maker >= KEY_STEPS) continue;
+                const int row = g + 8 * half;
                 const u32* q = &tile.q[row][place[i]];  // and the pair after it
                 const u32 x = q[0], y = q[2];
-                tile.steps[i * MAKERS + maker][row][c] = {mul_f16x2(permute_bytes(x, y, 0x5410), factor[i]), mul_f16x2(permute_bytes(x, y, 0x7632), factor[i])};
+                uint2& to = tile.steps[i * MAKERS + maker][row][c];
+                if (!BYTES) {
+                    const u32 times = pack_f16(factor[i], factor[i]);
+                    to = {mul_f16x2(permute_bytes(x, y, 0x5410), times), mul_f16x2(permute_bytes(x, y, 0x7632), times)};
+                    continue;
+                }
+                const float times = factor[i] * multiplier[half];
+                const u32 n[4] = {whole(low_f16(x) * times), whole(high_f16(x) * times), whole(low_f16(y) * times), whole(high_f16(y) * times)};
+                const u32 up[4] = {n[0] + 128, n[1] + 128, n[2] + 128, n[3] + 128};
+                to = {permute_bytes(permute_bytes(up[0], up[1], 0x0051), permute_bytes(up[2], up[3], 0x0051), 0x5410),
+                      permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410)};
             }
     }
+    /// The nearest whole number, in the low 22 bits.
+    static DEVICE u32 whole(float x) { return __float_as_uint(x + WHOLE); }
 };
 
 /// What warp `maker` of MAKERS does. A maker holds OWNED row blocks of the matrix and turns the queries of as many steps back, for all of them.
@@ -229,12 +263,12 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
         }
         float2 turns[EACH];
         for (int k = 0; k < EACH; ++k) turns[k] = part.turns[maker * PAIRS + (lane + 32 * k) % PAIRS];
-        wait_for_previous_kernel();
         const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE, to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE;
-        const int last = frame_of(Page(a, s, to, false).tokens.x);
+        const int start = frame_of(Page(a, s, from, false).tokens.x), last = frame_of(Page(a, s, to, false).tokens.x);
+        wait_for_previous_kernel();
         const UnitQueries queries(a, u, inverse, columns, maker, lane);
 #pragma unroll 1
-        for (int first = frame_of(Page(a, s, from, false).tokens.x); first <= last; first += of_tile, ++number) {
+        for (int first = start; first <= last; first += of_tile, ++number) {
             float2* of_frames = &ring.turns[maker][0][0];
 #pragma unroll 1
             for (int at = lane; at < of_tile * PAIRS; at += 32 * EACH)
@@ -250,7 +284,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
             FrameTile& tile = ring.tiles[number % FRAME_TILES];
             barrier_wait(shared_address(&ring.empty[number % FRAME_TILES]), (number / FRAME_TILES & 1) ^ 1);
             sync_threads<2>(THREADS);
-            float sums[2] = {};
+            float sums[2] = {}, largest[2] = {};
 #pragma unroll 1
             for (int block = 0; block < OWNED; block += AT_ONCE) {
                 float acc[AT_ONCE][2][4] = {};
@@ -270,27 +304,38 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
 #pragma unroll
                 for (int o = 0; o < AT_ONCE; ++o) {
                     const int band = maker * OWNED + block + o;
-                    const float middle = 0.5f * float((1 << int(Bands::WIDTHS >> 4 * band & 15)) - 1);
+                    const float middle = 0.5f * float((1 << int(Bands::WIDTHS >> 4 * band & 15)) - 1), highest = float(int(Bands::highest_list() >> 4 * band & 15));
                     for (int n = 0; n < 2; ++n)
                         for (int half = 0; half < 2; ++half) {
                             const u32 found = pack_f16(acc[o][n][2 * half] * queries.multiplier, acc[o][n][2 * half + 1] * queries.multiplier);
                             tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
                             sums[half] += (low_f16(found) + high_f16(found)) * middle;
+                            if (BYTES) largest[half] = fmaxf(largest[half], fmaxf(fabsf(low_f16(found)), fabsf(high_f16(found))) * highest);
                         }
                 }
             }
             for (int half = 0; half < 2; ++half) {
                 sums[half] += __shfl_xor_sync(ALL_LANES, sums[half], 1);
                 sums[half] += __shfl_xor_sync(ALL_LANES, sums[half], 2);
-                if (c == 0) ring.start[maker][g + 8 * half] = sums[half];
+                for (int mask = 1; mask < 4 && BYTES; mask *= 2) largest[half] = fmaxf(largest[half], __shfl_xor_sync(ALL_LANES, largest[half], mask));
+                if (c == 0) ring.start[maker][g + 8 * half] = sums[half], ring.largest[maker][g + 8 * half] = largest[half];
             }
             sync_threads<2>(THREADS);
-            steps.write(tile, maker, g, c);
+            float multiplier[2];
+            for (int half = 0; half < 2 && BYTES; ++half) {
+                for (int m = 0; m < MAKERS; ++m) largest[half] = fmaxf(largest[half], ring.largest[m][g + 8 * half]);
+                largest[half] = fmaxf(largest[half], 1e-30f);
+                multiplier[half] = FrameTile::FULL * reciprocal_approx(largest[half]);
+            }
+            steps.write(tile, multiplier, maker, g, c);
             if (maker == MAKERS - 1) {  // which has the fewest steps
-                float sum = 0.f;
-                for (int m = 0; m < MAKERS; ++m) sum += ring.start[m][lane % FrameTile::ROWS];
-                if (lane < FrameTile::ROWS) tile.start[lane] = -sum * power_of_two(-24);
-                if (lane == 0) tile.unit = queries.unit, tile.first = first, tile.last = min(first + of_tile - 1, last), tile.ends = first + of_tile > last;
+                const float unit = queries.unit * a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E);
+                for (int half = 0; half < 2; ++half) {
+                    float sum = 0.f;
+                    for (int m = 0; m < MAKERS; ++m) sum += ring.start[m][g + 8 * half];
+                    if (c == 0) tile.start[g + 8 * half] = BYTES ? -sum * unit : -sum, tile.factor[g + 8 * half] = largest[half] * (unit / FrameTile::FULL);
+                }
+                if (lane == 0) tile.unit = unit, tile.first = first, tile.last = min(first + of_tile - 1, last), tile.ends = first + of_tile > last;
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(shared_address(&ring.full[number % FRAME_TILES]));

@@ -121,7 +121,7 @@ class DevicePlan:
         cols = columns(d, num_queries * group, [packed] if packed else [], fine is not None)
         column_blocks = -(-num_queries * group // cols)
         limit = driver.shared_limit(torch.cuda.get_device_capability(self.device))
-        fold = num_queries * group <= 4 and packed is not None and kvquant_extras(packed) is not None
+        fold = num_queries * group <= 4 and packed is not None and (packed.key.is_banded or kvquant_extras(packed) is not None)
         has_raw = any(x.key.is_raw for x in layouts)
         common = (d, cols, attend_cuda.DTYPES[dtype], raw_dtype, softcap is not None, limit)
         self.kernel = kernel_for(packed, *common, fold=fold, low=fine, raw=packed is not None and has_raw, tables=True)

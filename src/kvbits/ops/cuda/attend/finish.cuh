@@ -1,5 +1,5 @@
 // The end of a segment: warps of a block are merged through shared memory, segments of a unit by the block that arrives last.
-//   leave_segment    packed.cu with OWN_START, where a segment is its unit's only one and the block has others: a warp leaves its results and goes on
+//   leave_segment    packed.cu and banded.cu with OWN_START, where a segment is its unit's only one and the block has others: a warp leaves its results and goes on
 //   finish_segment   everywhere else: all warps wait for each other
 #pragma once
 #include "columns.cuh"
@@ -10,7 +10,7 @@ struct Merge {
     float2 warp_ml[WARPS][COLS];
     float2 ml[COLS];
     float bias[WARPS][BIAS_GROUPS][COLS];
-    float rounds[WARPS][ROUNDS_AT_ONCE][COLS][ROUND_STRIDE];
+    float rounds[WARPS][ROUNDS_AT_ONCE][MERGE_COLS][ROUND_STRIDE];
     float out[COLS][D];
     Staged staged[STARTS];
     Segment segments[STARTS];
@@ -155,6 +155,7 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
             for (int e = 0; e < 2; ++e) {
                 float4 x = walk.result(k, n, e);
                 if (!softmax.seen[n][e]) x = {0.f, 0.f, 0.f, 0.f};
+                if (MERGE_COLS < 8 && c >= MERGE_COLS / 2) continue;
                 *reinterpret_cast<float4*>(&shared.rounds[warp][min(k, ROUNDS_AT_ONCE - 1)][n * 8 + 2 * c + e][4 * g]) = x;
             }
     if (MERGE_BIAS && bias_sum && (BIAS_GROUPS > 1 || g == 0))
@@ -175,8 +176,8 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
         const int columns = columns_of(a, u);
         weigh_warps(shared, lane);
 #pragma unroll 1
-        for (int i = lane; i < Walk::ROUNDS * COLS * 8; i += 32) {
-            const int x = i % 8 * 4, col = i / 8 % COLS, k = i / (8 * COLS), ch = walk.channel(k, x);
+        for (int i = lane; i < Walk::ROUNDS * MERGE_COLS * 8; i += 32) {
+            const int x = i % 8 * 4, col = i / 8 % MERGE_COLS, k = i / (8 * MERGE_COLS), ch = walk.channel(k, x);
             if (ch < 0 || ch >= D || col >= columns) continue;
             float bias = 0.f;
             float4 sum = {0.f, 0.f, 0.f, 0.f};
@@ -232,11 +233,12 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
                     float f = factor[n][e];
                     float4 y = {x.x * f, x.y * f, x.z * f, x.w * f};
                     if (f == 0.f) y = {0.f, 0.f, 0.f, 0.f};
+                    if (MERGE_COLS < 8 && c >= MERGE_COLS / 2) continue;
                     *reinterpret_cast<float4*>(&shared.rounds[warp][k][n * 8 + 2 * c + e][4 * g]) = y;
                 }
         sync_threads(CONSUMERS);
-        for (int i = thread; i < ROUNDS_AT_ONCE * COLS * 8; i += CONSUMERS) {
-            int x = i % 8 * 4, col = i / 8 % COLS, k = i / (8 * COLS);
+        for (int i = thread; i < ROUNDS_AT_ONCE * MERGE_COLS * 8; i += CONSUMERS) {
+            int x = i % 8 * 4, col = i / 8 % MERGE_COLS, k = i / (8 * MERGE_COLS);
             int ch = first + k < Walk::ROUNDS ? walk.channel(first + k, x) : -1;
             const int real = FOLD ? col % 4 : col;
             if (ch >= 0 && FOLD) ch += col / 4 * (D / 2);

@@ -81,6 +81,10 @@ def _is_kvquant(call: AttendCall) -> bool:
     return any(kvquant_extras(p.store.layout) for p in call.parts)
 
 
+def _is_banded(call: AttendCall) -> bool:
+    return any(p.store.layout.key.is_banded for p in call.parts)
+
+
 def _may_unpack(call: AttendCall) -> bool:
     """Whether the pages have a format that some layouts of are read unpacked only."""
     return _is_kvquant(call) or any(may_unpack(p.store.layout) for p in call.parts)
@@ -234,7 +238,7 @@ class Plan:
         layouts: list[PageLayout | None] = [*packed] or [None]
         low: dict[PageLayout | None, LowLayout] = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
         common = (d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
-        fold = num_queries * group <= 4 and _is_kvquant(call)
+        fold = num_queries * group <= 4 and (_is_kvquant(call) or _is_banded(call))
         raw = any(p.store.layout.key.is_raw for p in call.parts)  # the first kernel reads such parts
         options = {"fold": fold, "page_lse": call.page_lse is not None}
         kernels = [kernel_for(k, *common, **options, low=low.get(k), raw=raw and i == 0) for i, k in enumerate(layouts)]

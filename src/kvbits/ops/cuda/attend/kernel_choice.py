@@ -125,6 +125,12 @@ def _key_steps(layout: PageLayout) -> int:
     return sum(_band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits) for bits, channels in layout.key.planes(layout.head_dim))
 
 
+def _bytes_fit(layout: PageLayout) -> bool:
+    """Whether banded keys may be multiplied as bytes: floats hold what they sum up to (ByteKeys of banded_keys.cuh)."""
+    most = {8: 255, 4: 15, 2: 12, 1: 8}
+    return not layout.key.is_banded or 128 * sum(channels * most[bits] for bits, channels in layout.key.planes(layout.head_dim)) < 1 << 22
+
+
 def _makers(layout: PageLayout) -> tuple[int, int]:
     """Warps that make queries in the basis of banded keys, and tiles of them in shared memory; 0 for other formats."""
     if not layout.key.is_banded:
@@ -132,12 +138,12 @@ def _makers(layout: PageLayout) -> tuple[int, int]:
     return (4, 3) if layout.head_dim <= 128 else (2, 2)
 
 
-def _frame_ring_bytes(layout: PageLayout, warps: int) -> int:
+def _frame_ring_bytes(layout: PageLayout, warps: int, fold: bool) -> int:
     """Shared memory of those warps (struct FrameRing of banded_queries.cuh)."""
     makers, tiles = _makers(layout)
     d = layout.head_dim
-    tile = 80 + 32 * (d + 32) + 512 * _key_steps(layout)
-    return -(-(tiles * (tile + 16) + d * 128 + makers * 64 + 4 * warps) // 16) * 16 if makers else 0
+    tile = 144 + 32 * (d + 32) + 512 * _key_steps(layout)
+    return -(-(tiles * (tile + 16) + d * (64 + 4 * (16 if fold else 2)) + makers * 128 + 4 * warps) // 16) * 16 if makers else 0
 
 
 def _band_steps(words: int, fields: int) -> int:
@@ -233,17 +239,17 @@ def _pieces(layout: PageLayout | LowLayout, tokens: int) -> list[tuple[int, int,
     return runs
 
 
-def merge_bytes(warps: int, cols: int, head_dim: int, with_bias: bool, rounds_at_once: int = 1) -> int:
-    """Shared memory for merging warps (struct Merge of finish.cuh)."""
-    merged = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * rounds_at_once * cols * 36
+def merge_bytes(warps: int, cols: int, head_dim: int, with_bias: bool, rounds_at_once: int = 1, merge_cols: int | None = None) -> int:
+    """Shared memory for merging warps (struct Merge of finish.cuh); merge_cols: columns that results are of, if fewer than `cols`."""
+    merged = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * rounds_at_once * (merge_cols or cols) * 36
     fragments = cols * (2 * head_dim + 256) if cols > 16 else 0  # at most, of any width of codes
     own = warps * (27 + cols)  # each warp's segment, unit and positions, and what it has left
     return (merged + 2 * cols * head_dim + cols + warps + own) * 4 + 160 + fragments
 
 
-def _rounds_at_once(warps: int, cols: int, head_dim: int, with_bias: bool, room: int) -> int:
+def _rounds_at_once(warps: int, cols: int, head_dim: int, with_bias: bool, room: int, merge_cols: int | None = None) -> int:
     """Rounds of 32 channels merged between two barriers: as many as fit."""
-    return next((n for n in (8, 4, 2) if n * 32 <= max(head_dim, 64) and merge_bytes(warps, cols, head_dim, with_bias, n) <= room), 1)
+    return next((n for n in (8, 4, 2) if n * 32 <= max(head_dim, 64) and merge_bytes(warps, cols, head_dim, with_bias, n, merge_cols) <= room), 1)
 
 
 @dataclass(frozen=True)
@@ -321,12 +327,13 @@ def kernel_for(
 
     Args:
         shape: launch shape to use instead of the measured choice (for tuning).
-        fold: there are at most four query columns (formats of KVQuant).
+        fold: there are at most four query columns (formats of KVQuant, banded codes).
         low: of the low planes that some of the pages have.
         page_lse: it gives the log-sum-exp of every page too.
         raw: it reads raw pages too, in the walk over packed ones where it can.
         tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
     """
+    fold = fold and (layout is None or _bytes_fit(layout))
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": DTYPES[q_dtype], "RAW_TYPE": DTYPES[raw_dtype], "SOFTCAP": int(softcap)}
     fragments = _fragments(layout, cols)
     defines |= {"PAGE_LSE": int(page_lse), "Q_FRAGMENTS": fragments, "BLOCK_TABLES": int(tables)}
@@ -342,17 +349,27 @@ def kernel_for(
     has_codebook = kvquant_extras(layout) is not None
     bias_groups, wide = with_bias and not has_codebook, shared_limit >= codebook_format.WIDE_FROM
     if shape is None:
-        shape = _codebook_shape(layout, cols, shared_limit, fold) if has_codebook else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None)
+        shape = (
+            _codebook_shape(layout, cols, shared_limit, fold) if has_codebook else _choose_shape(layout, slot, chunk, cols, shared_limit, low is not None, fold)
+        )
         if shape is None:
             raise UnsupportedError(f"attend_pages on cuda: {refuses_layout(layout, shared_limit)}")
     table_bytes = codebook_format.shared_bytes(layout, fold, wide) if has_codebook else 0
     ring = shape.slots * (slot + (40 if has_codebook else 24)) + 16 + (shape.warps * 4 + 16 if low else 0) + table_bytes
-    ring += _frame_ring_bytes(layout, shape.warps)
-    rounds = _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring)
-    shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds)
+    ring += _frame_ring_bytes(layout, shape.warps, fold)
+    merge_cols = 4 if fold and layout.key.is_banded else cols
+    rounds = _rounds_at_once(shape.warps, cols, head_dim, bias_groups, shared_limit - ring, merge_cols)
+    shared = ring + merge_bytes(shape.warps, cols, head_dim, bias_groups, rounds, merge_cols)
     # Warps start segments alone but where queries take a calibrated scale, where warps share operands, and where they share a head's tables.
     defines["OWN_START"] = int(scale_kind(layout.key) != STATIC and not fragments and not has_codebook)
-    defines |= {"ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": int(with_bias), "BIAS_GROUPS": 16 if bias_groups else 1, "WARPS": shape.warps, "SLOTS": shape.slots}
+    defines |= {
+        "ROUNDS_AT_ONCE": rounds,
+        "MERGE_COLS": merge_cols,
+        "MERGE_BIAS": int(with_bias),
+        "BIAS_GROUPS": 16 if bias_groups else 1,
+        "WARPS": shape.warps,
+        "SLOTS": shape.slots,
+    }
     defines |= {"CHUNK": chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // chunk}
     defines["PREFETCH_CHUNKS"] = min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS)
     pieces = [*codebook_format.pieces(layout, "k"), *codebook_format.pieces(layout, "v")] if has_codebook else _pieces(layout, chunk)
@@ -365,7 +382,12 @@ def kernel_for(
         defines |= codebook_format.defines(layout, fold, wide)
     if layout.key.is_banded:
         makers, tiles = _makers(layout)
-        defines |= side.band_defines(chunk_layout(layout, chunk)) | {"KEY_STEPS": _key_steps(layout), "MAKERS": makers, "FRAME_TILES": tiles}
+        defines |= side.band_defines(chunk_layout(layout, chunk)) | {
+            "KEY_STEPS": _key_steps(layout),
+            "MAKERS": makers,
+            "FRAME_TILES": tiles,
+            "FOLDED": int(fold),
+        }
     source = "codebook.cu" if has_codebook else "banded.cu" if layout.key.is_banded else "packed.cu"
     return Kernel(source, tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens, _makers(layout)[0])
 
@@ -373,7 +395,7 @@ def kernel_for(
 def _raw_kernel(defines: dict[str, int], shape: Shape, head_dim: int, cols: int, shared_limit: int) -> Kernel:
     rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
     shared = merge_bytes(shape.warps, cols, head_dim, False, rounds)
-    defines |= {"OWN_START": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_BIAS": 0, "BIAS_GROUPS": 1, "WARPS": shape.warps, "SHARED_BYTES": shared}
+    defines |= {"OWN_START": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_COLS": cols, "MERGE_BIAS": 0, "BIAS_GROUPS": 1, "WARPS": shape.warps, "SHARED_BYTES": shared}
     return Kernel("raw.cu", tuple(defines.items()), shape, (), shared)
 
 
@@ -388,7 +410,7 @@ def _side_defines(layout: PageLayout, low: LowLayout | None, chunk: int, has_cod
     return defines
 
 
-def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool) -> Shape:
+def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_limit: int, low: bool, fold: bool) -> Shape:
     two_planes = _two_planes(layout)
     specs = (layout.key, layout.value)
     centered = any(s.center for s in specs if not s.is_banded)
@@ -403,7 +425,7 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
         most = 4 if large else MOST_BANDED_WARPS
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4, mostly: registers are shared out in quarters of a multiprocessor
         ring = 32 + 4 * warps if low else 16
-        merge = merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias) + _frame_ring_bytes(layout, warps)
+        merge = merge_bytes(warps, cols, layout.head_dim, layout.value.has_bias) + _frame_ring_bytes(layout, warps, fold)
         stages = (shared_limit - ring - merge) // (warps * (slot + 24))
         least = 1 if cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
         if warps <= most and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next

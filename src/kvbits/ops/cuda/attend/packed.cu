@@ -4,5 +4,5 @@
 
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const __grid_constant__ Args a) {
     extern __shared__ __align__(128) unsigned char shared[];
-    attend_packed<KeySide>(a, shared);
+    attend_packed<PackedWalk<KeySide>>(a, shared);
 }

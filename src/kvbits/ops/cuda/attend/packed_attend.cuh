@@ -1,4 +1,4 @@
-// Attention (packed.cu, banded.cu: they choose the keys) of a few query columns over pages of packed tokens, low planes and 16-bit tokens among them: one persistent block per multiprocessor, balanced by
+// Attention (packed.cu, banded.cu: they choose the walk) of a few query columns over pages of packed tokens, low planes and 16-bit tokens among them: one persistent block per multiprocessor, balanced by
 // bytes.
 //
 // A block walks its segments (runs of chunks of one sequence, kv head and part). Chunk t of the block belongs to consumer warp t % WARPS, which reads
@@ -26,15 +26,15 @@ DEVICE void read_chunk(const Args& a, Unit u, Walk& walk, const Visible& see, So
 }
 
 /// Reads the parts of a unit that follow one another. Returns the block's next segment.
-template <class KeySide>
-DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, typename KeySide::Shared& made, int warp, int lane) {
+template <class Walk>
+DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, typename Walk::Keys::Shared& made, int warp, int lane) {
     const Segment& s = merge.segments[Merge::own(warp)];
     Staged& staged = merge.staged[Merge::own(warp)];
     stage_queries(staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
     const Visible see(staged, a.window, lane);
     Softmax softmax;
     softmax.clear();
-    PackedWalk<KeySide> walk;
+    Walk walk;
     walk.start(a, staged, u, part, lane / 4, lane % 4);
     constexpr bool RAW_JOINS = ValueTraits::RAW_JOINS;
     for (; !RAW_JOINS || !a.parts[s.part].raw; join_next(a, merge, warp, lane)) {  // raw parts of a unit are its last
@@ -53,7 +53,9 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
         walk.keys.leave(s, warp, lane);
         if (!RAW_IN_RING || !s.joins) break;
     }
-    if (V_TURNED && !part.raw) turn_back(walk.values.first);
+    if (V_TURNED && !part.raw) turn_back<Walk::FOLDS>(walk.values.first);
+    if (!V_TURNED && Walk::FOLDS) fold(walk.values.first);
+    for (int e = 0; e < 2 && Walk::FOLDS; ++e) softmax.sum[0][e] += __shfl_xor_sync(ALL_LANES, softmax.sum[0][e], 2);
     if (RAW_JOINS && a.parts[s.part].raw) join_raw(a, u, s, walk, staged, see, softmax, ring, slots, merge, warp, lane);
     constexpr bool may_leave = OWN_START && ROUNDS_AT_ONCE >= ValueSide::ROUNDS && ValueSide::ROUNDS == ValueSide::FIRST_PLANE_ROUNDS;
     const auto* bias_sum = ValueTraits::BIAS_SUMS ? walk.values.bias_sum : nullptr;
@@ -63,9 +65,10 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
 }
 
 /// What a block does: all of its threads call it.
-template <class KeySide>
+template <class Walk>
 DEVICE void attend_packed(const Args& a, unsigned char* shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    using KeySide = typename Walk::Keys;
     using Made = typename KeySide::Shared;
     static_assert(SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) + (KeySide::MAKING ? sizeof(Made) : 0) <= SHARED_BYTES, "kernel_choice.py counts too little shared memory");
     Ring& ring = *reinterpret_cast<Ring*>(shared + SLOTS * SLOT_BYTES);
@@ -88,6 +91,6 @@ DEVICE void attend_packed(const Args& a, unsigned char* shared) {
         if (s.unit < 0) return;
         const Part& part = a.parts[s.part];
         const Unit u = enter_segment(a, s, merge, warp, lane);
-        i = part.raw && !ValueTraits::RAW_JOINS ? walk_raw(a, u, ring, shared, merge, warp, lane) : walk_packed<KeySide>(a, part, u, ring, shared, merge, made, warp, lane);
+        i = part.raw && !ValueTraits::RAW_JOINS ? walk_raw(a, u, ring, shared, merge, warp, lane) : walk_packed<Walk>(a, part, u, ring, shared, merge, made, warp, lane);
     }
 }

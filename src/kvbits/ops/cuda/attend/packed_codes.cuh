@@ -150,7 +150,6 @@ struct ValueTraits {
     static constexpr bool WEIGHT_SUMS = V_HAS_MEAN || (PER_CHUNK && V_HAS_BIAS);  // a chunk's sum of weights multiplies a channel vector
     static constexpr bool BIAS_SUMS = V_HAS_BIAS && V_SCALE == SCALE_GROUP;  // weights times biases of groups, added at the end
     static constexpr bool LOW = V_LOW_BITS > 0;
-    static constexpr bool QUADS_IN_TURNS = V_TURNED && WEIGHTS == 1;      // weights are swapped for it: eight selections where there is one set of them
     static constexpr bool RAW_JOINS = HAS_RAW && !PER_CHUNK && V_BITS1 == 0;  // raw tokens are added to the same running outputs as packed ones
     static_assert(!LOW || (V_LOW_BITS == 4 && V_BITS0 == 4 && V_BITS1 == 0 && V_FLOAT == INTEGER), "low planes of values refine 4-bit codes by 4 bits");
 };

@@ -115,13 +115,15 @@ DEVICE void butterfly(float& x, float& y) {
     x = sum;
 }
 
-/// Outputs of values that are stored times a Hadamard matrix, times it once more: what the values themselves would have given.
-template <class ValuePlane>
+/// Outputs of values that are stored times a Hadamard matrix, times it once more: what the values themselves would have given, in units of raw ones.
+/// FOLDS: those of lanes c and c + 2 are to be added, too. A rolled loop: this runs once a unit, and instructions have to be fetched.
+template <bool FOLDS, class ValuePlane>
 DEVICE void turn_back(Values<ValuePlane>& values) {
     constexpr int ROWS = ValuePlane::FIELDS * ValuePlane::PAIRS;  // of operands: 32 channels each, or those of a row
     constexpr int LANES = ValuePlane::ROW < 32 ? ValuePlane::ROW / 4 : 8;
     static_assert(!V_TURNED || ROWS * LANES * 4 == D, "kernel_choice.py refuses other sizes");
-    change_units(values, true);
+    constexpr float NORM = D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
+    values.each([](float& x, int, int, int field, int, int) { x *= power_of_two(ValueTraits::EXPONENT - ValuePlane::exponent(field)) * NORM; });
     for (int n = 0; n < NT; ++n) {
         auto row = [&](int i) -> float (&)[2][4] { return values.o[n][i / ValuePlane::PAIRS][i % ValuePlane::PAIRS]; };
 #pragma unroll
@@ -130,12 +132,16 @@ DEVICE void turn_back(Values<ValuePlane>& values) {
             for (int half = 0; half < 2; ++half)
                 for (int e = 0; e < 2; ++e) butterfly(o[half][e], o[half][2 + e]);
             for (int r = 0; r < 4; ++r) butterfly(o[0][r], o[1][r]);
+        }
+#pragma unroll 1
+        for (int mask = FOLDS ? 2 : 4; mask < 4 * LANES; mask *= 2) {
+            const float sign = mask > 2 && threadIdx.x & mask ? -1.f : 1.f;
 #pragma unroll
-            for (int mask = 4; mask < 4 * LANES; mask *= 2)
+            for (int i = 0; i < ROWS; ++i)
                 for (int half = 0; half < 2; ++half)
                     for (int r = 0; r < 4; ++r) {
-                        const float x = o[half][r], other = __shfl_xor_sync(ALL_LANES, x, mask);
-                        o[half][r] = threadIdx.x & mask ? other - x : x + other;
+                        float& x = row(i)[half][r];
+                        x = fmaf(x, sign, __shfl_xor_sync(ALL_LANES, x, mask));
                     }
         }
 #pragma unroll
@@ -145,8 +151,11 @@ DEVICE void turn_back(Values<ValuePlane>& values) {
                 for (int half = 0; half < 2 && !(i & stride); ++half)
                     for (int r = 0; r < 4; ++r) butterfly(row(i)[half][r], row((i + stride) % ROWS)[half][r]);
     }
-    values.each([](float& x, int, int, int, int, int) { x *= D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f; });
-    change_units(values, false);
+}
+/// Outputs of lanes c and c + 2 are added.
+template <class ValuePlane>
+DEVICE void fold(Values<ValuePlane>& values) {
+    values.each([](float& x, int, int, int, int, int) { x += __shfl_xor_sync(ALL_LANES, x, 2); });
 }
 /// The raw parts that end a unit, added to the outputs of its packed ones. Here the walk's own queries are needed no more: raw ones get their registers.
 template <class Walk>
@@ -157,13 +166,13 @@ DEVICE void join_raw(const Args& a, Unit u, const Segment& s, Walk& walk, const 
             const QueryRows queries(a, staged, u, lane / 4);
             RawWalk raw;
             raw.start(a, queries, lane % 4);
-            change_units(walk.values.first, true);
+            if (!V_TURNED) change_units(walk.values.first, true);
             each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
                 u32 p[NT][RowsInRing::E];
                 raw.weights(p, a, queries, see, softmax, rows, position, lse, lane / 4, lane % 4, [&](const float (&scale)[NT][2]) { walk.values.rescale(scale); });
                 add_raw(walk.values.first, p, rows, lane / 4, lane % 4);
             });
-            change_units(walk.values.first, false);
+            if (!V_TURNED) change_units(walk.values.first, false);
         }
         if (!s.joins) break;
     }

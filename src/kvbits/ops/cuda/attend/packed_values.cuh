@@ -3,12 +3,6 @@
 #include "columns.cuh"
 #include "packed_codes.cuh"
 
-DEVICE void swap_if(bool swaps, u32& x, u32& y) {
-    const u32 before = x;
-    x = swaps ? y : x;
-    y = swaps ? before : y;
-}
-
 /// Running outputs of a value plane: o[field][pair of blocks][row pair] of channels field * ROW + 32 pair + 4g + 0 .. 3.
 template <class ValuePlane>
 struct Values {
@@ -50,11 +44,10 @@ struct Values {
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 const RowScales scales(slot, pair, (tile * UNITS + u) * 32 + 8 * c, g);
-                // Four lanes would meet in the same banks: two do where odd ones take their second quad first.
-                const int turn = ValueTraits::QUADS_IN_TURNS ? c % 2 : 0, quad = (tile * UNITS + u) * 8 + 2 * c + turn, next = quad + 1 - 2 * turn;
-                const uint4 first = *reinterpret_cast<const uint4*>(p + quad * 4 * width), second = *reinterpret_cast<const uint4*>(p + next * 4 * width);
+                const int quad = (tile * UNITS + u) * 8 + 2 * c;
+                const uint4 first = *reinterpret_cast<const uint4*>(p + quad * 4 * width), second = *reinterpret_cast<const uint4*>(p + (quad + 1) * 4 * width);
                 quad_of(first, low.load(quad), low.second, weights, scales, u, 0, pair);
-                quad_of(second, low.load(next), low.second, weights, scales, u, 1, pair);
+                quad_of(second, low.load(quad + 1), low.second, weights, scales, u, 1, pair);
             }
         }
     }
@@ -227,7 +220,6 @@ struct ValueSide {
                 for (int gr = 0; gr < ValueTraits::WEIGHTS; ++gr) {
                     u32(&w)[2][2] = weights[gr][n][u];
                     for (int j = 0; j < 4; ++j) w[j / 2][j % 2] = V_SCALE == SCALE_GROUP ? mul_f16x2(p[j], pairs[gr][u][j]) : p[j];
-                    for (int j = 0; j < 2 && ValueTraits::QUADS_IN_TURNS; ++j) swap_if(c % 2, w[0][j], w[1][j]);
                 }
             }
         }
@@ -241,14 +233,10 @@ struct ValueSide {
         for (int gr = 0; gr < ValueTraits::WEIGHTS; ++gr)
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-                constexpr int CHAINS = ValueTraits::QUADS_IN_TURNS ? 2 : 1;  // sums that do not wait for each other, where registers allow it
-                float acc[CHAINS][4];
+                float acc[4] = {0.f, 0.f, 0.f, 0.f};
                 for (int u = 0; u < UNITS; ++u)
-                    for (int k = 0; k < 2; ++k)
-                        if (2 * u + k < CHAINS)
-                            mma_f16(acc[k % CHAINS], WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, weights[gr][n][u][k][0], weights[gr][n][u][k][1], 0.f, 0.f, 0.f, 0.f);
-                        else mma_f16(acc[k % CHAINS], WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, weights[gr][n][u][k][0], weights[gr][n][u][k][1]);
-                for (int e = 0; e < 2; ++e) sums[gr][n][e] = CHAINS > 1 ? acc[0][e] + acc[CHAINS - 1][e] : acc[0][e];
+                    for (int k = 0; k < 2; ++k) mma_f16(acc, WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, weights[gr][n][u][k][0], weights[gr][n][u][k][1]);
+                for (int e = 0; e < 2; ++e) sums[gr][n][e] = acc[e];
             }
         // A power of two: of two planes that are not joined, the second holds none of it.
         first.each([&](float& x, int n, int e, int field, int pair, int) {
@@ -293,7 +281,7 @@ struct ValueSide {
         if constexpr (ValuePlane::PAIRS > 0) {
             int field = r / ValuePlane::PAIRS;
             const auto& x = v.o[n][field][r % ValuePlane::PAIRS];
-            float m = power_of_two(ValueTraits::EXPONENT - ValuePlane::exponent(field));
+            const float m = V_TURNED ? 1.f : power_of_two(ValueTraits::EXPONENT - ValuePlane::exponent(field));  // turn_back has multiplied
             return {x[0][e] * m, x[0][2 + e] * m, x[1][e] * m, x[1][2 + e] * m};
         }
         return {};

@@ -12,6 +12,8 @@ struct Chunk {
 
 template <class KeySide>
 struct PackedWalk {
+    using Keys = KeySide;
+    static constexpr bool FOLDS = false;  // lanes c and c + 2 have parts of the same columns
     KeySide keys;
     ValueSide values;
 

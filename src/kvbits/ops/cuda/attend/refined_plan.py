@@ -15,7 +15,7 @@ from ....later import upload
 from ....spec import FRAME
 from ...types import AttendCall, Part, banded_sides, last_positions
 from ..runtime import driver
-from ..side import column_powers, high_operands, rows_as_columns, turns_on
+from ..side import column_powers, high_operands, most_powers, rows_as_columns, turns_on
 from . import refined
 
 NO_WINDOW = 2**30
@@ -103,7 +103,7 @@ class RefinedPlan:
         common = refined.Args(
             q_positions=self.q_positions.data_ptr(), partial=partial.data_ptr(), partial_ml=partial_ml.data_ptr(), num_queries=num_queries, group=group,
             num_kv_heads=layout.num_kv_heads, column_blocks=column_blocks, window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
-            softcap=call.softcap or 0.0, listed=self._upload((listed * of_run).astype(np.int32)).data_ptr(),
+            softcap=call.softcap or 0.0, over_group=1 / group, listed=self._upload((listed * of_run).astype(np.int32)).data_ptr(),
             first=self._upload(np.searchsorted(owner[listed], np.arange(batch + 1)).astype(np.int32)).data_ptr(),
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), num_rows=self.lse.numel(),
         )  # fmt: skip
@@ -173,6 +173,7 @@ class RefinedPlan:
             args.low_layer_offset[i] = layer * store.layout.page_size_bytes if x.layer_stride else 0
         rows = rows_as_columns(inverse, self.device)
         args.basis, args.power = high_operands(rows, self.device).data_ptr(), column_powers(rows, self.device).data_ptr()
+        args.most_power = most_powers(rows, self.device).data_ptr()
         args.turns = turns_on(static["k_inv_freq"], self.device).data_ptr()
 
     def _note_pages(self, page_lse: np.ndarray, own: np.ndarray) -> None:

@@ -58,8 +58,9 @@ DEVICE float inner_cell(int width) { return width ? 1.f : 2.f; }
 
 constexpr u32 ONE_F16X2 = 0x3c003c00u;
 DEVICE u32 twice_f16(float x) { return pack_f16(x, x); }
-/// Two of a word's bytes as float16, the first or the last two, plus 1024.
-DEVICE u32 above_1024(u32 bytes, bool last) { return permute_bytes(bytes, 0x64646464u, last ? 0x4342 : 0x4140); }
+constexpr u32 ABOVE_1024 = 0x64646464u;  // upper bytes of float16 numbers from 1024 to 1279
+/// Two of a word's bytes as float16, the first or the last two, plus 1024. `upper`: ABOVE_1024, in a register where there are many.
+DEVICE u32 above_1024(u32 bytes, bool last, u32 upper = ABOVE_1024) { return permute_bytes(bytes, upper, last ? 0x4342 : 0x4140); }
 
 /// Two codes of a band and their parts, each plus 1024, as numbers in scales from the band's middle: exact up to 10 bits of both.
 template <class LOW>
@@ -82,7 +83,7 @@ DEVICE float level(u32 code, u32 part, int width) {
 
 /// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back.
 constexpr int BANDS = D / BAND, LANES = 4, TOKENS = 2;
-static_assert(THREADS == PAGE * LANES / TOKENS && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens");
+static_assert(THREADS % (PAGE * LANES / TOKENS) == 0 && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens, of a page or of each of several");
 using Token = float[BANDS][4];
 DEVICE int thread_token(int r) { return int(threadIdx.x) / 32 * 16 + r * 8 + int(threadIdx.x) % 32 / LANES; }
 

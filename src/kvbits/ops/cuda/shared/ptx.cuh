@@ -72,6 +72,8 @@ DEVICE u32 high_fnma(u32 a, u32 b, u32 c) {
     return d;
 }
 DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+/// The same, 0 where it is below.
+DEVICE u32 fma_relu_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 /// 1 where numbers are equal, else 0.
 DEVICE u32 equal_f16x2(u32 a, u32 b) { u32 d; asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 /// Two signed 16-bit numbers, none below 0 nor above those of `top`.
@@ -98,6 +100,18 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+/// d[16x8] = a[16x32] b[32x8] + c of bytes, a without sign; lane (g, c) holds a rows g, g + 8, k 4c .. 4c + 3 (+ 16); b k likewise, column g; d as for `mma_f16`.
+template <bool SIGNED>
+DEVICE void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c0, int c1, int c2, int c3) {
+    if (SIGNED)
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+    else
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+}
+template <bool SIGNED>
+DEVICE void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_bytes<SIGNED>(d, a0, a1, a2, a3, b0, b1, d[0], d[1], d[2], d[3]); }
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 #if WARPGROUPS
 /// Around `warpgroup_mma`s of a fresh y: what they read and write is in its place before; after, it is there.
@@ -222,6 +236,8 @@ DEVICE void wait_for_previous_kernel() {
 #endif
 }
 
+/// x where the compiler does not know that it is a constant, of blocks in one dimension.
+DEVICE u32 in_register(u32 x) { u32 zero; asm volatile("mov.u32 %0, %%tid.y;" : "=r"(zero)); return x + zero; }
 /// Keeps a running result from being put off: what it is made of would take registers until then.
 DEVICE void compute_now(u32& x) { asm volatile("" : "+r"(x)); }
 

@@ -260,13 +260,58 @@ static void value_three_bits(const ValueArgs& a) {
   }
 }
 
+// The outputs gain two neighbouring fields of a plane's bytes: what is loaded of codes and of p serves both. All channels are of one group.
+template <int FMT, int NH>
+INLINE void value_two_fields(const ValueArgs& a, int plane, int field, float weight) {
+  const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane], quads = round_up(a.tokens, 8) / 4, run = 32767 / (2 * 255 * largest_value(FMT, bits));
+  const __m128i first = _mm_cvtsi32_si128(field * bits), second = _mm_cvtsi32_si128((field + 1) * bits);
+  const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
+  const int64_t ahead = field ? 0 : a.ahead;  // every line is fetched once
+  for (int r = 0; r < rb; r += 8) {
+    const ValueWords words = value_words(a, plane, field * rb + r);
+    const uint8_t *src = words.at, *p = a.block->pw[0][0];
+    __m256i acc[2][NH];
+    for (int h = 0; h < NH; h++) acc[0][h] = acc[1][h] = _mm256_setzero_si256();
+    for (int left = quads; left > 0; left -= run) {
+      __m256i part[2][NH];
+      for (int h = 0; h < NH; h++) part[0][h] = part[1][h] = _mm256_setzero_si256();
+      for (int n = left < run ? left : run; n > 0; n--, src += words.quad_bytes, p += 4) {
+        fetch(src + ahead);
+        const __m256i v = _mm256_loadu_si256((const __m256i*)src);
+        const __m256i x = look_up<FMT>(code_field(v, first, mask), value_steps<FMT>), y = look_up<FMT>(code_field(v, second, mask), value_steps<FMT>);
+#pragma GCC unroll 8
+        for (int h = 0; h < NH; h++) {
+          const __m256i w = broadcast_word(p + h * 2 * BLOCK);
+          part[0][h] = _mm256_add_epi16(part[0][h], _mm256_maddubs_epi16(w, x));
+          part[1][h] = _mm256_add_epi16(part[1][h], _mm256_maddubs_epi16(w, y));
+        }
+      }
+      for (int i = 0; i < 2; i++)
+        for (int h = 0; h < NH; h++) acc[i][h] = _mm256_add_epi32(acc[i][h], widen_sums(part[i][h]));
+    }
+    for (int i = 0; i < 2; i++)
+      for (int h = 0; h < NH; h++) {
+        const int channel = (field + i) * rb + r;
+        vf x = to_float((vi)acc[i][h]) * (a.block->p_scale[0][h] * weight);
+        if (a.channel_scale) x *= load(a.channel_scale + channel);
+        float* to = a.chunk->acc[h] + channel;
+        store(to, load(to) + x);
+      }
+  }
+}
+
 template <int FMT, int NH>
 static void value_int(const ValueArgs& a) {
   if (FMT == FORMAT_INT3 && a.row_bytes[0] % 8 == 0 && a.row_bytes[1] % 8 == 0 && a.group_channels % 8 == 0) return value_three_bits<NH>(a);
   float weight = 1.0f;
   for (int plane = num_planes(FMT) - 1; plane >= 0; plane--) {
     const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];
-    for (int field = 0; field * rb < a.head_dim; field++)
+    const bool two = NH <= 4 && !is_wide(FMT) && a.groups == 1 && rb % 8 == 0 && a.head_dim % (2 * rb) == 0;  // NH: as many sums as there are registers for
+    for (int field = 0; field * rb < a.head_dim; field++) {
+      if (two) {
+        if constexpr (NH <= 4 && !is_wide(FMT)) value_two_fields<FMT, NH>(a, plane, field++, weight);
+        continue;
+      }
       for (int r = 0; r < rb && field * rb + r < a.head_dim; r += 8) {
         const int block = r / 16 * 16, width = rb - block < 16 ? rb - block : 16;
         const int channels = block + width - r < 8 ? block + width - r : 8, channel = field * rb + r;
@@ -285,6 +330,7 @@ static void value_int(const ValueArgs& a) {
           }
         }
       }
+    }
     weight *= (float)(1 << bits);
   }
 }

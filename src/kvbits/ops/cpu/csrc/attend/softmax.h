@@ -52,10 +52,21 @@ static void fold_channels(Chunk& c, const float* scale, int head_dim) {
 }
 
 static void add_query_bias(Chunk& c, const float* q, const float* bias, int head_dim) {
-  for (int h = 0; h < c.rows; h++) {
-    vf t = vf{};
-    for (int i = 0; i < head_dim; i += VL) t += load(q + h * ROW_STRIDE + i) * load(bias + i);
-    c.q_bias[h] += sum(t);
+  for (int h = 0; h < c.rows; h += 4) {
+    auto row = [&](int k) { return q + (h + k < c.rows ? h + k : c.rows - 1) * ROW_STRIDE; };
+    const float *r0 = row(0), *r1 = row(1), *r2 = row(2), *r3 = row(3);
+    vf t0 = {}, t1 = {}, t2 = {}, t3 = {};  // four rows at once: sums that do not wait for each other
+    for (int i = 0; i < head_dim; i += VL) {
+      const vf b = load(bias + i);
+      t0 += load(r0 + i) * b;
+      t1 += load(r1 + i) * b;
+      t2 += load(r2 + i) * b;
+      t3 += load(r3 + i) * b;
+    }
+    c.q_bias[h] += sum(t0);
+    if (h + 1 < c.rows) c.q_bias[h + 1] += sum(t1);
+    if (h + 2 < c.rows) c.q_bias[h + 2] += sum(t2);
+    if (h + 3 < c.rows) c.q_bias[h + 3] += sum(t3);
   }
 }
 

@@ -111,8 +111,9 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
   }
   if (t.mean_offset >= 0) {
     alignas(64) float mean[ROW_STRIDE];
-    widen(mean, page + t.mean_offset, head_dim, mean_dtype(t));
-    for (int i = 0; i < head_dim; i += VL) store(bias + i, any ? load(bias + i) + load(mean + i) : load(mean + i));
+    widen(any ? mean : bias, page + t.mean_offset, head_dim, mean_dtype(t));
+    if (any)
+      for (int i = 0; i < head_dim; i += VL) store(bias + i, load(bias + i) + load(mean + i));
     any = true;
   }
   return any;
