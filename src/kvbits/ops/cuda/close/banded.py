@@ -1,8 +1,9 @@
 """close_pages of banded codes on NVIDIA GPUs (close_banded.cu): rows in their basis, fitted scales, planes of bands.
 
-Values are stored bit for bit as by the reference, but on Hopper at head_dim 128: there 16-bit rows times a Hadamard matrix are summed in another order, off by
-less than 2**-19 of sum |v|. Keys in a calibrated basis are products that are summed in another order, off by less than 2**-18 of sum |k_f| |A| (of a token that is not
-2**14 times smaller than its page's largest number): a code is another one only where it is a tie to that, and a scale only where two cost the same squared error.
+Values are stored bit for bit as by the reference, but on Hopper at head_dim 128: there 16-bit rows times a Hadamard matrix are summed in another order,
+off by less than 2**-19 of sum |v|. Keys in a calibrated basis are products that are summed in another order, off by less than 2**-18 of sum |k_f| |A|
+(of a token that is not 2**14 times smaller than its page's largest number). So a code is another one only where it is a tie to that, and a scale only
+where two cost the same squared error.
 """
 
 from __future__ import annotations
