@@ -185,9 +185,10 @@ def test_presets_store_what_the_reference_stores(name, head_dim, device):
     assert_references(*sides(name), rows(64, head_dim, dtype), rows(64, head_dim, dtype).flip(2), device)
 
 
-@pytest.mark.parametrize(("name", "head_dim", "page_size"), [("klt3", 256, 32), ("klt2", 96, 32)])
+@pytest.mark.parametrize(("name", "head_dim", "page_size"), [("klt3", 256, 32), ("klt2", 96, 32), ("klt4", 256, 32)])
 def test_other_shapes(name, head_dim, page_size, device):
-    assert_references(*sides(name), rows(page_size, head_dim, torch.bfloat16), rows(page_size, head_dim, torch.bfloat16).flip(2), device)
+    fitted = schemes.get(name, head_dim=head_dim)
+    assert_references(fitted.key, fitted.value, rows(page_size, head_dim, torch.bfloat16), rows(page_size, head_dim, torch.bfloat16).flip(2), device)
 
 
 @pytest.mark.parametrize("bands", [(8, 6, 5, 4), (3, 0, 1, 2)])
