@@ -110,7 +110,8 @@ def cases():
     for name in ("klt4", "klt3", "klt2"):
         klt = {"key": schemes.get(name).key, "value": schemes.get(name).value}
         for d in (64, 128, 256):
-            yield Case(**klt, lengths=LENGTHS, head_dim=d, tail=64, sinks=4)
+            fitted = schemes.get(name, head_dim=d)
+            yield Case(key=fitted.key, value=fitted.value, lengths=LENGTHS, head_dim=d, tail=64, sinks=4)
         for group in (1, 2, 3, 8, 12, 16):
             yield Case(**klt, lengths=(1000, 70), group=group, tail=20, dtype=torch.float16)
         for options in ({"window": 300, "tail": 20}, {"crop": 13}, {"softcap": 20.0, "tail": 20}, {"page_size": 128}, {"page_size": 32}, {"num_queries": 5, "group": 3},
