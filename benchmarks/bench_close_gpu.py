@@ -1,6 +1,6 @@
 """close_pages on a GPU: raw keys and values to packed pages in one launch, against the copy bandwidth of the same run.
 
-    python benchmarks/bench_close_gpu.py [--schemes nuq4-1% ..] [--out benchmarks/results/<gpu>/close_pages.json]
+    python benchmarks/bench_close_gpu.py [--schemes nuq4-1% ..] [--closing-only] [--out benchmarks/results/<gpu>/close_pages.json]
 
 2,048 pages of 64 tokens x 8 kv heads x 128 channels in bf16. A row is timed only after 64 of its pages were compared with the reference's, byte for byte (keys in a
 calibrated basis: but for one byte in a thousand, ties of products that are summed in another order). Times are medians of CUDA-graph replays over several inputs and pools in turn, larger than L2. What a launch must move: the raw keys and values and the pages, once.
@@ -8,7 +8,7 @@ calibrated basis: but for one byte in a thousand, ties of products that are summ
 Then append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a cache calls it (one mapping a pass, uploaded), by the wall
 clock; the kernel alone in a graph; and the reference's slices.
 Last store_tokens, tokens quantized into their slots: a decoding step of 48 sequences and a prompt of 16,384 tokens, the kernel alone in a graph.
-The last line is one JSON object; it is also written to --out.
+Each row is written to --out as it comes. The last line is one JSON object, what --out then holds.
 """
 
 from __future__ import annotations
@@ -155,17 +155,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--schemes", nargs="+", default=list(_rows()), choices=list(_rows()))
+    parser.add_argument("--closing-only", action="store_true", help="no append, no store_tokens")
     args = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    shape = {"pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM}
     for name in args.schemes:
         spec = _rows()[name]
         r = bench(*spec)
         rows.append({"scheme": name, **r, "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy})
         print(f"  {name:24s} {r['time_us']:8.1f} us  {rows[-1]['share_of_copy']:.3f} of copy", flush=True)
+        report(args.out, copy, {**shape, "rows": rows}, ("scheme",))
         torch.cuda.empty_cache()
+    if args.closing_only:
+        return
     appends = [bench_append(batch) for batch in (1, 32, 256)]
     for a in appends:
         print(
@@ -174,7 +179,6 @@ def main() -> None:
     stores = [{"scheme": name, "tokens": n, "us": bench_store_tokens(name, n)} for name in ("int8", "int8_centered", "int4") for n in (48, 16384)]
     for s in stores:
         print(f"  store_tokens of {s['tokens']:6,d} tokens as {s['scheme']:14s} {s['us']:8.1f} us", flush=True)
-    shape = {"pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM}
     report(args.out, copy, {"append": appends, "store_tokens": stores, **shape, "rows": rows}, ("scheme",))
 
 

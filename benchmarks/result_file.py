@@ -18,13 +18,14 @@ def write_result(result: dict[str, Any], out: Path | None) -> None:
 
 
 def merge_result(result: dict[str, Any], out: Path | None, key: tuple[str, ...]) -> None:
-    """`write_result`, into a file whose other rows stay: those of `result["rows"]` replace rows that are equal in `key`. "command" becomes the commands of all."""
+    """`write_result`, into a file whose other rows and fields stay: those of `result["rows"]` replace rows that are equal in `key`, "command" becomes the
+    commands of all."""
     if out and out.exists():
         before = json.loads(out.read_text())
         new = {tuple(row.get(name) for name in key) for row in result["rows"]}
         kept = [row for row in before["rows"] if tuple(row.get(name) for name in key) not in new]
         commands = before["command"] if isinstance(before["command"], list) else [before["command"]]
-        result = result | {"command": [*(c for c in commands if c != result["command"]), result["command"]], "rows": [*kept, *result["rows"]]}
+        result = before | result | {"command": [*(c for c in commands if c != result["command"]), result["command"]], "rows": [*kept, *result["rows"]]}
     write_result(result, out)
 
 

@@ -24,7 +24,6 @@ from ..ops import paged_attention
 from ..ops.cuda.append import tokens as append_cuda
 from ..ops.cuda.attend import device_plan
 from ..ops.cuda.close import packed as close_cuda
-from ..ops.cuda.runtime import compile as cuda_compile
 from ..ops.cuda.runtime import driver
 from ..ops.cuda.side import with_aligned_rows
 from ..ops.types import PageStore, kvquant_extras, wider_scales
@@ -58,10 +57,7 @@ class _AdvanceArgs(ctypes.Structure):
 
 def load_advance(device_index: int) -> driver.Kernel:
     """The kernel that moves lengths on."""
-    with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
-        folder = Path(device_plan.__file__).parent
-        return driver.Kernel(cuda_compile.compile_source(folder, "advance.cu", {"THREADS": THREADS}, arch), "advance")
+    return driver.load(Path(device_plan.__file__).parent, "advance.cu", "advance", {"THREADS": THREADS}, device_index)
 
 
 def refuses(stores: LayerStores, backend: str, num_q_heads: int, dtype: torch.dtype) -> str | None:

@@ -166,6 +166,8 @@ inline u32 max_nan_f16x2(u32 a, u32 b) { return extreme_nan<true, false>(a, b); 
 inline u32 min_nan_f16x2(u32 a, u32 b) { return extreme_nan<false, false>(a, b); }
 inline u32 max_nan_bf16x2(u32 a, u32 b) { return extreme_nan<true, true>(a, b); }
 inline u32 min_nan_bf16x2(u32 a, u32 b) { return extreme_nan<false, true>(a, b); }
+inline u32 max_size_nan_f16x2(u32 a, u32 b) { return max_nan_f16x2(a & 0x7fff7fffu, b & 0x7fff7fffu) ^ ((a ^ b) & 0x80008000u); }
+inline u32 max_size_nan_bf16x2(u32 a, u32 b) { return max_nan_bf16x2(a & 0x7fff7fffu, b & 0x7fff7fffu) ^ ((a ^ b) & 0x80008000u); }
 /// Rounds to a float of MANTISSA bits whose smallest normal number is 2**MIN, half to even, and packs sign, exponent and mantissa.
 template <int MANTISSA, int MIN>
 inline u16 to_small_float(float x, float largest) {
@@ -304,20 +306,23 @@ inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 inline void warpgroup_begins(float (&)[8][2][4]) {}
 inline void warpgroup_ends(float (&)[8][2][4]) {}
 /// Of the four warps each multiplies its rows; b: [k / 8][128 columns][k % 8].
-inline void warpgroup_mma_f16(float (&y)[8][2][4], const u32 (&a)[4], u32 b, bool adds) {
+inline u32 shared_address(const void* p);
+inline u64 warpgroup_operand(const void* b) { return shared_address(b) / 16; }
+template <bool BF16>
+inline void warpgroup_mma(float (&y)[8][2][4], const u32 (&a)[4], u64 b, bool adds) {
   static float rows[32][16][16];  // of each warp; written when all its lanes have come, so when all have read what was there
   const int warp = block.current / 32, lane = my_lane();
   memcpy(my_warp().in[lane], a, sizeof a);
   together(20, [&](Warp& w) {
     for (int l = 0; l < 32; ++l)
-      for (int e = 0; e < 8; ++e) rows[warp][l / 4 + e / 2 % 2 * 8][l % 4 * 2 + e % 2 + e / 4 * 8] = f16_to_float(w.in[l][e / 2] >> 16 * (e % 2));
+      for (int e = 0; e < 8; ++e) rows[warp][l / 4 + e / 2 % 2 * 8][l % 4 * 2 + e % 2 + e / 4 * 8] = (BF16 ? bf16_to_float : f16_to_float)(w.in[l][e / 2] >> 16 * (e % 2));
   });
   for (int i = 0; i < 64; ++i) {
     float& sum = y[i / 8][i / 4 % 2][i % 4];
     double found = adds ? sum : 0;
     for (int k = 0; k < 16; ++k) {
-      const u16* column = reinterpret_cast<const u16*>(shared + (b - 1024) + (k / 8 * 128 + i / 4 * 8 + lane % 4 * 2 + i % 2) * 16);
-      found += double(rows[warp][lane / 4 + i / 2 % 2 * 8][k]) * f16_to_float(column[k % 8]);
+      const u16* column = reinterpret_cast<const u16*>(shared + (b * 16 - 1024) + (k / 8 * 128 + i / 4 * 8 + lane % 4 * 2 + i % 2) * 16);
+      found += double(rows[warp][lane / 4 + i / 2 % 2 * 8][k]) * (BF16 ? bf16_to_float : f16_to_float)(column[k % 8]);
     }
     sum = float(found);
   }

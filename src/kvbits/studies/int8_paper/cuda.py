@@ -53,9 +53,7 @@ def defines(dtype: torch.dtype, columns: int) -> dict[str, int]:
 @functools.lru_cache(maxsize=64)
 def _load(name: str, dtype: torch.dtype, vectors: bool, device_index: int) -> tuple[driver.Kernel, int]:
     macros = defines(dtype, 0 if vectors else 1)
-    with torch.cuda.device(device_index):
-        binary = cuda_compile.compile_source(Path(__file__).parent, "matrix.cu", macros, driver.arch_of(torch.cuda.get_device_capability()))
-        return driver.Kernel(binary, name), macros["VECTOR"]
+    return driver.load(Path(__file__).parent, "matrix.cu", name, macros, device_index), macros["VECTOR"]
 
 
 def _launch(name: str, dtype: torch.dtype, args: _Args, device: torch.device, *, persistent: bool = False) -> None:

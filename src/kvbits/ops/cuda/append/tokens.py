@@ -72,9 +72,7 @@ class _Args(ctypes.Structure):
 
 @functools.lru_cache(maxsize=16)
 def _load(device_index: int) -> driver.Kernel:
-    with torch.cuda.device(device_index):
-        binary = cuda_compile.compile_source(Path(__file__).parent, "append.cu", DEFINES, driver.arch_of(torch.cuda.get_device_capability()))
-        return driver.Kernel(binary, "append_tokens")
+    return driver.load(Path(__file__).parent, "append.cu", "append_tokens", DEFINES, device_index)
 
 
 def table(slot_mapping: SlotMapping, store: PageStore) -> torch.Tensor:
@@ -156,9 +154,8 @@ def _image_bytes(layout: PageLayout, kind: str, spec: QuantSpec) -> int:
 @functools.lru_cache(maxsize=256)
 def _load_store(layout: PageLayout, dtype: torch.dtype, tokens: int, device_index: int) -> tuple[driver.Kernel, int]:
     macros = defines(layout, dtype, tokens)
-    with torch.cuda.device(device_index):
-        binary = cuda_compile.compile_source(Path(__file__).parent, "store_tokens.cu", macros, driver.arch_of(torch.cuda.get_device_capability()))
-        return driver.Kernel(binary, "store_tokens", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
+    kernel = driver.load(Path(__file__).parent, "store_tokens.cu", "store_tokens", macros, device_index, int(macros["SHARED_BYTES"]))
+    return kernel, int(macros["THREADS"])
 
 
 def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:

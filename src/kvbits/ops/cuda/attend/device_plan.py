@@ -95,10 +95,7 @@ def list_shared_bytes(batch: int, blocks: int, num_parts: int) -> int:
 @functools.lru_cache(maxsize=64)
 def load_list_kernel(num_parts: int, shared_bytes: int, device_index: int) -> driver.Kernel:
     """The kernel that makes work lists."""
-    with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
-        binary = cuda_compile.compile_source(Path(__file__).parent, "work_list.cu", {"THREADS": THREADS, "NUM_PARTS": num_parts}, arch)
-        return driver.Kernel(binary, "work_list", shared_bytes)
+    return driver.load(Path(__file__).parent, "work_list.cu", "work_list", {"THREADS": THREADS, "NUM_PARTS": num_parts}, device_index, shared_bytes)
 
 
 class DevicePlan:

@@ -171,10 +171,7 @@ def indexed(device: torch.device) -> torch.device:
 
 @functools.lru_cache(maxsize=256)
 def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
-    with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
-        binary = cuda_compile.compile_source(Path(__file__).parent, kernel.source, dict(kernel.defines), arch)
-        return driver.Kernel(binary, "attend", kernel.shared_bytes, early=True)
+    return driver.load(Path(__file__).parent, kernel.source, "attend", dict(kernel.defines), device_index, kernel.shared_bytes, early=True)
 
 
 def constants(layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:

@@ -4,7 +4,8 @@
 #include "stored.cuh"
 
 constexpr int SMALLEST_SCALE = 1, LARGEST_SCALE = 247;
-constexpr u32 SCALE_OFFSETS = 0x97a6d95;  // which scales are tried, plus 8, the first in the low bits: -3, 1, 5 around the first guess, -2, 2, then -1, 1 around the best
+// Which scales are tried, plus 8, the first in the low bits: 1 above the first guess, then 4, 2, 1 below and above the best; of turned rows the first guess, then 2, 1.
+constexpr u32 SCALE_OFFSETS = 0x97a6c49, TURNED_OFFSETS = 0x97a68;
 
 /// The 8-bit float nearest to x >= 0 that is no larger than the largest, ties up.
 DEVICE int scale_code(float x) { return min(max(to_f16(fminf(x, 65504.f)) + 64 >> 7, SMALLEST_SCALE), LARGEST_SCALE); }

@@ -1,8 +1,9 @@
 """close_pages of banded codes on NVIDIA GPUs (close_banded.cu): rows in their basis, fitted scales, planes of bands.
 
-Values are stored bit for bit as by the reference. Keys in a calibrated basis are products that are summed in another order, off by less than 2**-18 of
-sum |k_f| |A| (of a token that is not 2**17 times smaller than its page's largest number): a code is another one only where it
-is a tie to that, and a scale only where two cost the same squared error.
+Values are stored bit for bit as by the reference, but on Hopper at head_dim 128: there 16-bit rows times a Hadamard matrix are summed in another order,
+off by less than 2**-19 of sum |v|. Keys in a calibrated basis are products that are summed in another order, off by less than 2**-18 of sum |k_f| |A|
+(of a token that is not 2**14 times smaller than its page's largest number). So a code is another one only where it is a tie to that, and a scale only
+where two cost the same squared error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from ....spec import PageLayout
 from ...descriptor import TORCH_DTYPES
 from ...reference.dequantize import require_starts
 from ...types import PageStore
-from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, turns_on
 from .step import STEP_FIELDS
@@ -29,8 +29,6 @@ from .step import STEP_FIELDS
 RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
 """Of a multiprocessor, by the largest head_dim: registers are shared out for that many. With fewer registers the product of a warp waits for each of its loads:
 640 at head_dim 128 take half as long again on an H200."""
-MANY_BLOCKS = 800
-"""Twice the places that an H200 has for blocks of 128 threads at head_dim 128."""
 MOST_SHARED = 96 << 10
 """Bytes of a block, which every GPU since compute capability 8.0 gives."""
 
@@ -59,18 +57,28 @@ def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
     return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def pages_each(num_pages: int, num_kv_heads: int) -> int:
-    """Pages of a block: enough to pay for fetching the basis, and few enough that there are `MANY_BLOCKS` of keys."""
-    return max(1, min(16, num_pages * num_kv_heads // MANY_BLOCKS))
+def places(layout: PageLayout, device: torch.device) -> int:
+    """Blocks that run on a GPU at a time."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return multiprocessors * _resident(layout)
+
+
+def pages_each(num_pages: int, num_kv_heads: int, places: int) -> int:
+    """Pages of a block: as few as leave no block of keys waiting for another one."""
+    return -(-num_pages // max(1, places // num_kv_heads))
+
+
+def _resident(layout: PageLayout) -> int:
+    """Blocks of a multiprocessor."""
+    return max(1, next(n for most, n in RESIDENT_THREADS.items() if layout.head_dim <= most) // (layout.page_size * 2))
 
 
 def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False, warpgroups: bool = False) -> dict[str, int | str]:
     """Macros of one instantiation of close_banded.cu; `appends`: of a decode step; `warpgroups`: see `takes_warpgroups`."""
     d, threads = layout.head_dim, layout.page_size * 2
     last = list(layout.sections.values())[-1]
-    resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads), "X_TYPE": TORCH_DTYPES[dtype],
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": _resident(layout), "X_TYPE": TORCH_DTYPES[dtype],
         "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups), "APPENDS": int(appends),
         "WARPGROUPS": int(warpgroups), "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
@@ -96,12 +104,11 @@ class StepArgs(Args):
 @functools.lru_cache(maxsize=64)
 def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False) -> tuple[driver.Kernel, int]:
     """The kernel, and threads of its blocks."""
-    with torch.cuda.device(device_index):
-        warpgroups = takes_warpgroups(layout, torch.device("cuda"))
-        macros = defines(layout, dtype, appends, warpgroups)
-        arch = driver.arch_of(torch.cuda.get_device_capability()) + "a" * warpgroups
-        binary = cuda_compile.compile_source(Path(__file__).parent, "close_banded.cu", macros, arch)
-        return driver.Kernel(binary, "close_banded", int(macros["SHARED_BYTES"]), early=appends), int(macros["THREADS"])
+    warpgroups = takes_warpgroups(layout, torch.device("cuda", device_index) if device_index >= 0 else torch.device("cuda"))
+    macros = defines(layout, dtype, appends, warpgroups)
+    shared, folder = int(macros["SHARED_BYTES"]), Path(__file__).parent
+    kernel = driver.load(folder, "close_banded.cu", "close_banded", macros, device_index, shared, early=appends, own=warpgroups)
+    return kernel, int(macros["THREADS"])
 
 
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
@@ -126,7 +133,7 @@ def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: tor
     """Close pages without waiting for the GPU; arguments as of `packed.launch_close`, and what `first_positions` gave."""
     layout, device = store.layout, k.device
     args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
-    args.num_pages, args.pages_each = len(page_address), pages_each(len(page_address), layout.num_kv_heads)
+    args.num_pages, args.pages_each = len(page_address), pages_each(len(page_address), layout.num_kv_heads, places(layout, device))
     for i, x in enumerate((k, v)):
         args.x[i] = x.data_ptr()
         args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])

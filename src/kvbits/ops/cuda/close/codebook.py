@@ -15,7 +15,6 @@ from ....spec import PageLayout, PerChannel
 from ...descriptor import TORCH_DTYPES
 from ...reference.dequantize import require_starts
 from ...types import PageStore
-from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import as_float32, extra_arguments, prepared, side_arguments
 
@@ -86,10 +85,8 @@ class Args(ctypes.Structure):
 @functools.lru_cache(maxsize=64)
 def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[driver.Kernel, int]:
     macros = defines(layout, dtype)
-    with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
-        binary = cuda_compile.compile_source(Path(__file__).parent, "close_codebook.cu", macros, arch)
-        return driver.Kernel(binary, "close_codebook", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
+    kernel = driver.load(Path(__file__).parent, "close_codebook.cu", "close_codebook", macros, device_index, int(macros["SHARED_BYTES"]))
+    return kernel, int(macros["THREADS"])
 
 
 def first_angles(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:

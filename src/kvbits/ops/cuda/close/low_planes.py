@@ -14,7 +14,6 @@ import torch
 from ....spec import LowLayout, PageLayout
 from ...descriptor import TORCH_DTYPES
 from ...types import PageStore
-from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import MAX_LOW, banded_arguments, banded_low_arguments, column_powers, columns_as_operands, turns_on
 
@@ -53,9 +52,8 @@ class _Args(ctypes.Structure):
 def load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: tuple[LowLayout, ...]) -> tuple[driver.Kernel, int]:
     """The kernel, and threads of its blocks."""
     macros = defines(layout, dtype, low)
-    with torch.cuda.device(device_index):
-        binary = cuda_compile.compile_source(Path(__file__).parent, "low_planes.cu", macros, driver.arch_of(torch.cuda.get_device_capability()))
-        return driver.Kernel(binary, "close_low", int(macros["SHARED_BYTES"])), int(macros["THREADS"])
+    kernel = driver.load(Path(__file__).parent, "low_planes.cu", "close_low", macros, device_index, int(macros["SHARED_BYTES"]))
+    return kernel, int(macros["THREADS"])
 
 
 def launch(

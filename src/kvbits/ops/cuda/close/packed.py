@@ -110,11 +110,8 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
 @functools.lru_cache(maxsize=256)
 def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None, appends: bool = False) -> tuple[driver.Kernel, int]:
     macros = defines(layout, dtype, low, appends)
-    with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
-        binary = cuda_compile.compile_source(Path(__file__).parent, "close.cu", macros, arch)
-        shared = int(macros["SHARED_BYTES"])
-        return driver.Kernel(binary, "close_pages", shared, early=appends), int(macros["THREADS"])
+    kernel = driver.load(Path(__file__).parent, "close.cu", "close_pages", macros, device_index, int(macros["SHARED_BYTES"]), early=appends)
+    return kernel, int(macros["THREADS"])
 
 
 def launch_close(

@@ -13,7 +13,6 @@ from ....errors import DataError
 from ....spec import LowLayout, PageLayout
 from ...descriptor import TORCH_DTYPES
 from ...types import LowStore, PageStore, banded_sides
-from ..runtime import compile as cuda_compile
 from ..runtime import driver
 from ..side import as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
 
@@ -69,10 +68,7 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
 
 @functools.lru_cache(maxsize=256)
 def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None) -> driver.Kernel:
-    with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
-        binary = cuda_compile.compile_source(Path(__file__).parent, "dequantize.cu", defines(layout, dtype, low), arch)
-        return driver.Kernel(binary, "dequantize_pages", tile_bytes(layout))
+    return driver.load(Path(__file__).parent, "dequantize.cu", "dequantize_pages", defines(layout, dtype, low), device_index, tile_bytes(layout))
 
 
 def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:

@@ -40,9 +40,7 @@ def defines(head_dim: int, dtype: torch.dtype) -> dict[str, int | str]:
 
 @functools.lru_cache(maxsize=32)
 def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel:
-    with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
-        return driver.Kernel(cuda_compile.compile_source(Path(__file__).parent, "merge.cu", defines(head_dim, dtype), arch), "merge_partials")
+    return driver.load(Path(__file__).parent, "merge.cu", "merge_partials", defines(head_dim, dtype), device_index)
 
 
 def refuses(out: torch.Tensor) -> str | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from ...reference.place import Places, check
-from ..runtime import compile as cuda_compile
 from ..runtime import driver
 
 THREADS = 512
@@ -38,9 +37,7 @@ def defines() -> dict[str, int | str]:
 
 @functools.lru_cache(maxsize=16)
 def _load(device_index: int) -> driver.Kernel:
-    with torch.cuda.device(device_index):
-        binary = cuda_compile.compile_source(Path(__file__).parent, "place.cu", defines(), driver.arch_of(torch.cuda.get_device_capability()))
-        return driver.Kernel(binary, "place")
+    return driver.load(Path(__file__).parent, "place.cu", "place", defines(), device_index)
 
 
 def prepare(device: torch.device) -> None:

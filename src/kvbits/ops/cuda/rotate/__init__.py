@@ -41,9 +41,7 @@ def defines(head_dim: int, dtype: torch.dtype) -> dict[str, int | str]:
 
 @functools.lru_cache(maxsize=32)
 def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel:
-    with torch.cuda.device(device_index):
-        arch = driver.arch_of(torch.cuda.get_device_capability())
-        return driver.Kernel(cuda_compile.compile_source(Path(__file__).parent, "rotate.cu", defines(head_dim, dtype), arch), "rotate")
+    return driver.load(Path(__file__).parent, "rotate.cu", "rotate", defines(head_dim, dtype), device_index)
 
 
 def refuses(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from ....errors import KernelError
-from .compile import Binary
+from .compile import Binary, compile_source
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -97,3 +99,17 @@ class Kernel:
         code = self._start(ready[2], self._function, ready[3], None)
         if code:
             _check(code, f"launching {self.name} on {grid} blocks of {block} threads")
+
+
+def load(
+    folder: Path, source: str, name: str, macros: Mapping[str, int | str], device_index: int, shared_bytes: int = 0, *, early: bool = False, own: bool = False
+) -> Kernel:
+    """The kernel `name` of `folder / source`, compiled with `macros` for the GPU `device_index` and loaded there.
+
+    Args:
+        shared_bytes, early: as of `Kernel`.
+        own: with the instructions that this chip alone has (compute capability 9.0: products of four warps).
+    """
+    with torch.cuda.device(device_index):
+        arch = arch_of(torch.cuda.get_device_capability()) + "a" * own
+        return Kernel(compile_source(folder, source, macros, arch), name, shared_bytes, early=early)

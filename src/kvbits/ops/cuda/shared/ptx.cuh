@@ -36,6 +36,14 @@ DEVICE u32 max_nan_f16x2(u32 a, u32 b) { u32 d; asm("max.NaN.f16x2 %0, %1, %2;" 
 DEVICE u32 min_nan_f16x2(u32 a, u32 b) { u32 d; asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEVICE u32 max_nan_bf16x2(u32 a, u32 b) { u32 d; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEVICE u32 min_nan_bf16x2(u32 a, u32 b) { u32 d; asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+/// Of magnitudes; signs are whatever they are.
+#if __CUDA_ARCH__ >= 860
+DEVICE u32 max_size_nan_f16x2(u32 a, u32 b) { u32 d; asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEVICE u32 max_size_nan_bf16x2(u32 a, u32 b) { u32 d; asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+#else
+DEVICE u32 max_size_nan_f16x2(u32 a, u32 b) { return max_nan_f16x2(a & 0x7fff7fffu, b & 0x7fff7fffu); }
+DEVICE u32 max_size_nan_bf16x2(u32 a, u32 b) { return max_nan_bf16x2(a & 0x7fff7fffu, b & 0x7fff7fffu); }
+#endif
 #if __CUDA_ARCH__ >= 890
 /// In the low byte, half to even, past the ends the largest finite number.
 DEVICE u16 to_e4m3(float x) { u16 d; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(0.f), "f"(x)); return d; }
@@ -104,34 +112,39 @@ DEVICE void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 }
 template <bool SIGNED>
 DEVICE void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_bytes<SIGNED>(d, a0, a1, a2, a3, b0, b1, d[0], d[1], d[2], d[3]); }
+DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 #if WARPGROUPS
-/// Around `warpgroup_mma_f16`s that add to y: what they read and write is in its place before; after, it is there.
-DEVICE void keep_in_place(float (&y)[8][2][4]) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(y[i / 8][i / 4 % 2][i % 4])::"memory");
-}
+/// Around `warpgroup_mma`s of a fresh y: what they read and write is in its place before; after, it is there.
 DEVICE void warpgroup_begins(float (&y)[8][2][4]) {
-    keep_in_place(y);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("" : "=f"(y[i / 8][i / 4 % 2][i % 4])::"memory");
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 DEVICE void warpgroup_ends(float (&y)[8][2][4]) {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    keep_in_place(y);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(y[i / 8][i / 4 % 2][i % 4])::"memory");
 }
 #define ACCUMULATORS(i) "+f"(y[i][0][0]), "+f"(y[i][0][1]), "+f"(y[i][0][2]), "+f"(y[i][0][3]), "+f"(y[i][1][0]), "+f"(y[i][1][1]), "+f"(y[i][1][2]), "+f"(y[i][1][3])
-/// y[64x128] (+)= a[64x16] b[16x128] of four warps, 16 rows each; lanes hold a and y as for `mma_f16`, y of tiles of 8 columns. b at a shared address: of k
-/// 0 .. 7, then of 8 .. 15, 128 columns of 16 bytes.
-DEVICE void warpgroup_mma_f16(float (&y)[8][2][4], const u32 (&a)[4], u32 b, bool adds) {
+#define WARPGROUP_MMA(TYPE) \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;" \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE " " \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, " \
+                 "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}" \
+                 : ACCUMULATORS(0), ACCUMULATORS(1), ACCUMULATORS(2), ACCUMULATORS(3), ACCUMULATORS(4), ACCUMULATORS(5), ACCUMULATORS(6), ACCUMULATORS(7) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)))
+/// Operand b of `warpgroup_mma` at a shared address: of k 0 .. 7, then of 8 .. 15, 128 columns of 16 bytes. One more stands for 16 bytes further on.
+DEVICE u64 warpgroup_operand(const void* b) {
     constexpr u64 BETWEEN_HALVES = 128 * 16 / 16, BETWEEN_TILES = 8 * 16 / 16;
-    const u64 at = u64(b >> 4 & 0x3fff) | BETWEEN_HALVES << 16 | BETWEEN_TILES << 32;
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                 "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}"
-                 : ACCUMULATORS(0), ACCUMULATORS(1), ACCUMULATORS(2), ACCUMULATORS(3), ACCUMULATORS(4), ACCUMULATORS(5), ACCUMULATORS(6), ACCUMULATORS(7)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(at), "r"(int(adds)));
+    return shared_address(b) >> 4 | BETWEEN_HALVES << 16 | BETWEEN_TILES << 32;
+}
+/// y[64x128] (+)= a[64x16] b[16x128] of four warps, 16 rows each; lanes hold a and y as for `mma_f16`, y of tiles of 8 columns.
+template <bool BF16>
+DEVICE void warpgroup_mma(float (&y)[8][2][4], const u32 (&a)[4], u64 b, bool adds) {
+    if (BF16) WARPGROUP_MMA("bf16.bf16");
+    else WARPGROUP_MMA("f16.f16");
 }
 #endif
 /// Transposes an 8x8 tile of 16-bit values: lane (g, c) gives row g, columns 2c, 2c + 1 and receives column g, rows 2c, 2c + 1.
@@ -158,7 +171,6 @@ DEVICE uint2 load_shared2_at(u32 address) { uint2 w; asm("ld.shared.v2.u32 {%0, 
 DEVICE void add_to_shared(u32 address, int x) { asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 DEVICE void store_shared(u32 address, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 DEVICE int round_to_int(float x) { int y; asm("cvt.rni.s32.f32 %0, %1;" : "=r"(y) : "f"(x)); return y; }
-DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 DEVICE void barrier_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
 DEVICE void barrier_arrive(u32 bar) { asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(bar) : "memory"); }
 DEVICE void barrier_wait(u32 bar, u32 parity) {

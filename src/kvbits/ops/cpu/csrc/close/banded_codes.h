@@ -15,7 +15,8 @@
 namespace {
 
 constexpr int SMALLEST_SCALE_CODE = 1, LARGEST_SCALE_CODE = 247;
-constexpr int SCALE_OFFSETS[7] = {-3, 1, 5, -2, 2, -1, 1};  // which 8-bit floats are tried around that of a Gaussian token, then twice around the best
+// Which 8-bit floats are tried around that of a Gaussian token, then in pairs around the best; of turned rows fewer.
+constexpr int SCALE_OFFSETS[7] = {1, -4, 4, -2, 2, -1, 1}, TURNED_OFFSETS[5] = {0, -2, 2, -1, 1};
 
 static void hadamard_rows(PageBuffers& b, int page_size, int head_dim) {
   for (int t = 0; t < page_size; t++) hadamard(b.x + (int64_t)t * padded_width(head_dim), head_dim);
@@ -88,7 +89,7 @@ static float squared_error(const float* x, const BandSteps& s, int width, int co
 }
 
 // The code of a token's scale: that of the least squared error, the first of equals. 0: it overflows.
-static int fitted_scale(const float* x, const BandSteps& s, int width) {
+static int fitted_scale(const float* x, const BandSteps& s, int width, bool turned) {
   vf squares = vf{};
   for (int c = 0; c < width; c += VL) {
     const vf y = load(x + c) * load(s.step + c);
@@ -98,9 +99,9 @@ static int fitted_scale(const float* x, const BandSteps& s, int width) {
   if (!(start <= scale_of_code(LARGEST_SCALE_CODE))) return 0;
   int best = scale_code(start), around = best;
   float least = __builtin_inff();
-  for (int i = 0; i < 7; i++) {
-    if (i == 3 || i == 5) around = best;
-    int code = around + SCALE_OFFSETS[i];
+  for (int i = 0; i < (turned ? 5 : 7); i++) {
+    if (i % 2) around = best;
+    int code = around + (turned ? TURNED_OFFSETS[i] : SCALE_OFFSETS[i]);
     code = code < SMALLEST_SCALE_CODE ? SMALLEST_SCALE_CODE : code > LARGEST_SCALE_CODE ? LARGEST_SCALE_CODE : code;
     if (const float found = squared_error(x, s, width, code); found < least) least = found, best = code;
   }
@@ -113,7 +114,7 @@ static bool code_bands(PageBuffers& b, const ClosePart& part, const BandSteps& s
   const int width = padded_width(part.head_dim);
   for (int i = 0; i < part.page_size; i++) {
     const float* x = b.x + (int64_t)i * width;
-    const int code = fitted_scale(x, steps, width);
+    const int code = fitted_scale(x, steps, width, t.hadamard);
     if (!code) return false;
     part.head[t.scale_offset + i] = (uint8_t)code;
     const vf inverse = 1.0f / splat(scale_of_code(code));
