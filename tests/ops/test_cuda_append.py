@@ -403,7 +403,7 @@ def test_packed_arguments_that_do_not_fit_are_refused(device):
     good = {"static": static, "previous_page": slots}
     for change, message in (
         ({"static": {}}, "no calibrated v_scale"), ({"previous_page": None}, "give previous_page"), ({"previous_page": slots[:3]}, "one entry for each token"),
-        ({"turn": torch.zeros(3, 32)}, r"turn must be dense float32 \[3, 64\] or \[64, 64\]"), ({"status": torch.zeros(6)}, r"status must be int32 \[7\]"),
+        ({"turn": torch.zeros(3, 32, device=device)}, r"turn must be dense float32 \[3, 64\] or \[64, 64\]"), ({"status": torch.zeros(6, device=device)}, r"status must be int32 \[7\]"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=message):
             cuda.store_tokens(k, k, pages, layout, slots, **(good | change))
