@@ -11,7 +11,7 @@ import kvbits
 
 ROOT = Path(kvbits.__file__).parent
 LAYERS = [
-    {"errors", "progress", "files", "units", "embedded"},
+    {"errors", "progress", "files", "units", "embedded", "runs"},
     {"spec"},
     {"schemes"},
     {"quant", "later"},

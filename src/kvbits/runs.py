@@ -1,0 +1,213 @@
+"""Which run a figure is of: when, on what, with which code and which command. Every result file keeps the record of each run beside what it measured.
+
+    {"runs": {ID: record}, "rows": [{"run": ID, ...}, ...], NAME: [{"run": ID, ...}, ...], ...}
+
+Runs are appended to a file, never merged: a row stays as it was measured, and a reader takes the newest run's (`latest`), or both sides of a ratio of one run
+(`together`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .errors import FileFormatError
+
+FIELDS = ("id", "session", "utc", "host", "gpu", "versions", "commit", "dirty", "argv")
+"""What every record has, null where it is not known."""
+
+_PACKAGES = ("torch", "transformers", "triton", "vllm")
+_HOME = Path(__file__).resolve().parents[2]  # of a checkout; of an installed package a folder without .git
+_COMMIT_FILE = "KVBITS_COMMIT"
+
+_ISA = (  # the best instruction set, by the flags that a CPU must have
+    ("amx", {"amx_int8", "amx_bf16"}),
+    ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}),
+    ("avx2", {"avx2", "fma"}),
+    ("neon", {"asimd"}),
+)
+_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+def record(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """A new run of this process.
+
+    Args:
+        argv: the words of its command, None for `sys.argv`. Folders of this machine are left out of absolute paths.
+
+    Returns:
+        id        UTC time and eight random hex digits: unique, and sorts by time
+        session   the environment variable KVBITS_SESSION, which several processes of one sitting on one machine share; the id where it is not set
+        utc       when it began, ISO 8601 to the second
+        host      {cpu, cores, isa: amx | avx512 | avx2 | neon | generic, bfloat16: whether it has instructions for it, gpu: whether it has one}
+        gpu       {name, count, driver}, or None
+        versions  {python, kvbits, torch, transformers, triton, vllm}, the last four where they are installed
+        commit    of the source; None where it is not known: neither a checkout nor named by KVBITS_COMMIT, an environment variable or a file beside
+                  pyproject.toml, as "SHA" or "SHA-dirty"
+        dirty     whether the source differs from the commit, results and documents aside
+        argv      list of words
+    """
+    now = datetime.now(timezone.utc)
+    name = f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+    gpu = _gpu()
+    commit, dirty = _commit()
+    return {
+        "id": name, "session": os.environ.get("KVBITS_SESSION") or name, "utc": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        "host": _host() | {"gpu": gpu is not None}, "gpu": gpu, "versions": _versions(), "commit": commit, "dirty": dirty,
+        "argv": words(sys.argv if argv is None else argv),
+    }  # fmt: skip
+
+
+def words(argv: Sequence[str]) -> list[str]:
+    """A command's words with this machine's folders left out of absolute paths, also of NAME=PATH; the program by its name."""
+    found = [_without_folder(w) for w in argv]
+    if found and found[0] in ("__main__.py", "kvbits", "-c", "-m"):
+        found[0] = "kvbits"
+    return found
+
+
+def _without_folder(word: str) -> str:
+    name, equals, path = word.rpartition("=")
+    return f"{name}{equals}{os.path.basename(path.rstrip('/'))}" if os.path.isabs(path) else word
+
+
+def command_of(run: Mapping[str, Any]) -> str | None:
+    """A run's command as it is typed; None where it was not recorded."""
+    return None if run["argv"] is None else shlex.join(run["argv"])
+
+
+def _host() -> dict[str, Any]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    pairs = [tuple(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]
+    first = dict(reversed(pairs))
+    flags = set(first.get("flags", first.get("Features", "")).split())
+    isa = next((name for name, needed in _ISA if needed <= flags), "generic")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": first.get("model name") or platform.processor() or platform.machine(), "cores": cores, "isa": isa, "bfloat16": bool(flags & _BFLOAT16)}
+
+
+def _gpu() -> dict[str, Any] | None:
+    """GPUs as the driver's own tool lists them: asking torch would load it, and initialise CUDA."""
+    said = _said(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+    cards = [line.rsplit(",", 1) for line in (said or "").splitlines() if "," in line]
+    return {"name": cards[0][0].strip(), "count": len(cards), "driver": cards[0][1].strip()} if cards else None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "kvbits": __version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    given = os.environ.get("KVBITS_COMMIT")
+    if not given and (_HOME / ".git").exists():
+        commit = _said(["git", "-C", str(_HOME), "rev-parse", "HEAD"])
+        changed = _said(["git", "-C", str(_HOME), "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs"])
+        return (commit.strip(), None if changed is None else bool(changed.strip())) if commit else (None, None)
+    if not given and (_HOME / _COMMIT_FILE).is_file():
+        given = (_HOME / _COMMIT_FILE).read_text(encoding="utf-8").strip()
+    return (given.removesuffix("-dirty"), given.endswith("-dirty")) if given else (None, None)
+
+
+def _said(command: list[str]) -> str | None:
+    """What a command prints, None where it is not there or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+# -- result files ---------------------------------------------------------------------------------------------------
+
+
+def problems(data: Any) -> list[str]:
+    """What keeps a result file's figures from belonging to a run: entries without one, records without a field. Empty for a sound file."""
+    if not isinstance(data, dict) or not isinstance(data.get("runs"), dict) or not data["runs"]:
+        return ["no runs"]
+    found = [f"run {name} has no {field}" for name, run in data["runs"].items() for field in FIELDS if field not in run]
+    found += [f"run {name} calls itself {run.get('id')}" for name, run in data["runs"].items() if run.get("id") != name]
+    for section, entries in data.items():
+        listed = entries.items() if isinstance(entries, dict) else enumerate(entries) if isinstance(entries, list) else ()
+        if section != "runs":
+            found += [f"{section}[{key}] has no run of this file" for key, e in listed if not isinstance(e, dict) or e.get("run") not in data["runs"]]
+    return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    """One result file of rows.
+
+    Raises:
+        FileFormatError: unreadable, or figures in it belong to no run (the first three said).
+    """
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileFormatError(f"cannot read {path}: {error}; remove it or name another file") from error
+    if wrong := problems(data):
+        raise FileFormatError(f"{path} holds figures without their run: {'; '.join(wrong[:3])}; write it again with the command that measures them")
+    return data
+
+
+def latest(data: Mapping[str, Any], key: Sequence[str], section: str = "rows") -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The newest run's row for each key; of one run the last.
+
+    Args:
+        data: a result file's data.
+        key: names of the fields that say what a row measures; a row without one has None there.
+        section: which list of rows.
+
+    Returns:
+        values of the key's fields -> row, in the order in which keys first appear.
+    """
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in data[section]:
+        name = tuple(row.get(field) for field in key)
+        if name not in found or _age(data, row) >= _age(data, found[name]):
+            found[name] = row
+    return found
+
+
+def together(data: Mapping[str, Any], *wanted: Mapping[str, Any], by: str = "id", section: str = "rows") -> list[dict[str, Any]] | None:
+    """Rows of one run, such as both sides of a ratio: of the newest run that has them all.
+
+    Args:
+        data: a result file's data.
+        wanted: for each row, the fields that it must have, with their values.
+        by: "id" for one process, "session" for processes of one sitting (see `record`).
+        section: which list of rows.
+
+    Returns:
+        a row for each of `wanted`, the last of its run; None where no run has them all.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(data[section], key=lambda row: _age(data, row)):
+        groups.setdefault(data["runs"][row["run"]][by], []).append(row)
+    for rows in sorted(groups.values(), key=lambda rows: _age(data, rows[-1]), reverse=True):
+        found = [next((r for r in reversed(rows) if all(r.get(k) == v for k, v in w.items())), None) for w in wanted]
+        if all(r is not None for r in found):
+            return [r for r in found if r is not None]
+    return None
+
+
+def _age(data: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str]:
+    run = data["runs"][row["run"]]
+    return run["utc"], run["id"]
