@@ -530,8 +530,10 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
 #else
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
+#if __CUDA_ARCH__ >= 900
         if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D)  // the next page's rows, where they lie side by side
             prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
+#endif
 #endif
         Quad raw[TOKENS][BANDS];
         load_rows(a, side, page, head, raw);

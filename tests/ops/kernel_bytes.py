@@ -1,0 +1,190 @@
+"""Hashes of the compiled code of every CUDA kernel of the presets: whether a change of the sources changed any kernel. Needs NVRTC, no GPU.
+
+    python tests/ops/kernel_bytes.py --out before.json          # before the change
+    python tests/ops/kernel_bytes.py --against before.json      # after it: 1 where a kernel differs
+
+What is hashed is PTX, which ptxas turns into the same machine code every time; `--cubin` hashes that. Kernels that only one side knows are counted, not refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvbits
+from kvbits import schemes
+from kvbits.cache import device_decode
+from kvbits.errors import KernelError, SpecError
+from kvbits.ops.cuda import merge, place, rotate
+from kvbits.ops.cuda.append import tokens
+from kvbits.ops.cuda.attend import device_plan, kernel_choice
+from kvbits.ops.cuda.close import banded as close_banded
+from kvbits.ops.cuda.close import codebook as close_codebook
+from kvbits.ops.cuda.close import packed as close_packed
+from kvbits.ops.cuda.dequantize import banded as dequantize_banded
+from kvbits.ops.cuda.dequantize import unpacker
+from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.cuda.runtime import driver
+from kvbits.spec import LowLayout, PageLayout
+
+SOURCES = {p.name: p.parent for p in Path(kvbits.__file__).parent.rglob("*.cu")}
+ARCHITECTURES = {"sm_90": (9, 0), "sm_80": (8, 0)}
+HEADS = (128, 64, 256)
+DTYPES = (torch.bfloat16, torch.float32)
+Case = tuple[str, str, dict[str, Any]]
+"""What it is, its source, its macros."""
+
+
+def cases(capability: tuple[int, int], names: list[str]) -> Iterator[Case]:
+    """Kernels that the presets `names` launch on a GPU of that capability: every kind of them at head_dim 128 on 9.0, elsewhere those of bfloat16 decoding."""
+    for name in names:
+        for head_dim in HEADS:
+            try:
+                scheme = schemes.get(name, head_dim=head_dim)
+            except SpecError:
+                continue
+            layout = PageLayout(key=scheme.key, value=scheme.value, page_size=scheme.page_size, num_kv_heads=8, head_dim=head_dim)
+            low = None
+            if scheme.tiers:
+                tier = scheme.tiers[0]
+                low = LowLayout(key_bits=tier.key_bits, value_bits=tier.value_bits, page_size=scheme.page_size, num_kv_heads=8, head_dim=head_dim)
+            for what, source, defines in _of_layout(layout, low, capability, head_dim == HEADS[0] and capability == (9, 0)):
+                yield f"{name} {head_dim} {what}", source, defines
+    for head_dim in HEADS:
+        for dtype in DTYPES:
+            yield f"merge {head_dim} {dtype}", "merge.cu", merge.defines(head_dim, dtype)
+            yield f"rotate {head_dim} {dtype}", "rotate.cu", rotate.defines(head_dim, dtype)
+    yield "place", "place.cu", place.defines()
+    yield "append", "append.cu", tokens.DEFINES
+    yield "advance", "advance.cu", {"THREADS": device_decode.THREADS}
+    for parts in (1, 2, 3, 4):
+        yield f"work_list {parts}", "work_list.cu", {"THREADS": device_plan.THREADS, "NUM_PARTS": parts}
+
+
+def _of_layout(layout: PageLayout, low: LowLayout | None, capability: tuple[int, int], every: bool) -> Iterator[Case]:
+    limit, packed = driver.shared_limit(capability), None if layout.is_raw else layout
+    if kernel_choice.refuses_layout(layout, limit) is None:
+        kinds: list[dict[str, Any]] = [{}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}, {"page_lse": True, "raw": True}]
+        kinds += [{"fold": True, "raw": True}, {"fold": True, "raw": True, "tables": True}] if layout.key.is_banded or layout.key.has_codebook else []
+        kinds += [{"low": low, **kind} for kind in kinds[:5]] if low else []
+        for columns in (4, 16, 64) if every else (4,):
+            cols = kernel_choice.columns(layout.head_dim, columns, [layout] if packed else [])
+            for kind in kinds if columns == 4 and every else kinds[1:2]:
+                for softcap in (False, True) if kind == {"raw": True} and every else (False,):
+                    kernel = kernel_choice.kernel_for(packed, layout.head_dim, cols, "bfloat16", "bfloat16", softcap, limit, **kind)
+                    label = " ".join("low" if k == "low" else k for k in kind)
+                    yield f"attend {cols} {label}{' softcap' if softcap else ''}", kernel.source, dict(kernel.defines)
+    if packed is None:
+        return
+    for dtype in DTYPES if every else DTYPES[:1]:
+        yield from _of_dtype(layout, low, dtype, capability)
+
+
+def _of_dtype(layout: PageLayout, low: LowLayout | None, dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Case]:
+    if close_packed.refuses_layout(layout, dtype) is None:
+        if layout.key.has_codebook:
+            yield f"close {dtype}", "close_codebook.cu", close_codebook.defines(layout, dtype)
+        elif layout.key.is_banded:
+            for appends, warpgroups in ((False, False), (True, False), *([(False, True)] if capability == (9, 0) and layout.head_dim == 128 else [])):
+                yield f"close {dtype} {appends} {warpgroups}", "close_banded.cu", close_banded.defines(layout, dtype, appends, warpgroups)
+        else:
+            for appends in (False, True):
+                yield f"close {dtype} {appends}", "close.cu", close_packed.defines(layout, dtype, appends=appends)
+            if low:
+                yield f"close {dtype} low", "close.cu", close_packed.defines(layout, dtype, low)
+    if unpacker.refuses_layout(layout, dtype) is None:
+        yield f"dequantize {dtype}", "dequantize.cu", unpacker.defines(layout, dtype)
+        if low:
+            yield f"dequantize {dtype} low", "dequantize.cu", unpacker.defines(layout, dtype, low)
+    if dequantize_banded.refuses_layout(layout, dtype) is None:
+        yield f"dequantize {dtype}", "dequantize_banded.cu", dequantize_banded.defines(layout, dtype)
+    if tokens.refuses_layout(layout, capability) is None:
+        for count in (tokens.FEW, tokens.tokens_of_prompts(layout, dtype)):
+            yield f"store {dtype} {count}", "store_tokens.cu", tokens.defines(layout, dtype, count)
+
+
+def _text(path: Path) -> str:
+    return re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(), flags=re.DOTALL)
+
+
+def _headers(folder: Path, name: str) -> dict[str, str]:
+    """The headers that a source includes, comments left out (no string of theirs holds a comment's sign)."""
+    found: dict[str, str] = {}
+    wanted = [(folder, name)]
+    while wanted:
+        at, of = wanted.pop()
+        for included in re.findall(r'#include "([^"]+)"', (at / of).read_text()):
+            home = next(f for f in (folder, cuda_compile.COMMON, cuda_compile.NUMBERS.parent) if (f / included).exists())
+            if included not in found:
+                found[included] = _text(home / included)
+                wanted.append((home, included))
+    return found
+
+
+def code(name: str, defines: dict[str, Any], arch: str, kept: Path | None) -> str:
+    """The hash of one kernel's code; compiled again only if its text, its headers or its macros are others."""
+    folder = SOURCES[name]
+    headers, source = _headers(folder, name), "".join(f"#define {k} {v}\n" for k, v in sorted(defines.items())) + _text(folder / name)
+    key = hashlib.sha256(repr((cuda_compile.version(), source, sorted(headers.items()), arch)).encode()).hexdigest()[:32]
+    if kept and (kept / key).exists():
+        return (kept / key).read_text()
+    binary = cuda_compile._compile("kernel.cu", source, headers, [*cuda_compile.OPTIONS, f"--gpu-architecture={arch}"]).cubin
+    digest = hashlib.sha256(binary).hexdigest()[:24]
+    if kept:
+        (kept / key).write_text(digest)
+    return digest
+
+
+def for_ptx() -> None:
+    """Let NVRTC give PTX where machine code is asked for."""
+    library = cuda_compile._library()
+
+    class Ptx:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name.replace("CUBIN", "PTX"))
+
+    cuda_compile._library = Ptx
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="write the hashes to this JSON file")
+    parser.add_argument("--against", type=Path, help="compare with the hashes in this JSON file")
+    parser.add_argument("--kept", type=Path, help="a folder that keeps hashes of texts that were compiled before")
+    parser.add_argument("--arch", choices=list(ARCHITECTURES), nargs="+", default=list(ARCHITECTURES))
+    parser.add_argument("--preset", nargs="+", default=list(schemes.PRESETS))
+    parser.add_argument("--cubin", action="store_true", help="hash machine code: slower by ptxas")
+    args = parser.parse_args()
+    if why := cuda_compile.missing():
+        raise KernelError(why)
+    if not args.cubin:
+        for_ptx()
+    found = {}
+    for arch in args.arch:
+        for what, source, defines in cases(ARCHITECTURES[arch], args.preset):
+            chip = (arch if args.cubin else arch.replace("sm_", "compute_")) + ("a" if defines.get("WARPGROUPS") else "")
+            found[f"{arch} {what} {source}"] = code(source, defines, chip, args.kept)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=0) + "\n")
+    print(f"{len(found)} kernels, {len(set(found.values()))} different codes")
+    if not args.against:
+        return 0
+    known = json.loads(args.against.read_text())
+    other = [label for label, digest in found.items() if known.get(label, digest) != digest]
+    print(
+        f"{sum(k in known for k in found) - len(other)} as before, {len(other)} other, {len(set(found) - set(known))} new, {len(set(known) - set(found))} gone"
+    )
+    print("\n".join(other))
+    return bool(other)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
