@@ -26,7 +26,6 @@ from kvbits import schemes
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_nested, close_pages
-from kvbits.ops.triton import attend as triton
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import inverse
@@ -158,9 +157,7 @@ def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_
     return AttendCall((Part(PageStore(layout, (slab[:, 0],), static), table),), HEAD_DIM**-0.5), slab, layers
 
 
-def bench_scheme(
-    key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tokens: int, queries: int = 1, with_triton: bool = False, page_size: int = PAGE
-) -> dict[str, float]:
+def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tokens: int, queries: int = 1, page_size: int = PAGE) -> dict[str, float]:
     """Checked and timed attention over packed pages. The check of a chunk takes its last 16 queries."""
     call, slab, layers = packed_call(key, value, batch, tokens, page_size)
     q = torch.randn(batch, queries, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -169,18 +166,15 @@ def bench_scheme(
         batch, queries
     )  # past the history: one query sees all of it, as do the others
     want, _ = reference.attend(q[:, -16:], call, positions[:, -16:].cpu(), torch.float64)
-    found: dict[str, float] = {}
-    for name, backend in (("", cuda), *((("triton_", triton),) if with_triton else ())):
-        plan = backend.plan(call, q_heads, q.dtype, q.device, num_queries=queries, layer_strides=(layout.page_size_bytes,), history_only=True)
-        out, _ = plan.run(q, positions)
-        error = float((out[:, -16:].double() - want).norm() / want.norm())
-        if not error < (ERROR_LIMIT if queries == 1 else CHUNK_ERROR_LIMIT):
-            raise SystemExit(f"{name}{key.format}/{value.format} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
-        launches = _launches(plan, call, q, layers)
-        rounds = launches[:2] if name else launches * max(1, (12 if queries == 1 else 2) // layers)
-        found |= {f"{name}time_us": time_us(rounds, 5 if name else 30), f"{name}error": error}
-        torch.cuda.empty_cache()
-    return found | {"bytes": slab[:, 0].numel()}
+    plan = cuda.plan(call, q_heads, q.dtype, q.device, num_queries=queries, layer_strides=(layout.page_size_bytes,), history_only=True)
+    out, _ = plan.run(q, positions)
+    error = float((out[:, -16:].double() - want).norm() / want.norm())
+    if not error < (ERROR_LIMIT if queries == 1 else CHUNK_ERROR_LIMIT):
+        raise SystemExit(f"{key.format}/{value.format} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
+    launches = _launches(plan, call, q, layers) * max(1, (12 if queries == 1 else 2) // layers)
+    time = time_us(launches, 30)
+    torch.cuda.empty_cache()
+    return {"time_us": time, "error": error, "bytes": slab[:, 0].numel()}
 
 
 def _launches(plan: Any, call: AttendCall, q: torch.Tensor, layers: int) -> list[Any]:
@@ -242,12 +236,11 @@ def bench_decode(args: argparse.Namespace, copy: float) -> dict[str, Any]:
         peers += [{"kernel": name, "shape": shape, "time_us": t} for name, t in times.items()]
         print(f"{shape}: " + ", ".join(f"{name} {t:.1f} us" for name, t in times.items()), flush=True)
         for name in args.schemes:
-            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, with_triton=args.triton, page_size=_page_size(name))
+            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, page_size=_page_size(name))
             row = {"scheme": name, "shape": shape, **r, "speedup_vs_bf16": best / r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy}
-            by_triton = f"  triton x{best / r['triton_time_us']:.2f}" if args.triton else ""
             rows.append(row)
             print(
-                f"  {name:14s} {r['time_us']:8.1f} us  x{row['speedup_vs_bf16']:.2f}  {row['share_of_copy']:.2f} of copy  error {r['error']:.1e}{by_triton}",
+                f"  {name:14s} {r['time_us']:8.1f} us  x{row['speedup_vs_bf16']:.2f}  {row['share_of_copy']:.2f} of copy  error {r['error']:.1e}",
                 flush=True,
             )
             torch.cuda.empty_cache()
@@ -394,7 +387,6 @@ def bench_prefill(args: argparse.Namespace, copy: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flashinfer", action="store_true", help="time FlashInfer too (it compiles its kernels for minutes)")
-    parser.add_argument("--triton", action="store_true", help="time the Triton path too")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--small", action="store_true")
     kind.add_argument("--prefill", action="store_true")

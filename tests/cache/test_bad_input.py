@@ -229,7 +229,7 @@ def test_cropping_past_a_released_window_is_refused_for_all_layers_together():
         ({"batch_size": 0, "max_tokens": 5}, "batch_size=0 must be a whole number of at least 1"),
         ({"batch_size": 1, "max_tokens": -5}, "max_tokens=-5 must be a whole number of at least 1"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore' is not 'refuse' or 'clamp'"),
-        ({"backend": "tpu"}, "unknown backend 'tpu'.*known: auto, cpu, cuda, triton, reference"),
+        ({"backend": "tpu"}, "unknown backend 'tpu'.*known: auto, cpu, cuda, reference"),
     ],
 )
 def test_wrong_options_are_refused_at_construction(arguments, message):

@@ -13,7 +13,6 @@ from kvbits.ops.descriptor import DTYPES, LEVELS, describe
 from kvbits.ops.reference.attend import attend
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
-from kvbits.ops.triton import attend as triton_attend
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.quant.basis import inverse
 from kvbits.spec import SCALE_8BIT, PageLayout
@@ -63,13 +62,6 @@ def test_kernels_refuse_banded_codes_by_name():
     assert kernel_choice.refuses_layout(layout) is None
     assert packed.refuses_layout(layout, torch.bfloat16) is None
     assert unpacker.refuses_layout(layout, torch.bfloat16) == f"{words} CUDA kernel"
-
-
-def test_triton_refuses_banded_codes_by_name(monkeypatch):
-    monkeypatch.setattr(triton_attend, "INTERPRETED", True)
-    part, _, _ = made("klt2", 64, [4], [64])
-    found = triton_attend.refuses(torch.zeros(1, 1, 2, 64), AttendCall((part,), 0.2, None, None))
-    assert found in ("banded codes (keys and values) have no Triton kernel", "Triton is not installed; pip install triton")
 
 
 def test_sides_name_the_planes_of_bands():

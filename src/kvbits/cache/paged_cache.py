@@ -47,7 +47,7 @@ class PagedCache:
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales, codebooks or a basis.
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes, so not where nothing
             closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
-        backend: "auto", or force one ("reference", "cpu", "cuda", "triton") for every op that has it.
+        backend: "auto", or force one ("reference", "cpu", "cuda") for every op that has it.
         budget: bytes that a growing cache may take: as it fills, pages give back low planes (`budget.Budget`); for schemes with tiers.
 
     Raises:

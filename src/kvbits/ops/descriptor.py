@@ -2,7 +2,6 @@
 
     C structs of the CPU library    ops/cpu/structs.py
     macros of CUDA kernels          ops/cuda/side.py
-    constexprs of Triton            ops/triton/attend.py
 
 The numbers of dtypes, number formats, levels and kinds of scales are the same everywhere. C++ and CUDA read them from `numbers.h`, which this module writes
 (`python -m kvbits.ops.descriptor`); a test holds the two equal. What a number format is comes from `spec.quant.FORMATS` alone.

@@ -19,7 +19,7 @@ import torch
 from ..errors import SpecError
 
 BACKENDS = {
-    "attend_pages": ("cpu", "cuda", "triton", "reference"), "attend_fresh": ("cpu", "cuda", "reference"),
+    "attend_pages": ("cpu", "cuda", "reference"), "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"), "append": ("cpu", "cuda", "reference"),
 }  # fmt: skip
 FUNCTIONS = {"attend_pages": "attend", "attend_fresh": "attend_fresh", "close_pages": "close", "append": "append"}

@@ -1,1 +1,0 @@
-"""Attention in Triton, for GPUs that the CUDA kernels do not serve."""
