@@ -368,14 +368,6 @@ def encode_bytes(kind: Kind, identity: Identity, data: bytes) -> list[memoryview
     return [memoryview(header.pack()), memoryview(data)]
 
 
-def damaged(blocks: Sequence[torch.Tensor], sums: Sequence[np.ndarray]) -> int | None:
-    """Index of the first page whose bytes are not those that were written, or None."""
-    for i, (block, stated) in enumerate(zip(blocks, sums, strict=True)):
-        if not np.array_equal(block_sums(block), stated):
-            return i
-    return None
-
-
 def write_all(fd: int, pieces: Sequence[memoryview]) -> None:
     """Write pieces of memory to a file, one after the other."""
     left = list(pieces)
