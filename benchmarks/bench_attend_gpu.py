@@ -1,26 +1,26 @@
-"""Decode attention on a GPU over closed pages alone (bench_decode_gpu.py times whole caches): every scheme against the fastest 16-bit kernel on the same shapes, and against the copy bandwidth of the same run.
+"""Decode attention on a GPU where caches are small, where many queries come at once, and over zones (bench_decode_gpu.py times whole caches): presets beside the 16-bit kernels of the same run.
 
-    python benchmarks/bench_attend_gpu.py [--flashinfer] [--out benchmarks/results/<gpu>/attend_closed_pages.json]
-    python benchmarks/bench_attend_gpu.py --small [--out .../attend_small.json]        where 16-bit attention is faster: small batches and contexts
+    python benchmarks/bench_attend_gpu.py --small [--out benchmarks/results/<gpu>/attend_small.json]      where 16-bit attention is faster: small batches and contexts
+    python benchmarks/bench_attend_gpu.py --prefill [--out .../attend_prefill.json]                       chunks of many query tokens over packed history
     python benchmarks/bench_attend_gpu.py --tiers [--schemes tiered klt2] [--out .../attend_tiers.json]   zones, against what each zone's bytes cost at its own bandwidth
-    python benchmarks/bench_attend_gpu.py --prefill [--out .../attend_prefill.json]    chunks of many query tokens over packed history
 
 A row is timed only after its output has been compared with the float64 reference over the same pages. Times are medians of CUDA-graph replays of several
-launches in a row, each on other memory (layers of a cache larger than L2). What a launch must move: all packed pages once.
-The last line is one JSON object; it is also written to --out.
+launches in a row, each on other memory (layers of a cache larger than L2). What a launch must move: all packed pages once. `--quick` replays a third as often.
+The 16-bit kernels are those that are installed: cuDNN, FlashAttention-3 (package fa3-fwd) and FlashInfer; the run's record says why another is missing.
+The last line is one JSON object; rows are added to --out.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from result_file import merge_result, write_result
+from result_file import append
 
 from kvbits import schemes
 from kvbits.ops.cuda.attend import host_plan as cuda
@@ -29,8 +29,7 @@ from kvbits.ops.reference.close import close_nested, close_pages
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import inverse
-from kvbits.schemes import PRESETS
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, QuantSpec, Scheme, Tier
+from kvbits.spec import LowLayout, PageLayout, QuantSpec, Scheme, Tier
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
@@ -43,34 +42,17 @@ PREFILL = (
     (1, 32, 2048, 32768),
     (4, 32, 512, 8192),
 )  # sequences, query heads, chunk, history
-KVQUANT = [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")]
 BANDED = ("klt4", "klt3", "klt2")
-TIMED = ("raw", "int8_centered", "int8", "int4", "kivi4", "kivi2", "fp8", "fp8_e5m2_keys", "int8k_int4v", *KVQUANT, *BANDED)  # presets
+TIMED = {
+    "small": ("int8_centered", "int4", "kivi4", "klt4"),
+    "prefill": ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2"),
+    "tiers": ("tiered", "klt2"),
+}
+REPEATS, QUICK_REPEATS = 30, 10
 ROTATE_BYTES = 400 << 20
 YOUNG = (0, 16, 64)  # warm pages of a sequence whose other pages are cold
 ERROR_LIMIT = 5e-3
 CHUNK_ERROR_LIMIT = 1e-2  # keys and values are rounded to bf16 once more, as 16-bit attention has them
-
-
-def _schemes() -> dict[str, tuple[QuantSpec, QuantSpec]]:
-    """(key, value) of presets by their names, and of formats that no preset has, in pages of `PAGE`."""
-
-    def same(fmt: str, granularity: object, **options: Any) -> tuple[QuantSpec, QuantSpec]:
-        spec = QuantSpec(format=fmt, granularity=granularity, **options)
-        return spec, spec
-
-    return {
-        **{name: (PRESETS[name].key, PRESETS[name].value) for name in TIMED},
-        "int4_g64": same("int4", PerGroup(64)),
-        "int3_g64": same("int3", PerGroup(64)),
-        "int2_g64": same("int2", PerGroup(64)),
-        "int8_int4_g64": (QuantSpec(format="int8", granularity=PerGroup(64)), QuantSpec(format="int4", granularity=PerGroup(64))),
-        "kivi2_g64": (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerGroup(64), symmetric=False)),
-    }
-
-
-def _page_size(name: str) -> int:
-    return PRESETS[name].page_size if name in PRESETS else PAGE
 
 
 def made_up_basis(key: QuantSpec, heads: int, head_dim: int) -> torch.Tensor:
@@ -97,8 +79,17 @@ def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
     return static
 
 
-def time_us(launches: list[Any], repeats: int = 30) -> float:
-    """Median time of one launch: replays of a CUDA graph of all `launches`."""
+replays = REPEATS
+
+
+def be_quick(quick: bool) -> None:
+    """A third of the replays; their medians differ by less than machines do."""
+    global replays
+    replays = QUICK_REPEATS if quick else REPEATS
+
+
+def time_us(launches: list[Any]) -> float:
+    """Median time of one launch in microseconds: `replays` of a CUDA graph of all `launches`."""
     for launch in launches:
         launch()
     torch.cuda.synchronize()
@@ -108,7 +99,7 @@ def time_us(launches: list[Any], repeats: int = 30) -> float:
             launch()
     graph.replay()
     times = []
-    for _ in range(repeats):
+    for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -157,9 +148,11 @@ def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_
     return AttendCall((Part(PageStore(layout, (slab[:, 0],), static), table),), HEAD_DIM**-0.5), slab, layers
 
 
-def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tokens: int, queries: int = 1, page_size: int = PAGE) -> dict[str, float]:
+def bench_preset(name: str, batch: int, q_heads: int, tokens: int, queries: int = 1) -> dict[str, Any]:
     """Checked and timed attention over packed pages. The check of a chunk takes its last 16 queries."""
-    call, slab, layers = packed_call(key, value, batch, tokens, page_size)
+    scheme = schemes.get(name)
+    key, value = scheme.key, scheme.value
+    call, slab, layers = packed_call(key, value, batch, tokens, scheme.page_size)
     q = torch.randn(batch, queries, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     layout = call.parts[0].store.layout
     positions = torch.arange(tokens - 1, tokens - 1 + queries, device="cuda").expand(
@@ -170,11 +163,9 @@ def bench_scheme(key: QuantSpec, value: QuantSpec, batch: int, q_heads: int, tok
     out, _ = plan.run(q, positions)
     error = float((out[:, -16:].double() - want).norm() / want.norm())
     if not error < (ERROR_LIMIT if queries == 1 else CHUNK_ERROR_LIMIT):
-        raise SystemExit(f"{key.format}/{value.format} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
+        raise SystemExit(f"{name} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
     launches = _launches(plan, call, q, layers) * max(1, (12 if queries == 1 else 2) // layers)
-    time = time_us(launches, 30)
-    torch.cuda.empty_cache()
-    return {"time_us": time, "error": error, "bytes": slab[:, 0].numel()}
+    return {"formats": f"{key.format}/{value.format}", "page_size": scheme.page_size, "time_us": time_us(launches), "error": error, "bytes": slab[:, 0].numel()}
 
 
 def _launches(plan: Any, call: AttendCall, q: torch.Tensor, layers: int) -> list[Any]:
@@ -184,31 +175,53 @@ def _launches(plan: Any, call: AttendCall, q: torch.Tensor, layers: int) -> list
     return [lambda layer=layer: plan.run(q, layer=layer, **options) for layer in range(layers)]
 
 
-def bench_16_bit(batch: int, q_heads: int, tokens: int, flashinfer: bool, queries: int = 1) -> dict[str, float]:
-    """Times of the 16-bit kernels that are installed, same shape, bf16, contiguous caches in turn, two or as many as are larger than L2."""
+PEERS = ("cudnn", "fa3", "flashinfer")
+missing: dict[str, str] = {}
+"""16-bit kernels that this process could not time, and why."""
+
+
+def bench_16_bit(batch: int, q_heads: int, tokens: int, queries: int = 1) -> dict[str, float]:
+    """Microseconds of the 16-bit kernels that are installed, same shape, bf16, contiguous caches in turn (FlashInfer: pages of 64), two or as many as are larger
+    than L2. What fails is left out and said in `missing`; cuDNN must be there."""
     shape = (batch, KV_HEADS, tokens, HEAD_DIM)
     copies = max(2, -(-ROTATE_BYTES // (batch * KV_HEADS * tokens * HEAD_DIM * 4)))
     caches = [tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv") for _ in range(min(copies, 64))]
     q = torch.randn(batch, q_heads, queries, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-        times = {"cudnn": time_us([lambda kv=kv: sdpa(q, *kv, enable_gqa=True) for kv in caches] * max(1, 8 // len(caches)))}
-    try:
-        from fa3_fwd_interface import flash_attn_with_kvcache
-    except ImportError:
-        flash_attn_with_kvcache = None
-    if flash_attn_with_kvcache:
-        rows = [tuple(x.transpose(1, 2).contiguous() for x in kv) for kv in caches]
-        lengths = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
-        queries = q.transpose(1, 2).contiguous()
-        times["fa3"] = time_us([lambda kv=kv: flash_attn_with_kvcache(queries, *kv, cache_seqlens=lengths) for kv in rows] * max(1, 8 // len(rows)))
-        del rows
-    if flashinfer:
-        times |= _flashinfer(q, caches)
+    times = {}
+    for name in PEERS if queries == 1 else PEERS[:2]:
+        if name in missing:
+            continue
+        try:
+            times[name] = _PEERS[name](q, caches)
+        except Exception as error:  # a package that is absent, not built for this GPU, or that refuses the shape
+            if name == "cudnn":
+                raise
+            missing[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            print(f"{name} was not timed: {missing[name]}", flush=True)
+        torch.cuda.empty_cache()
     return times
 
 
-def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> dict[str, float]:
+def _rounds(launches: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    return launches * max(1, 8 // len(launches))
+
+
+def _cudnn(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> float:
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        return time_us(_rounds([lambda kv=kv: sdpa(q, *kv, enable_gqa=True) for kv in caches]))
+
+
+def _fa3(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> float:
+    from fa3_fwd_interface import flash_attn_with_kvcache
+
+    rows = [tuple(x.transpose(1, 2).contiguous() for x in kv) for kv in caches]
+    lengths = torch.full((len(q),), rows[0][0].shape[1], dtype=torch.int32, device="cuda")
+    queries = q.transpose(1, 2).contiguous()
+    return time_us(_rounds([lambda kv=kv: flash_attn_with_kvcache(queries, *kv, cache_seqlens=lengths) for kv in rows]))
+
+
+def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> float:
     import flashinfer
 
     batch, heads, tokens, d = caches[0][0].shape
@@ -217,34 +230,13 @@ def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> dict
     indices = torch.arange(batch * pages, dtype=torch.int32, device="cuda")
     last = torch.full((batch,), PAGE, dtype=torch.int32, device="cuda")
     flat = q[:, :, 0].contiguous()
-    times = {}
-    for name, dtype in (("flashinfer", torch.bfloat16), ("flashinfer_fp8", torch.float8_e4m3fn)):
-        paged = [tuple(x.transpose(1, 2).reshape(batch * pages, PAGE, heads, d).to(dtype) for x in kv) for kv in caches]
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True)
-        wrapper.plan(indptr, indices, last, q.shape[1], heads, d, PAGE, q_data_type=q.dtype, kv_data_type=dtype)
-        times[name] = time_us([lambda w=wrapper, kv=kv: w.run(flat, kv) for kv in paged] * 4)
-    return times
+    paged = [tuple(x.transpose(1, 2).reshape(batch * pages, PAGE, heads, d) for x in kv) for kv in caches]
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True)
+    wrapper.plan(indptr, indices, last, q.shape[1], heads, d, PAGE, q_data_type=q.dtype, kv_data_type=q.dtype)
+    return time_us(_rounds([lambda kv=kv: wrapper.run(flat, kv) for kv in paged]))
 
 
-def bench_decode(args: argparse.Namespace, copy: float) -> dict[str, Any]:
-    """Every scheme on the three shapes."""
-    rows, peers = [], []
-    for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes or range(len(SHAPES))):
-        shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
-        times = bench_16_bit(batch, q_heads, tokens, args.flashinfer)
-        best = min(t for name, t in times.items() if name != "flashinfer_fp8")
-        peers += [{"kernel": name, "shape": shape, "time_us": t} for name, t in times.items()]
-        print(f"{shape}: " + ", ".join(f"{name} {t:.1f} us" for name, t in times.items()), flush=True)
-        for name in args.schemes:
-            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, page_size=_page_size(name))
-            row = {"scheme": name, "shape": shape, **r, "speedup_vs_bf16": best / r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy}
-            rows.append(row)
-            print(
-                f"  {name:14s} {r['time_us']:8.1f} us  x{row['speedup_vs_bf16']:.2f}  {row['share_of_copy']:.2f} of copy  error {r['error']:.1e}",
-                flush=True,
-            )
-            torch.cuda.empty_cache()
-    return {"peers": peers, "rows": rows}
+_PEERS: dict[str, Callable[[torch.Tensor, list[tuple[torch.Tensor, ...]]], float]] = {"cudnn": _cudnn, "fa3": _fa3, "flashinfer": _flashinfer}
 
 
 def with_zones(name: str) -> Scheme:
@@ -301,10 +293,9 @@ def time_zones(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int, q_
     return {"time_us": time_us(_launches(plan, call, q, layers) * max(1, 12 // layers)), "bytes": nbytes, "error": error}
 
 
-def bench_tiers(args: argparse.Namespace, copy: float) -> dict[str, Any]:
+def bench_tiers(args: argparse.Namespace, copy: float) -> None:
     """One step over the zones of each scheme, and the sum of what the bytes of each zone take at the bandwidth of a whole cache of that zone's format; of formats
     without zones of their own also over closed pages of which few are warm."""
-    rows: list[dict[str, Any]] = []
     for scheme in map(with_zones, args.schemes):
         hot, warm, sinks = scheme.residual_length, scheme.tiers[0].num_tokens, scheme.num_sink_tokens
         for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes or range(len(SHAPES))):
@@ -320,7 +311,7 @@ def bench_tiers(args: argparse.Namespace, copy: float) -> dict[str, Any]:
             row = {"scheme": scheme.name, "shape": shape, **mixed, "expected_us": expected, "over": mixed["time_us"] / expected - 1, "zones": {
                 name: {"tokens": zones[name][1] - zones[name][0], "whole_cache_us": r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy, "error": r["error"]}
                 for name, r in alone.items()}}  # fmt: skip
-            rows.append(row | {"share_of_copy": mixed["bytes"] / (mixed["time_us"] * 1e-6) / copy})
+            rows = [row | {"share_of_copy": mixed["bytes"] / (mixed["time_us"] * 1e-6) / copy}]
             print(f"{scheme.name} {shape}: {mixed['time_us']:.1f} us, {100 * row['over']:+.1f} % of the {expected:.1f} us of its zones; whole caches: " + ", ".join(
                 f"{n} {z['whole_cache_us']:.1f} us ({z['share_of_copy']:.2f} of copy)" for n, z in row["zones"].items()), flush=True)  # fmt: skip
             torch.cuda.empty_cache()
@@ -330,91 +321,73 @@ def bench_tiers(args: argparse.Namespace, copy: float) -> dict[str, Any]:
                 rows.append({"scheme": scheme.name, "shape": shape, "warm_pages": young, **few, "share_of_copy": few["bytes"] / (few["time_us"] * 1e-6) / copy})
                 print(f"{scheme.name} {shape}: {few['time_us']:.1f} us with {young} warm pages a sequence", flush=True)
                 torch.cuda.empty_cache()
-    return {"rows": rows}
+            append(rows, args.out, copy_bytes_per_s=copy)
 
 
-def bench_small(args: argparse.Namespace, copy: float) -> dict[str, Any]:
+def bench_small(args: argparse.Namespace, copy: float) -> None:
     """Speed against the fastest 16-bit kernel from 256 tokens up, and where it passes 1: 16-bit bytes of the whole call's keys and values."""
-    rows = []
+    slower = dict.fromkeys(args.schemes, 0)
     for batch in SMALL_BATCHES:
         for tokens in SMALL_TOKENS:
             if batch * tokens > 1 << 18:
                 continue
-            times = bench_16_bit(batch, 32, tokens, False)
+            times = bench_16_bit(batch, 32, tokens)
             best = min(times, key=lambda name: times[name])
-            found = {name: bench_scheme(*_schemes()[name], batch, 32, tokens, page_size=_page_size(name))["time_us"] for name in args.schemes}
+            found = {name: bench_preset(name, batch, 32, tokens) for name in args.schemes}
             nbytes = 4 * batch * tokens * KV_HEADS * HEAD_DIM
-            for name, t in found.items():
-                rows.append(
-                    {"scheme": name, "batch": batch, "tokens": tokens, "time_us": t, "best_16_bit": best, "time_16_bit_us": times[best], "bytes_16_bit": nbytes}
-                )
-            print(
-                f"{batch:3d} x {tokens:6d}: {best} {times[best]:.1f} us; " + ", ".join(f"{n} {t:.1f} us x{times[best] / t:.2f}" for n, t in found.items()),
-                flush=True,
-            )
+            shape = {"batch": batch, "tokens": tokens}
+            base = {"best_16_bit": best, "time_16_bit_us": times[best], "bytes_16_bit": nbytes}
+            rows = [{"scheme": name, **shape, **r, **base} for name, r in found.items()]
+            append(rows, args.out, sections={"peers": [{"kernel": name, **shape, "time_us": t} for name, t in times.items()]}, copy_bytes_per_s=copy)
+            slower |= {r["scheme"]: max(nbytes, slower[r["scheme"]]) for r in rows if r["time_us"] > times[best]}
+            words = ", ".join(f"{r['scheme']} {r['time_us']:.1f} us x{times[best] / r['time_us']:.2f}" for r in rows)
+            print(f"{batch:3d} x {tokens:6d}: {best} {times[best]:.1f} us; {words}", flush=True)
             torch.cuda.empty_cache()
-    slower = {name: max((r["bytes_16_bit"] for r in rows if r["scheme"] == name and r["time_us"] > r["time_16_bit_us"]), default=0) for name in args.schemes}
     print("largest 16-bit size at which 16-bit attention was faster:", {k: f"{v / 2**20:.0f} MiB" for k, v in slower.items()})
-    return {"rows": rows, "slower_up_to_bytes_16_bit": slower}
 
 
-def bench_prefill(args: argparse.Namespace, copy: float) -> dict[str, Any]:
+def bench_prefill(args: argparse.Namespace, copy: float) -> None:
     """A chunk of queries over history that all of them see; the 16-bit kernels read as many tokens of 16-bit history, unmasked too."""
-    rows = []
     for batch, q_heads, chunk, tokens in [PREFILL[i] for i in args.shapes or range(len(PREFILL))]:
-        times = bench_16_bit(batch, q_heads, tokens, False, queries=chunk)
+        times = bench_16_bit(batch, q_heads, tokens, queries=chunk)
         best = min(times, key=lambda name: times[name])
         flops = 4 * batch * q_heads * chunk * tokens * HEAD_DIM
-        print(
-            f"{batch} x {chunk} queries over {tokens}: "
-            + ", ".join(f"{n} {t:.0f} us" for n, t in times.items())
-            + f" ({flops / times[best] / 1e6:.0f} TFLOP/s)",
-            flush=True,
-        )
+        peers = ", ".join(f"{n} {t:.0f} us" for n, t in times.items())
+        print(f"{batch} x {chunk} queries over {tokens}: {peers} ({flops / times[best] / 1e6:.0f} TFLOP/s)", flush=True)
+        shape, rows = {"batch": batch, "chunk": chunk, "tokens": tokens}, []
         for name in args.schemes:
-            r = bench_scheme(*_schemes()[name], batch, q_heads, tokens, queries=chunk, page_size=_page_size(name))
-            rows.append(
-                {"scheme": name, "batch": batch, "chunk": chunk, "tokens": tokens, **r, "best_16_bit": best, "time_16_bit_us": times[best], "flops": flops}
-            )
+            r = bench_preset(name, batch, q_heads, tokens, queries=chunk)
+            rows.append({"scheme": name, **shape, **r, "best_16_bit": best, "time_16_bit_us": times[best], "flops": flops})
             print(
                 f"  {name:14s} {r['time_us']:8.0f} us  x{times[best] / r['time_us']:.2f}  {flops / r['time_us'] / 1e6:.0f} TFLOP/s  error {r['error']:.1e}",
                 flush=True,
             )
             torch.cuda.empty_cache()
-    return {"rows": rows}
+        append(rows, args.out, sections={"peers": [{"kernel": name, **shape, "time_us": t} for name, t in times.items()]}, copy_bytes_per_s=copy)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kind = found.add_mutually_exclusive_group(required=True)
+    for name in TIMED:
+        kind.add_argument(f"--{name}", dest="kind", action="store_const", const=name)
+    found.add_argument("--schemes", nargs="+", help="presets; those of the documents if left out")
+    found.add_argument("--shapes", nargs="*", type=int, help="which of the shapes, by number; all if left out")
+    found.add_argument("--quick", action="store_true", help="a third of the replays")
+    found.add_argument("--out", type=Path)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flashinfer", action="store_true", help="time FlashInfer too (it compiles its kernels for minutes)")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--small", action="store_true")
-    kind.add_argument("--prefill", action="store_true")
-    kind.add_argument("--tiers", action="store_true")
-    parser.add_argument("--schemes", nargs="*")
-    parser.add_argument("--shapes", nargs="*", type=int, help="which of the shapes, by number; all if left out")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    few = ["int8", "int4_g64", "int2_g64"]
-    args.schemes = args.schemes or (few if args.small else [*few, "raw"] if args.prefill else ["tiered"] if args.tiers else list(_schemes()))
+    args = parser().parse_args()
+    args.schemes = args.schemes or list(TIMED[args.kind])
+    be_quick(args.quick)
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
-    found = (bench_small if args.small else bench_prefill if args.prefill else bench_tiers if args.tiers else bench_decode)(args, copy)
-    keys = ("scheme", "batch", "chunk", "tokens") if args.prefill else ("scheme", "shape", "warm_pages") if args.tiers else ()
-    report(args.out, copy, found, keys)
-
-
-def report(out: Path | None, copy: float, found: dict[str, Any], merge_by: tuple[str, ...] = ()) -> None:
-    """Print what was measured, and on what, as one line of JSON; also write it to `out`, where rows that differ in `merge_by` stay."""
-    result = {
-        "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "copy_bytes_per_s": copy, **found,
-    }  # fmt: skip
-    if merge_by:
-        merge_result(result, out, merge_by)
-    else:
-        write_result(result, out)
+    {"small": bench_small, "prefill": bench_prefill, "tiers": bench_tiers}[args.kind](args, copy)
+    if missing:
+        append([], args.out, missing=missing)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@
 2,048 pages of 64 tokens x 8 kv heads x 128 channels in bf16. A row is timed only after 64 of its pages were compared with the reference's, byte for byte (keys in a
 calibrated basis: but for one byte in a thousand, ties of products that are summed in another order). Times are medians of CUDA-graph replays over several inputs and pools in turn, larger than L2. What a launch must move: the raw keys and values and the pages, once.
 
-Then append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a cache calls it (one mapping a pass, uploaded), by the wall
+Before that append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a cache calls it (one mapping a pass, uploaded), by the wall
 clock; the kernel alone in a graph; and the reference's slices.
-Last store_tokens, tokens quantized into their slots: a decoding step of 48 sequences and a prompt of 16,384 tokens, the kernel alone in a graph.
-Each row is written to --out as it comes. The last line is one JSON object, what --out then holds.
+And store_tokens, tokens quantized into their slots: a decoding step of 48 sequences and a prompt of 16,384 tokens, the kernel alone in a graph.
+Each row is added to --out as it comes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_attend_gpu import BANDED, KVQUANT, calibrated, copy_bandwidth, report, time_us
+from bench_attend_gpu import BANDED, be_quick, calibrated, copy_bandwidth, time_us
+from result_file import append
 
 from kvbits import schemes
+from kvbits.errors import KvbitsError
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.close import banded as cuda_banded
 from kvbits.ops.cuda.close import codebook as cuda_codebook
@@ -32,7 +34,7 @@ from kvbits.ops.cuda.close import packed as cuda
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore, SlotMapping, banded_sides, kvquant_extras
-from kvbits.spec import LowLayout, PageLayout, PerGroup, PerToken, QuantSpec
+from kvbits.spec import LowLayout, PageLayout, QuantSpec
 
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
 COPIES = 2
@@ -42,12 +44,9 @@ TIES, LOW_TIES = 1e-3, 5e-3  # of a page, of a low plane: a token whose scale is
 
 def _rows() -> dict[str, tuple[QuantSpec, QuantSpec, int]]:
     """Name to (keys, values, bits of their low planes)."""
-    plain = {f: QuantSpec(format=f, granularity=PerGroup(64)) for f in ("int8", "int4", "int2")}
-    plain["fp8_e4m3"] = QuantSpec(format="fp8_e4m3", granularity=PerToken())
-    presets = {name: schemes.get(name) for name in ("kivi4", "kivi2", "tiered", *KVQUANT, *BANDED)}
-    found = {name: (s, s, 0) for name, s in plain.items()} | {name: (s.key, s.value, 4 if s.tiers else 0) for name, s in presets.items()}
-    found |= {f"{name} with planes of 2 bits": (presets[name].key, presets[name].value, 2) for name in BANDED}
-    return found | {"tiered, cold pages only": (presets["tiered"].key, presets["tiered"].value, 0)}
+    presets = {name: schemes.get(name) for name in ("int8_centered", "int4", "kivi4", "fp8", "nuq4-1%", *BANDED, "tiered")}
+    found = {name: (s.key, s.value, s.tiers[0].key_bits if s.tiers else 0) for name, s in presets.items()}
+    return found | {f"{name} with planes of 2 bits": (presets[name].key, presets[name].value, 2) for name in ("klt2",)}
 
 
 def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout | LowLayout, product: bool) -> bool:
@@ -94,7 +93,7 @@ def bench(key: QuantSpec, value: QuantSpec, low_bits: int) -> dict[str, Any]:
         static = {name: x.cpu() for name, x in store.static.items()}
         want, _ = reference.close_nested(k[:CHECKED].cpu(), v[:CHECKED].cpu(), layout, static, low, starts[:CHECKED])
         if not all(same_pages(s[:CHECKED].cpu(), w, x, key.basis == "klt") for s, w, x in zip(slabs, want, (layout, *low), strict=True)):
-            raise SystemExit(f"{key.format}/{value.format}: other bytes than the reference's; a wrong kernel has no speed")
+            raise ValueError("other bytes than the reference's; a wrong kernel has no speed")
     moved = 2 * PAGES * HEADS * PAGE * HEAD_DIM * 2 + sum(s.numel() for s in slabs)
     return {"time_us": time_us(launches * 4), "bytes": moved}
 
@@ -156,30 +155,42 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--schemes", nargs="+", default=list(_rows()), choices=list(_rows()))
     parser.add_argument("--closing-only", action="store_true", help="no append, no store_tokens")
+    parser.add_argument("--quick", action="store_true", help="a third of the replays")
     args = parser.parse_args()
+    be_quick(args.quick)
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
-    rows: list[dict[str, Any]] = []
     shape = {"pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM}
+    if not args.closing_only:
+        bench_tokens(args, copy, shape)
+    failed = []
     for name in args.schemes:
-        spec = _rows()[name]
-        r = bench(*spec)
-        rows.append({"scheme": name, **r, "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy})
-        print(f"  {name:24s} {r['time_us']:8.1f} us  {rows[-1]['share_of_copy']:.3f} of copy", flush=True)
-        report(args.out, copy, {**shape, "rows": rows}, ("scheme",))
+        try:
+            r = bench(*_rows()[name])
+        except (KvbitsError, RuntimeError, ValueError) as error:  # the others are worth having
+            print(f"  {name:24s} failed: {type(error).__name__}: {error}", flush=True)
+            failed.append(name)
+            continue
+        row = {"scheme": name, **r, "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy}
+        print(f"  {name:24s} {r['time_us']:8.1f} us  {row['share_of_copy']:.3f} of copy", flush=True)
+        append([row], args.out, copy_bytes_per_s=copy, **shape)
         torch.cuda.empty_cache()
-    if args.closing_only:
-        return
+    if failed:
+        raise SystemExit(f"not timed: {', '.join(failed)}")
+
+
+def bench_tokens(args: argparse.Namespace, copy: float, shape: dict[str, Any]) -> None:
+    """Single tokens: appended raw, and stored packed."""
     appends = [bench_append(batch) for batch in (1, 32, 256)]
     for a in appends:
         print(
             f"  append of {a['batch']:3d} tokens  {a['cuda_us']:8.1f} us a layer (kernel {a['kernel_us']:.1f}; reference {a['reference_us']:.1f})", flush=True
         )
-    stores = [{"scheme": name, "tokens": n, "us": bench_store_tokens(name, n)} for name in ("int8", "int8_centered", "int4") for n in (48, 16384)]
+    stores = [{"scheme": name, "tokens": n, "us": bench_store_tokens(name, n)} for name in ("int8_centered", "int4") for n in (48, 16384)]
     for s in stores:
         print(f"  store_tokens of {s['tokens']:6,d} tokens as {s['scheme']:14s} {s['us']:8.1f} us", flush=True)
-    report(args.out, copy, {"append": appends, "store_tokens": stores, **shape, "rows": rows}, ("scheme",))
+    append([], args.out, sections={"append": appends, "store_tokens": stores}, copy_bytes_per_s=copy, **shape)
 
 
 if __name__ == "__main__":

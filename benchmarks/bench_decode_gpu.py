@@ -1,19 +1,19 @@
-"""Decode attention of presets in a real cache on a GPU, raw tail included, beside closed pages alone and the fastest 16-bit kernel.
+"""Decode attention of presets in a real cache on a GPU, raw tail included, beside the 16-bit kernels that are installed: cuDNN, FlashAttention-3, FlashInfer.
 
     python benchmarks/bench_decode_gpu.py [presets ...] [--shapes 0 1 ..] [--out benchmarks/results/<gpu>/attend_decode.json]
     python benchmarks/bench_decode_gpu.py --steps [--out .../decode_steps.json]      what a step costs on the host, and its slowest one
     python benchmarks/bench_decode_gpu.py --lists [--out .../work_lists.json]        work lists made on the device, and attention by them and by the host's
+    python benchmarks/bench_decode_gpu.py kivi4 --warm                               compiles what a preset needs, into the cache on disk, and times nothing
 
 A row is a preset by its name: `PagedCache` with that scheme, filled through `append`, in the middle of a page, decoding on the device. Its attention is compared with
 the float64 reference over the same pages before anything is timed. Times are medians of CUDA-graph replays over all layers of a cache larger than L2;
-`closed_only` reads as many tokens from closed pages alone; `between_matmuls` has a product of 117 MB before every launch, as in a model, whose own time is
-taken off. The last line is one JSON object.
+`between_matmuls` has a product of 117 MB before every launch, as in a model, whose own time is taken off (not with --quick). Speeds are over the fastest 16-bit
+kernel of the same shape and run, which each row names. The last line is one JSON object; rows are added to --out shape by shape.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import time
 from pathlib import Path
@@ -21,11 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_attend_gpu import HEAD_DIM, KV_HEADS, bench_16_bit, copy_bandwidth, made_up_basis, time_us
-from result_file import command, write_result
+from bench_attend_gpu import HEAD_DIM, KV_HEADS, be_quick, bench_16_bit, copy_bandwidth, made_up_basis, missing, time_us
+from result_file import append
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
+from kvbits.errors import KvbitsError
 from kvbits.ops import paged_attention
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.reference import attend as reference
@@ -33,19 +34,11 @@ from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerGroup, QuantSpec, Rotary, Scheme
 
 SHAPES = ((1, 32, 32768), (8, 32, 32768), (32, 32, 8192), (32, 64, 4096), (64, 32, 4096), (128, 32, 2048))  # sequences, query heads, tokens
-PRESETS = ("raw", "int8", "int8_centered", "fp8", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "nuq4", "nuq4-1%")
-STUDIES = {"int3_g64": QuantSpec(format="int3", granularity=PerGroup(64)), "int4_g64": QuantSpec(format="int4", granularity=PerGroup(64)),
-           "int2_g64": QuantSpec(format="int2", granularity=PerGroup(64))}  # fmt: skip
-"""Formats that no preset has."""
+PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
+"""Those of README's table."""
 ROTATE_BYTES = 400 << 20
 ERROR_LIMIT = 5e-3
 MATMUL = (4096, 14336)  # 117 MB in bf16
-
-
-def scheme_of(name: str) -> Scheme:
-    if name in STUDIES:
-        return Scheme(name=name, key=STUDIES[name], value=STUDIES[name])
-    return schemes.get(name)
 
 
 def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | None:
@@ -107,7 +100,7 @@ def check(cache: PagedCache, q: torch.Tensor, out: torch.Tensor, what: str) -> f
     want, _ = reference.attend(q[rows], call_of(cache, layer, rows), positions, torch.float64)
     error = float((out[rows].double() - want).norm() / want.norm())
     if not error < ERROR_LIMIT:
-        raise SystemExit(f"{what}: error {error} against float64; a wrong kernel has no speed")
+        raise ValueError(f"{what}: error {error} against float64; a wrong kernel has no speed")
     return error
 
 
@@ -119,7 +112,8 @@ def matmuls() -> Any:
 
 
 def bench_preset(name: str, batch: int, q_heads: int, tokens: int, product: Any) -> dict[str, Any]:
-    scheme = scheme_of(name)
+    """`product`: what runs before each launch in the second timing, None for no second timing."""
+    scheme = schemes.get(name)
     layers = layers_for(scheme, batch, tokens)
     repeat = max(1, 12 // layers)
     # Half a page waits beyond the newest tokens that stay raw: what a cache holds on average.
@@ -139,12 +133,11 @@ def bench_preset(name: str, batch: int, q_heads: int, tokens: int, product: Any)
     launches = [lambda i=i: run(q, i, out=out) for i in range(layers)] * repeat
     found["tail_tokens"] = int(group.numbers[0, 0])
     found["time_us"] = time_us(launches)
-    rounds = [f for i, launch in enumerate(launches) for f in (lambda i=i: product(i), launch)]
-    alone = time_us([lambda i=i: product(i) for i in range(len(launches))])
-    found["between_matmuls_us"] = 2 * time_us(rounds) - alone
+    if product:
+        rounds = [f for i, launch in enumerate(launches) for f in (lambda i=i: product(i), launch)]
+        alone = time_us([lambda i=i: product(i) for i in range(len(launches))])
+        found["between_matmuls_us"] = 2 * time_us(rounds) - alone
     found["error"] = check(cache, q, run(q, layers - 1), f"{name} at {batch} x {tokens}")
-    if not scheme.key.is_raw:
-        found["closed_only_us"] = closed_only(scheme, batch, tokens, layers, q, repeat)
     return found
 
 
@@ -157,46 +150,47 @@ def host_led(cache: PagedCache, q: torch.Tensor, scheme: Scheme, layers: int, re
     return {"time_us": time_real, "error": check(cache, q, plan.run(q, layer=layers - 1, static=[p.store.static for p in calls[-1].parts])[0], scheme.name)}
 
 
-def closed_only(scheme: Scheme, batch: int, tokens: int, layers: int, q: torch.Tensor, repeat: int) -> float:
-    """The kernel alone: as many tokens, all of them in closed pages."""
-    none = dataclasses.replace(scheme, residual_length=0, num_sink_tokens=0)
-    cache = filled(none, batch, tokens + 1, layers, room=64)
-    state = cache.groups[0]
-    layout = state.group.layouts["closed"]
-    plan = paged_attention.plan([layout], max_pages=[tokens // scheme.page_size], batch_size=batch, num_q_heads=q.shape[2], dtype=q.dtype, device="cuda")
-    for i in range(layers):
-        store = cache.store_of(i, "closed")
-        plan.bind(i, [store.slabs], store.static)
-    table = torch.tensor([s.closed for s in state.sequences], dtype=torch.int32, device="cuda")
-    plan.update([table], [torch.full((batch,), tokens, dtype=torch.int32, device="cuda")])
-    out = torch.empty_like(q)
-    return time_us([lambda i=i: plan.run(q, i, out=out) for i in range(layers)] * repeat)
-
-
-def bench_shapes(args: argparse.Namespace) -> dict[str, Any]:
-    rows, peers, product = [], [], matmuls()
+def bench_shapes(args: argparse.Namespace, copy: float) -> list[str]:
+    """What could not be timed."""
+    failed, product = [], None if args.quick else matmuls()
     for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes):
         shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
-        times = bench_16_bit(batch, q_heads, tokens, False)
-        best = min(times.values())
-        peers += [{"kernel": name, "shape": shape, "time_us": t} for name, t in times.items()]
+        times = bench_16_bit(batch, q_heads, tokens)
+        best = min(times, key=lambda name: times[name])
+        peers = [{"kernel": name, "shape": shape, "time_us": t} for name, t in times.items()]
         print(f"{shape}: " + ", ".join(f"{name} {t:.1f} us" for name, t in times.items()), flush=True)
         torch.cuda.empty_cache()
-        for name in [*args.presets, *(STUDIES if not args.presets_given else ())]:
-            r = bench_preset(name, batch, q_heads, tokens, product)
-            row = {"scheme": name, "shape": shape, **r, "speedup_real_cache": best / r["time_us"]}
-            for key, field in (("closed_only_us", "speedup_closed_only"), ("between_matmuls_us", "speedup_between_matmuls")):
-                if key in r:
-                    row[field] = best / r[key]
+        rows = []
+        for name in args.presets:
+            try:
+                r = bench_preset(name, batch, q_heads, tokens, product)
+            except (KvbitsError, RuntimeError, ValueError) as error:  # the others are worth having
+                print(f"  {name:14s} failed: {type(error).__name__}: {error}", flush=True)
+                failed.append(f"{name} at {shape}")
+                continue
+            row = {"scheme": name, "shape": shape, **r, "best_16_bit": best, "speedup_real_cache": times[best] / r["time_us"]}
+            more = ""
+            if "between_matmuls_us" in r:
+                row["speedup_between_matmuls"] = times[best] / r["between_matmuls_us"]
+                more = f"matmuls x{row['speedup_between_matmuls']:.2f}  "
             rows.append(row)
-            more = f" x{r['time_us'] / r['closed_only_us']:.3f} of closed" if "closed_only_us" in r else ""
             print(
-                f"  {name:14s} {r['time_us']:8.1f} us  real x{row['speedup_real_cache']:.2f}  closed x{row.get('speedup_closed_only', 0):.2f}  "
-                f"matmuls x{row.get('speedup_between_matmuls', 0):.2f}  tail {r.get('tail_tokens', '-')}{more}  error {r['error']:.1e}",
+                f"  {name:14s} {r['time_us']:8.1f} us  real x{row['speedup_real_cache']:.2f}  {more}tail {r.get('tail_tokens', '-')}  error {r['error']:.1e}",
                 flush=True,
             )
             torch.cuda.empty_cache()
-    return {"peers": peers, "rows": rows}
+        append(rows, args.out, sections={"peers": peers}, copy_tb_per_s=copy)
+    if missing:
+        append([], args.out, missing=missing)
+    return failed
+
+
+def warm(presets: list[str]) -> None:
+    """Compile everything that the rows of these presets need: a short cache of each, with both numbers of query heads; and the 16-bit kernels."""
+    for q_heads in (32, 64):
+        for name in presets:
+            print(name, q_heads, f"{bench_preset(name, 2, q_heads, 1024, None)['time_us']:.1f} us", flush=True)
+        print(bench_16_bit(1, q_heads, 1024), flush=True)
 
 
 def host_ms(work: Any, repeats: int = 20) -> float:
@@ -210,18 +204,17 @@ def host_ms(work: Any, repeats: int = 20) -> float:
     return statistics.median(times)
 
 
-def bench_steps(args: argparse.Namespace) -> dict[str, Any]:
+def bench_steps(args: argparse.Namespace) -> None:
     """Host time of a step of 32 layers, the work list, and the slowest of 200 steps."""
-    rows = []
     for name in args.presets:
         for batch, tokens in ((1, 2048), (8, 2048), (32, 2048), (128, 2048), (128, 4096)):
             layers = 32
             if (
-                CacheSpec(scheme=scheme_of(name), layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM),) * layers).nbytes(tokens + 512, batch)
+                CacheSpec(scheme=schemes.get(name), layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM),) * layers).nbytes(tokens + 512, batch)
                 > 90 << 30
             ):
                 continue
-            cache = filled(scheme_of(name), batch, tokens, layers, room=512)
+            cache = filled(schemes.get(name), batch, tokens, layers, room=512)
             q = decode_a_little(cache, 32, layers, 6)
             k, v = (torch.randn(batch, 1, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
 
@@ -260,11 +253,10 @@ def bench_steps(args: argparse.Namespace) -> dict[str, Any]:
                 "begin_and_update_ms": statistics.median(begins), "median_step_ms": statistics.median(walls), "slowest_step_ms": max(walls),
                 "waits_for_gpu": waits,
             }  # fmt: skip
-            rows.append(row)
+            append([row], args.out)
             print("  " + "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
             del cache
             torch.cuda.empty_cache()
-    return {"rows": rows}
 
 
 def bench_work_list() -> list[dict[str, Any]]:
@@ -301,19 +293,33 @@ def bench_work_list() -> list[dict[str, Any]]:
     return rows
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("presets", nargs="*", default=list(PRESETS))
+    found.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
+    found.add_argument("--steps", action="store_true")
+    found.add_argument("--lists", action="store_true")
+    found.add_argument("--warm", action="store_true")
+    found.add_argument("--quick", action="store_true", help="a third of the replays, nothing between matrix products")
+    found.add_argument("--out", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("presets", nargs="*", default=list(PRESETS))
-    parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
-    parser.add_argument("--steps", action="store_true")
-    parser.add_argument("--lists", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    args.presets_given = args.presets != list(PRESETS)
+    args = parser().parse_args()
+    be_quick(args.quick)
     torch.manual_seed(0)
-    found = bench_steps(args) if args.steps else {"rows": bench_work_list()} if args.lists else bench_shapes(args)
-    result = {"command": command(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_per_s": copy_bandwidth() / 1e12, **found}
-    write_result(result, args.out)
+    failed: list[str] = []
+    if args.warm:
+        warm(args.presets)
+    elif args.steps:
+        bench_steps(args)
+    elif args.lists:
+        append(bench_work_list(), args.out)
+    else:
+        failed = bench_shapes(args, copy_bandwidth() / 1e12)
+    if failed:
+        raise SystemExit(f"not timed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":
