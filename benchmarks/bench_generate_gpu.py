@@ -5,19 +5,21 @@
     python benchmarks/bench_generate_gpu.py stock stock_flash int8_centered --prefill --shapes 3 4       prompts alone, three in a row: the first pays for what libraries plan anew
     .. --chunk 2048     the prompt in chunks        .. --grow     caches that grow, as the stock cache does
     .. --filled         random keys and values instead of a prompt: decoding alone, in a few seconds a row
+    .. --warm           compiles what the rows need, into the caches on disk, with a model of one layer; times nothing
+    .. --quick          fewer steps
     torchrun --nproc-per-node 2 benchmarks/bench_generate_gpu.py ..     the model's heads spread over two GPUs (rows with "ranks"; peaks are of one of them)
 
 Rows are presets by name, and:
     stock         DynamicCache, SDPA as torch chooses it (cuDNN, which plans anew for every length of a decode step)
     stock_flash   DynamicCache with PyTorch's FlashAttention forced
     static        StaticCache, compiled by generate() itself (mode "compiled")
-    fa3           a 16-bit cache allocated once and FlashAttention-3 (fa3_fwd_interface), eager and in a graph
+    fa3           a 16-bit cache allocated once and FlashAttention-3 (fa3_fwd_interface), which also stores the token, eager and in a graph
     A+B           two presets, even layers as A, odd ones as B, with B's newest raw tokens: what formats by layer cost at run time
 
 Mode "graph" is `kvbits.graphed`, or what generate() does by itself; "eager" the plain call; "compiled" `torch.compile` of the forward pass of a token (the prompt runs uncompiled);
 "compiled_graph" that pass captured in a graph: `kvbits.graphed(compile=True)`, and the same done to FlashAttention-3. The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
-steps that are not waited for one by one; `slowest_ms` and `median_ms` are of steps that are. Peaks are of the whole process, weights included. With --out rows are
-replaced in the file, others stay, so the benchmark can be run in parts. The last line is one JSON object.
+steps that are not waited for one by one; `slowest_ms` and `median_ms` are of steps that are. Peaks are of the whole process, weights included. Each row is added
+to --out as it comes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from typing import Any
 
 import torch
 from bench_decode_gpu import calibration
-from result_file import command, merge_result
+from result_file import append
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.generation.streamers import BaseStreamer
@@ -49,10 +51,9 @@ from kvbits.spec import Override, Scheme
 
 SHAPES = ((1, 32768), (8, 16384), (32, 8192), (1, 8192), (4, 8192))  # sequences, tokens
 MODES = ("eager", "graph", "compiled", "compiled_graph")
-ROWS = ("stock_flash", "raw", "int8_centered", "int4", "kivi4")
-KEY = ("scheme", "mode", "batch", "context", "through", "chunk", "grows", "ranks", "filled")
+ROWS = ("stock_flash", "fa3", "raw", "int8_centered", "kivi4", "klt4", "klt2")
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
-WARM, STEPS, WATCHED = 24, 40, 140
+WARM, STEPS, WATCHED, QUICKLY_WATCHED = 24, 40, 140, 40
 ROOM = 320
 PROMPT, NEW_TOKENS = 2048, 256
 
@@ -69,9 +70,9 @@ def spread(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return LlamaForCausalLM.maybe_distribute_model(model, how, mesh)
 
 
-def llama() -> LlamaForCausalLM:
+def llama(layers: int = LAYERS) -> LlamaForCausalLM:
     config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=LAYERS, num_attention_heads=32, num_key_value_heads=KV_HEADS, vocab_size=128256,
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=KV_HEADS, vocab_size=128256,
         max_position_embeddings=131072, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     with torch.device("meta"):
@@ -89,22 +90,19 @@ def llama() -> LlamaForCausalLM:
 class Flash16:
     """16-bit keys and values allocated once, read by FlashAttention-3: an attention function that needs no cache object."""
 
-    def __init__(self, batch: int, tokens: int) -> None:
+    def __init__(self, layers: int, batch: int, tokens: int) -> None:
         from fa3_fwd_interface import flash_attn_func, flash_attn_with_kvcache
 
         self._fresh, self._decode = flash_attn_func, flash_attn_with_kvcache
-        self.kv = torch.empty(LAYERS, 2, batch, tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        self.kv = torch.empty(layers, 2, batch, tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         self.seen = torch.zeros(batch, dtype=torch.int32, device="cuda")
-        self.slots = torch.arange(batch, device="cuda") * tokens
         AttentionInterface.register("bench_fa3", self.attend)
         _fa3[:] = [self]
 
     def token(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scaling: float | None) -> torch.Tensor:
-        """Store and attend with q, k, v [B, 1, H, D]."""
+        """Store and attend with q, k, v [B, 1, H, D]: one call, as those who serve with it do."""
         held = self.kv[layer]
-        for to, x in zip(held, (k, v), strict=True):
-            to.flatten(0, 1).index_copy_(0, self.slots + self.seen, x[:, 0])
-        out = self._decode(q, held[0], held[1], cache_seqlens=self.seen + 1, softmax_scale=scaling)
+        out = self._decode(q, held[0], held[1], k=k, v=v, cache_seqlens=self.seen, softmax_scale=scaling, causal=True)
         return out[0] if isinstance(out, tuple) else out
 
     def attend(
@@ -164,8 +162,12 @@ def fill(cache: Any, batch: int, tokens: int) -> None:
         cache.kv.normal_()
         cache.seen.fill_(tokens)
         return
+    if isinstance(cache, DynamicCache):
+        for layer in range(LAYERS):
+            cache.update(*(torch.randn(batch, KV_HEADS, tokens, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv"), layer)
+        return
     if not isinstance(cache, KVCache):
-        raise KvbitsError("--filled is for presets and fa3")
+        raise KvbitsError("--filled is for presets, fa3 and the stock cache")
     k, v = (torch.randn(batch, tokens, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     for layer in range(LAYERS):
         cache.store.append(layer, k, v)
@@ -202,7 +204,7 @@ def decode(model: LlamaForCausalLM, cache: Any, batch: int, context: int, watche
     return time_steps(step, watched)
 
 
-def decode_fa3(model: LlamaForCausalLM, cache: Flash16, batch: int, mode: str) -> dict[str, float]:
+def decode_fa3(model: LlamaForCausalLM, cache: Flash16, batch: int, mode: str, watched: int) -> dict[str, float]:
     ids = torch.randint(0, 1000, (batch, 1), device="cuda")
     run = torch.compile(model.forward, dynamic=False) if mode == "compiled_graph" else model
 
@@ -211,13 +213,13 @@ def decode_fa3(model: LlamaForCausalLM, cache: Flash16, batch: int, mode: str) -
         cache.seen.add_(1)
 
     if mode == "eager":
-        return time_steps(step, WATCHED)
+        return time_steps(step, watched)
     for _ in range(3):
         step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return time_steps(graph.replay, WATCHED)
+    return time_steps(graph.replay, watched)
 
 
 class Stamps(BaseStreamer):
@@ -263,7 +265,7 @@ def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, 
     with ExitStack() as stack:
         KVCache.detach(model)
         if row == "fa3":
-            cache: Any = Flash16(batch, tokens)
+            cache: Any = Flash16(model.config.num_hidden_layers, batch, tokens)
             model.set_attn_implementation("bench_fa3")
         elif row in ("stock", "stock_flash", "static"):
             model.set_attn_implementation("sdpa")
@@ -289,7 +291,7 @@ def scheme_of(row: str) -> str | Scheme:
 def made_up(model: LlamaForCausalLM, row: str) -> Calibration | None:
     """Even codebooks, for presets that are calibrated."""
     scheme = scheme_for(model, scheme_of(row))
-    static = calibration(scheme, LAYERS)
+    static = calibration(scheme, model.config.num_hidden_layers)
     return Calibration(static, fingerprint(model.config, scheme)) if static else None
 
 
@@ -303,7 +305,7 @@ def warm_up(model: LlamaForCausalLM, row: str, batch: int, chunk: int | None, ro
 
 def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
     """Prefill and decoding of one row."""
-    room, chunk = None if args.grow else ROOM, args.chunk
+    room, chunk, watched = None if args.grow else ROOM, args.chunk, QUICKLY_WATCHED if args.quick else WATCHED
     if not args.filled:
         warm_up(model, row, batch, chunk, room)
     torch.cuda.empty_cache()
@@ -317,12 +319,12 @@ def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         if row == "fa3":
-            found: dict[str, Any] = decode_fa3(model, cache, batch, mode)
+            found: dict[str, Any] = decode_fa3(model, cache, batch, mode, watched)
         elif row == "static":
             found = {"through": "generate"} | compiled(model, cache, batch, context)
         else:
             with compiled_forward(model) if mode == "compiled" else nullcontext():
-                found = decode(model, cache, batch, context, 20 if row == "stock_flash" and mode == "eager" else WATCHED)
+                found = decode(model, cache, batch, context, 20 if row == "stock_flash" and mode == "eager" else watched)
         on_device = cache.store.decoding is not None if isinstance(cache, KVCache) else None
     return {
         "scheme": row, "mode": mode, "batch": batch, "context": context, "through": "forward", "on_device": on_device, **prompt,
@@ -388,38 +390,68 @@ def words(r: dict[str, Any]) -> str:
     return f"{times}, {speed}, peak {r['peak_bytes'] / 2**30:.1f} GiB"
 
 
+def warm(model: LlamaForCausalLM, rows: list[str], shapes: list[tuple[int, int]]) -> None:
+    """A short prompt and some tokens of each row on a model of one layer: everything is compiled, and kept on disk."""
+    for batch in {batch for batch, _ in shapes}:
+        for row, mode in ((name, mode) for name in rows for mode in modes_of(name, ["eager", "graph"])):
+            with torch.no_grad(), prepared(model, row, batch, 512 + ROOM, mode) as cache:
+                prefill(model, cache, batch, 512)
+                found = decode_fa3(model, cache, batch, mode, 2) if row == "fa3" else decode(model, cache, batch, 512, 2)
+            print(f"{batch} x 512 {row} {mode}: {found['ms_per_token']:.2f} ms with one layer", flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("rows", nargs="*", default=list(ROWS))
+    found.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=MODES)
+    found.add_argument("--eager-rows", nargs="*", help="rows whose mode eager is wanted; all if left out, and caches without another mode")
+    found.add_argument("--shapes", type=int, nargs="*", default=[0, 1, 2])
+    found.add_argument("--generate", action="store_true")
+    found.add_argument("--prefill", action="store_true", help="prompts alone")
+    found.add_argument("--chunk", type=int, help="tokens of a chunk of the prompt")
+    found.add_argument("--grow", action="store_true", help="caches without a capacity")
+    found.add_argument("--filled", action="store_true", help="no prompt: random keys and values")
+    found.add_argument("--warm", action="store_true")
+    found.add_argument("--quick", action="store_true")
+    found.add_argument("--out", type=Path)
+    return found
+
+
+def wanted(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(row, mode), in the order in which they are measured."""
+    found = [(row, mode) for row in args.rows for mode in modes_of(row, args.modes) if not (args.generate and row in ("fa3", "static"))]
+    if args.eager_rows is None:
+        return found
+    return [(row, mode) for row, mode in found if mode != "eager" or row in args.eager_rows or modes_of(row, list(MODES)) == ["eager"]]
+
+
 def main(model: LlamaForCausalLM | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", default=list(ROWS))
-    parser.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=MODES)
-    parser.add_argument("--shapes", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--generate", action="store_true")
-    parser.add_argument("--prefill", action="store_true", help="prompts alone")
-    parser.add_argument("--chunk", type=int, help="tokens of a chunk of the prompt")
-    parser.add_argument("--grow", action="store_true", help="caches without a capacity")
-    parser.add_argument("--filled", action="store_true", help="no prompt: random keys and values")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser().parse_args()
     args.modes = ["eager"] if args.prefill else args.modes
     torch.manual_seed(0)
+    shapes = [(1, PROMPT)] if args.generate else [SHAPES[i] for i in args.shapes]
+    if args.warm:
+        warm(llama(1), args.rows, shapes)
+        return
     model = llama() if model is None else model
     ranks, first = (torch.distributed.get_world_size(), torch.distributed.get_rank() == 0) if torch.distributed.is_initialized() else (1, True)
-    found = []
-    for batch, context in [(1, PROMPT)] if args.generate else [SHAPES[i] for i in args.shapes]:
-        for row, mode in [(name, mode) for name in args.rows for mode in modes_of(name, args.modes) if not (args.generate and name in ("fa3", "static"))]:
+    failed = []
+    for batch, context in shapes:
+        for row, mode in wanted(args):
             start = time.perf_counter()
             try:
                 r = one_row(model, row, mode, batch, context, args)
             except (ImportError, RuntimeError, KvbitsError) as error:  # the other rows are worth having
                 print(f"{batch} x {context} {row:14s} {mode:8s} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                failed.append(f"{row} {mode} at {batch} x {context}")
                 torch.cuda.empty_cache()
                 continue
-            found.append(r | ({"ranks": ranks} if ranks > 1 else {}))
             print(f"{batch} x {context} {row:14s} {mode:8s} {ranks} GPU {words(r)} ({time.perf_counter() - start:.0f} s)", flush=True)
+            if first:
+                append([r | ({"ranks": ranks} if ranks > 1 else {})], args.out)
             torch.cuda.empty_cache()
-    if first:
-        typed = command() if ranks == 1 else command().replace("python", f"torchrun --nproc-per-node {ranks}", 1)
-        merge_result({"command": typed, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, args.out, KEY)
+    if failed:
+        raise SystemExit(f"not timed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

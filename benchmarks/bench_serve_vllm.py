@@ -4,8 +4,8 @@
     python benchmarks/bench_serve_vllm.py prefill --kv-cache-dtype kvbits_int8_centered --prompts 8192 65536
     python benchmarks/bench_serve_vllm.py serve   --kv-cache-dtype kvbits_int8_centered --rate 4 --requests 200
 
-One process measures one dtype and adds its rows to `--out`, replacing those of the same shape; every ratio against bf16 and fp8 is of the same machine and vLLM. Weights
-are random, of a model's geometry. `decode` skips prefill (unless `--prefill`; vLLM's DecodeBenchConnector, pages filled with random bytes that hold finite numbers) and takes the
+One process measures one dtype and adds its rows to `--out`; ratios are of rows of one session on one machine (environment variable KVBITS_SESSION, set by all_gpu.py). Each row says
+vLLM's compilation mode: 0 is without torch.compile and with full graphs of decoding steps, `--compile` is vLLM's default. Weights are random, of a model's geometry. `decode` skips prefill (unless `--prefill`; vLLM's DecodeBenchConnector, pages filled with random bytes that hold finite numbers) and takes the
 median time of steps in which all sequences decode; with `--speculate K` each of them brings K drafts that are always right (one token is allowed, so vLLM's n-gram
 drafts find it), and K = 0 is what to compare that with. `prefill` sends one prompt alone. `serve` sends ragged prompts at Poisson times. The engine runs in this process.
 """
@@ -27,7 +27,7 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from result_file import command
+from result_file import append
 
 GEOMETRIES = {
     "llama-3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -37,11 +37,11 @@ GEOMETRIES = {
 OUT = Path(__file__).parent / "results" / "nvidia-h200" / "serve_vllm.json"
 
 
-def model_directory(geometry: str) -> Path:
+def model_directory(geometry: str, layers: int | None) -> Path:
     """config.json of a geometry; vLLM makes the weights."""
     path = Path(tempfile.mkdtemp()) / geometry
     path.mkdir()
-    config = GEOMETRIES[geometry] | {
+    config = GEOMETRIES[geometry] | ({"num_hidden_layers": layers} if layers else {}) | {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 2 if geometry == "tiny" else 8, "head_dim": 128,
         "vocab_size": 1024 if geometry == "tiny" else 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
         "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
@@ -54,9 +54,9 @@ def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, capt
     """`vllm.LLM` with dummy weights."""
     from vllm import LLM
 
-    compilation = {} if args.compile else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": captured}
+    compilation = {"cudagraph_capture_sizes": captured} | ({} if args.compile else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})
     options: dict[str, Any] = {
-        "model": str(model_directory(args.geometry)), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
+        "model": str(model_directory(args.geometry, args.layers)), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
         "kv_cache_dtype": "auto" if args.kv_cache_dtype == "bf16" else args.kv_cache_dtype, "tensor_parallel_size": args.tensor_parallel,
         "disable_custom_all_reduce": args.tensor_parallel > 1, "gpu_memory_utilization": args.memory, "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs, "max_num_batched_tokens": args.chunk, "compilation_config": compilation, "enable_prefix_caching": False,
@@ -119,7 +119,7 @@ def decode_step(llm: Any, batch: int, context: int, speculate: int | None, steps
     return 1000 * statistics.median(times[4:])
 
 
-def run_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run_decode(args: argparse.Namespace) -> None:
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes]
     most_context = max([c for _, c in shapes] + ([args.largest] if args.largest else []))
     most_batch = max([b for b, _ in shapes] + ([args.max_batch] if args.largest else []))
@@ -137,7 +137,6 @@ def run_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.largest:
         fits = total // (-(-(args.largest + args.steps // 2) // 64) * 64)
         shapes.append((min(fits // args.largest_step * args.largest_step, args.max_batch), args.largest))
-    rows = []
     for i, (batch, context) in enumerate(shapes):
         largest = bool(args.largest) and i == len(shapes) - 1
         if batch * (context + args.steps * width) > total:
@@ -145,14 +144,12 @@ def run_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
             continue
         ms = decode_step(llm, batch, context, args.speculate, args.steps)
         rate = round(1000 * batch * width / ms, 1)
-        rows.append(row(args, "decode", batch, context, step_ms=round(ms, 3), tokens_per_s=rate, capacity_tokens=total, largest=largest))
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        keep(args, llm, row(args, "decode", batch, context, step_ms=round(ms, 3), tokens_per_s=rate, capacity_tokens=total, largest=largest))
 
 
-def run_prefill(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run_prefill(args: argparse.Namespace) -> None:
     llm = engine(args, max(args.prompts) + 8, 8, [1, 2, 4, 8])
-    rng, rows = random.Random(1), []
+    rng = random.Random(1)
     llm.generate([{"prompt_token_ids": ids(rng, 600)}], params(2), use_tqdm=False)
     for n in args.prompts:
         times = []
@@ -160,12 +157,10 @@ def run_prefill(args: argparse.Namespace) -> list[dict[str, Any]]:
             start = time.perf_counter()
             llm.generate([{"prompt_token_ids": ids(rng, n)}], params(1), use_tqdm=False)
             times.append(time.perf_counter() - start)
-        rows.append(row(args, "prefill", 1, n, ttft_ms=round(1000 * statistics.median(times), 2), capacity_tokens=capacity(llm)))
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        keep(args, llm, row(args, "prefill", 1, n, ttft_ms=round(1000 * statistics.median(times), 2), capacity_tokens=capacity(llm)))
 
 
-def run_serve(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run_serve(args: argparse.Namespace) -> None:
     sizes = [8, 16, 32, 64, 128, 256]
     llm = engine(args, args.longest + args.output + 8, 256, sizes)
     rng, core = random.Random(2), llm.llm_engine
@@ -199,8 +194,7 @@ def run_serve(args: argparse.Namespace) -> list[dict[str, Any]]:
         ttft_ms=round(at_share(waits, 0.5), 1), ttft_p99_ms=round(at_share(waits, 0.99), 1), tpot_ms=round(at_share(per_token, 0.5), 2),
         tpot_p99_ms=round(at_share(per_token, 0.99), 2), requests=args.requests, rate_per_s=args.rate,
     )  # fmt: skip
-    print(json.dumps(found), flush=True)
-    return [found]
+    keep(args, llm, found)
 
 
 def at_share(xs: list[float], share: float) -> float:
@@ -211,52 +205,60 @@ def row(args: argparse.Namespace, mode: str, batch: float, context: int, **found
     numbers = {"step_ms": None, "tokens_per_s": None, "capacity_tokens": None, "ttft_ms": None, "tpot_p99_ms": None}
     shape = {"mode": mode, "geometry": args.geometry, "gpus": args.tensor_parallel, "kv_cache_dtype": args.kv_cache_dtype, "batch": batch, "context": context}
     options = json.loads(args.engine) | ({} if args.speculate is None else {"speculate": args.speculate})
-    options |= {"prefill": True} if args.prefill else {}
+    options |= ({"prefill": True} if args.prefill else {}) | ({"layers": args.layers} if args.layers else {})
     return shape | {"compiled": args.compile, "options": options} | numbers | found
 
 
-def save(rows: list[dict[str, Any]], out: Path) -> None:
-    """Rows replace those of the same shape; whatever else the file holds stays."""
-    import torch
-    import vllm
+def keep(args: argparse.Namespace, llm: Any, found: dict[str, Any]) -> None:
+    """A row, as soon as it is measured."""
+    append([found | how_compiled(llm)], None if args.warm else args.out)
 
-    keys = ("mode", "geometry", "gpus", "kv_cache_dtype", "batch", "context", "compiled", "options")
-    kept = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    new = [[r[k] for k in keys] for r in rows]
-    kept["rows"] = [r for r in kept["rows"] if [r.get(k) for k in keys] not in new] + rows
-    kept |= {"vllm": vllm.__version__, "torch": torch.__version__, "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none"}
-    kept.setdefault("commands", []).append(command())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(kept, indent=1) + "\n")
+
+def how_compiled(llm: Any) -> dict[str, Any]:
+    """What vLLM made of its settings: compilation mode, kinds of graphs."""
+    config = llm.llm_engine.vllm_config.compilation_config
+    return {"compilation_mode": int(config.mode), "cudagraph_mode": getattr(config.cudagraph_mode, "name", str(config.cudagraph_mode))}
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("what", choices=["decode", "prefill", "serve"])
+    found.add_argument("--kv-cache-dtype", required=True, help="bf16, fp8, int8_per_token_head, kvbits_int8, ..")
+    found.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
+    found.add_argument("--layers", type=int, help="fewer than the geometry has; rows say so")
+    found.add_argument("--tensor-parallel", type=int, default=1)
+    found.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory that vLLM may take")
+    found.add_argument("--chunk", type=int, default=16384, help="tokens of a step (max_num_batched_tokens)")
+    found.add_argument("--compile", action="store_true", help="vLLM's default compilation and kinds of graphs instead of mode 0 with FULL_DECODE_ONLY")
+    found.add_argument("--engine", default="{}", help="more options of the engine, JSON")
+    found.add_argument("--out", type=Path, default=OUT)
+    found.add_argument("--shapes", nargs="*", default=[], help="decode: BATCHxCONTEXT ..")
+    found.add_argument("--largest", type=int, default=0, help="decode: context at which the largest batch that fits is measured")
+    found.add_argument("--largest-step", type=int, default=16, help="decode: largest batches are multiples of this")
+    found.add_argument("--max-batch", type=int, default=400, help="decode: bound of the largest batch; graphs are captured up to here")
+    found.add_argument("--steps", type=int, default=40, help="decode: tokens of each sequence, half of them past its context")
+    found.add_argument("--prefill", action="store_true", help="decode: prefill the prompts instead of filling pages; raw copies are made so")
+    found.add_argument("--speculate", type=int, help="decode: drafts of each sequence in a step")
+    found.add_argument("--prompts", type=int, nargs="*", default=[8192, 65536])
+    found.add_argument("--rate", type=float, default=4.0, help="serve: requests per second")
+    found.add_argument("--requests", type=int, default=200)
+    found.add_argument("--longest", type=int, default=8192, help="serve: longest prompt; the others are shorter, most of them much")
+    found.add_argument("--output", type=int, default=128, help="serve: tokens of an answer")
+    found.add_argument(
+        "--warm", action="store_true", help="decode: the same with one layer and little memory, so that kernels are compiled and kept; times nothing"
+    )
+    found.add_argument("--quick", action="store_true", help="decode: half the steps")
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["decode", "prefill", "serve"])
-    parser.add_argument("--kv-cache-dtype", required=True, help="bf16, fp8, int8_per_token_head, kvbits_int8, ..")
-    parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory that vLLM may take")
-    parser.add_argument("--chunk", type=int, default=16384, help="tokens of a step (max_num_batched_tokens)")
-    parser.add_argument("--compile", action="store_true", help="vLLM's default compilation and graphs instead of mode 0 with FULL_DECODE_ONLY")
-    parser.add_argument("--engine", default="{}", help="more options of the engine, JSON")
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--shapes", nargs="*", default=[], help="decode: BATCHxCONTEXT ..")
-    parser.add_argument("--largest", type=int, default=0, help="decode: context at which the largest batch that fits is measured")
-    parser.add_argument("--largest-step", type=int, default=16, help="decode: largest batches are multiples of this")
-    parser.add_argument("--max-batch", type=int, default=400, help="decode: bound of the largest batch; graphs are captured up to here")
-    parser.add_argument("--steps", type=int, default=40, help="decode: tokens of each sequence, half of them past its context")
-    parser.add_argument("--prefill", action="store_true", help="decode: prefill the prompts instead of filling pages; raw copies are made so")
-    parser.add_argument("--speculate", type=int, help="decode: drafts of each sequence in a step")
-    parser.add_argument("--prompts", type=int, nargs="*", default=[8192, 65536])
-    parser.add_argument("--rate", type=float, default=4.0, help="serve: requests per second")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--longest", type=int, default=8192, help="serve: longest prompt; the others are shorter, most of them much")
-    parser.add_argument("--output", type=int, default=128, help="serve: tokens of an answer")
-    args = parser.parse_args()
-    rows = {"decode": run_decode, "prefill": run_prefill, "serve": run_serve}[args.what](args)
-    save(rows, args.out)
-    print(json.dumps({"rows": rows}))
+    args = parser().parse_args()
+    args.steps = args.steps // 2 if args.quick else args.steps
+    if args.warm:
+        args.layers, args.memory, args.what = 1, 0.06, "decode"
+        run_decode(args)
+        return
+    {"decode": run_decode, "prefill": run_prefill, "serve": run_serve}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,20 @@ Without --model: a cache of an 8B model's geometry (32 layers, 8 kv heads of 128
 that what is timed is right. Beside it, in the same run and by turns: `cp` and `dd` of the same files with a flush, and reading them into memory that is there already (on a GPU: through pinned memory and
 on). Loads are from files that were just written (warm) and end with an attention of one token that waits for them. Bits count everything; "entries" is how many prompts fit where one would in bfloat16.
 The least of --repeat runs counts; "first_load" is a process's first, which on a GPU pins memory. Bases of calibrated schemes are random ones.
+"cold_load" begins without a page of the files in memory (they are flushed and dropped, and mincore() is asked; what the disk's own host still holds it cannot know); a RAM disk has none.
+Rows say what file system --where is on.
 
-With --model: a prompt of real text, computed and put, then loaded: seconds to the first token of each, and that the tokens are equal: "loaded" starts its first layers while later ones load, "loaded_whole" does not. "llama-8b" is an 8B Llama with random weights and a random prompt, on a
+With --model: a prompt of real text, computed and put, then loaded: seconds to the first token of each, and that the tokens are equal: "loaded" starts its first layers while later ones load, "loaded_whole" does not, "loaded_cold" is "loaded" of files that no memory holds. Each is the median of --repeat runs, and so are "computed" and "stock". "llama-8b" is an 8B Llama with random weights and a random prompt, on a
 GPU; --stock computes the prompt once more in one pass with 16-bit keys and values and the model's own attention. Processor seconds stand beside: on a machine that others use, they are what stays the same.
-The last line is one JSON object; it is also written to --out.
+The last line is one JSON object; rows are added to --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import mmap
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -29,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_file import command, merge_result
+from result_file import append
 
 import kvbits
 from kvbits import schemes
@@ -126,6 +129,36 @@ def attention(cache: PagedCache, layers: int) -> torch.Tensor:
     return torch.stack(out)
 
 
+def file_system(where: Path) -> str:
+    """Type of the file system that a folder is on: "tmpfs", "ext4", .."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    inside = [(mount, kind) for mount, kind in mounts if where.resolve().is_relative_to(mount)]
+    return max(inside, key=lambda found: len(found[0]))[1]
+
+
+def resident(path: Path) -> float:
+    """Share of a file's pages that are in memory."""
+    size = path.stat().st_size
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        held = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        view = (ctypes.c_ubyte * size).from_buffer(mapped)
+        failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(size), held)
+        del view
+    if failed:
+        raise OSError(ctypes.get_errno(), f"mincore of {path}")
+    return sum(x & 1 for x in held) / len(held)
+
+
+def drop(where: Path) -> bool:
+    """Whether no page of the files below `where` is in memory any more."""
+    files = [p for p in where.rglob("*") if p.is_file() and p.stat().st_size]
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return max(map(resident, files)) < 0.01
+
+
 def plain_copy(files: list[Path], room: torch.Tensor) -> None:
     """Read files into memory that is there already, as many at once as a load does; on a GPU through pinned memory."""
     sizes = [p.stat().st_size for p in files]
@@ -201,6 +234,16 @@ def on_geometry(name: str) -> dict[str, Any]:
         cache.arrivals.wait_for_all()
         wait()
         seconds["early_all"].append(time.perf_counter() - start)
+    cold = []
+    for _ in range(args.repeat):
+        cache.reset()
+        if drop(where):
+            cold.append(timed(lambda: store.load(cache, ids)))
+    if cold:
+        seconds["cold_load"] = cold
+    else:
+        cache.reset()
+        store.load(cache, ids)
     assert same(donor, cache), "what was loaded is not what was put"
     expected = attention(donor, args.layers)
     assert torch.equal(expected, attention(cache, args.layers)), "attention to what was loaded is not that to what was put"
@@ -232,10 +275,11 @@ def model_and_prompt() -> tuple[Any, torch.Tensor]:
 
 
 def stock_seconds(model: Any, ids: torch.Tensor) -> float:
-    """Seconds to the first token with the model's own attention and cache, the whole prompt in one pass; the least of two runs."""
+    """Seconds to the first token with the model's own attention and cache, the whole prompt in one pass."""
     kvbits.KVCache.detach(model)
     with torch.no_grad():
-        return min(timed(lambda: model(ids, use_cache=True, logits_to_keep=1).logits.argmax(-1).item()) for _ in range(2))
+        times = [timed(lambda: model(ids, use_cache=True, logits_to_keep=1).logits.argmax(-1).item()) for _ in range(args.repeat + 1)]
+        return statistics.median(times[1:])
 
 
 def on_model(name: str) -> dict[str, Any]:
@@ -244,29 +288,31 @@ def on_model(name: str) -> dict[str, Any]:
     store = kvbits.PrefixStore(args.where / "model")
     how: dict[str, Any] = {"store": store, "scheme": name, "put": False, "chunk": args.chunk}
     how |= {"calibration": kvbits.Calibration.load(args.calibration)} if args.calibration else {}
-    seconds: dict[str, float] = {}
-    cpu_seconds: dict[str, float] = {}
+    runs: dict[str, list[tuple[float, float, float]]] = {}  # seconds, those of them until the cache was there, processor seconds
     token: torch.Tensor | None = None
     if DEVICE.type == "cuda":  # kernels are compiled before anything is timed
         first = kvbits.KVCache.from_prefix(model, ids[:, : 2 * args.chunk + 2], **how)
         model.generate(ids[:, : 2 * args.chunk + 2], past_key_values=first, max_new_tokens=1, do_sample=False)
-    for what in ("computed", *["loaded", "loaded_whole"] * args.repeat):
+    order = [*["computed"] * args.repeat, *["loaded", "loaded_whole", "loaded_cold"] * args.repeat]
+    for turn, what in enumerate(order):
+        if what == "loaded_cold" and not drop(args.where / "model"):
+            continue
         wait()
         start, cpu_start = time.perf_counter(), time.process_time()
         cache = kvbits.KVCache.from_prefix(model, ids, wait=what == "loaded_whole", **how)
         if what == "computed":
             wait()
         loaded, cpu_loaded = time.perf_counter() - start, time.process_time() - cpu_start
-        if what == "computed":
-            seconds["put"] = timed(lambda cache=cache: store.put(cache, ids[:, :-1]))
+        if turn == args.repeat - 1:
+            put = timed(lambda cache=cache: store.put(cache, ids[:, :-1]))
         start, cpu_start = time.perf_counter(), time.process_time()
         before, token = token, model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
         wait()
-        total, cpu_total = loaded + time.perf_counter() - start, cpu_loaded + time.process_time() - cpu_start
-        if total < seconds.get(what, float("inf")):
-            seconds[f"{what}_cache"], seconds[what] = loaded, total
-        cpu_seconds[what] = min(cpu_total, cpu_seconds.get(what, float("inf")))
+        runs.setdefault(what, []).append((loaded + time.perf_counter() - start, loaded, cpu_loaded + time.process_time() - cpu_start))
         assert before is None or torch.equal(token, before), "another token from the loaded prefix"
+    seconds = {what: statistics.median(r[0] for r in found) for what, found in runs.items()} | {"put": put}
+    seconds |= {f"{what}_cache": statistics.median(r[1] for r in found) for what, found in runs.items()}
+    cpu_seconds = {what: statistics.median(r[2] for r in found) for what, found in runs.items()}
     if args.stock:
         seconds["stock"] = stock_seconds(model, ids)
     nbytes, raw = store.nbytes, cache.store.spec.raw_nbytes(ids.shape[1])
@@ -279,10 +325,10 @@ def on_model(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-machine = torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.processor() or platform.machine()
+args.where.mkdir(parents=True, exist_ok=True)
 for name in args.schemes.split(","):
     row = on_model(name) if args.model else on_geometry(name)
     print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items() if not isinstance(x, dict)})
     print("   seconds:", {key: round(x, 3) for key, x in row["seconds"].items()}, flush=True)
-    merge_result({"command": command(), "machine": machine, "torch": torch.__version__, "rows": [row]}, args.out, ("scheme", "model", "tokens"))
+    append([row | {"device": args.device, "file_system": file_system(args.where)}], args.out)
 shutil.rmtree(args.where, ignore_errors=True)
