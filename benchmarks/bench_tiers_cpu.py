@@ -90,7 +90,7 @@ def main() -> None:
     calls, served = {}, {}
     for name, cache in caches.items():
         state = SimpleNamespace(steps=[SimpleNamespace(history=cache.groups[0].tables())])
-        calls[name] = [cache._layers.call(cache._stores.places[layer][0], SCALING, None, state) for layer in range(args.layers)]
+        calls[name] = [cache._layers.call(cache._stores.places[layer], SCALING, None, state) for layer in range(args.layers)]
         choice = dispatch.choose("attend_pages", q, calls[name][0])
         served[name] = (choice.backend, choice.run)
         want, _ = reference.attend(q, calls[name][0], positions, torch.float64)

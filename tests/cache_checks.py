@@ -64,7 +64,7 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
     """`dequantize` gives the model's values: raw tokens exactly, closed pages as quantized once, whatever a window released missing in front."""
     assert cache.seq_lens == model.seq_lens
     for layer, geometry in enumerate(cache.spec.layers):
-        g = cache._stores.places[layer][0].group
+        g = cache._stores.places[layer].group
         for row in range(cache.batch_size):
             want_k, want_v = model.rows[row][layer].values()
             k, v = cache.dequantize(layer, row, torch.float64)
@@ -80,7 +80,7 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
             assert torch.equal(k, want_k[length - held :])
             assert torch.equal(v, want_v[length - held :])
             state = cache.groups[g].sequences[row]
-            place = cache._stores.places[layer][0]
+            place = cache._stores.places[layer]
             pages = model.rows[row][layer].closed
             for i, page in enumerate(reversed(pages[len(pages) - len(state.closed) :]), 1):
                 assert torch.equal(cache._stores.store(place, "closed").page(state.closed[-i]), page.pages[0]), "the bytes of a closed page changed"

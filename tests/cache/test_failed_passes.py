@@ -97,16 +97,6 @@ def test_the_ways_out_that_the_message_names_work():
         assert cache.dequantize(1, 0)[0][3, 1, 7] == pytest.approx(1e9, rel=0.01)
 
 
-def test_heads_that_are_stored_apart_are_named():
-    cache = make(overrides=(Override(layers=(1,), heads=(1,), key=QuantSpec(format="int4"), value=QuantSpec()),))
-    passes = tokens_of(1, 70, 0)
-    passes[1][1][0, 40, 1, 7] = 1e7
-    with pytest.raises(DataError, match=r"keys of layer 1, kv heads 1, page of tokens 32 to 63 of sequence 0: a scale, bias or mean of magnitude 1.43e\+06"):
-        forward(cache, passes)
-    assert cache.batch_size == 0
-    check_books(cache)
-
-
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_a_bad_number_in_a_later_layer_takes_the_pass_back(count):
     cache, clean = make(), make()

@@ -38,10 +38,7 @@ def both(model, scheme, **how):
 WANTED = [
     "raw", "int8", "int4", "int4_centered", "fp8", "kivi2", "int8_static", "nuq3-1%", "nuq2",
     dataclasses.replace(schemes.get("int4"), name="sinks", num_sink_tokens=5, residual_length=20),
-    dataclasses.replace(schemes.get("kivi2"), name="heads", overrides=(Override(layers=(1,), heads=(0,), key=QuantSpec.raw(), value=QuantSpec.raw()),)),
-    dataclasses.replace(
-        schemes.get("nuq3-1%"), name="calibrated heads", overrides=(Override(layers=(0,), heads=(1,), key=QuantSpec(), value=schemes.get("nuq3-1%").value),)
-    ),
+    dataclasses.replace(schemes.get("kivi2"), name="a raw layer", overrides=(Override(layers=(1,), key=QuantSpec.raw(), value=QuantSpec.raw()),)),
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from kvbits.calibrate.calibration import Calibration, fingerprint
 from kvbits.errors import KvbitsError
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.models import weights_fingerprint
-from kvbits.spec import Override, PerChannel, QuantSpec
+from kvbits.spec import PerChannel, QuantSpec
 
 
 def prompts() -> dict[str, torch.Tensor]:
@@ -85,8 +85,6 @@ def main(folder: Path) -> dict[str, object]:
         found[f"{name}_same"] = one.seq_lens == ranks.seq_lens and one.built_for == ranks.built_for and max(
             float((a - b).norm() / b.norm()) for layer in range(2) for row in range(2) for a, b in zip(one.dequantize(layer, row), ranks.dequantize(layer, row), strict=True)
         ) < 1e-3  # fmt: skip
-    heads = schemes.get("int8", overrides=(Override(layers=(1,), heads=(1,), key=QuantSpec(format="int4"), value=QuantSpec()),))
-    found["heads"] = refusal(lambda: KVCache.for_model(model, heads))
     found["prefix"] = refusal(lambda: KVCache.from_prefix(model, inputs["input_ids"][:1], store=None))
     found["nowhere"] = refusal(lambda: KVCache.for_model(model, "raw").save(folder / "no" / "such" / "file"))
     return found

@@ -89,7 +89,7 @@ def test_banded_zones_run_on_the_gpu(model):
     assert all(used.values()) and used["low0"] < used["closed"], "all zones are there"
 
 
-@pytest.mark.parametrize("name", ["nuq4-1%", "nuq3", "nuq2-1%", "nuq3-1%, a head in int8"])
+@pytest.mark.parametrize("name", ["nuq4-1%", "nuq3", "nuq2-1%", "nuq3-1%, a layer in int8"])
 def test_codebooks_of_each_layer_run_through_gpu_kernels_alone(model, name):
     """Layers have codebooks of their own and one plan; pages close and are read on the GPU."""
     gen = torch.Generator().manual_seed(4)
@@ -97,7 +97,7 @@ def test_codebooks_of_each_layer_run_through_gpu_kernels_alone(model, name):
     entries = 2 ** schemes.get(name).key.bits
     books = [{f"{kind}_codebook": (torch.rand(2, entries, generator=gen) * 2 - 1).sort(-1).values for kind in "kv"} for _ in range(3)]
     int8 = schemes.get("int8").key
-    overrides = (Override(layers=(1,), heads=(0,), key=int8, value=int8),) if mixed else ()
+    overrides = (Override(layers=(1,), key=int8, value=int8),) if mixed else ()
     scheme = schemes.for_layers(name, KVCache.for_model(model, "raw").store.spec.layers, overrides=overrides)
     calibration = Calibration(books, fingerprint(model.config, scheme))
     ids = torch.randint(2, 211, (3, 400), generator=torch.Generator().manual_seed(5)).to("cuda")

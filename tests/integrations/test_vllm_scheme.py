@@ -67,9 +67,8 @@ def test_raw_layers_and_copies_of_the_others(model, engine, tmp_path):  # noqa: 
         ({"key": dataclasses.replace(EIGHT.key, center=None, static=True)}, "calibrated scales"),
         ({"value": QuantSpec.raw()}, "one of keys and values is raw"),
         ({"page_size": 128}, "page_size=64"),
-        ({"overrides": (dataclasses.replace(LAST, heads=(0,)),)}, "one format a layer"),
     ],
-    ids=["kivi", "outliers", "klt", "static", "raw", "pages", "heads"],
+    ids=["kivi", "outliers", "klt", "static", "raw", "pages"],
 )
 def test_what_pages_of_vllm_cannot_hold_is_refused_by_name(engine, tmp_path, changes, says):  # noqa: F811
     with pytest.raises(UnsupportedError, match=says):

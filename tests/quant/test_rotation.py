@@ -12,7 +12,7 @@ from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import SpecError
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.quant.rotation import rotated_back, rotated_keys, rotated_queries, rotated_turn, rotations
-from kvbits.spec import CacheSpec, LayerGeometry, Override, PageLayout, PerChannel, QuantSpec, Rotary, Scheme
+from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, QuantSpec, Rotary, Scheme
 
 FINE = QuantSpec(format="int8", granularity=schemes.PerGroup(32), symmetric=False, scale_dtype="float32")
 ROTARY = Rotary(inv_freq=tuple(100.0 ** -(i / 32) for i in range(32)))
@@ -49,13 +49,12 @@ def attend(q, k, v):
     return torch.einsum("bhts,bshd->bthd", scores.masked_fill(late, -torch.inf).softmax(-1), v)
 
 
-@pytest.mark.parametrize("changes", [{"num_sink_tokens": 4, "residual_length": 32}, {"token_local": True}, {"center": True}, {"heads": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"num_sink_tokens": 4, "residual_length": 32}, {"token_local": True}, {"center": True}], ids=str)
 def test_a_cache_of_rotated_keys_attends_like_the_model_and_gives_its_keys_back(changes):
-    """Chunks, single tokens, sinks, tail, closed and packed pages; kv heads of which only one is rotated."""
+    """Chunks, single tokens, sinks, tail, closed and packed pages."""
     key = dataclasses.replace(FINE, rotated=True, center="channel" if changes.get("center") or changes.get("token_local") else None)
-    overrides = (Override(layers=(0,), heads=(1,), key=FINE, value=FINE),) if changes.get("heads") else ()
-    more = {n: x for n, x in changes.items() if n not in ("center", "heads")}
-    scheme = Scheme(name="rotated", key=key, value=FINE, overrides=overrides, **more)
+    more = {n: x for n, x in changes.items() if n != "center"}
+    scheme = Scheme(name="rotated", key=key, value=FINE, **more)
     cache = PagedCache(CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=2, head_dim=64, rotary=ROTARY),), raw_dtype="float32"))
     torch.manual_seed(0)
     n = 215

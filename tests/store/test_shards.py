@@ -7,7 +7,7 @@ import pytest
 import torch
 from store_checks import bytes_of, cache_of, ids_of, numbers, pieces, spec_of
 
-from kvbits import Override, PrefixStore, QuantSpec
+from kvbits import PrefixStore
 from kvbits.errors import SpecError
 from kvbits.spec import LayerGeometry
 
@@ -108,11 +108,6 @@ def test_calibrations_are_named_by_all_heads(tmp_path):
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path):
-    by_head = dataclasses.replace(spec_of("int4", LAYERS).scheme, overrides=(Override(layers=(0,), heads=(1,), key=QuantSpec.raw(), value=QuantSpec.raw()),))
-    cache = cache_of(dataclasses.replace(spec_of("int4", LAYERS), scheme=by_head))
-    with pytest.raises(SpecError, match="has overrides by kv head, which shards count anew"):
-        store_of(tmp_path, 0, 2).match(cache, IDS)
-    assert store_of(tmp_path, 0, 1).match(cache, IDS) == 0
     for bad in ((2, 2), (0, 0), (-1, 2), (0.0, 1), (0, 10**6), 3, (0,), None, (False, True)):
         with pytest.raises(SpecError, match=r"must be \(rank, ranks\)"):
             PrefixStore(tmp_path, shard=bad)

@@ -66,8 +66,6 @@ def refuses(stores: LayerStores, backend: str, num_q_heads: int, dtype: torch.dt
         return f"the pages are on {stores.device.type}"
     if backend not in ("auto", "cuda"):
         return f"backend={backend!r} was asked for"
-    if stores.has_head_overrides:
-        return "kv heads of a layer are stored in different ways"
     if any(g.group.tiers for g in stores.groups):
         return "zones are followed on the host"
     for state in stores.groups:

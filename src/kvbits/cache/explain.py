@@ -30,14 +30,13 @@ class Explanation(dict[str, Any]):
 
 
 def facts(
-    spec: CacheSpec, groups: list[GroupState], built_for: tuple[int | None, int | None], by_heads: bool, saturated: list[dict[str, int]], ops: Iterable[str],
+    spec: CacheSpec, groups: list[GroupState], built_for: tuple[int | None, int | None], saturated: list[dict[str, int]], ops: Iterable[str],
     notes: list[str],
 ) -> Explanation:  # fmt: skip
     """What a cache stores, who serves its ops, and where its bytes are.
 
     Args:
         built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
-        by_heads: kv heads of a layer are stored in different ways, so they are listed.
         ops: who serves each operation, and why the others do not.
         notes: what else a user should know; what a GPU serves badly at the present size comes behind it.
     """
@@ -48,7 +47,7 @@ def facts(
             "scheme": spec.scheme.name,
             "bits_per_element": round(spec.bits_per_element, 4),
             "capacity": _capacity(spec, *built_for),
-            "layers": layer_groups(groups, by_heads),
+            "layers": layer_groups(groups),
             "ops": sorted(ops),
             "notes": notes + (too_small_for_a_gpu(groups) if on_gpu else []),
             "bytes": kinds | {"total": sum(kinds.values())},
@@ -69,8 +68,7 @@ def _room(capacity: dict[str, int]) -> str:
 
 
 def _layers(group: dict[str, Any]) -> str:
-    heads = "" if group["kv_heads"] == "all" else f", kv heads {' / '.join(dict.fromkeys(ranges(h) for h in group['kv_heads']))}"
-    return f"layer{'s' if len(group['layers']) > 1 else ''} {ranges(group['layers'])}{heads}"
+    return f"layer{'s' if len(group['layers']) > 1 else ''} {ranges(group['layers'])}"
 
 
 def _window(group: dict[str, Any]) -> str:
@@ -118,16 +116,11 @@ def bytes_by_kind(groups: list[GroupState]) -> dict[str, int]:
     return kinds
 
 
-def layer_groups(groups: list[GroupState], by_heads: bool) -> list[dict[str, Any]]:
-    """What each layer group stores, and how many pages of each pool are in use.
-
-    Args:
-        by_heads: kv heads of a layer are stored in different ways, so they are listed.
-    """
+def layer_groups(groups: list[GroupState]) -> list[dict[str, Any]]:
+    """What each layer group stores, and how many pages of each pool are in use."""
     return [
         {
             "layers": list(g.group.layers),
-            "kv_heads": [list(heads) for heads in g.group.heads] if by_heads else "all",
             "keys": repr(g.group.key),
             "values": repr(g.group.value),
             "stored": f"keys {in_words(g.group.key)}, values {in_words(g.group.value)}",

@@ -81,8 +81,7 @@ def _in_the_specs(spec: QuantSpec, scheme: Scheme, place: Place) -> str:
 
 def _named(kind: str, place: Place) -> str:
     """Which keys or values, for messages."""
-    heads = "" if place.heads is None else f", kv heads {', '.join(map(str, place.heads))}"
-    return f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}{heads}"
+    return f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}"
 
 
 def _pages_named(run: list[Close], page_size: int) -> str:
@@ -115,30 +114,7 @@ class LayerRunner:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse float32 [B, T, Hq])."""
-        places = self._stores.places[layer]
-        if len(places) == 1:
-            return self._step(places[0], q, k, v, scaling, softcap, f)
-        out = torch.zeros_like(q, dtype=torch.float32)  # kv heads are stored in different ways
-        lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
-        group = q.shape[2] // k.shape[2]
-        for place in places:
-            heads = torch.tensor(place.heads, device=q.device)
-            q_heads = (heads[:, None] * group + torch.arange(group, device=q.device)).flatten()
-            o, m = self._step(place, q[:, :, q_heads], k[:, :, heads], v[:, :, heads], scaling, softcap, f)
-            out[:, :, q_heads], lse[:, :, q_heads] = o.float(), m
-        return out, lse
-
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
-        """Store the tokens k, v [B, T, H, D] of a layer without attending."""
-        for place in self._stores.places[layer]:
-            heads = slice(None) if place.heads is None else list(place.heads)
-            _, stored = self._stores.as_stored(place, k[:, :, :0], k[:, :, heads])
-            self._write(place, stored, v[:, :, heads], f)
-
-    def _step(
-        self, place: Place, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of one place, and its pages written."""
+        place = self._stores.places[layer]
         call = self.call(place, scaling, softcap, f)
         q, k = self._stores.as_stored(place, q, k)
         observed = self._observes(place, f) and bool(call.parts)
@@ -164,6 +140,12 @@ class LayerRunner:
             self._note_shares(place, call, lse[:, -n:], f)
         self._write(place, k, v, f)
         return out, lse
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
+        """Store the tokens k, v [B, T, H, D] of a layer without attending."""
+        place = self._stores.places[layer]
+        _, stored = self._stores.as_stored(place, k[:, :, :0], k)
+        self._write(place, stored, v, f)
 
     def _observes(self, place: Place, f: Forward) -> bool:
         """Whether this pass notes which pages attention uses: every chunk, and one in `OBSERVE_EVERY` tokens."""
@@ -208,7 +190,7 @@ class LayerRunner:
         key = (place.group, call.scaling, call.softcap, q.shape[1:3], asks)
         if key not in f.plans:
             first = self._stores.places[self._groups[place.group].group.layers[0]]
-            base = self.call(next(p for p in first if p.group == place.group), call.scaling, call.softcap, f)
+            base = self.call(first, call.scaling, call.softcap, f)
             base = dataclasses.replace(base, page_lse=call.page_lse)
             strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
             f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides, history_only=f.history_first)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ..errors import DataError
@@ -20,12 +18,11 @@ from .group import GroupState
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer (or some of its kv heads) is stored."""
+    """Where a layer is stored."""
 
     layer: int
     group: int
     index: int  # of the layer inside the group
-    heads: tuple[int, ...] | None  # kv heads; None for all
 
 
 class LayerStores:
@@ -37,7 +34,7 @@ class LayerStores:
         backend: "auto", or the one that every op was forced to.
 
     Attributes:
-        places: of each layer: one, or several where its kv heads are stored in different ways.
+        places: of each layer.
     """
 
     def __init__(self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device, backend: str) -> None:
@@ -46,20 +43,12 @@ class LayerStores:
         self._shared = parameters.shared(spec, static, device)
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
-        self.places: dict[int, tuple[Place, ...]] = {}
-        for g, group in enumerate(spec.groups):
-            for i, (layer, heads) in enumerate(zip(group.layers, group.heads, strict=True)):
-                whole = len(heads) == spec.layers[layer].num_kv_heads
-                self.places[layer] = (*self.places.get(layer, ()), Place(layer, g, i, None if whole else heads))
-
-    @property
-    def has_head_overrides(self) -> bool:
-        return any(len(places) > 1 for places in self.places.values())
+        self.places = {layer: Place(layer, g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
 
     def store(self, place: Place, pool: str) -> PageStore:
         state = self.groups[place.group]
         packed = pool == state.group.packed_pool
-        return state.pools[pool].store(place.index, self._static(place) if packed else {}, self._turns.get(place.layer) if packed else None)
+        return state.pools[pool].store(place.index, self._shared[place.layer] if packed else {}, self._turns.get(place.layer) if packed else None)
 
     def low_store(self, place: Place, pool: str) -> LowStore:
         return self.groups[place.group].pools[pool].store(place.index, {})
@@ -70,9 +59,8 @@ class LayerStores:
         return tuple(self.low_store(place, name) for name in names[len(names) - planes :][::-1])
 
     def of_layer(self, layer: int, pool: str) -> PageStore:
-        """A layer's pages of one pool; its kv heads must all be stored alike."""
-        (place,) = self.places[layer]
-        return self.store(place, pool)
+        """A layer's pages of one pool."""
+        return self.store(self.places[layer], pool)
 
     def as_stored(self, place: Place, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [B, T, H, D] as the place stores them, rotated or with their channels in another order, and queries [B, T, Hq, D] that score with them as `q`
@@ -101,22 +89,10 @@ class LayerStores:
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, H, D] that a sequence holds, as far as all kv heads hold them."""
+        """Keys and values [tokens, H, D] that a sequence holds, in token order."""
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise DataError(f"keys and values are read into a float dtype, not {dtype!r}")
-        g = self.spec.layers[layer]
-        places = [(place, *self._dequantize(place, row, dtype)) for place in self.places[layer]]
-        shared = functools.reduce(np.intersect1d, [at for _, at, _, _ in places])  # pages leave a window whole, and those of other specs at other times
-        k, v = (torch.zeros(len(shared), g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device) for _ in "kv")
-        for place, at, *sides in places:
-            held = torch.from_numpy(np.isin(at, shared)).to(self.device)
-            for to, x in zip((k, v), sides, strict=True):
-                to[:, slice(None) if place.heads is None else list(place.heads)] = x[held]
-        return k, v
-
-    def _dequantize(self, place: Place, row: int, dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """Positions [tokens], keys and values [tokens, H, D] that a sequence holds in one place, in token order."""
-        g = self.groups[place.group].group.geometry
+        place, g = self.places[layer], self.spec.layers[layer]
         empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
         keys, values = [empty], [empty]
         found = []
@@ -129,11 +105,6 @@ class LayerStores:
                 n = table.lengths[e]
                 found.append((int(table.starts[e]), k[0, :, :n].transpose(0, 1), v[0, :, :n].transpose(0, 1)))
         found.sort(key=lambda x: x[0])
-        positions = [np.arange(start, start + len(k)) for start, k, _ in found]
         keys += [k for _, k, _ in found]
         values += [v for _, _, v in found]
-        return np.concatenate([np.zeros(0, np.int64), *positions]), self._as_given(place, torch.cat(keys)), torch.cat(values)
-
-    def _static(self, place: Place) -> dict[str, torch.Tensor]:
-        whole = self._shared[place.layer]
-        return whole if place.heads is None else parameters.of_heads(whole, place.heads, self.groups[place.group].group)
+        return self._as_given(place, torch.cat(keys)), torch.cat(values)

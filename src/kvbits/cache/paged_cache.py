@@ -136,7 +136,7 @@ class PagedCache:
         ops = {str(c) for c in self._layers.choices.values()} | self._switch.explain()
         notes = [f"single tokens are led by the host: {self.led_by_host}"] if self.led_by_host else []
         notes += [] if self.budget is None else self.budget.notes(self.groups)
-        return explain.facts(self.spec, self.groups, self.built_for, self._stores.has_head_overrides, self.saturated, ops, notes)
+        return explain.facts(self.spec, self.groups, self.built_for, self.saturated, ops, notes)
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class PagedCache:
         if (q.shape[2], q.dtype, scaling, softcap) != decode.key:
             raise DataError(f"layer {layer} attends with {q.shape[2]} heads, scaling {scaling}, softcap {softcap}; this pass began with {decode.key}")
         k, v = self._inputs.clamped(k, v)
-        (place,) = self._stores.places[layer]
+        place = self._stores.places[layer]
         q, k = self._stores.as_stored(place, q, k)
         lse = None if sink_logits is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         try:

@@ -12,7 +12,7 @@ from ..ops.static import check as check_tensors
 from ..quant.basis import inverse
 from ..quant.rotary import turn_by
 from ..quant.rotation import rotated_turn
-from ..spec import CacheSpec, LayerGroup
+from ..spec import CacheSpec
 
 
 def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None:
@@ -56,15 +56,6 @@ def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch
     return found
 
 
-def of_heads(tensors: dict[str, torch.Tensor], heads: tuple[int, ...], group: LayerGroup) -> dict[str, torch.Tensor]:
-    """What pages that hold some kv heads of a layer share, as far as their specs, the group's, need it."""
-    heads_and_dim = (group.geometry.num_kv_heads, group.geometry.head_dim)
-    names = {*calibrated(group.key, "k", *heads_and_dim), *calibrated(group.value, "v", *heads_and_dim)}
-    names |= {"k_inv_freq"} if group.key.needs_rotary else set()
-    names |= {"k_inverse"} if group.key.basis == "klt" else set()
-    return {name: x[list(heads)] if x.ndim > 1 else x for name, x in tensors.items() if name in names}
-
-
 def orders(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
     """Stored order of channels of the layers where it is not the model's."""
     found = {}
@@ -87,5 +78,5 @@ def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
 
 
 def _turned(spec: CacheSpec) -> set[int]:
-    """Layers with a kv head whose keys are turned back."""
+    """Layers whose keys are turned back."""
     return {layer for group in spec.groups if group.key.needs_rotary for layer in group.layers}

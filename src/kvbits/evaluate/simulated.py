@@ -28,20 +28,21 @@ class SimulatedLayer(DynamicLayer):
     """One layer: a stock layer whose older tokens are replaced by what their pages would give back.
 
     Args:
-        parts: the layer's groups, with the kv heads each holds and what their pages share.
+        group: the layer's group.
+        static: what the layer's pages share.
         order: stored order of key channels, where it is not the model's.
     """
 
-    def __init__(self, parts: list[tuple[LayerGroup, tuple[int, ...], dict[str, torch.Tensor]]], order: torch.Tensor | None) -> None:
+    def __init__(self, group: LayerGroup, static: dict[str, torch.Tensor], order: torch.Tensor | None) -> None:
         super().__init__()
-        self.parts = [p for p in parts if not p[0].is_raw]
+        self.group, self.static = group, static
         self.order = order
         self.pages = 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as attention sees them: one token after its page closed, a chunk before, with its own tokens exact."""
         keys, values = super().update(key_states, value_states)
-        due = self.parts[0][0].closed_after(keys.shape[2]) if self.parts else 0
+        due = 0 if self.group.is_raw else self.group.closed_after(keys.shape[2])
         if due == self.pages:
             return keys, values
         self.keys, self.values = keys.clone(), values.clone()
@@ -49,20 +50,20 @@ class SimulatedLayer(DynamicLayer):
         return (self.keys, self.values) if key_states.shape[2] == 1 else (keys, values)
 
     def _close(self, all_keys: torch.Tensor, all_values: torch.Tensor, due: int) -> None:
-        for group, heads, static in self.parts:
-            first = group.num_sink_tokens + self.pages * group.page_size
-            where = slice(first, group.num_sink_tokens + due * group.page_size)
-            starts = np.arange(first, where.stop, group.page_size)
-            order = self.order if group.key.needs_rotary else None
-            for row in range(len(all_keys)):
-                k, v = (x[row, list(heads), where].unflatten(1, (len(starts), -1)).transpose(0, 1) for x in (all_keys, all_values))
-                k = rotated_keys(k) if group.key.rotated else k
-                pages, _ = close_pages(k if order is None else k[..., order], v, group.layouts["closed"], static, starts)
-                stored, values = dequantize_pages(pages, group.layouts["closed"], static, torch.float32, starts=starts)
-                stored = rotated_back(stored) if group.key.rotated else stored
-                keys = stored if order is None else torch.empty_like(stored).index_copy_(-1, order, stored)
-                for to, x in ((all_keys, keys), (all_values, values)):
-                    to[row, list(heads), where] = x.transpose(0, 1).flatten(1, 2).to(to.dtype)
+        group, static = self.group, self.static
+        first = group.num_sink_tokens + self.pages * group.page_size
+        where = slice(first, group.num_sink_tokens + due * group.page_size)
+        starts = np.arange(first, where.stop, group.page_size)
+        order = self.order if group.key.needs_rotary else None
+        for row in range(len(all_keys)):
+            k, v = (x[row, :, where].unflatten(1, (len(starts), -1)).transpose(0, 1) for x in (all_keys, all_values))
+            k = rotated_keys(k) if group.key.rotated else k
+            pages, _ = close_pages(k if order is None else k[..., order], v, group.layouts["closed"], static, starts)
+            stored, values = dequantize_pages(pages, group.layouts["closed"], static, torch.float32, starts=starts)
+            stored = rotated_back(stored) if group.key.rotated else stored
+            keys = stored if order is None else torch.empty_like(stored).index_copy_(-1, order, stored)
+            for to, x in ((all_keys, keys), (all_values, values)):
+                to[row, :, where] = x.transpose(0, 1).flatten(1, 2).to(to.dtype)
         self.pages = due
 
     def reset(self) -> None:
@@ -86,9 +87,5 @@ class SimulatedCache(Cache):
         parameters.check(spec, static)
         shared = parameters.shared(spec, static or [{} for _ in spec.layers], device)
         orders = parameters.orders(spec, device)
-        parts: list[list[tuple[LayerGroup, tuple[int, ...], dict[str, torch.Tensor]]]] = [[] for _ in spec.layers]
-        for group in spec.groups:
-            for layer, heads in zip(group.layers, group.heads, strict=True):
-                whole = len(heads) == spec.layers[layer].num_kv_heads
-                parts[layer].append((group, heads, shared[layer] if whole else parameters.of_heads(shared[layer], heads, group)))
-        super().__init__(layers=[SimulatedLayer(p, orders.get(i)) for i, p in enumerate(parts)])
+        groups = {layer: group for group in spec.groups for layer in group.layers}
+        super().__init__(layers=[SimulatedLayer(groups[i], shared[i], orders.get(i)) for i in range(len(spec.layers))])

@@ -167,7 +167,7 @@ class KVCache(Cache):
         chosen = scheme_for(model, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
             warnings.warn(unfit, KvbitsWarning, stacklevel=2)
-        layers = stored_layers(ranks.layers(layers, chosen), chosen, model)
+        layers = stored_layers(ranks.layers(layers), chosen, model)
         spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
         static = None
         if calibration is not None:

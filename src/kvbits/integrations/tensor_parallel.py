@@ -22,7 +22,7 @@ from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
 from ..cache.pool import Pool
 from ..errors import KvbitsWarning, UnsupportedError, counted
-from ..spec import LayerGeometry, LayerGroup, Scheme
+from ..spec import LayerGeometry, LayerGroup
 
 GATHERED = 64 << 20
 """Bytes that a rank sends at once."""
@@ -55,18 +55,14 @@ class Ranks:
     def __reduce__(self) -> Any:
         return Ranks, (self.rank, self.size)  # process groups stay where they are
 
-    def layers(self, layers: tuple[LayerGeometry, ...], scheme: Scheme) -> tuple[LayerGeometry, ...]:
+    def layers(self, layers: tuple[LayerGeometry, ...]) -> tuple[LayerGeometry, ...]:
         """The kv heads of each layer that are this rank's.
 
         Raises:
-            UnsupportedError: kv heads that cannot be shared out, or a scheme that tells them apart.
+            UnsupportedError: kv heads that cannot be shared out.
         """
         if self.size == 1:
             return layers
-        if any(o.heads is not None for o in scheme.overrides):
-            raise UnsupportedError(
-                f"scheme {scheme.name!r} names single kv heads (an Override with heads=..), which ranks that share a model cannot tell apart"
-            )
         if bad := next((g.num_kv_heads for g in layers if g.num_kv_heads % self.size), None):
             raise UnsupportedError(f"{counted(bad, 'kv head')} cannot be shared by {self.size} ranks; use a number of ranks that divides them")
         return tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads // self.size) for g in layers)
@@ -108,7 +104,7 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
 
 def cut(whole: PagedCache, ranks: Ranks, device: torch.device) -> PagedCache:
     """This rank's part of a cache of one process, on its device."""
-    spec = dataclasses.replace(whole.spec, layers=ranks.layers(whole.spec.layers, whole.spec.scheme))
+    spec = dataclasses.replace(whole.spec, layers=ranks.layers(whole.spec.layers))
     static = [{name: x.to(device) for name, x in s.items()} for s in ranks.static(whole.static) or []] if any(whole.static) else None
     if whole.budget is not None:
         warnings.warn("the saved cache's budget is not kept where ranks share a model: it grows without one", KvbitsWarning, stacklevel=3)

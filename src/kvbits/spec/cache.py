@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..errors import SpecError
 from .codec import choice, parse, serialisable, to_dict, whole
@@ -60,12 +59,10 @@ class LayerGeometry:
 class LayerGroup:
     """Layers that store alike and therefore share one page table: a page id names one page in each of these layers.
 
-    `heads` are the kv heads that the group holds of each layer: all of them, unless the scheme has overrides by head.
     `tiers` are the scheme's, and none for layers with an override; `token_local` is the scheme's.
     """
 
     layers: tuple[int, ...]
-    heads: tuple[tuple[int, ...], ...]
     geometry: LayerGeometry
     key: QuantSpec
     value: QuantSpec
@@ -205,38 +202,18 @@ class CacheSpec:
     @functools.cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
         """Layers with equal geometry and specs, in order of first appearance."""
-        members: dict[tuple[Any, ...], list[tuple[int, tuple[int, ...]]]] = {}
+        members: dict[tuple[LayerGeometry, QuantSpec, QuantSpec], list[int]] = {}
         for i, geometry in enumerate(self.layers):
-            for specs, heads in self._heads_by_specs(i, geometry).items():
-                part = dataclasses.replace(geometry, num_kv_heads=len(heads))
-                members.setdefault((part, *specs), []).append((i, tuple(heads)))
+            members.setdefault((geometry, *self.scheme.for_layer(i, len(self.layers))), []).append(i)
         s = self.scheme
         return tuple(
             LayerGroup(
-                layers=tuple(i for i, _ in parts), heads=tuple(heads for _, heads in parts), geometry=geometry, key=key, value=value,
-                num_sink_tokens=s.num_sink_tokens, residual_length=s.residual_length, page_size=s.page_size, raw_dtype=self.raw_dtype,
+                layers=tuple(layers), geometry=geometry, key=key, value=value, num_sink_tokens=s.num_sink_tokens,
+                residual_length=s.residual_length, page_size=s.page_size, raw_dtype=self.raw_dtype,
                 tiers=s.tiers if (key, value) == (s.key, s.value) else (), demote=s.demote, token_local=s.token_local,
             )
-            for (geometry, key, value), parts in members.items()
+            for (geometry, key, value), layers in members.items()
         )  # fmt: skip
-
-    def _heads_by_specs(self, layer: int, geometry: LayerGeometry) -> dict[tuple[QuantSpec, QuantSpec], list[int]]:
-        for o in self.scheme.overrides:
-            bad = [h for h in o.heads or () if not 0 <= h < geometry.num_kv_heads and o.covers(layer, h, len(self.layers))]
-            if bad:
-                raise SpecError(f"override for kv head {bad[0]} of layer {layer}, which has {geometry.num_kv_heads} kv heads")
-        found: dict[tuple[QuantSpec, QuantSpec], list[int]] = {}
-        for head in range(geometry.num_kv_heads):
-            found.setdefault(self.scheme.for_layer(layer, len(self.layers), head), []).append(head)
-        own = self.scheme.for_layer(layer, len(self.layers))
-        for specs, heads in found.items():
-            for side, spec, calibrated in zip(("keys", "values"), specs, own, strict=True):
-                if spec.needs_calibration and spec != calibrated:
-                    raise SpecError(
-                        f"kv heads {heads} of layer {layer} have {side} in {spec!r}, which needs a calibration, but calibrations are by layer, here for "
-                        f"{calibrated!r}; give that spec to the whole layer, or those heads one without calibration, such as int8, or raw"
-                    )
-        return found
 
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
         """Bytes a cache of this capacity allocates: `batch_size` sequences of `num_tokens` tokens each, everything included."""

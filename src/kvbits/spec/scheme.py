@@ -1,4 +1,4 @@
-"""What a whole cache stores: `Scheme`, with exceptions by layer and head."""
+"""What a whole cache stores: `Scheme`, with exceptions by layer."""
 
 from __future__ import annotations
 
@@ -21,32 +21,24 @@ def _require_specs(key: object, value: object) -> None:
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Other specs for some layers or heads, for example raw keys and values in the first and last layer.
-
-    `layers` are indices, negative ones counted from the end; `heads` are kv heads of those layers, None for all. A calibration is by layer: heads may have
-    specs that need none (integers, FP8, raw) or the layer's own, but no others that need one (`CacheSpec` refuses them).
-    """
+    """Other specs for some layers, for example raw keys and values in the first and last one. `layers` are indices, negative ones counted from the end."""
 
     layers: tuple[int, ...]
     key: QuantSpec
     value: QuantSpec
-    heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _require_specs(self.key, self.value)
         object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "heads", None if self.heads is None else tuple(self.heads))
         if not self.layers:
             raise SpecError("an Override with layers=() covers nothing; name its layers, or leave it out")
-        if self.heads == ():
-            raise SpecError(f"an Override of layers {self.layers} with heads=() covers nothing; name kv heads, or heads=None for all of them")
 
-    def covers(self, layer: int, head: int | None, num_layers: int) -> bool:
-        """True for a kv head of a layer (head None: for the layer as a whole)."""
+    def covers(self, layer: int, num_layers: int) -> bool:
+        """Whether the layer is one of these."""
         for index in self.layers:
             if not -num_layers <= index < num_layers:
                 raise SpecError(f"override for layer {index}, but the model has {num_layers} layers")
-        return any(index % num_layers == layer for index in self.layers) and (self.heads is None or (head is not None and head in self.heads))
+        return any(index % num_layers == layer for index in self.layers)
 
 
 MAX_PAGE_SIZE = 65_536
@@ -102,7 +94,7 @@ class Scheme:
         demote: which page leaves a full tier: the oldest ("age"), or the one that attention uses least ("attention", see `cache.mass`).
         token_local: quantize every token as it comes, straight into its slot of a packed page, so that nothing waits raw. Only for specs whose scales belong to
             a token or are calibrated (`QuantSpec.token_local`), without residual_length and tiers. Centred keys take the mean of the page before.
-        overrides: exceptions by layer and head; the last match wins.
+        overrides: exceptions by layer; the last match wins.
         source: link to the paper or document the scheme comes from.
     """
 
@@ -169,11 +161,11 @@ class Scheme:
             if bits and spec.outliers:
                 raise SpecError(f"outliers of {name}s correct one precision, so their pages have no low planes; use outliers=0 or {name}_bits=0")
 
-    def for_layer(self, layer: int, num_layers: int, head: int | None = None) -> tuple[QuantSpec, QuantSpec]:
-        """(key spec, value spec) of one layer, or of one of its kv heads."""
+    def for_layer(self, layer: int, num_layers: int) -> tuple[QuantSpec, QuantSpec]:
+        """(key spec, value spec) of one layer."""
         key, value = self.key, self.value
         for o in self.overrides:
-            if o.covers(layer, head, num_layers):
+            if o.covers(layer, num_layers):
                 key, value = o.key, o.value
         return key, value
 

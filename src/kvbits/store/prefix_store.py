@@ -424,15 +424,9 @@ def _shard(shard: Shard) -> Shard:
 
 
 def whole_spec(spec: CacheSpec, shards: int) -> CacheSpec:
-    """The spec of all kv heads, of one of equal shards.
-
-    Raises:
-        SpecError: some heads are stored in other ways than others, so that a shard does not say what the whole is.
-    """
+    """The spec of all kv heads, of one of equal shards."""
     if shards == 1:
         return spec
-    if any(o.heads is not None for o in spec.scheme.overrides):
-        raise SpecError(f"scheme {spec.scheme.name!r} has overrides by kv head, which shards count anew; store it whole, or use overrides by layer")
     return dataclasses.replace(spec, layers=tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * shards) for g in spec.layers))
 
 

@@ -44,8 +44,6 @@ def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
 @functools.lru_cache(maxsize=8)
 def _layer_formats(path: str, layers: tuple[LayerGeometry, ...]) -> tuple[Format | None, ...]:
     scheme = schemes.for_layers(schemes.read(path), layers)
-    if any(o.heads is not None for o in scheme.overrides):
-        raise UnsupportedError(f"{path}: heads with formats of their own; pages of vLLM have one format a layer")
     if scheme.tiers:
         raise UnsupportedError(f"{path}: tiers, which vLLM's blocks cannot give back; use tiers=()")
     if scheme.page_size != PAGE_SIZE:
