@@ -150,13 +150,17 @@ def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
     return {"batch": batch, "kernel_us": kernel} | {f"{name}_us": statistics.median(t) / layers * 1e6 for name, t in waits.items()}
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--out", type=Path)
+    found.add_argument("--schemes", nargs="+", default=list(_rows()), choices=list(_rows()))
+    found.add_argument("--closing-only", action="store_true", help="no append, no store_tokens")
+    found.add_argument("--quick", action="store_true", help="a third of the replays")
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--schemes", nargs="+", default=list(_rows()), choices=list(_rows()))
-    parser.add_argument("--closing-only", action="store_true", help="no append, no store_tokens")
-    parser.add_argument("--quick", action="store_true", help="a third of the replays")
-    args = parser.parse_args()
+    args = parser().parse_args()
     be_quick(args.quick)
     torch.manual_seed(0)
     copy = copy_bandwidth()

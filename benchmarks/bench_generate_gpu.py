@@ -441,7 +441,10 @@ def main(model: LlamaForCausalLM | None = None) -> None:
             start = time.perf_counter()
             try:
                 r = one_row(model, row, mode, batch, context, args)
-            except (ImportError, RuntimeError, KvbitsError) as error:  # the other rows are worth having
+            except ImportError as error:  # a package to compare with
+                print(f"{batch} x {context} {row:14s} {mode:8s} left out: {error}", flush=True)
+                continue
+            except (RuntimeError, KvbitsError) as error:  # the other rows are worth having
                 print(f"{batch} x {context} {row:14s} {mode:8s} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 failed.append(f"{row} {mode} at {batch} x {context}")
                 torch.cuda.empty_cache()

@@ -1,0 +1,407 @@
+"""Everything that the documents print of one GPU, in one command: each part in a process of its own, the most important first, at one commit.
+
+    python benchmarks/all_gpu.py [--only NAME ..] [--skip NAME ..] [--limit MINUTES] [--out benchmarks/results/<gpu>]
+    python benchmarks/all_gpu.py --list                  what it would run, what of it is done at this commit, and how long each part took last time
+    python benchmarks/all_gpu.py --take DIR --out ..     adds the rows that another machine wrote to DIR
+
+Before anything is timed, kernels are compiled by several processes at once, into the caches on disk; timings run alone. A part that fails, takes longer than its limit
+or needs a package that is not there leaves the others alone. A part is skipped where all_gpu.json in the folder of results says that it was done at this commit on this
+kind of GPU, so a command that was stopped goes on where it was; a part whose rows make ratios with those of another process ("serve-..", over "serve-bf16") counts as
+done only where both were measured in one session, on one machine. With --limit a part begins only if it ended within the time that is left when it last ran.
+
+    KVBITS_COMMIT      the commit, where there is no .git
+    KVBITS_VLLM_SITE   a folder of packages that only the parts of vLLM see
+    KVBITS_MODELS      a folder of models (docs/evaluation.md): accuracy is measured on those of it
+    KVBITS_TEXTS       a folder with wiki.test.raw and wiki.valid.tokens: evaluated and calibrated on; the shipped novel if not given
+    KVBITS_DISK        a folder on a disk for the store's files; the folder of temporary files if not given
+
+Exit code: 0 all done, 1 something failed, 2 bad arguments or no GPU, 3 time ran out before the last part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import result_file
+
+from kvbits import runs
+
+ROOT = Path(__file__).resolve().parents[1]
+STATE = "all_gpu.json"
+PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
+GENERATED = ("stock_flash", "fa3", "raw", "int8_centered", "kivi4", "klt4", "klt2")
+SERVED = {"bf16": 112, "kvbits_int8_centered": 208, "kvbits_int4_rotated": 384, "fp8": 224}
+"""dtype -> the largest batch of 8,192 tokens each that could fit an H200, a multiple of 16."""
+STOCK = ("int8_per_token_head", "turboquant_4bit_nc", "turboquant_k8v4", "int4_per_token_head", "nvfp4")
+"""vLLM's own dtypes of few bits, beside fp8."""
+AT_ONCE = 14
+"""Processes that compile together."""
+LEAST = 15
+"""Seconds: less time than this starts nothing."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Attributes:
+        argv: after "python"; {out} is the folder of results, {disk}, {models} and {texts} those of the environment.
+        writes: files of the folder of results that it adds to.
+        seconds: what it is expected to take where no run says so; `limit`: when it is killed.
+        needs: modules, and environment variables as $NAME.
+        beside: the part that its ratios are over, measured in the same session.
+    """
+
+    name: str
+    what: str
+    argv: tuple[str, ...]
+    writes: str
+    seconds: int
+    limit: int
+    needs: tuple[str, ...] = ()
+    beside: str | None = None
+
+    @property
+    def vllm(self) -> bool:
+        return "vllm" in self.needs
+
+
+@dataclass(frozen=True)
+class Warm:
+    """A process that compiles what parts need; `parts`: their names."""
+
+    name: str
+    argv: tuple[str, ...]
+    parts: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+    @property
+    def vllm(self) -> bool:
+        return "vllm" in self.needs
+
+
+def bench(script: str, *argv: str, out: str | None = None) -> tuple[str, ...]:
+    return (f"benchmarks/{script}.py", *argv, *(("--out", f"{{out}}/{out}") if out else ()))
+
+
+def serving(what: str, suffix: str, commands: Mapping[str, tuple[str, ...]], seconds: int, limit: int) -> list[Part]:
+    """A part for each dtype, beside the one of bf16."""
+    found = []
+    for dtype, (mode, *options) in commands.items():
+        argv = bench("bench_serve_vllm", mode, "--kv-cache-dtype", dtype, *options, out="serve_vllm.json")
+        found.append(Part(f"serve-{dtype}{suffix}", f"{what} through vLLM: {dtype}", argv, "serve_vllm.json", seconds, limit, ("vllm",), f"serve-bf16{suffix}"))
+    return found
+
+
+def parts(environment: Mapping[str, str]) -> list[Part]:
+    """All of them, the most important first."""
+    whole = ("--shapes", "48x8192", "8x65536", "256x1024", "48x512", "--largest", "8192")
+    return [
+        Part("tests", "the tests that need a GPU", ("tests/run_gpu.py", "--out", "{out}/gpu_tests.json"), "gpu_tests.json", 240, 420),
+        Part("decode", "attention of README's presets in whole caches, beside cuDNN, FlashAttention-3 and FlashInfer",
+             bench("bench_decode_gpu", *PRESETS, out="attend_decode.json"), "attend_decode.json", 200, 450),
+        Part("generate", "tokens through Transformers: the stock cache, 16 bits in a graph, presets in graphs",
+             bench("bench_generate_gpu", *GENERATED, "--eager-rows", "int8_centered", "--shapes", "0", "2", out="generate.json"), "generate.json", 220, 450),
+        *serving("step times and the largest batch", "", {d: ("decode", *whole, "--max-batch", str(most)) for d, most in SERVED.items()}, 90, 200),
+        Part("close", "quantizing whole pages, and storing tokens", bench("bench_close_gpu", out="close_pages.json"), "close_pages.json", 50, 150),
+        Part("chunks", "many queries over packed history", bench("bench_attend_gpu", "--prefill", out="attend_prefill.json"), "attend_prefill.json", 70, 180),
+        Part("small", "where 16 bits are as fast", bench("bench_attend_gpu", "--small", out="attend_small.json"), "attend_small.json", 90, 200),
+        *(Part(f"store-{place}", f"a stored prompt of 16,384 tokens of an 8B model, from a {words}",
+               bench("bench_store", "--model", "llama-8b", "--prompt", "16384", "--chunk", "4096", "--stock", "--device", "cuda", "--threads", "8",
+                     "--schemes", "int8_centered,int4", "--where", f"{folder}/kvbits_store", out="store.json"), "store.json", 60, 180)
+          for place, words, folder in (("disk", "disk, cold and warm", "{disk}"), ("ram", "RAM disk", "/dev/shm"))),
+        *(Part(f"accuracy-{name}", f"{name}: KL of decoding token by token, and in chunks, on this GPU", accuracy(model, environment), f"eval/{name}", 120, 400)
+          for name, model in models(environment).items()),
+        *serving("a step with vLLM's default compilation", "-compiled", dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")), 90, 240),
+        Part("tiers", "zones", bench("bench_attend_gpu", "--tiers", "--shapes", "2", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
+        Part("prompts", "prompts through Transformers in chunks of 2,048 tokens",
+             bench("bench_generate_gpu", "stock", "int8_centered", "kivi4", "klt4", "--prefill", "--shapes", "0", "--chunk", "2048", out="generate.json"),
+             "generate.json", 70, 200),
+        Part("turns", "generate() from a prompt of 2,048 tokens",
+             bench("bench_generate_gpu", "stock_flash", "int8_centered", "kivi4", "--generate", "--modes", "eager", "graph", "--eager-rows", "int8_centered",
+                   out="generate.json"), "generate.json", 80, 200),
+        Part("compiled", "a token's pass compiled and captured",
+             bench("bench_generate_gpu", "fa3", "int8_centered", "--modes", "graph", "compiled_graph", "--shapes", "0", "--filled", out="generate.json"),
+             "generate.json", 120, 300),
+        *serving("time to first token", "-prompts", dict.fromkeys([d for d in SERVED if d != "fp8"], ("prefill", "--prompts", "8192", "65536")), 60, 150),
+        Part("steps", "what a decoding step costs on the host",
+             bench("bench_decode_gpu", "int8_centered", "klt4", "--steps", out="decode_steps.json"), "decode_steps.json", 60, 150),
+        Part("lists", "work lists made on the device", bench("bench_decode_gpu", "--lists", out="work_lists.json"), "work_lists.json", 30, 100),
+        *serving("step times", "", dict.fromkeys(STOCK, ("decode", "--shapes", "48x8192", "48x512")), 75, 180),
+        Part("decode-others", "attention of other presets in whole caches",
+             bench("bench_decode_gpu", "int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%", "--shapes", "0", "1", "5", out="attend_decode.json"),
+             "attend_decode.json", 90, 240),
+        Part("paper", "the INT8 paper's study", ("-m", "kvbits", "bench", "paper", "--out", "{out}/paper.json"), "paper.json", 150, 400),
+    ]  # fmt: skip
+
+
+def models(environment: Mapping[str, str]) -> dict[str, Path]:
+    """Name -> folder or file of the models that there are, small ones first."""
+    folder = Path(environment.get("KVBITS_MODELS") or "/nonexistent")
+    found = [p for p in folder.glob("*") if p.suffix == ".gguf" or (p / "config.json").is_file()]
+    return {p.name.removesuffix(".gguf"): p for p in sorted(found, key=_nbytes)}
+
+
+def _nbytes(model: Path) -> int:
+    return sum(p.stat().st_size for p in ([model] if model.is_file() else model.iterdir()))
+
+
+def accuracy(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
+    texts = environment.get("KVBITS_TEXTS")
+    given = ("--text", f"{texts}/wiki.test.raw", "--calibration-text", f"{texts}/wiki.valid.tokens") if texts else ()
+    sizes = ("--windows", "8", "--length", "1024", "--context", "1024", "--new-tokens", "256")
+    return (
+        "-m", "kvbits", "eval", str(model), "--device", "cuda", "--dtype", "bfloat16", "--schemes", ",".join(PRESETS), "--tasks", "decode,fidelity", *sizes, *given,
+        "--out", "{out}/eval",
+    )  # fmt: skip
+
+
+def warms() -> list[Warm]:
+    quick = ("--prefill", "--quick", "--schemes")
+    return [
+        *(Warm(f"decode {p}", bench("bench_decode_gpu", p, "--warm"), ("decode", "generate")) for p in PRESETS),
+        *(Warm(f"generate {r}", bench("bench_generate_gpu", r, "--warm", "--shapes", "0", "2"), ("generate", "store-ram", "store-disk", "prompts", "turns"),
+               ("fa3_fwd_interface",) if r == "fa3" else ()) for r in GENERATED if r != "stock_flash"),
+        *(Warm(f"serve {d}", bench("bench_serve_vllm", "decode", "--kv-cache-dtype", d, "--shapes", "48x512", "--warm"), (f"serve-{d}",), ("vllm",))
+          for d in SERVED),
+        *(Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",)) for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")),
+        *(Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",)) for p in ("fp8", "nuq4-1%", "tiered")),
+    ]  # fmt: skip
+
+
+@dataclass
+class Machine:
+    """What is run on: replaced in tests."""
+
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    clock: Callable[[], float] = time.monotonic
+    record: Callable[[], dict[str, Any]] = result_file.this_run
+    boot: str = ""
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.boot = self.boot or Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+    def run(self, argv: Sequence[str], environment: Mapping[str, str], limit: float, log: Path) -> int | None:
+        """Exit code, None where the limit came first; what it printed goes to `log`."""
+        with log.open("wb") as file:
+            process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=dict(environment), stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                return process.wait(limit)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+                return None
+
+    def missing(self, needs: Sequence[str]) -> str | None:
+        """What of `needs` is not here."""
+        site = self.environment.get("KVBITS_VLLM_SITE")
+        path = [*([site] if site else []), *sys.path]
+        return next((n for n in needs if PathFinder.find_spec(n, path) is None), None)
+
+
+class Session:
+    """One command: its folder, the state that is kept there, and the time it has."""
+
+    def __init__(self, machine: Machine, out: Path, logs: Path, limit: float | None) -> None:
+        self.machine, self.out, self.logs = machine, out, logs
+        self.end = None if limit is None else machine.clock() + limit
+        self.run = machine.record()
+        self.gpu = (self.run["gpu"] or {}).get("name")
+        self.state = runs.read(out / STATE) if (out / STATE).exists() else {"runs": {}, "rows": []}
+        self.name = next((r["session"] for r in reversed(self.state["runs"].values()) if self._here(r)), self.run["session"])
+        self.run["session"] = self.name
+
+    def _here(self, run: Mapping[str, Any]) -> bool:
+        """Whether a run was of this commit on this machine since it started."""
+        return run.get("facts", {}).get("boot") == self.machine.boot and self._alike(run)
+
+    def _alike(self, run: Mapping[str, Any]) -> bool:
+        """Whether a run was of this commit on such a GPU."""
+        known = run["commit"] is not None and not run["dirty"] and not self.run["dirty"]
+        return known and run["commit"] == self.run["commit"] and (run["gpu"] or {}).get("name") == self.gpu
+
+    def left(self) -> float:
+        return float("inf") if self.end is None else self.end - self.machine.clock()
+
+    def last_seconds(self, part: Part) -> float | None:
+        """How long the part took when it last ended well, on whatever machine."""
+        return next((r["seconds"] for r in reversed(self.state["rows"]) if r["part"] == part.name and r["exit"] == 0), None)
+
+    def done(self, part: Part, chosen: Sequence[Part]) -> bool:
+        """Whether it need not run again. `chosen`: the parts that are asked for; one that others' ratios are over runs again where one of those must."""
+        ended = [(r["part"], self.state["runs"][r["run"]]) for r in self.state["rows"] if r["exit"] == 0]
+        alike = {(name, run["session"]) for name, run in ended if self._alike(run)}
+        if (part.name, self.name) in alike and (part.beside in (None, part.name) or (part.beside, self.name) in alike):
+            return True
+        if part.beside == part.name:
+            others = [p for p in chosen if p.beside == part.name and p is not part and self.machine.missing(p.needs) is None]
+            return part.name in {name for name, _ in alike} and all(self.done(p, chosen) for p in others)
+        return any(name == part.name and (part.beside is None or (part.beside, session) in alike) for name, session in alike)
+
+    def environment(self, vllm: bool) -> dict[str, str]:
+        given = self.machine.environment
+        site = [given["KVBITS_VLLM_SITE"]] if vllm and given.get("KVBITS_VLLM_SITE") else []
+        path = os.pathsep.join([*site, str(ROOT / "src"), str(ROOT / "benchmarks"), *filter(None, [given.get("PYTHONPATH")])])
+        commit = {"KVBITS_COMMIT": f"{self.run['commit']}{'-dirty' if self.run['dirty'] else ''}"} if self.run["commit"] else {}
+        return given | commit | {"PYTHONPATH": path, "KVBITS_SESSION": self.name, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
+                        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+
+    def words(self, argv: Sequence[str]) -> list[str]:
+        disk = self.machine.environment.get("KVBITS_DISK") or tempfile.gettempdir()
+        return [w.format(out=self.out, disk=disk) if "{" in w else w for w in argv]
+
+    def keep(self, part: str, code: int | None, seconds: float) -> None:
+        row = {"part": part, "exit": code, "seconds": round(seconds, 1)}
+        run = {key: value for key, value in self.run.items() if key != "facts"} | {"facts": {"boot": self.machine.boot}}
+        self.state = {"runs": self.state["runs"] | {run["id"]: run}, "rows": [*self.state["rows"], {"run": run["id"]} | row]}
+        self.out.mkdir(parents=True, exist_ok=True)
+        result_file.write(self.state, self.out / STATE)
+
+    def measure(self, part: Part, chosen: Sequence[Part]) -> tuple[str, float]:
+        """(what became of it, seconds)."""
+        if self.done(part, chosen):
+            return "done before", 0.0
+        if (absent := self.machine.missing(part.needs)) is not None:
+            return f"left out: no {absent}", 0.0
+        if part.argv[0].endswith(".py") and not (ROOT / part.argv[0]).is_file():
+            return f"left out: no {part.argv[0]}", 0.0
+        expected = self.last_seconds(part) or part.seconds
+        if self.left() < max(LEAST, expected):
+            return f"no time: {expected:.0f} s expected, {max(0, self.left()):.0f} s left", 0.0
+        start = self.machine.clock()
+        log = self.logs / f"{part.name}.log"
+        code = self.machine.run(self.words(part.argv), self.environment(part.vllm), min(part.limit, self.left()), log)
+        seconds = self.machine.clock() - start
+        self.keep(part.name, code, seconds)
+        if code == 0:
+            return "done", seconds
+        print(f"--- the end of {log}:\n{_end(log)}\n---", flush=True)
+        return ("failed: killed at its limit" if code is None else f"failed: exit code {code}"), seconds
+
+    def warm(self, wanted: Sequence[Part]) -> tuple[str, float]:
+        """Compile for the parts that will run, once on a machine; what fails here fails where it is measured, and says why there."""
+        kept = [r for r in self.state["rows"] if self._here(self.state["runs"][r["run"]])]
+        before = {r["part"] for r in kept if r["part"].startswith("warm ")}
+        needed = [w for w in warms() if any(p.name in w.parts for p in wanted) and f"warm {w.name}" not in before and self.machine.missing(w.needs) is None]
+        if not needed:
+            return "nothing to compile", 0.0
+        start, limit = self.machine.clock(), min(240.0, self.left())
+
+        def one(job: Warm) -> int | None:
+            log = self.logs / f"warm_{re.sub(r'[^A-Za-z0-9_]+', '_', job.name)}.log"
+            return self.machine.run(self.words(job.argv), self.environment(job.vllm), max(1.0, limit - (self.machine.clock() - start)), log)
+
+        with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
+            codes = list(pool.map(one, needed))
+        seconds = self.machine.clock() - start
+        for job, code in zip(needed, codes, strict=True):
+            self.keep(f"warm {job.name}", code, seconds)
+        bad = [job.name for job, code in zip(needed, codes, strict=True) if code != 0]
+        return f"{len(needed) - len(bad)} of {len(needed)} processes" + (f"; not {', '.join(bad)}" if bad else ""), seconds
+
+
+def _end(log: Path) -> str:
+    """The last lines of a log, without lines of JSON."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(line[:300] for line in lines[-25:] if not line.startswith('{"runs"'))
+
+
+def table(lines: Sequence[tuple[str, str, str, str]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(3)]
+    return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines)
+
+
+def listing(session: Session, chosen: Sequence[Part]) -> str:
+    """What would run, and how long each part took last time."""
+    lines = [("part", "took", "state", "what")]
+    for p in chosen:
+        last, absent = session.last_seconds(p), session.machine.missing(p.needs)
+        took = f"{last:.0f} s" if last is not None else f"({p.seconds} s)"
+        state = "done" if session.done(p, chosen) else f"no {absent}" if absent else "to run"
+        lines.append((p.name, took, state, f"{p.what} -> {p.writes}"))
+    to_run = [session.last_seconds(p) or p.seconds for p, line in zip(chosen, lines[1:], strict=True) if line[2] == "to run"]
+    return f"{table(lines)}\n{len(to_run)} parts to run, {sum(to_run) / 60:.0f} minutes; times in brackets are guesses"
+
+
+def take(source: Path, out: Path) -> None:
+    """Add the runs of every file of rows below `source`, as all_gpu.py wrote it on another machine, to the same file below `out`; other files are copied."""
+    for path in sorted(p for p in source.rglob("*.json") if p.is_file()):
+        to = out / path.relative_to(source)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            theirs = runs.read(path)
+        except Exception:  # a file of another kind, such as those of `kvbits eval`: one run each
+            to.write_bytes(path.read_bytes())
+            print(f"copied {to}")
+            continue
+        ours = runs.read(to) if to.exists() else {"runs": {}}
+        fresh = theirs["runs"].keys() - ours["runs"].keys()
+        sections = [name for name in dict.fromkeys([*ours, *theirs]) if name != "runs"]
+        whole = {name: [*ours.get(name, []), *(r for r in theirs.get(name, []) if r["run"] in fresh)] for name in sections}
+        result_file.write({"runs": ours["runs"] | {k: v for k, v in theirs["runs"].items() if k in fresh}} | whole, to)
+        print(f"{to}: {len(fresh)} runs more")
+
+
+def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> int:
+    machine = machine or Machine()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts by name, also with wildcards: 'serve-*'")
+    parser.add_argument("--skip", nargs="+", metavar="NAME", default=[])
+    parser.add_argument("--limit", type=float, metavar="MINUTES", help="of the whole command")
+    parser.add_argument("--out", type=Path, help="folder of results; benchmarks/results/<gpu> if not given")
+    parser.add_argument("--logs", type=Path, help="folder of what the parts print; one of temporary files if not given")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--take", type=Path, metavar="DIR")
+    args = parser.parse_args(argv)
+    record = machine.record()
+    name = (record["gpu"] or {"name": "nvidia-h200"})["name"]
+    out = (args.out or ROOT / "benchmarks" / "results" / re.sub(r"[^a-z0-9]+", "-", name.lower())).resolve()
+    if args.take:
+        take(args.take, out)
+        return 0
+    every = parts(machine.environment)
+    unknown = [n for n in [*(args.only or []), *args.skip] if not any(fnmatchcase(p.name, n) for p in every)]
+    if unknown:
+        parser.error(f"no part is called {', '.join(unknown)}; parts: {', '.join(p.name for p in every)}")
+    chosen = [p for p in every if any(fnmatchcase(p.name, n) for n in args.only or ["*"]) and not any(fnmatchcase(p.name, n) for n in args.skip)]
+    session = Session(machine, out, args.logs or Path(tempfile.gettempdir()) / "kvbits_all_gpu", None if args.limit is None else 60 * args.limit)
+    if args.list:
+        print(listing(session, chosen))
+        return 0
+    if record["gpu"] is None:
+        print("no NVIDIA GPU here (nvidia-smi lists none); --list works without", file=sys.stderr)
+        return 2
+    session.logs.mkdir(parents=True, exist_ok=True)
+    lines = [("part", "seconds", "result", "writes")]
+    warmed, seconds = session.warm([p for p in chosen if not session.done(p, chosen)])
+    lines.append(("(compiling)", f"{seconds:.0f}", warmed, ""))
+    print(f"compiling: {warmed}, {seconds:.0f} s", flush=True)
+    for part in chosen:
+        result, seconds = session.measure(part, chosen)
+        lines.append((part.name, f"{seconds:.0f}", result, part.writes))
+        print(f"{part.name}: {result}, {seconds:.0f} s", flush=True)
+    print(table(lines))
+    results = [line[2] for line in lines[2:]]
+    return 1 if any(r.startswith("failed") for r in results) else 3 if any(r.startswith("no time") for r in results) else 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(io.UnsupportedOperation):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    raise SystemExit(main())
