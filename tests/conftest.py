@@ -1,4 +1,4 @@
-"""Poisoned memory, fixed seeds, few threads, hypothesis profiles (KVBITS_HYPOTHESIS=thorough for a long run)."""
+"""Poisoned memory, fixed seeds, few threads, the same random cases everywhere (random_cases.py)."""
 
 import ctypes
 import os
@@ -8,17 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # shared helpers: `from dense_model import ...`
 
+import random_cases
+
+random_cases.fix()
+
 if hasattr(_libc := ctypes.CDLL(None), "mallopt"):  # glibc: fresh memory is 0x7F, the largest numbers that integers and floats have
     _libc.mallopt(-6, 0x80)  # M_PERTURB
-
-_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]}
-settings.register_profile("ci", max_examples=25, derandomize=True, print_blob=True, **_COMMON)
-settings.register_profile("thorough", max_examples=1000, **_COMMON)
-settings.load_profile(os.environ.get("KVBITS_HYPOTHESIS", "ci"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_cases import examples
 
 from kvbits import planner, schemes
 from kvbits.errors import SpecError
@@ -127,7 +128,7 @@ geometries = st.builds(
 names = st.sampled_from([*schemes.PRESETS, *planner.DENSE])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     layers=st.lists(geometries, min_size=1, max_size=3).map(tuple),
     name=names,
@@ -150,7 +151,7 @@ def test_the_answers_fit_and_one_more_does_not(layers, name, memory, context, ba
         assert nbytes(r.max_context, batch) <= memory < nbytes(r.max_context + 1, batch)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(geometry=geometries, name=st.sampled_from(list(schemes.PRESETS)), sinks=st.integers(0, 70), residual=st.integers(0, 200), start=st.integers(0, 6000))
 def test_bytes_never_fall_as_the_context_grows(geometry, name, sinks, residual, start):
     spec = CacheSpec(scheme=schemes.get(name, num_sink_tokens=sinks, residual_length=residual), layers=(geometry,))

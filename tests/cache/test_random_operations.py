@@ -11,6 +11,7 @@ import torch
 from cache_checks import Pair, check_books, check_values, picture, poison_free_pages
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from random_cases import examples
 
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError
@@ -344,7 +345,7 @@ class CacheMachine(RuleBasedStateMachine):
         check_values(self.cache, self.model)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=max(40, settings().max_examples // 2), stateful_step_count=25)
+CacheMachine.TestCase.settings = settings(examples(40, thorough=300), stateful_step_count=25)
 
 
 class TestRandomOperations(CacheMachine.TestCase):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import FORMATS, INTEGERS, both, spec
@@ -106,7 +106,6 @@ def table_of(lengths: list[list[int]]) -> PageTable:
     return PageTable(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), np.arange(len(flat)), np.zeros(len(flat), np.int64), flat)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 5).flatmap(lambda b: st.lists(st.lists(st.lists(st.integers(1, 32), max_size=9), min_size=b, max_size=b), min_size=1, max_size=3)),
     st.integers(32, 400),

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from store_checks import FULL, bytes_of, cache_of, ids_of, pieces, spec_of
 
@@ -72,7 +72,6 @@ def test_a_full_disk_leaves_the_store_as_it_was(full):
 
 
 @given(st.data())
-@settings(max_examples=25)
 def test_a_bit_flipped_anywhere_is_never_loaded_and_its_file_is_named(tmp_path_factory, data):
     store, donor = PrefixStore(tmp_path_factory.mktemp("store"), blob_tokens=64), cache_of(SPEC, IDS)
     store.put(donor, IDS)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from cache_checks import check_books, picture, poison_free_pages
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_cases import examples
 from store_checks import FULL, SLIDING, bytes_of, cache_of, extend, ids_of, pieces, spec_of
 
 from kvbits import PrefixStore
@@ -117,7 +118,7 @@ def test_prompts_that_share_nothing_or_too_little_load_nothing(tmp_path):
 
 
 @given(st.integers(1, 200), st.integers(0, 60), st.sampled_from(["int4", "raw", "int8_centered", "token_local"]))
-@settings(max_examples=15)
+@examples(15)
 def test_any_length_goes_through_a_store(tmp_path_factory, n, more, name):
     spec, _ = pieces(name)
     ids = ids_of(n + more)

@@ -19,7 +19,7 @@ typedef void (*CodebookValueKernel)(const ValueArgs&, Decoded&, int format);
 
 struct CodebookKernels {
   ByRows<TileKernel> tile[NIBBLES + 1][2];  // [source][turned]
-  ByRows<CodebookValueKernel> value;
+  ByRows<CodebookValueKernel> value[2];  // [levels as bytes]
 };
 
 constexpr CodebookKernels codebook_kernels_by_source() {
@@ -34,7 +34,10 @@ constexpr CodebookKernels codebook_kernels_by_source() {
   TILES(NIBBLES, false);
   TILES(NIBBLES, true);
 #undef TILES
-  k.value = {{value_decoded<1>, value_decoded<2>, value_decoded<3>, value_decoded<4>, value_decoded<5>, value_decoded<6>, value_decoded<7>, value_decoded<8>}, true};
+#define VALUES(f) {{f<1>, f<2>, f<3>, f<4>, f<5>, f<6>, f<7>, f<8>}, true}
+  k.value[0] = VALUES(value_float_levels);
+  k.value[1] = VALUES(value_byte_levels);
+#undef VALUES
   return k;
 }
 
@@ -75,12 +78,10 @@ struct CodebookPart {
       }
       for (int i = 0; i < BLOCK; i += VL) store(w.ones + i, splat(1.0f));
     }
-    if (p.value.decoded && LEVEL_LIMIT > 0) {
+    if (p.value.decoded && p.value.token_scales && LEVEL_LIMIT > 0) {
       p.value.integer = true;
-      float zero;
-      level_bytes(value, p.kv_head, LEVEL_LIMIT, w.level_bytes, p.value.unit, zero);
+      level_bytes(value, p.kv_head, LEVEL_LIMIT, w.level_bytes, p.value.unit, p.value.dot_zero);
       fill_nibble_bytes(w, code_bits(value.format));
-      if (p.value.token_scales) p.value.dot_zero = zero;
     } else if (p.value.decoded) {
       fill_levels(w.value_levels, value, p.kv_head);
     }
@@ -218,7 +219,7 @@ struct CodebookPart {
     const kvbits_tensor& value = *part.value.t;
     const int head_dim = part.call.head_dim;
     const ValueArgs v = value_args(part, c, at, token, n);
-    if (part.value.decoded) codebook_kernels.value.of[c.rows - 1](v, w, part.value.format);
+    if (part.value.decoded) codebook_kernels.value[part.value.integer].of[c.rows - 1](v, w, part.value.format);
     else plain_outputs(part.value, c, v);
     if (value.num_outliers)
       BY_ROWS(c, add_value_outliers, c, part.block, w, outliers_of(value, at.page, part.pages.store->page_size, head_dim), head_dim, token);
