@@ -92,8 +92,9 @@ def _host() -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    pairs = [tuple(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]
-    first = dict(reversed(pairs))
+    first: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        first.setdefault(name.strip(), value.strip())
     flags = set(first.get("flags", first.get("Features", "")).split())
     isa = next((name for name, needed in _ISA if needed <= flags), "generic")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
