@@ -1,9 +1,11 @@
-"""Results of `kvbits eval` as they are committed: what a report or a table reads stays, per-window dumps go.
+"""Results of `kvbits eval` as they are committed: what a report or a table reads stays, per-window dumps go. Used once, before the files are committed; a committed
+result file is not edited again.
 
-    python benchmarks/trim_results.py benchmarks/results/eval ...
+    python benchmarks/trim_results.py FOLDER ...
 
-Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later makes it null) and greedy texts' tokens
-(what was counted of them stays). Floats of items, not of summaries, keep 6 significant digits. Running it again changes nothing.
+Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later makes it null), what was written in greedy texts
+and answers (what was counted of it stays), and single layers' attention of a window (the summary has their means). Floats of items, not of summaries, keep 6
+significant digits. Running it again changes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 from kvbits.evaluate.results import dumps, read
 
-DROPPED = ("kl_histogram",)
+DROPPED = ("kl_histogram", "completion", "isolation", "layers", "statistics")
 DIGITS = 6
 
 

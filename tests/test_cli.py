@@ -406,7 +406,7 @@ def stub_demo(monkeypatch):
         return {"model": "m", "context": kwargs["context"], "rows": [{"scheme": "int8", "ppl": float("nan")}]}
 
     module = types.ModuleType("kvbits.evaluate.demo")
-    module.run, module.shown = fake_run, lambda result: [f"table of {result['model']}"]
+    module.run, module.shown, module.as_runs = fake_run, lambda result: [f"table of {result['model']}"], lambda result: {"runs": {}} | result
     module.require_context = lambda context, new_tokens, config: None
     monkeypatch.setitem(sys.modules, "kvbits.evaluate.demo", module)
     monkeypatch.setattr("kvbits.evaluate.demo", module, raising=False)

@@ -16,7 +16,7 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,19 @@ def _without_folder(word: str) -> str:
 def command_of(run: Mapping[str, Any]) -> str | None:
     """A run's command as it is typed; None where it was not recorded."""
     return None if run["argv"] is None else shlex.join(run["argv"])
+
+
+def dated(some: Iterable[Mapping[str, Any]]) -> str:
+    """Days and commits of runs, as a footnote says them: "of 2026-11-22, 2a7ad90 and c92d2ef; of 2026-11-23, 7047e9a"."""
+    days: dict[str, dict[str, None]] = {}
+    for run in sorted(some, key=lambda run: run["utc"] or ""):
+        commit = "commit unknown" if run["commit"] is None else run["commit"][:7] + (" with changes" if run["dirty"] else "")
+        days.setdefault((run["utc"] or "an unknown day")[:10], {})[commit] = None
+    return "; ".join(f"of {day}, {_listed(list(commits))}" for day, commits in days.items())
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _host() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from kvbits import schemes
+from kvbits import runs, schemes
 from kvbits.errors import CalibrationError, FileFormatError, SpecError, UnsupportedError
 from kvbits.evaluate import results
 from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, factory, held_bytes
@@ -41,7 +41,8 @@ def test_a_run_leaves_one_file_per_cache_with_everything_its_figures_depend_on(m
     data = results.read(tmp_path / "tiny-float32" / "fidelity" / "int4.json")
     assert data["settings"] == {"length": 200, "chunk": 32}
     assert data["model"]["name"] == "tiny" and data["model"]["dtype"] == "float32" and len(data["model"]["fingerprint"]) == 16
-    assert {"kvbits", "torch", "transformers", "command", "device", "date", "seconds"} <= set(data["environment"])
+    (run_id,) = data["runs"]
+    assert {*runs.FIELDS, "device", "threads", "seconds"} <= set(data["runs"][run_id]) and {i["run"] for i in data["items"].values()} == {run_id}
     assert len(data["items"]) == 2 and all(k.startswith(f"one@{TEXTS[0].sha256[:8]}:") for k in data["items"])
     assert data["summary"] == json.loads(json.dumps(found["int4"]))
 
@@ -85,6 +86,9 @@ def test_a_run_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
     assert calls[3:] == [["32-bit", "kivi4"]] * 2  # a new scheme runs beside the base, the others are left alone
     run(model, tmp_path / "b", schemes=["int8", "kivi4"], windows=3)
     assert calls[5:] == [["32-bit", "int8", "kivi4"]]
+    data = results.read(tmp_path / "b" / "tiny-float32" / "fidelity" / "int8.json")
+    made_by = [item["run"] for item in data["items"].values()]
+    assert len(set(made_by)) == 3 and set(made_by) == set(data["runs"]), "each window keeps the run that made it"
 
 
 def test_results_of_other_settings_or_models_are_refused_not_mixed(model, tmp_path):
@@ -244,7 +248,7 @@ def test_the_command_s_defaults_calibrate_on_the_other_half_of_the_novel(monkeyp
 )
 def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path, args, message):
     header = {"task": "fidelity", "scheme": "int8", "kind": "kvbits", "info": {}, "settings": {"length": 200, "chunk": 64}, "model": {}}
-    results.ResultFile(tmp_path / "tiny-float32" / "fidelity" / "int8.json", header).write({}, {})
+    results.ResultFile(tmp_path / "tiny-float32" / "fidelity" / "int8.json", header, runs.record()).write(0.0, {})
     sizes = {"--length": 200, "--chunk": 64} | dict(zip(args[::2], args[1::2], strict=True))
     out, loads = command(monkeypatch, model, "--out", tmp_path, "--scheme", "int8", *(x for pair in sizes.items() for x in pair), code=2)
     assert message in out.stderr and not loads

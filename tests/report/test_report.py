@@ -25,12 +25,23 @@ from kvbits.report import arithmetic, markdown
 from kvbits.report.collect import collect, held_bits
 from kvbits.report.kernels import in_words, kernel_groups
 from kvbits.report.page import page, page_data
+from kvbits.runs import FIELDS
 from kvbits.spec import CacheSpec, LayerGeometry
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks" / "results"
 RESULTS = BENCHMARKS / "eval"
 SCRIPT = Path(kvbits.__file__).parent / "report" / "assets" / "report.js"
+
+
+def two_runs() -> dict:
+    """r1, and the newer r2."""
+    known = {"gpu": {"name": "X", "count": 1, "driver": "1"}, "versions": {"vllm": "0.33.0"}, "commit": "0123abcdef", "dirty": False}
+    return {name: dict.fromkeys(FIELDS) | {"id": name, "session": name, "utc": f"2026-01-0{day}T00:00:00Z"} | known for day, name in enumerate(("r1", "r2"), 1)}
+
+
+def made_on(device: str) -> dict:
+    return {name: run | {"device": device, "threads": 1} for name, run in two_runs().items()}
 
 
 @pytest.fixture(scope="module")
@@ -181,13 +192,14 @@ def test_the_committed_tables_are_what_the_command_writes(file, made):
 
 
 def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder, monkeypatch, tmp_path):
-    gpu = {"device": "G", "rows": [{"scheme": "kivi4", "shape": s, "speedup_real_cache": x} for s, x in (("a", 1.2), ("b", 2.0))]}
+    old = [{"run": "r1", "scheme": "kivi4", "shape": s, "speedup_real_cache": x, "best_16_bit": "cudnn"} for s, x in (("a", 9.0), ("b", 2.0))]
+    new = [{"run": "r2", "scheme": "kivi4", "shape": "a", "speedup_real_cache": 1.2, "best_16_bit": "fa3"}]
     (tmp_path / "nvidia-x").mkdir()
-    (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps(gpu))
+    (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps({"runs": two_runs(), "rows": [*new, *old]}))
     monkeypatch.setattr(markdown, "SHOWN", ("raw", "kivi4"))
     results = collect(folder)
     cells = results.models["tiny"].tasks["fidelity"]
-    timed = {"kivi4": dataclasses.replace(cells["kivi4"], summary={"speed_ratio": 3.04}, environment={"device": "AMD"})}
+    timed = {"kivi4": dataclasses.replace(cells["kivi4"], summary={"speed_ratio": 3.04}, runs=made_on("AMD"))}
     results.models["tiny"].tasks["decode"] = timed
     _, _, _, raw, kivi, _ = markdown.preset_table(results, tmp_path).splitlines()
     assert raw.startswith("| `raw` | 16.00 |") and raw.endswith("| not measured | not measured | none |")
@@ -337,7 +349,8 @@ def test_serving_is_drawn_beside_the_caches_of_vllm(tmp_path):
         | {"mode": "decode", "kv_cache_dtype": "bf16", "batch": 48, "largest": False, "step_ms": 18.0, "tokens_per_s": 2800.0, "options": {"speculate": 0}},
     ]
     (tmp_path / "nvidia-x").mkdir()
-    (tmp_path / "nvidia-x" / "serve_vllm.json").write_text(json.dumps({"rows": rows, "vllm": "0.33.0", "gpu": "X"}))
+    of_another = [r | {"run": "r2"} for r in rows[1:2]]  # newer, and without bf16 beside it
+    (tmp_path / "nvidia-x" / "serve_vllm.json").write_text(json.dumps({"runs": two_runs(), "rows": [*of_another, *({"run": "r1"} | r for r in rows)]}))
     (group,) = kernel_groups(tmp_path)  # a step of one cache alone is no comparison
     assert group["bars"] == [
         {"label": "bf16, 96 sequences", "value": 3300.0, "kind": "stock"},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import runs
 from ..errors import SpecError
 from ..schemes import RECOMMENDED
 from ..units import dtype_name
@@ -56,7 +57,7 @@ def check(
     set_threads(threads)
     found = _screen((model, dtype_name(dtype), device), chosen, limits, source, (windows, length), calibration or to_calibrate)
     if as_json:
-        print_json({"model": model, "text": source.name} | found.to_dict())
+        print_json({"run": runs.record(), "model": model, "text": source.name} | found.to_dict())
     else:
         _print(found, model)
     if not found.passed:

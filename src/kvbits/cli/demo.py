@@ -34,6 +34,6 @@ def demo(
     set_threads(threads)
     result = demonstration.run(model=model, schemes=chosen, context=context, new_tokens=new_tokens, say=lambda text: typer.echo(text, err=True))
     if as_json:
-        print_json(result)
+        print_json(demonstration.as_runs(result))
     else:
         show(*demonstration.shown(result))

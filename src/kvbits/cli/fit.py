@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import runs
 from ..errors import SpecError, counted
 from ..files import require_file, require_folder
 from ..units import dtype_name
@@ -71,7 +72,7 @@ def fit(
     set_threads(threads)
     found = _run((model, kind, device), goal, text, (out, work), windows, known)
     if as_json:
-        print_json({"model": model, "out": str(out)} | found.to_dict())
+        print_json({"run": runs.record(), "model": model, "out": str(out)} | found.to_dict())
     else:
         _print(found, model, out, calibrate)
     if not found.reached:

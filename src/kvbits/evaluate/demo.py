@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .. import runs
 from .. import schemes as presets
 from ..errors import DataError
 from ..geometry import layer_geometries, max_context
@@ -107,6 +108,20 @@ def run(
         "rows": [_row(n, s, timed[n], specs.get(n, raw), n in specs, lm.dtype.itemsize, context + new_tokens) for n, s in found.items()],
         "texts": _texts(tokenizer, prompt, beside, written),
     }  # fmt: skip
+
+
+def as_runs(result: dict[str, Any]) -> dict[str, Any]:
+    """What `run` returned as a file of runs (see `kvbits.runs`): its rows and texts name this run, whose facts are the rest."""
+    run = runs.record() | {"facts": {name: value for name, value in result.items() if name not in ("rows", "texts")}}
+    lists = {"rows": result["rows"], "texts": [result["texts"]]}
+    return {"runs": {run["id"]: run}} | {name: [{"run": run["id"]} | row for row in rows] for name, rows in lists.items()}
+
+
+def of_runs(data: dict[str, Any]) -> dict[str, Any]:
+    """What `run` returned, of the newest run of a file."""
+    newest = max(data["runs"].values(), key=lambda run: (run["utc"], run["id"]))
+    rows, texts = ([row for row in data[name] if row["run"] == newest["id"]] for name in ("rows", "texts"))
+    return newest["facts"] | {"rows": rows, "texts": texts[0]}
 
 
 _TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {

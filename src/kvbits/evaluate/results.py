@@ -1,10 +1,12 @@
 """Results on disk: one JSON file per model, task and scheme, written after every item, so that a run that stops goes on where it was.
 
     OUT / MODEL / TASK / SCHEME.json
-    {"format": "kvbits-eval", "version": 1, "task", "scheme", "kind", "info", "settings", "model", "environment", "items": {KEY: record}, "summary"}
+    {"format": "kvbits-eval", "version": 2, "task", "scheme", "kind", "info", "settings", "model",
+     "runs": {ID: record}, "items": {KEY: {"run": ID, ...}}, "summary"}
 
-`settings` and `model` (with its fingerprint) are what the figures depend on: a file with others is refused, never mixed. `environment` is of the
-run that wrote last. How many items a file has is no setting: sixteen windows go on from eight.
+`settings` and `model` (with its fingerprint) are what the figures depend on: a file with others is refused, never mixed. A run that goes on where another
+stopped adds its record (`kvbits.runs`, and `device`, `threads`, and `seconds` spent on this file) and its items; each item names its run. How many items a file
+has is no setting: sixteen windows go on from eight.
 """
 
 from __future__ import annotations
@@ -12,21 +14,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
-import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from .. import runs
 from ..errors import FileFormatError, SpecError
 from ..files import to_json
 
 FORMAT = "kvbits-eval"
-VERSION = 1
+VERSION = 2
 
 
 def model_facts(model: Any, name: str) -> dict[str, Any]:
-    """Name, sizes and a fingerprint of a loaded model: 16 hex digits over its configuration and a sample of every weight tensor."""
+    """Name, sizes, a fingerprint of a loaded model (16 hex digits over its configuration and a sample of every weight tensor), and what its weights were made
+    of, where `load_model` found that out."""
     import torch
 
     config = model.config.get_text_config(decoder=True)
@@ -39,34 +40,15 @@ def model_facts(model: Any, name: str) -> dict[str, Any]:
     return {
         "name": name, "architecture": type(model).__name__, "fingerprint": digest.hexdigest()[:16], "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": sum(p.numel() for p in model.parameters()), "layers": config.num_hidden_layers,
-        "max_context": getattr(config, "max_position_embeddings", None),
+        "max_context": getattr(config, "max_position_embeddings", None), "weights": getattr(model, "kvbits_weights", None),
     }  # fmt: skip
 
 
-def environment(device: Any, seconds: float | None = None) -> dict[str, Any]:
-    """Versions, machine and command line of this process."""
+def new_run(device: Any) -> dict[str, Any]:
+    """The record of a run of this process on a torch device."""
     import torch
-    import transformers
 
-    from .. import __version__
-
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "command": command_line(), "kvbits": __version__, "torch": torch.__version__,
-        "transformers": transformers.__version__, "python": platform.python_version(), "device": _device_name(device), "threads": torch.get_num_threads(),
-    } | ({} if seconds is None else {"seconds": round(seconds, 3)})  # fmt: skip
-
-
-def command_line() -> str:
-    """The command that runs, with directories of the machine left out of paths."""
-    words = [_without_directory(w) for w in sys.argv]
-    words[0] = "kvbits" if words[0] in ("__main__.py", "kvbits", "-c", "-m") else words[0]
-    return " ".join(words)
-
-
-def _without_directory(word: str) -> str:
-    """The last part of an absolute path, also of NAME=PATH."""
-    name, equals, path = word.rpartition("=")
-    return f"{name}{equals}{os.path.basename(path.rstrip('/'))}" if os.path.isabs(path) else word
+    return runs.record() | {"device": _device_name(device), "threads": torch.get_num_threads()}
 
 
 def _device_name(device: Any) -> str:
@@ -74,12 +56,8 @@ def _device_name(device: Any) -> str:
         import torch
 
         return str(torch.cuda.get_device_name(device))
-    try:
-        with open("/proc/cpuinfo") as f:
-            names = [line.split(":", 1)[1].strip() for line in f if line.startswith("model name")]
-        return f"{names[0]} ({len(names)} cores)" if names else platform.machine()
-    except OSError:
-        return platform.processor() or platform.machine()
+    host = runs.record([])["host"]
+    return f"{host['cpu']} ({host['cores']} cores)"
 
 
 class ResultFile:
@@ -88,6 +66,7 @@ class ResultFile:
     Args:
         path: the JSON file; read if it exists.
         header: task, scheme, kind, info, settings, model.
+        run: the record of the run that adds items, see `new_run`.
         overwrite: begin anew where the file has other settings, instead of refusing.
 
     Raises:
@@ -95,13 +74,13 @@ class ResultFile:
         SpecError: a file of another model or other settings, naming what differs.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], *, overwrite: bool = False) -> None:
-        self.path = path
-        self.data: dict[str, Any] = {"format": FORMAT, "version": VERSION} | header | {"environment": {}, "items": {}, "summary": {}}
+    def __init__(self, path: Path, header: dict[str, Any], run: dict[str, Any], *, overwrite: bool = False) -> None:
+        self.path, self.run = path, run | {"seconds": 0.0}
+        self.data: dict[str, Any] = {"format": FORMAT, "version": VERSION} | header | {"runs": {}, "items": {}, "summary": {}}
         if path.exists():
             old = read(path) if overwrite else require_same(path, {k: header[k] for k in ("settings", "model")})
             if old is not None and not _different(header, old):
-                self.data |= {"items": old["items"], "environment": old["environment"], "summary": old["summary"]}
+                self.data |= {"runs": old["runs"], "items": old["items"], "summary": old["summary"]}
 
     @property
     def items(self) -> dict[str, Any]:
@@ -109,12 +88,17 @@ class ResultFile:
         return found
 
     def add(self, key: str, record: dict[str, Any]) -> None:
-        self.items[key] = record
+        self.items[key] = {"run": self.run["id"]} | record
 
-    def write(self, environment: dict[str, Any], summary: dict[str, Any]) -> None:
-        """Replace the file once the new one is whole."""
-        before = self.data["environment"].get("seconds", 0.0)
-        self.data["environment"] = environment | {"seconds": round(before + environment.get("seconds", 0.0), 3)}
+    def write(self, seconds: float, summary: dict[str, Any]) -> None:
+        """Replace the file once the new one is whole.
+
+        Args:
+            seconds: spent on what was added since the last call.
+        """
+        self.run["seconds"] = round(self.run["seconds"] + seconds, 3)
+        used = {item["run"] for item in self.items.values()}
+        self.data["runs"] = {name: r for name, r in (self.data["runs"] | {self.run["id"]: self.run}).items() if name in used}
         self.data["summary"] = summary
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(f".{os.getpid()}.tmp")
@@ -141,7 +125,7 @@ def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _different(header: dict[str, Any], old: dict[str, Any]) -> list[str]:
-    return [d for part in ("settings", "model") if part in header for d in _differences(header[part], old[part])]
+    return [d for part in ("settings", "model") if part in header for d in _differences(header[part], old[part]) if not d.startswith("weights is ")]
 
 
 def dumps(data: dict[str, Any]) -> str:
@@ -150,8 +134,10 @@ def dumps(data: dict[str, Any]) -> str:
     def one(value: Any) -> str:
         return to_json(value, compact=True)
 
-    items = ",\n".join(f"  {one(k)}:{one(v)}" for k, v in data["items"].items())
-    lines = [f' "items":{{\n{items}\n }}' if key == "items" else f" {one(key)}:{one(value)}" for key, value in data.items()]
+    def each(entries: dict[str, Any]) -> str:
+        return "{\n" + ",\n".join(f"  {one(k)}:{one(v)}" for k, v in entries.items()) + "\n }"
+
+    lines = [f" {one(key)}:{each(value) if key in ('runs', 'items') else one(value)}" for key, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
@@ -159,7 +145,7 @@ def read(path: Path) -> dict[str, Any]:
     """One result file.
 
     Raises:
-        FileFormatError: unreadable, not ours, or of another version.
+        FileFormatError: unreadable, not ours, of another version, or with items that belong to no run.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -167,6 +153,8 @@ def read(path: Path) -> dict[str, Any]:
         raise FileFormatError(f"cannot read {path}: {e}; remove it or name another folder") from e
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FileFormatError(f"{path} is not a result of `kvbits eval` version {VERSION}; remove it or name another folder")
+    if wrong := [key for key, item in data["items"].items() if item.get("run") not in data["runs"]]:
+        raise FileFormatError(f"{path} has items of no run, such as {wrong[0]}; remove it or name another folder")
     return data
 
 

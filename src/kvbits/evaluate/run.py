@@ -22,7 +22,7 @@ from ..progress import bar
 from ..spec import CacheSpec, Scheme, to_dict
 from .caches import GROUPS, STOCK, CacheFactory, base_factory, factory
 from .calibrator import USUAL, Calibrator, Sample, fitting, require_other_text
-from .results import ResultFile, environment, model_facts, require_same
+from .results import ResultFile, model_facts, new_run, require_same
 from .tasks import Context, Options, Task, load
 from .texts import Text
 
@@ -77,7 +77,8 @@ def evaluate(
     calibrator = Calibrator(model, tokenizer, calibration_text, tests=texts, sample=calibration_sample, directory=home / "calibration", given=calibrations)
     factories = _factories(model, presets.expand(schemes, GROUPS), calibrator, backend, simulate, on_skip)
     context = Context(model, tokenizer, texts, options)
-    return {task: _run(load(task)(context), factories, home, facts, calibrations, overwrite, progress) for task in tasks}
+    run = new_run(model.device)
+    return {task: _run(load(task)(context), factories, home, facts, run, calibrations, overwrite, progress) for task in tasks}
 
 
 def require_possible(
@@ -147,14 +148,15 @@ def _factories(
 
 
 def _run(
-    task: Task, factories: list[CacheFactory], home: Path, facts: dict[str, Any], given: Sequence[Calibration], overwrite: bool, progress: bool
+    task: Task, factories: list[CacheFactory], home: Path, facts: dict[str, Any], run: dict[str, Any], given: Sequence[Calibration], overwrite: bool,
+    progress: bool,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     model = task.context.model
     files = {}
     for f in factories:
         own = None if f.scheme is None else fitting(given, model.config, f.scheme)
         header = {"task": task.name, "scheme": f.name, "kind": f.kind, "info": f.info, "settings": task.settings | _own(f.scheme, own), "model": facts}
-        files[f.name] = ResultFile(home / task.name / f"{f.name}.json", header, overwrite=overwrite)
+        files[f.name] = ResultFile(home / task.name / f"{f.name}.json", header, run, overwrite=overwrite)
     base = factories[0]
     keys = task.item_keys()
     todo = {key: [f for f in factories if key not in files[f.name].items] for key in keys}
@@ -168,8 +170,9 @@ def _run(
             seconds = (time.perf_counter() - began) / len(fs)
             for f in fs:
                 for key in batch:
-                    files[f.name].add(key, records[key][f.name])
-                files[f.name].write(environment(model.device, seconds), task.summary(files[f.name].items, files[base.name].items))
+                    if key not in files[f.name].items:  # the base runs again beside others; what an earlier run measured stays
+                        files[f.name].add(key, records[key][f.name])
+                files[f.name].write(seconds, task.summary(files[f.name].items, files[base.name].items))
     return {name: task.summary(file.items, files[base.name].items) if file.items else {} for name, file in files.items()}
 
 

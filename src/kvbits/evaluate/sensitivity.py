@@ -7,6 +7,7 @@ values, are packed, all others stay raw. So one trial costs the forward pass of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .. import runs
 from .. import schemes as presets
 from ..calibrate import Calibration
 from ..calibrate.calibration import fingerprint
@@ -112,7 +114,7 @@ def fill_in(measured: dict[int, float], widths: Sequence[int]) -> dict[int, floa
 
 
 class State:
-    """Measurements by name, kept in a file after each, so that a run that stops goes on.
+    """Measurements by name, kept in a file after each with the run that made it (see `kvbits.runs`), so that a run that stops goes on.
 
     Args:
         path: None keeps them in memory only.
@@ -128,24 +130,33 @@ class State:
     def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
         self.path, self.header = path, json.loads(json.dumps(header))
         self.found: dict[str, float] = {}
+        self._runs: dict[str, Any] = {}
+        self._made_by: dict[str, str] = {}
         if path is None or not path.exists():
             return
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if data["format"] != self.FORMAT or not all(isinstance(x, float | int) for x in data["found"].values()):
+            if data["format"] != self.FORMAT or not all(isinstance(x["value"], float | int) and x["run"] in data["runs"] for x in data["found"].values()):
                 raise ValueError("not measurements of `kvbits fit`")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise FileFormatError(f"cannot go on from {path}: {e!r}; remove it, or give another --out") from e
         theirs = data.get("header", {})
         if differs := [f"{k} is {v!r} here and {theirs.get(k)!r} there" for k, v in self.header.items() if theirs.get(k) != v]:
             raise SpecError(f"{path} holds measurements of something else: {'; '.join(differs[:3])}; remove it, or give another --out")
-        self.found = data["found"]
+        self.found = {name: x["value"] for name, x in data["found"].items()}
+        self._runs, self._made_by = data["runs"], {name: x["run"] for name, x in data["found"].items()}
+
+    @functools.cached_property
+    def _run(self) -> dict[str, Any]:
+        return runs.record()
 
     def put(self, name: str, value: float) -> None:
         self.found[name] = value
         if self.path is not None:
+            self._runs[self._run["id"]], self._made_by[name] = self._run, self._run["id"]
+            found = {name: {"value": value, "run": self._made_by[name]} for name, value in self.found.items()}
             partial = self.path.with_suffix(f".{os.getpid()}.tmp")
-            partial.write_text(to_json({"format": self.FORMAT, "header": self.header, "found": self.found}, indent=0) + "\n")
+            partial.write_text(to_json({"format": self.FORMAT, "header": self.header, "runs": self._runs, "found": found}, indent=0) + "\n")
             os.replace(partial, self.path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,40 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from error
     forget_parsed()
+    model.kvbits_weights = made_of(path, str(model.dtype).removeprefix("torch."))
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
     return model.to(device or "cpu").eval(), tokenizer
+
+
+def made_of(path: Path | str, dtype: str) -> dict[str, str]:
+    """What a loaded model's weights were made of, for results to say: a model under its original's name may have that one's weights rounded to 4 bits.
+
+    Args:
+        path: from `geometry.find_weights`.
+        dtype: that the model has.
+
+    Returns:
+        source  the hub id, or the name of the file or folder; of a folder whose MANIFEST.json names an "upstream", that
+        format  how the weights were stored before: "GGUF Q4_1, dequantized to bfloat16", or "as the source has them, in bfloat16"
+    """
+    name = path.name if isinstance(path, Path) else path
+    if _is_gguf(path):
+        kind = _GGUF_KIND.search(name)
+        return {"source": name, "format": f"GGUF{f' {kind[1]}' if kind else ''}, dequantized to {dtype}"}
+    manifest = path / "MANIFEST.json" if isinstance(path, Path) else None
+    if manifest is not None and manifest.is_file():
+        try:
+            upstream = json.loads(manifest.read_text(encoding="utf-8")).get("upstream")
+        except (OSError, ValueError, AttributeError):
+            upstream = None
+        if isinstance(upstream, str):
+            source, _, rest = upstream.partition(" (")
+            kept = rest.rstrip(")")
+            return {"source": source, "format": f"{kept}, dequantized to {dtype}" if "GGUF" in kept else f"{kept or 'as the source has them'}, in {dtype}"}
+    return {"source": name, "format": f"as the source has them, in {dtype}"}
+
+
+_GGUF_KIND = re.compile(r"[-._]((?:I?Q\d\w*|BF16|F16|F32))\.gguf$", re.IGNORECASE)
 
 
 def load_tokenizer(name: str | None = None) -> Any:

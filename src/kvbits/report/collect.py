@@ -23,7 +23,12 @@ class Cell:
     settings: dict[str, Any]
     summary: dict[str, Any]
     items: dict[str, Any]
-    environment: dict[str, Any]
+    runs: dict[str, dict[str, Any]]
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The newest of its runs."""
+        return max(self.runs.values(), key=lambda run: (run["utc"], run["id"]))
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def collect(directory: Path) -> Results:
         dtype = data["model"]["dtype"]
         name = data["model"]["name"] + ("" if dtype == "bfloat16" else f"-{dtype}")
         facts[name] = data["model"]
-        cell = Cell(data["scheme"], data["kind"], data["info"], data["settings"], data["summary"], data["items"], data["environment"])
+        cell = Cell(data["scheme"], data["kind"], data["info"], data["settings"], data["summary"], data["items"], data["runs"])
         found.setdefault(name, {}).setdefault(data["task"], {})[data["scheme"]] = cell
     if not found:
         raise SpecError(f"{directory} holds simulated results only; reports show what packed caches measured: run `kvbits eval` without --simulate")

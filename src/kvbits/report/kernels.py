@@ -3,41 +3,53 @@ part out."""
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..runs import dated, latest, read
 from ..schemes import PRESETS
 
 GPU = "nvidia-*/attend_decode*.json"
 """Decode attention of presets in a whole cache (`bench_decode_gpu.py`)."""
 
 
-def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
-    """preset -> shape -> speed of decode attention in a whole cache, raw tail included, over the fastest 16-bit kernel of the same run."""
-    found: dict[str, dict[str, float]] = {}
+def gpu_rows(folder: Path) -> dict[str, Any]:
+    """{"runs", "rows"} of the `GPU` files as one: presets in whole caches, each row with its ratio to the fastest 16-bit kernel of its own run."""
+    whole: dict[str, Any] = {"runs": {}, "rows": []}
     for data in _read(folder, GPU):
-        for r in data["rows"]:
-            if "speedup_real_cache" in r and r["scheme"] in PRESETS:
-                found.setdefault(r["scheme"], {}).setdefault(r["shape"], r["speedup_real_cache"])
+        whole["runs"] |= data["runs"]
+        whole["rows"] += [r | {"best_16_bit": _rival(data, r)} for r in data["rows"] if "speedup_real_cache" in r and r["scheme"] in PRESETS]
+    return whole
+
+
+def _rival(data: dict[str, Any], row: dict[str, Any]) -> str:
+    """The 16-bit kernel that a row's ratio is over; rows that do not name it are of runs with one."""
+    return str(row.get("best_16_bit") or " or ".join(dict.fromkeys(p["kernel"] for p in data.get("peers", []) if p["run"] == row["run"])) or "16 bits")
+
+
+def gpu_latest(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """preset -> shape -> the newest run's row."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for (scheme, shape), row in latest(gpu_rows(folder), ("scheme", "shape")).items():
+        found.setdefault(scheme, {})[shape] = row
     return found
 
 
+def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
+    """preset -> shape -> speed of decode attention in a whole cache, raw tail included, over the fastest 16-bit kernel of the same run."""
+    return {scheme: {shape: row["speedup_real_cache"] for shape, row in rows.items()} for scheme, rows in gpu_latest(folder).items()}
+
+
 def kernel_groups(folder: Path, presets: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """[{title, unit, note, bars: [{label, value, kind}]}].
+    """[{title, unit, note, bars: [{label, value, kind}]}], of the newest runs; the bars of a group are of one sitting on one machine where they are compared
+    with each other, and of the newest run of each preset where each has its ratio from its own run.
 
     Args:
         presets: have a bar in every group of presets: an empty one, whose label says so, where they were not measured. Groups of serving have vLLM's names.
     """
-    found: list[dict[str, Any]] = []
-    shapes: dict[str, dict[str, Any]] = {}
-    for data in _read(folder, GPU):
-        for group in _gpu(data):
-            if (known := shapes.setdefault(group["title"], group)) is not group:
-                labels = {b["label"] for b in known["bars"]}
-                known["bars"] += [b for b in group["bars"] if b["kind"] == "kvbits" and b["label"] not in labels]
-    found += shapes.values()
+    found = _attention(gpu_rows(folder))
     for data in _read(folder, "nvidia-*/generate.json"):
         found += _graphed(data)
     for group in found:
@@ -55,18 +67,39 @@ def complete(group: dict[str, Any], presets: tuple[str, ...]) -> None:
 
 
 def _read(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+    return [read(path) for path in sorted(folder.glob(pattern))]
 
 
-def _gpu(data: dict[str, Any]) -> list[dict[str, Any]]:
+def _machine(run: dict[str, Any]) -> str:
+    """A run's GPU; of a run before records what its benchmark called it."""
+    return str(run["gpu"]["name"] if run["gpu"] else run.get("facts", {}).get("device") or run.get("facts", {}).get("gpu") or "GPU")
+
+
+def _one_sitting(data: dict[str, Any], rows: list[dict[str, Any]], enough: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+    """The rows of the newest session that has enough of them to compare; none if no session has."""
+    runs = data["runs"]
+    sessions: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda r: (runs[r["run"]]["utc"], r["run"])):
+        sessions.setdefault(runs[row["run"]]["session"], []).append(row)
+    newest_first = sorted(sessions.values(), key=lambda some: runs[some[-1]["run"]]["utc"], reverse=True)
+    return next((some for some in newest_first if enough(some)), [])
+
+
+def _attention(data: dict[str, Any]) -> list[dict[str, Any]]:
     """Speeds over the fastest 16-bit kernel; that one is a bar of 1."""
+    newest = latest(data, ("shape", "scheme"))
     found = []
-    rows = [r for r in data["rows"] if "speedup_real_cache" in r and r["scheme"] in PRESETS]
-    for shape in dict.fromkeys(r["shape"] for r in rows):
-        bars = [{"label": r["scheme"], "value": round(r["speedup_real_cache"], 2), "kind": "kvbits"} for r in rows if r["shape"] == shape]
-        bars.append({"label": "fastest 16-bit kernel", "value": 1.0, "kind": "stock"})
-        where = f"{data['device']}, attention: {in_words(shape)}"
-        note = f"Attention of one new token in a whole cache, raw newest tokens included, on {where.replace(', attention', '')}. {data.get('command', '')}"
+    for shape in dict.fromkeys(shape for shape, _ in newest):
+        rows = [row for (at, _), row in newest.items() if at == shape]
+        bars = [{"label": r["scheme"], "value": round(r["speedup_real_cache"], 2), "kind": "kvbits"} for r in rows]
+        rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for r in rows))
+        bars.append({"label": f"16 bits ({rivals})", "value": 1.0, "kind": "stock"})
+        made = [data["runs"][r["run"]] for r in rows]
+        where = f"{_machine(made[0])}, attention: {in_words(shape)}"
+        note = (
+            f"Attention of one new token in a whole cache, raw newest tokens included, on {where.replace(', attention', '')}, against the fastest 16-bit "
+            f"kernel timed in the same run ({rivals}). benchmarks/bench_decode_gpu.py; {dated(made)}."
+        )
         found.append({"title": where, "unit": "times as fast as the best 16-bit kernel", "note": note, "bars": bars})
     return found
 
@@ -86,17 +119,18 @@ SERVED = {
 
 
 def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Largest batches first, then steps, first tokens and times per token under load; a group needs two caches."""
+    """Largest batches first, then steps, first tokens and times per token under load; a group needs bf16 and another cache, timed in one sitting."""
     found = []
-    rows = [r for r in data["rows"] if not r["options"]]
     for what, (mode, number, unit, words) in SERVED.items():
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-        for r in rows:
-            if r["mode"] == mode and r.get(number) and bool(r.get("largest")) == (what == "largest"):
+        for r in data["rows"]:
+            if not r["options"] and r["mode"] == mode and r.get(number) and bool(r.get("largest")) == (what == "largest"):
                 batch = None if what == "largest" else r["batch"]
                 groups.setdefault((r["geometry"], r["gpus"], batch, r["context"], r["compiled"]), []).append(r)
-        for (geometry, gpus, batch, context, compiled), members in groups.items():
-            if len(members) < 2:
+        for (geometry, gpus, batch, context, compiled), rows in groups.items():
+            together = _one_sitting(data, rows, lambda some: len(names := {r["kv_cache_dtype"] for r in some}) > 1 and "bf16" in names)
+            members = list({r["kv_cache_dtype"]: r for r in together}.values())
+            if not members:
                 continue
             bars: list[dict[str, Any]] = [
                 {
@@ -105,9 +139,10 @@ def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
                 } for r in members
             ]  # fmt: skip
             bars.sort(key=lambda b: float(b["value"]))
-            machine = f"vLLM {data['vllm']}, {geometry}, {gpus} x {data['gpu']}{', compiled' if compiled else ''}"
+            made = [data["runs"][r["run"]] for r in members]
+            machine = f"vLLM {made[0]['versions'].get('vllm', '')}, {geometry}, {gpus} x {_machine(made[0])}{', compiled' if compiled else ''}"
             where = f"{machine}: {words.format(batch=batch, context=context)}"
-            note = f"Serving with {where}; random weights. vLLM's own caches in orange; benchmarks/bench_serve_vllm.py, docs/serving.md."
+            note = f"Serving with {where}; random weights. vLLM's own caches in orange; benchmarks/bench_serve_vllm.py, docs/serving.md; {dated(made)}."
             found.append({"title": where, "unit": unit, "note": note, "bars": bars})
     return found
 
@@ -121,24 +156,39 @@ def in_words(shape: str) -> str:
     return f"{batch} sequence{'s' if batch > 1 else ''} of {tokens:,} tokens, {heads} query and {kv_heads} kv heads of {size}"
 
 
+def graphed(data: dict[str, Any]) -> dict[tuple[int, int], dict[tuple[str, str], dict[str, Any]]]:
+    """(sequences, tokens) -> (row's name, mode) -> row: tokens through Transformers, of the newest sitting that timed the stock cache with FlashAttention and a
+    preset in a graph."""
+    rows = [r for r in data["rows"] if r["through"] == "forward" and not any(r.get(name) for name in ("chunk", "grows", "ranks"))]
+    found = {}
+    for at in dict.fromkeys((r["batch"], r["context"]) for r in rows):
+        some = _one_sitting(data, [r for r in rows if (r["batch"], r["context"]) == at], _comparable)
+        if some:
+            found[at] = {(r["scheme"], r["mode"]): r for r in some}
+    return found
+
+
+def _comparable(rows: list[dict[str, Any]]) -> bool:
+    return ("stock_flash", "eager") in {(r["scheme"], r["mode"]) for r in rows} and any(r["mode"] == "graph" and r["scheme"] in PRESETS for r in rows)
+
+
 def _graphed(data: dict[str, Any]) -> list[dict[str, Any]]:
     """Tokens through Transformers: presets in a CUDA graph, beside the stock cache with FlashAttention."""
     found = []
-    shapes = dict.fromkeys((r["batch"], r["context"]) for r in data["rows"])
-    for batch, context in shapes:
-        at = (batch, context, "forward", None, None, None, None)
-        rows = [r for r in data["rows"] if (r["batch"], r["context"], *(r.get(name) for name in ("through", "chunk", "grows", "ranks", "filled"))) == at]
-        stock = next((r["ms_per_token"] for r in rows if r["scheme"] == "stock_flash" and r["mode"] == "eager"), None)
-        graphed = {r["scheme"]: r["ms_per_token"] for r in rows if r["mode"] == "graph" and r["scheme"] in PRESETS}
-        if stock is None or not graphed:
-            continue
-        bars = [{"label": name, "value": round(stock / ms, 2), "kind": "kvbits"} for name, ms in graphed.items()]
+    for (batch, context), rows in graphed(data).items():
+        stock = rows["stock_flash", "eager"]["ms_per_token"]
+        ours = {name: r["ms_per_token"] for (name, mode), r in rows.items() if mode == "graph" and name in PRESETS}
+        bars = [{"label": name, "value": round(stock / ms, 2), "kind": "kvbits"} for name, ms in ours.items()]
         bars.append({"label": "stock cache, FlashAttention", "value": 1.0, "kind": "stock"})
-        if fa3 := next((r["ms_per_token"] for r in rows if r["scheme"] == "fa3" and r["mode"] == "graph"), None):
-            bars.append({"label": "16 bits in a graph, FlashAttention-3", "value": round(stock / fa3, 2), "kind": "stock"})
+        if fa3 := rows.get(("fa3", "graph")):
+            bars.append({"label": "16 bits in a graph, FlashAttention-3", "value": round(stock / fa3["ms_per_token"], 2), "kind": "stock"})
+        made = [data["runs"][r["run"]] for r in rows.values()]
         what = f"{_counted(batch, 'sequence')} of {context:,} tokens"
-        note = f"Tokens of Llama-3.1-8B's geometry through Transformers, {what}, in a CUDA graph; the stock cache without. {data.get('command', '')}"
-        found.append({"title": f"{data['device']}, tokens: {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
+        note = (
+            f"Tokens of Llama-3.1-8B's geometry through Transformers, {what}, in a CUDA graph; the stock cache without, which copies itself at every token. "
+            f"benchmarks/bench_generate_gpu.py; {dated(made)}."
+        )
+        found.append({"title": f"{_machine(made[0])}, tokens: {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
     return found
 
 

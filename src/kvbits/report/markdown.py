@@ -325,7 +325,7 @@ def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bo
 def decoded(results: Results) -> list[Model]:
     """Models whose tokens were timed one by one on a CPU, the caches taking turns."""
     timed = [m for m in results.models.values() if "decode" in m.tasks]
-    return [m for m in timed if all("NVIDIA" not in str(c.environment.get("device", "")) for c in m.tasks["decode"].values())]
+    return [m for m in timed if all("NVIDIA" not in str(c.run.get("device")) for c in m.tasks["decode"].values())]
 
 
 def preset_table(results: Results, benchmarks: Path) -> str:

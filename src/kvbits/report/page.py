@@ -14,6 +14,7 @@ from typing import Any
 from .. import __version__
 from ..files import to_json
 from ..planner import RESERVE
+from ..runs import command_of, dated
 from . import arithmetic, markdown
 from .collect import Cell, Model, Results, bits, held_bits
 from .kernels import complete, gpu_speeds, kernel_groups
@@ -110,9 +111,7 @@ def _decoded(results: Results, presets: tuple[str, ...]) -> list[dict[str, Any]]
         first = next(iter(cells.values()))
         bars = [{"label": n, "value": round(c.summary["speed_ratio"], 2), "kind": "kvbits" if c.kind == "kvbits" else "stock"} for n, c in cells.items()]
         what = f"tokens of {m.title} after {first.settings['context']:,}"
-        note = (
-            f"Through Transformers, {what}, {first.environment.get('threads')} thread of {first.environment.get('device')}; Transformers' own caches in orange."
-        )
+        note = f"Through Transformers, {what}, {first.run['threads']} thread of {first.run['device']}; Transformers' own caches in orange."
         found.append({"title": f"CPU, {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
         complete(found[-1], presets)
     return found
@@ -230,8 +229,8 @@ def _decode(cells: dict[str, Cell]) -> str:
         f"<td>{s['bytes_held']:,}</td><td>{s['kl_mean']:.4f}</td></tr>"
         for c, s in rows
     )
-    e = rows[0][0].environment
-    machine = f"{e['device']}, {e['threads']} thread{'' if e['threads'] == 1 else 's'}" if "device" in e and "threads" in e else "the same machine"
+    e = rows[0][0].run
+    machine = f"{e['device']}, {e['threads']} thread{'' if e['threads'] == 1 else 's'}"
     lead = f"{setting['context']:,} tokens of context, then {setting['new_tokens']} single tokens; the caches take turns on {machine}."
     columns = "".join(f'<th scope="col">{c}</th>' for c in ("cache", "tokens/s", "against the 16-bit cache", "bytes held", "KL"))
     return f'<p>{lead}</p><div class="wide"><table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -303,10 +302,13 @@ def _provenance(results: Results) -> str:
     found = []
     for m in results.models.values():
         for task, cells in m.tasks.items():
-            commands = list(dict.fromkeys(c.environment.get("command", "") for c in cells.values()))
-            e = next(iter(cells.values())).environment
-            versions = f"torch {e.get('torch')}, transformers {e.get('transformers')}, kvbits {e.get('kvbits')}"
-            facts = f"model fingerprint {m.facts['fingerprint']}, {m.facts['dtype']}; {e.get('device', '')}; {versions}; {e.get('date')}"
+            made = {name: run for c in cells.values() for name, run in c.runs.items()}
+            newest = max(made.values(), key=lambda run: run["utc"])
+            versions = ", ".join(f"{name} {newest['versions'][name]}" for name in ("torch", "transformers", "kvbits") if name in newest["versions"])
+            weights = m.facts.get("weights")
+            kept = f"{weights['source']}, {weights['format']}" if weights else m.facts["dtype"]
+            facts = f"model fingerprint {m.facts['fingerprint']}, {kept}; {newest['device']}; {versions}; runs {dated(made.values())}"
+            commands = dict.fromkeys(typed for run in made.values() if (typed := command_of(run)))
             listed = "".join(f"<li><code>{html.escape(c)}</code></li>" for c in commands)
             found.append(f"<details><summary>{html.escape(m.title)}: {html.escape(task)}</summary><p>{html.escape(facts)}</p><ul>{listed}</ul></details>")
     return "".join(found)
