@@ -89,7 +89,7 @@ class Identity:
 
     @classmethod
     def of(cls, spec: CacheSpec, made_for: str | None, calibration: bytes) -> Identity:
-        """Of a cache that holds all kv heads, and a calibration of this id."""
+        """Identity of a cache that holds all kv heads, and a calibration of this id."""
         turned = {1 if g.key.pre_rope else 3 if g.key.needs_rotary else 0 for g in spec.groups}
         return cls(
             scheme=short(spec.format_id.encode()), model=short((made_for or "").encode()) if made_for else bytes(12), calibration=calibration,
@@ -115,7 +115,7 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole blob."""
+        """Bytes of the whole blob."""
         return HEADER_BYTES + self.table_bytes + self.data_bytes
 
     def pack(self) -> bytes:
@@ -305,12 +305,12 @@ def checksums_in_numpy(units: np.ndarray) -> np.ndarray:
 
 
 def checksum_of_sums(sums: Iterable[np.ndarray]) -> int:
-    """Of a blob's data: the checksum of all its pages' checksums."""
+    """Checksum of a blob's data: that of all its pages' checksums."""
     return checksum(b"".join(s.astype(_WORD).tobytes() for s in sums))
 
 
 def checksum(data: bytes) -> int:
-    """Of bytes; what is missing to whole words counts as zeros."""
+    """Checksum of bytes; what is missing to whole words counts as zeros."""
     data += bytes(-len(data) % 8)
     return int(checksums(np.frombuffer(data, np.uint8)[None])[0]) if data else 0
 

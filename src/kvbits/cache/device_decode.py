@@ -39,7 +39,7 @@ THREADS = 256
 TAIL, CLOSED, FIRST, TAIL_START, LENGTH, FIELDS = range(6)  # rows of the state, as in advance.cu
 PARTS = ("sink", "closed", "tail")
 NOWHERE = 1
-"""Of runs.cuh."""
+"""NOWHERE of runs.cuh."""
 
 
 class _Pages(ctypes.Structure):

@@ -16,7 +16,7 @@ from ..quant.qparams import TORCH_DTYPES, require_finite
 from ..spec import MOST_TOKENS, CacheSpec, whole
 
 AT_ONCE = ("cpu",)
-"""Devices whose numbers are looked at where they arrive. Of others the host would wait for all that they were given."""
+"""Devices whose numbers are looked at where they arrive. On others the host would wait for all work before."""
 LARGEST_QUERY = 2.0**100
 """1.3e30: float32 reaches 3e8 times as far, which leaves room for keys, and for sums over their channels."""
 

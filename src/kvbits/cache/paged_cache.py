@@ -42,7 +42,7 @@ class PagedCache:
         spec: scheme and geometry.
         max_tokens, batch_size: fix the capacity to `max_tokens` tokens of each of `batch_size` sequences (1 if not given): exactly
             `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more, whole pages, which take up to `spec.room(max_tokens)` tokens.
-            Without them the cache grows. A crop into a closed page loses the room of what it cuts off; crops of at most `residual_length` tokens reach none.
+            Without them the cache grows. Cropping inside a closed page wastes the rest of that page; crops of up to `residual_length` tokens never do.
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with static scales, codebooks or a basis.
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes, so not where nothing

@@ -83,7 +83,7 @@ class Forward:
         return valid
 
     def real_tokens(self, device: torch.device) -> list[torch.Tensor]:
-        """Of each row of a batch with padding int64 [n] on the device: its real tokens. The same for all layers."""
+        """The real tokens of each row of a batch with padding: int64 [n] on the device, the same for all layers."""
         assert self.valid is not None
         if self._real is None:
             self._real = [upload(x.nonzero().squeeze(1), device) for x in self.valid]

@@ -120,7 +120,7 @@ def _shared(targets: list[Target]) -> Shared:
 
 
 def _identity(model: Any, prompts: list[Prompt], targets: list[Target], weighted: bool) -> str:
-    """Of what the sums depend on: prompts, schemes, calibrated ranges, and the model, by the shape and the first numbers of each of its parameters."""
+    """Identity of what the sums depend on: prompts, schemes, calibrated ranges, and the model, by the shape and the first numbers of each of its parameters."""
     digest = hashlib.sha256(f"{[(to_dict(t.scheme), t.skip) for t in targets]} {weighted}".encode())
     for name, p in model.named_parameters():
         digest.update(f"{name} {tuple(p.shape)}".encode() + p.detach().flatten()[:16].float().cpu().numpy().tobytes())

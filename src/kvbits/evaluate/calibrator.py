@@ -78,7 +78,7 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
 
 
 def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibration | None:
-    """Of calibrations the one that was made for this model and scheme."""
+    """The calibration that was made for this model and scheme, or None."""
     return next((one for one in given if one.fits(config, scheme)), None)
 
 

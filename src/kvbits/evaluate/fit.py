@@ -36,7 +36,7 @@ CORRECTIONS = 4
 NOMINAL_CONTEXT = 32_768
 """Tokens at which bytes are weighed where the context is what is asked for."""
 SINKS, RESIDUAL, PAGE = 4, 128, 64
-"""Of fitted schemes, as of the presets of few bits."""
+"""Sinks, raw newest tokens and page size of fitted schemes: those of the presets of few bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

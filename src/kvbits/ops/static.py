@@ -13,9 +13,9 @@ from ..quant.basis import conditions
 from ..spec import PageLayout, QuantSpec
 
 MOST_CONDITION = 1e6
-"""Of a basis: beyond it float32 products lose what codes keep."""
+"""Largest condition number of a basis: beyond it float32 products lose what codes keep."""
 LARGEST = 1e30
-"""Of a scale or bias: beyond it float32 does not hold what the codes of every format stand for, and their products."""
+"""Largest scale or bias: beyond it float32 does not hold what the codes of every format stand for, and their products."""
 _accepted = WeakIdKeyDictionary()
 
 

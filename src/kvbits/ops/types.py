@@ -20,7 +20,7 @@ from ..spec import MOST_TOKENS, LowLayout, PageLayout, QuantSpec, whole
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
 """Kernels compute tanh to an absolute error, which a cap multiplies."""
 MOST_COUNTED = 2**62
-"""Of anything a run names, so that sums of two do not wrap."""
+"""Largest number that a run names, so that sums of two do not wrap."""
 
 
 class _Slabs:
@@ -184,7 +184,7 @@ class SlotMapping:
 
     @functools.cached_property
     def address(self) -> int:
-        """Of the runs, for kernels."""
+        """Address of the runs, for kernels."""
         return self.runs.ctypes.data
 
     @functools.cached_property

@@ -8,8 +8,8 @@ scale per token says only how loud the token is. It is fitted, not the maximum:
 
     s0 = sqrt(mean((x STEP[b])**2)) over the channels that have bits, as an 8-bit float: the scale of a Gaussian token
     of the 8-bit float 1 above it and those 4 below and above that the one with the least squared error; then of that one and those 2 below and above;
-    then of that one and those 1 below and above (`OFFSETS`). The first of equals. Of rows turned by a Hadamard matrix, which come close to Gaussian
-    ones: of s0 and those 2 below and above, then 1 (`TURNED_OFFSETS`)
+    then of that one and those 1 below and above (`OFFSETS`). The first of equals. Rows multiplied by a Hadamard matrix come close to Gaussian
+    ones; for them: of s0 and those 2 below and above, then 1 (`TURNED_OFFSETS`)
 
 Scales (`float8_e5m3`) have 5 bits of exponent, 3 of mantissa and no sign: the byte is bits 7 to 14 of the number in float16, so a reader shifts
 and has it. None is below 2**-17 (code 1), none above 61,440 (code 247).

@@ -45,7 +45,7 @@ SMALLEST_PAGE_SCALE = 2.0**-100
 """So that products with the smallest scale in 8 bits have float32 reciprocals."""
 LARGEST_E4M3 = 448.0
 SMALLEST_SCALE = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float8_e4m3": 2.0**-9}
-"""Of each storage dtype: subnormal float16 numbers have float32 reciprocals, those of the others would be infinite."""
+"""Smallest scale of each storage dtype: subnormal float16 numbers have float32 reciprocals, those of the others would be infinite."""
 
 
 @dataclass(frozen=True)

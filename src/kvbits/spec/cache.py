@@ -16,7 +16,7 @@ from .rotary import Rotary
 from .scheme import MOST_TOKENS, Scheme, Tier
 
 MAX_KV_HEADS = 65_535
-"""Of a layer: what a CUDA grid counts along y, and far more than any model has."""
+"""Kv heads of a layer: what a CUDA grid counts along y, and far more than any model has."""
 MAX_HEAD_DIM = 65_528
 """Channels of a head, a multiple of 8: far more than any model has."""
 

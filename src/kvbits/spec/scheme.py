@@ -44,7 +44,7 @@ class Override:
 MAX_PAGE_SIZE = 65_536
 """Tokens of a page: some hundred times the usual ones."""
 MOST_TOKENS = 2**31 - 1
-"""Of a sequence: positions are int32 in kernels."""
+"""Tokens of a sequence: positions are int32 in kernels."""
 LOW_BITS = (0, 2, 4)
 """Widths of a low plane; 0 for none."""
 

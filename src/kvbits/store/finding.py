@@ -35,7 +35,7 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """Of the files."""
+        """Names of the files."""
         return [source.name for one in self.blobs for source in one.sources]
 
 

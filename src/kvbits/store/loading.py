@@ -279,7 +279,7 @@ class Loader:
 
 
 def _layers(batch: _Batch, part: Part | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of some layers of a batch: the rows, which pieces they are of, and the first layer of each."""
+    """For some layers of a batch: the rows, which pieces they are of, and the first layer of each."""
     rows = batch.rows.copy()
     if part is None:
         return rows, np.arange(len(rows)), np.zeros(len(rows), np.int64)

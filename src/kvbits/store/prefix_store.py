@@ -64,7 +64,7 @@ class PrefixStore:
 
     Args:
         where: a folder, made where it is not there; or a URL of any file system that fsspec knows ("s3://bucket/prefixes").
-        max_bytes: size that `put` keeps the store below, evicting what was used least lately: bytes, or "200GB". None: `evict` does. Of a remote store it is
+        max_bytes: size that `put` keeps the store below, evicting what was used least lately: bytes, or "200GB". None: `evict` does. For a remote store it is
             the size of the local folder: what is there stays until the object store's own rules remove it.
         blob_tokens: tokens of one file, the unit in which prefixes are shared: 256, or 64 for short ones.
         local: folder that keeps what was used lately of a remote store (None: one in the user's cache folder).

@@ -157,7 +157,7 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
 
 
 def standard_error(values: list[float]) -> float | None:
-    """Of the mean, over windows; None for a single one."""
+    """Standard error of the mean over windows; None for a single one."""
     if len(values) < 2:
         return None
     mean = math.fsum(values) / len(values)

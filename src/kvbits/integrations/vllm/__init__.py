@@ -22,7 +22,7 @@ import importlib.metadata
 import logging
 
 VERSIONS = ">=0.33,<0.34"
-"""Of vLLM; the interface of attention backends changes with every minor release."""
+"""Releases of vLLM that this plugin runs in; the interface of attention backends changes with every minor release."""
 
 logger = logging.getLogger(__name__)
 

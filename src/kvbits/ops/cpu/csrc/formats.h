@@ -31,7 +31,7 @@ constexpr int steps_of(int format, int code) {
   return code >> (code_bits(format) - 1) ? -steps : steps;
 }
 constexpr int most_steps(int format) { return steps_of(format, (1 << (code_bits(format) - 1)) - 1); }
-// Of a step: 2^(1 - bias - mantissa bits).
+// Size of a step: 2^(1 - bias - mantissa bits).
 constexpr float step_size(int format) { return is_looked_up(format) ? 2.0f / (float)(1 << (exponent_bias(format) + codes_of(format).mantissa_bits)) : 1.0f; }
 // The largest byte that a field of `bits` bits becomes. Keys' tables are steps + most_steps, which is never negative, values' the steps.
 constexpr int largest_key(int format, int bits) { return is_looked_up(format) ? 2 * most_steps(format) : (1 << bits) - 1; }

@@ -114,7 +114,7 @@ typedef struct {
   int32_t batch, num_tokens, num_kv_heads, head_dim, dtype, num_threads;
   const void* source[2];
   int64_t stride[2][3];       // elements: sequence, token, head
-  // Of packed pages only:
+  // Packed pages only:
   int64_t used_bytes;         // of a head struct; what follows is zeroed where a run begins at slot 0
   int64_t saturated[2];       // out, as in kvbits_close_call
   int32_t nonfinite[2], overflow[2];  // out: whether any number was not finite, any scale too large for its type; such tokens are left half written

@@ -268,8 +268,8 @@ def _packed_sides(layout: PageLayout) -> list[tuple[str, QuantSpec]]:
 def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
     """Write tokens in place; arguments, result and errors of the reference. Copies nothing where the tensors' last dims are dense.
 
-    Packed pages of several tokens a sequence: waits for the launch's findings; on an error the pages are then written with unusable numbers. Of single tokens
-    nothing is found out: that would wait for the GPU in every layer of every step.
+    Packed pages of several tokens a sequence: waits for the launch's findings; on an error the pages are then written with unusable numbers. Single tokens
+    are not looked at: that would wait for the GPU in every layer of every step.
     """
     layout, status = store.layout, append_later(k, v, store, slot_mapping)
     if status is None:

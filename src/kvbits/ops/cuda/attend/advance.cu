@@ -9,7 +9,7 @@ struct Pages {
     i64 stride;
     int width;
 
-    /// Of page `at` of a sequence's; -1 past the last.
+    /// Number of a sequence's page `at`; -1 past the last.
     DEVICE i64 number(int b, int at) const { return at < width ? table[b * width + at] : -1; }
     /// Bytes from the pool's start to page `at` of a sequence's.
     DEVICE i64 find(int b, int at) const {

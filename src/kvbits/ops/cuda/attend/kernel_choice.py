@@ -25,8 +25,8 @@ MAX_CHUNK_BYTES = 18 << 10
 RING_BYTES = 144 << 10
 """More bytes in flight per multiprocessor only lengthen every queue: int8, 8 x 32768 tokens took 139 us with 200 KiB and 132 us with 132 KiB."""
 PREFETCH_BYTES, PREFETCH_CHUNKS = 104 << 10, 12
-"""Of the pages that a block reads after those its ring has room for, asked for as far as L2 while the kernel ahead ends. 8 x 32768 tokens, int8: with none,
-17, 103, 206 and 360 KB 129.4, 129.9, 128.5, 129.2 and 132.7 us; int4 with 105 KB 70.0, without 71.3."""
+"""Bytes and chunks prefetched into L2 beyond the ring while the previous kernel finishes. 8 x 32768 tokens, int8: 129.4 us with none, 129.9, 128.5, 129.2 and
+132.7 us with 17, 103, 206 and 360 KB; int4: 70.0 us with 105 KB, 71.3 without."""
 WIDE = 24
 """Query columns of a warp for chunks: a page is unpacked for three column tiles at once. 128 queries of 4 heads over 32,768 tokens took 372 us (int8),
 341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill) 393, 380 and 403."""
@@ -429,7 +429,7 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, cols: int, shared_l
         stages = (shared_limit - ring - merge) // (warps * (slot + 24))
         least = 1 if cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
         if warps <= most and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
-            # Of banded pages more slots than two were no faster, and merging wants their room.
+            # Banded pages: more than two slots were no faster, and merging wants the room.
             wanted = 0 if layout.key.is_banded else RING_BYTES // (warps * slot)
             return Shape(warps, warps * min(stages, max(3 if low else 2, wanted)), chunk, units)
     return Shape(1, 2 if low else 1, chunk, units)

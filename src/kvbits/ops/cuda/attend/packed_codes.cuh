@@ -22,7 +22,7 @@ constexpr u32 WORD_ONES = 0x3c003c00u;  // (1, 1) in float16
 constexpr int LOW_MIDDLE = 16;           // twice the code that means 0
 constexpr float LOW_STEP = 1.f / 15.f;
 
-/// One plane of codes. A plane of no bits is one that a format has not: its loops are empty.
+/// One plane of codes. BITS = 0 means the format has no such plane; the loops compile to nothing.
 template <int BITS_, int PLANE_OFFSET, int LOW_BITS_, int LOW_OFFSET_ = 0, int FLOAT = INTEGER>
 struct Plane {
     static constexpr int BITS = BITS_, OFFSET = PLANE_OFFSET, LOW_BITS = LOW_BITS_;  // LOW_BITS: bits of the code in later planes

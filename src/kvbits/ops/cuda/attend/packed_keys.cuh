@@ -393,7 +393,7 @@ struct KeySide {
         even = pack_f16(x[0], x[2]), odd = pack_f16(x[1], x[3]);
     }
 
-    /// Of a power of two that no scale of the page exceeds.
+    /// Exponent of a power of two that no scale of the page exceeds.
     static DEVICE int channel_exponent(const unsigned char* section, int lane) {
         float m = 0.f;
         for (int ch = 4 * lane; ch < D; ch += 128) {

@@ -1,7 +1,7 @@
 // The attention kernels' work list, made from lengths that only the device knows: one launch for all layers, no memory but the list's own.
 //
 // Units (a sequence, a kv head, a block of query columns) lie end to end on a line of costs, and the blocks of attention begin at points of it. Where they begin is
-// a formula of the block's number, so every thread finds the segments of its rows alone. Of three formulas the one whose longest block is shortest serves:
+// a formula of the block's number, so every thread finds the segments of its rows alone. The one of three formulas whose longest block is shortest serves:
 //   WHOLE   a block has whole units
 //   PIECES  a unit has a whole number of blocks of its own
 //   CUT     equal costs, wherever that cuts

@@ -45,7 +45,7 @@ DEVICE void write_lanes(unsigned char* out, const u32 (&codes)[D / BAND], int to
     }
 }
 
-/// Of a plane whose words no thread holds: from shared.codes, a byte each, [token][channel].
+/// Writes a plane whose words no thread holds, from shared.codes: a byte each, [token][channel].
 template <class S, int BITS, class Shared>
 DEVICE void write_shared(unsigned char* out, const Shared& shared) {
     constexpr int CHANNELS = S::channels(BITS), ROW_BYTES = plane_row<S>(BITS);

@@ -27,10 +27,10 @@ from ..side import banded_arguments, column_powers, columns_as_operands, columns
 from .step import STEP_FIELDS
 
 RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
-"""Of a multiprocessor, by the largest head_dim: registers are shared out for that many. With fewer registers the product of a warp waits for each of its loads:
-640 at head_dim 128 take half as long again on an H200."""
+"""Threads per multiprocessor that `__launch_bounds__` reserves registers for, by the largest head_dim. With fewer registers each load of a warp's product waits
+for the one before: 640 threads at head_dim 128 take half as long again on an H200."""
 MOST_SHARED = 96 << 10
-"""Bytes of a block, which every GPU since compute capability 8.0 gives."""
+"""Bytes of shared memory that a block gets on every GPU since compute capability 8.0."""
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:

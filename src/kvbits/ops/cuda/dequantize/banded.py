@@ -28,7 +28,7 @@ from ..side import (
 )
 
 RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
-"""Of a multiprocessor, by the largest head_dim: registers are shared out for that many."""
+"""Threads per multiprocessor that `__launch_bounds__` reserves registers for, by the largest head_dim."""
 
 
 MOST_EXACT_BITS = 10

@@ -19,7 +19,7 @@ from ..side import as_float32, extra_arguments, low_arguments, side_arguments, t
 THREADS = 256
 MAX_HEADS = 65_535
 MAX_TILE_BYTES = 96 << 10
-"""Of a page with outliers or keys from before the rotary embedding, in float32: what every GPU since compute capability 8.0 gives a block."""
+"""Largest float32 page with outliers or pre-rotary keys: the shared memory that a block gets on every GPU since compute capability 8.0."""
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:

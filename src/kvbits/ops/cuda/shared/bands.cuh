@@ -24,7 +24,7 @@ struct Banded {
         for (int i = 0; i < D / BAND; ++i) found += width(i) & plane ? BAND : 0;
         return found;
     }
-    /// Of a plane's bands, in its order, four bits each: which they are; or how far its field lies up in their codes.
+    /// The bands of a plane in its order, four bits each: their numbers, or (`shifts`) how far the plane's field lies up in their codes.
     static DEVICE constexpr u64 bands(int plane, bool shifts) {
         u64 found = 0;
         for (int i = 0, at = 0; i < D / BAND; ++i)

@@ -36,7 +36,7 @@ DEVICE u32 max_nan_f16x2(u32 a, u32 b) { u32 d; asm("max.NaN.f16x2 %0, %1, %2;" 
 DEVICE u32 min_nan_f16x2(u32 a, u32 b) { u32 d; asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEVICE u32 max_nan_bf16x2(u32 a, u32 b) { u32 d; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEVICE u32 min_nan_bf16x2(u32 a, u32 b) { u32 d; asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-/// Of magnitudes; signs are whatever they are.
+/// Larger magnitude; the sign is undefined.
 #if __CUDA_ARCH__ >= 860
 DEVICE u32 max_size_nan_f16x2(u32 a, u32 b) { u32 d; asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEVICE u32 max_size_nan_bf16x2(u32 a, u32 b) { u32 d; asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
@@ -186,7 +186,7 @@ DEVICE bool barrier_test(u32 bar, u32 parity) {
     asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(over) : "r"(bar), "r"(parity) : "memory");
     return over;
 }
-/// Of a number that is not 0; of any.
+/// Bit positions: `lowest_bit` of a number that is not 0, `leading_zeros` of any.
 DEVICE int lowest_bit(u32 x) { return __ffs(int(x)) - 1; }
 DEVICE int leading_zeros(u32 x) { return __clz(int(x)); }
 /// Leaves the issue slots to other warps for a moment.

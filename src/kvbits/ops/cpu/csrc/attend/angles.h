@@ -18,7 +18,7 @@ struct FrameTurns {
   int pairs;  // that are there, 0 before the first ones
 };
 
-// Of the current page's start, or its frame.
+// Angles of the current page's start, or of its frame.
 struct Angles {
   alignas(64) double cos[MAX_HEAD_DIM / 2 + VL], sin[MAX_HEAD_DIM / 2 + VL];            // of start * inv_freq
   alignas(64) double step_cos[MAX_HEAD_DIM / 2 + VL], step_sin[MAX_HEAD_DIM / 2 + VL];  // of step * inv_freq

@@ -105,7 +105,7 @@ INLINE bool has_nibbles(int bits, const int* row_bytes, int head_dim) {
   return bits == 4 || (bits == 2 && row_bytes[0] * 4 == head_dim) || (bits == 3 && row_bytes[1] * 8 == head_dim);
 }
 
-// Of 2-bit fields at bit `shift` of their nibbles, 0 or 2, and 1-bit fields at bit 0: codes of 3 bits. Bit 3 is anything.
+// Codes of 3 bits from 2-bit fields at bit `shift` of their nibbles (0 or 2) and 1-bit fields at bit 0. Bit 3 is anything.
 INLINE vi join_nibbles(vi two, int shift, vi one) { return ((shift ? two >> 1 : two << 1) & 0x66666666) | (one & ~0x66666666); }
 
 #ifdef HAVE_JOIN_PLANES

@@ -181,7 +181,7 @@ INLINE void add_columns(float* rows, int64_t stride, int first, const float* fro
                   factor ? factor + 4 : nullptr);
   }
 }
-// Of each of W rows (of pairs of 16-bit integers) the product with one pair.
+// Products of each of W rows (of pairs of 16-bit integers) with one pair.
 template <int W>
 INLINE auto pair_column(const void* rows, const void* pair) {
   int32_t word;

@@ -11,7 +11,7 @@ namespace {
 typedef void (*KeyKernel)(const KeyArgs&);
 typedef void (*ValueKernel)(const ValueArgs&);
 
-// Of 1 .. ROWS rows. `there`: a compiler that checks for undefined behaviour does not compare addresses of functions at compile time.
+// One kernel for each number of rows, 1 .. ROWS. `there`: a compiler that checks for undefined behaviour does not compare addresses of functions at compile time.
 template <class Kernel>
 struct ByRows {
   Kernel of[ROWS];

@@ -233,7 +233,7 @@ typedef void (*PairKernel)(const Chunk&, const KeyPairs&, const Nibbles&, int ti
 static const PairKernel pair_kernels[2][3][ROWS] = {{PAIR_ROWS(1, 2), PAIR_ROWS(1, 3), PAIR_ROWS(1, 4)}, {PAIR_ROWS(2, 2), PAIR_ROWS(2, 3), PAIR_ROWS(2, 4)}};
 #undef PAIR_ROWS
 
-// Of one tile or two.
+// One tile or two.
 INLINE void attend_pairs(const Chunk& c, const KeyPairs& p, const Nibbles& n, int tile, int tiles, int head_dim, float* s) {
   pair_kernels[tiles - 1][n.bits - 2][c.rows - 1](c, p, n, tile, head_dim, s);
 }

@@ -88,7 +88,7 @@ static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, 
   return d;
 }
 
-// Of means: those beside 8-bit scales are float16.
+// Type of means: those beside 8-bit scales are float16.
 INLINE int mean_dtype(const kvbits_tensor& t) { return t.scale_dtype == FLOAT8_E5M3 ? (int)FLOAT16 : t.scale_dtype; }
 
 // Per-channel scale and bias (the bias around the middle of the code range; the mean is part of it).

@@ -37,7 +37,7 @@ inline void run_sums(const uint8_t* bytes, int64_t stride, const uint64_t* withi
   }
 }
 #elif defined(KVBITS_AVX2)
-// Of a product modulo 2^64 the low halves give 64 bits; what crosses counts in the upper 32 only, so its sums need 32 bits and are shifted once, at the end.
+// A product modulo 2^64: the low halves give 64 bits; cross terms count in the upper 32 only, so their sums need 32 bits and are shifted once, at the end.
 template <int U>
 inline void run_sums(const uint8_t* bytes, int64_t stride, const uint64_t* within, int64_t count, uint64_t* sums) {
   __m256i low[U] = {}, cross[U] = {};

@@ -53,7 +53,7 @@ static void rows_to_basis(PageBuffers& b, const double* frame, const float* basi
 
 INLINE float scale_of_code(int code) { return from_e5m3(splat_int(code))[0]; }
 
-// Of the nearest 8-bit float, ties up; x is at most the largest one.
+// Code of the nearest 8-bit float, ties up; x is at most the largest one.
 static int scale_code(float x) {
   const int code = (to_bits<FLOAT16>(splat(x))[0] + 64) >> 7;
   return code < SMALLEST_SCALE_CODE ? SMALLEST_SCALE_CODE : code > LARGEST_SCALE_CODE ? LARGEST_SCALE_CODE : code;
