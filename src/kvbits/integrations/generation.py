@@ -1,11 +1,15 @@
-"""What `generate` asks of a model that decodes with a `KVCache`: a faster forward pass for its tokens, which is captured in a CUDA graph, and masks.
+"""What `generate` asks of a model that decodes with a `KVCache`: a faster forward pass for its tokens, which is captured in a CUDA graph, masks, and inputs.
 
 Transformers compiles the passes of caches that say `is_compileable` (torch.compile), with masks of all positions made before. A model that was attached to
 kvbits answers both questions itself, for caches of kvbits only: the pass is the model's own in a CUDA graph (`graphs`), the mask stays that of padding.
+
+Some models drop the cache that they were given: Phi-3 with longrope computes everything anew, in a cache of its own, when a sequence grows past
+`original_max_position_embeddings`. `generate` then begins the KVCache again. Any other pass that was given a KVCache and left it empty is an error (`attach`).
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 import weakref
@@ -13,40 +17,107 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
-from ..errors import KvbitsWarning
+from ..errors import KvbitsWarning, UnsupportedError, counted
 from . import graphs
 from .masks import is_ours
 
-ASKED = ("get_compiled_call", "create_masks_for_generate")
+ASKED = ("get_compiled_call", "create_masks_for_generate", "prepare_inputs_for_generation", "init_continuous_batching")
 """Methods of a model that `attach` answers."""
+_HOOKS = "_kvbits_hooks"
+"""Where a module keeps the handles of its two hooks."""
 
 
 def attach(model: Any) -> None:
-    """From now on `generate` asks here, also that of a model which adapters or a compiler wrapped."""
+    """From now on `generate` asks here, also that of a model which adapters or a compiler wrapped, and a forward pass that was given a KVCache must fill it."""
     for part in _generators(model):
         for name in ASKED:
-            part.__dict__[name] = _Answer(part, name)
+            found = part.__dict__.get(name)
+            if not isinstance(found, _Answer):
+                part.__dict__[name] = _Answer(part, name, found)
+    for part in _checked(model):
+        if _HOOKS not in part.__dict__:
+            part.__dict__[_HOOKS] = (
+                part.register_forward_pre_hook(_before_pass, with_kwargs=True),
+                part.register_forward_hook(_after_pass, with_kwargs=True),
+            )
 
 
 def detach(model: Any) -> None:
     """Undo `attach`."""
     for part in _generators(model):
         for name in ASKED:
-            part.__dict__.pop(name, None)
+            found = part.__dict__.pop(name, None)
+            before = found.before if isinstance(found, _Answer) else found
+            if before is not None:
+                part.__dict__[name] = before
+    for part in _checked(model):
+        for handle in part.__dict__.pop(_HOOKS, ()):
+            handle.remove()
 
 
 def _generators(model: Any) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, GenerationMixin)]
 
 
-class _Answer:
-    """One of a model's methods, answered for caches of kvbits. Copies of the model get their own; a reference would keep the model alive in a cycle."""
+def _checked(model: Any) -> list[Any]:
+    return list(dict.fromkeys([model, *_generators(model)]))
 
-    def __init__(self, model: Any, name: str) -> None:
-        self._model, self._name = weakref.ref(model), name
+
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The KVCache among the arguments of a forward pass, or None."""
+    cache = kwargs.get("past_key_values")
+    return cache if is_ours(cache) else next((x for x in args if not isinstance(x, torch.Tensor) and is_ours(x)), None)
+
+
+def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if (cache := _cache_of(args, kwargs)) is not None:
+        cache.columns.begun[id(module)] = cache.columns.passes
+
+
+def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """
+    Raises:
+        UnsupportedError: not every layer stored its tokens in the cache that the pass was given; the cache is as it was before.
+    """
+    if torch.compiler.is_compiling() or (cache := _cache_of(args, kwargs)) is None:
+        return
+    columns = cache.columns
+    if columns.captured or columns.begun.pop(id(module), None) != columns.passes:
+        return
+    layers, of = len(columns.been), len(cache.layers)
+    if columns.store.in_pass:
+        cache.abandon()
+    raise UnsupportedError(
+        f"{type(module).__name__} was given a KVCache, but {layers} of its {counted(of, 'layer')} stored their tokens in it: the model, or what wraps it "
+        "(gradient checkpointing while training, a custom forward), passed another cache on, so its output is not that of this one. "
+        "Use the stock cache for it, after KVCache.detach(model)"
+    )
+
+
+def _missing(inputs: dict[str, Any], cache: Any) -> int:
+    """Tokens of the sequence that the inputs of a pass without a past lack."""
+    mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
+    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+    return max(0, (cache.get_seq_length() + 1 if mask is None else mask.shape[-1]) - (0 if tokens is None else tokens.shape[1]))
+
+
+class _Answer:
+    """One of a model's methods, answered for caches of kvbits. Copies of the model get their own; a reference would keep the model alive in a cycle.
+
+    Attributes:
+        before: what the model object itself had of this name, None: its class's.
+    """
+
+    def __init__(self, model: Any, name: str, before: Callable[..., Any] | None = None) -> None:
+        self._model, self._name, self.before = weakref.ref(model), name, before
+        if hasattr(type(model), name):
+            self.__signature__ = inspect.signature(self._inherited())  # generate() reads it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, self._name)(*args, **kwargs)
@@ -61,16 +132,56 @@ class _Answer:
             return kwargs.get("attention_mask")
         return self._inherited()(*args, **kwargs)
 
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """The inputs of a pass, for the cache that `generate` was given.
+
+        Raises:
+            UnsupportedError: the model passes another cache on, or begins anew without the tokens that are cached.
+        """
+        inputs = self._inherited()(*args, **kwargs)
+        given = kwargs if "past_key_values" in kwargs else inspect.signature(self).bind_partial(*args).arguments
+        cache: Any = given.get("past_key_values")
+        if not is_ours(cache) or inputs.get("past_key_values") is cache:
+            return inputs
+        name, other = type(self._model()).__name__, inputs.get("past_key_values")
+        if other is not None:
+            raise UnsupportedError(
+                f"{name} passes its own {type(other).__name__} on instead of the KVCache that generate() was given, which would stay empty; "
+                "use the stock cache for it, after KVCache.detach(model)"
+            )
+        if _missing(inputs, cache):  # Phi-4-multimodal cuts the cached tokens off all the same
+            inputs = self._inherited()(*args, **(kwargs | {"next_sequence_length": None}))
+        if missing := _missing(inputs, cache):
+            raise UnsupportedError(
+                f"{name} computes all tokens anew here (Phi-3 with longrope does where a sequence passes original_max_position_embeddings), but {missing} of "
+                "them were not passed; pass the whole sequence to generate() as input_ids, or stop before that length"
+            )
+        cache.begin_again()
+        inputs["past_key_values"] = cache
+        return inputs
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            UnsupportedError: always: batches need pages and attention of Transformers' own.
+        """
+        raise UnsupportedError(
+            "continuous batching (generate_batch) keeps its own paged cache, which needs the model's own attention; call KVCache.detach(model) before it, "
+            "and KVCache.for_model(model, ..) again to decode with a KVCache"
+        )
+
     def _inherited(self) -> Callable[..., Any]:
         model = self._model()
+        if self.before is not None:
+            return self.before
         found = inspect.getattr_static(type(model), self._name, None)
         return create_masks_for_generate if found is None else found.__get__(model, type(model))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Answer:
-        return _Answer(memo.get(id(self._model()), self._model()), self._name)
+        return _Answer(memo.get(id(self._model()), self._model()), self._name, copy.deepcopy(self.before, memo))
 
     def __reduce__(self) -> Any:
-        return _Answer, (self._model(), self._name)
+        return _Answer, (self._model(), self._name, self.before)
 
 
 class _Tokens:

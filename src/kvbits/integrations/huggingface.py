@@ -334,6 +334,13 @@ class KVCache(Cache):
         self.columns.seen, self.columns.valid = 0, None
         self._recording = False
 
+    def begin_again(self) -> None:
+        """`reset` in the middle of a `generate`: a model wants to compute all tokens anew (`generation`)."""
+        recording = self._recording
+        self.reset()
+        if recording:
+            self.activate_past_recording()
+
     def abandon(self) -> None:
         """Take back a forward pass that was interrupted between its layers (see `PagedCache.abandon`): the cache is what it was before it."""
         self.store.abandon()

@@ -57,6 +57,7 @@ class Columns:
         valid: bool [B, seen], which of them are real, wherever the mask was; None for all.
         new, been: positions of the pass under way, and the layers that have been through it.
         mask: bool [B, seen + new] that the pass under way was given.
+        passes: that are over, and `begun`: how many there were when a model (its id) began the pass that it is in.
         captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every replay).
         rehearsed: the pass under way runs for the compiler alone: it stores nothing and attends to nothing.
     """
@@ -66,6 +67,8 @@ class Columns:
     new: int = 0
     been: set[int] = field(default_factory=set)
     mask: torch.Tensor | None = None
+    passes: int = 0
+    begun: dict[int, int] = field(default_factory=dict)
     captured: bool = False
     rehearsed: bool = False
     _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
@@ -152,6 +155,7 @@ class Columns:
         elif self.valid is not None:
             self.valid = torch.cat([self.valid, self.valid.new_ones(len(self.valid), self.new)], 1)
         self.seen += self.new
+        self.passes += 1
         self.take_back()
 
     def replayed(self, mask: torch.Tensor | None) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..errors import DataError, SpecError
+from ..errors import DataError, SpecError, UnsupportedError
+from ..geometry import text_config
 from ..store import keys
 from ..store.loading import DamagedError
 from ..store.prefix_store import PrefixStore
@@ -28,12 +29,21 @@ def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int
 
     Returns:
         Tokens that were loaded.
+
+    Raises:
+        DataError, SpecError: no token; a `chunk` that is no number of them.
+        UnsupportedError: a model with longrope and a prompt past its short factors.
     """
     tokens = keys.token_ids(ids)
     if not len(tokens):
         raise DataError("a prompt of no tokens; pass at least one")
     if type(chunk) is not int or chunk < 1:
         raise SpecError(f"chunk={chunk!r} must be a whole number of tokens, at least 1")
+    if (limit := _rotation_limit(model)) is not None and len(tokens) > limit:
+        raise UnsupportedError(
+            f"a prompt of {len(tokens)} tokens for {type(model).__name__}, which turns all its keys by other angles past "
+            f"original_max_position_embeddings={limit}, so no shorter prompt's pages are its beginning; use KVCache.for_model for it"
+        )
     known, wanted = cache.store, tokens[:-1]
     loaded = _load(cache, store, wanted, wait)
     spec = known.spec
@@ -57,6 +67,15 @@ def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int
     if put and len(wanted) > loaded:
         store.put(known, wanted)
     return loaded
+
+
+def _rotation_limit(model: Any) -> int | None:
+    """Tokens up to which a model with longrope takes its short factors; None for others."""
+    config = text_config(model.config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
 
 
 def _load(cache: KVCache, store: PrefixStore, wanted: np.ndarray, wait: bool) -> int:
