@@ -189,8 +189,8 @@ def warm(presets: list[str]) -> None:
     """Compile everything that the rows of these presets need: a short cache of each, with both numbers of query heads; and the 16-bit kernels."""
     for q_heads in (32, 64):
         for name in presets:
-            print(name, q_heads, f"{bench_preset(name, 2, q_heads, 1024, None)['time_us']:.1f} us", flush=True)
-        print(bench_16_bit(1, q_heads, 1024), flush=True)
+            print(name, q_heads, f"{bench_preset(name, 8, q_heads, 8192, None)['time_us']:.1f} us", flush=True)
+        print(bench_16_bit(8, q_heads, 8192), flush=True)
 
 
 def host_ms(work: Any, repeats: int = 20) -> float:
