@@ -10,7 +10,7 @@ kind of GPU, so a command that was stopped goes on where it was; a part whose ro
 done only where both were measured in one session, on one machine. With --limit a part begins only if it ended within the time that is left when it last ran.
 
     KVBITS_COMMIT      the commit, where there is no .git
-    KVBITS_VLLM_SITE   a folder of packages that only the parts of vLLM see
+    KVBITS_VLLM_SITE   a folder of packages that only the parts of vLLM see; KVBITS_PEERS_SITE: only the others, such as FlashAttention-3 and FlashInfer
     KVBITS_MODELS      a folder of models (docs/evaluation.md): accuracy is measured on those of it
     KVBITS_TEXTS       a folder with wiki.test.raw and wiki.valid.tokens: evaluated and calibrated on; the shipped novel if not given
     KVBITS_DISK        a folder on a disk for the store's files; the folder of temporary files if not given
@@ -210,8 +210,7 @@ class Machine:
 
     def missing(self, needs: Sequence[str]) -> str | None:
         """What of `needs` is not here."""
-        site = self.environment.get("KVBITS_VLLM_SITE")
-        path = [*([site] if site else []), *sys.path]
+        path = [*filter(None, [self.environment.get("KVBITS_VLLM_SITE"), self.environment.get("KVBITS_PEERS_SITE")]), *sys.path]
         return next((n for n in needs if PathFinder.find_spec(n, path) is None), None)
 
 
@@ -256,8 +255,8 @@ class Session:
 
     def environment(self, vllm: bool) -> dict[str, str]:
         given = self.machine.environment
-        site = [given["KVBITS_VLLM_SITE"]] if vllm and given.get("KVBITS_VLLM_SITE") else []
-        path = os.pathsep.join([*site, str(ROOT / "src"), str(ROOT / "benchmarks"), *filter(None, [given.get("PYTHONPATH")])])
+        site = given.get("KVBITS_VLLM_SITE" if vllm else "KVBITS_PEERS_SITE")
+        path = os.pathsep.join([*filter(None, [site]), str(ROOT / "src"), str(ROOT / "benchmarks"), *filter(None, [given.get("PYTHONPATH")])])
         commit = {"KVBITS_COMMIT": f"{self.run['commit']}{'-dirty' if self.run['dirty'] else ''}"} if self.run["commit"] else {}
         return given | commit | {"PYTHONPATH": path, "KVBITS_SESSION": self.name, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
                         "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip

@@ -115,11 +115,13 @@ def test_ratios_are_of_one_session(command):
 
 def test_children_know_commit_and_session_and_only_vllm_sees_its_packages(command):
     machine = Fake("first")
-    machine.environment["KVBITS_VLLM_SITE"] = "/packages"
+    machine.environment |= {"KVBITS_VLLM_SITE": "/packages", "KVBITS_PEERS_SITE": "/peers"}
     command(machine, "--only", "close", "serve-bf16")
     by_name = {name: environment for name, _, environment, _ in machine.seen}
     assert {e["KVBITS_COMMIT"] for e in by_name.values()} == {"c0ffee"}
-    assert by_name["serve-bf16"]["PYTHONPATH"].startswith("/packages") and "/packages" not in by_name["close"]["PYTHONPATH"]
+    paths = {name: e["PYTHONPATH"] for name, e in by_name.items()}
+    assert paths["serve-bf16"].startswith("/packages:") and "/peers" not in paths["serve-bf16"]
+    assert paths["close"].startswith("/peers:") and "/packages" not in paths["close"]
 
 
 def test_the_list_says_how_long_parts_took(command):
