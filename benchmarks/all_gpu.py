@@ -125,7 +125,7 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
                bench("bench_store", "--model", "llama-8b", "--prompt", "16384", "--chunk", "4096", "--stock", "--device", "cuda", "--threads", "8",
                      "--schemes", "int8_centered,int4", "--where", f"{folder}/kvbits_store", out="store.json"), "store.json", 60, 180)
           for place, words, folder in (("disk", "disk, cold and warm", "{disk}"), ("ram", "RAM disk", "/dev/shm"))),
-        *(Part(f"accuracy-{name}", f"{name}: KL of decoding token by token, and in chunks, on this GPU", accuracy(model, environment), f"eval/{name}", 120, 400)
+        *(Part(f"accuracy-{name}", f"{name}: KL of decoding token by token, and in chunks, on this GPU", accuracy(model, environment), f"eval/{name}", 150, 400)
           for name, model in models(environment).items()),
         *serving("a step with vLLM's default compilation", "-compiled", dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")), 90, 240),
         Part("tiers", "zones", bench("bench_attend_gpu", "--tiers", "--shapes", "2", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
@@ -164,7 +164,7 @@ def _nbytes(model: Path) -> int:
 def accuracy(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
     texts = environment.get("KVBITS_TEXTS")
     given = ("--text", f"{texts}/wiki.test.raw", "--calibration-text", f"{texts}/wiki.valid.tokens") if texts else ()
-    sizes = ("--windows", "8", "--length", "1024", "--context", "1024", "--new-tokens", "256")
+    sizes = ("--windows", "4", "--length", "1024", "--context", "1024", "--new-tokens", "256")
     return (
         "-m", "kvbits", "eval", str(model), "--device", "cuda", "--dtype", "bfloat16", "--schemes", ",".join(PRESETS), "--tasks", "decode,fidelity", *sizes, *given,
         "--out", "{out}/eval",
