@@ -32,14 +32,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from result_file import command, merge_result
+from result_file import append
 
 Position = tuple[float, np.ndarray, np.ndarray]
 """Log-probability of the true token; the most probable tokens, int64; their log-probabilities."""
 BASE = "auto"
 CACHE_BYTES = 2 << 30
 """On a GPU; a fixed size, so that several such runs can share one."""
-KEY = ("model", "model_dtype", "kv_cache_dtype", "phase", "context", "scored", "windows", "chunk", "text")
 
 
 def windows(model: Path, text: str, count: int, length: int) -> list[list[int]]:
@@ -199,10 +198,7 @@ def main() -> None:
             base = measured[BASE]["prefill" if dtype == BASE else phase]
             label = dtype + "".join(f"+{x}" for x in (*args.skip_layers, *args.engine.get("additional_config", {}).get("kvbits", {})) if dtype != BASE)
             rows.append({"kv_cache_dtype": label, "phase": phase} | shape | {"text": name, "tokens": len(found)} | compare(base, found))
-        import vllm
-
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-        merge_result({"rows": rows, "command": command(), "vllm": vllm.__version__, "torch": torch.__version__, "gpu": gpu}, args.out, KEY)
+        append(rows, args.out)
 
 
 if __name__ == "__main__":

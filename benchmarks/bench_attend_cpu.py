@@ -23,19 +23,19 @@ Bytes are those of K and V in their format, scales included. The last line is on
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import llama_attention
 import numpy as np
 import torch
 import torch.nn.functional as F
+from result_file import append
 
 from kvbits import schemes
 from kvbits.cache.pool import allocate_slab
@@ -81,6 +81,7 @@ parser.add_argument("presets", nargs="*", help=f"of {', '.join(TIMED)}; without 
 parser.add_argument("--formats", default="", help=f"with commas, of {', '.join(FORMATS)}")
 parser.add_argument("--rounds", type=int, default=40)
 parser.add_argument("--threads", type=int, default=1)
+parser.add_argument("--out", type=Path, help="file that this run is added to")
 parser.add_argument("--tier", help="force an instruction set")
 parser.add_argument("--ggml", type=Path, help="folder with libggml-base.so and libggml-cpu.so; default: those of llama-cpp-python")
 args = parser.parse_args()
@@ -245,7 +246,8 @@ def measure(candidates: dict[str, tuple[Callable[[int], object], int]]) -> tuple
     )
 
 
-results = {}
+rows: list[dict[str, Any]] = []
+reads: list[dict[str, Any]] = []
 ggml, no_ggml = llama_attention.find(args.ggml)
 if ggml is None:
     print(f"llama.cpp is left out: {no_ggml}")
@@ -273,22 +275,18 @@ for text in args.shapes.split(","):
         rates = [calls_in_processes(run, args.threads) / calls_in_processes(run, 1) for _ in range(3)]
         ceilings[name] = statistics.median(rates)
         print(f"  {name:15s} {args.threads} threads {single[name] / seconds[name]:.2f}x one; {args.threads} processes {ceilings[name]:.2f}x one")
-    results[text] = {
-        "ratio_vs_torch16": {n: round(seconds["matmul"] / seconds[n], 2) for n in NAMES},
-        "ratio_vs_torch16_huge_pages": {n: round(seconds["matmul_huge"] / seconds[n], 2) for n in NAMES},
-        "share_of_read_bandwidth": {n: round(candidates[n][1] / seconds[n] / bandwidth, 3) for n in NAMES},
-        "ratio_vs_llama": {
-            n: {m: round(seconds[m] / seconds[n], 1) for m in candidates if m.startswith(f"llama_{peer}")} for n, peer in LLAMA_PEER.items() if n in NAMES
-        },
-        "threads_vs_one": {n: round(single[n] / seconds[n], 2) for n in single},
-        "processes_vs_one": {n: round(x, 2) for n, x in ceilings.items()},
-        "decode_s": {n: seconds[n] for n in candidates},
-        "read_bytes_per_s": bandwidth,
-    }
+    for name in candidates:
+        row = {"shape": text, "name": name, "decode_s": seconds[name]}
+        if name in NAMES:
+            row["ratio_vs_torch16"] = round(seconds["matmul"] / seconds[name], 2)
+            row["ratio_vs_torch16_huge_pages"] = round(seconds["matmul_huge"] / seconds[name], 2)
+            row["share_of_read_bandwidth"] = round(candidates[name][1] / seconds[name] / bandwidth, 3)
+        peers = [m for m in candidates if m.startswith(f"llama_{LLAMA_PEER[name]}")] if name in NAMES and name in LLAMA_PEER else []
+        row |= {"ratio_vs_llama": {m: round(seconds[m] / seconds[name], 1) for m in peers}} if peers else {}
+        row |= {"threads_vs_one": round(single[name] / seconds[name], 2), "processes_vs_one": round(ceilings[name], 2)} if name in single else {}
+        rows.append(row)
+    reads.append({"shape": text, "bytes_per_s": bandwidth})
 
-first = next(iter(results.values()))
-print(json.dumps({
-    "ratio_vs_torch16": first["ratio_vs_torch16"], "share_of_read_bandwidth": first["share_of_read_bandwidth"], "threads": args.threads,
-    "time": "cpu" if args.threads == 1 else "wall", "tier": library.tier(), "cpu": platform.processor() or platform.machine(), "load": os.getloadavg()[0],
-    "shapes": results,
-}))  # fmt: skip
+append(
+    rows, args.out, sections={"reads": reads}, threads=args.threads, time="cpu" if args.threads == 1 else "wall", tier=library.tier(), load=os.getloadavg()[0]
+)  # fmt: skip

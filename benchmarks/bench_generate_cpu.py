@@ -5,14 +5,13 @@
 First real text goes through the lossless scheme and the stock 16-bit cache, whose logits must agree, so that what is timed is right. Then every cache is filled
 with the same random keys and values (speed does not depend on them), and single tokens are decoded, the caches taking turns. Codebooks come from 512 tokens of the novel (speed does not
 depend on them either). The stock quantized caches need optimum-quanto and hqq; missing ones are named. With --compile every cache is timed a second time, under torch.compile.
-The last line is one JSON object; it is also written to --out (benchmarks/results/cpu/generate.json is one).
+The last line is one JSON object, this run; it is added to --out (benchmarks/results/cpu/generate.json is one).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import write_result
+from result_file import append
 from transformers import DynamicCache, QuantizedCache
 
 import kvbits
 from kvbits.calibrate import calibrate
 from kvbits.evaluate.caches import held_bytes
 from kvbits.evaluate.texts import novel
+from kvbits.ops.cpu import library
 from kvbits.schemes import PRESETS
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -137,5 +137,4 @@ for path in args.models:
                 flush=True,
             )
         del caches, contents
-report = {"cpu": platform.processor() or platform.machine(), "threads": args.threads, "torch": torch.__version__, "rows": rows}
-write_result(report, args.out)
+append(rows, args.out, threads=args.threads, tier=library.tier())

@@ -9,14 +9,13 @@ The pages are checked against the lengths, the lists for reading every chunk onc
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from result_file import write_result
+from result_file import append
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -82,13 +81,7 @@ def main() -> None:
             f"{batch:4d} x {tokens:6d}: pages {row['begin_us']:6.0f} us, new lists {row['lists_ms']:.2f} ms, of unequal lengths {row['lists_unequal_ms']:.2f} ms",
             flush=True,
         )
-    result = {
-        "command": "python benchmarks/bench_planning_cpu.py",
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "rows": rows,
-    }
-    write_result(result, args.out)
+    append(rows, args.out)
 
 
 if __name__ == "__main__":

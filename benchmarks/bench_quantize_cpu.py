@@ -13,15 +13,16 @@ against the references first. Rates count input bytes once; `limit` is what a pl
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from result_file import append
 
 from kvbits import schemes
 from kvbits.cache.pool import allocate_slab
@@ -39,6 +40,7 @@ parser.add_argument("--rows", type=int, default=131072)
 parser.add_argument("--columns", type=int, default=1024)
 parser.add_argument("--rounds", type=int, default=9)
 parser.add_argument("--threads", type=int, default=1)
+parser.add_argument("--out", type=Path, help="file that this run is added to")
 parser.add_argument("--skip-column-outer", action="store_true")
 args = parser.parse_args()
 torch.set_num_threads(args.threads)
@@ -157,11 +159,13 @@ for name, s in seconds.items():
     beside = f"   {rates[name] / rates['row_order']:6.1f}x row order" if not name.startswith(("close", "dequantize", "limit")) else ""
     print(f"  {name:23s} {s * 1e3:9.2f} ms  {rates[name] / 1e9:6.2f} GB/s of input{beside}")
 print("  append of one token: " + ", ".join(f"{name} {t} us" for name, t in append_us.items()))
-print(json.dumps({
-    "append_us": append_us,
-    "input_bytes_per_s": {n: round(r) for n, r in rates.items()},
-    "ratio_vs_row_order": {n: round(rates[n] / rates["row_order"], 1) for n in ("per_channel", "group64_int8", "group64_int4", "torch")},
-    "ratio_vs_column_outer": None if args.skip_column_outer else round(rates["per_channel"] / rates["column_outer"], 1),
-    "rows": rows, "columns": columns, "threads": args.threads, "tier": library.tier(), "cpu": platform.processor() or platform.machine(),
-    "load": os.getloadavg()[0],
-}))  # fmt: skip
+found: list[dict[str, Any]] = [{"name": n, "input_bytes_per_s": round(r)} for n, r in rates.items()]
+for row in found:
+    if row["name"] in ("per_channel", "group64_int8", "group64_int4", "torch"):
+        row["ratio_vs_row_order"] = round(rates[row["name"]] / rates["row_order"], 1)
+    if row["name"] == "per_channel" and not args.skip_column_outer:
+        row["ratio_vs_column_outer"] = round(rates["per_channel"] / rates["column_outer"], 1)
+append(
+    found, args.out, sections={"append": [{"backend": n, "us": t} for n, t in append_us.items()]}, matrix=[rows, columns], threads=args.threads,
+    tier=library.tier(), load=os.getloadavg()[0],
+)  # fmt: skip

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import platform
 import statistics
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from result_file import append
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4, help="query heads per kv head")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="file that this run is added to")
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -107,11 +108,14 @@ def main() -> None:
     held = {name: bytes_read(c) for name, c in caches.items()}
     rate = {zone: sum(held[zone].values()) / best[zone] for zone in ("hot", "warm", "cold")}
     explained = sum(n / rate[zone] for zone, n in held["tiered"].items())
-    print(json.dumps({
-        "machine": platform.processor() or platform.machine(), "scheme": args.scheme, "context": args.context, "threads": args.threads, "backend": {n: b for n, (b, _) in served.items()},
-        "step_s": best, "bytes": held, "bytes_per_s": rate, "explained_s": explained, "measured_over_explained": best["tiered"] / explained,
-        "tiered_over_cold": best["tiered"] / best["cold"], "bytes_tiered_over_cold": sum(held["tiered"].values()) / sum(held["cold"].values()),
-    }))  # fmt: skip
+    rows = [
+        {"cache": name, "scheme": args.scheme, "context": args.context, "backend": served[name][0], "step_s": best[name], "bytes": held[name]}
+        for name in caches
+    ]
+    for row in rows:
+        row |= {"bytes_per_s": rate[row["cache"]]} if row["cache"] in rate else {}
+        row |= {"explained_s": explained, "measured_over_explained": best["tiered"] / explained} if row["cache"] == "tiered" else {}
+    append(rows, args.out, threads=args.threads)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,23 +46,9 @@ def append(
     own = {"runs": {run["id"]: run}} | {name: [{"run": run["id"]} | dict(row) for row in entries] for name, entries in lists.items()}
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        before = runs.read(out) if out.exists() else {"runs": {}}
-        whole = {"runs": before["runs"] | own["runs"]} | {
-            name: [*before.get(name, []), *own.get(name, [])] for name in dict.fromkeys([*before, *own]) if name != "runs"
-        }
-        write(whole, out)
+        runs.add(own, out)
     print(to_json(own))
     return own
-
-
-def write(data: Mapping[str, Any], out: Path) -> None:
-    """Replace a file of runs once the new one is whole: one line for each run and each row, so that it reads and diffs well."""
-    entries = ",\n".join(f"  {json.dumps(name)}: {to_json(run)}" for name, run in data["runs"].items())
-    parts = [f' "runs": {{\n{entries}\n }}']
-    parts += [f" {json.dumps(name)}: [\n" + ",\n".join(f"  {to_json(row)}" for row in rows) + "\n ]" for name, rows in data.items() if name != "runs"]
-    partial = out.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-    os.replace(partial, out)
 
 
 @functools.cache
@@ -75,23 +60,3 @@ def this_run() -> dict[str, Any]:
 def command() -> str:
     """What was typed."""
     return shlex.join(this_run()["argv"])
-
-
-def write_result(result: dict[str, Any], out: Path | None) -> None:
-    """Print a result as one line of JSON, the last one; also write it to `out`."""
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-
-
-def merge_result(result: dict[str, Any], out: Path | None, key: tuple[str, ...]) -> None:
-    """`write_result`, into a file whose other rows and fields stay: those of `result["rows"]` replace rows that are equal in `key`, "command" becomes the
-    commands of all."""
-    if out and out.exists():
-        before = json.loads(out.read_text())
-        new = {tuple(row.get(name) for name in key) for row in result["rows"]}
-        kept = [row for row in before["rows"] if tuple(row.get(name) for name in key) not in new]
-        commands = before["command"] if isinstance(before["command"], list) else [before["command"]]
-        result = before | result | {"command": [*(c for c in commands if c != result["command"]), result["command"]], "rows": [*kept, *result["rows"]]}
-    write_result(result, out)

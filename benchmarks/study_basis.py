@@ -4,20 +4,19 @@
     python benchmarks/study_basis.py MODEL --text wiki.test.raw --calibration wiki.valid.tokens --calibration cpython311_inspect.py --schemes klt3,klt2
 
 TurboQuant's recipe, simulated, is there by the names turboquant4, turboquant3 and turboquant2. Several --calibration texts measure what another domain costs, several --prompts (as 2x1024 or 16x512) what more tokens give. Codebooks are fitted without gradients,
-which on these models is as good (docs/schemes.md). The last line is one JSON object; --out also writes it to a file.
+which on these models is as good (docs/schemes.md). The last line is one JSON object; it is added to --out.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import turboquant
-from result_file import command, write_result
+from result_file import append
 
 import kvbits
 from kvbits import schemes
@@ -89,13 +88,9 @@ def main() -> None:
     rows = [row(name, factories[name].info["bits_per_element"], r, results["base"]) for name, r in results.items() if name != "base"]
     for r in rows:
         print(f"{r['scheme']:40s} {r['bits_per_element']:6.3f} bits   KL {r['kl']:.5f}   perplexity {r['perplexity_change']:+.2%}")
-    write_result(
-        {
-            "benchmark": "study_basis", "command": command(), "kvbits": kvbits.__version__, "machine": platform.processor(), "torch": torch.__version__, "model": Path(args.model).name,
-            "text": Path(args.text).name, "windows": args.windows, "length": args.length, "chunk": args.chunk, "dtype": args.dtype,
-            "calibration_seconds": seconds, "rows": rows,
-        },
-        args.out,
+    append(
+        rows, args.out, benchmark="study_basis", model=Path(args.model).name, text=Path(args.text).name, windows=args.windows, length=args.length,
+        chunk=args.chunk, dtype=args.dtype, calibration_seconds=seconds,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 
 The budget is what --length tokens take in the fewest bits, so the cache is full when the text ends. Text goes through the caches side by side in chunks; KL against the
 16-bit cache of each quarter of the text says what the fill costs. int8 grows without a limit here: in the same budget it would end at `int8_context` tokens.
-The last line is JSON; --out also writes it to a file.
+The last line is JSON, this run; it is added to --out.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import dataclasses
 from pathlib import Path
 
 import torch
-import transformers
-from result_file import write_result
+from result_file import append
 
-import kvbits
 from kvbits import KVCache, planner, schemes
 from kvbits.evaluate.caches import base_factory
 from kvbits.evaluate.fidelity import Fidelity, compare
-from kvbits.evaluate.results import command_line
 from kvbits.evaluate.texts import read_text, windows
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.models import load_model
@@ -72,14 +69,10 @@ def main() -> None:
             f"to {rows[-1]['fill']:.0%}: " + ", ".join(f"{n} {x:.6f}" for n, x in kl.items()) + f"; pages by low planes {rows[-1]['pages_by_planes']}",
             flush=True,
         )
-    write_result(
-        {
-            "benchmark": "study_budget", "command": f"python {command_line()}", "model": Path(args.model.rstrip("/")).name, "text": text.name,
-            "tokens": args.length, "budget": budget, "held": caches["budget"].nbytes, "given_back": caches["budget"].store.budget.given_back,
-            "int8_context": planner.max_context(eight["int8"], budget, 1), "widest_bytes": elastic.nbytes(args.length), "torch": torch.__version__,
-            "transformers": transformers.__version__, "kvbits": kvbits.__version__, "rows": rows,
-        },
-        args.out,
+    append(
+        rows, args.out, benchmark="study_budget", model=Path(args.model.rstrip("/")).name, text=text.name, tokens=args.length, budget=budget,
+        held=caches["budget"].nbytes, given_back=caches["budget"].store.budget.given_back, int8_context=planner.max_context(eight["int8"], budget, 1),
+        widest_bytes=elastic.nbytes(args.length),
     )  # fmt: skip
 
 

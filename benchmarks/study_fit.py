@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from result_file import merge_result
+from result_file import append
 
-import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
 from kvbits.evaluate.calibrator import Calibrator, Sample
 from kvbits.evaluate.fit import PAGE, RESIDUAL, SINKS, Fit, Goal, bound_to, fit, widths, write
-from kvbits.evaluate.results import command_line
 from kvbits.evaluate.sensitivity import SIDES, Bench, State, formats
 from kvbits.evaluate.texts import novel_end, novel_start, read_text, windows
 from kvbits.geometry import layer_geometries
@@ -114,13 +111,9 @@ def main() -> None:
             f"takes {r['taken']}; keys {r['widths']['key']}, values {r['widths']['value']}",
             flush=True,
         )
-    merge_result(
-        {
-            "benchmark": "study_fit", "command": f"python {command_line()}", "model": Path(args.model.rstrip("/")).name, "text": text.name, "windows": list(other.shape),
-            "context": args.context, "torch": torch.__version__, "transformers": transformers.__version__, "kvbits": kvbits.__version__,
-            "cpu_seconds": round(time.process_time() - began, 1), "measured_alone": len(bench.state.found), "rows": rows,
-        },
-        args.out, ("formats", "bits"),
+    append(
+        rows, args.out, benchmark="study_fit", model=Path(args.model.rstrip("/")).name, text=text.name, windows=list(other.shape), context=args.context,
+        cpu_seconds=round(time.process_time() - began, 1), measured_alone=len(bench.state.found),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@
              eviction  pages dropped at --context tokens, those that attention used least or the oldest, against fewer bits for all of them
 
 One backward pass per calibration prompt; its keys, values and gradients stay in memory, so every variant is fitted on the same samples. All
-caches read the same windows. The last line is one JSON object; --out also writes it to a file.
+caches read the same windows. The last line is one JSON object; it is added to --out.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ import argparse
 import dataclasses
 import math
 import multiprocessing
-import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from result_file import write_result
+from result_file import append
 from transformers import DynamicCache
 
 import kvbits
@@ -308,7 +306,7 @@ def main() -> None:
     if args.workers > 1:
         model = model.to("cpu")
     head_dim = layer_geometries(model.config)[0].head_dim
-    tables = []
+    found: list[dict[str, Any]] = []
     context = args.context or args.length * 3 // 4
     for name, text in texts(args.text, 1).items():
         ids = text_windows(tokenizer, text, count=args.windows, length=args.length)
@@ -322,15 +320,12 @@ def main() -> None:
                 f"{name:18.18} {row['name']:38} {row['bits']:6.3f} bits  ppl {row['ppl']:9.4f} {row['ppl_change']:+8.2%}  KL {row['kl']:.5f}  "
                 f"p99 {row['kl_p99']:.4f}  TVD {row['tvd']:.4f}"
             )
-        tables.append({"text": name, "rows": rows})
-    report = {
-        "study": args.study, "model": Path(args.model).name, "calibration": calibrations, "prompts": prompts, "prompt_length": args.prompt_length,
-        "windows": args.windows, "length": args.length, "chunk": args.chunk, "context": context if "eviction" in args.study else None,
-        "workers": args.workers, "dtype": args.dtype,
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "kvbits": kvbits.__version__, "seconds": time.time() - began, "tables": tables,
-    }  # fmt: skip
-    write_result(report, args.out)
+        found += [{"text": name} | row for row in rows]
+    append(
+        found, args.out, study=args.study, model=Path(args.model).name, calibration=calibrations, prompts=prompts, prompt_length=args.prompt_length,
+        windows=args.windows, length=args.length, chunk=args.chunk, context=context if "eviction" in args.study else None, workers=args.workers,
+        dtype=args.dtype, seconds=time.time() - began,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ coarse as --cold says, because with 4-bit pages per channel every fact is found 
     attention the same number of pages in each zone, those that attention uses least leave first, `tiers="adaptive"`
 
 The rows say how many answers were found, their mean negative log-likelihood, and the mean paired difference to `age` with its standard error.
-The last line is one JSON object; --out also writes it to a file.
+The last line is one JSON object; it is added to --out.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from result_file import write_result
+from result_file import append
 
 import kvbits
 from kvbits.evaluate.caches import CacheFactory, base_factory, factory, held_bytes
@@ -95,13 +93,10 @@ def main() -> None:
                             for f in factories:
                                 records[f.name][k] = found[k][f.name]
             rows += _rows(cold, name, records, {n: _bytes(f, max(options.contexts)) for n, f in by_name.items()})
-    report = {
-        "model": Path(args.model).name, "hot": args.hot, "warm": args.warm, "contexts": options.contexts, "depths": options.depths, "repeats": args.repeats,
-        "chunk": args.chunk, "dtype": str(model.dtype).removeprefix("torch."), "torch": torch.__version__, "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "kvbits": kvbits.__version__, "seconds": time.time() - began, "rows": rows,
-    }  # fmt: skip
-    write_result(report, args.out)
+    append(
+        rows, args.out, model=Path(args.model).name, hot=args.hot, warm=args.warm, contexts=options.contexts, depths=options.depths, repeats=args.repeats,
+        chunk=args.chunk, dtype=str(model.dtype).removeprefix("torch."), seconds=time.time() - began,
+    )  # fmt: skip
 
 
 def _bytes(f: CacheFactory, tokens: int) -> int | None:

@@ -8,12 +8,16 @@ Of a file of accuracy_serve_vllm.py: KL and change of perplexity, a column for e
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from bench_serve_vllm import OUT
 
+from kvbits import runs
+
+ACCURACY = ("model", "model_dtype", "kv_cache_dtype", "phase", "context", "scored", "windows", "chunk", "text")
+SPEED = ("mode", "geometry", "gpus", "kv_cache_dtype", "batch", "context", "compiled", "largest", "options")
+"""What a row is of; the newest run's counts."""
 COLUMNS = {
     "decode": (("step_ms", "step, ms"), ("tokens_per_s", "tokens/s"), ("capacity_tokens", "capacity, tokens")),
     "prefill": (("ttft_ms", "time to first token, ms"),),
@@ -54,13 +58,12 @@ def accuracy(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=OUT)
-    rows = json.loads(parser.parse_args().file.read_text())["rows"]
-    if "phase" in rows[0]:
-        print("\n".join(accuracy(rows)))
-        return
-    for mode in COLUMNS:
-        if any(r["mode"] == mode for r in rows):
-            print("\n".join([*table(rows, mode), ""]))
+    data = runs.read(parser.parse_args().file)
+    accurate = "phase" in data["rows"][0]
+    rows = list(runs.latest(data, ACCURACY if accurate else SPEED).values())
+    for lines in [accuracy(rows)] if accurate else [table(rows, mode) for mode in COLUMNS if any(r["mode"] == mode for r in rows)]:
+        print("\n".join([*lines, ""]))
+    print(f"{runs.dated(data['runs'][r['run']] for r in rows)}; ratios are of rows of one run or sitting only where these agree")
 
 
 if __name__ == "__main__":

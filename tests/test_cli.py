@@ -403,10 +403,10 @@ def stub_demo(monkeypatch):
         calls.append(kwargs)
         if kwargs["context"] == 13:
             raise DataError("context=13\nis unlucky")
-        return {"model": "m", "context": kwargs["context"], "rows": [{"scheme": "int8", "ppl": float("nan")}]}
+        return {"model": "m", "context": kwargs["context"], "rows": [{"scheme": "int8", "ppl": float("nan")}], "texts": [{"same_tokens": 3}]}
 
     module = types.ModuleType("kvbits.evaluate.demo")
-    module.run, module.shown, module.as_runs = fake_run, lambda result: [f"table of {result['model']}"], lambda result: {"runs": {}} | result
+    module.run, module.shown = fake_run, lambda result: [f"table of {result['model']}"]
     module.require_context = lambda context, new_tokens, config: None
     monkeypatch.setitem(sys.modules, "kvbits.evaluate.demo", module)
     monkeypatch.setattr("kvbits.evaluate.demo", module, raising=False)
@@ -419,7 +419,9 @@ def test_demo_passes_its_options_on(stub_demo):
     assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4", "kivi2"], "context": 1024, "new_tokens": 48}
     data = run_json("demo", "--model", "x", "--scheme", "fp8", "--context", 99, "--new-tokens", 5, "--threads", 1)
     assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5}
-    assert data["rows"] == [{"scheme": "int8", "ppl": None}]  # JSON has no NaN
+    (name,) = data["runs"]
+    assert data["rows"] == [{"run": name, "scheme": "int8", "ppl": None}]  # JSON has no NaN
+    assert data["runs"][name]["facts"] == {"model": "m", "context": 99} and data["runs"][name]["argv"]
 
 
 def test_demo_errors_are_one_line(stub_demo):

@@ -23,6 +23,7 @@ from typing import Any
 
 from . import __version__
 from .errors import FileFormatError
+from .files import to_json
 
 FIELDS = ("id", "session", "utc", "host", "gpu", "versions", "commit", "dirty", "argv")
 """What every record has, null where it is not known."""
@@ -181,6 +182,48 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
+def of_one(result: Mapping[str, Any], *lists: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """What a measurement returned as a file of one new run: its lists of rows name the run, whose facts are the rest.
+
+    Args:
+        lists: names of the lists of rows in `result`.
+        argv: see `record`.
+    """
+    run = record(argv) | {"facts": {name: value for name, value in result.items() if name not in lists}}
+    return {"runs": {run["id"]: run}} | {name: [{"run": run["id"]} | row for row in result[name]] for name in lists}
+
+
+def newest(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The newest run of a file as its measurement returned it: facts, and lists of rows."""
+    run = max(data["runs"].values(), key=lambda run: (run["utc"], run["id"]))
+    lists = {name: [row for row in rows if row["run"] == run["id"]] for name, rows in data.items() if name != "runs"}
+    return run["facts"] | {name: rows for name, rows in lists.items() if rows}
+
+
+def add(own: Mapping[str, Any], out: Path) -> None:
+    """Append runs and their rows to a file, which is replaced once the new one is whole.
+
+    Args:
+        own: {"runs", "rows", ...}; of a run that the file has already, its further rows.
+
+    Raises:
+        FileFormatError: `out` is there and is no file of runs.
+    """
+    before = read(out) if out.exists() else {"runs": {}}
+    names = [name for name in dict.fromkeys([*before, *own]) if name != "runs"]
+    write({"runs": before["runs"] | own["runs"]} | {name: [*before.get(name, []), *own.get(name, [])] for name in names}, out)
+
+
+def write(data: Mapping[str, Any], out: Path) -> None:
+    """Replace a file of runs once the new one is whole: one line for each run and each row, so that it reads and diffs well."""
+    entries = ",\n".join(f"  {json.dumps(name)}: {to_json(run)}" for name, run in data["runs"].items())
+    parts = [f' "runs": {{\n{entries}\n }}']
+    parts += [f" {json.dumps(name)}: [\n" + ",\n".join(f"  {to_json(row)}" for row in rows) + "\n ]" for name, rows in data.items() if name != "runs"]
+    partial = out.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    os.replace(partial, out)
+
+
 def latest(data: Mapping[str, Any], key: Sequence[str], section: str = "rows") -> dict[tuple[Any, ...], dict[str, Any]]:
     """The newest run's row for each key; of one run the last.
 
@@ -190,11 +233,12 @@ def latest(data: Mapping[str, Any], key: Sequence[str], section: str = "rows") -
         section: which list of rows.
 
     Returns:
-        values of the key's fields -> row, in the order in which keys first appear.
+        values of the key's fields (lists and objects as JSON) -> row, in the order in which keys first appear.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in data[section]:
-        name = tuple(row.get(field) for field in key)
+        values = (row.get(field) for field in key)
+        name = tuple(json.dumps(v, sort_keys=True) if isinstance(v, dict | list) else v for v in values)
         if name not in found or _age(data, row) >= _age(data, found[name]):
             found[name] = row
     return found

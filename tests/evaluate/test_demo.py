@@ -54,7 +54,7 @@ def test_planned_bytes_are_held_bytes_lossless_is_lossless_and_two_texts_stand_s
     assert 1 < rows["int8_centered"]["memory_reduction"] < rows["kivi2"]["memory_reduction"]
     assert rows["int8_centered"]["kl_mean"] < rows["kivi2"]["kl_mean"] < 2
     assert rows["int8_centered"]["top1_agreement"] > 0.97
-    texts = result["texts"]
+    (texts,) = result["texts"]
     assert " ".join(texts["before"].split()) in " ".join(novel().split())
     (base, first), (beside, second) = texts["written"].items()
     assert base == "32-bit" and beside in ("kivi4", "kivi2") and len(first) > 20  # of the fewest bits among those that are near
@@ -120,7 +120,7 @@ def test_a_scheme_of_ones_own_is_shown_as_an_object_and_from_a_file(monkeypatch,
 
 def test_the_readme_s_output_is_of_the_committed_result():
     root = Path(__file__).parents[2]
-    result = demo.of_runs(runs.read(root / "benchmarks" / "results" / "demo" / "smollm2-135m-context-1024.json"))
+    result = runs.newest(runs.read(root / "benchmarks" / "results" / "demo" / "smollm2-135m-context-1024.json"))
     printed = Console(width=112, record=True, file=io.StringIO())
     for part in demo.shown(result):
         printed.print(part, highlight=False)

@@ -59,12 +59,15 @@ def test_a_study_runs_in_one_command(study, tmp_path, monkeypatch, capsys, name,
     monkeypatch.setattr(study.kvbits, "load_model", lambda *a, **k: (tiny.model(), tiny.tokenizer()))
     words = "--prompts 2 --prompt-length 300 --windows 2 --length 400 --bits 3 --workers 2"
     monkeypatch.setattr(sys, "argv", ["study", "tiny", "--study", name, "--data", str(tmp_path), *words.split()])
+    sys.modules["result_file"].this_run.cache_clear()  # each case is a run
     study.main()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [len(t["rows"]) for t in report["tables"]] == [rows] * tables
-    for t in report["tables"]:
-        assert t["rows"][0]["name"] == "16-bit" and all(r["kl"] > 0 for r in t["rows"][1:])
+    (run,) = report["runs"].values()
+    found = {text: [r for r in report["rows"] if r["text"] == text] for text in dict.fromkeys(r["text"] for r in report["rows"])}
+    assert [len(listed) for listed in found.values()] == [rows] * tables
+    for listed in found.values():
+        assert listed[0]["name"] == "16-bit" and all(r["kl"] > 0 for r in listed[1:])
     if name == "eviction":
-        by_name = {r["name"]: r for r in report["tables"][0]["rows"]}
+        by_name = {r["name"]: r for r in report["rows"]}
         assert by_name["eviction: 3 bit, 25% of pages"]["bits_kept"] == pytest.approx(by_name["eviction: 3 bit, 100% of pages"]["bits_kept"] / 4)
-        assert report["context"] == 300 and report["tables"][0]["rows"][0]["tokens"] == 2 * 99
+        assert run["facts"]["context"] == 300 and report["rows"][0]["tokens"] == 2 * 99

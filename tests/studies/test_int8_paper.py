@@ -25,6 +25,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kvbits import runs
 from kvbits.cli import app
 from kvbits.errors import DataError
 from kvbits.ops.cpu import library
@@ -124,8 +125,9 @@ def test_attention_error_grows_with_the_square_root_of_d():
 def test_the_command_reports_every_stage_and_kernel(tiny, tmp_path):
     result = CliRunner().invoke(app, ["bench", "paper", "--cpu-rows", "100", "--out", str(tmp_path / "r.json"), "--json"])
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "r.json").read_text())
-    assert found["command"].startswith("kvbits") and [e["case"] for e in found["errors"]] == list(TINY)
+    data = runs.read(tmp_path / "r.json")
+    found = runs.newest(data)
+    assert json.loads(result.stdout) == data and next(iter(data["runs"].values()))["argv"] and [e["case"] for e in found["errors"]] == list(TINY)
     assert [e["error_rows"] for e in found["errors"]] == [64, 100, 100] or found["device"]
     on_cpu = [r for r in found["rows"] if r["device"] == "cpu"]
     assert len(on_cpu) == len(TINY) * len(study.CPU_KERNELS) * 4

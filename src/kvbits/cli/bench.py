@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import SpecError
-from ..files import require_folder, to_json
+from .. import runs
+from ..errors import FileFormatError, SpecError
+from ..files import require_folder
 from .common import Command, Json, Threads, app, names_of, new_table, print_json, set_threads, show
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ STAGES = {"quantize": "quantize", "dequantize": "dequantize", "with_scales": "sc
 def paper(
     cases: Annotated[str, typer.Option(help="Cases, comma-separated, or all: the paper's eight and one with D not divisible by 4.")] = "all",
     cpu_rows: Annotated[int, typer.Option(help="Rows the CPU code is timed on; its times are scaled to the case.")] = 4096,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file that this run is added to.", show_default=False)] = None,
     figures: Annotated[Path | None, typer.Option(help="Folder for the paper's figures 1 to 5 (needs matplotlib).", show_default=False)] = None,
     data: Annotated[Path | None, typer.Option("--from", help="A file that --out wrote: show and draw it, measure nothing.", show_default=False)] = None,
     threads: Threads = None,
@@ -41,10 +40,11 @@ def paper(
             raise SpecError(f"--out {out} is a directory; name a file in it")
     if figures:
         require_folder(figures, "--figures", writable=True)
-    result = _load(data) if data else _measure(cases, cpu_rows, threads)
+    own = _load(data) if data else runs.of_one(_measure(cases, cpu_rows, threads), "errors", "rows")
+    result = runs.newest(own)
     if out and not data:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(to_json(result, indent=1) + "\n")
+        runs.add(own, out)
     notes = [] if result["device"] else [f"No GPU kernels were measured: {result['gpu_missing']}."]
     if figures:
         from ..studies.int8_paper.figures import draw
@@ -52,7 +52,7 @@ def paper(
         paths, left_out = draw(result, figures)
         notes += [f"wrote {p}" for p in paths] + left_out
     if as_json:
-        print_json(result)
+        print_json(own)
         return
     show(_errors(result), *(_times(result, e["case"]) for e in result["errors"]), *notes)
 
@@ -62,18 +62,18 @@ def _measure(cases: str, cpu_rows: int, threads: int | None) -> dict[str, Any]:
 
     set_threads(threads)
     names = list(study.CASES) if cases == "all" else names_of("--cases", cases)
-    result = study.run(names, cpu_rows=cpu_rows, progress=lambda text: typer.echo(text, err=True))
-    return {"command": " ".join(["kvbits", *sys.argv[1:]])} | result
+    return study.run(names, cpu_rows=cpu_rows, progress=lambda text: typer.echo(text, err=True))
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise SpecError(f"--from {path}: {e}; give a file that `kvbits bench paper --out` wrote") from e
-    if not isinstance(result, dict) or not {"device", "gpu_missing", "cpu", "errors", "rows"} <= set(result):
+        data = runs.read(path)
+    except FileFormatError as e:
+        why = f"--from {path}: {e.__cause__}; give a file" if e.__cause__ else f"--from {path} is no result of `kvbits bench paper`: {e}; give one"
+        raise SpecError(f"{why} that `kvbits bench paper --out` wrote") from e
+    if not {"device", "gpu_missing", "cpu", "errors", "rows"} <= set(runs.newest(data)):
         raise SpecError(f"--from {path} is no result of `kvbits bench paper --out`")
-    return result
+    return data
 
 
 def _errors(result: dict[str, Any]) -> Table:

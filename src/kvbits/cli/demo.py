@@ -24,7 +24,7 @@ def demo(
     """
     if model is not None:
         require_model(model)
-    from .. import schemes
+    from .. import runs, schemes
 
     chosen = schemes.expand(names_of("--schemes", scheme or f"raw,{schemes.RECOMMENDED},kivi4,kivi2"))  # refuses unknown ones before the model loads
     from .. import embedded
@@ -34,6 +34,6 @@ def demo(
     set_threads(threads)
     result = demonstration.run(model=model, schemes=chosen, context=context, new_tokens=new_tokens, say=lambda text: typer.echo(text, err=True))
     if as_json:
-        print_json(demonstration.as_runs(result))
+        print_json(runs.of_one(result, "rows", "texts"))
     else:
         show(*demonstration.shown(result))

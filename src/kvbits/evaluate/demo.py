@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from .. import runs
 from .. import schemes as presets
 from ..errors import DataError
 from ..geometry import layer_geometries, max_context
@@ -106,22 +105,8 @@ def run(
         "model": model or MODEL, "context": context, "new_tokens": new_tokens, "scored": next(iter(found.values()))["tokens"],
         "device": str(lm.device), "dtype": str(lm.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
         "rows": [_row(n, s, timed[n], specs.get(n, raw), n in specs, lm.dtype.itemsize, context + new_tokens) for n, s in found.items()],
-        "texts": _texts(tokenizer, prompt, beside, written),
+        "texts": [_texts(tokenizer, prompt, beside, written)],
     }  # fmt: skip
-
-
-def as_runs(result: dict[str, Any]) -> dict[str, Any]:
-    """What `run` returned as a file of runs (see `kvbits.runs`): its rows and texts name this run, whose facts are the rest."""
-    run = runs.record() | {"facts": {name: value for name, value in result.items() if name not in ("rows", "texts")}}
-    lists = {"rows": result["rows"], "texts": [result["texts"]]}
-    return {"runs": {run["id"]: run}} | {name: [{"run": run["id"]} | row for row in rows] for name, rows in lists.items()}
-
-
-def of_runs(data: dict[str, Any]) -> dict[str, Any]:
-    """What `run` returned, of the newest run of a file."""
-    newest = max(data["runs"].values(), key=lambda run: (run["utc"], run["id"]))
-    rows, texts = ([row for row in data[name] if row["run"] == newest["id"]] for name in ("rows", "texts"))
-    return newest["facts"] | {"rows": rows, "texts": texts[0]}
 
 
 _TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
@@ -210,7 +195,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
             name, f"{r['bits_per_element']:.2f}", human_bytes(r["bytes_16bit"]), less, f"{r['ppl']:.2f}", f"{r['ppl_change']:+.2%}",
             f"{max(r['kl_mean'], 0.0):.4f}", f"{r['top1_agreement']:.1%}", f"{r['tokens_per_s']:.1f}",
         )  # fmt: skip
-    texts = result["texts"]
+    (texts,) = result["texts"]
     (_, mine), (name, theirs) = texts["written"].items()
     same = "word for word the same" if texts["same_tokens"] == result["new_tokens"] else f"the same for {_counted(texts['same_tokens'], 'token')}"
     beside = Table(title=f"... {' '.join(texts['before'].split())}", caption=f"What each cache's model writes next, the likeliest word each time: {same}.")
