@@ -176,7 +176,7 @@ def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
         SpecError: numbers that cannot be a cache, such as kv heads that do not divide the query heads.
     """
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{_name(config)} is an encoder-decoder model; kvbits caches decoder-only models")
+        raise UnsupportedError(f"{_name(config)} is an encoder-decoder model; kvbits caches decoder-only models, so use the stock cache")
     config = text_config(config)
     num_layers = getattr(config, "num_hidden_layers", None)
     if not num_layers:
@@ -243,7 +243,9 @@ def _layer_types(config: Any, configs: list[Any]) -> list[str]:
     if not modes and (n := getattr(config, "num_kv_shared_layers", 0)):  # before transformers told the layers apart
         shared = len(types) - n
     if shared is not None:
-        raise UnsupportedError(f"layer {shared} of {_name(config)} attends over another layer's cache (KV sharing), which kvbits cannot express yet")
+        raise UnsupportedError(
+            f"layer {shared} of {_name(config)} attends over another layer's cache (KV sharing), which kvbits cannot express yet; use the stock cache"
+        )
     recurrent = [i for i, t in enumerate(types) if t in _RECURRENT]
     if recurrent:
         raise UnsupportedError(
@@ -267,7 +269,7 @@ def _infer_type(config: Any, layer: int) -> str:
 
 def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
     if kind not in ("full_attention", *_SLIDING):
-        raise UnsupportedError(f"layer {layer} of {_name(config)} is {kind!r}; kvbits knows full_attention and sliding_attention")
+        raise UnsupportedError(f"layer {layer} of {_name(config)} is {kind!r}; kvbits knows full_attention and sliding_attention; use the stock cache")
     window = None
     if kind in _SLIDING:
         window = getattr(config, "sliding_window", None)

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ..calibrate import Calibration
     from ..store.prefix_store import PrefixStore
 
+_CHANGES_CACHED = {"diffllama": "splits its values in halves after caching them"}
+"""Models by `model_type` whose attention changes what the cache gave it."""
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
@@ -389,6 +391,8 @@ def use_kvbits_attention(model: Any) -> None:
     Raises:
         UnsupportedError: the model does not take attention functions from Transformers' registry.
     """
+    if (how := _CHANGES_CACHED.get(model.config.get_text_config(decoder=True).model_type)) is not None:
+        raise UnsupportedError(f"{type(model).__name__} {how}, which kvbits does not support; use the stock cache")
     if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
         generation.attach(model)
         return
@@ -400,6 +404,9 @@ def use_kvbits_attention(model: Any) -> None:
     except ValueError as error:
         raise UnsupportedError(f"{type(model).__name__} cannot use a custom attention: {error}") from error
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
-        raise UnsupportedError(f"{type(model).__name__} ignored the attention implementation {NAME!r}; it does not use Transformers' attention registry")
+        raise UnsupportedError(
+            f"{type(model).__name__} ignored the attention implementation {NAME!r}: its attention is its own code and not looked up in Transformers' registry "
+            "(GPT-J and CodeGen, and models with ALiBi: Falcon, BLOOM, MPT), so kvbits cannot take its place; use the stock cache"
+        )
     model.__dict__[_BEFORE] = before
     generation.attach(model)

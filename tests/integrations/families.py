@@ -1,0 +1,215 @@
+"""Tiny models of the families in Transformers' registry, and what a KVCache says to each: the table of docs/models.md.
+
+python tests/integrations/families.py      # writes it anew
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kvbits.errors import KvbitsError
+from kvbits.integrations.huggingface import KVCache
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+TOKENS = 40
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+EACH_HEAD = {"num_key_value_heads": None, "head_dim": None}
+"""For configurations without these: as many kv heads as query heads."""
+OLD = EACH_HEAD | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}
+"""Names of GPT-2's configuration and its heirs'."""
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1}
+TWO_STACKS = {
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+}  # fmt: skip
+WINDOW = {"sliding_window": 24}
+VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2,
+}  # fmt: skip
+IMAGES = {"vision_config": {"model_type": "siglip_vision_model"} | VISION}
+PIXTRAL = {"vision_config": {"model_type": "pixtral"} | VISION}
+QWEN_IMAGES = {"vision_config": VISION | {"embed_dim": 32}}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    Attributes:
+        names: of well-known models, for the table.
+        config: class of the configuration.
+        extra: what it needs beside or instead of `SMALL`.
+        parts: of a multimodal model, what its `text_config` needs beside `SMALL`; `extra` is then the rest.
+    """
+
+    names: str
+    config: str
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parts: dict[str, Any] | None = None
+
+    @property
+    def model_type(self) -> str:
+        return getattr(transformers, self.config).model_type
+
+
+FAMILIES = (
+    Family("Llama 2, 3; SmolLM, SmolLM2; TinyLlama", "LlamaConfig"),
+    Family("Mistral; Mistral-Small-24B", "MistralConfig", WINDOW),
+    Family("Ministral", "MinistralConfig", WINDOW),
+    Family("Ministral 3", "Ministral3Config"),
+    Family("Qwen2, Qwen2.5", "Qwen2Config"),
+    Family("Qwen3", "Qwen3Config"),
+    Family("Phi-2", "PhiConfig"),
+    Family("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini (longrope: see below)", "Phi3Config"),
+    Family("Gemma", "GemmaConfig"),
+    Family("Gemma 2", "Gemma2Config", WINDOW | {"query_pre_attn_scalar": 16}),
+    Family("Gemma 3", "Gemma3TextConfig", WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}),
+    Family("Gemma 3n", "Gemma3nTextConfig", {"num_kv_shared_layers": 1, "layer_types": ["full_attention", "full_attention"]}),
+    Family("Gemma 4", "Gemma4TextConfig", WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}),
+    Family("GLM-4", "Glm4Config"),
+    Family("GLM-4-9B-chat-hf", "GlmConfig"),
+    Family("Command R", "CohereConfig"),
+    Family("Command R7B", "Cohere2Config", WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
+    Family("OLMo", "OlmoConfig"),
+    Family("OLMo 2", "Olmo2Config"),
+    Family("OLMo 3", "Olmo3Config", WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
+    Family("SmolLM3", "SmolLM3Config"),
+    Family("Granite 3", "GraniteConfig"),
+    Family("StableLM", "StableLmConfig"),
+    Family("StarCoder 2", "Starcoder2Config"),
+    Family("Nemotron, Minitron", "NemotronConfig"),
+    Family("Persimmon", "PersimmonConfig", EACH_HEAD),
+    Family("Helium", "HeliumConfig"),
+    Family("Pythia, GPT-NeoX", "GPTNeoXConfig", EACH_HEAD),
+    Family("GPT-2", "GPT2Config", OLD),
+    Family("StarCoder", "GPTBigCodeConfig", OLD),
+    Family("OPT", "OPTConfig", EACH_HEAD | {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    Family("EXAONE 4", "Exaone4Config", WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
+    Family("ERNIE 4.5", "Ernie4_5Config"),
+    Family("Seed-OSS", "SeedOssConfig"),
+    Family("Hunyuan", "HunYuanDenseV1Config"),
+    Family("Apertus", "ApertusConfig"),
+    Family("Arcee AFM", "ArceeConfig"),
+    Family("BitNet", "BitNetConfig"),
+    Family(
+        "ModernBERT decoder (Ettin)", "ModernBertDecoderConfig", EACH_HEAD | {"local_attention": 24, "layer_types": ["full_attention", "sliding_attention"]}
+    ),
+    Family("Gemma 3 with images", "Gemma3Config", IMAGES | {"mm_tokens_per_image": 4}, WINDOW | {"query_pre_attn_scalar": 16}),
+    Family("LLaVA", "LlavaConfig", IMAGES, {"model_type": "llama"}),
+    Family("Mistral-Small-3.1", "Mistral3Config", PIXTRAL, {"model_type": "mistral"}),
+    Family("Qwen2-VL", "Qwen2VLConfig", QWEN_IMAGES, {"rope_parameters": MROPE}),
+    Family("Qwen2.5-VL", "Qwen2_5_VLConfig", QWEN_IMAGES, {"rope_parameters": MROPE}),
+    Family("Qwen3-VL", "Qwen3VLConfig", {"vision_config": VISION | {"deepstack_visual_indexes": [0], "out_hidden_size": 64}}, {"rope_parameters": MROPE}),
+    Family("Mixtral", "MixtralConfig", EXPERTS),
+    Family("Qwen2-MoE (Qwen1.5-MoE)", "Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32}),
+    Family("Qwen3-MoE (Qwen3-30B-A3B)", "Qwen3MoeConfig", EXPERTS),
+    Family("OLMoE", "OlmoeConfig", EXPERTS),
+    Family("gpt-oss", "GptOssConfig", EXPERTS | WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
+    Family("GLM-4.5", "Glm4MoeConfig", EXPERTS | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
+    Family("dots.llm1", "Dots1Config", EXPERTS | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
+    Family("MiniMax-M2", "MiniMaxM2Config", EXPERTS | {"rotary_dim": 16}),
+    Family("Phi-3.5-MoE", "PhimoeConfig", EXPERTS),
+    Family("Granite 3 MoE", "GraniteMoeConfig", EXPERTS),
+    Family("ERNIE 4.5 MoE", "Ernie4_5_MoeConfig", EXPERTS | {"moe_num_experts": 4, "moe_k": 2}),
+    Family("Hunyuan-A13B", "HunYuanMoEV1Config", EXPERTS | {"moe_topk": 2}),
+    Family("Llama 4", "Llama4TextConfig", EXPERTS),
+    Family("DiffLlama", "DiffLlamaConfig"),
+    Family("DeepSeek V2", "DeepseekV2Config", EXPERTS | LATENT | {"topk_method": "greedy"}),
+    Family("DeepSeek V3, R1", "DeepseekV3Config", EXPERTS | LATENT),
+    Family("MiniCPM 3", "MiniCPM3Config", LATENT),
+    Family("GPT-J", "GPTJConfig", OLD | {"rotary_dim": 8}),
+    Family("CodeGen", "CodeGenConfig", OLD | {"rotary_dim": 8}),
+    Family("Falcon 7B", "FalconConfig", EACH_HEAD | {"multi_query": True}),
+    Family("Falcon-RW (ALiBi)", "FalconConfig", EACH_HEAD | {"alibi": True}),
+    Family("BLOOM", "BloomConfig", EACH_HEAD | {"n_layer": 2, "n_head": 4}),
+    Family("MPT", "MptConfig", EACH_HEAD | {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}),
+    Family("Qwen3-Next", "Qwen3NextConfig", EXPERTS),
+    Family("Qwen3.5", "Qwen3_5TextConfig"),
+    Family("MiniMax-Text-01", "MiniMaxConfig", EXPERTS),
+    Family("Mamba", "MambaConfig"),
+    Family("Jamba", "JambaConfig"),
+    Family("Bamba", "BambaConfig"),
+    Family("Falcon-H1", "FalconH1Config"),
+    Family("LFM2", "Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    Family("Nemotron-H", "NemotronHConfig"),
+    Family("RecurrentGemma", "RecurrentGemmaConfig"),
+    Family("Granite 4 hybrid", "GraniteMoeHybridConfig"),
+    Family("T5", "T5Config", EACH_HEAD | {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4}),
+    Family("BART", "BartConfig", EACH_HEAD | TWO_STACKS),
+    Family("Whisper", "WhisperConfig", EACH_HEAD | TWO_STACKS),
+)
+
+
+def build(family: Family) -> Any:
+    """A model of two layers and random weights, in float32."""
+    fields = {name: x for name, x in (SMALL | family.extra).items() if x is not None or name == "eos_token_id"}
+    if family.parts is not None:
+        fields = {"text_config": SMALL | family.parts, **family.extra, "pad_token_id": 0, "tie_word_embeddings": False}
+    config = getattr(transformers, family.config)(**fields)
+    auto = transformers.AutoModelForImageTextToText if family.parts is not None else transformers.AutoModelForCausalLM
+    if getattr(config, "is_encoder_decoder", False):
+        auto = transformers.AutoModelForSpeechSeq2Seq if family.config == "WhisperConfig" else transformers.AutoModelForSeq2SeqLM
+    torch.manual_seed(0)
+    return auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def said(model: Any) -> str | None:
+    """Why `for_model` refuses a model, or None: the cache is taken."""
+    try:
+        with quiet():
+            KVCache.for_model(model, "raw")
+    except KvbitsError as error:
+        return str(error)
+    return None
+
+
+@contextlib.contextmanager
+def quiet() -> Any:
+    """Without what Transformers says of configurations this small."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def row(family: Family, why: str | None) -> str:
+    """Of the table, by what was `said`."""
+    return f"| {family.names} | `{family.model_type}` | {'yes' if why is None else f'no: {why}'} |"
+
+
+def table() -> str:
+    with quiet():
+        rows = [row(family, said(build(family))) for family in FAMILIES]
+    taken = sorted((r for r in rows if r.endswith("| yes |")), key=str.lower)
+    refused = sorted((r for r in rows if not r.endswith("| yes |")), key=str.lower)
+    head = "| models | `model_type` | taken |\n|---|---|---|\n"
+    return f"{len(taken)} families are taken, {len(refused)} of those tried refused.\n\n{head}" + "\n".join(taken + refused) + "\n"
+
+
+BEGIN, END = "<!-- models-table: written by tests/integrations/families.py -->\n", "<!-- /models-table -->\n"
+
+
+def main() -> None:
+    text = DOCUMENT.read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    DOCUMENT.write_text(before + BEGIN + table() + END + after)
+
+
+if __name__ == "__main__":
+    main()
