@@ -2,7 +2,7 @@
 
     python benchmarks/bench_attend_gpu.py --small [--out benchmarks/results/<gpu>/attend_small.json]      where 16-bit attention is faster: small batches and contexts
     python benchmarks/bench_attend_gpu.py --prefill [--out .../attend_prefill.json]                       chunks of many query tokens over packed history
-    python benchmarks/bench_attend_gpu.py --tiers [--schemes tiered klt2] [--out .../attend_tiers.json]   zones, against what each zone's bytes cost at its own bandwidth
+    python benchmarks/bench_attend_gpu.py --tiers [--schemes tiered] [--out .../attend_tiers.json]   zones, against what each zone's bytes cost at its own bandwidth
 
 A row is timed only after its output has been compared with the float64 reference over the same pages. Times are medians of CUDA-graph replays of several
 launches in a row, each on other memory (layers of a cache larger than L2). What a launch must move: all packed pages once. `--quick` replays a third as often.
@@ -13,7 +13,6 @@ The last line is one JSON object; rows are added to --out.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from kvbits.ops.reference.close import close_nested, close_pages
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import inverse
-from kvbits.spec import LowLayout, PageLayout, QuantSpec, Scheme, Tier
+from kvbits.spec import LowLayout, PageLayout, QuantSpec, Scheme
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
@@ -46,11 +45,10 @@ BANDED = ("klt4", "klt3", "klt2")
 TIMED = {
     "small": ("int8_centered", "int4", "kivi4", "klt4"),
     "prefill": ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2"),
-    "tiers": ("tiered", "klt2"),
+    "tiers": ("tiered",),
 }
 REPEATS, QUICK_REPEATS = 30, 10
 ROTATE_BYTES = 400 << 20
-YOUNG = (0, 16, 64)  # warm pages of a sequence whose other pages are cold
 ERROR_LIMIT = 5e-3
 CHUNK_ERROR_LIMIT = 1e-2  # keys and values are rounded to bf16 once more, as 16-bit attention has them
 
@@ -239,15 +237,6 @@ def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> floa
 _PEERS: dict[str, Callable[[torch.Tensor, list[tuple[torch.Tensor, ...]]], float]] = {"cudnn": _cudnn, "fa3": _fa3, "flashinfer": _flashinfer}
 
 
-def with_zones(name: str) -> Scheme:
-    """A preset with its zones, or one without any with those of `tiered_8k` and planes of 2 bits."""
-    scheme, sized = schemes.get(name), schemes.get("tiered_8k")
-    if scheme.tiers:
-        return scheme
-    planes = (Tier(num_tokens=sized.tiers[0].num_tokens, key_bits=2, value_bits=2),)
-    return dataclasses.replace(scheme, residual_length=sized.residual_length, num_sink_tokens=sized.num_sink_tokens, tiers=planes)
-
-
 def zones_call(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int) -> tuple[AttendCall, tuple[int, ...], int, int]:
     """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `zones` by name ("sink", "cold", "warm", "raw") and the tokens they span."""
     sinks, raw, tier = scheme.num_sink_tokens, QuantSpec.raw(), scheme.tiers[0]
@@ -294,9 +283,8 @@ def time_zones(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int, q_
 
 
 def bench_tiers(args: argparse.Namespace, copy: float) -> None:
-    """One step over the zones of each scheme, and the sum of what the bytes of each zone take at the bandwidth of a whole cache of that zone's format; of formats
-    without zones of their own also over closed pages of which few are warm."""
-    for scheme in map(with_zones, args.schemes):
+    """One step over the zones of each scheme, and the sum of what the bytes of each zone take at the bandwidth of a whole cache of that zone's format."""
+    for scheme in map(schemes.get, args.schemes):
         hot, warm, sinks = scheme.residual_length, scheme.tiers[0].num_tokens, scheme.num_sink_tokens
         for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes or range(len(SHAPES))):
             ends = np.array([0, max(tokens - hot - warm, 0), tokens - hot, tokens]) + sinks
@@ -315,12 +303,6 @@ def bench_tiers(args: argparse.Namespace, copy: float) -> None:
             print(f"{scheme.name} {shape}: {mixed['time_us']:.1f} us, {100 * row['over']:+.1f} % of the {expected:.1f} us of its zones; whole caches: " + ", ".join(
                 f"{n} {z['whole_cache_us']:.1f} us ({z['share_of_copy']:.2f} of copy)" for n, z in row["zones"].items()), flush=True)  # fmt: skip
             torch.cuda.empty_cache()
-            for young in YOUNG if not schemes.get(scheme.name).tiers else ():
-                spans = {"cold": (0, tokens - young * PAGE)} | ({"warm": (tokens - young * PAGE, tokens)} if young else {})
-                few = time_zones(scheme, spans, batch, q_heads)
-                rows.append({"scheme": scheme.name, "shape": shape, "warm_pages": young, **few, "share_of_copy": few["bytes"] / (few["time_us"] * 1e-6) / copy})
-                print(f"{scheme.name} {shape}: {few['time_us']:.1f} us with {young} warm pages a sequence", flush=True)
-                torch.cuda.empty_cache()
             append(rows, args.out, copy_bytes_per_s=copy)
 
 

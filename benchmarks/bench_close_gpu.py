@@ -29,7 +29,6 @@ from kvbits.errors import KvbitsError
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.close import banded as cuda_banded
 from kvbits.ops.cuda.close import codebook as cuda_codebook
-from kvbits.ops.cuda.close import low_planes as cuda_low
 from kvbits.ops.cuda.close import packed as cuda
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
@@ -39,14 +38,14 @@ from kvbits.spec import LowLayout, PageLayout, QuantSpec
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
 COPIES = 2
 CHECKED = 64
-TIES, LOW_TIES = 1e-3, 5e-3  # of a page, of a low plane: a token whose scale is a tie has other parts throughout
+TIES = 1e-3  # of a page's bytes
 
 
 def _rows() -> dict[str, tuple[QuantSpec, QuantSpec, int]]:
     """Name to (keys, values, bits of their low planes)."""
     presets = {name: schemes.get(name) for name in ("int8_centered", "int4", "kivi4", "fp8", "nuq4-1%", *BANDED, "tiered")}
     found = {name: (s.key, s.value, s.tiers[0].key_bits if s.tiers else 0) for name, s in presets.items()}
-    return found | {f"{name} with planes of 2 bits": (presets[name].key, presets[name].value, 2) for name in ("klt2",)}
+    return found
 
 
 def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout | LowLayout, product: bool) -> bool:
@@ -55,16 +54,7 @@ def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout | Low
     if not product:
         return not bool(differ.any())
     print(f"    bytes unlike the reference's: {differ.mean():.1e} of a page, {differ[..., values:].mean():.1e} of what follows the keys' planes", flush=True)
-    return float(differ.mean()) <= (TIES if isinstance(layout, PageLayout) else LOW_TIES)
-
-
-def _close_banded(
-    k: torch.Tensor, v: torch.Tensor, store: PageStore, addresses: torch.Tensor, status: torch.Tensor, starts: torch.Tensor | None, fine: Any
-) -> None:
-    """As `cuda.close` launches it; fine: layout and addresses of low planes, or None."""
-    cuda_banded.launch(k, v, store, addresses, status, starts)
-    if fine:
-        cuda_low.launch(k, v, store, addresses, [fine], starts)
+    return float(differ.mean()) <= TIES
 
 
 def bench(key: QuantSpec, value: QuantSpec, low_bits: int) -> dict[str, Any]:
@@ -83,7 +73,7 @@ def bench(key: QuantSpec, value: QuantSpec, low_bits: int) -> dict[str, Any]:
         starts = np.arange(PAGES) * PAGE
         if banded_sides(layout):
             at = cuda_banded.first_positions(store, starts, PAGES, k.device)
-            launches.append(lambda k=k, v=v, store=store, ad=addresses[0], status=status, at=at, fine=fine: _close_banded(k, v, store, ad, status, at, fine))
+            launches.append(lambda k=k, v=v, store=store, ad=addresses[0], status=status, at=at: cuda_banded.launch(k, v, store, ad, status, at))
         elif kvquant_extras(layout):
             first = cuda_codebook.first_angles(store, starts, PAGES, k.device)
             launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, first=first: cuda_codebook.launch(k, v, store, at, status, first))

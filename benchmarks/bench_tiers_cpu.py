@@ -1,10 +1,8 @@
 """Mixed zones on the CPU: is one decoding step as fast as each zone's bytes at that zone's own measured rate?
 
     python benchmarks/bench_tiers_cpu.py --context 8192 --threads 1
-    python benchmarks/bench_tiers_cpu.py --scheme klt2
 
-Four caches hold the same tokens: all raw, all warm (pages with low planes), all cold, and the zones of the scheme. A preset without zones gets those of `tiered_8k`
-with planes of 2 bits, and a basis that changes nothing. Checks that the step is right against the
+Four caches hold the same tokens: all raw, all warm (pages with low planes), all cold, and the zones of the scheme. Checks that the step is right against the
 float64 judge first. A step walks over all layers, which are more than the caches hold. Bytes are those that it must read: visible pages, scales and padding
 included. Times are medians over interleaved rounds: CPU time of the thread with one thread, wall time with more. Prints one JSON line.
 """
@@ -25,18 +23,13 @@ from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.ops import dispatch
 from kvbits.ops.reference import attend as reference
-from kvbits.quant.banded import steps
-from kvbits.spec import CacheSpec, LayerGeometry, Rotary, Scheme, Tier
+from kvbits.spec import CacheSpec, LayerGeometry, Scheme
 
 SCALING = 0.1
 
 
 def zones(name: str, context: int) -> dict[str, Scheme]:
     tiered = schemes.get(name)
-    if not tiered.tiers:
-        sized = schemes.get("tiered_8k")
-        planes = (Tier(num_tokens=sized.tiers[0].num_tokens, key_bits=2, value_bits=2),)
-        tiered = dataclasses.replace(tiered, residual_length=sized.residual_length, tiers=planes)
     warm = tiered.tiers[0]
     everything = -(-context // tiered.page_size) * tiered.page_size
     return {
@@ -48,10 +41,8 @@ def zones(name: str, context: int) -> dict[str, Scheme]:
 
 
 def filled(scheme: Scheme, context: int, layers: int, heads: int, head_dim: int) -> PagedCache:
-    rotary = Rotary(inv_freq=tuple(10_000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))) if scheme.needs_rotary else None
-    spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=heads, head_dim=head_dim, rotary=rotary),) * layers)
-    static = [{"k_basis": (torch.eye(head_dim) / steps(scheme.key, head_dim)).repeat(heads, 1, 1)}] * layers if scheme.needs_calibration else None
-    cache = PagedCache(spec, static=static)
+    spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=heads, head_dim=head_dim),) * layers)
+    cache = PagedCache(spec)
     torch.manual_seed(0)
     for first in range(0, context, 1024):
         n = min(1024, context - first)

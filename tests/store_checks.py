@@ -11,7 +11,7 @@ from ops.cpu_cases import static_params
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.cache.serialize import shown_part
-from kvbits.spec import CacheSpec, LayerGeometry, Rotary, Tier
+from kvbits.spec import CacheSpec, LayerGeometry, Rotary
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=32)
 SLIDING = dataclasses.replace(FULL, sliding_window=100)
@@ -82,8 +82,8 @@ def pieces(name, layers=(FULL, FULL)):
     """Spec and calibration of a scheme."""
     if name == "token_local":
         return spec_of("int8_centered", layers, token_local=True, residual_length=0), None
-    if name == "klt2 with planes":
+    if name == "klt2":
         turned = tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / 16) for i in range(16)))) for g in layers)
-        spec = spec_of("klt2", turned, tiers=(Tier(num_tokens=128, key_bits=2, value_bits=2),))
+        spec = spec_of("klt2", turned)
         return spec, [static_params(spec.scheme.key, spec.scheme.value, 2, 32) for _ in layers]
     return spec_of(name, layers, **SCHEMES[name]), None

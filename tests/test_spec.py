@@ -249,6 +249,12 @@ def test_overrides_of_nothing_are_refused():
         Override(layers=(), key=RAW, value=RAW)
 
 
+@pytest.mark.parametrize("name", ["klt4", "klt3", "klt2"])
+def test_klt_schemes_take_no_tiers(name):
+    with pytest.raises(SpecError, match=r"banded keys have no low planes: at equal bits klt4 alone is more accurate and faster; use tiers=\(\)"):
+        dataclasses.replace(PRESETS[name], tiers=(Tier(num_tokens=1024, key_bits=2, value_bits=2),))
+
+
 def test_numpy_s_whole_numbers_become_plain_ones():
     geometry = LayerGeometry(num_kv_heads=np.int64(2), head_dim=np.int32(64), sliding_window=np.uint8(9))
     assert geometry == LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=9)

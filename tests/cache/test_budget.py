@@ -7,12 +7,11 @@ import copy
 import pytest
 import tiny
 import torch
-from ops.cpu_cases import static_params
 
 from kvbits import KVCache, planner, schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import FileFormatError, PoolFullError, SpecError
-from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Rotary, Scheme, Tier
+from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Scheme, Tier
 
 LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 2
 ELASTIC = CacheSpec(scheme=schemes.elastic(LAYERS), layers=LAYERS, raw_dtype="float16")
@@ -96,35 +95,6 @@ def test_it_holds_three_times_what_eight_bits_hold():
             break
         held += 1024
     assert held >= 3 * eight
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_banded_pages_give_planes_back_and_keep_their_codes(backend):
-    """klt2 with a tier of 2 + 2 bits: wide as long as it fits, the oldest first, at last byte for byte a cache of klt2."""
-    rotary = Rotary(inv_freq=tuple(10_000.0 ** (-i / 32) for i in range(32)))
-    layers = (LayerGeometry(num_kv_heads=2, head_dim=64, rotary=rotary),) * 2
-    scheme = schemes.get("klt2", tiers=(Tier(num_tokens=2**20, key_bits=2, value_bits=2),))
-    static = [static_params(scheme.key, scheme.value, 2, 64) for _ in layers]
-    spec, plain = (CacheSpec(scheme=s, layers=layers, raw_dtype="float16") for s in (scheme, schemes.get("klt2")))
-    cache, untiered = PagedCache(spec, static=static, budget=400_000, backend=backend), PagedCache(plain, static=static, backend=backend)
-    x, seen, end = tokens(6000), set(), 0
-    while True:
-        try:
-            append(cache, x[:, :, end : end + 200])
-        except PoolFullError:
-            break
-        append(untiered, x[:, :, end : end + 200])
-        end += 200
-        seen |= set(planes(cache))
-        assert cache.nbytes <= 400_000 and planes(cache) == sorted(planes(cache))
-    assert seen == {0, 1} and end >= 0.9 * planner.max_context(plain, 400_000, 1) - 200
-    for layer in range(2):
-        pages = [[c.groups[0].pools["closed"].store(layer, {}).page(i) for i in c.groups[0].sequences[0].closed] for c in (cache, untiered)]
-        assert all(torch.equal(a, b) for a, b in zip(*pages, strict=True)), "a page's bytes do not know of planes"
-    cache.groups[0].set_zones(0, [0], scheme.residual_length)
-    q = torch.randn(1, 1, 4, 64).half()
-    outs = [[c.step(layer, q, *x[:, :, end : end + 1], scaling=0.125)[0] for layer in range(2)] for c in (cache, untiered)]
-    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
 
 def test_short_sequences_keep_their_planes():

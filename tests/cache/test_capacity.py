@@ -16,7 +16,7 @@ from kvbits.cache.pool import GROWTH
 from kvbits.cache.step import Run
 from kvbits.errors import CacheError, PoolFullError
 from kvbits.schemes import PRESETS
-from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, PerTensor, QuantSpec, Rotary, Scheme, Tier
+from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, PerTensor, QuantSpec, Rotary, Scheme
 from kvbits.units import human_bytes
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
@@ -41,11 +41,10 @@ def statics(spec):
     return found
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "klt2 with planes"])
+@pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_every_preset_allocates_the_bytes_the_spec_predicts(name, sinks):
-    name, planes = name.removesuffix(" with planes"), {"tiers": (Tier(num_tokens=128, key_bits=2, value_bits=2),)} if name not in PRESETS else {}
-    scheme = schemes.get(name, num_sink_tokens=sinks, **planes)
+    scheme = schemes.get(name, num_sink_tokens=sinks)
     layers = (FULL, dataclasses.replace(FULL, sliding_window=100), LayerGeometry(num_kv_heads=3, head_dim=128), FULL)
     if scheme.needs_rotary:
         layers = tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=(1.0, 0.1))) for g in layers)

@@ -70,9 +70,9 @@ def test_zones_run_through_gpu_kernels_alone(model, demote):
     assert all(used.values()) and used["low0"] < used["closed"], "all zones are there"
 
 
-def test_banded_zones_run_on_the_gpu(model):
-    """klt2 with planes of 2 bits: a ragged prompt, a chunk, single tokens, demotions; pages without planes keep their kernel."""
-    scheme = schemes.get("klt2", residual_length=64, tiers=(Tier(num_tokens=192, key_bits=2, value_bits=2),))
+def test_banded_pages_run_on_the_gpu(model):
+    """klt2: a ragged prompt, a chunk, single tokens."""
+    scheme = schemes.get("klt2", residual_length=64)
     ids = torch.randint(2, 211, (3, 800), generator=torch.Generator().manual_seed(3)).to("cuda")
     mask = torch.ones(3, 800, dtype=torch.long, device="cuda")
     mask[1, :170] = 0
@@ -85,8 +85,6 @@ def test_banded_zones_run_on_the_gpu(model):
     print(f"relative difference {error:.4f}; {ops}")
     assert error < 0.05
     assert {op.split(" (")[0] for op in ops} == {"append by cuda", "attend_fresh by cuda", "attend_pages by cuda", "close_pages by cuda"}
-    used = {name: pages["used"] for name, pages in fast.explain()["layers"][0]["pages"].items()}
-    assert all(used.values()) and used["low0"] < used["closed"], "all zones are there"
 
 
 @pytest.mark.parametrize("name", ["nuq4-1%", "nuq3", "nuq2-1%", "nuq3-1%, a layer in int8"])

@@ -18,10 +18,10 @@ from kvbits.ops.cpu import structs
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
-from kvbits.ops.types import LowStore, PageStore
+from kvbits.ops.types import PageStore
 from kvbits.quant.banded import scale_values
 from kvbits.quant.basis import inverse
-from kvbits.spec import LowLayout, PageLayout, PerGroup, PerToken, QuantSpec
+from kvbits.spec import PageLayout, PerGroup, PerToken, QuantSpec
 
 pytestmark = needs_library
 
@@ -78,34 +78,6 @@ def test_values_of_every_width_that_kernels_take(tier):
         for basis in (None, "hadamard"):
             assert_agrees(random_call(RAW, banded(*[bits] * 4, basis=basis), group=5, dtype=torch.float32))
             assert_agrees(random_call(RAW, banded(*[bits] * 4, basis=basis, center="channel"), head_dim=80, tokens=3))
-
-
-@pytest.mark.parametrize("low", [(2, 2), (4, 4), (2, 0), (0, 4)])
-def test_low_planes(tier, low):
-    """Young pages beside old ones, sinks and a raw tail: every preset, any number of rows, heads whose planes do not fill vectors, a window and a cap."""
-    for i, name in enumerate(PRESETS):
-        for head_dim, options in ((64, {"group": 1 + i}), (128, {"group": 4, "tokens": 3}), (80, {"group": 7}), (72, {"first": 131_000}), (256, {})):
-            assert_agrees(random_call(*sides(name), head_dim=head_dim, pages=5, low=low, **options))
-        assert_agrees(random_call(*sides(name), batch=3, pages=5, low=low, window=90, softcap=20.0, tokens=20))
-    for bands in ((8, 6, 5, 4), (0, 1, 8, 3), (1, 1, 1, 1), (0, 0, 0, 4)):
-        assert_agrees(random_call(banded(*bands, center="channel"), RAW, group=5, dtype=torch.float32, low=(low[0] or 2, 0)))
-
-
-def test_what_low_planes_add_is_read_to_the_last_level(tier):
-    """Young pages alone, their own codes taken off: kernels that read a plane's numbers a level off would pass beside the noise of the codes."""
-    for name, low in (("klt2", (2, 2)), ("klt3", (4, 4)), ("klt4", (2, 4))):
-        q, call, positions = random_call(*sides(name), head_dim=128, pages=5, low=low, sinks=0, dtype=torch.float32)
-        young = dataclasses.replace(call, parts=call.parts[1:2])
-        base = dataclasses.replace(young.parts[0], low=(), table=dataclasses.replace(young.parts[0].table, low=()))
-        plain = dataclasses.replace(young, parts=(base,))
-        for i, of_pages in enumerate((young, plain)):
-            (out, lse), (want, want_lse) = cpu.attend(q, of_pages, positions), reference.attend(q, of_pages, positions, torch.float64)
-            seen = torch.isfinite(want_lse)
-            error = float((out - want)[seen].norm() / want[seen].norm()), float((lse - want_lse)[seen].abs().max())
-            assert max(error) <= NOISE["banded"], (name, i, error)
-        refined, coarse = (reference.attend(q, c, positions, torch.float64)[0] for c in (young, plain))
-        out = cpu.attend(q, young, positions)[0].double()
-        assert float((out - refined).norm()) <= 0.25 * float((coarse - refined).norm()), "much nearer to the refined numbers than to the codes"
 
 
 def test_beside_other_formats(tier):
@@ -209,27 +181,6 @@ def test_closing_is_the_references_but_for_ties(tier, name, head_dim, page_size)
             assert bool((error <= best * (1 + 1e-5) + 1e-12).all())
             assert bool(((x - y).abs().amax(-1) <= torch.where(same, 1.01 * scale_values(scales[1]), torch.inf)).all())
             assert int(((x != y) & same.unsqueeze(-1)).sum()) <= 4
-
-
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("low", [(2, 2), (4, 2), (0, 4)])
-def test_low_planes_close(tier, name, low):
-    """The page is to the byte what it is without planes; the planes are the reference's, but for ties of the codes."""
-    for head_dim, page_size in ((64, 64), (80, 32), (256, 64)):
-        fine = LowLayout(key_bits=low[0], value_bits=low[1], page_size=page_size, num_kv_heads=2, head_dim=head_dim)
-        layout = PageLayout(key=sides(name)[0], value=sides(name)[1], page_size=page_size, num_kv_heads=2, head_dim=head_dim)
-        k, v = (rows(page_size, head_dim, torch.bfloat16) for _ in "kv")
-        static, starts, ids, low_ids = static_params(*sides(name), 2, head_dim), np.array([5, 131_008, 70_001]), np.array([4, 0, 3]), np.array([1, 4, 2])
-        found = []
-        for close, planes in ((close_cpu.close, True), (close_cpu.close, False), (close_reference.close, True)):
-            pages, young = (torch.full((5, 3, x.head_bytes), 0xFF, dtype=torch.uint8) for x in (layout, fine))
-            refined = [(LowStore(fine, (young[:2, :2], young[2:, :2])), low_ids)]
-            close(k, v, PageStore(layout, (pages[:, :2],), static), ids, refined if planes else [], starts)
-            assert bool((young[:, 2] == 0xFF).all() and (young[[0, 3]] == 0xFF).all()), "other bytes stay as they are"
-            found.append((pages, young))
-        (pages, young), (alone, _), (_, want) = found
-        assert torch.equal(pages, alone)
-        assert float((young != want).float().mean()) <= 1e-2
 
 
 def test_every_width_closes(tier):

@@ -17,11 +17,8 @@ from ops.cuda_cases import Case, build, relative_error
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.cuda.attend import host_plan as cuda
-from kvbits.ops.cuda.attend import refined_plan
-from kvbits.ops.cuda.attend.refined_plan import RefinedPlan
 from kvbits.ops.reference import attend as reference
-from kvbits.ops.reference import close as reference_close
-from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
@@ -193,81 +190,6 @@ def test_more_than_two_column_tiles_share_their_queries(case, columns, monkeypat
     check(call, q, cuda.Plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries))
 
 
-def with_second_plane(call, bits):
-    """The call with one low plane more under each page that has one: all closed anew from other numbers."""
-    i = next(i for i, p in enumerate(call.parts) if p.low)
-    part = call.parts[i]
-    layout, table, first = part.store.layout, part.table, part.low[0]
-    fine = dataclasses.replace(first.layout, key_bits=bits[0], value_bits=bits[1])
-    slab = torch.full((table.num_pages, layout.num_kv_heads, fine.head_bytes), 0xFF, dtype=torch.uint8, device=part.store.device)
-    ids = np.random.default_rng(0).permutation(table.num_pages)
-    k, v = torch.randn(2, table.num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim, device=part.store.device)
-    second = LowStore(fine, (slab,))
-    reference_close.close(k, v, part.store, table.page_ids, [(first, table.low[0]), (second, ids)], table.starts)
-    more = Part(part.store, dataclasses.replace(table, low=(*table.low, ids)), (first, second))
-    return dataclasses.replace(call, parts=(*call.parts[:i], more, *call.parts[i + 1 :]))
-
-
-@needs_gpu
-@pytest.mark.parametrize("name, low, options", [
-    ("klt2", (2, 2), {}), ("klt3", (4, 0), {"window": 300}), ("klt4", (2, 4), {"softcap": 20.0, "group": 8}), ("klt2", (4, 4), {"head_dim": 64, "num_queries": 3}),
-    ("klt2", (2, 2), {"head_dim": 256, "dtype": torch.float16, "crop": 13}), ("klt3", (0, 2), {"page_size": 32, "group": 12, "first": 131_000}),
-    ("klt4", (4, 4), {"page_size": 128}), ("klt2", (2, 2, 2, 0), {}), ("klt3", (0, 2, 4, 2), {"head_dim": 64}),
-])  # fmt: skip
-def test_banded_pages_with_planes_are_read_packed_and_merged_with_the_others(name, low, options):
-    klt = {"key": schemes.get(name).key, "value": schemes.get(name).value}
-    call, q, strides = build(Case(**klt, lengths=LENGTHS, tail=20, sinks=4, low=low[:2], layers=1 if low[2:] else 3, **options), "cuda")
-    call = with_second_plane(call, low[2:]) if low[2:] else call
-    assert cuda.refuses(q, call) is None
-    ours, theirs = asked(call, q), asked(call, q)
-    plan = cuda.plan(ours, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=tuple(strides))
-    assert isinstance(plan, RefinedPlan)
-    said = plan.explain()
-    assert "banded/banded pages with low planes read packed" in said and "banded/banded pages (and raw ones)" in said
-    out, lse = (x.clone() for x in plan.run(q, page_lse=ours.page_lse))
-    want, want_lse = reference.attend(q, theirs, plan.q_positions.long().cpu(), torch.float64)
-    assert relative_error(out, want) < LIMIT and torch.equal(torch.isfinite(lse), torch.isfinite(want_lse))
-    seen = torch.isfinite(want_lse)
-    np.testing.assert_allclose(lse[seen].double().cpu(), want_lse[seen].cpu(), rtol=1e-3, atol=1e-2)
-    seen = np.isfinite(theirs.page_lse)
-    assert np.array_equal(np.isfinite(ours.page_lse), seen)
-    np.testing.assert_allclose(ours.page_lse[seen], theirs.page_lse[seen], rtol=1e-3, atol=1e-2)
-    if not low[2:]:
-        static = [p.store.static for p in call.parts]
-        assert torch.equal(plan.run(q, layer=2, static=static, page_lse=ours.page_lse)[0], out), "all layers of these pools hold the same bytes"
-    plain = cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=tuple(strides))
-    graph = torch.cuda.CUDAGraph()
-    plain.run(q)
-    with torch.cuda.graph(graph):
-        captured = plain.run(q)[0]
-    captured.zero_()
-    graph.replay()
-    assert torch.equal(captured, out)
-
-
-def test_blocks_have_pages_of_one_sequence_and_frame():
-    """Some of a frame, never of two, never of two sequences; every page once."""
-    starts, owners = np.array([4, 68, 132, 196, 260, 324, 260, 324, 388, 452, 516, 1028]), np.array([0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2])
-    indptr = np.searchsorted(owners, np.arange(4))
-    store = PageStore(PageLayout(key=RAW, value=RAW, page_size=64, num_kv_heads=1, head_dim=64), (torch.zeros(12, 1, 1, dtype=torch.uint8),))
-    table = PageTable(indptr, np.arange(12), starts, np.full(12, 64, np.int32))
-    want = [[0, 3, 0, 0], [3, 1, 0, 0], [4, 2, 0, 1], [6, 3, 2, 1], [9, 1, 2, 1], [10, 1, 2, 2], [11, 1, 2, 4]]
-    assert refined_plan._runs(Part(store, table), 3).tolist() == want
-
-
-def test_planes_that_no_kernel_reads_are_left_to_the_reference():
-    klt = {"key": dataclasses.replace(schemes.get("klt4").key, bands=(8, 3, 3, 2)), "value": schemes.get("klt4").value}
-
-    def refused(**options):
-        call, q, _ = build(Case(**klt, lengths=(600,), head_dim=64, **options), "cpu")
-        return cuda._refuses_packed(call, q.shape[2], q.dtype, 227 << 10, q.shape[1])
-
-    assert refused(low=(4, 4)) == "low planes of 4 bits under codes of 8; the CUDA kernel takes 10 bits of both"
-    assert refused(low=(2, 4)) is None and refused(low=(2, 2), num_queries=16) is None
-    assert refused(low=(2, 4), num_queries=17).startswith("68 query columns of a kv head over banded codes")
-    assert refused(low=(2, 2), dtype=torch.float32) == "queries are torch.float32, not float16 or bfloat16"
-
-
 @needs_gpu
 def test_one_launch_serves_all_zones():
     call, q, strides = build(Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4), layers=3), "cuda")
@@ -380,7 +302,7 @@ def test_wrong_queries_are_refused():
             schemes.get("klt2").key,
             schemes.get("klt2").value,
             (2, 2),
-            "banded codes with low planes have a CUDA kernel of their own, which takes page lists of the host alone",
+            "a low plane of 2 bits under banded codes",
         ),
     ],
 )

@@ -4,7 +4,6 @@ and on a CPU that runs the kernels thread by thread (tests/ops/emulated)."""
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import platform
 import shutil
 import subprocess
@@ -19,15 +18,14 @@ from ops.cpu_cases import RAW, banded, static_params
 from kvbits import ops, schemes
 from kvbits.errors import DataError
 from kvbits.ops.cuda.close import banded as cuda_banded
-from kvbits.ops.cuda.close import low_planes as cuda_low
 from kvbits.ops.cuda.close import packed as cuda
 from kvbits.ops.cuda.dequantize import banded as unpack_banded
 from kvbits.ops.cuda.runtime import compile as cuda_compile
 from kvbits.ops.reference import close as reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
-from kvbits.ops.types import LowStore, PageStore
+from kvbits.ops.types import PageStore
 from kvbits.quant.banded import scale_values
-from kvbits.spec import LowLayout, PageLayout
+from kvbits.spec import PageLayout
 
 HEADS = 2
 FOLDER = Path(ops.__file__).parent
@@ -73,18 +71,12 @@ def emulated(monkeypatch, tmp_path_factory):
         library = compiled(macros, folder)
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
-    def load_unpacker(layout, dtype, device_index, low=()):
-        macros = unpack_banded.defines(layout, dtype, low)
+    def load_unpacker(layout, dtype, device_index):
+        macros = unpack_banded.defines(layout, dtype)
         library = compiled(macros, folder, "dequantize", "dequantize_banded")
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
-    def load_low(layout, dtype, device_index, low):
-        macros = cuda_low.defines(layout, dtype, low)
-        library = compiled(macros, folder, "close", "close_low", "low_planes.cu")
-        return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
-
     monkeypatch.setattr(cuda_banded, "load", load)
-    monkeypatch.setattr(cuda_low, "load", load_low)
     monkeypatch.setattr(unpack_banded, "load", load_unpacker)
 
 
@@ -93,40 +85,6 @@ def device(request):
     if request.param == "cpu":
         request.getfixturevalue("emulated")
     return request.param
-
-
-REFINED = [
-    ("klt2", 64, 64, torch.bfloat16, [(2, 2)]),
-    ("klt2", 128, 64, torch.float16, [(4, 0), (2, 4)]),
-    ("klt4", 96, 32, torch.float32, [(2, 2)]),  # words of planes that no thread has
-    ("hadamard", 80, 32, torch.bfloat16, [(4, 2), (2, 2)]),
-]
-
-
-@pytest.mark.parametrize(("name", "head_dim", "page_size", "dtype", "widths"), REFINED)
-def test_low_planes_are_made_from_the_pages_that_the_kernel_closed(name, head_dim, page_size, dtype, widths, device):
-    """The page is to the byte what it is without planes, and planes are the reference's of these very codes, but for ties of keys that are products: two slabs,
-    some of their pages."""
-    key, value = sides(name) if name != "hadamard" else (banded(4, 3, 2, 0, 1, basis="hadamard", center="channel"), banded(3, 3, 1, 3, 8))
-    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
-    low = [LowLayout(key_bits=k, value_bits=v, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim) for k, v in widths]
-    static, starts, ids, low_ids = static_params(key, value, HEADS, head_dim), np.array([5, 131_008, 70_001]), np.array([4, 0, 3]), np.array([1, 5, 2])
-    k, v = (rows(page_size, head_dim, dtype).to(device) for _ in "kv")
-    slabs = [torch.full((6, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device) for _ in range(2)]
-    planes = [torch.full((7, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8, device=device) for x in low]
-    with_planes, plain = (PageStore(layout, (slab,), {name: x.to(device) for name, x in static.items()}) for slab in slabs)
-    fine = [(LowStore(x, (y[:3], y[3:])), low_ids) for x, y in zip(low, planes, strict=True)]
-    cuda.close(k, v, with_planes, ids, fine, starts)
-    cuda.close(k, v, plain, ids, starts=starts)
-    assert torch.equal(*slabs)
-    stored = {kind: reference.rows_as_stored(x.cpu(), s, static, starts) for kind, x, s in (("k", k, key), ("v", v, value))}
-    want = reference.low_pages(slabs[0][ids].cpu(), stored, layout, static, low)
-    for got, expected, x in zip(planes, want, low, strict=True):
-        differ = (got[low_ids].cpu() != expected).double()
-        assert float(differ.mean()) <= (2e-3 if key.basis == "klt" else 0)
-        if x.value_bits:
-            assert not bool(differ[..., x.sections["v_plane0"].offset :].any()), "values and padding to the byte"
-        assert bool((got[[0, 3, 4, 6]] == 0xFF).all()), "other pages stay as they are"
 
 
 def rows(page_size, head_dim, dtype):
@@ -263,40 +221,30 @@ def test_a_decode_step_closes_what_the_device_says(device, monkeypatch):
 
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-UNPACKED = [(*sides("klt4"), 64, 64, (), BRAIN), (*sides("klt3"), 128, 64, (), HALF), (*sides("klt2"), 128, 32, ((2, 2),), BRAIN)]
+UNPACKED = [(*sides("klt4"), 64, 64, BRAIN), (*sides("klt3"), 128, 64, HALF), (*sides("klt2"), 128, 32, BRAIN), (*sides("klt2"), 96, 32, HALF)]
 UNPACKED += [
-    (*sides("klt2"), 96, 32, ((2, 4),), HALF),
-    (*sides("klt4"), 64, 32, ((4, 4),), HALF),
-    (*sides("klt3"), 64, 32, ((4, 0), (0, 2)), BRAIN),
-    (*sides("klt2"), 64, 32, ((2, 2), (2, 4)), HALF),
-    (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32, (), BRAIN),
-    (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32, ((4, 2), (4, 4)), HALF),
-    (banded(4, 3, 2, 2, 1, basis="hadamard", center="channel"), banded(3, 3, 3, 3, 3), 80, 32, ((0, 2),), BRAIN),
+    (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32, BRAIN),
+    (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32, HALF),
+    (banded(4, 3, 2, 2, 1, basis="hadamard", center="channel"), banded(3, 3, 3, 3, 3), 80, 32, BRAIN),
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "head_dim", "page_size", "low", "dtype"), UNPACKED, ids=lambda x: str(x) if isinstance(x, (int, tuple)) else None)
-def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page_size, low, dtype, device):
+@pytest.mark.parametrize(("key", "value", "head_dim", "page_size", "dtype"), UNPACKED, ids=lambda x: str(x) if isinstance(x, (int, tuple)) else None)
+def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page_size, dtype, device):
     """Of the second layer of two slabs, some cut short; other rows stay. Judged in float64, to the rounding of a row's numbers and of its sums."""
     layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
-    fine = tuple(LowLayout(key_bits=k, value_bits=v, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim) for k, v in low)
-    assert unpack_banded.refuses_layout(layout, dtype, fine) is None
+    assert unpack_banded.refuses_layout(layout, dtype) is None
     static, starts = static_params(key, value, HEADS, head_dim), np.array([131_000, 64, 70_001, 5, 517, 131_064])
     k, v = torch.randn(2, 6, HEADS, page_size, head_dim)
-    made = reference.close_nested(k + 1, v, layout, static, fine, starts)[0]
-    both = [torch.stack([torch.full_like(x, 0xFF), x], 1).to(device) for x in made]  # [page, layer, H, head_bytes]
-    store = PageStore(layout, (both[0][:4, 0], both[0][4:, 0]), {})
-    ids, low_ids, counts = np.array([5, 0, 3, 4, 1, 2]), np.array([2, 5, 1, 0, 4, 3]), (page_size, page_size, 9, page_size, 1, 17)
-    planes = [torch.empty_like(x) for x in both[1:]]
-    for plane, x in zip(planes, both[1:], strict=True):
-        plane[low_ids] = x[ids]
-    stores = [LowStore(x, (y[:2, 0], y[2:, 0])) for x, y in zip(fine, planes, strict=True)]
+    made = reference.close_pages(k + 1, v, layout, static, starts)[0]
+    both = torch.stack([torch.full_like(made, 0xFF), made], 1).to(device)  # [page, layer, H, head_bytes]
+    store = PageStore(layout, (both[:4, 0], both[4:, 0]), {})
+    ids, counts = np.array([5, 0, 3, 4, 1, 2]), (page_size, page_size, 9, page_size, 1, 17)
     rows = np.array([[page_size * i, counts[i]] for i in range(6)], np.int32)
     at, places, first = (torch.from_numpy(x).to(device) for x in (store.addresses()[ids], rows, starts[ids].astype(np.int32)))
-    fine_at = [(s, torch.from_numpy(s.addresses()[low_ids]).to(device)) for s in stores]
-    want = dequantize_pages(made[0][ids], layout, static, torch.float64, [(x[ids], y) for x, y in zip(made[1:], fine, strict=True)], starts[ids])
+    want = dequantize_pages(made[ids], layout, static, torch.float64, starts=starts[ids])
     out = torch.full((2, 6 * page_size, HEADS, head_dim), 7.0, dtype=dtype, device=device)
-    unpacker = unpack_banded.BandedUnpacker(store, dtype, at, places, layout.page_size_bytes, first, fine_at)
+    unpacker = unpack_banded.BandedUnpacker(store, dtype, at, places, layout.page_size_bytes, first)
     unpacker.run(*out, 1, {name: x.to(device) for name, x in static.items()})
     for found, there in zip(out.cpu(), want, strict=True):
         for i, (row, count) in enumerate(rows):
@@ -307,15 +255,6 @@ def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page
     if key.basis == "klt":
         with pytest.raises(DataError, match="need k_inverse"):
             unpacker.run(*out, 1, {})
-
-
-def test_planes_that_are_not_unpacked_are_named():
-    layout = PageLayout(key=dataclasses.replace(sides("klt4")[0], bands=(8, 3, 3, 2)), value=sides("klt4")[1], page_size=64, num_kv_heads=HEADS, head_dim=64)
-    fine = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=64)
-    said = "low planes of 4 bits under codes of 8 in a calibrated basis; the CUDA kernel takes 10 bits of both"
-    assert unpack_banded.refuses_layout(layout, torch.bfloat16, [fine]) == said
-    assert unpack_banded.refuses_layout(layout, torch.bfloat16, [fine] * 3) == "pages with 3 low planes each; the CUDA kernels of banded codes take 2"
-    assert unpack_banded.refuses_layout(layout, torch.bfloat16, [dataclasses.replace(fine, key_bits=2)]) is None
 
 
 def test_bad_input_is_named(device):

@@ -20,10 +20,8 @@ from kvbits.ops.cuda import merge, place, rotate
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.attend import device_plan as attend_plan
 from kvbits.ops.cuda.attend import kernel_choice as cuda_format
-from kvbits.ops.cuda.attend import refined
 from kvbits.ops.cuda.close import banded as close_banded
 from kvbits.ops.cuda.close import codebook as close_codebook
-from kvbits.ops.cuda.close import low_planes as close_low
 from kvbits.ops.cuda.close import packed as close_cuda
 from kvbits.ops.cuda.dequantize import banded as dequantize_banded
 from kvbits.ops.cuda.dequantize import unpacker as dequantize_cuda
@@ -122,26 +120,6 @@ def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, page_
     resources = compiled(kernel.source, dict(kernel.defines), capability).resources("attend")
     assert resources.spill_bytes == 0, resources
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES[::2], ids=lambda c: f"sm_{c[0]}{c[1]}")
-@pytest.mark.parametrize("widths", [[(4, 4)], [(2, 2), (2, 2)]], ids=["one", "two"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_kernels_of_banded_pages_with_planes_compile_without_spills(head_dim, widths, capability):
-    if not ALL and (capability != (9, 0) or (head_dim, len(widths)) not in ((128, 1), (256, 2))):
-        pytest.skip("two of them, for one architecture, by default")
-    for name in ("klt4", "klt3", "klt2") if ALL else ("klt2",):
-        layout, low = layout_of(schemes.get(name).key, schemes.get(name).value, head_dim), [nested(x, head_dim=head_dim) for x in widths]
-        if max(layout.key.widths(head_dim)) == 8 and sum(x.key_bits for x in low) > 2:
-            assert "10 bits of both" in refined.refuses(layout, low)
-            continue
-        assert dequantize_banded.refuses_layout(layout, torch.bfloat16, low) is None
-        read = compiled("dequantize_banded.cu", dequantize_banded.defines(layout, torch.bfloat16, low), capability).resources("dequantize_banded")
-        assert refined.refuses(layout, low) is None
-        attends = compiled("refined.cu", refined.defines(layout, low, "bfloat16"), capability)
-        assert max(attends.resources(entry).spill_bytes for entry in ("attend_refined", "merge_refined")) == 0
-        written = compiled("low_planes.cu", close_low.defines(layout, torch.bfloat16, low), capability).resources("close_low")
-        assert max(read.spill_bytes, written.spill_bytes) <= (1024 if head_dim == 256 else 0), (read, written)
 
 
 def joined():
@@ -346,9 +324,7 @@ def examples():
         "close_banded.cu": close_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
         "close_codebook.cu": close_codebook.defines(nuq, torch.bfloat16),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
-        "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16, [nested((2, 2))]),
-        "refined.cu": refined.defines(klt, [nested((2, 2))], "bfloat16"),
-        "low_planes.cu": close_low.defines(klt, torch.bfloat16, [nested((2, 2))]),
+        "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
         "merge.cu": merge.defines(128, torch.bfloat16),
         "matrix.cu": matrix_cuda.defines(torch.bfloat16, 128),
         "place.cu": place.defines(),
@@ -360,7 +336,7 @@ def examples():
 
 def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
     """Attention's producer reads pages before it waits for the kernel ahead (ring.cuh), so of kernels that write pages only a decode step's may let it start early:
-    those write the last two pages of a sequence, which are read after the wait. Kernels of refined pages write none, and wait before they read."""
+    those write the last two pages of a sequence, which are read after the wait."""
     assert set(examples()) == set(SOURCES), "a new source goes among the examples, and compiles below"
     library = cuda_compile._library()
 
@@ -374,7 +350,7 @@ def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
     made = [*examples().items(), *steps.items()]
     texts = {(name, defines.get("APPENDS", 0)): cuda_compile.compile_source(SOURCES[name], name, defines, "compute_90").cubin for name, defines in made}
     assert all(b".entry" in text for text in texts.values())
-    readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0), ("refined.cu", 0)}, {("close.cu", 1), ("close_banded.cu", 1)}
+    readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0)}, {("close.cu", 1), ("close_banded.cu", 1)}
     assert {name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text} == readers | writers
     assert {name for name, text in texts.items() if b"griddepcontrol.wait" in text} == readers | writers | {("raw.cu", 0)}
 

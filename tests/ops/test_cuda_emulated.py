@@ -18,18 +18,14 @@ import numpy as np
 import pytest
 import torch
 from ops.cuda_cases import Case, build, relative_error
-from ops.test_cuda_attend import LIMIT, TIERED, asked, both, spec, with_second_plane
-from ops.test_cuda_close_banded import compiled as compiled_banded
+from ops.test_cuda_attend import LIMIT, TIERED, asked, both, spec
 from ops.test_cuda_kvquant import direct, of, static
 
 from kvbits import ops, schemes
 from kvbits.errors import DataError
 from kvbits.ops.cuda.attend import host_plan as cuda
-from kvbits.ops.cuda.attend import refined
-from kvbits.ops.cuda.attend.refined_plan import RefinedPlan
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
-from kvbits.ops.types import Part
 from kvbits.quant.basis import inverse
 from kvbits.spec import PerChannel, PerGroup, PerToken
 
@@ -218,59 +214,6 @@ def test_shares_of_pages_where_raw_tokens_join(backwards, emulated):
 
 def test_shares_of_banded_pages(emulated):
     test_the_kernel_computes_what_the_reference_does(Case(**of("klt2"), lengths=(20, 333), head_dim=64, tail=70, sinks=3), None, ask=True)
-
-
-def young():
-    """(case, bits of a second plane, whether these pages are all): planes of one side, columns of two blocks, far frames, pages of half a frame and of an eighth."""
-    some = {"lengths": (340, 0, 600, 20), "tail": 20, "sinks": 3, "layers": 2}
-    yield Case(**of("klt2"), **some, low=(2, 2), first=131_000), None, False
-    yield Case(**of("klt3"), **some, low=(4, 0), head_dim=64, group=3, window=150), None, False
-    yield Case(**of("klt4"), **some, low=(0, 2), head_dim=64, softcap=20.0, num_queries=3, dtype=torch.float16, crop=13), None, False
-    yield Case(**of("klt2"), lengths=(333, 0, 130), low=(4, 4), head_dim=64, page_size=32, magnitude=30.0), None, True
-    yield Case(**of("klt3"), lengths=(500, 70), low=(2, 2), head_dim=256, group=2, page_size=128, tail=20), None, True
-    yield Case(**of("klt2"), lengths=(500, 70), low=(0, 2), head_dim=64, tail=20), (4, 2), False
-
-
-@pytest.mark.parametrize(("case", "second", "only"), list(young()), ids=str)
-def test_banded_pages_with_planes_are_read_beside_the_others(case, second, only, emulated, monkeypatch, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("refined")
-
-    def load(layout, low, q_dtype, device_index):
-        macros = refined.defines(layout, low, q_dtype)
-        made = [compiled_banded(macros, folder, "attend", entry, "refined.cu") for entry in ("attend_refined", "merge_refined")]
-        kernels = [SimpleNamespace(launch=lambda grid, threads, args, stream, x=x: x.launch(ctypes.byref(args), grid)) for x in made]
-        return *kernels, int(macros["THREADS"])
-
-    monkeypatch.setattr(refined, "load", load)
-    call, q, strides = build(case, "cpu")
-    if second:  # beside pages of one plane: as of two zones
-        call = with_second_plane(call, second)
-        both_planes = next(p for p in call.parts if p.low)
-        one_plane = Part(both_planes.store, dataclasses.replace(both_planes.table, low=both_planes.table.low[:1]), both_planes.low[:1])
-        call, strides = dataclasses.replace(call, parts=(one_plane, *call.parts)), [both_planes.store.layout.page_size_bytes, *strides]
-    if only:
-        keep = [i for i, p in enumerate(call.parts) if p.low]
-        call, strides = dataclasses.replace(call, parts=tuple(call.parts[i] for i in keep)), [strides[i] for i in keep]
-    ours, judge = asked(call, q), asked(call, q)
-    plan = cuda.plan(ours, q.shape[2], q.dtype, torch.device("cpu", 0), num_queries=case.num_queries, layer_strides=tuple(strides))
-    assert isinstance(plan, RefinedPlan) and "pages with low planes read packed" in plan.explain()
-    plan.device = q.device
-    plan.out.fill_(float("nan"))
-    if plan._rest:
-        plan._rest.device = q.device
-    static = [p.store.static for p in call.parts]
-    out, lse = plan.run(q, layer=case.layers - 1, static=static, page_lse=ours.page_lse)
-    want, want_lse = reference.attend(q, judge, plan.q_positions.long(), torch.float64)
-    assert relative_error(out, want) < LIMIT
-    finite = torch.isfinite(want_lse)
-    assert torch.equal(torch.isfinite(lse), finite)
-    torch.testing.assert_close(lse[finite].double(), want_lse[finite], rtol=1e-3, atol=1e-2)
-    seen = np.isfinite(judge.page_lse)
-    assert np.array_equal(np.isfinite(ours.page_lse), seen)
-    np.testing.assert_allclose(ours.page_lse[seen], judge.page_lse[seen], rtol=1e-3, atol=1e-2)
-    if case.layers > 1:
-        with pytest.raises(DataError, match="layer 1 of a scheme with calibrated parameters was given none"):
-            plan.run(q, layer=1)
 
 
 def test_queries_that_a_basis_takes_out_lose_nothing(emulated):

@@ -22,7 +22,6 @@ from kvbits.quant.qparams import error_bound, expand
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 BASES = ["int8", "int4", "int3", "int2"]
-BANDED = [banded(5, 3, 2, 0, center="channel"), banded(2, 2, 2, 2, basis="hadamard"), banded(1, 8, 0, 6, basis="klt")]
 
 
 def layouts(key: QuantSpec, value: QuantSpec, widths, *, head_dim: int = 64, page_size: int = 64, heads: int = 2):
@@ -64,27 +63,10 @@ def test_literal_bytes():
     assert not got[0, 0, 1:].any(), "zeros stay zeros"
 
 
-def test_literal_bytes_under_banded_codes():
-    """docs/formats.md, by hand: a band of 2 bits at its own levels, whose fitted scale is 1, and one without bits."""
-    spec = banded(2, 0)
-    page, (low,) = layouts(spec, spec, [(2, 2)], head_dim=32, page_size=32, heads=1)
-    x = torch.zeros(1, 1, 32, 32)
-    x[0, 0, 0] = torch.tensor([-1.5, -0.5, 0.5, 1.5] * 4 + [-3.0, -0.4, 0.7, 5.0] * 4)
-    (stored, fine), _ = close_nested(x, x, page, None, [low])
-    assert stored_qparams(stored, page, "k", {}).scale[0, 0, 0, 0] == 1 and low.head_bytes == 512
-    # parts 3 2 2 1 of the cells of codes 0 to 3, and 0 1 2 3 of the one cell: channels r, r + 8, r + 16, r + 24 share byte r
-    rows = [3 | 3 << 2, 2 | 2 << 2 | 1 << 4 | 1 << 6, 2 | 2 << 2 | 2 << 4 | 2 << 6, 1 | 1 << 2 | 3 << 4 | 3 << 6]
-    keys, values = (section(fine, low, f"{kind}_plane0").flatten().tolist() for kind in "kv")
-    assert [keys[i] for i in (0, 1, 2, 3, 64, 65, 66, 67)] == rows * 2
-    assert [values[4 * r] for r in range(8)] == rows * 2
-    got, _ = dequantize_pages(stored, page, None, torch.float64, [(fine, low)])
-    assert got[0, 0, 0].tolist() == [-1.25, -0.375, 0.625, 1.75] * 4 + [-1.5, -0.5, 0.5, 1.5] * 4
-
-
-@pytest.mark.parametrize("fmt", [*BASES, "banded"])
+@pytest.mark.parametrize("fmt", BASES)
 def test_the_page_of_a_chain_is_what_direct_quantization_stores(fmt):
-    """Demotion drops the plane, so the cold value is direct quantization bit for bit: symmetric or not, per token, group and channel, static or not, banded."""
-    for spec in BANDED[:2] if fmt == "banded" else specs_of(fmt, group=16):
+    """Demotion drops the plane, so the cold value is direct quantization bit for bit: symmetric or not, per token, group and channel, static or not."""
+    for spec in specs_of(fmt, group=16):
         k, v, page, _, static, pages = closed(spec, [(4, 2), (2, 4)])
         assert torch.equal(pages[0], close_pages(k, v, page, static)[0])
         fewer = close_nested(k, v, page, static, layouts(spec, spec, [(4, 2)])[1])[0]
@@ -125,10 +107,10 @@ def test_four_and_four_bits_are_near_plain_int8(symmetric, factor, granularity):
     assert errors["int4"] > 10 * errors["int8"]
 
 
-@pytest.mark.parametrize("spec", [*specs_of("int4", group=16), *BANDED])
+@pytest.mark.parametrize("spec", specs_of("int4", group=16))
 def test_judge_reads_the_chain_it_is_given(spec):
     """The reference's attention over young pages is attention over the refined values, in float64."""
-    q, call, positions = random_call(spec, BANDED[1] if spec.basis == "klt" else spec, low=(4, 4), dtype=torch.float32)
+    q, call, positions = random_call(spec, spec, low=(4, 4), dtype=torch.float32)
     young = dataclasses.replace(call, parts=call.parts[1:2])
     out, _ = judge(q, young, positions)
     part = young.parts[0]
@@ -252,3 +234,12 @@ def test_cpu_checks_low_page_ids():
 
 def test_raw_has_no_planes():
     assert not RAW.number_format.planes
+
+
+@pytest.mark.parametrize("close", [close_cpu.close, close_reference.close])
+def test_banded_codes_have_no_planes(close):
+    spec = banded(2, 2, 2, 2, basis="hadamard")
+    page, (low,) = layouts(spec, spec, [(2, 2)])
+    store, fine = (cls(x, (torch.zeros(1, 2, x.head_bytes, dtype=torch.uint8),)) for cls, x in ((PageStore, page), (LowStore, low)))
+    with pytest.raises(DataError, match="a low plane of 2 bits under banded keys; low planes refine integer codes"):
+        close(*torch.randn(2, 1, 2, 64, 64), store, np.array([0]), [(fine, np.array([0]))])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ..quant.banded import ONLY_CELL, OUTER_CELL, STEP
+from ..quant.banded import STEP
 from ..spec import BAND, FRAME, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..spec.quant import DTYPE_BYTES, SCALE_BYTES, NumberFormat
 from ..spec.quant import FORMATS as NUMBER_FORMATS
@@ -163,8 +163,8 @@ def header() -> str:
         "// Who shares a scale.",
         _enum("ScaleKind", {f"SCALE_{name.upper()}": i for name, i in SCALES.items()}),
         _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in FORMATS.items()} | {"NUM_FORMATS": len(FORMATS)}),
-        "// Banded codes: channels of a band, positions of a frame, steps of the outermost cells and of a band's without bits (quant/banded.py).",
-        _enum("Banding", {"BAND": BAND, "FRAME": FRAME, "OUTER_CELL": OUTER_CELL, "ONLY_CELL": ONLY_CELL}),
+        "// Banded codes: channels of a band, positions of a frame (quant/banded.py).",
+        _enum("Banding", {"BAND": BAND, "FRAME": FRAME}),
         "",
         "/// Codes lie in one or two bit planes, high bits first (banded ones in those of their widths)."
         " For floats: the bits behind the sign, the largest value, and where rounding passes it.",

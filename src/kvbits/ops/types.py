@@ -315,12 +315,15 @@ def check_call(call: AttendCall, shape: Sequence[int]) -> None:
 
 
 def check_low(layout: PageLayout, low: Sequence[LowLayout]) -> None:
-    """Refuse low planes of other pages than those of `layout`.
+    """Refuse low planes of other pages than those of `layout`, and of banded codes, which have none.
 
     Raises:
         DataError: what differs.
     """
     for fine in low:
+        for kind, spec, bits in (("keys", layout.key, fine.key_bits), ("values", layout.value, fine.value_bits)):
+            if bits and spec.is_banded:
+                raise DataError(f"a low plane of {bits} bits under banded {kind}; low planes refine integer codes")
         for name in ("page_size", "num_kv_heads", "head_dim"):
             if (got := getattr(fine, name)) != (want := getattr(layout, name)):
                 raise DataError(f"low planes have {name}={got}, the pages that they refine {want}; make their LowLayout with the pages' own")

@@ -15,22 +15,11 @@ Scales (`float8_e5m3`) have 5 bits of exponent, 3 of mantissa and no sign: the b
 and has it. None is below 2**-17 (code 1), none above 61,440 (code 247).
 
 Error of one element:   |x - x'| <= max(scale * (0.5 + 2**-15), |x - mean| - scale * (2**b - 1) / 2),   |x - mean| where b is 0
-
-**Low planes** (`Scheme.tiers`). A code stands for the numbers of its cell, and n bits more say in which of 2**n equal parts of it a number lies:
-
-    x ~ (first + width * (r + 1/2) / 2**n) * scale + mean          r in [0, 2**n - 1]
-    first, width = code - 2**(b - 1), 1     inside
-                   code - 2**(b - 1), 2     the highest code        } their numbers end nowhere: `OUTER_CELL`
-                   code - 2**(b - 1) - 1, 2 the lowest code         }
-                   -2, 4                    of a band of 0 bits: its one cell is all numbers
-
-The bits of a second plane come below those of the first: dropping a plane leaves what a shorter chain would have stored.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 
@@ -46,9 +35,6 @@ KL on SmolLM2 is two to five times as large (docs/log-gpu.md)."""
 TURNED_OFFSETS = ((0,), (-2, 2), (-1, 1))
 """Those of a Gaussian of 128 channels miss the least squared error by less than 0.02 % with 2 and 3 bits, 0.13 % with 4."""
 SMALLEST_CODE, LARGEST_CODE = 1, 247
-OUTER_CELL, ONLY_CELL = 2, 4
-"""Widths of the outermost cells and of the one cell of a band without bits, in steps. With outermost cells of 1 step, as mid-rise codes of b + n bits with the
-range of b have them, what lies past that range decides: 2 + 2 bits of a Gaussian then cost 0.022, with 2 steps 0.0112 (the best uniform 4 bits: 0.0115)."""
 
 
 def scale_codes(x: torch.Tensor) -> torch.Tensor:
@@ -117,55 +103,17 @@ def quantize(x: torch.Tensor, spec: QuantSpec, scale: torch.Tensor) -> torch.Ten
     return _codes(x, scale.unsqueeze(-1), _of(spec, x)[0]).to(torch.uint8)
 
 
-def dequantize(
-    codes: torch.Tensor, spec: QuantSpec, scale: torch.Tensor, dtype: torch.dtype = torch.float32, planes: Sequence[tuple[torch.Tensor, int]] = ()
-) -> torch.Tensor:
-    """Values [..., tokens, head_dim] in `dtype`, without the mean; `planes`: (low plane, bits) pairs that refine the codes."""
-    top = _of(spec, codes)[0].to(dtype)
-    if not planes:
-        return _values(codes.to(dtype), scale.to(dtype).unsqueeze(-1), top)
-    first, width = _cells(codes.to(dtype), top)
-    inside, bits = torch.zeros_like(first), 0
-    for plane, more in planes:
-        inside, bits = inside * 2**more + plane.to(dtype), bits + more
-    return (first + width * ((inside + 0.5) / 2**bits)) * scale.to(dtype).unsqueeze(-1)
+def dequantize(codes: torch.Tensor, spec: QuantSpec, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values [..., tokens, head_dim] in `dtype`, without the mean."""
+    return _values(codes.to(dtype), scale.to(dtype).unsqueeze(-1), _of(spec, codes)[0].to(dtype))
 
 
-def low_codes(scaled: torch.Tensor, codes: torch.Tensor, spec: QuantSpec, widths: Sequence[int]) -> list[torch.Tensor]:
-    """Low planes uint8 [..., tokens, head_dim] of `widths` bits, the first refines the codes, each further one the one before it.
-
-    Args:
-        scaled: float32 [..., tokens, head_dim], (x - mean) / scale.
-    """
-    first, width = _cells(codes.float(), _of(spec, codes)[0])
-    left = sum(widths)
-    inside = ((scaled - first) / width * 2**left).floor().clamp(0, 2**left - 1).int()
-    planes = []
-    for bits in widths:
-        left -= bits
-        planes.append((inside >> left & 2**bits - 1).to(torch.uint8))
-    return planes
-
-
-def _cells(codes: torch.Tensor, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First edge and width of the cells of codes, in steps; codes and top in one float dtype."""
-    lowest, none = codes == 0, top == 0
-    first = codes - (top + 1) / 2 - lowest.to(top) * (OUTER_CELL - 1)
-    width = 1 + (lowest | (codes == top)).to(top) * (OUTER_CELL - 1)
-    return torch.where(none, -ONLY_CELL / 2, first), torch.where(none, float(ONLY_CELL), width)
-
-
-def error_bound(x: torch.Tensor, spec: QuantSpec, scale: torch.Tensor, widths: Sequence[int] = ()) -> torch.Tensor:
-    """Largest |x - dequantize(quantize(x))| per element of x [..., tokens, head_dim], whose mean is taken off, with low planes of `widths` bits."""
+def error_bound(x: torch.Tensor, spec: QuantSpec, scale: torch.Tensor) -> torch.Tensor:
+    """Largest |x - dequantize(quantize(x))| per element of x [..., tokens, head_dim], whose mean is taken off."""
     top, step = _of(spec, x)
-    s, parts = scale.unsqueeze(-1), 2 ** sum(widths)
-    half, last = s * (0.5 + 2.0**-15), s * top / 2
-    if widths:  # half of a part of a cell, the outermost ones' the widest; the last level is half a part before the end of the range
-        outer = torch.where(step > 0, float(OUTER_CELL), float(ONLY_CELL))
-        end = torch.where(step > 0, (top - 1) / 2 + OUTER_CELL, ONLY_CELL / 2)
-        half, last = s * (torch.where(x.abs() < s * ((top - 1) / 2 - 2.0**-15), 1.0, outer) / (2 * parts) + 2.0**-15), s * (end - outer / (2 * parts))
-    bound = torch.maximum(half, x.abs() - last)
-    return (bound if widths else torch.where(step > 0, bound, x.abs())) + 2.0**-22 * x.abs()
+    s = scale.unsqueeze(-1)
+    bound = torch.maximum(s * (0.5 + 2.0**-15), x.abs() - s * top / 2)
+    return torch.where(step > 0, bound, x.abs()) + 2.0**-22 * x.abs()
 
 
 @functools.lru_cache(maxsize=64)

@@ -199,10 +199,10 @@ def dequantize(
     """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge), without outliers.
 
     Args:
-        planes: (low plane, bits) pairs that refine integer or banded codes, see `quant.nested` and `quant.banded`.
+        planes: (low plane, bits) pairs that refine integer codes, see `quant.nested`.
     """
     if spec.is_banded:
-        values = banded.dequantize(codes, spec, qparams.scale.squeeze(-2), dtype, planes)
+        values = banded.dequantize(codes, spec, qparams.scale.squeeze(-2), dtype)
     else:
         values = _levels(codes, spec, qparams.codebook, dtype)
         values = refine(values, planes) if planes else values

@@ -60,7 +60,7 @@ class Tier:
 
     and dropping a plane leaves exactly what a shorter chain would have stored: a page moves to the next zone by giving back its plane, with no byte
     read or written. An odd number of levels, 2**b - 1, spans a code's whole interval of -1/2 .. 1/2 and keeps 0 at 0; of 2**b levels one end would
-    be a full step off. Banded codes have no level at 0: a plane cuts the cell of each into 2**b equal parts (`quant.banded`).
+    be a full step off.
 
     Attributes:
         num_tokens: size of the zone, in whole pages: the newest tokens that are closed and in no younger zone.
@@ -153,9 +153,13 @@ class Scheme:
             near = max(1, round(tier.num_tokens / self.page_size)) * self.page_size
             raise SpecError(f"a tier of {tier.num_tokens} tokens is no whole number of pages of {self.page_size}; use num_tokens={near}")
         for name, spec, bits in (("key", self.key, tier.key_bits), ("value", self.value, tier.value_bits)):
-            if bits and spec.number_format.kind not in ("int", "banded"):
+            if bits and spec.is_banded:
                 raise SpecError(
-                    f"{spec.format} {name}s have no low planes: only integer and banded codes nest. Codes of unrelated formats would have to be quantized "
+                    f"banded {name}s have no low planes: at equal bits klt4 alone is more accurate and faster; use tiers=(), or an integer format such as int4"
+                )
+            if bits and spec.number_format.kind != "int":
+                raise SpecError(
+                    f"{spec.format} {name}s have no low planes: only integer codes nest. Codes of unrelated formats would have to be quantized "
                     f"twice; use an integer format for the oldest zone (int4 with 4-bit planes is the 8-bit zone), or {name}_bits=0"
                 )
             if bits and spec.outliers:

@@ -141,7 +141,7 @@ def refuses_low(layout: PageLayout, low: Sequence[LowLayout], *, closing: bool) 
         return f"pages with {len(low)} low planes each; the CPU kernels take one"
     for fine in low:
         for spec, bits in ((layout.key, fine.key_bits), (layout.value, fine.value_bits)):
-            if bits and not closing and not spec.is_banded and (spec.format, bits) != ("int4", 4):
+            if bits and not closing and (spec.format, bits) != ("int4", 4):
                 return f"a low plane of {bits} bits under {spec.format} codes; the CPU kernels read 4 bits under int4"
     return None
 

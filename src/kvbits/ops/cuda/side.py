@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -59,21 +59,6 @@ def banded_arguments(layout: PageLayout, kind: str) -> str:
     basis = {None: "NO_BASIS", "hadamard": "HADAMARD", "klt": "CALIBRATED"}[side.basis]
     values = [side.scale_offset, side.mean_offset or 0, *(side.offset_of_plane(bits) for bits in BAND_PLANES)]
     return f"{side.packed_widths:#x}ull, {basis}, {int(side.has_mean)}, " + ", ".join(map(str, values))
-
-
-MAX_LOW = 2
-"""Low planes of a page of banded codes."""
-
-
-def banded_low_arguments(low: Sequence[LowLayout], kind: str) -> str:
-    """Template arguments of struct LowPlanes of bands.cuh but the last, of at most `MAX_LOW` low planes of keys ("k") or values ("v"), the coarsest first."""
-    planes = [low_plane(x, kind) for x in low] + [(0, 0)] * (MAX_LOW - len(low))
-    return ", ".join(str(n) for plane in planes for n in plane)
-
-
-def refuses_banded_low(count: int) -> str | None:
-    """Why the kernels of banded codes do not take pages with `count` low planes each, or None."""
-    return f"pages with {count} low planes each; the CUDA kernels of banded codes take {MAX_LOW}" if count > MAX_LOW else None
 
 
 def refuses_bands(layout: PageLayout) -> str | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...quant import banded
 from ...quant.basis import into_basis
 from ...quant.nested import PLANES, low_codes
 from ...quant.outliers import worst
@@ -120,8 +119,7 @@ def low_pages(
             continue
         codes, widths = page_codes(pages, layout, kind), [bits for _, _, bits in fine]
         scaled = normalize(as_stored[kind], spec, stored_qparams(pages, layout, kind, static))
-        planes = banded.low_codes(scaled, codes, spec, widths) if spec.is_banded else low_codes(scaled - (codes.float() - spec.zero), widths)
-        for (y, to, bits), plane in zip(fine, planes, strict=True):
+        for (y, to, bits), plane in zip(fine, low_codes(scaled - (codes.float() - spec.zero), widths), strict=True):
             _store(to, y, kind, pack(plane, PLANES[bits], kind))
     return made
 

@@ -7,7 +7,6 @@ captured in a CUDA graph. A plan owns its output and scratch buffers: the next `
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ from .kernel_choice import (
     refuses_layout,
     refuses_low,
 )
-from .refined_plan import RefinedPlan, refuses_refined, split
 from .schedule import PartWork, chunks_per_sequence, schedule
 from .unpack_then_flash import ChunkPlan
 
@@ -59,22 +57,10 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
     if why := cuda_compile.missing():
         return why
     limit = driver.shared_limit(torch.cuda.get_device_capability(q.device))
-    why = _refuses_packed(call, q.shape[2], q.dtype, limit, q.shape[1])
+    why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), limit, q.shape[1])
     if why and _may_unpack(call) and q.dtype in DTYPES:
         return _refuses_unpacked(call, q.shape[2], q.dtype)
     return why
-
-
-def _refuses_packed(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, shared_limit: int, num_queries: int) -> str | None:
-    """Why neither a `Plan` nor a `RefinedPlan` serves a call, or None."""
-    young, others = split(call)
-    if young and (why := refuses_refined(call)):
-        return why
-    if young and others:
-        call = dataclasses.replace(call, parts=tuple(call.parts[i] for i in others))
-    elif young:  # checked as if they had no planes
-        call = dataclasses.replace(call, parts=tuple(dataclasses.replace(p, low=()) for p in call.parts))
-    return refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), shared_limit, num_queries)
 
 
 def _is_kvquant(call: AttendCall) -> bool:
@@ -393,9 +379,8 @@ class Plan:
 
 def plan(
     call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1, history_only: bool = False, **options: Any
-) -> Plan | ChunkPlan | RefinedPlan:
-    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel reads packed; a `RefinedPlan` where
-    banded pages have low planes.
+) -> Plan | ChunkPlan:
+    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel reads packed.
 
     Args:
         history_only: every query that is no padding comes after all pages of the call.
@@ -403,15 +388,11 @@ def plan(
     unpacks = unpack_then_flash.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
     if not unpacks and _may_unpack(call) and (num_queries == 1 or history_only):
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
-        packed = _refuses_packed(call, num_q_heads, q_dtype, limit, num_queries) is None
+        packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit, num_queries) is None
         unpacks = not packed and _refuses_unpacked(call, num_q_heads, q_dtype) is None
     if unpacks:
         return ChunkPlan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
-    make = functools.partial(Plan, num_q_heads=num_q_heads, q_dtype=q_dtype, device=device, num_queries=num_queries)
-    if split(call)[0] and refuses_refined(call) is None:
-        check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
-        return RefinedPlan(call, make, num_q_heads, q_dtype, indexed(device), num_queries, options.get("layer_strides"))
-    return make(call, **options)
+    return Plan(call, num_q_heads=num_q_heads, q_dtype=q_dtype, device=device, num_queries=num_queries, **options)
 
 
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -170,8 +170,6 @@ def refuses_low(layout: PageLayout, low: tuple[LowLayout, ...]) -> str | None:
     for fine in low:
         if extras := kvquant_extras(layout):
             return f"{extras}: low planes have no CUDA kernel"
-        if layout.key.is_banded or layout.value.is_banded:
-            return "banded codes with low planes have a CUDA kernel of their own, which takes page lists of the host alone"
         for spec, bits in ((layout.key, fine.key_bits), (layout.value, fine.value_bits)):
             if bits and (spec.format, bits) != (f"int{LOW_BITS}", LOW_BITS):
                 return f"a low plane of {bits} bits under {spec.format} codes; the CUDA kernels read {LOW_BITS} bits under int{LOW_BITS}"

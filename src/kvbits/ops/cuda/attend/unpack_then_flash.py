@@ -53,7 +53,7 @@ def _refuses_part(part: Part, q_dtype: torch.dtype) -> str | None:
     layout = part.store.layout
     if not banded_sides(layout):
         return refuses_layout(layout, q_dtype) or refuses_low(len(part.low))
-    return banded.refuses_layout(layout, q_dtype, [s.layout for s in part.low])
+    return banded.refuses_layout(layout, q_dtype)
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ class ChunkPlan:
             p = self.call.parts[part]
             addresses = upload(p.store.addresses()[p.table.page_ids[ids]], self.device)
             starts_of = upload(p.table.starts[ids].astype(np.int32), self.device)
-            low = [(s, upload(s.addresses()[x[ids]], self.device)) for s, x in zip(p.low, p.table.low, strict=True)]
+            low = (p.low[0], upload(p.low[0].addresses()[p.table.low[0][ids]], self.device)) if p.low else None
             common = (p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of)
-            unpackers.append((part, banded.BandedUnpacker(*common, low) if banded_sides(p.store.layout) else Unpacker(*common, low[0] if low else None)))
+            unpackers.append((part, banded.BandedUnpacker(*common) if banded_sides(p.store.layout) else Unpacker(*common, low)))
         return _Pass(first, last, starts.tolist(), unpackers)
 
 

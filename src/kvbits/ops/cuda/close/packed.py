@@ -21,8 +21,8 @@ from ...descriptor import DTYPES, TORCH_DTYPES
 from ...types import LowStore, PageStore, banded_sides, check_closing, check_low, kvquant_extras, wider_scales
 from ..runtime import compile as cuda_compile
 from ..runtime import driver
-from ..side import low_arguments, refuses_banded_low, refuses_low, side_arguments, with_aligned_rows
-from . import banded, codebook, low_planes
+from ..side import low_arguments, refuses_low, side_arguments, with_aligned_rows
+from . import banded, codebook
 from .step import STEP_FIELDS
 
 ROWS_PER_THREAD = 8
@@ -69,9 +69,7 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
 
 def _refuses_planes(layout: PageLayout, count: int) -> str | None:
     """Why `count` low planes of pages of this layout cannot be written, or None."""
-    if banded_sides(layout):
-        return refuses_banded_low(count)
-    extras = kvquant_extras(layout)
+    extras = banded_sides(layout) or kvquant_extras(layout)
     return refuses_low(count) or (f"{extras} with low planes have no GPU kernel" if count and extras else None)
 
 
@@ -215,7 +213,7 @@ def close(
     Args:
         k, v: [n, H, page_size, head_dim] float32, float16 or bfloat16.
         page_ids: [n] pages of the store to write.
-        low: stores of low planes and their pages [n], one at most, two for banded codes.
+        low: stores of low planes and their pages [n], one at most.
         starts: [n] position of each page's first token, for keys stored before the rotary embedding or in a basis.
 
     Returns:
@@ -263,10 +261,7 @@ def close_later(
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
     fine = [(s.layout, upload(s.addresses()[ids], k.device)) for (s, _), ids in zip(low, low_ids, strict=True)]
     if banded_sides(layout):
-        positions = banded.first_positions(store, starts, len(page_ids), k.device)
-        banded.launch(k, v, store, addresses, status, positions)
-        if fine:
-            low_planes.launch(k, v, store, addresses, fine, positions)
+        banded.launch(k, v, store, addresses, status, banded.first_positions(store, starts, len(page_ids), k.device))
     elif kvquant_extras(layout):
         first = codebook.first_angles(store, starts, len(page_ids), k.device)
         codebook.launch(k, v, store, addresses, status, first)

@@ -5,49 +5,30 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from ....errors import DataError
-from ....spec import LowLayout, PageLayout
+from ....spec import PageLayout
 from ...descriptor import TORCH_DTYPES
-from ...types import LowStore, PageStore
+from ...types import PageStore
 from ..runtime import driver
-from ..side import (
-    MAX_LOW,
-    as_float32,
-    banded_arguments,
-    banded_low_arguments,
-    column_powers,
-    columns_as_operands,
-    refuses_banded_low,
-    refuses_bands,
-    turns_on,
-)
+from ..side import as_float32, banded_arguments, column_powers, columns_as_operands, refuses_bands, turns_on
 
 RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
 """Threads per multiprocessor that `__launch_bounds__` reserves registers for, by the largest head_dim."""
 
 
-MOST_EXACT_BITS = 10
-"""Of a code and its low planes, whose levels float16 then holds exactly, as products with a calibrated basis want them."""
-
-
-def refuses_layout(layout: PageLayout, dtype: torch.dtype, low: Sequence[LowLayout] = ()) -> str | None:
-    """Why pages of banded codes, with these low planes, cannot be unpacked to `dtype`, or None."""
+def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+    """Why pages of banded codes cannot be unpacked to `dtype`, or None."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"rows of {dtype} are not float16 or bfloat16"
-    if why := refuses_banded_low(len(low)):
-        return why
-    for spec, bits in ((layout.key, sum(x.key_bits for x in low)), (layout.value, sum(x.value_bits for x in low))):
-        if bits and spec.basis == "klt" and (most := max(spec.widths(layout.head_dim))) + bits > MOST_EXACT_BITS:
-            return f"low planes of {bits} bits under codes of {most} in a calibrated basis; the CUDA kernel takes {MOST_EXACT_BITS} bits of both"
     return refuses_bands(layout)
 
 
-def defines(layout: PageLayout, dtype: torch.dtype, low: Sequence[LowLayout] = ()) -> dict[str, int | str]:
+def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     """Macros of one instantiation of dequantize_banded.cu."""
     d, threads = layout.head_dim, layout.page_size * 2
     resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
@@ -55,23 +36,21 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: Sequence[LowLayout] = (
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads),
         "OUT_TYPE": TORCH_DTYPES[dtype], "SHARED_BYTES": 12 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
-        "K_LOW": banded_low_arguments(low, "k"), "V_LOW": banded_low_arguments(low, "v"),
     }  # fmt: skip
 
 
 class _Args(ctypes.Structure):
     _fields_ = [
         ("page_address", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p * 2), ("operands", ctypes.c_void_p), ("column", ctypes.c_void_p),
-        ("inverse", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("low_address", ctypes.c_void_p * MAX_LOW),
-        ("layer_offset", ctypes.c_int64), ("low_layer_offset", ctypes.c_int64 * MAX_LOW),
-        ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("low_head_bytes", ctypes.c_int * MAX_LOW),
+        ("inverse", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("layer_offset", ctypes.c_int64),
+        ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
     ]  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
-def load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: tuple[LowLayout, ...] = ()) -> tuple[driver.Kernel, int]:
+def load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[driver.Kernel, int]:
     """The kernel, and threads of its blocks."""
-    macros = defines(layout, dtype, low)
+    macros = defines(layout, dtype)
     kernel = driver.load(Path(__file__).parent, "dequantize_banded.cu", "dequantize_banded", macros, device_index, int(macros["SHARED_BYTES"]))
     return kernel, int(macros["THREADS"])
 
@@ -84,23 +63,14 @@ class BandedUnpacker:
         rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
         layer_stride: bytes from a page of one layer to the same page of the next.
         starts: int32 [n] on the device: position of each page's first token.
-        low: stores of the low planes that refine the pages, the coarsest first, and int64 [n] each on the device: bytes of their first structs, layer 0;
-            layers lie side by side where the pages' do.
     """
 
-    def __init__(
-        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor,
-        low: Sequence[tuple[LowStore, torch.Tensor]] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor) -> None:
         layout, self._device = store.layout, page_address.device
-        self._store, self._layer_stride, self._keep = store, layer_stride, (page_address, rows, starts, *(x for _, x in low))
-        fine = tuple(s.layout for s, _ in low)
-        self._kernel, self._threads = load(layout, dtype, -1 if self._device.index is None else self._device.index, fine)
+        self._store, self._layer_stride, self._keep = store, layer_stride, (page_address, rows, starts)
+        self._kernel, self._threads = load(layout, dtype, -1 if self._device.index is None else self._device.index)
         self._args = _Args(page_address=page_address.data_ptr(), rows=rows.data_ptr(), starts=starts.data_ptr(), num_pages=len(page_address))
         self._args.num_heads, self._args.head_bytes = layout.num_kv_heads, layout.head_bytes
-        self._low_strides = [x.page_size_bytes if layer_stride else 0 for x in fine]
-        for i, (s, at) in enumerate(low):
-            self._args.low_address[i], self._args.low_head_bytes[i] = at.data_ptr(), s.layout.head_bytes
 
     def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says.
@@ -117,7 +87,5 @@ class BandedUnpacker:
             args.operands, args.column = columns_as_operands(inverse, device).data_ptr(), column_powers(inverse, device).data_ptr()
             args.inverse, args.turns = as_float32(inverse, device).data_ptr(), turns_on(static["k_inv_freq"], device).data_ptr()
         args.out[0], args.out[1], args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self._layer_stride
-        for i, stride in enumerate(self._low_strides):
-            args.low_layer_offset[i] = layer * stride
         stream = driver.current_stream(device) if device.type == "cuda" else 0
         self._kernel.launch(2 * args.num_heads * args.num_pages, self._threads, args, stream)

@@ -3,8 +3,6 @@
 // Threads have tokens as those of close_banded.cu. Codes of a calibrated basis are multiplied with its inverse on the matrix units: halves of odd numbers are exact
 // in float16, the inverse is two float16 numbers, high and low (columns over powers of two first); scale and mean come after. What is written is off by
 // less than 2**-18 of sum |y| |A^-1| before it is rounded.
-//
-// Low planes (quant/banded.py), up to two: their fields say in which of PARTS parts of its code's cell a number lies. Up to 10 bits of both are exact in float16.
 #include "bands.cuh"
 
 constexpr int HALF = D / 2;
@@ -18,9 +16,8 @@ struct Args {
     const float* inverse;        // [H][D][D]
     const float2* turns;         // [D / 2] of side.py's turns_of
     const int* starts;           // [n]: position of each page's first token
-    const i64* low_address[2];   // [n] each: of low planes, the coarsest first
-    i64 layer_offset, low_layer_offset[2];  // bytes
-    int num_pages, num_heads, head_bytes, low_head_bytes[2];
+    i64 layer_offset;            // bytes
+    int num_pages, num_heads, head_bytes;
 };
 
 struct Shared {
@@ -30,9 +27,8 @@ struct Shared {
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
 
 /// A thread's tokens as products with the inverse of the basis, in units of scales, and in shared.row the channels' means times it.
-template <class S, class LOW>
-DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], u32 (&parts)[TOKENS][BANDS], Token (&x)[TOKENS], int head, Shared& shared) {
-    static_assert(S::most_bits() + LOW::BITS <= 10 || LOW::BITS == 0, "levels in float16");
+template <class S>
+DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], Token (&x)[TOKENS], int head, Shared& shared) {
     const int lane = threadIdx.x % 32;
     const uint4* from = a.operands + i64(head) * BANDS * BANDS * 64 + lane;
     float y[BANDS][2][4] = {};
@@ -40,12 +36,11 @@ DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], u32 (&parts
     for (int step = 0; step < BANDS; ++step, from += 64) {  // not unrolled: loads of all steps at once would take every register
         u32 rows[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) rows[i] = levels<LOW>(above_1024(codes[i % 2][0], i / 2), above_1024(parts[i % 2][0], i / 2), S::width(step));
+        for (int i = 0; i < 4; ++i) rows[i] = levels(above_1024(codes[i % 2][0], i / 2), S::width(step));
 #pragma unroll
         for (int i = 1; i < TOKENS * BANDS; ++i) {
             if (i % BANDS == 0) continue;
             codes[i / BANDS][i % BANDS - 1] = codes[i / BANDS][i % BANDS];
-            if (LOW::BITS) parts[i / BANDS][i % BANDS - 1] = parts[i / BANDS][i % BANDS];
         }
 #pragma unroll
         for (int i = 0; i < BANDS; ++i)
@@ -86,28 +81,17 @@ DEVICE void turn_rows(Token& x, int j, const Shared& shared) {
     }
 }
 
-/// Where the low planes of a head lie.
-DEVICE const unsigned char* low_of(const Args& a, int plane, int page, int head) {
-    return reinterpret_cast<const unsigned char*>(a.low_address[plane][page] + a.low_layer_offset[plane] + i64(head) * a.low_head_bytes[plane]);
-}
-
-template <class S, class LOW>
+template <class S>
 DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& shared) {
     const int j = threadIdx.x % LANES;
     const auto* const from = reinterpret_cast<const unsigned char*>(a.page_address[page] + a.layer_offset + i64(head) * a.head_bytes);
-    u32 codes[TOKENS][BANDS] = {}, parts[TOKENS][BANDS] = {};
+    u32 codes[TOKENS][BANDS] = {};
     float scale[TOKENS];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
         const int token = thread_token(r);
         scale[r] = scale_value(from[S::SCALE_OFFSET + token]);
         read_codes<S>(from, codes[r], token, j);
-        if constexpr (LOW::FIRST > 0) read_plane<typename LOW::First, LOW::FIRST>(low_of(a, 0, page, head), parts[r], token, j);
-        if constexpr (LOW::SECOND > 0) {
-#pragma unroll
-            for (int i = 0; i < BANDS; ++i) parts[r][i] <<= LOW::SECOND;  // bytes have room for both
-            read_plane<typename LOW::Second, LOW::SECOND>(low_of(a, 1, page, head), parts[r], token, j);
-        }
     }
     for (int ch = threadIdx.x; S::HAS_MEAN && ch < D; ch += THREADS) shared.mean[ch] = load_value<FLOAT16>(from + S::MEAN_OFFSET, ch);
     if constexpr (S::BASIS == CALIBRATED) {
@@ -121,7 +105,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
     Token x[TOKENS];
     const float* mean = shared.mean;
     if constexpr (S::BASIS == CALIBRATED) {
-        out_of_basis<S, LOW>(a, codes, parts, x, head, shared);
+        out_of_basis<S>(a, codes, x, head, shared);
         mean = shared.row;
         __syncthreads();
     } else {
@@ -130,7 +114,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
 #pragma unroll
             for (int i = 0; i < BANDS; ++i)
 #pragma unroll
-                for (int k = 0; k < 4; ++k) x[r][i][k] = level<LOW>(codes[r][i] >> 8 * k & 255, parts[r][i] >> 8 * k & 255, S::width(i));
+                for (int k = 0; k < 4; ++k) x[r][i][k] = level(codes[r][i] >> 8 * k & 255, S::width(i));
     }
     const int2 rows = a.rows[page];
 #pragma unroll
@@ -160,6 +144,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) dequantize_bande
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int count = a.num_pages * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
     const int head = item / a.num_pages, page = item % a.num_pages;
-    if (side == 0) unpack_side<Banded<K_BANDED, false>, LowPlanes<K_LOW, false>>(a, 0, page, head, shared);
-    else unpack_side<Banded<V_BANDED, true>, LowPlanes<V_LOW, true>>(a, 1, page, head, shared);
+    if (side == 0) unpack_side<Banded<K_BANDED, false>>(a, 0, page, head, shared);
+    else unpack_side<Banded<V_BANDED, true>>(a, 1, page, head, shared);
 }

@@ -40,46 +40,16 @@ DEVICE float scale_value(int code) { return f16_to_float(u16(code << 7)); }
 template <class S>
 constexpr int plane_row(int bits) { return (S::channels(bits) * bits + 31) / 32 * 4; }
 
-/// A low plane of all channels, as `read_plane` and `write_lanes` take planes of codes.
-template <int BITS, int OFFSET, bool VALUES>
-using LowPlane = Banded<BITS * 0x1111111111111111ull, NO_BASIS, false, 0, 0, OFFSET, OFFSET, OFFSET, OFFSET, VALUES>;
-/// The low planes of a side: bits and place of each, the coarsest first, 0 bits where there is none. A number lies in one of PARTS parts of its code's cell.
-template <int BITS0, int OFFSET0, int BITS1, int OFFSET1, bool VALUES>
-struct LowPlanes {
-    static constexpr int FIRST = BITS0, SECOND = BITS1, BITS = BITS0 + BITS1, PARTS = 1 << BITS;
-    using First = LowPlane<BITS0, OFFSET0, VALUES>;
-    using Second = LowPlane<BITS1, OFFSET1, VALUES>;
-};
-static_assert(OUTER_CELL == 2 && ONLY_CELL == 4, "cells below");
-/// Cells of the codes of a band (quant/banded.py), in scales: where that of code 0 would begin were it as wide as the inner ones, and how wide these are. The lowest
-/// code's begins 1 further down; it and the highest are 1 wider each, so that of a band without bits, which is both, is 2 wider.
-DEVICE float first_edge(int width) { return width ? -float(1 << width) / 2 : -1.f; }
-DEVICE float inner_cell(int width) { return width ? 1.f : 2.f; }
-
 constexpr u32 ONE_F16X2 = 0x3c003c00u;
 DEVICE u32 twice_f16(float x) { return pack_f16(x, x); }
 constexpr u32 ABOVE_1024 = 0x64646464u;  // upper bytes of float16 numbers from 1024 to 1279
 /// Two of a word's bytes as float16, the first or the last two, plus 1024. `upper`: ABOVE_1024, in a register where there are many.
 DEVICE u32 above_1024(u32 bytes, bool last, u32 upper = ABOVE_1024) { return permute_bytes(bytes, upper, last ? 0x4342 : 0x4140); }
 
-/// Two codes of a band and their parts, each plus 1024, as numbers in scales from the band's middle: exact up to 10 bits of both.
-template <class LOW>
-DEVICE u32 levels(u32 codes, u32 parts, int width) {
-    if constexpr (LOW::BITS == 0) return fma_f16x2(fma_f16x2(codes, ONE_F16X2, 0xe400e400u), ONE_F16X2, twice_f16(float(1 - (1 << width)) / 2));
-    constexpr float PART = 1.f / LOW::PARTS;
-    const u32 lowest = equal_f16x2(codes, twice_f16(1024.f)), highest = equal_f16x2(codes, twice_f16(float(1023 + (1 << width))));
-    const u32 inside = fma_f16x2(parts, twice_f16(PART), twice_f16(-1023.5f * PART));  // of a cell, from 0 to 1
-    const u32 inner = fma_f16x2(inside, twice_f16(inner_cell(width)), fma_f16x2(codes, ONE_F16X2, twice_f16(first_edge(width) - 1024.f)));
-    const u32 outer = fma_f16x2(lowest, fma_f16x2(inside, ONE_F16X2, 0xbc00bc00u), inner);
-    return fma_f16x2(highest, inside, outer);
-}
+/// Two codes of a band, each plus 1024, as numbers in scales from the band's middle.
+DEVICE u32 levels(u32 codes, int width) { return fma_f16x2(fma_f16x2(codes, ONE_F16X2, 0xe400e400u), ONE_F16X2, twice_f16(float(1 - (1 << width)) / 2)); }
 /// The same of one code.
-template <class LOW>
-DEVICE float level(u32 code, u32 part, int width) {
-    if constexpr (LOW::BITS == 0) return float(code) - float((1 << width) - 1) / 2;
-    const float lowest = code == 0, highest = code == (1u << width) - 1;
-    return fmaf((float(part) + 0.5f) / LOW::PARTS, inner_cell(width) + lowest + highest, float(code) + first_edge(width) - lowest);
-}
+DEVICE float level(u32 code, int width) { return float(code) - float((1 << width) - 1) / 2; }
 
 /// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back.
 constexpr int BANDS = D / BAND, LANES = 4, TOKENS = 2;

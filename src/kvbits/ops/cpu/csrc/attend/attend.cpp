@@ -55,9 +55,7 @@ int32_t check(const kvbits_attend_call& call) {
       const kvbits_tensor* fine[2] = {&low->key, &low->value};
       const kvbits_tensor* coarse[2] = {&store.key, &store.value};
       for (int i = 0; i < 2; i++)
-        if (fine[i]->format != FORMAT_RAW && (fine[i]->format != FORMAT_INT4 || coarse[i]->format != FORMAT_INT4) &&
-            (coarse[i]->format != FORMAT_BANDED || (fine[i]->format != FORMAT_INT4 && fine[i]->format != FORMAT_INT2)))
-          return KVBITS_BAD_LOW;
+        if (fine[i]->format != FORMAT_RAW && (fine[i]->format != FORMAT_INT4 || coarse[i]->format != FORMAT_INT4)) return KVBITS_BAD_LOW;
       const int64_t low_pages = num_pages(*low);
       for (int64_t e = table.indptr[0]; e < end; e++)
         if (call.parts[p].low_ids[e] < 0 || call.parts[p].low_ids[e] >= low_pages) return KVBITS_BAD_PAGE_ID;

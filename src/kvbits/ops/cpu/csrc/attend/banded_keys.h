@@ -37,19 +37,10 @@ struct BandCodes {
   bool ends;         // the dot products are complete, and take their scale
 };
 
-// A band of a low plane, and which codes it has (banded_low.h).
-struct LowBand {
-  BandWord word[BAND / 4];  // offsets from the plane's own start
-  int16_t top, pieces;      // the highest code, 0 without bits
-  int16_t piece[2], shift[2];
-};
-
 // All of a head.
 struct BandPieces {
   int32_t count;
   BandCodes piece[2 * MAX_GROUPS];
-  int32_t low_bits, bands, low_tile_bytes;  // of a low plane; 0 without one
-  LowBand low[MAX_GROUPS];
 };
 static_assert(MAX_GROUPS * BAND >= MAX_HEAD_DIM, "bands are counted as groups");
 
@@ -84,22 +75,6 @@ static BandFields band_fields(int offset, int at, int channels, int row_bytes, i
   return f;
 }
 
-static void list_low_bands(BandPieces& list, const kvbits_tensor& t, int head_dim, int bits) {
-  const int row_bytes = row_bytes_of(head_dim, bits);
-  list.low_tile_bytes = row_bytes * TILE;
-  for (int i = 0; i < list.bands; i++) {
-    LowBand& band = list.low[i];
-    band.top = (int16_t)((1 << t.bands[i]) - 1);
-    band.pieces = 0;
-    for (int c = 0; c < BAND; c += 4) band.word[c / 4] = band_word(0, i * BAND + (i * BAND + c < head_dim ? c : 0), row_bytes, bits);
-  }
-  for (int k = 0; k < list.count; k++) {
-    LowBand& band = list.low[list.piece[k].band];
-    band.piece[band.pieces] = (int16_t)k;
-    band.shift[band.pieces++] = (int16_t)__builtin_ctz((unsigned)list.piece[k].weight);
-  }
-}
-
 // Two bands take one scale where that is faster: AVX-512, klt4 4 %; AVX2 keeps its sums in memory then and loses 3 %.
 constexpr bool BANDS_SHARE = VL == 16;
 
@@ -111,7 +86,7 @@ static bool shares_scale(const uint8_t* bands, int i) {
   return bands[i] < 8 && same % 2 == 1;
 }
 
-static void list_pieces(BandPieces& list, const kvbits_tensor& t, int head_dim, int low_bits) {
+static void list_pieces(BandPieces& list, const kvbits_tensor& t, int head_dim) {
   const int bands = (head_dim + BAND - 1) / BAND;
   auto channels_of = [&](int band) { return head_dim - band * BAND < BAND ? head_dim - band * BAND : BAND; };
   int offset[9], row_bytes[9], at[9] = {};  // by bits of a plane; channels of it that bands before have
@@ -121,8 +96,6 @@ static void list_pieces(BandPieces& list, const kvbits_tensor& t, int head_dim, 
     if (channels) offset[bits] = t.plane_offset[stored++], row_bytes[bits] = row_bytes_of(channels, bits);
   }
   list.count = 0;
-  list.bands = bands;
-  list.low_bits = low_bits;
   for (int i = 0; i < bands; i++) {
     BandCodes codes = {};
     codes.band = i;
@@ -151,16 +124,15 @@ static void list_pieces(BandPieces& list, const kvbits_tensor& t, int head_dim, 
     if (low) codes.low = fields(low, 0);
     list.piece[list.count++] = codes;
   }
-  if (low_bits) list_low_bands(list, t, head_dim, low_bits);
 }
 
-// Codes of V vectors of tokens, four channels in each of their words: those of `band` that its words n are of. FETCH: lines of the page to come as well.
-template <int V, bool JOINED, bool FETCH>
+// Codes of V vectors of tokens, four channels in each of their words: those of `band` that its words n are of, and lines of the page to come.
+template <int V, bool JOINED>
 INLINE void load_codes(const BandCodes& band, const uint8_t* at, int64_t tile, int n, int64_t ahead, bool new_lines, vi (&codes)[V]) {
   const uint8_t* high = at + tile * band.high.tile_bytes + band.high.word[n].offset;
   const int64_t high_next = VL < TILE ? VL * 4 : band.high.tile_bytes;
   const vi high_mask = splat_int(band.high.mask);
-  if (FETCH && band.high.word[n].first) {  // a line is fetched once, whatever else it holds
+  if (band.high.word[n].first) {  // a line is fetched once, whatever else it holds
     if (new_lines) fetch(high + ahead);
     if (V * VL > TILE) fetch(high + high_next + ahead);
   }
@@ -168,7 +140,7 @@ INLINE void load_codes(const BandCodes& band, const uint8_t* at, int64_t tile, i
     const uint8_t* low = at + tile * band.low.tile_bytes + band.low.word[n].offset;
     const int64_t low_next = VL < TILE ? VL * 4 : band.low.tile_bytes;
     const vi low_mask = splat_int(band.low.mask);
-    if (FETCH && band.low.word[n].first) {
+    if (band.low.word[n].first) {
       if (new_lines) fetch(low + ahead);
       if (V * VL > TILE) fetch(low + low_next + ahead);
     }
@@ -187,8 +159,8 @@ INLINE void add_band(const KeyArgs& a, const BandCodes& band, const uint8_t* at,
 #pragma GCC unroll 2
   for (int n = 0; n < BAND / 4; n += 2) {
     vi x[V], y[V];
-    load_codes<V, JOINED, true>(band, at, tile, n, a.ahead, new_lines, x);
-    load_codes<V, JOINED, true>(band, at, tile, n + 1, a.ahead, new_lines, y);
+    load_codes<V, JOINED>(band, at, tile, n, a.ahead, new_lines, x);
+    load_codes<V, JOINED>(band, at, tile, n + 1, a.ahead, new_lines, y);
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
       const BandQuery first = band_query(q + h * Q_STRIDE + 4 * n * NARROW_Q_BYTES), second = band_query(q + h * Q_STRIDE + 4 * (n + 1) * NARROW_Q_BYTES);
@@ -234,17 +206,6 @@ static void key_banded(const KeyArgs& a) {
   }
 }
 
-// By how much the steps of a low plane's parts (banded_low.h) are above those that they stand for.
-constexpr int low_middle(int bits) { return 3 * (1 << bits) - 2; }
-
-// What the middle of a band's range takes off per step of the query's integers, with what its low plane is above (banded_low.h).
-static float band_middle(int bits, int low_bits) {
-  const float middle = 0.5f * (float)((1 << bits) - 1);
-  if (!low_bits) return middle;
-  const float part = 0.5f / (float)(1 << low_bits);
-  return middle + part * (float)(bits ? low_middle(low_bits) : ONLY_CELL * ((1 << low_bits) - 1));
-}
-
 // Integers of `folded`, and what the middles of the codes' ranges take off the scores.
 static void quantize_by_band(Chunk& c, const kvbits_tensor& t, const BandPieces& list, int head_dim) {
   constexpr int J = BAND / VL > 0 ? BAND / VL : 1;
@@ -269,13 +230,12 @@ static void quantize_by_band(Chunk& c, const kvbits_tensor& t, const BandPieces&
     for (int i = 0; i < bands; i++) {
       const float amax = largest[i], scale = amax * (1.0f / NARROW_Q_LIMIT);
       const float inverse = amax > 1e-30f ? NARROW_Q_LIMIT / amax : 0.0f;  // what is smaller still adds nothing to a score
-      const float middle = -scale * band_middle(t.bands[i], list.low_bits);
+      const float middle = -scale * (0.5f * (float)((1 << t.bands[i]) - 1));
       for (int v = 0; v < J; v++) {
         const vi x = round_to_int(load(q + i * BAND + v * VL) * inverse);
         zero += to_float(x) * middle;
         store_q<false>(c.qw[h], i * BAND + v * VL, x);
       }
-      if (list.low_bits) c.low_scale[i][h] = scale * (0.5f / (float)(1 << list.low_bits)) * (float)(t.bands[i] ? 1 : 2 * ONLY_CELL);
       largest[i] = scale;
     }
     c.q_zero[0][h] = sum(zero);

@@ -51,25 +51,10 @@ constexpr int BAND_ROWS_OF_TWO = 4;  // up to how many rows two vectors of token
 constexpr int NARROW_Q_BYTES = 1;
 typedef __m256i BandQuery;
 INLINE BandQuery band_query(const uint8_t* q) { return broadcast_word(q); }
-INLINE void add_band_word(vi& to, vi codes, BandQuery q) { to += (vi)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, q), _mm256_set1_epi16(1)); }
 INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
   const __m256i sums = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)a, qa), _mm256_maddubs_epi16((__m256i)b, qb));
   to += (vi)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
 }
-
-// Products of what their low planes add to values (banded_low.h), 4 tokens of 8 channels in a word of bytes from -46 to 46 each; p: [slot] of a row.
-struct LowSums {
-  __m256i narrow, wide;  // sums of 16 bits, and of 32
-};
-constexpr int LOW_RUN = 4;  // words of bytes from -10 to 10 whose sums fit 16 bits, a power of two
-INLINE void add_low_word(LowSums& to, vi bytes, const uint8_t* p, int slot) {
-  to.narrow = _mm256_add_epi16(to.narrow, _mm256_maddubs_epi16(broadcast_word(p + slot), (__m256i)bytes));
-}
-INLINE void end_low_run(LowSums& to) {
-  to.wide = _mm256_add_epi32(to.wide, _mm256_madd_epi16(to.narrow, _mm256_set1_epi16(1)));
-  to.narrow = _mm256_setzero_si256();
-}
-INLINE vf low_sums(LowSums x) { return to_float((vi)x.wide); }
 
 INLINE __m256i even_bytes(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi16(0xff)); }
 INLINE __m256i odd_bytes(__m256i v) { return _mm256_srli_epi16(v, 8); }

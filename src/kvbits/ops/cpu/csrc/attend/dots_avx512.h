@@ -71,13 +71,6 @@ INLINE vi joined_fields(vi high, vi low, vi high_mask, vi low_mask, int) {
   return (vi)_mm512_ternarylogic_epi32((__m512i)(high & high_mask), (__m512i)low, (__m512i)low_mask, 0xf8);  // x | (low & mask)
 }
 
-// Products of what their low planes add to values (banded_low.h), 4 tokens of 16 channels in a word of signed bytes each; p: [slot] of a row.
-typedef __m512i LowSums;
-INLINE void add_low_word(LowSums& to, vi bytes, const uint8_t* p, int slot) { add_dot(to, broadcast_word(p + slot), (__m512i)bytes); }
-constexpr int LOW_RUN = 64;
-INLINE void end_low_run(LowSums&) {}
-INLINE vf low_sums(LowSums x) { return (vf)_mm512_cvtepi32_ps(x); }
-
 // Third bits of codes turned to their places beside the others.
 #define HAVE_JOIN_PLANES
 INLINE vi join_planes(vi two, vi one, vi turn, vi mask) {

@@ -37,15 +37,6 @@ INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
   add_band_word(to, b, qb);
 }
 
-// Products of what their low planes add to values (banded_low.h), 4 tokens of VL channels in a word of signed bytes each; p: [slot] of a row.
-typedef vi LowSums;
-INLINE void add_low_word(LowSums& to, vi bytes, const uint8_t* p, int slot) {
-  for (int k = 0; k < 4; k++) to += ((bytes << (24 - 8 * k)) >> 24) * ((const int16_t*)p)[slot + k];
-}
-constexpr int LOW_RUN = 64;
-INLINE void end_low_run(LowSums&) {}
-INLINE vf low_sums(LowSums x) { return to_float(x); }
-
 template <int FMT>
 INLINE int code_at(const uint8_t* p, int64_t low, int shift, int mask, const StepTable& steps) {
   const int code = *p >> shift & mask;

@@ -29,17 +29,6 @@ INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
   add_band_word(to, b, qb);
 }
 
-// Products of what their low planes add to values (banded_low.h), 4 tokens of 4 channels in a word of signed bytes each; p: two pieces of [slot] of a row.
-struct LowSums {
-  int32x4_t piece[P_PIECES];
-};
-INLINE void add_low_word(LowSums& to, vi bytes, const uint8_t* p, int slot) {
-  for (int k = 0; k < P_PIECES; k++) to.piece[k] = vdotq_s32(to.piece[k], (int8x16_t)bytes, broadcast_word(p + k * BLOCK + slot));
-}
-constexpr int LOW_RUN = 64;
-INLINE void end_low_run(LowSums&) {}
-INLINE vf low_sums(LowSums x) { return to_float((vi)x.piece[0]) * 256.0f + to_float((vi)x.piece[1]); }
-
 // 16 bytes of codes as signed bytes: the field, or code - 128 for whole bytes.
 template <int BITS>
 INLINE int8x16_t signed_codes(uint8x16_t v, int shift) {

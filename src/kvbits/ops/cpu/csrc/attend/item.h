@@ -98,7 +98,7 @@ static const uint8_t* first_page(const kvbits_attend_call& call, const AttendIte
 static void attend_part(Part& part, const Entries& entries, Scratch& w) {
   if (part.value.split) reorder_outputs(part, false);
   if (part.value.t->hadamard) turn_outputs(part);
-  if (part.key.banded) list_pieces(part.pieces, *part.key.t, part.call.head_dim, part.key.low_bits);
+  if (part.key.banded) list_pieces(part.pieces, *part.key.t, part.call.head_dim);
   part.angles.start = part.frame = -1;
   part.frames = part.angles.frames.pairs = 0;
   part.last_start = part.pages.table->starts[entries.end - 1];

@@ -1,7 +1,6 @@
 // The kernels of plain pages (codes with scales, FP8, raw rows), by number format and number of query rows.
 #pragma once
 #include "banded_keys.h"
-#include "banded_low.h"
 #include "dots.h"
 #include "dots_float.h"
 #include "state.h"
@@ -23,8 +22,6 @@ static_assert(ROWS == 8, "kernels are listed for 1 to 8 rows");
 struct PlainKernels {
   ByRows<KeyKernel> key[NESTED + 1], raw_key[BF16_SPLIT + 1];
   ByRows<ValueKernel> value[NESTED + 1], raw_value[BF16_SPLIT + 1];
-  ByRows<KeyKernel> low_key[5];  // what low planes of 2 and 4 bits add to banded codes, after the kernels of the codes
-  ByRows<ValueKernel> low_value[5];
   constexpr bool serve(int format) const { return key[format].there && (value[format].there || is_banded(format)); }  // banded values are read as integers
   constexpr bool serve_raw(int dtype) const { return raw_key[dtype].there && raw_value[dtype].there; }
 };
@@ -48,8 +45,6 @@ constexpr PlainKernels plain_kernels_by_format() {
   PlainKernels k = {};
   add_formats<0>(k);
   add_raw<0>(k);
-  k.low_key[2] = BY_ROWS_OF(key_low, 2), k.low_key[4] = BY_ROWS_OF(key_low, 4);
-  k.low_value[2] = BY_ROWS_OF(value_low, 2), k.low_value[4] = BY_ROWS_OF(value_low, 4);
   return k;
 }
 

@@ -155,9 +155,8 @@ static void plain_scores(const Part& p, Chunk& c, const PageView& at, int token,
   k.page = at.page;
   k.first_tile = token / TILE;
   k.pieces = &p.pieces;
-  if (key.low_bits) k.low = at.low + key.low_offset - (at.page + (key.banded ? 0 : key.t->plane_offset[0])), k.low_ahead = at.low_ahead;
+  if (key.format == NESTED) k.low = at.low + key.low_offset - (at.page + key.t->plane_offset[0]), k.low_ahead = at.low_ahead;
   (key.raw ? plain_kernels.raw_key[key.split ? BF16_SPLIT : key.t->raw_dtype] : plain_kernels.key[key.format]).of[c.rows - 1](k);
-  if (key.banded && key.low_bits) plain_kernels.low_key[key.low_bits].of[c.rows - 1](k);
 }
 
 static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int token, int n) {
@@ -178,14 +177,12 @@ static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int tok
   v.block = &p.block;
   v.chunk = &c;
   v.ahead = at.ahead;
-  if (value.low_bits) v.low = at.low + value.low_offset - (at.page + value.t->plane_offset[0]), v.low_ahead = at.low_ahead;
-  v.band_bits = value.banded ? value.t->bands[0] : 0;
+  if (value.format == NESTED) v.low = at.low + value.low_offset - (at.page + value.t->plane_offset[0]), v.low_ahead = at.low_ahead;
   return v;
 }
 
 static void plain_outputs(const Tensor& value, Chunk& c, const ValueArgs& v) {
   (value.raw ? plain_kernels.raw_value[value.split ? BF16_SPLIT : value.t->raw_dtype] : plain_kernels.value[value.format]).of[c.rows - 1](v);
-  if (v.band_bits && value.low_bits) plain_kernels.low_value[value.low_bits].of[c.rows - 1](v);
 }
 
 // What channels' zero points and biases add to the outputs.

@@ -41,7 +41,6 @@ struct Chunk {
   float q_scale[MAX_GROUPS][ROWS];             // q ~ q_scale * integer
   float q_zero[MAX_GROUPS][ROWS];              // - zero * q_scale * sum of integers
   float piece_scale[2 * MAX_GROUPS][ROWS];     // of what the bands of banded codes add
-  float low_scale[MAX_GROUPS][ROWS];           // of what the bands of their low planes add
   float q_sum[MAX_GROUPS][ROWS];               // q_scale * sum of integers
   float pair_scale[ROW_LANES];                 // of a score in pairs (key_pairs.h)
   float q_bias[ROWS];                          // q . (per-channel bias or mean) of the current page
@@ -80,7 +79,7 @@ struct KeyArgs {
   const Chunk* chunk;
   float* s;                    // [ROWS][BLOCK]
   int64_t ahead;               // distance to the page that is fetched into L2 while this one is read
-  int64_t low, low_ahead;      // from plane 0 (banded: from the head struct) to the low plane, and `ahead` there
+  int64_t low, low_ahead;      // from plane 0 to the low plane, and `ahead` there
   const uint8_t* page;         // banded: the head struct, the block's first tile, what of the page is read
   int first_tile;
   const BandPieces* pieces;
@@ -97,7 +96,6 @@ struct ValueArgs {
   Chunk* chunk;
   int64_t ahead;
   int64_t low, low_ahead;
-  int band_bits;               // of banded codes
 };
 
 }  // namespace

@@ -16,7 +16,7 @@ struct Tensor {
   int format;              // t->format, or NESTED with a low plane
   bool raw, split;         // split: raw bf16 read in split order (dots_float.h)
   bool decoded;            // looked up in a codebook, or keys that are turned: codebook_keys.h, codebook_values.h
-  bool banded;             // codes' widths go by band: keys in banded_keys.h, values as integers of their one width; low planes in banded_low.h
+  bool banded;             // codes' widths go by band: keys in banded_keys.h, values as integers of their one width
   bool stretched;          // its scales are multiplied with a factor per token
   bool integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
   bool token_scales, token_bias;
@@ -24,8 +24,7 @@ struct Tensor {
   float zero;      // middle of the code range
   float dot_zero;  // what of it the dot products leave to be settled
   float unit;      // of the code in scales: 1, a 15th for NESTED, a step of small floats, that of the level bytes for codebooks
-  int low_bits;        // of a low plane, 0 without one
-  int64_t low_offset;  // of the plane in the low page's struct
+  int64_t low_offset;  // of NESTED: of the plane in the low page's struct
 };
 
 // A page that is read, and one that is fetched into L2 meanwhile.
@@ -44,10 +43,9 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   d.head_dim = head_dim;
   d.raw = t.format == FORMAT_RAW;
   d.split = d.raw && t.raw_dtype == BFLOAT16 && head_dim % (2 * VL) == 0 && pages >= MIN_SPLIT_PAGES;
-  const bool refined = low && low->format != FORMAT_RAW, nested = refined && t.format != FORMAT_BANDED;
+  const bool nested = low && low->format != FORMAT_RAW;
   d.format = nested ? NESTED : t.format;
-  d.low_bits = refined ? code_bits(low->format) : 0;
-  d.low_offset = refined ? low->plane_offset[0] : 0;
+  d.low_offset = nested ? low->plane_offset[0] : 0;
   d.banded = t.format == FORMAT_BANDED;
   d.decoded = t.codebook || t.turns;
   d.stretched = t.stretch_offset >= 0;
@@ -68,21 +66,18 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
 }
 
 // Banded values have one width: they are integers around the middle between two codes.
-static Tensor describe_banded_values(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
+static Tensor describe_banded_values(const kvbits_tensor& t, int head_dim, int64_t pages) {
   kvbits_tensor as_integers = t;
   as_integers.format = integers_of_bits(t.bands[0]);
-  const Tensor codes = describe(t, low, head_dim, pages);
   Tensor d = describe(as_integers, nullptr, head_dim, pages);
   d.t = &t;
   d.banded = true;
-  d.low_bits = codes.low_bits;
-  d.low_offset = codes.low_offset;
   d.zero = d.dot_zero = 0.5f * (float)((1 << t.bands[0]) - 1);
   return d;
 }
 
 static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
-  Tensor d = t.format == FORMAT_BANDED ? describe_banded_values(t, low, head_dim, pages) : describe(t, low, head_dim, pages);
+  Tensor d = t.format == FORMAT_BANDED ? describe_banded_values(t, head_dim, pages) : describe(t, low, head_dim, pages);
   if (is_looked_up(d.format)) d.dot_zero = 0.0f;
   else if (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4) d.dot_zero -= int_zero(FORMAT_INT4);
   return d;

@@ -146,25 +146,6 @@ static void store_bands(PageBuffers& b, const ClosePart& part) {
   }
 }
 
-// In which of 2^bits parts of its code's cell a number lies (quant/banded.py). They take the place of the codes.
-static void code_low_bands(PageBuffers& b, const ClosePart& part, const BandSteps& steps, int bits) {
-  const int width = padded_width(part.head_dim);
-  const float parts = (float)(1 << bits);
-  for (int i = 0; i < part.page_size; i++) {
-    const float* x = b.x + (int64_t)i * width;
-    uint8_t* codes = b.codes + (int64_t)i * width;
-    const vf inverse = 1.0f / splat(scale_of_code(part.head[part.tensor->scale_offset + i]));
-    for (int c = 0; c < width; c += VL) {
-      const vf top = load(steps.top + c), code = to_float(load_bytes(codes + c));
-      const vi lowest = code == vf{}, none = top == vf{};
-      const vf first = select(none, splat(-0.5f * ONLY_CELL), code - (top + 1.0f) * 0.5f - select(lowest, splat(OUTER_CELL - 1.0f), vf{}));
-      const vf factor = select(none, splat(parts / ONLY_CELL), select(lowest | (code == top), splat(parts / OUTER_CELL), splat(parts)));
-      const vf inside = (load(x + c) * inverse - first) * factor;
-      store_bytes(codes + c, __builtin_convertvector(vmin(vmax(inside, vf{}), splat(parts - 1.0f)), vi));
-    }
-  }
-}
-
 // A page of banded codes from its rows. False when a scale or mean overflows.
 static bool close_bands(PageBuffers& b, const ClosePart& part) {
   const kvbits_tensor& t = *part.tensor;
@@ -178,10 +159,6 @@ static bool close_bands(PageBuffers& b, const ClosePart& part) {
   fill_steps(steps, t, part.head_dim);
   if (!code_bands(b, part, steps)) return false;
   store_bands(b, part);
-  if (!part.low) return true;
-  const int bits = code_bits(part.low->format);
-  code_low_bands(b, part, steps, bits);
-  store_plane(b, part, part.low_head + part.low->plane_offset[0], bits, 0);
   return true;
 }
 
