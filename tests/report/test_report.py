@@ -185,10 +185,18 @@ def test_a_table_is_replaced_between_its_markers(folder):
 REPORT = "run: kvbits report benchmarks/results/eval --benchmarks benchmarks/results --readme README.md --table docs/evaluation.md --html docs/report.html"
 
 
-@pytest.mark.parametrize(("file", "made"), [("README.md", markdown.preset_table), ("docs/evaluation.md", markdown.scheme_table)])
+@pytest.mark.parametrize(
+    ("file", "made"),
+    [
+        ("README.md", lambda: markdown.preset_table(collect(RESULTS), BENCHMARKS)),
+        ("README.md", lambda: markdown.milliseconds_table(BENCHMARKS)),
+        ("docs/evaluation.md", lambda: markdown.scheme_table(collect(RESULTS), BENCHMARKS)),
+    ],
+    ids=["presets", "milliseconds", "schemes"],
+)
 def test_the_committed_tables_are_what_the_command_writes(file, made):
     text = (ROOT / file).read_text()
-    assert markdown.put_into(text, made(collect(RESULTS), BENCHMARKS)) == text, REPORT
+    assert markdown.put_into(text, made()) == text, REPORT
 
 
 def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder, monkeypatch, tmp_path):
@@ -198,14 +206,23 @@ def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder
     (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps({"runs": two_runs(), "rows": [*new, *old]}))
     monkeypatch.setattr(markdown, "SHOWN", ("raw", "kivi4"))
     results = collect(folder)
-    cells = results.models["tiny"].tasks["fidelity"]
-    timed = {"kivi4": dataclasses.replace(cells["kivi4"], summary={"speed_ratio": 3.04}, runs=made_on("AMD"))}
-    results.models["tiny"].tasks["decode"] = timed
-    _, _, _, raw, kivi, _ = markdown.preset_table(results, tmp_path).splitlines()
-    assert raw.startswith("| `raw` | 16.00 |") and raw.endswith("| not measured | not measured | none |")
+    for name in ("tiny", "tiny-float32"):
+        cells, stock = results.models[name].tasks["fidelity"], 10.0 if name == "tiny" else 4.0
+        base = next(c for c in cells.values() if c.kind == "base")
+        speeds = ((base, stock), (cells["kivi4"], 20.0 if name == "tiny" else 30.0))  # the stock cache is faster in bfloat16, kivi4 in float32
+        timed = {c.scheme: dataclasses.replace(c, summary={"tokens_per_s": x}, settings={"context": 99}, runs=made_on("AMD")) for c, x in speeds}
+        results.models[name].tasks["decode"] = timed
+    _, columns, _, raw, kivi, _, notes, _ = markdown.preset_table(results, tmp_path).splitlines()
+    assert columns == "| preset | bits held at 8,192 tokens | worst KL at 1,024 | worst KL at 8,192 | GPU, worst to best | CPU | vLLM | calibration |"
     summary = results.models["tiny"].tasks["fidelity"]["kivi4"].summary
-    bits = CacheSpec(scheme=schemes.get("kivi4"), layers=(LayerGeometry(num_kv_heads=1, head_dim=128),)).bits_per_element
-    assert kivi.split(" | ")[1:] == [f"{bits:.2f}", f"{summary['ppl_change']:+.2%}", f"{summary['kl_mean']:.4f}", "3.04x", "1.20x to 2.00x", "none |"]
+    spec = CacheSpec(scheme=schemes.get("kivi4"), layers=(LayerGeometry(num_kv_heads=1, head_dim=128),))
+    assert raw.startswith("| `raw` | 16.00 |") and raw.endswith("| not measured | not measured | not measured | no | none |")
+    held = f"{spec.nbytes(8192) * 8 / (8192 * 256):.2f}"
+    assert kivi.split(" | ")[1:] == [held, f"{summary['kl_mean']:.4f} (tiny)", "not measured", "1.20x to 2.00x", "3.00x", "no", "none |"]
+    assert "(fa3, cudnn)" in notes and "each in the faster of bfloat16 and float32; 1 thread of AMD; the stock cache has 10.0 tokens/s in bfloat16." in notes
+    assert "GPU of 2026-01-01, 0123abc; of 2026-01-02, 0123abc; CPU of 2026-01-02, 0123abc." in notes and "worst KL at 8,192" not in notes
+    shutil.copytree(folder / "tiny", tmp_path / markdown.LONG / "tiny")
+    assert f"{summary['kl_mean']:.4f} (tiny) | {summary['kl_mean']:.4f} (tiny) |" in markdown.preset_table(results, tmp_path)
     monkeypatch.setattr(markdown, "SHOWN", ("nuq4",))
     with pytest.raises(SpecError, match="nuq4 was not measured on tiny"):
         markdown.preset_table(results, tmp_path)
@@ -221,7 +238,7 @@ def test_the_command_writes_every_kind(folder, tmp_path, monkeypatch):
 
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(markdown, "SHOWN", ("raw", "int8", "kivi2"))
-    (tmp_path / "R.md").write_text(markers(markdown.TABLE))
+    (tmp_path / "R.md").write_text(markers(markdown.TABLE) + markers(markdown.MILLISECONDS))
     (tmp_path / "T.md").write_text(markers(markdown.SCHEMES))
     args = [
         "report",
@@ -475,12 +492,16 @@ def test_a_phone_needs_no_sideways_scrolling(folder, tmp_path):
     assert width and 300 < int(width.group(1)) <= 390
 
 
-def test_the_readme_s_milliseconds_are_the_measured_ones():
-    rows = json.loads((BENCHMARKS / "nvidia-h200" / "generate.json").read_text())["rows"]
-    rows = [r for r in rows if r["through"] == "forward" and not (r.get("chunk") or r.get("grows") or r.get("ranks") or r.get("filled"))]
-    measured = {(r["batch"], r["context"], r["scheme"], r["mode"]): r["ms_per_token"] for r in rows}
-    columns = (("stock_flash", "eager"), ("raw", "graph"), ("int8_centered", "graph"), ("kivi4", "graph"))
-    readme = (BENCHMARKS.parents[1] / "README.md").read_text()
-    for label, batch, context in (("1 sequence of 32,768 tokens", 1, 32768), ("32 sequences of 8,192", 32, 8192)):
-        assert f"| {label} | {' | '.join(f'{measured[batch, context, scheme, mode]:.1f}' for scheme, mode in columns)} |" in readme
-    assert f"`int8_centered` takes {measured[1, 32768, 'int8_centered', 'eager']:.1f} and {measured[32, 8192, 'int8_centered', 'eager']:.1f} ms" in readme
+def test_milliseconds_are_of_one_sitting_where_there_is_one(tmp_path):
+    at = {"through": "forward", "batch": 1, "context": 32768}
+    old = [at | {"run": "r1", "scheme": n, "mode": m, "ms_per_token": x} for n, m, x in (("stock_flash", "eager", 22.0), ("kivi4", "graph", 7.0))]
+    new = [at | {"run": "r2", "scheme": "kivi4", "mode": "graph", "ms_per_token": 6.0}]
+    (tmp_path / "nvidia-x").mkdir()
+    path = tmp_path / "nvidia-x" / "generate.json"
+    path.write_text(json.dumps({"runs": two_runs(), "rows": [*old, *new]}))
+    (row,) = (line for line in markdown.milliseconds_table(tmp_path).splitlines() if line.startswith("| 1 sequence of 32,768 tokens"))
+    assert row.split(" | ")[1:] == ["22.0", *["not measured"] * 3, "7.0", "not measured", "not measured |"]
+    (group,) = kernel_groups(tmp_path)
+    assert {b["label"]: b["value"] for b in group["bars"]}["kivi4"] == round(22 / 7, 2)
+    path.write_text(json.dumps({"runs": two_runs(), "rows": [*old[1:], *new, old[0] | {"run": "r2", "ms_per_token": 20.0}]}))
+    assert "| 20.0 | not measured | not measured | not measured | 6.0 |" in markdown.milliseconds_table(tmp_path)

@@ -25,7 +25,9 @@ def report(
     html: Annotated[Path | None, typer.Option(help="The page; kvbits-report.html here if no output is named.", show_default=False)] = None,
     markdown: Annotated[Path | None, typer.Option(help="All tables as Markdown.", show_default=False)] = None,
     png: Annotated[Path | None, typer.Option(help="Folder for PNG figures (matplotlib).", show_default=False)] = None,
-    readme: Annotated[Path | None, typer.Option(help="File whose table of presets is rewritten; needs --benchmarks.", show_default=False)] = None,
+    readme: Annotated[
+        Path | None, typer.Option(help="File whose tables of presets and of milliseconds are rewritten; needs --benchmarks.", show_default=False)
+    ] = None,
     table: Annotated[Path | None, typer.Option(help="File whose table of every cache on every model is rewritten.", show_default=False)] = None,
     benchmarks: Annotated[Path | None, typer.Option(help="Folder benchmarks/results, for speeds.", show_default=False)] = None,
     as_json: Json = False,
@@ -61,7 +63,8 @@ def report(
         markdown.write_text(tables.report(found), encoding="utf-8")
         written.append(str(markdown))
     if readme is not None and benchmarks is not None:
-        _rewrite(readme, tables.preset_table(found, benchmarks), written)
+        _rewrite(readme, tables.preset_table(found, benchmarks), [])
+        _rewrite(readme, tables.milliseconds_table(benchmarks), written)
     if table is not None:
         _rewrite(table, tables.scheme_table(found, benchmarks), written)
     if png is not None:

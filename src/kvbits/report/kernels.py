@@ -156,16 +156,26 @@ def in_words(shape: str) -> str:
     return f"{batch} sequence{'s' if batch > 1 else ''} of {tokens:,} tokens, {heads} query and {kv_heads} kv heads of {size}"
 
 
-def graphed(data: dict[str, Any]) -> dict[tuple[int, int], dict[tuple[str, str], dict[str, Any]]]:
+def graphed(data: dict[str, Any]) -> dict[tuple[int, int], dict[tuple[Any, ...], dict[str, Any]]]:
     """(sequences, tokens) -> (row's name, mode) -> row: tokens through Transformers, of the newest sitting that timed the stock cache with FlashAttention and a
     preset in a graph."""
-    rows = [r for r in data["rows"] if r["through"] == "forward" and not any(r.get(name) for name in ("chunk", "grows", "ranks"))]
+    rows = _tokens(data)
     found = {}
     for at in dict.fromkeys((r["batch"], r["context"]) for r in rows):
         some = _one_sitting(data, [r for r in rows if (r["batch"], r["context"]) == at], _comparable)
         if some:
             found[at] = {(r["scheme"], r["mode"]): r for r in some}
     return found
+
+
+def _tokens(data: dict[str, Any]) -> list[dict[str, Any]]:
+    return [r for r in data["rows"] if r["through"] == "forward" and not any(r.get(name) for name in ("chunk", "grows", "ranks"))]
+
+
+def newest_tokens(data: dict[str, Any], batch: int, context: int) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """(row's name, mode) -> the newest run's row, of several runs: no two of them are a ratio."""
+    rows = [r for r in _tokens(data) if (r["batch"], r["context"]) == (batch, context)]
+    return latest({"runs": data["runs"], "rows": rows}, ("scheme", "mode"))
 
 
 def _comparable(rows: list[dict[str, Any]]) -> bool:

@@ -13,19 +13,22 @@ from typing import Any
 
 from .. import schemes
 from ..errors import SpecError
+from ..runs import dated, read
 from ..schemes import PRESETS, weak_to_key_bias
 from ..spec import CacheSpec, LayerGeometry
-from .collect import Cell, Model, Results, bits, held_bits, long_bits
-from .kernels import gpu_speeds
+from .collect import Cell, Model, Results, bits, collect, held_bits, long_bits
+from .kernels import gpu_latest, gpu_rows, gpu_speeds, graphed, newest_tokens
 
 LEGEND = (
     "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows, then the KL divergence between the two "
     "caches' next-token probabilities in nats (0: the same)."
 )
-SCHEMES, TABLE = ("scheme-table", "preset-table")
-"""Names of the places for `scheme_table` and `preset_table`."""
+SCHEMES, TABLE, MILLISECONDS = ("scheme-table", "preset-table", "milliseconds-table")
+"""Names of the places for `scheme_table`, `preset_table` and `milliseconds_table`."""
 SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 """Presets of `preset_table`: lossless, then by bits."""
+HELD_AT = 8192
+"""Tokens at which `preset_table` states the bits that a cache holds: first and newest tokens in 16 bits among them."""
 HEAD_DIM = 128
 """Channels of a head for which `preset_table` states bits: most models above a billion parameters."""
 CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits", 0.0, 3.9))
@@ -128,8 +131,9 @@ def _notes(models: dict[str, Model]) -> list[str]:
         found.append(f"Not in the table: {', '.join(unmoved)}, whose raw zone is longer than these windows, so that nothing was quantized; see docs/tiers.md.")
     floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of bfloat16." if floor else ""
-    return [LEGEND, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more token "
-            f"costs at long context{_widths(models)}." + noise, *found, *_unfit_notes(models)]  # fmt: skip
+    made_of = f"Weights: {weights_note(models)}."
+    return [LEGEND, made_of, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more "
+            f"token costs at long context{_widths(models)}." + noise, *found, *_unfit_notes(models)]  # fmt: skip
 
 
 def _unfit_notes(models: dict[str, Model], among: tuple[str, ...] = ()) -> list[str]:
@@ -328,28 +332,151 @@ def decoded(results: Results) -> list[Model]:
     return [m for m in timed if all("NVIDIA" not in str(c.run.get("device")) for c in m.tasks["decode"].values())]
 
 
+TOKENS = (
+    ("stock", "stock_flash", "eager"), ("16 bits, FlashAttention-3, graph", "fa3", "graph"), ("`raw`, graph", "raw", "graph"),
+    ("`int8_centered`, graph", "int8_centered", "graph"), ("`kivi4`, graph", "kivi4", "graph"), ("`klt4`, graph", "klt4", "graph"),
+    ("`int8_centered`, no graph", "int8_centered", "eager"),
+)  # fmt: skip
+TOKEN_SHAPES = ((1, 32768), (32, 8192))
+"""Columns and (sequences, tokens) of `milliseconds_table`."""
+
+
+def milliseconds_table(benchmarks: Path) -> str:
+    """Milliseconds of a token through Transformers on a GPU (benchmarks/bench_generate_gpu.py), between its markers: of one sitting, where one timed the stock
+    cache and a preset in a graph, else the newest of each."""
+    rows: list[list[str]] = []
+    made: list[dict[str, Any]] = []
+    for path in sorted(benchmarks.glob("nvidia-*/generate.json")):
+        data = read(path)
+        sittings = graphed(data)
+        for batch, context in TOKEN_SHAPES:
+            found = sittings.get((batch, context)) or newest_tokens(data, batch, context)
+            cells = [found.get((scheme, mode)) for _, scheme, mode in TOKENS]
+            made += [data["runs"][r["run"]] for r in cells if r]
+            label = f"{batch} sequence{'s' if batch > 1 else ''} of {context:,} tokens"
+            rows.append([label, *(UNMEASURED if r is None else f"{r['ms_per_token']:.1f}" for r in cells)])
+    note = f"Milliseconds a token. Runs: {dated(made)}." if made else ""
+    return _between(MILLISECONDS, "\n\n".join([table(["", *(label for label, *_ in TOKENS)], rows), note]))
+
+
+LONG = "eval-8192"
+"""Folder beside the results, of `kvbits eval --tasks fidelity --length 8192 --chunk 16`."""
+UNMEASURED = "not measured"
+
+
 def preset_table(results: Results, benchmarks: Path) -> str:
-    """The README's table: what a preset keeps, costs and asks for, the lossless one first, between its markers.
+    """The README's table: what a preset keeps, costs and asks for, the lossless one first, and under it what was measured when; between its markers.
 
     Raises:
         SpecError: one of `SHOWN` was not measured on every model.
     """
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    gpu, cpu = gpu_speeds(benchmarks), next((m.tasks["decode"] for m in decoded(results)), {})
-    columns = ["preset", "bits", "worst change of perplexity", "worst KL, nats", "CPU", "GPU, worst to best", "calibration"]
+    longer = collect(benchmarks / LONG) if (benchmarks / LONG).is_dir() else None
+    at_length = {} if longer is None else {k: m for k, m in longer.as_used.items() if "fidelity" in m.tasks}
+    gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], cpu_speeds(results, benchmarks)
+    columns = [
+        "preset", f"bits held at {HELD_AT:,} tokens", "worst KL at 1,024", f"worst KL at {HELD_AT:,}", "GPU, worst to best", f"CPU{cpu.instructions}", "vLLM",
+        "calibration",
+    ]  # fmt: skip
     rows = []
+    made: dict[str, list[dict[str, Any]]] = {}  # column -> runs
     for name in SHOWN:
         if missing := [m.title for m in models.values() if name not in _measured(m)]:
             raise SpecError(f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first")
         spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
-        title, ppl = max(((m.title, _measured(m)[name].summary["ppl_change"]) for m in models.values()), key=lambda x: x[1])
-        kl = max(_measured(m)[name].summary["kl_mean"] for m in models.values())
-        on_cpu = f"{cpu[name].summary['speed_ratio']:.2f}x" if name in cpu else "not measured"
-        on_gpu = f"{min(gpu[name].values()):.2f}x to {max(gpu[name].values()):.2f}x" if name in gpu else "not measured"
-        change = f"{ppl:+.2%}" if ppl < 0.1 else f"**{ppl:+,.0%}** ({title})"
+        held = 16 * spec.nbytes(HELD_AT) / spec.raw_nbytes(HELD_AT)
+        short, at_short = _worst_kl(models, name)
+        long, at_long = _worst_kl(at_length, name)
+        speeds = list(gpu.get(name, {}).values())
+        ratios = [r["speedup_real_cache"] for r in speeds]
+        on_gpu = f"{min(ratios):.2f}x to {max(ratios):.2f}x" if ratios else UNMEASURED
+        made.setdefault(columns[2], []).extend(at_short)
+        made.setdefault(columns[3], []).extend(at_long)
+        made.setdefault("GPU", []).extend(known[r["run"]] for r in speeds)
+        made.setdefault("CPU", []).extend(cpu.runs.get(name, []))
         needs = "needed" if PRESETS[name].needs_calibration else "none"
-        rows.append([f"`{name}`", f"{spec.bits_per_element:.2f}", change, f"{kl:.4f}", on_cpu, on_gpu, needs])
-    return _between(TABLE, "\n\n".join([table(columns, rows), *_unfit_notes(models, SHOWN)]))
+        rows.append([f"`{name}`", f"{held:.2f}", short, long, on_gpu, cpu.cells.get(name, UNMEASURED), "yes" if _in_vllm(name) else "no", needs])
+    rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
+    notes = [
+        *_unfit_notes(models, SHOWN), f"The models' weights are {weights_note(models)}.",
+        *([f"GPU: over the fastest 16-bit kernel of the same shape and run ({rivals})."] if rivals else []), *([cpu.note] if cpu.note else []),
+        "Runs: " + "; ".join(f"{column} {dated(some)}" for column, some in made.items() if some) + "."
+    ]  # fmt: skip
+    return _between(TABLE, "\n\n".join([table(columns, rows), " ".join(notes)]))
+
+
+def _worst_kl(models: dict[str, Model], scheme: str) -> tuple[str, list[dict[str, Any]]]:
+    """A cell: the largest KL and whose it is, with how many models were measured where it is not all; and the run it is of."""
+    there = {m.title: _measured(m)[scheme] for m in models.values() if scheme in _measured(m)}
+    if not there:
+        return UNMEASURED, []
+    title, worst = max(there.items(), key=lambda pair: pair[1].summary["kl_mean"])
+    some = "" if len(there) == len(models) else f", {len(there)} of {len(models)} models"
+    return f"{worst.summary['kl_mean']:.4f} ({title}{some})", [worst.run]
+
+
+def weights_note(models: dict[str, Model]) -> str:
+    """What the weights of measured models were made of: a name alone promises the original's."""
+    by_format: dict[str, list[str]] = {}
+    four = all("GGUF Q4" in (m.facts.get("weights") or {}).get("format", "") for m in models.values())
+    for m in models.values():
+        found = m.facts.get("weights")
+        by_format.setdefault(found["format"] if found else "not recorded", []).append(m.name)
+    listed = "; ".join(f"{', '.join(names)}: {how}" for how, names in by_format.items())
+    return f"of 4 bits, unpacked, not the originals' ({listed})" if four else listed
+
+
+def _in_vllm(name: str) -> bool:
+    from ..integrations.vllm.formats import FORMATS
+
+    return f"kvbits_{name}" in FORMATS
+
+
+@dataclass(frozen=True)
+class CpuSpeeds:
+    """Tokens a second of presets on a CPU over the stock cache's, each in its faster dtype.
+
+    Attributes:
+        cells: preset -> "2.25x".
+        runs: preset -> runs that its cell is of, the stock cache's among them.
+        instructions: of the machine, ", AVX2" for instance; empty where nothing was measured.
+        note: what was measured on what.
+    """
+
+    cells: dict[str, str]
+    runs: dict[str, list[dict[str, Any]]]
+    instructions: str = ""
+    note: str = ""
+
+
+def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
+    """The newest timing of single tokens on a CPU: of `results`, and of folders `decode*` beside them that `kvbits eval --tasks decode` wrote, in as many
+    dtypes as were measured on one machine at one context."""
+    everything = [results, *(collect(folder) for folder in sorted(benchmarks.glob("decode*")) if folder.is_dir())]
+    groups: dict[tuple[Any, ...], list[tuple[Model, Cell]]] = {}
+    for m in (m for some in everything for m in decoded(some)):
+        for cell in (c for c in m.tasks["decode"].values() if c.summary.get("tokens_per_s")):
+            isa = (cell.run["host"] or {}).get("isa")
+            groups.setdefault((m.name, cell.run["device"], isa, cell.run["threads"], cell.settings["context"]), []).append((m, cell))
+    based = {at: cells for at, cells in groups.items() if any(c.kind == "base" for _, c in cells)}
+    if not based:
+        return CpuSpeeds({}, {})
+    at = max(based, key=lambda key: max(c.run["utc"] for _, c in based[key]))
+    name, device, isa, threads, context = at
+    best: dict[str, tuple[float, str, dict[str, Any]]] = {}
+    for m, c in based[at]:
+        found = (c.summary["tokens_per_s"], m.facts["dtype"], c.run)
+        scheme = "base" if c.kind == "base" else c.scheme
+        best[scheme] = max(best.get(scheme, found), found, key=lambda x: x[0])
+    stock, dtype, run = best.pop("base")
+    dtypes = sorted({m.facts["dtype"] for m, _ in based[at]})
+    only = f" (measured in {dtypes[0]} alone)" if len(dtypes) == 1 else f", each in the faster of {' and '.join(dtypes)}"
+    words = {"avx512": ", AVX-512", "avx2": ", AVX2", "neon": ", NEON", "amx": ", AMX", "generic": ", plain code"}.get(isa, "")
+    note = (
+        f"CPU: tokens a second of {name} after {context:,} tokens over the stock cache's{only}; {threads} thread{'' if threads == 1 else 's'} of {device}"
+        f"{words}; the stock cache has {stock:.1f} tokens/s in {dtype}."
+    )
+    return CpuSpeeds({n: f"{speed / stock:.2f}x" for n, (speed, *_) in best.items()}, {n: [run, own] for n, (_, _, own) in best.items()}, words, note)
 
 
 def scheme_table(results: Results, benchmarks: Path | None = None) -> str:
@@ -357,7 +484,9 @@ def scheme_table(results: Results, benchmarks: Path | None = None) -> str:
     columns, rows, notes = scheme_rows(results, benchmarks)
     chosen = recommendations(results, benchmarks)
     rest = [n for n in notes if n not in (LEGEND, *chosen)]
-    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest)]
+    models = [m for m in results.as_used.values() if "fidelity" in m.tasks]
+    runs = "Runs: " + "; ".join(f"{m.title} {dated(c.run for c in _measured(m).values())}" for m in models) + "."
+    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest), runs]
     return _between(SCHEMES, "\n\n".join(parts))
 
 
