@@ -128,7 +128,7 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
         *(Part(f"accuracy-{name}", f"{name}: KL of decoding token by token, and in chunks, on this GPU", accuracy(model, environment), f"eval/{name}", 150, 400)
           for name, model in models(environment).items()),
         *serving("a step with vLLM's default compilation", "-compiled", dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")), 90, 240),
-        Part("tiers", "zones", bench("bench_attend_gpu", "--tiers", "--shapes", "2", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
+        Part("tiers", "zones", bench("bench_attend_gpu", "--tiers", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
         Part("prompts", "prompts through Transformers in chunks of 2,048 tokens",
              bench("bench_generate_gpu", "stock", "int8_centered", "kivi4", "klt4", "--prefill", "--shapes", "0", "--chunk", "2048", out="generate.json"),
              "generate.json", 70, 200),
@@ -136,12 +136,9 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
              bench("bench_generate_gpu", "stock_flash", "int8_centered", "kivi4", "--generate", "--modes", "eager", "graph", "--eager-rows", "int8_centered",
                    out="generate.json"), "generate.json", 80, 200),
         Part("compiled", "a token's pass compiled and captured",
-             bench("bench_generate_gpu", "fa3", "int8_centered", "--modes", "graph", "compiled_graph", "--shapes", "0", "--filled", out="generate.json"),
+             bench("bench_generate_gpu", "fa3", "int8_centered", "--modes", "compiled_graph", "--shapes", "0", "--filled", out="generate.json"),
              "generate.json", 120, 300),
         *serving("time to first token", "-prompts", dict.fromkeys([d for d in SERVED if d != "fp8"], ("prefill", "--prompts", "8192", "65536")), 60, 150),
-        Part("steps", "what a decoding step costs on the host",
-             bench("bench_decode_gpu", "int8_centered", "klt4", "--steps", out="decode_steps.json"), "decode_steps.json", 60, 150),
-        Part("lists", "work lists made on the device", bench("bench_decode_gpu", "--lists", out="work_lists.json"), "work_lists.json", 30, 100),
         *serving("step times", "", dict.fromkeys(STOCK, ("decode", "--shapes", "48x8192", "48x512")), 75, 180),
         Part("decode-others", "attention of other presets in whole caches",
              bench("bench_decode_gpu", "int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%", "--shapes", "0", "1", "5", out="attend_decode.json"),
@@ -270,7 +267,7 @@ class Session:
         run = {key: value for key, value in self.run.items() if key != "facts"} | {"facts": {"boot": self.machine.boot}}
         self.state = {"runs": self.state["runs"] | {run["id"]: run}, "rows": [*self.state["rows"], {"run": run["id"]} | row]}
         self.out.mkdir(parents=True, exist_ok=True)
-        result_file.write(self.state, self.out / STATE)
+        runs.write(self.state, self.out / STATE)
 
     def measure(self, part: Part, chosen: Sequence[Part]) -> tuple[str, float]:
         """(what became of it, seconds)."""
@@ -353,7 +350,7 @@ def take(source: Path, out: Path) -> None:
         fresh = theirs["runs"].keys() - ours["runs"].keys()
         sections = [name for name in dict.fromkeys([*ours, *theirs]) if name != "runs"]
         whole = {name: [*ours.get(name, []), *(r for r in theirs.get(name, []) if r["run"] in fresh)] for name in sections}
-        result_file.write({"runs": ours["runs"] | {k: v for k, v in theirs["runs"].items() if k in fresh}} | whole, to)
+        runs.write({"runs": ours["runs"] | {k: v for k, v in theirs["runs"].items() if k in fresh}} | whole, to)
         print(f"{to}: {len(fresh)} runs more")
 
 

@@ -1,8 +1,6 @@
 """Decode attention of presets in a real cache on a GPU, raw tail included, beside the 16-bit kernels that are installed: cuDNN, FlashAttention-3, FlashInfer.
 
     python benchmarks/bench_decode_gpu.py [presets ...] [--shapes 0 1 ..] [--out benchmarks/results/<gpu>/attend_decode.json]
-    python benchmarks/bench_decode_gpu.py --steps [--out .../decode_steps.json]      what a step costs on the host, and its slowest one
-    python benchmarks/bench_decode_gpu.py --lists [--out .../work_lists.json]        work lists made on the device, and attention by them and by the host's
     python benchmarks/bench_decode_gpu.py kivi4 --warm                               compiles what a preset needs, into the cache on disk, and times nothing
 
 A row is a preset by its name: `PagedCache` with that scheme, filled through `append`, in the middle of a page, decoding on the device. Its attention is compared with
@@ -14,8 +12,6 @@ kernel of the same shape and run, which each row names. The last line is one JSO
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +23,10 @@ from result_file import append
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import KvbitsError
-from kvbits.ops import paged_attention
 from kvbits.ops.cuda.attend import host_plan as cuda
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
-from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerGroup, QuantSpec, Rotary, Scheme
+from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, Rotary, Scheme
 
 SHAPES = ((1, 32, 32768), (8, 32, 32768), (32, 32, 8192), (32, 64, 4096), (64, 32, 4096), (128, 32, 2048))  # sequences, query heads, tokens
 PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
@@ -193,112 +188,10 @@ def warm(presets: list[str]) -> None:
         print(bench_16_bit(8, q_heads, 8192), flush=True)
 
 
-def host_ms(work: Any, repeats: int = 20) -> float:
-    """Time until `work` returns, nothing waited for; the GPU is idle before each."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
-def bench_steps(args: argparse.Namespace) -> None:
-    """Host time of a step of 32 layers, the work list, and the slowest of 200 steps."""
-    for name in args.presets:
-        for batch, tokens in ((1, 2048), (8, 2048), (32, 2048), (128, 2048), (128, 4096)):
-            layers = 32
-            if (
-                CacheSpec(scheme=schemes.get(name), layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM),) * layers).nbytes(tokens + 512, batch)
-                > 90 << 30
-            ):
-                continue
-            cache = filled(schemes.get(name), batch, tokens, layers, room=512)
-            q = decode_a_little(cache, 32, layers, 6)
-            k, v = (torch.randn(batch, 1, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
-
-            def step(cache=cache, q=q, k=k, v=v, layers=layers) -> None:
-                for layer in range(layers):
-                    cache.step(layer, q, k, v, scaling=HEAD_DIM**-0.5)
-
-            def begin(cache=cache, batch=batch) -> None:
-                cache.begin(batch, 1)
-
-            python = host_ms(step)
-            begins = []
-            for _ in range(10):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                begin()
-                begins.append(1e3 * (time.perf_counter() - start))
-                step()
-            walls = []
-            for _ in range(200):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                step()
-                torch.cuda.synchronize()
-                walls.append(1e3 * (time.perf_counter() - start))
-            torch.cuda.set_sync_debug_mode("error")
-            waits = 0
-            try:
-                step()
-            except RuntimeError:
-                waits = -1
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            row = {
-                "scheme": name, "batch": batch, "tokens": tokens, "layers": layers, "on_device": cache.decoding is not None, "python_ms": python,
-                "begin_and_update_ms": statistics.median(begins), "median_step_ms": statistics.median(walls), "slowest_step_ms": max(walls),
-                "waits_for_gpu": waits,
-            }  # fmt: skip
-            append([row], args.out)
-            print("  " + "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-            del cache
-            torch.cuda.empty_cache()
-
-
-def bench_work_list() -> list[dict[str, Any]]:
-    """Device time of the work list, and of attention with it against a list of the host."""
-    rows = []
-    spec = QuantSpec(format="int4", granularity=PerGroup(32))
-    layout = PageLayout(key=spec, value=spec, page_size=64, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-    for batch, q_heads, tokens in (*SHAPES, (1024, 32, 256)):
-        pages = tokens // 64
-        n = batch * pages
-        layers = max(2, -(-ROTATE_BYTES // (n * layout.page_size_bytes)))
-        slab = torch.randint(0, 64, (n, layers, KV_HEADS, layout.head_bytes), dtype=torch.uint8, device="cuda")
-        ids = torch.randperm(n, device="cuda").int().view(batch, pages)
-        q = torch.randn(batch, 1, q_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty_like(q)
-        plan = paged_attention.plan([layout], max_pages=[pages], batch_size=batch, num_q_heads=q_heads, dtype=q.dtype, device="cuda")
-        for i in range(layers):
-            plan.bind(i, [slab[:, i]])
-        lens = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
-        listing = time_us([lambda plan=plan, ids=ids, lens=lens: plan.update([ids], [lens])] * 20)
-        repeat = max(1, 12 // layers)
-        plan.update([ids], [lens])
-        device = time_us([lambda i=i, plan=plan, q=q, out=out: plan.run(q, i, out=out) for i in range(layers)] * repeat)
-        indptr = np.arange(batch + 1, dtype=np.int64) * pages
-        table = PageTable(indptr, ids.cpu().numpy().ravel().astype(np.int64), np.tile(np.arange(pages, dtype=np.int64) * 64, batch), np.full(n, 64, np.int32))
-        call = AttendCall((Part(PageStore(layout, (slab[:, 0],)), table),), HEAD_DIM**-0.5)
-        host = cuda.Plan(call, q_heads, q.dtype, q.device, layer_strides=(layout.page_size_bytes,))
-        by_host = time_us([lambda i=i, host=host, q=q: host.run(q, layer=i) for i in range(layers)] * repeat)
-        same = torch.equal(plan.run(q, 1).nan_to_num(), host.run(q, layer=1)[0].nan_to_num())
-        rows.append({"batch": batch, "tokens": tokens, "work_list_us": listing, "attend_us": device, "attend_by_host_list_us": by_host, "same": same})
-        print(f"  {batch} x {tokens}: list {listing:.1f} us, attention {device:.1f} us, by the host's list {by_host:.1f} ({device / by_host:.3f})", flush=True)
-        del slab
-        torch.cuda.empty_cache()
-    return rows
-
-
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("presets", nargs="*", default=list(PRESETS))
     found.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
-    found.add_argument("--steps", action="store_true")
-    found.add_argument("--lists", action="store_true")
     found.add_argument("--warm", action="store_true")
     found.add_argument("--quick", action="store_true", help="a third of the replays, nothing between matrix products")
     found.add_argument("--out", type=Path)
@@ -312,10 +205,6 @@ def main() -> None:
     failed: list[str] = []
     if args.warm:
         warm(args.presets)
-    elif args.steps:
-        bench_steps(args)
-    elif args.lists:
-        append(bench_work_list(), args.out)
     else:
         failed = bench_shapes(args, copy_bandwidth() / 1e12)
     if failed:

@@ -1,0 +1,286 @@
+"""The tables of the documents that hold figures of a GPU, from benchmarks/results (README's are written by `kvbits report`): each between two comments, `<!-- gpu:NAME -->` and `<!-- /gpu:NAME -->`.
+
+    python benchmarks/tables_gpu.py            prints them
+    python benchmarks/tables_gpu.py --write    puts them into the documents; a test holds them equal
+
+Figures that are compared with each other are of one session on one machine, the newest that has them; every table says when and with which commit it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbits import runs
+from kvbits.report.kernels import graphed
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+DOCUMENTS = ("docs/benchmarks.md", "docs/serving.md", "docs/store.md", "docs/tiers.md")
+PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
+OTHERS = ("int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%")
+KERNELS = {"cudnn": "cuDNN", "fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
+CACHES = {
+    ("stock_flash", "eager"): "stock", ("int8_centered", "eager"): "`int8_centered`, eager", ("fa3", "graph"): "16 bits, graph",
+    **{(p, "graph"): f"`{p}`, graph" for p in PRESETS}, ("fa3", "compiled_graph"): "16 bits, compiled and captured",
+    ("int8_centered", "compiled_graph"): "`int8_centered`, compiled and captured",
+}  # fmt: skip
+"""Rows of bench_generate_gpu.py, in the order of the documents."""
+Row = dict[str, Any]
+
+
+def read(name: str) -> Row:
+    return runs.read(RESULTS / name)
+
+
+def sitting(data: Row, rows: Iterable[Row], enough: Callable[[list[Row]], bool]) -> list[Row]:
+    """Rows of the newest session that has enough of them; none if no session has."""
+    sessions: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda r: (data["runs"][r["run"]]["utc"], r["run"])):
+        sessions.setdefault(data["runs"][row["run"]]["session"], []).append(row)
+    newest = sorted(sessions.values(), key=lambda some: data["runs"][some[-1]["run"]]["utc"], reverse=True)
+    return next((some for some in newest if enough(some)), [])
+
+
+def measured(data: Row, rows: Iterable[Row], command: str) -> str:
+    """The line below a table."""
+    made = {r["run"]: data["runs"][r["run"]] for r in rows}
+    return f"`{command}`; {runs.dated(made.values())}."
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(["| " + " | ".join(header) + " |", "|" + "---|" + "---:|" * (len(header) - 1), *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+def short(shape: str) -> str:
+    """ "B=8 H=32/8 T=32768 D=128" as "8 x 32,768, 32"."""
+    batch, heads, tokens = (int(n) for n in re.findall(r"[BHT]=(\d+)", shape))
+    return f"{batch} x {tokens:,}, {heads}"
+
+
+def decode() -> str:
+    """Whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time."""
+    data: Row = {"runs": {}, "rows": [], "peers": []}
+    for path in sorted(RESULTS.glob("attend_decode*.json")):
+        one = runs.read(path)
+        data = {key: (data[key] | one[key]) if key == "runs" else data[key] + one.get(key, []) for key in data}
+    newest = runs.latest({"runs": data["runs"], "rows": [r for r in data["rows"] if "speedup_real_cache" in r]}, ("scheme", "shape"))
+    rows = {key: r for key, r in newest.items() if key[0] in (*PRESETS, *OTHERS)}
+    shapes = list(dict.fromkeys(shape for name, shape in rows if name == "raw"))
+    newest_run = max((rows["raw", s]["run"] for s in shapes), key=lambda r: data["runs"][r]["utc"])
+    times = {(p["kernel"], p["shape"]): p for p in data["peers"] if p["run"] == newest_run}
+    lines = []
+    for kernel, words in KERNELS.items():
+        if any(name == kernel for name, _ in times):
+            lines.append([f"{words}, us", *(f"{times[kernel, s]['time_us']:.0f}" if (kernel, s) in times else "" for s in shapes)])
+    for name in [n for n in (*PRESETS, *OTHERS) if any(key[0] == n for key in rows)]:
+        cells = []
+        for s in shapes:
+            r = rows.get((name, s))
+            within = f" / {r['speedup_between_matmuls']:.2f}" if r and "speedup_between_matmuls" in r else ""
+            cells.append(f"{r['speedup_real_cache']:.2f}{within}" if r else "")
+        lines.append([f"`{name}`", *cells])
+    return f"{table(['', *map(short, shapes)], lines)}\n\n{measured(data, rows.values(), 'python benchmarks/bench_decode_gpu.py')}"
+
+
+def generated() -> tuple[Row, dict[tuple[int, int], dict[tuple[str, str], Row]]]:
+    data = read("generate.json")
+    return data, {at: rows for at, rows in graphed(data).items() if at in ((1, 32768), (32, 8192))}
+
+
+def generate() -> str:
+    """Milliseconds a token, tokens a second of the prompt, memory."""
+    data, found = generated()
+    header = ["", *(f"{batch} x {context:,}" for batch, context in found)]
+    lines = []
+    for key, words in CACHES.items():
+        if any(key in rows for rows in found.values()):
+            cells = [rows.get(key) for rows in found.values()]
+            lines.append([words, *(f"{r['ms_per_token']:.2f} ({r['median_ms']:.2f}, {r['slowest_ms']:.2f})" if r else "" for r in cells)])
+    for title, field, form in (
+        ("prompt, tokens/s", "prefill_tokens_per_s", lambda x: f"{x:,.0f}"),
+        ("peak memory decoding, GiB", "peak_bytes", lambda x: f"{x / 2**30:.1f}"),
+    ):
+        for name, words in (("stock_flash", "stock"), ("int8_centered", "`int8_centered`"), ("klt2", "`klt2`")):
+            values = [next((r[field] for (n, _), r in rows.items() if n == name and r.get(field)), None) for rows in found.values()]
+            if any(values):
+                lines.append([f"{title}: {words}", *(form(v) if v else "" for v in values)])
+    used = [r for rows in found.values() for key, r in rows.items() if key in CACHES]
+    return f"{table(header, lines)}\n\n{measured(data, used, 'python benchmarks/bench_generate_gpu.py')}"
+
+
+def prompts() -> str:
+    """Prompts alone: the second and third of a process, and its first; then generate() as users call it."""
+    data = read("generate.json")
+    lines, used = [], []
+    for at in dict.fromkeys((r["batch"], r["context"], r.get("chunk")) for r in data["rows"] if r["through"] == "prefill" and r.get("chunk")):
+        alike = [r for r in data["rows"] if r["through"] == "prefill" and (r["batch"], r["context"], r.get("chunk")) == at]
+        rows = sitting(data, alike, lambda some: len({r["scheme"] for r in some}) > 1)
+        used += rows
+        where = f"{at[0]} x {at[1]:,}{f' in chunks of {at[2]:,}' if at[2] else ''}"
+        lines += [[where, f"`{r['scheme']}`", f"{r['prefill_tokens_per_s']:,.0f}", f"{r['first_prefill_tokens_per_s']:,.0f}"] for r in rows]
+    turns = sitting(
+        data, [r for r in data["rows"] if r["through"] == "generate" and r["scheme"] != "static"], lambda some: len({r["scheme"] for r in some}) > 1
+    )
+    said = ", ".join(f"`{r['scheme']}` {'in a graph' if r['mode'] == 'graph' else 'eager'} {r['ms_per_token']:.2f}" for r in turns)
+    head = table(["sequences x tokens", "cache", "tokens/s", "the first of its process"], lines)
+    return (
+        f"{head}\n\n`generate()` from a prompt of 2,048 tokens, one sequence, milliseconds a token: {said}.\n\n"
+        f"{measured(data, [*used, *turns], 'python benchmarks/bench_generate_gpu.py --prefill')}"
+    )
+
+
+def serving() -> str:
+    """Through vLLM: steps, largest batches, capacity, first tokens; ratios to bf16 of the same session."""
+    data = read("serve_vllm.json")
+    plain = [r for r in data["rows"] if not r["options"] and r["gpus"] == 1 and r["geometry"] == "llama-3.1-8b" and r["mode"] in ("decode", "prefill")]
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for r in plain:
+        shape = ("largest",) if r.get("largest") else (r["batch"], r["context"])
+        groups.setdefault((r["mode"], bool(r["compiled"]), *shape), []).append(r)
+    found = {}
+    for key, rows in groups.items():
+        some = sitting(data, rows, lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some})
+        if some:
+            found[key] = {r["kv_cache_dtype"]: r for r in some}
+    dtypes = list(dict.fromkeys([d for d in ("bf16", "fp8", "kvbits_int8_centered", "kvbits_int4_rotated") if any(d in rows for rows in found.values())]))
+    order = sorted(found, key=lambda key: (key[0] != "decode", key[1], key[2] == "largest", [-n if isinstance(n, int) else 0 for n in key[2:]]))
+    lines = []
+    for key in order:
+        mode, compiled, *shape = key
+        rows, field = found[key], "ttft_ms" if mode == "prefill" else "tokens_per_s" if shape == ["largest"] else "step_ms"
+        title = (
+            "largest batch of 8,192 each, tokens/s" if shape == ["largest"] else f"first token of a prompt of {shape[1]:,}, ms" if mode == "prefill"
+            else f"{shape[0]} x {shape[1]:,}, a step in ms{', torch.compile' if compiled else ''}"
+        )  # fmt: skip
+        cells = []
+        for d in dtypes:
+            r = rows.get(d)
+            share = f" ({r[field] / rows['bf16'][field]:.2f}x)" if r and d != "bf16" else ""
+            prefix = f"{r['batch']}: " if r and shape == ["largest"] else ""
+            cells.append(f"{prefix}{r[field]:,.0f}{share}" if r and r[field] >= 100 else f"{r[field]:.2f}{share}" if r else "")
+        lines.append([title, *cells])
+        if shape == ["largest"]:
+            base = rows["bf16"]["capacity_tokens"]
+            lines.append(
+                [
+                    "capacity, tokens",
+                    *(f"{rows[d]['capacity_tokens'] / base:.2f}x" if d in rows and d != "bf16" else f"{base:,}" if d == "bf16" else "" for d in dtypes),
+                ]
+            )
+    stock = found.get(("decode", False, 48, 8192), {})
+    more = [
+        f"`{d}` {r['step_ms']:.1f} ms ({r['step_ms'] / stock['bf16']['step_ms']:.2f}x)"
+        for d, r in stock.items()
+        if d not in dtypes and not d.startswith("kvbits")
+    ]
+    said = f"\n\nvLLM's other dtypes of few bits at 48 x 8,192: {', '.join(more)}." if more else ""
+    used = [r for key in order for r in found[key].values()]
+    return f"{table(['batch x tokens', *(f'`{d}`' for d in dtypes)], lines)}{said}\n\n{measured(data, used, 'python benchmarks/bench_serve_vllm.py')}"
+
+
+def close() -> str:
+    data = read("close_pages.json")
+    names = ("int8_centered", "int4", "kivi4", "fp8", "nuq4-1%", *PRESETS[4:], "tiered")
+    rows = {name: r for (name,), r in runs.latest(data, ("scheme",)).items() if name in names}
+    lines = [[f"`{n}`", f"{rows[n]['time_us']:.0f} us", f"{rows[n]['share_of_copy']:.2f}"] for n in names if n in rows]
+    more = [f"{a['batch']} sequences {a['cuda_us']:.0f} us (kernel {a['kernel_us']:.1f})" for a in runs.latest(data, ("batch",), "append").values()]
+    stored = runs.latest(data, ("scheme", "tokens"), "store_tokens") if "store_tokens" in data else {}
+    said = f"\n\nAppending the newest token of each sequence, one layer: {', '.join(more)}."
+    words = [f"`{n}` {t:,} tokens {r['us']:.1f} us" for (n, t), r in stored.items()]
+    said += f" Storing tokens packed: {', '.join(words)}." if stored else ""
+    return f"{table(['', 'time', 'share of copy bandwidth'], lines)}{said}\n\n{measured(data, rows.values(), 'python benchmarks/bench_close_gpu.py')}"
+
+
+def chunks() -> str:
+    """Chunks of queries over history, microseconds."""
+    data = read("attend_prefill.json")
+    rows = sitting(data, data["rows"], lambda some: len({r["scheme"] for r in some}) > 2)
+    shapes = list(dict.fromkeys((r["batch"], r["chunk"], r["tokens"]) for r in rows))
+    names = list(dict.fromkeys(r["scheme"] for r in rows))
+    cell = {(r["scheme"], r["batch"], r["chunk"], r["tokens"]): r for r in rows}
+    lines = []
+    for s in shapes:
+        ours = [cell.get((n, *s)) for n in names]
+        one = next(r for r in ours if r)
+        lines.append(
+            [
+                f"{s[0]} x {s[1]} x {s[2]:,}",
+                f"{one['time_16_bit_us']:.0f} us ({KERNELS[one['best_16_bit']]})",
+                *(f"{r['time_us']:.0f} us" if r else "" for r in ours),
+            ]
+        )
+    header = ["queries x history", "16 bits", *(f"`{n}`" for n in names)]
+    return f"{table(header, lines)}\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --prefill')}"
+
+
+def small() -> str:
+    """A sentence: where 16 bits are as fast."""
+    data = read("attend_small.json")
+    rows = sitting(data, data["rows"], lambda some: len(some) > 20)
+    few = [r["time_16_bit_us"] / r["time_us"] for r in rows if r["tokens"] <= 256 or r["bytes_16_bit"] <= 8 << 20]
+    many = [r["time_16_bit_us"] / r["time_us"] for r in rows if not (r["tokens"] <= 256 or r["bytes_16_bit"] <= 8 << 20)]
+    names = ", ".join(f"`{n}`" for n in dict.fromkeys(r["scheme"] for r in rows))
+    return (
+        f"1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128, {names}: where the longest sequence has 256 tokens, or keys and values of a layer are 8 MiB or less "
+        f"at 16 bits, packed attention is {min(few):.2f} to {max(few):.2f} times as fast as the best 16-bit kernel, at every larger size {min(many):.2f} to {max(many):.2f} times.\n\n"
+        f"{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --small')}"
+    )
+
+
+def tiers() -> str:
+    data = read("attend_tiers.json")
+    rows = [r for (name, _, _), r in runs.latest(data, ("scheme", "shape", "warm_pages")).items() if name in ("tiered", "tiered_8k")]
+    lines = [[f"`{r['scheme']}`, {short(r['shape'])}", f"{r['time_us']:.1f}", f"{r['expected_us']:.1f}"] for r in rows]
+    return f"{table(['', 'together', 'each alone, by its share'], lines)}\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --tiers')}"
+
+
+def store() -> str:
+    """Seconds to the first token of a stored prompt, 8B geometry."""
+    data = read("store.json")
+    rows = [r for r in runs.latest(data, ("scheme", "model", "tokens", "file_system")).values() if r.get("model") == "llama-8b"]
+    current = [r for r in rows if r.get("file_system")] or rows
+    lines = []
+    for r in current:
+        s = r["seconds"]
+        cells = [f"{s[k]:.3f}" if k in s else "" for k in ("stock", "computed", "loaded_whole", "loaded", "loaded_cold")]
+        share = f"{s['loaded'] / s['stock']:.2f}" + (f"; cold {s['loaded_cold'] / s['stock']:.2f}" if "loaded_cold" in s else "")
+        lines.append([f"`{r['scheme']}`", r.get("file_system", "not recorded"), f"{r['bytes'] / 1e6:,.0f} MB", *cells, share])
+    header = ["scheme", "file system", "in the store", "own", "computing with kvbits", "loading, whole", "loading", "loading, cold", "share of own"]
+    return f"{table(header, lines)}\n\n{measured(data, current, 'python benchmarks/bench_store.py --model llama-8b --prompt 16384 --chunk 4096 --stock --device cuda --threads 8')}"
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    f.__name__: f for f in (decode, generate, prompts, serving, close, chunks, small, tiers, store)
+}  # fmt: skip
+
+
+def filled(text: str) -> str:
+    """A document with its blocks as the results have them."""
+
+    def block(found: re.Match[str]) -> str:
+        return f"<!-- gpu:{found[1]} -->\n{BLOCKS[found[1]]()}\n<!-- /gpu:{found[1]} -->"
+
+    return re.sub(r"<!-- gpu:(\w+) -->\n.*?<!-- /gpu:\1 -->", block, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    if not args.write:
+        for name, make in BLOCKS.items():
+            print(f"## {name}\n\n{make()}\n")
+        return
+    for name in DOCUMENTS:
+        before = (ROOT / name).read_text()
+        if (after := filled(before)) != before:
+            (ROOT / name).write_text(after)
+            print(f"wrote {name}")
+
+
+if __name__ == "__main__":
+    main()
