@@ -118,7 +118,7 @@ def test_the_code_it_prints_makes_the_advised_scheme():
     from kvbits.cli.check import _code
 
     model = tiny.model(key_bias=200.0)
-    found = check(model, IDS, "int4", progress=False)
+    found = check(model, IDS, "int4", chunk=128, progress=False)  # in short chunks this random model passes with no advice
     assert found.failed_layers == [0] and found.advised_passed and found.verdict.endswith(", and so must every layer")
     for advised in (found.advised, dataclasses.replace(found.advised, key=QuantSpec(format="int4", granularity=PerGroup(16)), overrides=(
             Override(layers=(0, 1), key=QuantSpec.raw(), value=QuantSpec.raw()), Override(layers=(1,), key=QuantSpec(format="int8"), value=QuantSpec.raw())))):  # fmt: skip

@@ -22,8 +22,8 @@ from kvbits.geometry import layer_geometries, load_config
 from kvbits.spec import CacheSpec
 
 KEYS = {
-    "scheme", "bytes_16bit", "bytes_predicted", "bytes_measured", "memory_reduction", "bits_per_element", "ppl", "ppl_change", "kl_mean", "top1_agreement",
-    "tokens_per_s",
+    "scheme", "bytes_16bit", "bytes_predicted", "bytes_measured", "memory_reduction", "bits_per_element", "ppl", "ppl_change", "kl_mean", "kl_max",
+    "kl_worst", "kl_lost", "read_raw", "top1_agreement", "tokens_per_s",
 }  # fmt: skip
 
 try:
@@ -64,7 +64,7 @@ def test_planned_bytes_are_held_bytes_lossless_is_lossless_and_two_texts_stand_s
         printed.print(part)
     text = printed.export_text()
     assert "stock" in text and "32-bit" not in text and f"{beside}," in text and all(name in text for name in schemes.expand(demo.SCHEMES))
-    assert re.search(r"raw +│ +16\.00 +│ .* \+0\.00% +│ +0\.0000 +│ +100\.0%", text)
+    assert re.search(r"raw +│ +16\.00 +│ .* \+0\.00% +│ +0\.0000 +│ +0\.00 +│ +100\.0%", text)
 
 
 @embedded

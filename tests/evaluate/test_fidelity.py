@@ -1,14 +1,16 @@
 """The accuracy measures against hand-computed ones, on a tiny random model."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig
 
-from kvbits import KVCache
+from kvbits import KVCache, schemes
 from kvbits.errors import DataError
-from kvbits.evaluate.fidelity import Fidelity, compare, histogram, histogram_quantile
+from kvbits.evaluate.fidelity import Fidelity, compare, histogram, histogram_quantile, read_raw
+from kvbits.spec import CacheSpec, LayerGeometry, Override, QuantSpec
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,73 @@ def test_kl_and_total_variation_of_known_distributions():
     assert f.kl_mean == pytest.approx(0.2)
     assert f.tvd_mean == 0.25
     assert f.top1_agreement == 0.5
+
+
+def test_the_worst_prediction_is_found_again(model):
+    long = torch.randint(0, 53, (2, 300), generator=torch.Generator().manual_seed(4))
+    got = compare(model, caches(model, "kivi2"), long, first=0, chunk=9)
+    again = compare(model, caches(model, "kivi2"), long[0], first=0, chunk=9, results=got)["kivi2"]
+    row, position = again.kl_worst
+    assert len(again.places) == len(again.kl) == 3 * 299 and set(again.places) == {(r, p) for r in range(3) for p in range(1, 300)}
+    alone = compare(model, caches(model, "kivi2"), [*long, long[0]][row], first=0, chunk=9)["kivi2"]
+    assert alone.kl_worst == (0, position) and alone.kl_max == pytest.approx(again.kl_max, rel=1e-3)
+    counted = Fidelity(kl=[0.1, 3.0, 1.0], places=[(0, 1), (0, 2), (1, 1)])
+    assert counted.kl_worst == (0, 2) and counted.num_lost == 1
+
+
+class Counting:
+    """What a cache's closed pages hold whenever a chunk has been read, seen from its page lists."""
+
+    def __init__(self, cache):
+        self.cache, self.shares = cache, []
+
+    def feed(self, model, ids, start, end):
+        groups = self.cache.store.groups
+        before = [self.closed(g) for g in groups] if groups and groups[0].sequences else [(0, 0)] * len(self.cache.store.spec.groups)
+        with torch.no_grad():
+            model(ids[None, start:end], past_key_values=self.cache, use_cache=True)
+        read = before if end - start > 1 else [self.closed(g) for g in self.cache.store.groups]
+        for p in range(start, end):
+            for spec, (first, last) in zip(self.cache.store.spec.groups, read, strict=True):
+                seen = spec.first_visible(p)
+                self.shares += [1 - max(0, last - max(first, seen)) / (p + 1 - seen)] * len(spec.layers)
+
+    @staticmethod
+    def closed(group):
+        s = group.sequences[0]
+        starts = s.closed_starts(group.group.num_sink_tokens)
+        return (starts[0], starts[-1] + s.closed_lengths[-1]) if starts else (0, 0)
+
+
+@pytest.mark.parametrize("window", [None, 250])
+@pytest.mark.parametrize("chunk", [1, 16, 37, 128])
+@pytest.mark.parametrize("scheme", ["int8_centered", "kivi4"])
+def test_what_was_read_raw_is_what_the_page_lists_say(scheme, chunk, window):
+    config = MistralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=53, sliding_window=window
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    mine = dataclasses.replace(schemes.get(scheme, head_dim=32), name="mine", num_sink_tokens=4, overrides=(
+        Override(layers=(1,), key=QuantSpec.raw(), value=QuantSpec.raw()),))  # fmt: skip
+    counting, length = Counting(KVCache.for_model(model, mine)), 400
+    ids = torch.randint(0, 53, (length,), generator=torch.Generator().manual_seed(5))
+    for start in range(0, length - 1, chunk):
+        counting.feed(model, ids, start, min(start + chunk, length - 1))
+    want = sum(counting.shares) / len(counting.shares)
+    assert read_raw(counting.cache.store.spec, length, chunk=chunk) == pytest.approx(want, rel=1e-9) and 0.5 < want < 1
+
+
+def test_the_share_read_raw_of_presets_is_what_an_audit_counted():
+    layers = (LayerGeometry(num_kv_heads=1, head_dim=64),)
+    spec = {name: CacheSpec(scheme=schemes.get(name, head_dim=64), layers=layers) for name in ("raw", "int8_centered", "int4", "kivi4", "klt2")}
+    assert [round(read_raw(s, 1024, chunk=128), 2) for s in spec.values()] == [1, 0.38, 0.51, 0.55, 0.59]
+    assert [round(read_raw(s, 8192, chunk=128), 2) for s in spec.values()] == [1, 0.08, 0.11, 0.13, 0.14]
+    decoding = [read_raw(s, 1056, chunk=1, start=1024) for s in spec.values()]
+    assert decoding[0] == 1 and sorted(decoding[1:]) == decoding[1:] and decoding[1] > 0.01 and decoding[-1] < 0.2
+    more = [read_raw(s, 1024, chunk=16) - read_raw(s, 1024, chunk=1) for s in spec.values()]
+    assert all(0 <= m < 0.05 for m in more), "a chunk of 16 reads nearly as decoding does"
+    half = CacheSpec(scheme=dataclasses.replace(schemes.get("int4", head_dim=64), name="half", value=QuantSpec.raw()), layers=layers)
+    assert read_raw(half, 1024, chunk=16) == pytest.approx((1 + read_raw(spec["int4"], 1024, chunk=16)) / 2)
 
 
 def test_a_text_too_short_to_score_is_refused(model):

@@ -15,9 +15,9 @@ from kvbits.evaluate import results
 from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, factory, held_bytes
 from kvbits.evaluate.calibrator import Calibrator, Sample, windows_of
 from kvbits.evaluate.run import evaluate
-from kvbits.evaluate.tasks import TASKS, Options, load, names_of
+from kvbits.evaluate.tasks import TASKS, Context, Options, load, names_of
 from kvbits.evaluate.tasks import text as text_tasks
-from kvbits.evaluate.texts import Text, mixed, novel
+from kvbits.evaluate.texts import Text, mixed, novel, spread_windows
 
 OPTIONS = {"windows": 2, "length": 200, "chunk": 32, "context": 100, "new_tokens": 8}
 TEXTS = (Text("one", novel()[:4000]),)
@@ -39,7 +39,7 @@ def test_a_run_leaves_one_file_per_cache_with_everything_its_figures_depend_on(m
     found = run(model, tmp_path)["fidelity"]
     assert list(found) == ["32-bit", "int8", "int4"]
     data = results.read(tmp_path / "tiny-float32" / "fidelity" / "int4.json")
-    assert data["settings"] == {"length": 200, "chunk": 32}
+    assert data["settings"] == {"length": 200, "chunk": 32, "windows": "spread"}
     assert data["model"]["name"] == "tiny" and data["model"]["dtype"] == "float32" and len(data["model"]["fingerprint"]) == 16
     (run_id,) = data["runs"]
     assert {*runs.FIELDS, "device", "threads", "seconds"} <= set(data["runs"][run_id]) and {i["run"] for i in data["items"].values()} == {run_id}
@@ -49,7 +49,7 @@ def test_a_run_leaves_one_file_per_cache_with_everything_its_figures_depend_on(m
 
 def test_the_summary_is_that_of_the_whole_text(model, tmp_path):
     found = run(model, tmp_path, schemes=["raw", "int4"])["fidelity"]
-    ids = torch.tensor(tiny.tokenizer()(TEXTS[0].content)["input_ids"][:400]).view(2, 200)
+    ids = torch.stack([*spread_windows(tiny.tokenizer(), TEXTS[0], count=2, length=200).values()])
     with torch.no_grad():
         log_p = torch.log_softmax(model(ids).logits.double(), -1)
     want = math.exp(-log_p[:, :-1].gather(2, ids[:, 1:, None]).mean().item())
@@ -60,6 +60,46 @@ def test_the_summary_is_that_of_the_whole_text(model, tmp_path):
     assert row["ppl_change"] == pytest.approx(row["ppl"] / row["ppl_base"] - 1)
     assert row["bytes_held"] == row["bytes_planned"] < found["32-bit"]["bytes_held"]
     assert row["ppl_change_se"] > 0
+
+
+def test_the_worst_token_and_what_was_read_raw_stand_beside_the_mean(model, tmp_path):
+    found = run(model, tmp_path, schemes=["raw", "int8_centered", "kivi2"], windows=3)["fidelity"]
+    items = results.read(tmp_path / "tiny-float32" / "fidelity" / "kivi2.json")["items"]
+    row = found["kivi2"]
+    worst = items[row["kl_worst_window"]]
+    assert worst["kl_max"] == row["kl_max"] == max(i["kl_max"] for i in items.values()) and worst["kl_worst"] == row["kl_worst"] > 32
+    assert row["kl_lost"] == sum(i["kl_lost"] for i in items.values()) / row["tokens"] < 0.1
+    assert found["raw"]["read_raw"] == 1 and "read_raw" not in found["32-bit"]
+    assert 0 < found["int8_centered"]["read_raw"] < row["read_raw"] < 1, "more newest tokens of kivi2 stay raw"
+    decoded = run(model, tmp_path, schemes=["kivi2"], tasks=["decode"], context=250, new_tokens=10)["decode"]["kivi2"]
+    assert 250 < decoded["kl_worst"] < 260 and 0 < decoded["read_raw"] < 1
+
+
+def test_what_older_files_did_not_note_is_blank_and_not_zero(model, tmp_path):
+    run(model, tmp_path, schemes=["int4"])
+    items = results.read(tmp_path / "tiny-float32" / "fidelity" / "int4.json")["items"]
+    for record in items.values():
+        for name in ("kl_worst", "kl_lost", "read_raw"):
+            del record[name]
+    summary = text_tasks.FidelityTask.summary(None, items, items)
+    assert summary["kl_lost"] is None and summary["kl_worst"] is None and "read_raw" not in summary and summary["kl_max"] > 0
+
+
+def test_files_of_a_text_s_first_windows_are_not_mixed_with_spread_ones(model, tmp_path):
+    run(model, tmp_path, schemes=["int8"])
+    path = tmp_path / "tiny-float32" / "fidelity" / "int8.json"
+    data = results.read(path)
+    del data["settings"]["windows"]
+    path.write_text(results.dumps(data))
+    with pytest.raises(SpecError, match="windows is 'spread' here and None in the file; give another --out, or --overwrite"):
+        run(model, tmp_path, schemes=["int8"])
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("fidelity", 16), ("follow", 16), ("decode", 128), ("greedy", 128)])
+def test_what_is_scored_in_chunks_is_scored_in_short_ones(model, name, chunk):
+    sizes = {"windows": 2, "length": 200, "context": 100, "new_tokens": 8}
+    assert load(name)(Context(model, tiny.tokenizer(), TEXTS, Options(**sizes))).settings["chunk"] == chunk
+    assert load(name)(Context(model, tiny.tokenizer(), TEXTS, Options(**sizes, chunk=64))).settings["chunk"] == 64
 
 
 def test_a_run_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
@@ -247,7 +287,7 @@ def test_the_command_s_defaults_calibrate_on_the_other_half_of_the_novel(monkeyp
     ],
 )
 def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path, args, message):
-    header = {"task": "fidelity", "scheme": "int8", "kind": "kvbits", "info": {}, "settings": {"length": 200, "chunk": 64}, "model": {}}
+    header = {"task": "fidelity", "scheme": "int8", "kind": "kvbits", "info": {}, "settings": {"length": 200, "chunk": 64, "windows": "spread"}, "model": {}}
     results.ResultFile(tmp_path / "tiny-float32" / "fidelity" / "int8.json", header, runs.record()).write(0.0, {})
     sizes = {"--length": 200, "--chunk": 64} | dict(zip(args[::2], args[1::2], strict=True))
     out, loads = command(monkeypatch, model, "--out", tmp_path, "--scheme", "int8", *(x for pair in sizes.items() for x in pair), code=2)

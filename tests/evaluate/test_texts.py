@@ -11,7 +11,7 @@ import torch
 
 from kvbits.errors import DataError, SpecError
 from kvbits.evaluate import texts
-from kvbits.evaluate.texts import Text, novel, read_text, windows
+from kvbits.evaluate.texts import Text, novel, read_text, spread, spread_windows, windows
 
 
 def test_wikitext_is_joined_the_usual_way(tmp_path):
@@ -86,3 +86,23 @@ def test_windows_follow_each_other_and_begin_as_texts_do(bos):
     with pytest.raises(DataError, match="has 200 tokens, but 5 windows"):
         windows(tokenizer, text, count=5, length=51 if bos else 50)
     assert found.dtype == torch.int64
+
+
+def test_spread_windows_reach_over_a_text_and_more_of_them_only_add():
+    text = Text("t", "".join(chr(97 + i % 26) for i in range(1010)))
+    every = windows(tiny.tokenizer(), text, count=20, length=50)
+    seen = [spread_windows(tiny.tokenizer(), text, count=n, length=50) for n in range(1, 21)]
+    assert list(seen[-1]) == [0, 10, 5, 15, 2, 12, 7, 17, 1, 11, 6, 16, 3, 13, 8, 18, 4, 14, 9, 19]
+    for n, found in enumerate(seen, 1):
+        assert list(found) == list(seen[-1])[:n] and all(torch.equal(ids, every[i]) for i, ids in found.items())
+    with pytest.raises(DataError, match="has 1010 tokens, but 21 windows"):
+        spread_windows(tiny.tokenizer(), text, count=21, length=50)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 8, 100, 279])
+def test_however_many_are_spread_each_stands_once_and_none_is_far_from_another(total):
+    assert sorted(spread(total, total)) == list(range(total))
+    for count in range(1, total + 1):
+        found = sorted(spread(total, count))
+        gaps = [b - a for a, b in zip(found, [*found[1:], total], strict=True)]
+        assert max(gaps) <= 2 * -(-total // count)

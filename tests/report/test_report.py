@@ -72,7 +72,7 @@ def test_rows_go_from_many_bits_to_few_and_carry_what_was_measured(folder):
     held = 16 * cells["int4"].summary["bytes_held"] / cells["16-bit"].summary["bytes_held"]
     assert row.cells[1] == f"{held:.2f}" and held == held_bits(cells["int4"], cells)
     assert row.cells[3].endswith(f", {cells['int4'].summary['kl_mean']:.4f}") and "%" in row.cells[3]
-    assert "tiny: 2 windows of 220 tokens of t, fed in chunks of 32, bfloat16." in notes
+    assert "tiny: 2 windows of 220 tokens spread over t, fed in chunks of 32, bfloat16." in notes
     (width,) = cells["int4"].info["head_dims"]
     assert any(f"at long context; both on tiny (`kvbits schemes --head-dim {width}`)." in n for n in notes)
 
@@ -161,7 +161,7 @@ def test_schemes_whose_windows_stayed_raw_are_no_part_of_the_scheme_table(folder
     assert markdown.recommendations(more)[1].startswith("**4 to 5 bits: `") and not any("tiered" in r for r in markdown.recommendations(more))
     other = dataclasses.replace(tiny, name="other")
     assert (
-        "All models: 2 windows of 220 tokens of t, fed in chunks of 32, bfloat16."
+        "All models: 2 windows of 220 tokens spread over t, fed in chunks of 32, bfloat16."
         in markdown.scheme_rows(dataclasses.replace(results, models={"a": tiny, "b": other}))[2]
     )
 

@@ -148,8 +148,11 @@ def _word(passed: bool) -> str:
 
 
 def _line(o: dict[str, Any], limits: Limits) -> str:
+    window, position = o["kl_worst"]
     return (
-        f"KL {o['kl_mean']:.5f} nats (at most {limits.kl:g}), perplexity {o['ppl']:.3f}, {o['ppl_change']:+.2%} (at most {limits.ppl_change:+.2%}); "
+        f"KL {o['kl_mean']:.5f} nats (at most {limits.kl:g}), worst {o['kl_max']:.3f} at token {position:,} of window {window}, "
+        f"{o['kl_lost']:.2%} of tokens above 1; "
+        f"perplexity {o['ppl']:.3f}, {o['ppl_change']:+.2%} (at most {limits.ppl_change:+.2%}); "
         f"top-1 {o['top1_agreement']:.1%}, probability mass matched {o['mass_matched']:.2%}, {o['bits_per_element']:.2f} bits; {o['tokens']:,} tokens"
     )
 

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import SpecError
 from ..files import require_folder
-from ..units import dtype_name, parse_tokens
+from ..units import dtype_name, human_bytes, parse_tokens
 from .common import (
     Device,
     Dtype,
@@ -48,9 +48,16 @@ def evaluate(
     calibration: Annotated[
         list[Path] | None, typer.Option(help="File of `kvbits calibrate`, for the scheme it was made for. Repeatable.", show_default=False)
     ] = None,
-    windows: Annotated[int, typer.Option(help="Windows of each text.", min=1)] = 16,
+    windows: Annotated[int, typer.Option(help="Windows of each text, spread evenly over it.", min=1)] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a window; 1k is 1,024.", parser=tokens(2))] = 1024,
-    chunk: Annotated[int, typer.Option(help="Tokens per forward pass: history older than that is read as stored.", parser=tokens())] = 128,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per forward pass: history older than that is read as stored; long ones flatter few bits.",
+            show_default="16 (fidelity, follow), else 128",
+            parser=tokens(),
+        ),
+    ] = None,
     context: Annotated[int, typer.Option(help="decode, greedy, follow: tokens before decoding.", parser=tokens())] = 512,
     new_tokens: Annotated[int, typer.Option(help="decode, greedy, follow: tokens decoded.", parser=tokens())] = 64,
     contexts: Annotated[str, typer.Option(help="passkey, needle, entities: prompt lengths in tokens.")] = "1024,2048",
@@ -172,11 +179,18 @@ def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:
 
 _PERCENT = ("ppl_change", "top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement")
 _HIDDEN = ("texts", "windows", "by_layer", "by_head", "heat_map", "by_subject")
-_OF_TEXTS = {"ppl": "ppl", "ppl_change": "change", "kl_mean": "KL", "mass_matched": "mass", "top1_agreement": "top-1",
-             "bytes_held": "bytes", "tokens_per_s": "tokens/s"}  # fmt: skip
+_OF_TEXTS = {"ppl": "ppl", "ppl_change": "change", "kl_mean": "KL", "kl_max": "worst", "kl_lost": "> 1 nat", "read_raw": "read raw", "bytes_held": "bytes",
+             "tokens_per_s": "tokens/s"}  # fmt: skip
+_LEFT_OUT = {"fidelity": "tokens_per_s", "decode": "ppl"}
 """What fits a terminal of 80 columns of the tasks that read texts; --json and the files have everything."""
 _NAMES = _OF_TEXTS | {"key_bits": "key bits left", "value_bits": "value bits left"}
+_OF_KL = (
+    "worst: the largest KL of a token, nats; > 1 nat: share of tokens whose KL is above; read raw: share of the tokens attended to that were still 16-bit, "
+    "mean over scored tokens and layers."
+)
 _LEGENDS = {
+    "fidelity": _OF_KL,
+    "decode": _OF_KL,
     "attention": "bits left: how many bits of the numbers survive, 1/2 log2(variance / squared error), mean over layers and kv heads; not what is stored. "
     "worst layer: of the largest output error.",
 }
@@ -185,7 +199,7 @@ _LEGENDS = {
 def _table(task: str, rows: dict[str, dict[str, Any]]) -> Any:
     columns = list(dict.fromkeys(k for r in rows.values() for k, v in r.items() if k not in _HIDDEN and not isinstance(v, dict | list)))
     if "ppl" in columns:
-        columns = [c for c in _OF_TEXTS if c in columns]
+        columns = [c for c in _OF_TEXTS if c in columns and c != _LEFT_OUT[task]]
     table = new_table(task, "cache", *(_NAMES.get(c, c.replace("_", " ")) for c in columns))
     for cache, row in rows.items():
         table.add_row(cache, *(_cell(c, row.get(c)) for c in columns))
@@ -195,6 +209,12 @@ def _table(task: str, rows: dict[str, dict[str, Any]]) -> Any:
 def _cell(column: str, value: Any) -> str:
     if value is None:
         return ""
+    if column in ("kl_lost", "read_raw"):
+        return f"{value:.1%}"
+    if column in ("kl_mean", "kl_max"):
+        return f"{value:.3g}"
+    if column == "bytes_held":
+        return human_bytes(value)
     if column in _PERCENT:
         return f"{value:+.2%}" if column == "ppl_change" else f"{value:.2%}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -30,7 +30,7 @@ from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
 from .attention import QUERIES, LayerInputs, measure, observe, statistics
 from .caches import CacheFactory, base_factory, factory
-from .fidelity import Fidelity, compare
+from .fidelity import DECODING_CHUNK, Fidelity, compare
 
 KEY_OFFSET = 30.0
 """A constant offset of a key channel this many times the median channel's spread: a group that holds it has no code left for the others."""
@@ -130,7 +130,7 @@ def check(
     scheme: str | Scheme,
     *,
     limits: Limits | None = None,
-    chunk: int = 128,
+    chunk: int = DECODING_CHUNK,
     calibration: Any = None,
     progress: bool = True,
 ) -> Screen:
@@ -318,7 +318,9 @@ def _confirm(model: Any, ids: torch.Tensor, factories: list[CacheFactory], chunk
     return [
         {
             "ppl": sums[f.name].perplexity, "ppl_base": reference, "ppl_change": sums[f.name].perplexity / reference - 1, "kl_mean": sums[f.name].kl_mean,
-            "kl_p99": sums[f.name].kl_p99, "top1_agreement": sums[f.name].top1_agreement, "mass_matched": 1 - sums[f.name].tvd_mean,
+            "kl_p99": sums[f.name].kl_p99, "kl_max": sums[f.name].kl_max, "kl_worst": sums[f.name].kl_worst,
+            "kl_lost": sums[f.name].num_lost / sums[f.name].num_tokens, 
+            "top1_agreement": sums[f.name].top1_agreement, "mass_matched": 1 - sums[f.name].tvd_mean,
             "tokens": sums[f.name].num_tokens, "bits_per_element": f.info["bits_per_element"],
         }
         for f in factories

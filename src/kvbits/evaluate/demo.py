@@ -26,6 +26,7 @@ from ..spec import CacheSpec, Scheme
 from ..units import human_bytes
 from .calibrator import QUICK
 from .check import Limits
+from .fidelity import DECODING_CHUNK
 from .results import read
 from .run import evaluate
 from .tasks import Options
@@ -33,8 +34,8 @@ from .texts import Text, novel, novel_end, novel_start, windows
 
 SCHEMES = ("raw", presets.RECOMMENDED, "kivi4", "kivi2")
 MODEL = "SmolLM2-135M-Instruct (embedded)"
-WINDOW, CHUNK = 1024, 128
-"""Tokens of a window, and of a forward pass through it: every pass but the first reads what is older as stored."""
+WINDOW = 1024
+"""Tokens of a window that is scored."""
 LEAST_WINDOW = 512
 """Shorter ones are mostly newest tokens, which are raw."""
 SHOWN = 200
@@ -128,7 +129,7 @@ def _measured(model: Any, tokenizer: Any, task: str, schemes: Sequence[str | Sch
 def _windows(scored: int, limit: int) -> Options:
     """Windows of at most `limit` tokens, about `scored` tokens in all."""
     length = min(WINDOW, max(scored, 2), limit)
-    return Options(windows=max(1, scored // length), length=length, chunk=min(CHUNK, -(-length // 2)))
+    return Options(windows=max(1, scored // length), length=length, chunk=min(DECODING_CHUNK, -(-length // 2)))
 
 
 def _fewest_usable(found: dict[str, dict[str, Any]], specs: dict[str, CacheSpec]) -> str:
@@ -143,7 +144,9 @@ def _row(name: str, found: dict[str, Any], timed: dict[str, Any], spec: CacheSpe
     return {
         "scheme": name, "bits_per_element": spec.bits_per_element, "bytes_16bit": sixteen, "memory_reduction": stock / sixteen,
         "bytes_predicted": timed["bytes_planned"] if own else spec.raw_nbytes(tokens - 1, 1, itemsize), "bytes_measured": timed["bytes_held"],
-        "ppl": found["ppl"], "ppl_change": found["ppl_change"], "kl_mean": found["kl_mean"], "top1_agreement": found["top1_agreement"],
+        "ppl": found["ppl"], "ppl_change": found["ppl_change"], "kl_mean": found["kl_mean"],
+        "kl_max": found["kl_max"], "kl_worst": found["kl_worst"], "kl_lost": found["kl_lost"], "read_raw": found.get("read_raw"),
+        "top1_agreement": found["top1_agreement"],
         "tokens_per_s": timed["tokens_per_s"],
     }  # fmt: skip
 
@@ -178,22 +181,24 @@ def shown(result: dict[str, Any]) -> list[Any]:
     from rich.table import Table
 
     stock, *ours = result["rows"]
+    noted = all("kl_max" in r for r in result["rows"])  # results of before have no worst token
+    worst = ", worst of one token" if noted else ""
     noise = "The model computes in float32, so a lossless cache differs by nothing" if result["dtype"] == "float32" else "What raw shows is rounding noise"
     t = Table(
         caption=f"memory: of {result['context'] + result['new_tokens']:,} tokens in a 16-bit model, scales and raw newest tokens included; perplexity and KL "
-        f"over {result['scored']:,} tokens: how much worse the text is predicted, and how far predictions lie from the stock cache's (0: the same); top token: "
-        f"how often the likeliest next token is the same; tokens/s: one by one after {result['context']:,}. raw is lossless. {noise}.",
+        f"over {result['scored']:,} tokens: how much worse the text is predicted, and how far predictions lie from the stock cache's (0: the same{worst}); top "
+        f"token: how often the likeliest next token is the same; tokens/s: one by one after {result['context']:,}. raw is lossless. {noise}.",
         title=f"{result['model']}, {result['dtype']}, on {result['device']} with {_counted(result['threads'], 'thread')}", title_justify="left",
         caption_justify="left",
     )  # fmt: skip
-    for heading in ("cache", "bits", "memory", "", "perplexity", "change", "KL, nats", "top token", "tokens/s"):
+    for heading in ("cache", "bits", "memory", "", "perplexity", "change", "KL, nats", *["worst"] * noted, "top token", "tokens/s"):
         t.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in result["rows"]:
         name = "stock" if r is stock else r["scheme"]
         less = f"{r['memory_reduction']:.2f}x less" if r["memory_reduction"] > 1 else ""
         t.add_row(
             name, f"{r['bits_per_element']:.2f}", human_bytes(r["bytes_16bit"]), less, f"{r['ppl']:.2f}", f"{r['ppl_change']:+.2%}",
-            f"{max(r['kl_mean'], 0.0):.4f}", f"{r['top1_agreement']:.1%}", f"{r['tokens_per_s']:.1f}",
+            f"{max(r['kl_mean'], 0.0):.4f}", *([f"{r['kl_max']:.2f}"] if noted else []), f"{r['top1_agreement']:.1%}", f"{r['tokens_per_s']:.1f}",
         )  # fmt: skip
     (texts,) = result["texts"]
     (_, mine), (name, theirs) = texts["written"].items()

@@ -1,6 +1,7 @@
 """What a cache costs in accuracy, measured against the 16-bit cache on the same tokens through the real packed cache.
 
-Text is fed in chunks, so every chunk attends to history as the cache stores it (chunk 1 is pure decoding). Per scored token:
+Text is fed in chunks, so every chunk attends to history as the cache stores it (chunk 1 is pure decoding). A chunk's own tokens are exact, so a long chunk
+flatters a cache (see `DECODING_CHUNK`). Per scored token:
 
     perplexity = exp(mean(-log p(token)))
     KL         = sum_v p16(v) (log p16(v) - log p(v))            nats
@@ -18,14 +19,21 @@ from typing import Any
 import torch
 
 from ..errors import DataError
+from ..spec import CacheSpec
 
+DECODING_CHUNK = 16
+"""Tokens of a pass that reads much as decoding does: few tokens are its own, which are exact, and it begins at every quarter of a page of 64. A pass of 128
+always begins where the same tokens wait for their page to fill, and reads up to 127 of its own: klt3 and klt2 then show two thirds of their KL
+(docs/evaluation.md)."""
+LOST = 1.0
+"""Nats of KL from which on a prediction is another one: a mean hides few of them."""
 BINS_PER_OCTAVE = 32
 """Resolution of a stored KL histogram: 2.2 % of the value."""
 
 
 @dataclass
 class Fidelity:
-    """Sums over scored tokens of one cache; `kl` and `tvd` hold one value per token."""
+    """Sums over scored tokens of one cache; `kl` and `tvd` hold one value per token, `places` the number of its text and its position there."""
 
     nll: float = 0.0
     num_tokens: int = 0
@@ -34,6 +42,8 @@ class Fidelity:
     num_timed: int = 0
     kl: list[float] = field(default_factory=list)
     tvd: list[float] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+    num_texts: int = 0
 
     @property
     def perplexity(self) -> float:
@@ -50,6 +60,21 @@ class Fidelity:
         return torch.tensor(self.kl).quantile(0.99).item()
 
     @property
+    def kl_max(self) -> float:
+        """Nats; of the worst token."""
+        return max(self.kl)
+
+    @property
+    def kl_worst(self) -> tuple[int, int]:
+        """(number of the text, position in it) of the token that was predicted worst, both from 0."""
+        return self.places[self.kl.index(self.kl_max)]
+
+    @property
+    def num_lost(self) -> int:
+        """Tokens whose KL is above `LOST`."""
+        return sum(v > LOST for v in self.kl)
+
+    @property
     def tvd_mean(self) -> float:
         return sum(self.tvd) / len(self.tvd)
 
@@ -64,10 +89,12 @@ class Fidelity:
         return self.num_timed / self.seconds if self.seconds else math.nan
 
     def record(self) -> dict[str, Any]:
-        """JSON data that adds up over windows: sums, and a histogram of KL (bin b holds 2**(b/32) <= KL < 2**((b+1)/32) nats, "0" is KL 0)."""
+        """JSON data of one text that adds up over windows: sums, the worst token's KL and position, tokens above 1 nat, and a histogram of KL (bin b holds
+        2**(b/32) <= KL < 2**((b+1)/32) nats, "zero" is KL 0)."""
         return {
             "nll": self.nll, "num_tokens": self.num_tokens, "top1_same": self.top1_same, "seconds": self.seconds, "num_timed": self.num_timed,
-            "kl": math.fsum(self.kl), "kl_max": max(self.kl), "tvd": math.fsum(self.tvd), "kl_histogram": histogram(self.kl),
+            "kl": math.fsum(self.kl), "kl_max": self.kl_max, "kl_worst": self.kl_worst[1], "kl_lost": self.num_lost,
+            "tvd": math.fsum(self.tvd), "kl_histogram": histogram(self.kl),
         }  # fmt: skip
 
 
@@ -137,8 +164,38 @@ def compare(
             if reference is None or p_reference is None:
                 reference, p_reference = log_p, log_p.exp()
             _score(results[name], log_p, reference, p_reference, targets.flatten())
+            n = results[name].num_texts
+            results[name].places += [(n + row, p) for row in range(len(ids)) for p in range(end + 1 - targets.shape[1], end + 1)]
         on_tokens(end - start)
+    for result in results.values():
+        result.num_texts += len(ids)
     return results
+
+
+def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0) -> float:
+    """Share of the tokens that attention read at 16 bits: sinks, newest tokens, unfinished pages, a chunk's own tokens. A mean over the tokens fed, and over
+    layers; keys and values count half each.
+
+    Args:
+        length: tokens of the text, of which the last one is not fed (see `compare`).
+        chunk: tokens per forward pass.
+        start: tokens stored before, in whatever passes; they read nothing here.
+    """
+    fed = range(start, length - 1)
+    shares, weights = [], []
+    for g in spec.groups:
+        packed = ((not g.key.is_raw) + (not g.value.is_raw)) / 2
+        total = 0.0
+        for p in fed:
+            before = start + (p - start) // chunk * chunk
+            alone = min(chunk, length - 1 - before) == 1  # one token reads its pages as they are once it is stored, several as they were before
+            stored = p + 1 if alone else before
+            end = stored if g.token_local else g.num_sink_tokens + g.closed_after(stored) * g.page_size
+            begin = max(g.num_sink_tokens, seen := g.first_visible(p))
+            total += 1 - packed * max(0, end - begin) / (p + 1 - seen)
+        shares.append(total / len(fed))
+        weights.append(len(g.layers))
+    return sum(s * w for s, w in zip(shares, weights, strict=True)) / sum(weights)
 
 
 def divergence(log_p: torch.Tensor, reference: torch.Tensor, p_reference: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ from ..errors import DataError, SpecError
 
 CHARACTERS_PER_TOKEN = 12
 """More than any tokenizer needs on average: how much text is tokenized for a number of tokens."""
+SPREAD_CHARACTERS = 1 << 24
+"""Windows are spread over so much of a text, which is tokenized whole."""
 
 
 @dataclass(frozen=True)
@@ -160,15 +162,38 @@ def windows(tokenizer: Any, text: Text, *, count: int, length: int, limit: int |
     Raises:
         DataError: the text is too short, or windows are longer than the model's positions.
     """
+    return _cut(tokenizer, text, count, length, limit, CHARACTERS_PER_TOKEN * count * length)[:count]
+
+
+def spread_windows(tokenizer: Any, text: Text, *, count: int, length: int, limit: int | None = None) -> dict[int, torch.Tensor]:
+    """`count` windows spread evenly over a text, by their number among all windows of the text: each int64 [length], as `windows` gives them.
+
+    The first is the text's first, the second its middle, then its quarters and so on: more windows only add to fewer.
+
+    Raises:
+        DataError: as `windows`.
+    """
+    found = _cut(tokenizer, text, count, length, limit, SPREAD_CHARACTERS)
+    return {i: found[i] for i in spread(len(found), count)}
+
+
+def spread(total: int, count: int) -> list[int]:
+    """`count` of `total` numbers, in the order of van der Corput's sequence: however many are taken, they are spread evenly."""
+    digits = total.bit_length()
+    halved = (int(f"{k:0{digits}b}"[::-1], 2) * total >> digits for k in range(1 << digits))
+    return list(dict.fromkeys(halved))[:count]
+
+
+def _cut(tokenizer: Any, text: Text, count: int, length: int, limit: int | None, characters: int) -> torch.Tensor:
+    """All windows of the first `characters` of a text, at least `count`: int64 [windows, length]."""
     if count < 1 or length < 2:
         raise SpecError(f"{count} windows of {length} tokens; at least 1 of 2 are needed")
     if limit is not None and length > limit:
         raise DataError(f"windows of {length} tokens pass the model's {limit} positions; lower --length")
     start = bos_of(tokenizer)
     body = length - len(start)
-    content = text.content[: CHARACTERS_PER_TOKEN * count * length]
-    ids = torch.tensor(tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    ids = torch.tensor(tokenizer(text.content[:characters], add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
     if len(ids) < count * body:
         raise DataError(f"text {text.name!r} has {len(ids)} tokens, but {count} windows of {length} need {count * body}; ask for fewer or shorter windows")
-    found = ids[: count * body].view(count, body)
-    return torch.cat([torch.tensor(start, dtype=torch.int64).expand(count, -1), found], 1)
+    found = ids[: len(ids) // body * body].view(-1, body)
+    return torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(found), -1), found], 1)

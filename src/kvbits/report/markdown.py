@@ -67,7 +67,9 @@ def conditions(model: Model, task: str = "fidelity") -> str:
     s = base.settings
     most, least = max(len(c.items) for c in cells.values()), min(len(c.items) for c in cells.values())
     count = f"{most}" if most == least else f"{least} to {most}"
-    return f"{count} window{'' if count == '1' else 's'} of {s['length']:,} tokens of {', '.join(texts)}, fed in chunks of {s['chunk']}, {model.facts['dtype']}"
+    of = f"{count} window{'' if count == '1' else 's'} of {s['length']:,} tokens"
+    which = f"{of} spread over {', '.join(texts)}" if s.get("windows") == "spread" else f"the first {of} of {', '.join(texts)}"
+    return f"{which}, fed in chunks of {s['chunk']}, {model.facts['dtype']}"
 
 
 def _measured(model: Model) -> dict[str, Cell]:
@@ -521,7 +523,22 @@ def report(results: Results) -> str:
 
 
 def _fidelity(cells: dict[str, Cell]) -> str:
-    columns = ["cache", "bits held", "bytes", "perplexity", "change", "KL", "KL 99 %", "mass matched", "top-1", "speed"]
+    columns = [
+        "cache",
+        "bits held",
+        "bytes",
+        "perplexity",
+        "change",
+        "KL",
+        "KL 99 %",
+        "worst KL",
+        "at token",
+        "above 1 nat",
+        "read raw",
+        "mass matched",
+        "top-1",
+        "speed",
+    ]
     rows = []
     for c in cells.values():
         s = c.summary
@@ -531,7 +548,8 @@ def _fidelity(cells: dict[str, Cell]) -> str:
         rows.append(
             [
                 c.scheme, "" if held is None else f"{held:.2f}", f"{s['bytes_held']:,}", f"{s['ppl']:.3f}", _change(s), f"{s['kl_mean']:.5f}",
-                f"{s['kl_p99']:.4f}", f"{s['mass_matched']:.2%}", f"{s['top1_agreement']:.2%}", "" if speed is None else f"{speed:.2f}x",
+                f"{s['kl_p99']:.4f}", f"{s['kl_max']:.3f}", "" if s.get("kl_worst") is None else f"{s['kl_worst']:,}", _percent(s.get("kl_lost")),
+                _percent(s.get("read_raw")), f"{s['mass_matched']:.2%}", f"{s['top1_agreement']:.2%}", "" if speed is None else f"{speed:.2f}x",
             ]
         )  # fmt: skip
     return table(columns, rows)

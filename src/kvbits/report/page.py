@@ -161,7 +161,9 @@ def _row(cell: Cell, cells: dict[str, Cell]) -> dict[str, Any]:
     s = cell.summary
     return {
         "scheme": cell.scheme, "kind": cell.kind, "held_bits": held_bits(cell, cells), "ppl": s["ppl"], "ppl_change": s.get("ppl_change", 0.0),
-        "se": s.get("ppl_change_se"), "kl": s["kl_mean"], "kl_p99": s["kl_p99"], "mass": s["mass_matched"], "top1": s["top1_agreement"],
+        "se": s.get("ppl_change_se"), "kl": s["kl_mean"], "kl_p99": s["kl_p99"],
+        "kl_max": s["kl_max"], "kl_worst": s.get("kl_worst"), "kl_lost": s.get("kl_lost"),
+        "read_raw": s.get("read_raw"), "mass": s["mass_matched"], "top1": s["top1_agreement"],
         "reduction": s.get("memory_reduction"), "speed": s.get("speed_ratio"), "tokens": s["tokens"],
     }  # fmt: skip
 

@@ -44,8 +44,8 @@ class Options:
     """Sizes of an evaluation; the command line's options of the same names.
 
     Attributes:
-        windows, length: windows of each text and their tokens (fidelity, attention).
-        chunk: tokens per forward pass; older history is read as stored.
+        windows, length: windows of each text, spread over it, and their tokens (fidelity, attention).
+        chunk: tokens per forward pass; older history is read as stored. None for the task's usual number (`Task.usual_chunk`).
         context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy; follow: in chunks).
         contexts, depths: prompt lengths in tokens, and where in them the needle sits (0 first, 1 last).
         repeats: prompts per length and depth.
@@ -58,7 +58,7 @@ class Options:
 
     windows: int = 16
     length: int = 1024
-    chunk: int = 128
+    chunk: int | None = None
     context: int = 512
     new_tokens: int = 64
     contexts: tuple[int, ...] = (1024, 2048)
@@ -72,8 +72,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("windows", "length", "chunk", "context", "new_tokens", "repeats", "batch_size"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name}={getattr(self, name)} must be at least 1")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise SpecError(f"{name}={value} must be at least 1")
         if self.limit is not None and self.limit < 1:
             raise SpecError(f"limit={self.limit} must be at least 1; leave it out for all problems")
         if bad_contexts := [n for n in self.contexts if n < 1]:
@@ -113,6 +113,7 @@ class Task:
         name: the folder results go to.
         relative: every record compares with the base cache on the same item, so the base runs along.
         batched: items of equal size run together, up to `batch_size` of them.
+        usual_chunk: tokens per forward pass where the options name none.
 
     A subclass defines `run` or, if it is batched, `run_batch`.
     """
@@ -120,9 +121,16 @@ class Task:
     name: ClassVar[str]
     relative: ClassVar[bool] = False
     batched: ClassVar[bool] = False
+    usual_chunk: ClassVar[int] = 128
 
     def __init__(self, context: Context) -> None:
         self.context = context
+
+    @property
+    def chunk(self) -> int:
+        """Tokens per forward pass."""
+        given = self.context.options.chunk
+        return self.usual_chunk if given is None else given
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ..attention import LayerInputs, measure, observe, statistics
 from ..caches import CacheFactory
 from . import Record
-from .text import FidelityTask
+from .text import SPREAD, FidelityTask
 
 MEASURES = ("logit_cosine", "tvd", "output_error", "key_bits", "value_bits")
 
@@ -22,7 +22,7 @@ class AttentionTask(FidelityTask):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"length": self._length, "queries": self._queries}
+        return {"length": self._length, "queries": self._queries} | SPREAD
 
     @property
     def _queries(self) -> int:

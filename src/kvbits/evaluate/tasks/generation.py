@@ -72,7 +72,7 @@ class HumanEvalTask(Task):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"chunk": self.context.options.chunk, "max_new_tokens": MAX_NEW_TOKENS, "stops": list(STOPS), "sampling": "greedy"}
+        return {"chunk": self.chunk, "max_new_tokens": MAX_NEW_TOKENS, "stops": list(STOPS), "sampling": "greedy"}
 
     def item_keys(self) -> list[str]:
         return drawn(list(self._problems), self.context.options.seed)[: self.context.options.limit]
@@ -90,7 +90,7 @@ class HumanEvalTask(Task):
 
         found: dict[str, dict[str, Record]] = {key: {} for key in keys}
         for name, f in factories.items():
-            written = generate(self.context.model, f, prompts, MAX_NEW_TOKENS, self.context.options.chunk, stop)
+            written = generate(self.context.model, f, prompts, MAX_NEW_TOKENS, self.chunk, stop)
             with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
                 records = pool.map(self._judge, keys, starts, map(text, written))
                 for key, tokens, record in zip(keys, written, records, strict=True):

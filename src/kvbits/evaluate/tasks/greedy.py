@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..caches import CacheFactory
+from ..fidelity import DECODING_CHUNK
 from ..rows import follow, generate
 from . import Record, Task
 from .text import DecodeTask, standard_error, text_of
@@ -30,7 +31,7 @@ class GreedyTask(DecodeTask):
         o = self.context.options
         prompts = [self._windows[key][: o.context] for key in keys]
         base, *others = factories.values()
-        written = generate(self.context.model, base, prompts, o.new_tokens, o.chunk)
+        written = generate(self.context.model, base, prompts, o.new_tokens, self.chunk)
         found: dict[str, dict[str, Record]] = {key: {} for key in keys}
         for f in (base, *others):
             texts = self._texts(f, prompts, written, f is base)
@@ -43,7 +44,7 @@ class GreedyTask(DecodeTask):
     def _texts(self, f: CacheFactory, prompts: list[torch.Tensor], written: list[list[int]], is_base: bool) -> list[list[int]]:
         """What the cache writes; `written`: by the base."""
         o = self.context.options
-        return written if is_base else generate(self.context.model, f, prompts, o.new_tokens, o.chunk)
+        return written if is_base else generate(self.context.model, f, prompts, o.new_tokens, self.chunk)
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         texts = dict.fromkeys(text_of(k) for k in records)
@@ -69,6 +70,7 @@ class FollowTask(GreedyTask):
     """
 
     name: ClassVar[str] = "follow"
+    usual_chunk: ClassVar[int] = DECODING_CHUNK
 
     def _texts(self, f: CacheFactory, prompts: list[torch.Tensor], written: list[list[int]], is_base: bool) -> list[list[int]]:
-        return follow(self.context.model, f, prompts, written, self.context.options.chunk)
+        return follow(self.context.model, f, prompts, written, self.chunk)

@@ -67,7 +67,7 @@ class QuestionsTask(Task):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"chunk": self.context.options.chunk, "shots": self.shots, "seed": self.context.options.seed, "prompt": 1}
+        return {"chunk": self.chunk, "shots": self.shots, "seed": self.context.options.seed, "prompt": 1}
 
     def item_keys(self) -> list[str]:
         return list(self.problems)
@@ -93,7 +93,7 @@ class QuestionsTask(Task):
             prompts.append(torch.tensor([*start, *lead]))
             continuations.append([torch.tensor(ids[len(lead) :]) for ids in whole])
         found = []
-        for p, scores in zip(problems, score(self.context.model, f, prompts, continuations, self.context.options.chunk), strict=True):
+        for p, scores in zip(problems, score(self.context.model, f, prompts, continuations, self.chunk), strict=True):
             plain = [nats for nats, _ in scores]
             each = [nats / len(c) for nats, c in zip(plain, p["choices"], strict=True)]
             found.append({"right": int(_largest(plain) == p["answer"]), "right_norm": int(_largest(each) == p["answer"]), "chosen": _largest(plain)})
@@ -206,7 +206,7 @@ class Gsm8kTask(QuestionsTask):
 
         prompts = [torch.tensor([*bos_of(tokenizer), *self.encode(p["prompt"])]) for p in problems]
         found = []
-        for p, tokens in zip(problems, generate(self.context.model, f, prompts, MAX_NEW_TOKENS, self.context.options.chunk, stop), strict=True):
+        for p, tokens in zip(problems, generate(self.context.model, f, prompts, MAX_NEW_TOKENS, self.chunk, stop), strict=True):
             answer = text(tokens)
             answer = answer[: min((answer.index(s) for s in STOPS if s in answer), default=len(answer))]
             number = NUMBER.search(answer)

@@ -41,7 +41,7 @@ class RetrievalTask(Task):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"chunk": self.context.options.chunk, "seed": self.context.options.seed, "prompt": 1}
+        return {"chunk": self.chunk, "seed": self.context.options.seed, "prompt": 1}
 
     def item_keys(self) -> list[str]:
         o = self.context.options
@@ -88,7 +88,7 @@ class RetrievalTask(Task):
     def _answer(self, f: CacheFactory, prompts: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Record]:
         """Each answer fed token by token after its prompt, all through one cache."""
         cache = f.make(len(prompts), max(len(ids) + len(answer) for ids, answer in prompts))
-        rows = Rows(self.context.model, cache, [ids for ids, _ in prompts], self.context.options.chunk)
+        rows = Rows(self.context.model, cache, [ids for ids, _ in prompts], self.chunk)
         nll, right, logits = [0.0] * len(prompts), [0] * len(prompts), rows.logits
         live = list(range(len(prompts)))
         for i in range(max(len(answer) for _, answer in prompts)):

@@ -1,7 +1,7 @@
 """Perplexity and token-level fidelity over windows of texts: chunked prefill (`fidelity`) and pure decoding (`decode`).
 
-`fidelity` feeds whole windows in chunks: every chunk attends to history as stored. `decode` prefills `context` tokens in chunks and then
-feeds `new_tokens` single tokens, which is what a user waits for: its tokens per second are measured with the caches taking turns.
+`fidelity` feeds whole windows in short chunks: every chunk attends to history as stored, much as decoding does. `decode` prefills `context` tokens in
+chunks and then feeds `new_tokens` single tokens, which is what a user waits for: its tokens per second are measured with the caches taking turns.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import torch
 from ...errors import SpecError
 from ...integrations.huggingface import KVCache
 from ..caches import CacheFactory, held_bytes
-from ..fidelity import Fidelity, compare, histogram_quantile
-from ..texts import windows
+from ..fidelity import DECODING_CHUNK, Fidelity, compare, histogram_quantile, read_raw
+from ..texts import spread_windows
 from . import Context, Record, Task
+
+SPREAD = {"windows": "spread"}
+"""The setting that says which windows of a text: those of `texts.spread_windows`. Files of before have none: their windows are a text's first."""
 
 
 class FidelityTask(Task):
@@ -25,29 +28,35 @@ class FidelityTask(Task):
 
     name: ClassVar[str] = "fidelity"
     relative: ClassVar[bool] = True
+    usual_chunk: ClassVar[int] = DECODING_CHUNK
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         if self._passes < 2:
-            raise SpecError(f"windows of {self._length} tokens in passes of {context.options.chunk} read nothing as stored; take --chunk below --length")
+            raise SpecError(f"windows of {self._length} tokens in passes of {self.chunk} read nothing as stored; take --chunk below --length")
         self._windows: dict[str, torch.Tensor] = {}
         limit = context.max_context
         for text in context.texts:
-            found = windows(context.tokenizer, text, count=context.options.windows, length=self._length, limit=limit)
-            self._windows |= {f"{text.name}@{text.sha256[:8]}:{i}": ids for i, ids in enumerate(found)}
+            found = spread_windows(context.tokenizer, text, count=context.options.windows, length=self._length, limit=limit)
+            self._windows |= {f"{text.name}@{text.sha256[:8]}:{i}": ids for i, ids in found.items()}
 
     @property
     def _length(self) -> int:
         return self.context.options.length
 
     @property
+    def _start(self) -> int:
+        """Tokens of a window that are stored before the first that is scored."""
+        return 0
+
+    @property
     def _passes(self) -> int:
         """Forward passes of a window; every one but the first attends to stored tokens."""
-        return -(-(self._length - 1) // self.context.options.chunk)
+        return -(-(self._length - 1) // self.chunk)
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"length": self._length, "chunk": self.context.options.chunk}
+        return {"length": self._length, "chunk": self.chunk} | SPREAD
 
     def item_keys(self) -> list[str]:
         return list(self._windows)
@@ -60,10 +69,24 @@ class FidelityTask(Task):
         caches = {name: f.make(1, self._length) for name, f in factories.items()}
         found = self._compare(caches, ids, lambda n: advance(n * len(caches)))
         beside = next(iter(found.values())).seconds  # the base took turns with the others: only such times can be compared
-        return {name: f.record() | {"base_seconds": beside} | _bytes(caches[name], self._length) for name, f in found.items()}
+        return {name: self._record(f, caches[name]) | {"base_seconds": beside} for name, f in found.items()}
+
+    def _record(self, f: Fidelity, cache: Any) -> Record:
+        found = f.record() | {"bytes_held": held_bytes(cache)}
+        found["kl_worst"] += self._start
+        if isinstance(cache, KVCache):
+            spec = cache.store.spec
+            found |= {"bytes_planned": spec.nbytes(self._length), "read_raw": read_raw(spec, self._length, chunk=self._scored_chunk, start=self._start)}
+            found |= {"saturated": sum(n for layer in cache.store.saturated for n in layer.values())}
+        return found
+
+    @property
+    def _scored_chunk(self) -> int:
+        """Tokens of a pass whose predictions are scored."""
+        return self.chunk
 
     def _compare(self, caches: dict[str, Any], ids: torch.Tensor, on_tokens: Callable[[int], None]) -> dict[str, Fidelity]:
-        return compare(self.context.model, caches, ids, first=0, chunk=self.context.options.chunk, on_tokens=on_tokens)
+        return compare(self.context.model, caches, ids, first=0, chunk=self._scored_chunk, on_tokens=on_tokens)
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         texts = dict.fromkeys(text_of(k) for k in records)
@@ -75,6 +98,15 @@ class DecodeTask(FidelityTask):
     """A context in chunks, then single tokens."""
 
     name: ClassVar[str] = "decode"
+    usual_chunk: ClassVar[int] = 128
+
+    @property
+    def _start(self) -> int:
+        return self.context.options.context
+
+    @property
+    def _scored_chunk(self) -> int:
+        return 1
 
     @property
     def _length(self) -> int:
@@ -87,13 +119,13 @@ class DecodeTask(FidelityTask):
     @property
     def settings(self) -> dict[str, Any]:
         o = self.context.options
-        return {"context": o.context, "new_tokens": o.new_tokens, "chunk": o.chunk}
+        return {"context": o.context, "new_tokens": o.new_tokens, "chunk": self.chunk} | SPREAD
 
     def _compare(self, caches: dict[str, Any], ids: torch.Tensor, on_tokens: Callable[[int], None]) -> dict[str, Fidelity]:
         o = self.context.options
-        prefill(self.context.model, caches, ids[: o.context], o.chunk, on_tokens)
+        prefill(self.context.model, caches, ids[: o.context], self.chunk, on_tokens)
         # The prefill fed the whole context; the first new token is fed here, and its successor is the first that is scored.
-        return compare(self.context.model, caches, ids[o.context :], first=0, chunk=1, on_tokens=on_tokens)
+        return super()._compare(caches, ids[o.context :], on_tokens)
 
 
 @torch.no_grad()
@@ -106,15 +138,6 @@ def prefill(model: Any, caches: dict[str, Any], ids: torch.Tensor, chunk: int, o
             last[name] = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
         on_tokens(piece.shape[1])
     return last
-
-
-def _bytes(cache: Any, length: int) -> Record:
-    found: Record = {"bytes_held": held_bytes(cache)}
-    if isinstance(cache, KVCache):
-        found |= {"bytes_planned": cache.store.spec.nbytes(length)}
-        saturated = sum(n for layer in cache.store.saturated for n in layer.values())
-        found |= {"saturated": saturated}
-    return found
 
 
 def text_of(key: str) -> str:
@@ -134,7 +157,7 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
     found: dict[str, Any] = {
         "windows": len(records), "tokens": tokens, "ppl": math.exp(total("nll") / tokens), "kl_mean": total("kl") / tokens,
         "kl_p99": histogram_quantile(histogram, 0.99) if counted else None,
-        "kl_max": max(r["kl_max"] for r in records.values()), "tvd_mean": total("tvd") / tokens,
+        **_worst(records, tokens), "tvd_mean": total("tvd") / tokens,
         "mass_matched": 1 - total("tvd") / tokens, "top1_agreement": total("top1_same") / tokens,
         "tokens_per_s": total("num_timed") / total("seconds") if total("seconds") else None,
         "bytes_held": max(r["bytes_held"] for r in records.values()),
@@ -142,6 +165,8 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
     for name in ("bytes_planned", "saturated"):
         if all(name in r for r in records.values()):
             found[name] = max(r[name] for r in records.values())
+    if all("read_raw" in r for r in records.values()):
+        found["read_raw"] = math.fsum(r["read_raw"] * r["num_tokens"] for r in records.values()) / tokens
     if base_seconds := math.fsum(r["base_seconds"] for r in records.values()):
         found["speed_ratio"] = base_seconds / total("seconds")
     shared = [k for k in records if k in base]
@@ -154,6 +179,17 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
             "memory_reduction": max(base[k]["bytes_held"] for k in shared) / found["bytes_held"],
         }  # fmt: skip
     return found
+
+
+def _worst(records: dict[str, Record], tokens: int) -> dict[str, Any]:
+    """The token that a cache predicts worst: its KL, its position, the window that it is in; and the share of tokens whose KL is above 1 nat. The latter three
+    are None where a file is of before they were noted."""
+    window, worst = max(records.items(), key=lambda kv: kv[1]["kl_max"])
+    known = all("kl_lost" in r for r in records.values())
+    return {
+        "kl_max": worst["kl_max"], "kl_worst": worst.get("kl_worst"), "kl_worst_window": window if "kl_worst" in worst else None,
+        "kl_lost": math.fsum(r["kl_lost"] for r in records.values()) / tokens if known else None,
+    }  # fmt: skip
 
 
 def standard_error(values: list[float]) -> float | None:

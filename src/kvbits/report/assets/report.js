@@ -50,6 +50,7 @@ if (typeof document !== "undefined") (() => {
     return e;
   };
   const size = (n) => n >= 1e12 ? (n / 1e12).toFixed(2) + " TB" : n >= 1e9 ? (n / 1e9).toFixed(2) + " GB" : n >= 1e6 ? (n / 1e6).toFixed(1) + " MB" : (n / 1e3).toFixed(1) + " kB";
+  const share = (x) => x === null ? "" : (100 * x).toFixed(2) + " %";
   const percent = (x, digits = 2) => (x >= 0 ? "+" : "−") + Math.abs(100 * x).toFixed(digits) + " %";
   const charts = {};
   const draw = (id, config) => { if (charts[id]) charts[id].destroy(); charts[id] = new Chart($(id), config); };
@@ -150,9 +151,9 @@ if (typeof document !== "undefined") (() => {
       },
     });
     const table = $("pareto-table");
-    table.replaceChildren(head(["cache", "bits held", "memory", "perplexity", "change", "± s.e.", "KL", "KL 99 %", "mass matched", "top-1", "same top token", "speed"]), body(model.rows.map((r) => ({
+    table.replaceChildren(head(["cache", "bits held", "memory", "perplexity", "change", "± s.e.", "KL", "KL 99 %", "worst KL", "at token", "above 1 nat", "read raw", "mass matched", "top-1", "same top token", "speed"]), body(model.rows.map((r) => ({
       kind: r.kind, cells: [r.scheme, r.held_bits?.toFixed(2), r.reduction ? r.reduction.toFixed(2) + "x less" : "", r.ppl.toFixed(3), percent(r.ppl_change), r.se === null ? "" : (100 * r.se).toFixed(2) + " %",
-        r.kl.toPrecision(3), r.kl_p99.toPrecision(3), (100 * r.mass).toFixed(2) + " %", (100 * r.top1).toFixed(2) + " %", `${Math.round(r.top1 * r.tokens).toLocaleString("en")} of ${r.tokens.toLocaleString("en")}`, r.speed === null ? "" : r.speed.toFixed(2) + "x"],
+        r.kl.toPrecision(3), r.kl_p99.toPrecision(3), r.kl_max.toPrecision(3), r.kl_worst?.toLocaleString("en"), share(r.kl_lost), share(r.read_raw), (100 * r.mass).toFixed(2) + " %", (100 * r.top1).toFixed(2) + " %", `${Math.round(r.top1 * r.tokens).toLocaleString("en")} of ${r.tokens.toLocaleString("en")}`, r.speed === null ? "" : r.speed.toFixed(2) + "x"],
     }))));
     $("pareto-note").textContent = `${model.title}: ${model.note}`;
   }
