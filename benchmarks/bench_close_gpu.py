@@ -5,7 +5,7 @@
 2,048 pages of 64 tokens x 8 kv heads x 128 channels in bf16. A row is timed only after 64 of its pages were compared with the reference's, byte for byte (keys in a
 calibrated basis: but for one byte in a thousand, ties of products that are summed in another order). Times are medians of CUDA-graph replays over several inputs and pools in turn, larger than L2. What a launch must move: the raw keys and values and the pages, once.
 
-Before that append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a cache calls it (one mapping a pass, uploaded), by the wall
+Then append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a cache calls it (one mapping a pass, uploaded), by the wall
 clock; the kernel alone in a graph; and the reference's slices.
 And store_tokens, tokens quantized into their slots: a decoding step of 48 sequences and a prompt of 16,384 tokens, the kernel alone in a graph.
 Each row is added to --out as it comes. The last line is one JSON object.
@@ -44,8 +44,7 @@ TIES = 1e-3  # of a page's bytes
 def _rows() -> dict[str, tuple[QuantSpec, QuantSpec, int]]:
     """Name to (keys, values, bits of their low planes)."""
     presets = {name: schemes.get(name) for name in ("int8_centered", "int4", "kivi4", "fp8", "nuq4-1%", *BANDED, "tiered")}
-    found = {name: (s.key, s.value, s.tiers[0].key_bits if s.tiers else 0) for name, s in presets.items()}
-    return found
+    return {name: (s.key, s.value, s.tiers[0].key_bits if s.tiers else 0) for name, s in presets.items()}
 
 
 def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout | LowLayout, product: bool) -> bool:
@@ -156,8 +155,6 @@ def main() -> None:
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s", flush=True)
     shape = {"pages": PAGES, "kv_heads": HEADS, "page_size": PAGE, "head_dim": HEAD_DIM}
-    if not args.closing_only:
-        bench_tokens(args, copy, shape)
     failed = []
     for name in args.schemes:
         try:
@@ -170,6 +167,8 @@ def main() -> None:
         print(f"  {name:24s} {r['time_us']:8.1f} us  {row['share_of_copy']:.3f} of copy", flush=True)
         append([row], args.out, copy_bytes_per_s=copy, **shape)
         torch.cuda.empty_cache()
+    if not args.closing_only:
+        bench_tokens(args, copy, shape)
     if failed:
         raise SystemExit(f"not timed: {', '.join(failed)}")
 

@@ -61,8 +61,9 @@ def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, capt
         "disable_custom_all_reduce": args.tensor_parallel > 1, "gpu_memory_utilization": args.memory, "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs, "max_num_batched_tokens": args.chunk, "compilation_config": compilation, "enable_prefix_caching": False,
     }  # fmt: skip
-    options |= json.loads(args.engine) | more
-    return LLM(**options)
+    if args.warm:  # a fixed size, so that several can start at once
+        options["kv_cache_memory_bytes"] = 1 << 30
+    return LLM(**(options | json.loads(args.engine) | more))
 
 
 def _fill(worker: Any) -> None:
