@@ -112,7 +112,7 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
     """All of them, the most important first."""
     whole = ("--shapes", "48x8192", "8x65536", "256x1024", "48x512", "--largest", "8192")
     return [
-        Part("tests", "the tests that need a GPU", ("tests/run_gpu.py", "--out", "{out}/gpu_tests.json"), "gpu_tests.json", 240, 420),
+        Part("tests", "the tests that need a GPU", ("tests/run_gpu.py", "--out", "{out}/gpu_tests.json", "--", "-n", "14"), "gpu_tests.json", 300, 570),
         Part("decode", "attention of README's presets in whole caches, beside cuDNN, FlashAttention-3 and FlashInfer",
              bench("bench_decode_gpu", *PRESETS, out="attend_decode.json"), "attend_decode.json", 200, 450),
         Part("generate", "tokens through Transformers: the stock cache, 16 bits in a graph, presets in graphs",
@@ -125,7 +125,7 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
                bench("bench_store", "--model", "llama-8b", "--prompt", "16384", "--chunk", "4096", "--stock", "--device", "cuda", "--threads", "8",
                      "--schemes", "int8_centered,int4", "--where", f"{folder}/kvbits_store", out="store.json"), "store.json", 60, 180)
           for place, words, folder in (("disk", "disk, cold and warm", "{disk}"), ("ram", "RAM disk", "/dev/shm"))),
-        *(Part(f"accuracy-{name}", f"{name}: KL of decoding token by token, and in chunks, on this GPU", accuracy(model, environment), f"eval/{name}", 150, 400)
+        *(Part(f"accuracy-{name}", f"{name}: KL in chunks of 16 and token by token, read packed on this GPU", accuracy(model, environment), f"eval/{name}", 200, 450)
           for name, model in models(environment).items()),
         *serving("a step with vLLM's default compilation", "-compiled", dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")), 90, 240),
         Part("tiers", "zones", bench("bench_attend_gpu", "--tiers", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
@@ -161,9 +161,9 @@ def _nbytes(model: Path) -> int:
 def accuracy(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
     texts = environment.get("KVBITS_TEXTS")
     given = ("--text", f"{texts}/wiki.test.raw", "--calibration-text", f"{texts}/wiki.valid.tokens") if texts else ()
-    sizes = ("--windows", "4", "--length", "1024", "--context", "1024", "--new-tokens", "256")
+    sizes = ("--windows", "4", "--length", "1024", "--context", "1024", "--new-tokens", "128")
     return (
-        "-m", "kvbits", "eval", str(model), "--device", "cuda", "--dtype", "bfloat16", "--schemes", ",".join(PRESETS), "--tasks", "decode,fidelity", *sizes, *given,
+        "-m", "kvbits", "eval", str(model), "--device", "cuda", "--dtype", "bfloat16", "--schemes", ",".join(PRESETS), "--tasks", "fidelity,decode", *sizes, *given,
         "--out", "{out}/eval",
     )  # fmt: skip
 
