@@ -214,8 +214,8 @@ class Machine:
 class Session:
     """One command: its folder, the state that is kept there, and the time it has."""
 
-    def __init__(self, machine: Machine, out: Path, logs: Path, limit: float | None) -> None:
-        self.machine, self.out, self.logs = machine, out, logs
+    def __init__(self, machine: Machine, out: Path, logs: Path, limit: float | None, retry: bool = False) -> None:
+        self.machine, self.out, self.logs, self.retry = machine, out, logs, retry
         self.end = None if limit is None else machine.clock() + limit
         self.run = machine.record()
         self.gpu = (self.run["gpu"] or {}).get("name")
@@ -277,6 +277,10 @@ class Session:
             return f"left out: no {absent}", 0.0
         if part.argv[0].endswith(".py") and not (ROOT / part.argv[0]).is_file():
             return f"left out: no {part.argv[0]}", 0.0
+        if not self.retry and any(
+            r["part"] == part.name and r["exit"] not in (0, None) and self._here(self.state["runs"][r["run"]]) for r in self.state["rows"]
+        ):
+            return "failed before on this machine (--retry)", 0.0
         expected = self.last_seconds(part) or part.seconds
         if self.left() < max(LEAST, expected):
             return f"no time: {expected:.0f} s expected, {max(0, self.left()):.0f} s left", 0.0
@@ -360,6 +364,7 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
     parser.add_argument("--only", nargs="+", metavar="NAME", help="parts by name, also with wildcards: 'serve-*'")
     parser.add_argument("--skip", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--limit", type=float, metavar="MINUTES", help="of the whole command")
+    parser.add_argument("--retry", action="store_true", help="run parts again that failed at this commit on this machine")
     parser.add_argument("--out", type=Path, help="folder of results; benchmarks/results/<gpu> if not given")
     parser.add_argument("--logs", type=Path, help="folder of what the parts print; one of temporary files if not given")
     parser.add_argument("--list", action="store_true")
@@ -376,7 +381,7 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
     if unknown:
         parser.error(f"no part is called {', '.join(unknown)}; parts: {', '.join(p.name for p in every)}")
     chosen = [p for p in every if any(fnmatchcase(p.name, n) for n in args.only or ["*"]) and not any(fnmatchcase(p.name, n) for n in args.skip)]
-    session = Session(machine, out, args.logs or Path(tempfile.gettempdir()) / "kvbits_all_gpu", None if args.limit is None else 60 * args.limit)
+    session = Session(machine, out, args.logs or Path(tempfile.gettempdir()) / "kvbits_all_gpu", None if args.limit is None else 60 * args.limit, args.retry)
     if args.list:
         print(listing(session, chosen))
         return 0

@@ -84,8 +84,13 @@ def test_what_fails_is_said_and_the_others_run(command):
     code, said = command(machine, "--only", "decode", "close")
     assert code == 1 and machine.ran == ["decode", "close"]
     assert "failed: exit code 1" in said and "output of decode" in said
-    again = Fake("again")
-    assert command(again, "--only", "decode", "close")[0] == 0 and again.ran == ["decode"], "only what failed runs again"
+    for machine, more, ran in (
+        (Fake("same"), (), []),
+        (Fake("again"), ("--retry",), ["decode"]),
+        (Fake("other", boot="boot b", commit="other"), (), ["decode", "close"]),
+    ):
+        code, said = command(machine, "--only", "decode", "close", *more)
+        assert machine.ran == ran and code == ("failed before" in said), "only what failed runs again, and only when asked"
 
 
 def test_a_limit_kills_a_part(command, monkeypatch):
@@ -102,7 +107,7 @@ def test_a_package_that_is_absent_leaves_its_parts_out(command):
 
 def test_ratios_are_of_one_session(command):
     serve = ("--only", "serve-bf16", "serve-fp8")
-    machine = Fake("first", codes={"serve-fp8": 1})
+    machine = Fake("first", codes={"serve-fp8": None})
     command(machine, *serve)
     same = Fake("second")
     assert command(same, *serve)[0] == 0 and same.ran == ["serve-fp8"], "the same machine goes on"
