@@ -127,6 +127,8 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
           for place, words, folder in (("disk", "disk, cold and warm", "{disk}"), ("ram", "RAM disk", "/dev/shm"))),
         *(Part(f"accuracy-{name}", f"{name}: KL in chunks of 16 and token by token, read packed on this GPU", accuracy(model, environment), f"eval/{name}", 200, 450)
           for name, model in models(environment).items()),
+        *(Part(f"long-{name}", f"{name}: KL in a window of 8,192 tokens", accuracy_at_length(model, environment), f"eval-8192/{name}-float16", 260, 500)
+          for name, model in models(environment).items()),
         *serving("a step with vLLM's default compilation", "-compiled", dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")), 90, 240),
         Part("tiers", "zones", bench("bench_attend_gpu", "--tiers", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
         Part("prompts", "prompts through Transformers in chunks of 2,048 tokens",
@@ -165,6 +167,16 @@ def accuracy(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
     return (
         "-m", "kvbits", "eval", str(model), "--device", "cuda", "--dtype", "bfloat16", "--schemes", ",".join(PRESETS), "--tasks", "fidelity,decode", *sizes, *given,
         "--out", "{out}/eval",
+    )  # fmt: skip
+
+
+def accuracy_at_length(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """float16, whose rounding is an eighth of bfloat16's; calibrated on the shipped novel. Half a thousand passes a cache: the longest of these parts."""
+    texts = environment.get("KVBITS_TEXTS")
+    given = ("--text", f"{texts}/wiki.test.raw") if texts else ()
+    return (
+        "-m", "kvbits", "eval", str(model), "--device", "cuda", "--dtype", "float16", "--schemes", ",".join(PRESETS), "--windows", "1", "--length", "8192", *given,
+        "--out", "{out}/eval-8192",
     )  # fmt: skip
 
 
