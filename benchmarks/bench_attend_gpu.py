@@ -13,7 +13,7 @@ The last line is one JSON object; rows are added to --out.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,19 +178,25 @@ missing: dict[str, str] = {}
 """16-bit kernels that this process could not time, and why."""
 
 
-def bench_16_bit(batch: int, q_heads: int, tokens: int, queries: int = 1) -> dict[str, float]:
+def bench_16_bit(batch: int, q_heads: int, tokens: int, queries: int = 1, peers: Sequence[str] = PEERS) -> dict[str, float]:
     """Microseconds of the 16-bit kernels that are installed, same shape, bf16, contiguous caches in turn (FlashInfer: pages of 64), two or as many as are larger
-    than L2. What fails is left out and said in `missing`; cuDNN must be there."""
+    than L2. What fails, or gives other numbers than cuDNN, is left out and said in `missing`; cuDNN must be there."""
     shape = (batch, KV_HEADS, tokens, HEAD_DIM)
     copies = max(2, -(-ROTATE_BYTES // (batch * KV_HEADS * tokens * HEAD_DIM * 4)))
     caches = [tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv") for _ in range(min(copies, 64))]
     q = torch.randn(batch, q_heads, queries, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    times = {}
-    for name in PEERS if queries == 1 else PEERS[:2]:
+    times: dict[str, float] = {}
+    want: torch.Tensor | None = None
+    for name in ("cudnn", *(p for p in peers if p != "cudnn" and (queries == 1 or p != "flashinfer"))):
         if name in missing:
             continue
         try:
-            times[name] = _PEERS[name](q, caches)
+            launches = _PEERS[name](q, caches)
+            out = launches[0]().double()
+            want = out if want is None else want
+            if not (error := float((out - want).norm() / want.norm())) < CHUNK_ERROR_LIMIT:
+                raise ValueError(f"error {error} against cuDNN at {batch} x {tokens}")
+            times[name] = time_us(launches * max(1, 8 // len(launches)))
         except Exception as error:  # a package that is absent, not built for this GPU, or that refuses the shape
             if name == "cudnn":
                 raise
@@ -200,26 +206,33 @@ def bench_16_bit(batch: int, q_heads: int, tokens: int, queries: int = 1) -> dic
     return times
 
 
-def _rounds(launches: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    return launches * max(1, 8 // len(launches))
+Launches = list[Callable[[], torch.Tensor]]
+"""One for each cache; they return [batch, query heads, queries, head_dim]."""
 
 
-def _cudnn(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> float:
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-        return time_us(_rounds([lambda kv=kv: sdpa(q, *kv, enable_gqa=True) for kv in caches]))
+def _cudnn(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> Launches:
+    def attend(kv: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, *kv, enable_gqa=True)
+
+    return [lambda kv=kv: attend(kv) for kv in caches]
 
 
-def _fa3(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> float:
+def _fa3(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> Launches:
     from fa3_fwd_interface import flash_attn_with_kvcache
 
     rows = [tuple(x.transpose(1, 2).contiguous() for x in kv) for kv in caches]
     lengths = torch.full((len(q),), rows[0][0].shape[1], dtype=torch.int32, device="cuda")
     queries = q.transpose(1, 2).contiguous()
-    return time_us(_rounds([lambda kv=kv: flash_attn_with_kvcache(queries, *kv, cache_seqlens=lengths) for kv in rows]))
+
+    def attend(kv: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        out = flash_attn_with_kvcache(queries, *kv, cache_seqlens=lengths)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return [lambda kv=kv: attend(kv) for kv in rows]
 
 
-def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> float:
+def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> Launches:
     import flashinfer
 
     batch, heads, tokens, d = caches[0][0].shape
@@ -231,10 +244,10 @@ def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> floa
     paged = [tuple(x.transpose(1, 2).reshape(batch * pages, PAGE, heads, d) for x in kv) for kv in caches]
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True)
     wrapper.plan(indptr, indices, last, q.shape[1], heads, d, PAGE, q_data_type=q.dtype, kv_data_type=q.dtype)
-    return time_us(_rounds([lambda kv=kv: wrapper.run(flat, kv) for kv in paged]))
+    return [lambda kv=kv: wrapper.run(flat, kv).unsqueeze(2) for kv in paged]
 
 
-_PEERS: dict[str, Callable[[torch.Tensor, list[tuple[torch.Tensor, ...]]], float]] = {"cudnn": _cudnn, "fa3": _fa3, "flashinfer": _flashinfer}
+_PEERS: dict[str, Callable[[torch.Tensor, list[tuple[torch.Tensor, ...]]], Launches]] = {"cudnn": _cudnn, "fa3": _fa3, "flashinfer": _flashinfer}
 
 
 def zones_call(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int) -> tuple[AttendCall, tuple[int, ...], int, int]:
@@ -313,7 +326,7 @@ def bench_small(args: argparse.Namespace, copy: float) -> None:
         for tokens in SMALL_TOKENS:
             if batch * tokens > 1 << 18:
                 continue
-            times = bench_16_bit(batch, 32, tokens)
+            times = bench_16_bit(batch, 32, tokens, peers=args.peers)
             best = min(times, key=lambda name: times[name])
             found = {name: bench_preset(name, batch, 32, tokens) for name in args.schemes}
             nbytes = 4 * batch * tokens * KV_HEADS * HEAD_DIM
@@ -331,7 +344,7 @@ def bench_small(args: argparse.Namespace, copy: float) -> None:
 def bench_prefill(args: argparse.Namespace, copy: float) -> None:
     """A chunk of queries over history that all of them see; the 16-bit kernels read as many tokens of 16-bit history, unmasked too."""
     for batch, q_heads, chunk, tokens in [PREFILL[i] for i in args.shapes or range(len(PREFILL))]:
-        times = bench_16_bit(batch, q_heads, tokens, queries=chunk)
+        times = bench_16_bit(batch, q_heads, tokens, chunk, args.peers)
         best = min(times, key=lambda name: times[name])
         flops = 4 * batch * q_heads * chunk * tokens * HEAD_DIM
         peers = ", ".join(f"{n} {t:.0f} us" for n, t in times.items())
@@ -355,6 +368,7 @@ def parser() -> argparse.ArgumentParser:
         kind.add_argument(f"--{name}", dest="kind", action="store_const", const=name)
     found.add_argument("--schemes", nargs="+", help="presets; those of the documents if left out")
     found.add_argument("--shapes", nargs="*", type=int, help="which of the shapes, by number; all if left out")
+    found.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="16-bit kernels; cuDNN is always timed")
     found.add_argument("--quick", action="store_true", help="a third of the replays")
     found.add_argument("--out", type=Path)
     return found

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_attend_gpu import HEAD_DIM, KV_HEADS, be_quick, bench_16_bit, copy_bandwidth, made_up_basis, missing, time_us
+from bench_attend_gpu import HEAD_DIM, KV_HEADS, PEERS, be_quick, bench_16_bit, copy_bandwidth, made_up_basis, missing, time_us
 from result_file import append
 
 from kvbits import schemes
@@ -150,7 +150,7 @@ def bench_shapes(args: argparse.Namespace, copy: float) -> list[str]:
     failed, product = [], None if args.quick else matmuls()
     for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes):
         shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
-        times = bench_16_bit(batch, q_heads, tokens)
+        times = bench_16_bit(batch, q_heads, tokens, peers=args.peers)
         best = min(times, key=lambda name: times[name])
         peers = [{"kernel": name, "shape": shape, "time_us": t} for name, t in times.items()]
         print(f"{shape}: " + ", ".join(f"{name} {t:.1f} us" for name, t in times.items()), flush=True)
@@ -192,6 +192,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("presets", nargs="*", default=list(PRESETS))
     found.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
+    found.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="16-bit kernels; cuDNN is always timed")
     found.add_argument("--warm", action="store_true")
     found.add_argument("--quick", action="store_true", help="a third of the replays, nothing between matrix products")
     found.add_argument("--out", type=Path)

@@ -210,3 +210,15 @@ def test_models_are_found_small_ones_first(tmp_path):
     (tmp_path / "middle.gguf").write_text("x" * 50)
     found = [p.name for p in all_gpu.parts({"KVBITS_MODELS": str(tmp_path)}) if p.name.startswith("accuracy")]
     assert found == ["accuracy-small", "accuracy-middle", "accuracy-large"]
+
+
+def test_what_the_decode_benchmark_reads_of_a_cache_is_there():
+    """It runs on a GPU alone: a name that moved would be seen there, and late."""
+    import dataclasses
+
+    from kvbits.cache import device_decode
+    from kvbits.cache.paged_cache import PagedCache
+
+    groups = [c for c in vars(device_decode).values() if dataclasses.is_dataclass(c) and {"numbers", "attention"} <= {f.name for f in dataclasses.fields(c)}]
+    assert len(groups) == 1
+    assert all(hasattr(PagedCache, name) for name in ("append", "crop", "step", "decoding", "led_by_host", "store_of", "seq_lens", "batch_size"))
