@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.util
+import logging
 import random
 
 import pytest
@@ -22,7 +23,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, M
 from kvbits import schemes
 from kvbits.errors import UnsupportedError
 from kvbits.integrations.huggingface import KVCache
-from kvbits.integrations.vllm.formats import FORMATS
+from kvbits.integrations.vllm import announce
+from kvbits.integrations.vllm.formats import FORMATS, NAMES
 from kvbits.ops import dispatch
 from kvbits.spec import Override, QuantSpec
 
@@ -357,3 +359,42 @@ def test_formats_are_presets_stored_token_by_token():
     for form in FORMATS.values():
         assert form.scheme.token_local
         assert dataclasses.asdict(form.scheme)["residual_length"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"raw_newest": 64, "raw_first": 64}], ids=["plain", "copies"])
+def test_the_log_says_what_is_stored_and_nothing_of_scaling_factors(engine, monkeypatch, options):
+    """vLLM sets its logging up again for every engine, which takes handlers off but leaves filters."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    records: list[logging.LogRecord] = []
+    configuration, ours = logging.getLogger("vllm.config.cache"), logging.getLogger("vllm.kvbits")
+    announce.install()
+    configuration.addFilter(seen := lambda record: records.append(record) or True)
+    ours.addFilter(seen)
+    try:
+        llm = engine("llama", "kvbits_int8_centered", additional_config={"kvbits": options})
+        configuration.info("Using %s data type .. without a proper scaling factor", "fp8")
+        configuration.info("Using %s data type .. without a proper scaling factor", "kvbits_int8")
+    finally:
+        configuration.removeFilter(seen)
+        ours.removeFilter(seen)
+    (said,) = [r.getMessage() for r in records if r.name == "vllm.kvbits"]
+    assert [r.args[0] for r in records if "scaling factor" in r.msg] == ["fp8"]
+    config = llm.llm_engine.vllm_config
+    heads, layers, width = (getattr(config.model_config.hf_config, n) for n in ("num_key_value_heads", "num_hidden_layers", "head_dim"))
+    nbytes = layers * heads * FORMATS["kvbits_int8_centered"].layout(heads, width, "float32").head_bytes // 64
+    tokens = config.cache_config.kv_cache_size_tokens
+    assert said.startswith("kvbits_int8_centered: keys ") and f"hold {tokens:,} tokens, {nbytes:,} bytes each" in said
+    assert ("the newest 64 to 127 and the first 64 tokens of each request also raw" in said) == bool(options) != ("no token raw" in said)
+
+
+def test_the_help_lists_the_dtypes():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from kvbits.integrations.vllm import register
+
+    register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    (action,) = [a for a in parser._actions if "--kv-cache-dtype" in a.option_strings]
+    assert {"auto", "fp8", *NAMES} <= set(action.metavar)
+    assert parser.parse_args(["--kv-cache-dtype", "kvbits_int4_rotated"]).kv_cache_dtype == "kvbits_int4_rotated"

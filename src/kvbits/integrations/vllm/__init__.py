@@ -7,6 +7,7 @@
     prefill    queries of many tokens: history unpacked to 16 bits, then one variable-length FlashAttention call
     options    what `--additional-config` says: raw copies of the newest pages, a scheme file
     scheme_file   each layer's format from a file
+    announce   what vLLM's help and log say about the dtypes
     selector   the backend chosen by the dtype, so that nothing else must be typed
 
 A block of vLLM is a page of kvbits: 64 tokens of a token-local format (docs/formats.md), quantized one by one as they are written. Every block is complete
@@ -43,7 +44,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from . import selector
+    from . import announce, selector
     from .formats import FORMATS, NAMES, PLACEHOLDER
 
     register_backend(AttentionBackendEnum.CUSTOM, selector.BACKEND)
@@ -51,3 +52,4 @@ def register() -> None:
         if get_kv_cache_dtype_handler(name) is None:
             register_kv_cache_dtype(name)(selector.handler(name, FORMATS[name].tag if name in FORMATS else PLACEHOLDER))
     selector.install(type(current_platform))
+    announce.install()

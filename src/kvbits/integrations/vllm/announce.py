@@ -1,0 +1,82 @@
+"""What vLLM says about the kvbits_* dtypes: its help lists them, its log says what is stored, and not that they lack scaling factors."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import Any
+
+from .formats import FORMATS, NAMES, PAGE_SIZE, SCHEME
+from .options import options_of
+
+logger = logging.getLogger("vllm.kvbits")
+"""Below vLLM's own: its level and its handlers."""
+HELP = '\n\nOf the kvbits plugin: "kvbits_*", packed pages that need no scaling factors ("kvbits_scheme": formats by layer, from a file).'
+
+
+class NoScalingFactors(logging.Filter):
+    """Drops the one message that these dtypes may cost accuracy "without a proper scaling factor": every page has scales of its own."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not ("scaling factor" in str(record.msg) and isinstance(record.args, tuple) and record.args and record.args[0] in NAMES)
+
+
+def install() -> None:
+    """In this process, once."""
+    configuration = logging.getLogger("vllm.config.cache")
+    if not any(isinstance(f, NoScalingFactors) for f in configuration.filters):
+        configuration.addFilter(NoScalingFactors())
+    _extend_help()
+    from vllm.v1.core import kv_cache_utils
+
+    for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):  # which may have taken the name before
+        original = getattr(module, "update_kv_cache_capacity", None)
+        if original is not None and not hasattr(original, "kvbits_original"):
+            module.update_kv_cache_capacity = _announced(original)  # type: ignore[union-attr]
+
+
+def _announced(original: Any) -> Any:
+    @functools.wraps(original)
+    def update_kv_cache_capacity(vllm_config: Any, kv_cache_config: Any) -> None:
+        original(vllm_config, kv_cache_config)
+        if vllm_config.cache_config.cache_dtype in NAMES:
+            logger.info("%s", summary(vllm_config, kv_cache_config))
+
+    update_kv_cache_capacity.kvbits_original = original  # type: ignore[attr-defined]
+    return update_kv_cache_capacity
+
+
+def _extend_help() -> None:
+    """vLLM computes the arguments of its command line once, from a list that plugins cannot reach; where it was loaded, they are changed in place."""
+    arguments = sys.modules.get("vllm.engine.arg_utils")
+    if arguments is None:
+        return
+    from vllm.config import CacheConfig
+
+    found = arguments._compute_kwargs(CacheConfig)["cache_dtype"]
+    found["metavar"] = sorted({*found["metavar"], *NAMES})
+    if found.get("help") and HELP not in found["help"]:
+        found["help"] += HELP
+
+
+def summary(vllm_config: Any, kv_cache_config: Any) -> str:
+    """One line: the format, what a token takes, how many fit a rank, and what is raw."""
+    cache, options = vllm_config.cache_config, options_of(vllm_config)
+    held, tokens = sum(t.size for t in kv_cache_config.kv_cache_tensors), cache.kv_cache_size_tokens
+    raw = []
+    if options.copies:
+        newest = options.raw_newest
+        first = f" and the first {options.raw_first}" if options.raw_first else ""
+        raw.append(f"the newest {newest} to {newest + PAGE_SIZE - 1}{first} tokens of each request also raw")
+    if cache.kv_cache_dtype_skip_layers:
+        raw.append(f"layers {', '.join(map(str, cache.kv_cache_dtype_skip_layers))} raw")
+    if cache.cache_dtype == SCHEME:
+        form = f"each layer as {options.scheme} says"
+    else:
+        scheme = FORMATS[cache.cache_dtype].scheme
+        form = f"keys {scheme.key!r}, values {scheme.value!r}"
+    return (
+        f"{cache.cache_dtype}: {form}; {held / 1e9:.2f} GB a rank hold {tokens:,} tokens, {held / tokens:,.0f} bytes each; "
+        f"{'; '.join(raw) or 'no token raw'}; scales are part of every page"
+    )
