@@ -4,7 +4,7 @@ result file is not edited again.
     python benchmarks/trim_results.py FOLDER ...
 
 Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later makes it null), what was written in greedy texts
-and answers (what was counted of it stays), and single layers' attention of a window (the summary has their means). Floats of items, not of summaries, keep 6
+and answered to questions (whether it was right stays), and single layers' attention of a window (the summary has their means). Floats of items, not of summaries, keep 6
 significant digits. Running it again changes nothing.
 """
 
@@ -18,7 +18,9 @@ from typing import Any
 
 from kvbits.evaluate.results import dumps, read
 
-DROPPED = ("kl_histogram", "completion", "isolation", "layers", "statistics")
+DROPPED = ("kl_histogram", "completion", "isolation", "reason", "chosen", "right_norm", "layers", "statistics")
+NEEDED = {"greedy": "tokens", "attention": "layers", "humaneval": "completion", "gsm8k": "chosen", "mmlu": "chosen", "arc": "chosen"}
+"""What a run that goes on would need of each item: a file without it says so (`trimmed`), and `kvbits eval` refuses to go on from it."""
 DIGITS = 6
 
 
@@ -37,7 +39,9 @@ def trimmed(data: dict[str, Any]) -> dict[str, Any]:
         key: {k: rounded(v) for k, v in record.items() if k not in DROPPED and not (k == "tokens" and isinstance(v, list))}
         for key, record in data["items"].items()
     }
-    return data | {"items": items}
+    needed = NEEDED.get(data["task"])
+    lacks = needed is not None and any(needed not in record for record in items.values())
+    return data | {"items": items} | ({"trimmed": [needed]} if lacks else {})
 
 
 def main() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -145,6 +148,19 @@ def test_results_of_other_settings_or_models_are_refused_not_mixed(model, tmp_pa
     path.write_text('{"format": "other"}')
     with pytest.raises(FileFormatError, match="not a result of `kvbits eval`"):
         results.read_all(tmp_path)
+
+
+def test_a_trimmed_file_is_refused_where_its_items_are_needed(model, tmp_path):
+    """benchmarks/trim_results.py leaves out what no table reads; a run that goes on would read it."""
+    run(model, tmp_path, schemes=["int8"], tasks=["fidelity", "attention"])
+    command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "trim_results.py"), str(tmp_path)]
+    said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert said["bytes_after"] < said["bytes_before"]
+    again = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert again["bytes_after"] == again["bytes_before"] == said["bytes_after"]
+    assert run(model, tmp_path, schemes=["int8"], windows=3)["fidelity"]["int8"]["windows"] == 3
+    with pytest.raises(SpecError, match=r"was trimmed for keeping \(layers left out of its items\): no run can go on from it; give another --out"):
+        run(model, tmp_path, schemes=["int8", "int4"], tasks=["attention"])
 
 
 def test_pure_decoding_reads_every_token_as_stored(model, tmp_path):

@@ -114,11 +114,13 @@ def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
 
     Raises:
         FileFormatError: a file that is not ours or is damaged.
-        SpecError: a file of another model or other settings, naming what differs.
+        SpecError: a file of another model or other settings, naming what differs, or one that was trimmed for keeping.
     """
     if not path.exists():
         return None
     old = read(path)
+    if left_out := old.get("trimmed"):
+        raise SpecError(f"{path} was trimmed for keeping ({', '.join(left_out)} left out of its items): no run can go on from it; give another --out")
     if differs := _different(header, old):
         raise SpecError(f"{path} holds results of something else: {'; '.join(differs[:3])}; give another --out, or --overwrite")
     return old
