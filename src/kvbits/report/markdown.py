@@ -481,14 +481,18 @@ def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
     return CpuSpeeds({n: f"{speed / stock:.2f}x" for n, (speed, *_) in best.items()}, {n: [run, own] for n, (_, _, own) in best.items()}, words, note)
 
 
+def runs_note(results: Results) -> str:
+    """The line under a table of all caches: of which day and commit each model's figures are."""
+    models = [m for m in results.as_used.values() if "fidelity" in m.tasks]
+    return "Runs: " + "; ".join(f"{m.title} {dated(c.run for c in _measured(m).values())}" for m in models) + "."
+
+
 def scheme_table(results: Results, benchmarks: Path | None = None) -> str:
     """Every cache on every model and what to take, between its markers."""
     columns, rows, notes = scheme_rows(results, benchmarks)
     chosen = recommendations(results, benchmarks)
     rest = [n for n in notes if n not in (LEGEND, *chosen)]
-    models = [m for m in results.as_used.values() if "fidelity" in m.tasks]
-    runs = "Runs: " + "; ".join(f"{m.title} {dated(c.run for c in _measured(m).values())}" for m in models) + "."
-    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest), runs]
+    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest), runs_note(results)]
     return _between(SCHEMES, "\n\n".join(parts))
 
 

@@ -197,7 +197,8 @@ def _passkey(cells: dict[str, Cell]) -> dict[str, Any] | None:
 def _lead(results: Results) -> str:
     names = ", ".join(dict.fromkeys(m.name for m in results.models.values()))
     what = "Key-value caches of few bits beside the 16-bit cache: what they save, and what they change"
-    return f"{what}. Measured on {names}, on the same tokens, through the real packed cache."
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    return f"{what}. Measured on {names}, on the same tokens, through the real packed cache. Weights: {markdown.weights_note(models)}."
 
 
 def _section(title: str, content: str, name: str) -> str:
@@ -262,6 +263,7 @@ def markdown_table(results: Results, benchmarks: Path | None = None) -> str:
     mass_columns, mass, said = markdown.mass_rows(results)
     mass_head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in mass_columns)
     mass_body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in mass)
+    text += f'<p class="note">{_inline(markdown.runs_note(results))}</p>'
     return f'<ul>{lead}</ul>{legend}{_table(head, body)}{text}{_table(mass_head, mass_body)}<p class="note">{_inline(said)}</p>'
 
 
