@@ -62,7 +62,7 @@ def short(shape: str) -> str:
 
 
 def decode() -> str:
-    """Whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time."""
+    """Whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time; presets that README does not name where they are of the newest commit."""
     data: Row = {"runs": {}, "rows": [], "peers": []}
     for path in sorted(RESULTS.glob("attend_decode*.json")):
         one = runs.read(path)
@@ -71,6 +71,8 @@ def decode() -> str:
     rows = {key: r for key, r in newest.items() if key[0] in (*PRESETS, *OTHERS)}
     shapes = list(dict.fromkeys(shape for name, shape in rows if name == "raw"))
     newest_run = max((rows["raw", s]["run"] for s in shapes), key=lambda r: data["runs"][r]["utc"])
+    commit = data["runs"][newest_run]["commit"]
+    rows = {key: r for key, r in rows.items() if key[0] in PRESETS or data["runs"][r["run"]]["commit"] == commit}
     times = {(p["kernel"], p["shape"]): p for p in data["peers"] if p["run"] == newest_run}
     lines = []
     for kernel, words in KERNELS.items():
