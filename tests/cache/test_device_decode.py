@@ -7,7 +7,6 @@ import ctypes
 import gc
 import itertools
 import shutil
-import subprocess
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ops import test_cuda_emulated, test_paged_attention
+from ops.emulated_build import build
 
 from kvbits import ops, schemes
 from kvbits.cache import device_decode
@@ -50,9 +50,7 @@ def compiled(source: Path, headers: list[Path], macros: dict, entry: str, thread
     (folder / "kernel.h").write_text(text)
     lines = {"SHARED_BYTES": 64, **macros, "KERNEL": entry, "NUM_THREADS": threads}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
-    options = ["-std=c++17", "-O1", "-w", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{folder}"]
-    subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "k.so")], check=True)
-    libraries[key] = ctypes.CDLL(str(folder / "k.so"))
+    libraries[key] = build(folder, ["-mf16c", "-ffp-contract=off"])
     return libraries[key]
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-from kvbits import ops
+from ops.emulated_build import build
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 needs_compiler = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
@@ -31,11 +29,8 @@ def emulate(module, kernel: str, tmp_path: Path, monkeypatch) -> None:
     def load(*key):  # what the kernel is made for, and its device
         macros = module.defines(*key[:-1]) | {"KERNEL": kernel, "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
         (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
-        library = tmp_path / f"{name}{len(list(tmp_path.glob('*.so')))}.so"
-        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
-        options += [f"-I{Path(ops.__file__).parent}", f"-I{tmp_path}"]  # numbers.h; the rest
-        subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(library)], check=True)
-        return SimpleNamespace(launch=lambda grid, threads, args, stream: ctypes.CDLL(str(library)).launch(ctypes.byref(args), grid))
+        library = build(tmp_path, ["-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
+        return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid))
 
     monkeypatch.setattr(module, "_load", load)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))

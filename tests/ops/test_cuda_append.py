@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 import shutil
-import subprocess
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ops import test_token_local as token_local
+from ops.emulated_build import build
 from ops.test_append import RUNS, store_of, tokens_of
 from ops.test_cuda_close import spec, static_of
 
@@ -46,20 +46,7 @@ def library(tmp_path_factory):
     (folder / "kernel.h").write_text(text.replace('extern "C" __global__', ""))
     macros = cuda.DEFINES | {"KERNEL": "append_tokens", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
-    options = [
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-mf16c",
-        "-fsanitize=alignment",
-        "-fsanitize-undefined-trap-on-error",
-        "-shared",
-        "-fPIC",
-        f"-I{FOLDER}",
-        f"-I{folder}",
-    ]
-    subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "append.so")], check=True)
-    return ctypes.CDLL(str(folder / "append.so"))
+    return build(folder, ["-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
 
 
 def emulated_store(folder: Path, layout: PageLayout, dtype: torch.dtype, tokens: int) -> tuple[SimpleNamespace, int]:
@@ -73,21 +60,7 @@ def emulated_store(folder: Path, layout: PageLayout, dtype: torch.dtype, tokens:
         text = text.replace(gpu_only, here_as)
     (folder / "kernel.h").write_text(text)
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "store_tokens", "NUM_THREADS": "THREADS"}).items()))
-    library = folder / f"store{len(list(folder.glob('*.so')))}.so"
-    options = [
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-mf16c",
-        "-ffp-contract=off",
-        "-fsanitize=alignment",
-        "-fsanitize-undefined-trap-on-error",
-        "-shared",
-        "-fPIC",
-        f"-I{FOLDER}",
-    ]
-    subprocess.run(["g++", *options, f"-I{folder}", str(folder / "block.cpp"), "-o", str(library)], check=True)
-    made = ctypes.CDLL(str(library))
+    made = build(folder, ["-mf16c", "-ffp-contract=off", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
     return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ops.cpu_cases import RAW, banded, static_params
+from ops.emulated_build import build
 
 from kvbits import ops, schemes
 from kvbits.errors import DataError
@@ -56,9 +56,7 @@ def compiled(macros, folder, kind="close", entry="close_banded", source=None):
     (folder / "kernel.h").write_text(text)
     lines = macros | {"KERNEL": entry, "NUM_THREADS": "THREADS"}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
-    options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{folder}"]
-    subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "close.so")], check=True)
-    libraries[key] = ctypes.CDLL(str(folder / "close.so"))
+    libraries[key] = build(folder, ["-mf16c", "-mfma", "-ffp-contract=off"])
     return libraries[key]
 
 

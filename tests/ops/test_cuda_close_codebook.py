@@ -6,13 +6,13 @@ import ctypes
 import dataclasses
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from ops.emulated_build import build
 
 from kvbits import ops, schemes
 from kvbits.errors import DataError
@@ -112,9 +112,7 @@ def emulated(monkeypatch, tmp_path):
         text = text.replace("Shared& shared = *reinterpret_cast<Shared*>(shared)", "Shared& shared = *reinterpret_cast<Shared*>(::shared)")
         (tmp_path / "kernel.h").write_text(text)
         (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_codebook", "NUM_THREADS": "THREADS"}).items()))
-        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{tmp_path}", "-D__CUDA_ARCH__=900"]
-        subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(tmp_path / "close.so")], check=True)
-        library = ctypes.CDLL(str(tmp_path / "close.so"))
+        library = build(tmp_path, ["-mf16c", "-mfma", "-D__CUDA_ARCH__=900"])
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
     monkeypatch.setattr(cuda_codebook, "_load", load)

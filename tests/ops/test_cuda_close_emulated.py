@@ -9,13 +9,13 @@ import ctypes
 import os
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from ops.emulated_build import build
 from ops.test_cuda_close import HEADS, RAW, pairs, spec, static_of, ugly
 
 from kvbits import ops
@@ -51,11 +51,8 @@ def emulated(monkeypatch, tmp_path):
             text = text.replace(gpu_only, here_as)
         (tmp_path / "kernel.h").write_text(text)
         (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_pages", "NUM_THREADS": "THREADS"}).items()))
-        library = tmp_path / f"close{len(list(tmp_path.glob('*.so')))}.so"
         # No fused multiply-add: the kernel asks for separate roundings where they matter, and a GPU has none to fuse in what is left.
-        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC", f"-I{FOLDER}", f"-I{tmp_path}"]
-        subprocess.run(["g++", *options, str(tmp_path / "block.cpp"), "-o", str(library)], check=True)
-        made = ctypes.CDLL(str(library))
+        made = build(tmp_path, ["-mf16c", "-ffp-contract=off"])
         return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
     monkeypatch.setattr(cuda, "_load", load)

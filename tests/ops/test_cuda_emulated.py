@@ -10,7 +10,6 @@ import dataclasses
 import os
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from ops.cuda_cases import Case, build, relative_error
+from ops.emulated_build import build as build_emulated
 from ops.test_cuda_attend import LIMIT, TIERED, asked, both, spec
 from ops.test_cuda_kvquant import direct, of, static
 
@@ -51,20 +51,7 @@ def compiled(kernel, folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
         text = text.replace(gpu_only, "")
     (folder / "kernel.h").write_text(text)
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (*kernel.defines, ("KERNEL", "attend"), ("NUM_THREADS", kernel.threads))))
-    options = [
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-mf16c",
-        "-mfma",
-        "-shared",
-        "-fPIC",
-        f"-I{FOLDER}",
-        f"-I{folder}",
-        f"-D__CUDA_ARCH__={10 * (10 * capability[0] + capability[1])}",
-    ]
-    subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(folder / "attend.so")], check=True)
-    return ctypes.CDLL(str(folder / "attend.so"))
+    return build_emulated(folder, ["-mf16c", "-mfma", f"-D__CUDA_ARCH__={10 * (10 * capability[0] + capability[1])}"])
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ import torch
 from ops import test_cuda_emulated
 from ops.cpu_cases import static_params
 from ops.cuda_cases import relative_error
+from ops.emulated_build import build
 
 from kvbits import ops, schemes
 from kvbits.errors import DataError, SpecError
@@ -46,10 +46,7 @@ def list_library(tmp_path_factory):
     for parts in (1, 2, 3, 4):
         lines = {"THREADS": 64, "SHARED_BYTES": 200_000, "KERNEL": "work_list", "NUM_THREADS": "THREADS", "NUM_PARTS": parts}
         (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
-        made = folder / f"list{parts}.so"
-        options = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-shared", "-fPIC", f"-I{folder}"]
-        subprocess.run(["g++", *options, str(folder / "block.cpp"), "-o", str(made)], check=True)
-        libraries[parts] = ctypes.CDLL(str(made))
+        libraries[parts] = build(folder, ["-mf16c", "-mfma"])
     return libraries
 
 

@@ -2,6 +2,8 @@
 #include "defines.h"
 #include "ptx.cuh"
 
+#include <sys/mman.h>
+
 Block block;
 alignas(1024) unsigned char shared[SHARED_BYTES];
 #include "kernel.h"
@@ -9,6 +11,31 @@ alignas(1024) unsigned char shared[SHARED_BYTES];
 static const Args* arguments;
 /// The last thread goes first: what a missing barrier leaves to chance then comes out differently.
 static const bool reversed = getenv("KVBITS_EMULATE_REVERSED") != nullptr;
+
+asm(R"(
+.text
+.hidden switch_stacks
+.globl switch_stacks
+.type switch_stacks, @function
+switch_stacks:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+
+constexpr size_t STACK = 256 << 10;
 
 static void thread() {
   KERNEL(*arguments);
@@ -19,25 +46,26 @@ static void thread() {
 extern "C" void launch(const Args* args, int blocks) {
   arguments = args;
   const int threads = NUM_THREADS;
+  static unsigned char* const stacks = (unsigned char*)mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (stacks == MAP_FAILED) fail("no memory for stacks", threads);
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
     memset(shared, 0xff, sizeof shared);
     block.warps.assign(NUM_THREADS / 32, {});
     block.transactions.assign(SHARED_BYTES / 8, {});
     for (Barrier& b : block.barriers) b = {};
-    block.fibers = std::vector<Fiber>(threads);
-    for (Fiber& f : block.fibers) {
-      f.stack.resize(256 << 10);
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = f.stack.data();
-      f.context.uc_stack.ss_size = f.stack.size();
-      makecontext(&f.context, thread, 0);
+    block.fibers.assign(threads, {});
+    for (int i = 0; i < threads; ++i) {  // as if `thread` had been called and had not begun
+      void** top = (void**)(stacks + (i + 1) * STACK);
+      top[-1] = nullptr;
+      top[-2] = (void*)thread;
+      block.fibers[i].stands = top - 8;
     }
     for (int left = threads; left;) {
       left = 0;
       for (int i = 0; i < threads; ++i) {
         block.current = reversed ? threads - 1 - i : i;
         Fiber& f = block.fibers[block.current];
-        if (!f.done) swapcontext(&block.scheduler, &f.context);
+        if (!f.done) switch_stacks(&block.scheduler, f.stands);
         left += !f.done;
       }
     }

@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <utility>
@@ -46,9 +45,9 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 
 // ---- threads
 
+/// A stack of its own, x86-64: where it stands while another fiber runs. No system call, which swapcontext makes: emulation is mostly switches.
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
+  void* stands;
   bool done;
 };
 struct Warp {
@@ -67,7 +66,7 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<TransactionBarrier> transactions;
   Barrier barriers[3];
-  ucontext_t scheduler;
+  void* scheduler;
   int current;
 };
 extern Block block;
@@ -75,7 +74,9 @@ extern unsigned char shared[];
 struct { struct { operator unsigned() const { return block.current; } } x; } threadIdx;
 struct { int x; } blockIdx, blockDim;
 
-inline void yield() { swapcontext(&block.fibers[block.current].context, &block.scheduler); }
+/// Keeps the registers that a function must, notes where this stack stands and goes on with another one.
+extern "C" void switch_stacks(void** from, void* to) __attribute__((visibility("hidden")));
+inline void yield() { switch_stacks(&block.fibers[block.current].stands, block.scheduler); }
 inline Warp& my_warp() { return block.warps[block.current / 32]; }
 inline int my_lane() { return block.current % 32; }
 

@@ -1,0 +1,50 @@
+"""Kernels compiled for a CPU (tests/ops/emulated): equal ones once, also for other workers and for later runs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbits import ops
+
+FOLDER = Path(ops.__file__).parent
+MADE = Path(__file__).parents[2] / "build" / "emulated"
+"""Libraries by what they are made of."""
+KEPT = 3 * 86_400
+"""Seconds that a library stays without being asked for."""
+
+
+@functools.cache
+def _compiler() -> str:
+    """The compiler's version, and what its options find outside the kernel's own folder. Old libraries go."""
+    MADE.mkdir(parents=True, exist_ok=True)
+    for path in MADE.iterdir():
+        if path.stat().st_mtime < time.time() - KEPT:
+            path.unlink(missing_ok=True)
+    headers = [p.read_text() for p in sorted(FOLDER.glob("*.h"))]
+    return "\n".join([subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout, *headers])
+
+
+def build(folder: Path, options: Sequence[str]) -> ctypes.CDLL:
+    """block.cpp of `folder`, which holds what it includes but for numbers.h, as a library.
+
+    Raises:
+        subprocess.CalledProcessError: it does not compile; the compiler has said why.
+    """
+    sources = sorted(p for p in folder.iterdir() if p.suffix in (".h", ".cuh", ".cpp"))
+    key = hashlib.sha256("\0".join([_compiler(), *options, *(x for p in sources for x in (p.name, p.read_text()))]).encode()).hexdigest()
+    made = MADE / f"{key[:40]}.so"
+    if made.exists():
+        os.utime(made)
+    else:
+        part = MADE / f"{key[:40]}.{os.getpid()}"
+        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *options, f"-I{FOLDER}", f"-I{folder}", str(folder / "block.cpp"), "-o", str(part)]
+        subprocess.run(command, check=True)
+        part.rename(made)
+    return ctypes.CDLL(str(made))
