@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,16 +231,50 @@ def test_ragged_queries_windows_and_caps(options, gpu):
     check(cache, gpu.max_pages, query_lens=lens, **options)
 
 
-def test_page_numbers_out_of_range_read_no_other_memory(gpu):
-    """Entries past a sequence's pages are poison everywhere above; here one that is read is."""
+@pytest.fixture
+def guarded():
+    """guarded(pages, at_end): a copy of them in memory that ends (begins) where the next 64 MiB (those before) may not be touched."""
+    libc, size, made = ctypes.CDLL(None, use_errno=True), 64 << 20, []
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes, libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], [ctypes.c_void_p, ctypes.c_size_t]
+
+    def copy(pages, at_end):
+        room = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole = libc.mmap(None, room + 2 * size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        assert whole not in (None, ctypes.c_void_p(-1).value), ctypes.get_errno()
+        made.append((whole, room + 2 * size))
+        assert libc.mprotect(whole + size, room, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+        first = whole + size + (room - pages.nbytes if at_end else 0)
+        mine = torch.frombuffer((ctypes.c_uint8 * pages.nbytes).from_address(first), dtype=torch.uint8).view(pages.shape)
+        return mine.copy_(pages)
+
+    yield copy
+    for address, nbytes in made:
+        libc.munmap(address, nbytes)
+
+
+def test_page_numbers_out_of_range_read_no_other_memory(gpu, guarded):
+    """Entries past a sequence's pages are poison everywhere above; here one that is read is, and so are lengths. Pages lie beside memory whose touch ends the
+    process and between those of two other layers, which are NaN: what is read of a bad sequence are numbers of this layer's pages, and the sound ones are right."""
     gpu.max_pages = [6]
-    for poison in (-1, 2**31 - 1, -(2**31)):
+    sound = Cache(**CASES["one part"])
+    total = len(sound.pages[0])
+    for poison in (-1, total, 2**31 - 1, -(2**31)):
         cache = Cache(**CASES["one part"], poison=poison)
         cache.tables[0][0, cache.offsets[0][0] + 2] = poison
+        wide = torch.full((total, 3, *cache.pages[0].shape[1:]), 0xFF, dtype=torch.uint8)
+        wide[:, 1] = cache.pages[0]
         own = paged_attention.plan(cache.layouts, max_pages=[6], batch_size=5, num_q_heads=4, dtype=torch.bfloat16, device="cpu")
-        own.bind(0, cache.pages)
-        own.update(cache.tables, [torch.tensor([333, 2**31 - 1, -5, 64, 1], dtype=torch.int32)], offsets=[torch.zeros(5, dtype=torch.int32)])
-        own.run(torch.randn(5, 1, 4, D).bfloat16())
+        # The pages of the last layer before the end, those of the first one behind the beginning.
+        end = poison > 0
+        own.bind(0, [guarded(wide[:, :2] if end else wide[:, 1:], end)[:, 1 if end else 0]])
+        own.update(cache.tables, [torch.tensor([333, 2**31 - 1, -5, 64, 1], dtype=torch.int32)], offsets=cache.offsets)
+        q = torch.randn(5, 1, 4, D).bfloat16()
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
+        own.run(q, 0, out=out, lse=lse)
+        assert torch.isfinite(out).all() and not lse.isnan().any(), poison
+        assert not out[2].any() and torch.isneginf(lse[2]).all(), "fewer tokens than none are none"
+        assert relative_error(out[3:], sound.want(q)[0][3:]) < LIMIT, poison
 
 
 def lists(batch, parts, *, blocks, repeats=4, num_queries=1, window=2**30, lens=None, library):
