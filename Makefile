@@ -1,8 +1,11 @@
 # make demo   set up an environment and run the main job on an embedded real model, offline after the installation
+# make quick  lint, types, spec, quantization, contracts and the CPU kernels: the tests to run before each commit
 # make test   set up an environment, lint, and run every test
+# make test-gpu   the tests that need a GPU; the pass is recorded in benchmarks/results/gpu_tests.json
+# make thorough   random tests with 1,000 examples each (a machine of random operations with 300), other ones each time; KVBITS_CPU_TIER=avx2 for another tier
 # make lint   style, format and types
 # make test-wheel   build the wheel and test what users get: installed, without the source tree and without a compiler
-# make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails on spills (NVRTC, no GPU; an hour and more)
+# make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails where one spills more than its test states, and prints what is spilt (NVRTC, no GPU; an hour and more)
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +13,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 MODEL = $(VENV)/.model
 
-.PHONY: setup demo lint test test-wheel kernels test-sanitized clean
+.PHONY: setup demo lint quick test test-gpu thorough test-wheel kernels test-sanitized clean
 
 setup: $(STAMP) $(MODEL)
 
@@ -34,8 +37,17 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 
+quick: lint
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/test_*.py tests/quant tests/contracts tests/ops/test_cpu_*.py --durations=10
+
 test: setup lint
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10
+
+test-gpu: setup
+	$(BIN)/python tests/run_gpu.py
+
+thorough: setup
+	KVBITS_HYPOTHESIS=thorough $(BIN)/python -m pytest -q -n 2 --dist worksteal -m hypothesis --timeout=0 --durations=10
 
 test-wheel: setup
 	PYTHON=$(abspath $(BIN)/python) tests/run_installed.sh

@@ -39,3 +39,21 @@ def few_threads():
 def seeded():
     torch.manual_seed(0)
     np.random.seed(0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What kernels keep in local memory, beside what their tests state."""
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    rows = sorted(
+        {
+            (*found, r.nodeid.split("::")[1])
+            for r in reports
+            if r.when == "call"
+            for name, found in map(tuple, r.user_properties)
+            if name == "spilt" and found[1]
+        }
+    )
+    if rows:
+        terminalreporter.section("bytes that CUDA kernels spill to local memory")
+        for kernel, nbytes, most, test in rows:
+            terminalreporter.line(f"{nbytes:6} of {most:5} stated  {kernel}, {test}")

@@ -24,8 +24,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-LIMITS = {"bf16": 0.02, "kvbits_int8": 0.08, "kvbits_int8_centered": 0.08, "fp8": 0.4}
-"""Mean distance between log-probabilities of decoding and prefill; 0.8 where not named."""
+LIMITS = {
+    "bf16": {"prefill": 0.015, "again": 0.006, "eager": 0.006, "speculation": 0.007, "draft model": 0.007, "compiled": 0.015},
+    "kvbits_int8_centered": {"prefill": 0.06, "again": 0.014, "eager": 0.0002, "speculation": 0.028, "draft model": 0.032, "compiled": 0.04},
+    "kvbits_int4_rotated": {"prefill": 0.6, "again": 0.06, "eager": 0.0004, "speculation": 0.055, "draft model": 0.06, "compiled": 0.06},
+}
+"""Largest mean distance of log-probabilities by dtype and check: 3 to 4 times what an H200 measured. That was, for bf16, int8_centered and int4_rotated: prefill 0.0043,
+0.0165, 0.1805; again 0.0017, 0.0039, 0.0181; eager -, 0.0000, 0.0001; speculation 0.0019, 0.0078, 0.0162; draft model -, 0.0090, 0.0175; compiled -, 0.0112, -. Where it
+measured nothing (-) a neighbouring check's limit holds."""
+COPIED = {"prefill": 0.25, "covered": 0.04}
+"""The same with raw copies of the first page and the newest two, over all tokens (0.0713 measured) and over sequences that the copies hold whole (0.0116)."""
 
 
 def saved_model(path: Path, head_dim: int) -> Path:
@@ -125,9 +133,13 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--engine", type=json.loads, default={}, help="more options of all engines, JSON")
+    parser.add_argument("--like", choices=LIMITS, help="whose limits hold for a dtype that has none of its own: the one of as many bits")
     parser.add_argument("--only", nargs="*", default=["eager", "speculation", "draft model", "compiled", "offload"])
     args = parser.parse_args()
     dtype = args.kv_cache_dtype
+    if (args.like or dtype) not in LIMITS:
+        parser.error(f"no limits for --kv-cache-dtype {dtype}; name the dtype whose limits hold: --like {' | '.join(LIMITS)}")
+    limits = LIMITS[args.like or dtype]
     path = saved_model(Path(tempfile.mkdtemp()), args.head_dim)
     g = torch.Generator().manual_seed(1)
     lengths = (1, 5, 63, 64, 65, 127, 128, 300, 700, 767, 768, 769, 1500, 2000, 17, 1000)
@@ -154,8 +166,9 @@ def main() -> None:
     say(check="again, from the prefix cache", cached_tokens=hits, mean_distance=round(far, 4), same_tokens=round(same, 3))
     close(llm)
     assert hits > 5000, "no prefix hits"
-    assert apart < LIMITS.get(dtype, 0.8), "decoding reads other numbers than prefill"
-    assert not copies or whole < LIMITS["bf16"], "copies of all tokens are not the model's own numbers"
+    assert apart < (min(limits["prefill"], COPIED["prefill"]) if copies else limits["prefill"]), f"decoding reads other numbers than prefill: {apart}"
+    assert not copies or whole < COPIED["covered"], f"copies of all tokens are not the model's own numbers: {whole}"
+    assert far < limits["again"], f"the prefix cache gives other numbers: {far}"
     others: dict[str, dict[str, Any]] = {
         "eager": {"enforce_eager": True, "compilation_config": {"mode": 0}},
         "speculation": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}},
@@ -169,7 +182,7 @@ def main() -> None:
         far, same = distance(first, generate(llm, prompts, args.tokens))
         say(check=f"graphs against {name}", mean_distance=round(far, 4), same_tokens=round(same, 3))
         close(llm)
-        assert far < LIMITS.get(dtype, 0.8), f"graphs and {name} differ"
+        assert far < limits[name], f"graphs and {name} differ: {far}"
     for connector in CONNECTORS if "offload" in args.only else ():
         tokens, far, same = reloaded(path, dtype, [p for p in prompts if len(p) >= 128], connector, args.engine)
         say(check=f"back from host memory, {connector}", loaded_tokens=tokens, mean_distance=far, same_tokens=same)
