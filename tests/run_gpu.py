@@ -22,9 +22,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
-
-import result_file  # noqa: E402
+sys.path.insert(0, str(ROOT / "src"))
 
 from kvbits import runs  # noqa: E402
 
@@ -87,9 +85,8 @@ def run(files: list[str], out: Path, options: list[str], argv: list[str]) -> int
     code = int(pytest.main([*(files or [str(ROOT / f) for f in FILES]), "-q", "-k", "not emulated", "--durations=10", *options], plugins=[tally]))
     row: dict[str, Any] = {"run": record["id"], "all_files": not files, "exit_code": code, "seconds": round(time.monotonic() - began)}
     row |= {kind: tally.counts[kind] for kind in ("passed", "failed", "skipped")} | {"failures": tally.failures[:LISTED], "skips": dict(tally.reasons)}
-    before = runs.read(out) if out.exists() else {"runs": {}, "rows": []}
     out.parent.mkdir(parents=True, exist_ok=True)
-    result_file.write({"runs": before["runs"] | {record["id"]: record}, "rows": [*before["rows"], row]}, out)
+    runs.add({"runs": {record["id"]: record}, "rows": [row]}, out)
     where = f"{record['gpu']['name']}, driver {record['gpu']['driver']}" if record["gpu"] else "no GPU"
     print(f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped in {row['seconds']} s on {where} at {record['commit']}: {out}")
     return code
