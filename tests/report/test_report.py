@@ -191,8 +191,9 @@ REPORT = "run: kvbits report benchmarks/results/eval --benchmarks benchmarks/res
         ("README.md", lambda: markdown.preset_table(collect(RESULTS), BENCHMARKS)),
         ("README.md", lambda: markdown.milliseconds_table(BENCHMARKS)),
         ("docs/evaluation.md", lambda: markdown.scheme_table(collect(RESULTS), BENCHMARKS)),
+        ("docs/evaluation.md", lambda: markdown.length_table(BENCHMARKS)),
     ],
-    ids=["presets", "milliseconds", "schemes"],
+    ids=["presets", "milliseconds", "schemes", "lengths"],
 )
 def test_the_committed_tables_are_what_the_command_writes(file, made):
     text = (ROOT / file).read_text()
@@ -228,6 +229,20 @@ def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder
         markdown.preset_table(results, tmp_path)
 
 
+def test_the_table_of_lengths_has_the_worst_token_and_what_was_read_raw_beside_each_mean(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(markdown, "SHOWN", ("raw", "int4", "nuq4"))
+    for name, model in ((markdown.SHORT, "tiny"), (markdown.LONG, "tiny-float32"), (markdown.LONG, "tiny")):
+        shutil.copytree(folder / model, tmp_path / name / model)
+    arithmetic, measured = markdown.length_table(tmp_path).split("Measured:\n\n")
+    assert "| `int4` | 32% | 35% | 51% | 6% | 7% | 11% |" in arithmetic and "| `raw` | 100% |" in arithmetic
+    columns, _, *rows, _, note, _ = measured.splitlines()
+    assert columns == "| model, tokens of a window | cache | KL | worst KL | at token | above 1 nat | read raw | perplexity |"
+    assert [row.split(" | ")[1] for row in rows] == ["`raw`", "`int4`"] * 2, "the finer dtype where there are two"
+    s = collect(folder).models["tiny"].tasks["fidelity"]["int4"].summary
+    assert rows[1].startswith(f"| tiny, 220 | `int4` | {s['kl_mean']:.5f} | {s['kl_max']:.3f} | {s['kl_worst']} | {s['kl_lost']:.2%} | {s['read_raw']:.2%} | ")
+    assert "tiny, float32: 2 windows of 220 tokens spread over t, fed in chunks of 32, float32. Runs: of " in note
+
+
 def test_no_results_is_an_error(tmp_path):
     with pytest.raises(SpecError, match="holds no results"):
         collect(tmp_path)
@@ -239,7 +254,7 @@ def test_the_command_writes_every_kind(folder, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(markdown, "SHOWN", ("raw", "int8", "kivi2"))
     (tmp_path / "R.md").write_text(markers(markdown.TABLE) + markers(markdown.MILLISECONDS))
-    (tmp_path / "T.md").write_text(markers(markdown.SCHEMES))
+    (tmp_path / "T.md").write_text(markers(markdown.SCHEMES) + markers(markdown.LENGTHS))
     args = [
         "report",
         folder,

@@ -28,7 +28,9 @@ def report(
     readme: Annotated[
         Path | None, typer.Option(help="File whose tables of presets and of milliseconds are rewritten; needs --benchmarks.", show_default=False)
     ] = None,
-    table: Annotated[Path | None, typer.Option(help="File whose table of every cache on every model is rewritten.", show_default=False)] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="File whose tables of every cache on every model, and with --benchmarks of lengths, are rewritten.", show_default=False)
+    ] = None,
     benchmarks: Annotated[Path | None, typer.Option(help="Folder benchmarks/results, for speeds.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
@@ -67,6 +69,8 @@ def report(
         _rewrite(readme, tables.milliseconds_table(benchmarks), written)
     if table is not None:
         _rewrite(table, tables.scheme_table(found, benchmarks), written)
+        if benchmarks is not None:
+            _rewrite(table, tables.length_table(benchmarks), [])
     if png is not None:
         written += [str(p) for p in figures(found, png)]
     if as_json:

@@ -1,7 +1,7 @@
 """Markdown tables, and which scheme to take: all of it computed from results, by rules that stand here.
 
-The README's table is what `preset_table` gives for benchmarks/results, that of docs/evaluation.md what `scheme_table` gives; `kvbits report DIR --benchmarks ..
---readme README.md --table docs/evaluation.md` puts them there, and a test holds them equal.
+The README's table is what `preset_table` gives for benchmarks/results, those of docs/evaluation.md what `scheme_table` and `length_table` give; `kvbits
+report DIR --benchmarks .. --readme README.md --table docs/evaluation.md` puts them there, and a test holds them equal.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import schemes
 from ..errors import SpecError
+from ..evaluate.fidelity import DECODING_CHUNK, read_raw
 from ..runs import dated, read
 from ..schemes import PRESETS, weak_to_key_bias
 from ..spec import CacheSpec, LayerGeometry
@@ -23,14 +24,16 @@ LEGEND = (
     "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows, then the KL divergence between the two "
     "caches' next-token probabilities in nats (0: the same)."
 )
-SCHEMES, TABLE, MILLISECONDS = ("scheme-table", "preset-table", "milliseconds-table")
-"""Names of the places for `scheme_table`, `preset_table` and `milliseconds_table`."""
+SCHEMES, TABLE, MILLISECONDS, LENGTHS = ("scheme-table", "preset-table", "milliseconds-table", "length-table")
+"""Names of the places for `scheme_table`, `preset_table`, `milliseconds_table` and `length_table`."""
 SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 """Presets of `preset_table`: lossless, then by bits."""
 HELD_AT = 8192
 """Tokens at which `preset_table` states the bits that a cache holds: first and newest tokens in 16 bits among them."""
 HEAD_DIM = 128
 """Channels of a head for which `preset_table` states bits: most models above a billion parameters."""
+NARROW = 64
+"""Channels of a head of the small models that most is measured on."""
 CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits", 0.0, 3.9))
 """Bits per element at long context that compete with each other for a recommendation."""
 
@@ -361,8 +364,8 @@ def milliseconds_table(benchmarks: Path) -> str:
     return _between(MILLISECONDS, "\n\n".join([table(["", *(label for label, *_ in TOKENS)], rows), note]))
 
 
-LONG = "eval-8192"
-"""Folder beside the results, of `kvbits eval --tasks fidelity --length 8192 --chunk 16`."""
+SHORT, LONG = "eval-1024", "eval-8192"
+"""Folders beside the results, of `kvbits eval --tasks fidelity --length 1024` and `--length 8192`, in chunks of 16."""
 UNMEASURED = "not measured"
 
 
@@ -374,7 +377,7 @@ def preset_table(results: Results, benchmarks: Path) -> str:
     """
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     longer = collect(benchmarks / LONG) if (benchmarks / LONG).is_dir() else None
-    at_length = {} if longer is None else {k: m for k, m in longer.as_used.items() if "fidelity" in m.tasks}
+    at_length = {} if longer is None else {k: m for k, m in longer.finest.items() if "fidelity" in m.tasks}
     gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], cpu_speeds(results, benchmarks)
     columns = [
         "preset", f"bits held at {HELD_AT:,} tokens", "worst KL at 1,024", f"worst KL at {HELD_AT:,}", "GPU, worst to best", f"CPU{cpu.instructions}", "vLLM",
@@ -494,6 +497,46 @@ def scheme_table(results: Results, benchmarks: Path | None = None) -> str:
     rest = [n for n in notes if n not in (LEGEND, *chosen)]
     parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest), runs_note(results)]
     return _between(SCHEMES, "\n\n".join(parts))
+
+
+def length_table(benchmarks: Path) -> str:
+    """What chunks and lengths leave of the raw tokens that are read; then KL as decoding reads, at two lengths, with the worst token and what was read raw
+    beside each mean; between its markers.
+
+    Args:
+        benchmarks: the folder benchmarks/results, with folders `SHORT` and `LONG`; what is not there has no rows.
+    """
+    columns = ["model, tokens of a window", "cache", "KL", "worst KL", "at token", "above 1 nat", "read raw", "perplexity"]
+    rows, how, made = [], [], []
+    texts: dict[str, None] = {}
+    for folder in (benchmarks / name for name in (SHORT, LONG) if (benchmarks / name).is_dir()):
+        for m in collect(folder).finest.values():
+            cells = m.tasks["fidelity"]
+            how.append(f"{m.title}: {conditions(m)}")
+            for name in (name for name in SHOWN if name in cells):
+                s, c = cells[name].summary, cells[name]
+                texts |= {c.info["calibration"]["text"]: None} if "calibration" in c.info else {}
+                made += list(c.runs.values())
+                at = "" if s["kl_worst"] is None else f"{s['kl_worst']:,}"
+                rows.append(
+                    [f"{m.name}, {c.settings['length']:,}", f"`{name}`", f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}", at, _percent(s["kl_lost"]),
+                     _percent(s["read_raw"]), _change(s)]
+                )  # fmt: skip
+    calibrated = f" Calibrated on {', '.join(texts)}." if texts else ""
+    note = f"{'; '.join(how)}.{calibrated} Runs: {dated(made)}." if made else ""
+    said = f"Share of the tokens that attention read in 16 bits, heads of {NARROW}, every layer with full attention (arithmetic, no measurement):"
+    return _between(LENGTHS, "\n\n".join([said, _read_raw(), "Measured:", table(columns, rows), note]))
+
+
+def _read_raw() -> str:
+    """How much of what a window reads is raw, by its length and the tokens of a pass."""
+    passes = {"one by one": 1, f"chunks of {DECODING_CHUNK}": DECODING_CHUNK, "chunks of 128": 128}
+    columns = ["windows of", *(f"{length:,}, {how}" for length in (1024, HELD_AT) for how in passes)]
+    rows = []
+    for name in SHOWN:
+        spec = CacheSpec(scheme=schemes.get(name, head_dim=NARROW), layers=(LayerGeometry(num_kv_heads=1, head_dim=NARROW),))
+        rows.append([f"`{name}`", *(f"{read_raw(spec, length, chunk=chunk):.0%}" for length in (1024, HELD_AT) for chunk in passes.values())])
+    return table(columns, rows)
 
 
 def _between(name: str, part: str) -> str:
