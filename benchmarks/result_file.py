@@ -57,6 +57,9 @@ def this_run() -> dict[str, Any]:
     return runs.record(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]) | {"facts": {}}
 
 
+this_run()  # now: the code is what has just been loaded, and the time that of the start
+
+
 def command() -> str:
     """What was typed."""
     return shlex.join(this_run()["argv"])

@@ -403,7 +403,7 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         rows.append([f"`{name}`", f"{held:.2f}", short, long, on_gpu, cpu.cells.get(name, UNMEASURED), "yes" if _in_vllm(name) else "no", needs])
     rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
     notes = [
-        *_unfit_notes(models, SHOWN), f"The models' weights are {weights_note(models)}.",
+        *_unfit_notes(models, SHOWN), f"Heads of {_head_widths(models)} channels. The models' weights are {weights_note(models)}.",
         *([f"GPU: over the fastest 16-bit kernel of the same shape and run ({rivals})."] if rivals else []), *([cpu.note] if cpu.note else []),
         "Runs: " + "; ".join(f"{column} {dated(some)}" for column, some in made.items() if some) + "."
     ]  # fmt: skip
@@ -429,6 +429,15 @@ def weights_note(models: dict[str, Model]) -> str:
         by_format.setdefault(found["format"] if found else "not recorded", []).append(m.name)
     listed = "; ".join(f"{', '.join(names)}: {how}" for how, names in by_format.items())
     return f"of 4 bits, unpacked, not the originals' ({listed})" if four else listed
+
+
+def _head_widths(models: dict[str, Model]) -> str:
+    """Channels of a head of each model: bits of a preset depend on them a little."""
+    widths: dict[str, list[str]] = {}
+    for m in models.values():
+        dims = dict.fromkeys(d for c in _measured(m).values() for d in c.info.get("head_dims", []))
+        widths.setdefault(" and ".join(map(str, dims)) or "?", []).append(m.name)
+    return ", ".join(f"{dims} ({', '.join(names)})" for dims, names in widths.items())
 
 
 def _in_vllm(name: str) -> bool:
