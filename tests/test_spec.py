@@ -249,6 +249,11 @@ def test_overrides_of_nothing_are_refused():
         Override(layers=(), key=RAW, value=RAW)
 
 
+def test_a_page_has_one_low_plane():
+    with pytest.raises(SpecError, match="2 tiers, but a page has one low plane at most; use one Tier"):
+        dataclasses.replace(PRESETS["tiered"], tiers=(Tier(num_tokens=1024), Tier(num_tokens=2048)))
+
+
 @pytest.mark.parametrize("name", ["klt4", "klt3", "klt2"])
 def test_klt_schemes_take_no_tiers(name):
     with pytest.raises(SpecError, match=r"banded keys have no low planes: at equal bits klt4 alone is more accurate and faster; use tiers=\(\)"):

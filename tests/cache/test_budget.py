@@ -49,31 +49,31 @@ def reference(x: torch.Tensor, held: list[list[int]], dropped: int = 0) -> Paged
     cache = PagedCache(ELASTIC)
     append(cache, x)
     for row, kept in enumerate(held):
-        cache.groups[0].set_zones(row, [sum(n > 1 for n in kept), sum(n > 0 for n in kept)], ELASTIC.scheme.residual_length)
+        cache.groups[0].set_zones(row, [sum(n > 0 for n in kept)], ELASTIC.scheme.residual_length)
     return cache
 
 
 @pytest.mark.parametrize("chunk", [64, 200, 1000])
 def test_it_starts_wide_gives_back_the_oldest_first_and_ends_narrow(chunk):
     x = tokens(12_000)
-    cache = PagedCache(ELASTIC, budget=700_000)
+    cache = PagedCache(ELASTIC, budget=900_000)
     append(cache, x[:, :, :1000])
-    assert set(planes(cache)) == {2} and cache.budget.given_back == [0, 0]
+    assert set(planes(cache)) == {1} and cache.budget.given_back == [0]
     assert "every page has all its bits" in cache.explain()["notes"][-1]
-    seen, end = {2}, 1000
+    seen, end = {1}, 1000
     while end + chunk <= x.shape[2]:
         try:
             append(cache, x[:, :, end : end + chunk])
         except PoolFullError as error:
-            assert f"a cache with a budget of 700.00 kB, now of {end} tokens, was given 1 x {chunk} tokens more: even with every page in its fewest" in str(
+            assert f"a cache with a budget of 900.00 kB, now of {end} tokens, was given 1 x {chunk} tokens more: even with every page in its fewest" in str(
                 error
             )
             break
         end += chunk
         now = planes(cache)
-        assert now == sorted(now) and cache.nbytes <= 700_000 and cache.seq_lens == [end]
+        assert now == sorted(now) and cache.nbytes <= 900_000 and cache.seq_lens == [end]
         seen |= set(now)
-    assert seen >= {0, 1, 2} and "low planes given back: " in cache.explain()["notes"][-1]
+    assert seen == {0, 1} and "low planes given back: " in cache.explain()["notes"][-1]
     if chunk == 64:
         assert set(planes(cache)) == {0}
     for layer in range(2):
@@ -81,20 +81,20 @@ def test_it_starts_wide_gives_back_the_oldest_first_and_ends_narrow(chunk):
             assert torch.equal(mine, theirs)
 
 
-def test_it_holds_three_times_what_eight_bits_hold():
+def test_it_holds_nearly_twice_what_eight_bits_hold():
     layers = (LayerGeometry(num_kv_heads=2, head_dim=128),)
     spec = CacheSpec(scheme=schemes.elastic(layers), layers=layers, raw_dtype="float16")
     budget = 8_000_000
     eight = planner.max_context(CacheSpec(scheme=schemes.get("int8", head_dim=128), layers=layers, raw_dtype="float16"), budget, 1)
     cache, x = PagedCache(spec, budget=budget), torch.randn(2, 1, 1024, 2, 128).half()
     held = 0
-    while held < 4 * eight:
+    while held < 3 * eight:
         try:
             append(cache, x)
         except PoolFullError:
             break
         held += 1024
-    assert held >= 3 * eight
+    assert held >= 1.75 * eight
 
 
 def test_short_sequences_keep_their_planes():
@@ -105,25 +105,25 @@ def test_short_sequences_keep_their_planes():
     for start in range(500, 6000, 500):
         append(cache, x[:, :, start : start + 500], valid & torch.tensor([[True], [False]]))
     long, short = planes(cache, 0), planes(cache, 1)
-    assert min(long) < 2 and set(short) == {2}
+    assert min(long) < 1 and set(short) == {1}
     want = reference(torch.stack([x[0], x[1]])[:, :1], [long]).dequantize(0, 0)
     assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(0, 0), want, strict=True))
 
 
 def test_forks_copies_and_freed_sequences():
     x = tokens(9000)
-    cache = PagedCache(ELASTIC, budget=900_000)
+    cache = PagedCache(ELASTIC, budget=1_300_000)
     append(cache, x[:, :, :1500])
     other, before = copy.deepcopy(cache), planes(cache)
     assert (
         other.budget is not cache.budget
-        and len(other.budget.pools) == 5
+        and len(other.budget.pools) == 4
         and {id(p) for p in other.budget.pools} == {id(p) for g in other.held_groups for p in g.pools.values()}
     )
     cache.fork(0)
     more = tokens(2000, rows=2, seed=1)
     assert fill(cache, more, 100) >= 300
-    assert min(planes(cache)) < 2
+    assert min(planes(cache)) < 1
     shared = reference(x[:, :, :1500], [planes(cache)[: len(planes(other))]])
     length = 64 * len(planes(other)) + 4
     for row in (0, 1):
@@ -134,26 +134,26 @@ def test_forks_copies_and_freed_sequences():
     assert planes(other) == before
     cache.reset()
     append(cache, x[:, :, :800])
-    assert set(planes(cache)) == {2} and cache.nbytes <= 900_000
+    assert set(planes(cache)) == {1} and cache.nbytes <= 1_300_000
 
 
 def test_a_pass_that_fails_leaves_the_tokens_as_they_were():
-    x = tokens(3000)
-    cache = PagedCache(ELASTIC, budget=700_000)
-    append(cache, x[:, :, :2900])
-    cache.append(0, x[0, :, 2900:], x[1, :, 2900:])
+    x = tokens(2300)
+    cache = PagedCache(ELASTIC, budget=900_000)
+    append(cache, x[:, :, :2200])
+    cache.append(0, x[0, :, 2200:], x[1, :, 2200:])
     cache.abandon()
-    assert cache.seq_lens == [2900]
-    want = reference(x[:, :, :2900], [planes(cache)])
+    assert cache.seq_lens == [2200]
+    want = reference(x[:, :, :2200], [planes(cache)])
     assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(1, 0), want.dequantize(1, 0), strict=True))
-    with pytest.raises(PoolFullError, match=r"now of 2900 tokens, was given 1 x 50000 tokens more"):
+    with pytest.raises(PoolFullError, match=r"now of 2200 tokens, was given 1 x 50000 tokens more"):
         cache.begin(1, 50_000)
-    assert cache.seq_lens == [2900]
+    assert cache.seq_lens == [2200]
 
 
 def test_a_model_decodes_within_it(tmp_path):
     model = tiny.model(dtype=torch.float16).float()
-    cache, plain = KVCache.for_model(model, budget="1.2MB"), KVCache.for_model(model, schemes.elastic(LAYERS))
+    cache, plain = KVCache.for_model(model, budget="1.6MB"), KVCache.for_model(model, schemes.elastic(LAYERS))
     ids = torch.randint(3, 60, (1, 2000))
     with torch.no_grad():
         for start in range(0, 1000, 250):
@@ -165,7 +165,7 @@ def test_a_model_decodes_within_it(tmp_path):
         same = KVCache.load(tmp_path / "cache.safetensors", model)  # in slabs of its own, under other ids
         assert torch.equal(*(model(ids[:, :1], past_key_values=c).logits for c in (copy.deepcopy(cache), same)))
         assert model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False).shape == (1, 2004)
-    assert cache.nbytes <= 1_200_000 and "budget: " in str(cache.explain()) and cache.store.budget.given_back[0] > 0
+    assert cache.nbytes <= 1_600_000 and "budget: " in str(cache.explain()) and cache.store.budget.given_back[0] > 0
 
 
 def test_what_cannot_be_is_refused():
@@ -184,13 +184,13 @@ def test_what_cannot_be_is_refused():
 
 def test_it_comes_back_with_a_saved_cache(tmp_path):
     x, file = tokens(12_000), tmp_path / "cache.kvbits"
-    cache = PagedCache(ELASTIC, budget=700_000)
+    cache = PagedCache(ELASTIC, budget=900_000)
     held = fill(cache, x[:, :, :4000], 200)
     assert any(cache.budget.given_back)
     cache.save(file)
     loaded, grown = PagedCache.load(file), PagedCache.load(file, grow=True)
-    assert loaded.budget.nbytes == 700_000 and loaded.budget.given_back == cache.budget.given_back and grown.budget is None
-    assert loaded.nbytes <= 700_000 and planes(loaded) == planes(cache)
+    assert loaded.budget.nbytes == 900_000 and loaded.budget.given_back == cache.budget.given_back and grown.budget is None
+    assert loaded.nbytes <= 900_000 and planes(loaded) == planes(cache)
     assert {id(p) for p in loaded.budget.pools} == {id(p) for g in loaded.held_groups for p in g.pools.values()}
     ends = [fill(c, x[:, :, held:], 100) for c in (cache, loaded)]
     assert abs(ends[0] - ends[1]) <= 200 and held + ends[1] < 12_000  # slabs were cut otherwise

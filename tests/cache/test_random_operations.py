@@ -34,8 +34,8 @@ KEYS_AND_VALUES = [
 ]
 TIERS = [
     (Tier(num_tokens=64),),
-    (Tier(num_tokens=32, key_bits=2, value_bits=4), Tier(num_tokens=64, key_bits=4, value_bits=2)),
-    (Tier(num_tokens=0), Tier(num_tokens=96, value_bits=2)),
+    (Tier(num_tokens=32, key_bits=2, value_bits=4),),
+    (Tier(num_tokens=96, value_bits=2),),
 ]
 MAX_TOKENS = 320
 MAX_ROWS = 4
@@ -84,7 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
     def build(self, pair, sinks, residual, window, tiers, keep_raw, token_local, fixed, dtype, softcap, seed):
         torch.manual_seed(seed)
         overrides = (Override(layers=(-1,), key=RAW, value=RAW),) if keep_raw else ()
-        if any(s.number_format.kind not in ("int", "banded") for s in pair):
+        if any(s.number_format.kind != "int" for s in pair):
             tiers = ()
         token_local = token_local and all(s.token_local and not s.center for s in pair)  # a page's mean is not the dense model's to know
         if token_local:

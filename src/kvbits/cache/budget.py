@@ -1,6 +1,6 @@
 """A budget of bytes for all pools of a cache: pages begin in their widest form and give back low planes as it fills, the finest and oldest first.
 
-    [ 8 bits ........ ]  ->  [ 4 bits | 8 bits ]  ->  [ 4 bits ...... ]  ->  [ 2 bits | 4 bits ]  ->  [ 2 bits ...... ]  full
+    [ 8 bits ........ ]  ->  [ 4 bits | 8 bits ]  ->  [ 4 bits ...... ]  full
 
 A pass that finds no room is planned again with fewer planes: boundaries (`zones`) come down, planes go back to their pool, slabs that nobody needs then go back
 to the system, and other pools take their bytes. Nothing is quantized again. Planes of a slab that is half empty move to free places of others first.

@@ -52,13 +52,13 @@ LOW_BITS = (0, 2, 4)
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A zone of closed pages between the raw tail and the rest: each of its pages keeps one more low plane than the pages of the next older zone.
+    """A zone of closed pages between the raw tail and the rest: each of its pages keeps a low plane.
 
-    A plane of b bits holds r = round((2**b - 1) * (what the planes before it miss)), so that with codes q and planes r1, r2 ..
+    A plane of b bits holds r = round((2**b - 1) * (what the code misses)), so that with codes q
 
-        x ~ (q - zero + r1 / B1 + r2 / (B1 * B2) + ..) * scale + bias + mean,      Bi = 2**bi - 1
+        x ~ (q - zero + r / (2**b - 1)) * scale + bias + mean
 
-    and dropping a plane leaves exactly what a shorter chain would have stored: a page moves to the next zone by giving back its plane, with no byte
+    and dropping the plane leaves exactly what the code alone would have stored: a page moves to the next zone by giving back its plane, with no byte
     read or written. An odd number of levels, 2**b - 1, spans a code's whole interval of -1/2 .. 1/2 and keeps 0 at 0; of 2**b levels one end would
     be a full step off.
 
@@ -90,7 +90,7 @@ class Scheme:
         num_sink_tokens: first tokens of a sequence that stay raw for ever (attention sinks).
         residual_length: newest tokens that are always raw. Up to `page_size` more are raw while they wait for their page.
         page_size: tokens quantized together, once; a multiple of 32.
-        tiers: zones of closed pages that keep low planes, youngest first; older pages are stored as `key` and `value` say. Layers with an override have none.
+        tiers: one zone of closed pages that keep a low plane, or none; older pages are stored as `key` and `value` say. Layers with an override have none.
         demote: which page leaves a full tier: the oldest ("age"), or the one that attention uses least ("attention", see `cache.mass`).
         token_local: quantize every token as it comes, straight into its slot of a packed page, so that nothing waits raw. Only for specs whose scales belong to
             a token or are calibrated (`QuantSpec.token_local`), without residual_length and tiers. Centred keys take the mean of the page before.
@@ -129,6 +129,8 @@ class Scheme:
         if any(value.rotated for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values are not turned back after attention; rotated=True belongs to the key spec")
         choice("demote", self.demote, ("age", "attention"))
+        if len(self.tiers) > 1:
+            raise SpecError(f"{len(self.tiers)} tiers, but a page has one low plane at most; use one Tier")
         for tier in self.tiers:
             self._check_tier(tier)
         if self.token_local:
