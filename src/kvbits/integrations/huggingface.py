@@ -136,6 +136,9 @@ class KVCache(Cache):
     ) -> KVCache:
         """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until `detach`.
 
+        `model.generate_batch` and static caches need the model's own attention: call `detach` before them. A forward pass that is given the cache and does not
+        fill it raises UnsupportedError from then on. docs/models.md lists the families of models that are taken.
+
         Args:
             model: a Transformers decoder model.
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one (`mine.json`; both taken as they are).
