@@ -2,8 +2,11 @@
 
     python benchmarks/bench_generate_cpu.py MODEL [MODEL ..] --contexts 2048,8192,32768 --schemes int8,int4,kivi2
 
+Every cache is timed in every dtype of --dtypes, a model each, in turns token by token: what a ratio is over took its turn beside it. A row has the median over tokens
+of its ratio to the stock cache of the same dtype, the same to the stock cache's faster dtype, and the quartiles of the latter.
+
 First real text goes through the lossless scheme and the stock 16-bit cache, whose logits must agree, so that what is timed is right. Then every cache is filled
-with the same random keys and values (speed does not depend on them), and single tokens are decoded, the caches taking turns. Codebooks come from 512 tokens of the novel (speed does not
+with the same random keys and values (speed does not depend on them), and single tokens are decoded, the caches taking turns. Codebooks and bases come from 512 tokens of the novel (speed does not
 depend on them either). The stock quantized caches need optimum-quanto and hqq; missing ones are named. With --compile every cache is timed a second time, under torch.compile.
 The last line is one JSON object, this run; it is added to --out (benchmarks/results/cpu/generate.json is one).
 """
@@ -34,6 +37,7 @@ parser.add_argument("models", nargs="+")
 parser.add_argument("--contexts", default="2048,8192")
 parser.add_argument("--schemes", default="raw,int8,int4,kivi2")
 parser.add_argument("--stock", default="quanto4,hqq8,fp8", help="stock quantized caches: quanto4, quanto2, hqq8, hqq4, fp8 or none")
+parser.add_argument("--dtypes", default="bfloat16,float32")
 parser.add_argument("--tokens", type=int, default=12)
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--compile", metavar="BACKEND", help="a backend of torch.compile, such as inductor: time every cache under it too")
@@ -83,58 +87,83 @@ def check(model: Any, tokenizer: Any) -> float:
     return ((logits[1] - logits[0]).norm() / logits[0].norm()).item()
 
 
-rows = []
-for path in args.models:
-    model, tokenizer = kvbits.load_model(path)
-    error = check(model, tokenizer)
-    assert error < 0.03, f"the lossless scheme's logits differ from the stock cache's by {error}"
-    print(f"{Path(path).name}: logits of the lossless scheme differ from the stock cache's by {error:.4f}")
-    some_text = tokenizer(novel(), return_tensors="pt").input_ids[:, :512]
+def quartiles(values: list[float]) -> list[float]:
+    return [round(q, 4) for q in statistics.quantiles(values, n=4)[::2]] if len(values) > 1 else values * 2
+
+
+def caches_of(model: Any, calibrations: dict[str, Any], context: int, room: int) -> dict[str, Any]:
+    """Filled caches of one model by their names, the stock one first."""
     config = model.config.get_text_config()
     heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    torch.manual_seed(0)
+    contents = [tuple(torch.randn(1, heads, context, dim, dtype=model.dtype) for _ in "kv") for _ in range(config.num_hidden_layers)]
+    caches: dict[str, Any] = {"16-bit": DynamicCache(config=model.config)}
+    for name in args.schemes.split(","):
+        caches[name] = kvbits.KVCache.for_model(model, name, batch_size=1, max_tokens=context + room, calibration=calibrations.get(name))
+    for name in [] if args.stock == "none" else args.stock.split(","):
+        try:
+            caches[name] = stock(name, model.config)
+        except ImportError as error:
+            print(f"stock {name} left out: {error}")
+    for cache in caches.values():
+        fill(cache, contents)
+    return caches
+
+
+rows = []
+for path in args.models:
+    models = {}
+    for dtype in args.dtypes.split(","):
+        model, tokenizer = kvbits.load_model(path, dtype=dtype)
+        error = check(model, tokenizer)
+        assert error < 0.03, f"the lossless scheme's logits differ from the stock cache's by {error}"
+        print(f"{Path(path).name}, {dtype}: logits of the lossless scheme differ from the stock cache's by {error:.4f}")
+        models[dtype] = model
+    some_text = tokenizer(novel(), return_tensors="pt").input_ids[:, :512]
+    needing = [name for name in args.schemes.split(",") if PRESETS[name].needs_calibration]
+    calibrations = {name: calibrate(model, [some_text], name, weights="none") for name in needing}
+    config = model.config.get_text_config()
     for context in map(int, args.contexts.split(",")):
         if context > config.max_position_embeddings:
             print(f"{Path(path).name}: {context} tokens exceed its {config.max_position_embeddings} positions: skipped")
             continue
-        torch.manual_seed(0)
-        contents = [tuple(torch.randn(1, heads, context, dim, dtype=model.dtype) for _ in "kv") for _ in range(config.num_hidden_layers)]
-        caches: dict[str, Any] = {"16-bit": DynamicCache(config=model.config)}
-        for name in args.schemes.split(","):
-            found = calibrate(model, [some_text], name, weights="none") if PRESETS[name].needs_calibration else None
-            caches[name] = kvbits.KVCache.for_model(model, name, batch_size=1, max_tokens=context + args.tokens + WARM_UP, calibration=found)
-        for name in [] if args.stock == "none" else args.stock.split(","):
-            try:
-                caches[name] = stock(name, model.config)
-            except ImportError as error:
-                print(f"stock {name} left out: {error}")
-        for cache in caches.values():
-            fill(cache, contents)
-        calls: dict[str, Callable[..., Any]] = dict.fromkeys(caches, model)
+        caches = {(dtype, name): c for dtype, m in models.items() for name, c in caches_of(m, calibrations, context, args.tokens + WARM_UP).items()}
+        calls: dict[tuple[str, str], Callable[..., Any]] = {key: models[key[0]] for key in caches}
         if args.compile:
             torch.compiler.reset()
-            caches |= {f"{name}, compiled": copy.deepcopy(cache) for name, cache in caches.items()}
-            calls |= dict.fromkeys([name for name in caches if name not in calls], torch.compile(model, backend=args.compile, fullgraph=True))
+            compiled = {dtype: torch.compile(m, backend=args.compile, fullgraph=True) for dtype, m in models.items()}
+            caches |= {(dtype, f"{name}, compiled"): copy.deepcopy(cache) for (dtype, name), cache in caches.items()}
+            calls |= {key: compiled[key[0]] for key in caches if key not in calls}
         token = torch.tensor([[11]])
-        times: dict[str, list[float]] = {name: [] for name in caches}
+        times: dict[tuple[str, str], list[float]] = {key: [] for key in caches}
         with torch.no_grad():
-            for name, cache in caches.items():
+            for key, cache in caches.items():
                 for _ in range(WARM_UP):
-                    calls[name](token, past_key_values=cache)
+                    calls[key](token, past_key_values=cache)
             for _ in range(args.tokens):
-                for name, cache in caches.items():
+                for key, cache in caches.items():
                     began = time.perf_counter()
-                    calls[name](token, past_key_values=cache)
-                    times[name].append(time.perf_counter() - began)
-        base, width = statistics.median(times["16-bit"]), max(map(len, caches))
-        for name, cache in caches.items():
-            t = statistics.median(times[name])
-            row = {"model": Path(path).name, "context": context, "cache": name, "tokens_per_s": 1 / t, "ratio_vs_16bit": base / t, "bytes": held_bytes(cache)}
-            row["memory_reduction"] = held_bytes(caches["16-bit"]) / row["bytes"] if row["bytes"] else None
+                    calls[key](token, past_key_values=cache)
+                    times[key].append(time.perf_counter() - began)
+        bases = {dtype: times[dtype, "16-bit"] for dtype in models}
+        best = min(models, key=lambda dtype: statistics.median(bases[dtype]))
+        width = max(len(f"{name}, {dtype}") for dtype, name in caches)
+        for (dtype, name), cache in caches.items():
+            mine = times[dtype, name]
+            beside, over_best = ([b / t for b, t in zip(base, mine, strict=True)] for base in (bases[dtype], bases[best]))
+            row = {
+                "model": Path(path).name, "context": context, "cache": name, "dtype": dtype, "tokens_per_s": 1 / statistics.median(mine),
+                "ratio_vs_16bit": statistics.median(beside), "best_16_bit_dtype": best, "ratio_vs_best_16bit": statistics.median(over_best),
+                "ratio_quartiles": quartiles(over_best), "bytes": held_bytes(cache),
+            }  # fmt: skip
+            row["memory_reduction"] = held_bytes(caches[dtype, "16-bit"]) / row["bytes"] if row["bytes"] else None
             rows.append(row)
             memory = f"{row['memory_reduction']:.2f}x less memory" if row["memory_reduction"] else ""
+            label, low, high = f"{name}, {dtype}", *row["ratio_quartiles"]
             print(
-                f"{row['model']:28} {context:6} {name:{width}} {row['tokens_per_s']:7.2f} tokens/s  {row['ratio_vs_16bit']:5.2f}x the 16-bit cache  {memory}",
+                f"{row['model']:28} {context:6} {label:{width}} {row['tokens_per_s']:7.2f} tokens/s  {row['ratio_vs_best_16bit']:5.2f}x "
+                f"({low:.2f} to {high:.2f}) the 16-bit cache in {best}  {memory}",
                 flush=True,
             )
-        del caches, contents
+        del caches
 append(rows, args.out, threads=args.threads, tier=library.tier())
