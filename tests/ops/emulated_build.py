@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -25,8 +26,9 @@ def _compiler() -> str:
     """The compiler's version, and what its options find outside the kernel's own folder. Old libraries go."""
     MADE.mkdir(parents=True, exist_ok=True)
     for path in MADE.iterdir():
-        if path.stat().st_mtime < time.time() - KEPT:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another worker finished or removed it
+            if path.stat().st_mtime < time.time() - KEPT:
+                path.unlink()
     headers = [p.read_text() for p in sorted(FOLDER.glob("*.h"))]
     return "\n".join([subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout, *headers])
 
