@@ -213,7 +213,7 @@ def max_context(config: Any) -> int | None:
 
 
 def _name(config: Any) -> str:
-    return f"{type(config).__name__} ({getattr(config, 'model_type', '') or 'no model_type'})"
+    return getattr(config, "described", None) or f"{type(config).__name__} ({getattr(config, 'model_type', '') or 'no model_type'})"
 
 
 def _refuse_latent(config: Any) -> None:

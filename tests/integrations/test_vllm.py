@@ -59,7 +59,7 @@ def test_a_page_is_found_by_its_tag_as_by_its_name(form, head_dim):
     if form.refuses(head_dim):
         return
     layout = formats.layout_for(form.name, 2, head_dim, torch.bfloat16)
-    assert formats.layout_by_tag(form.tag, 2, head_dim) == layout
+    assert formats.layout_by_tag(formats.TAGS[form.name], 2, head_dim) == layout
     assert layout.head_bytes % PAGE_SIZE == 0
     if (preset := form.name.removeprefix("kvbits_")) in schemes.PRESETS:
         fitted = schemes.get(preset, head_dim=head_dim)
@@ -67,7 +67,7 @@ def test_a_page_is_found_by_its_tag_as_by_its_name(form, head_dim):
 
 
 def test_tags_are_no_dtype_of_other_caches():
-    tags = {f.tag for f in FORMATS.values()}
+    tags = set(formats.TAGS.values())
     assert len(tags) == len(FORMATS)
     assert not tags & {torch.uint8, *formats.RAW_DTYPES}
     with pytest.raises(UnsupportedError, match="no format of kvbits"):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from typer.testing import CliRunner
 
 import kvbits
 from kvbits import schemes
@@ -59,6 +60,34 @@ def folder(tmp_path_factory):
 
 
 # -- tables and rules -----------------------------------------------------------------------------------------------
+
+
+def test_results_of_one_dtype_are_enough_and_the_report_says_which(folder, tmp_path):
+    """The embedded model is float32 on a CPU, and `kvbits eval embedded`, then `kvbits report`, is how the README begins."""
+    for dtype in ("float32", "float16"):
+        shutil.rmtree(tmp_path / "one", ignore_errors=True)
+        shutil.copytree(folder / "tiny-float32", tmp_path / "one" / f"tiny-{dtype}")
+        for path in (tmp_path / "one").rglob("*.json"):
+            path.write_text(path.read_text().replace('"dtype":"float32"', f'"dtype":"{dtype}"'))
+        results = collect(tmp_path / "one")
+        columns, rows, notes = markdown.scheme_rows(results)
+        assert columns[-1] == f"tiny, {dtype}" and len(rows) == 5 and markdown.recommended(results) and not results.finer
+        assert any("has 32 bits, and so have raw tokens" in n for n in notes) == (dtype == "float32")
+        assert any(f"is the rounding noise of {dtype}" in n for n in notes)
+        out = tmp_path / "page.html"
+        made = CliRunner().invoke(app, ["report", str(tmp_path / "one"), "--html", str(out)])
+        assert made.exit_code == 0, made.output
+        assert f"tiny, {dtype}" in out.read_text()
+
+
+def test_of_a_model_in_several_dtypes_the_coarsest_is_taken(folder, tmp_path):
+    assert [m.facts["dtype"] for m in collect(folder).as_used.values()] == ["bfloat16"]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "tiny" / "fidelity")
+    assert [m.facts["dtype"] for m in collect(tmp_path).as_used.values()] == ["float32"]
+    with pytest.raises(SpecError, match="no results of the task fidelity, only of attention"):
+        shutil.rmtree(tmp_path / "tiny-float32" / "fidelity")
+        markdown.scheme_rows(collect(tmp_path))
 
 
 def test_rows_go_from_many_bits_to_few_and_carry_what_was_measured(folder):
@@ -249,8 +278,6 @@ def test_no_results_is_an_error(tmp_path):
 
 
 def test_the_command_writes_every_kind(folder, tmp_path, monkeypatch):
-    from typer.testing import CliRunner
-
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(markdown, "SHOWN", ("raw", "int8", "kivi2"))
     (tmp_path / "R.md").write_text(markers(markdown.TABLE) + markers(markdown.MILLISECONDS))

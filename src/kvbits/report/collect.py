@@ -9,6 +9,8 @@ from typing import Any
 from ..errors import SpecError
 from ..evaluate.results import read_all
 
+_DTYPES = ("bfloat16", "float16", "float32")
+"""Of models, in the order in which a report takes them."""
 STOCK_GROUP = 64
 """Numbers that share a scale in Transformers' quantized caches, their default."""
 
@@ -57,9 +59,11 @@ class Results:
 
     @property
     def as_used(self) -> dict[str, Model]:
-        """Every model in the dtype it is used in: bfloat16, or float16 if that was not measured."""
-        bfloat16 = {m.name for m in self.models.values() if m.facts["dtype"] == "bfloat16"}
-        return {k: m for k, m in self.models.items() if m.facts["dtype"] == "bfloat16" or (m.facts["dtype"] == "float16" and m.name not in bfloat16)}
+        """Every model in one dtype: bfloat16, in which it is used; else float16, else float32, whichever was measured, with the task fidelity if any was."""
+        best: dict[str, str] = {}
+        for key, m in sorted(self.models.items(), key=lambda item: "fidelity" not in item[1].tasks):  # else by dtype, see `collect`
+            best.setdefault(m.name, key)
+        return {k: m for k, m in self.models.items() if best[m.name] == k}
 
     @property
     def finest(self) -> dict[str, Model]:
@@ -68,7 +72,7 @@ class Results:
 
     @property
     def finer(self) -> list[Model]:
-        """The other runs, which take rounding noise out: float32, and float16 of models used in bfloat16."""
+        """The other runs, which take rounding noise out: float32 and float16 of models that `as_used` has in a coarser dtype."""
         return [m for k, m in self.models.items() if k not in self.as_used]
 
 
@@ -94,7 +98,7 @@ def collect(directory: Path) -> Results:
     if not found:
         raise SpecError(f"{directory} holds simulated results only; reports show what packed caches measured: run `kvbits eval` without --simulate")
     models = {}
-    for name in sorted(found, key=lambda n: (facts[n]["dtype"] != "bfloat16", facts[n]["dtype"] != "float16", facts[n]["parameters"], n)):
+    for name in sorted(found, key=lambda n: (_DTYPES.index(facts[n]["dtype"]), facts[n]["parameters"], n)):
         tasks = {t: dict(sorted(cells.items(), key=lambda kv: _order(kv[1], cells))) for t, cells in sorted(found[name].items())}
         models[name] = Model(facts[name]["name"], facts[name], tasks)
     return Results(models, tuple(simulated))

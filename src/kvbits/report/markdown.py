@@ -94,11 +94,12 @@ def scheme_rows(results: Results, benchmarks: Path | None = None) -> tuple[list[
     """(column names, rows by bits, sentences) of the table "which scheme should I take".
 
     Raises:
-        SpecError: no fidelity results of a 16-bit model.
+        SpecError: no fidelity results.
     """
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     if not models:
-        raise SpecError("no fidelity results of a 16-bit model; run `kvbits eval MODEL --tasks fidelity` first")
+        tasks = sorted({task for m in results.models.values() for task in m.tasks})
+        raise SpecError(f"no results of the task fidelity, only of {', '.join(tasks)}; run `kvbits eval MODEL --tasks fidelity` into the same folder first")
     first: dict[str, tuple[float, Cell]] = {}
     for m in models.values():
         for name, c in _measured(m).items():
@@ -135,10 +136,18 @@ def _notes(models: dict[str, Model]) -> list[str]:
     if unmoved := list(dict.fromkeys(f"`{c.scheme}`" for c, all_of in cells if _still_raw(c, all_of))):
         found.append(f"Not in the table: {', '.join(unmoved)}, whose raw zone is longer than these windows, so that nothing was quantized; see docs/tiers.md.")
     floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
-    noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of bfloat16." if floor else ""
+    dtypes = " and ".join(dict.fromkeys(m.facts["dtype"] for m in models.values() if m.title in floor))
+    noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of {dtypes}." if floor else ""
     made_of = f"Weights: {weights_note(models)}."
     return [LEGEND, made_of, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more "
-            f"token costs at long context{_widths(models)}." + noise, *found, *_unfit_notes(models)]  # fmt: skip
+            f"token costs at long context{_widths(models)}." + noise, *found, *_in_float32(models), *_unfit_notes(models)]  # fmt: skip
+
+
+def _in_float32(models: dict[str, Model]) -> list[str]:
+    """What is different where a model was measured in float32 only."""
+    titles = [m.title for m in models.values() if m.facts["dtype"] == "float32"]
+    text = f"{', '.join(titles)}: the cache beside which others are measured has 32 bits, and so have raw tokens in bits held; in 16 bits they take half of that."
+    return [text] if titles else []
 
 
 def _unfit_notes(models: dict[str, Model], among: tuple[str, ...] = ()) -> list[str]:

@@ -1,6 +1,7 @@
 """kvbits as a KV-cache backend of stock vLLM: `vllm serve MODEL --kv-cache-dtype kvbits_int8_centered`.
 
-    formats    which `--kv-cache-dtype` stores what, and what is refused
+    served     which `--kv-cache-dtype` stores what, and what is refused; without torch
+    formats    the torch dtype that stands for each, and its pages
     backend    what vLLM asks before it allocates: page bytes, block size, layout, refusals
     metadata   once per step: the decode plan, the pages that open, the prefill passes
     impl       once per layer: store the step's tokens, attend
@@ -45,11 +46,11 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from . import announce, selector
-    from .formats import FORMATS, NAMES, PLACEHOLDER
+    from .formats import NAMES, PLACEHOLDER, TAGS
 
     register_backend(AttentionBackendEnum.CUSTOM, selector.BACKEND)
     for name in NAMES:
         if get_kv_cache_dtype_handler(name) is None:
-            register_kv_cache_dtype(name)(selector.handler(name, FORMATS[name].tag if name in FORMATS else PLACEHOLDER))
+            register_kv_cache_dtype(name)(selector.handler(name, TAGS.get(name, PLACEHOLDER)))
     selector.install(type(current_platform))
     announce.install()

@@ -1,0 +1,165 @@
+"""A model's config.json as data: no Transformers, no torch, and none of the code that a model brings along.
+
+    folder, config.json, hub id  --read_config-->  Fields  --geometry.layer_geometries-->  (LayerGeometry, ...)
+
+A config.json leaves out what its class has by default (Gemma 3's text part states neither heads nor their width), so the defaults of every model that generates
+text stand in families.json, as Transformers has them; tests/make_families.py wrote it, and a test compares both on every family. What is not listed there is
+refused, never guessed. GGUF files have no config.json: `geometry.load_config` reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from .errors import SpecError
+from .geometry import find_model, load_config
+
+FIELDS = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "global_head_dim", "num_global_key_value_heads",
+    "attention_k_eq_v", "v_head_dim", "hidden_size", "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
+    "attention_chunk_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "is_encoder_decoder", "num_kv_shared_layers", "multi_query",
+    "new_decoder_architecture", "max_position_embeddings", "vocab_size", "intermediate_size", "tie_word_embeddings", "attention_bias", "mlp_bias",
+    "num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "first_k_dense_replace", "decoder_sparse_step", "q_lora_rank", "hidden_size_per_layer_input",
+)  # fmt: skip
+"""What is asked of a configuration: of a cache's shape, and of a model's weights."""
+_FLAT = ("qwen2_vl", "qwen2_5_vl")
+"""Families whose config.json may have the fields of its text part beside those of the others."""
+NESTED = ("attn_config",)
+"""Parts of a configuration that are looked into by attribute."""
+
+
+class Fields:
+    """What a config.json says, and what its family has where it says nothing: attributes as of a Transformers configuration."""
+
+    def __init__(self, stated: dict[str, Any]) -> None:
+        family = _family(str(stated.get("model_type", "")))
+        self.stated = stated
+        self.model_type = str(stated["model_type"])
+        self.described = f"a {self.model_type} model"
+        for name, value in (family["defaults"] | stated).items():
+            setattr(self, name, Fields._plain(value) if name in NESTED and isinstance(value, dict) else value)
+        for name, called in family.get("alias", {}).items():
+            if called in stated or not hasattr(self, name):
+                setattr(self, name, getattr(self, called, None))
+        self.dtype = stated.get("dtype") or stated.get("torch_dtype")
+        if self.model_type.startswith("gemma4") and "per_layer_config" not in stated and getattr(self, "global_head_dim", None) is None:
+            self.global_head_dim = 512
+        if isinstance(own := stated.get("per_layer_config"), dict):
+            self.is_heterogeneous = True
+            self.per_layer_config = [self._but(own.get(str(i), own.get(f"{i:02d}", {}))) for i in range(int(stated.get("num_hidden_layers", 0)))]
+        self._text = _text_part(stated, family)
+        if self._text is None and not stated.get("layer_types"):
+            self.layer_types = _types(self, family)
+
+    def _but(self, other: dict[str, Any]) -> Any:
+        """These fields, with some of them changed."""
+        return Fields._plain({k: v for k, v in self.__dict__.items() if k != "per_layer_config"} | other)
+
+    @staticmethod
+    def _plain(part: dict[str, Any]) -> Any:
+        found = object.__new__(Fields)
+        found.__dict__.update(part)
+        return found
+
+    def get_text_config(self, decoder: bool = True) -> Fields:
+        """The part that generates text."""
+        return self if self._text is None else self._text
+
+
+def read_config(model: str | os.PathLike[str]) -> Any:
+    """The configuration of a model, as data. Imports neither Transformers nor torch (of a GGUF file it does: the header has no config.json).
+
+    Args:
+        model: a directory, a config.json, a GGUF file, or a hub id, of which the cached config.json is read, or that file alone fetched.
+
+    Raises:
+        SpecError: nothing there, no JSON, or a model_type that is not known.
+    """
+    path = find_model(model)
+    if isinstance(path, Path) and path.suffix == ".gguf":
+        return load_config(model)
+    file = _fetched(path) if isinstance(path, str) else path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json":
+        raise SpecError(f"{file} is neither a config.json nor a GGUF file; give the directory that holds a model's config.json and weights")
+    try:
+        stated = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise SpecError(f"{path} holds no config.json; give the directory that holds a model's config.json and weights") from e
+    except (OSError, ValueError) as e:
+        raise SpecError(f"cannot read the configuration of {str(model)!r}: {file}: {e}") from e
+    if not isinstance(stated, dict) or not stated.get("model_type"):
+        raise SpecError(f"{file} has no model_type, so it is not a Transformers config.json")
+    return Fields(stated)
+
+
+def _fetched(hub_id: str) -> Path:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    cached = try_to_load_from_cache(hub_id, "config.json")
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        return Path(hf_hub_download(hub_id, "config.json"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise SpecError(f"cannot fetch the config.json of {hub_id!r}: {reason}; give a local directory or a config.json") from e
+
+
+@functools.cache
+def _families() -> dict[str, Any]:
+    text = importlib.resources.files("kvbits").joinpath("families.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def known() -> tuple[str, ...]:
+    """Every model_type that is read."""
+    return tuple(_families()["families"])
+
+
+def _family(model_type: str) -> dict[str, Any]:
+    found: dict[str, Any] | None = _families()["families"].get(model_type)
+    if found is None:
+        raise SpecError(
+            f"what a config.json of model_type {model_type!r} leaves out is unknown (known are {len(known())} types, as Transformers {_families()['transformers']} "
+            "has them), and code that a model brings along is never run; give --layers, --kv-heads and --head-dim instead"
+        )
+    return found
+
+
+def _text_part(stated: dict[str, Any], family: dict[str, Any]) -> Fields | None:
+    """The nested configuration that generates text, if there is one."""
+    part = stated.get("text_config")
+    if isinstance(part, dict):
+        return Fields({"model_type": family.get("text") or stated["model_type"]} | part)
+    if "text" not in family:
+        return None
+    if "num_hidden_layers" not in stated or stated["model_type"] not in _FLAT:
+        raise SpecError(f"a config.json of {stated['model_type']} without text_config, so its layers are unknown; give --layers, --kv-heads and --head-dim")
+    return Fields({k: v for k, v in stated.items() if not isinstance(v, dict)} | {"model_type": family["text"]})  # Qwen2-VL's are flat
+
+
+def _types(config: Fields, family: dict[str, Any]) -> list[str] | None:
+    """Types of layers that a config.json does not list: by its window's pattern, else as the family has them; None where `geometry` infers them."""
+    count, pattern = getattr(config, "num_hidden_layers", None), config.stated.get("sliding_window_pattern")
+    if not isinstance(count, int):
+        return None
+    if {"max_window_layers", "use_sliding_window"} <= family["defaults"].keys():  # Qwen
+        first, every = (0, 2) if config.model_type.endswith("moe") else (config.max_window_layers, 1)
+        slides = config.use_sliding_window and getattr(config, "sliding_window", None)
+        last = config.max_window_layers if every == 2 else count
+        return ["sliding_attention" if slides and first <= i < last and i % every == 0 else "full_attention" for i in range(count)]
+    if "types" not in family:
+        return None
+    types: list[str] = family["types"]
+    if isinstance(pattern, int) and pattern > 1:
+        types = ["sliding_attention"] * (pattern - 1) + ["full_attention"]
+    found = [types[i % len(types)] for i in range(count)]
+    return [*found[:-1], family.get("last", found[-1])] if found else found
