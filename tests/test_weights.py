@@ -112,6 +112,6 @@ def test_weights_of_models_that_see_count_too(tmp_path):
     stated = {"model_type": "mistral3", "text_config": text | {"intermediate_size": 64}, "vision_config": {"model_type": "pixtral", **vision}}
     (tmp_path / "config.json").write_text(json.dumps(stated))
     said = []
-    nbytes, where = weights_bytes(str(tmp_path), read_config(tmp_path), said.append)
+    nbytes, _ = weights_bytes(str(tmp_path), read_config(tmp_path), said.append)
     model = transformers.AutoModelForImageTextToText.from_config(load_config(tmp_path))
     assert nbytes == 2 * sum(p.numel() for p in model.parameters()) and "counting the weights" in said[0]

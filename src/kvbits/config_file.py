@@ -14,7 +14,7 @@ import importlib.resources
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import SpecError
 from .geometry import find_model, load_config
@@ -37,6 +37,10 @@ NESTED = ("attn_config",)
 class Fields:
     """What a config.json says, and what its family has where it says nothing: attributes as of a Transformers configuration."""
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def __init__(self, stated: dict[str, Any]) -> None:
         family = _family(str(stated.get("model_type", "")))
         self.stated = stated
@@ -52,7 +56,7 @@ class Fields:
             self.global_head_dim = 512
         if isinstance(own := stated.get("per_layer_config"), dict):
             self.is_heterogeneous = True
-            self.per_layer_config = [self._but(own.get(str(i), own.get(f"{i:02d}", {}))) for i in range(int(stated.get("num_hidden_layers", 0)))]
+            self.per_layer_config = [self._but(own.get(str(i)) or own.get(f"{i:02d}") or {}) for i in range(int(stated.get("num_hidden_layers", 0)))]
         self._text = _text_part(stated, family)
         if self._text is None and not stated.get("layer_types"):
             self.layer_types = _types(self, family)
@@ -128,8 +132,8 @@ def _family(model_type: str) -> dict[str, Any]:
     found: dict[str, Any] | None = _families()["families"].get(model_type)
     if found is None:
         raise SpecError(
-            f"what a config.json of model_type {model_type!r} leaves out is unknown (known are {len(known())} types, as Transformers {_families()['transformers']} "
-            "has them), and code that a model brings along is never run; give --layers, --kv-heads and --head-dim instead"
+            f"what a config.json of model_type {model_type!r} leaves out is unknown (known are the {len(known())} types of Transformers "
+            f"{_families()['transformers']}), and code that a model brings along is never run; give --layers, --kv-heads and --head-dim instead"
         )
     return found
 
@@ -142,7 +146,8 @@ def _text_part(stated: dict[str, Any], family: dict[str, Any]) -> Fields | None:
     if "text" not in family:
         return None
     if "num_hidden_layers" not in stated or stated["model_type"] not in _FLAT:
-        raise SpecError(f"a config.json of {stated['model_type']} without text_config, so its layers are unknown; give --layers, --kv-heads and --head-dim")
+        kind = stated["model_type"]
+        raise SpecError(f"a config.json of {kind} without text_config, so its layers are unknown; give --layers, --kv-heads and --head-dim")
     return Fields({k: v for k, v in stated.items() if not isinstance(v, dict)} | {"model_type": family["text"]})  # Qwen2-VL's are flat
 
 

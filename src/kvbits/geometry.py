@@ -23,6 +23,7 @@ import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,6 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
         )
     if not look_up:
         return text
-    import transformers  # noqa: F401 - if that is missing, say so first
     from huggingface_hub import constants, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE or urllib.request.getproxies() or isinstance(try_to_load_from_cache(text, "config.json"), str):
@@ -102,7 +102,7 @@ def load_config(model: str | os.PathLike[str]) -> Any:
     try:
         if isinstance(path, Path) and path.suffix == ".gguf":
             with parsed_once():
-                return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+                return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
         if isinstance(path, Path) and path.is_file():
             if path.suffix != ".json":
                 raise SpecError(f"{path} is neither a config.json nor a GGUF file; give the directory that holds a model's config.json and weights")
@@ -110,11 +110,13 @@ def load_config(model: str | os.PathLike[str]) -> Any:
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise SpecError(f"{path} has no model_type, so it is not a Transformers config.json")
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
-        return AutoConfig.from_pretrained(str(path))
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)  # None would ask whether to run the model's own code
     except SpecError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as e:
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        reason = (str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__).rstrip(".;, ")
+        if "trust_remote_code" in str(e):
+            raise SpecError(f"{str(model)!r} needs code that it brings along, which kvbits never runs; give a model that Transformers knows by itself") from e
         raise SpecError(f"cannot read the configuration of {str(model)!r}: {reason}; give a local directory, a config.json, a GGUF file or a hub id") from e
 
 
@@ -187,6 +189,55 @@ def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
     return tuple(_geometry(c, kind, i) for i, (c, kind) in enumerate(zip(configs, types, strict=True)))
 
 
+@dataclass(frozen=True)
+class PlainLayer:
+    """What 16 bits hold of a token in a layer that pages of few bits cannot be made of.
+
+    Attributes:
+        elements: numbers of one token, keys and values together.
+        sliding_window: as of a `LayerGeometry`.
+        heads: kv heads that GPUs share; None where each GPU holds all of it.
+    """
+
+    elements: int
+    sliding_window: int | None = None
+    heads: int | None = None
+
+
+def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
+    """What 16 bits hold of a model that `layer_geometries` refuses, as far as its configuration says: latent attention, keys and values of unlike widths,
+    and the attention layers alone of models that have others too.
+
+    Raises:
+        UnsupportedError: the configuration does not say that either.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        layer_geometries(config)
+    config = text_config(config)
+    count = getattr(config, "num_hidden_layers", None)
+    if not isinstance(count, int) or not isinstance(getattr(config, "num_attention_heads", None), int):
+        layer_geometries(config)
+        raise UnsupportedError(f"{_name(config)} states no layers or heads")
+    types = _stated_types(config, [config] * count)
+    shared = getattr(config, "num_kv_shared_layers", 0) or 0
+    found = []
+    for kind in types[: count - shared]:
+        if kind in _RECURRENT:
+            continue
+        if kind not in ("full_attention", "chunked_attention", *_SLIDING):
+            raise UnsupportedError(f"{_name(config)} has layers of {kind!r}, of which kvbits knows no size")
+        window = getattr(config, "attention_chunk_size" if kind == "chunked_attention" else "sliding_window", None) if kind != "full_attention" else None
+        if (rank := getattr(config, "kv_lora_rank", None)) is not None:
+            found.append(PlainLayer(int(rank) + int(getattr(config, "qk_rope_head_dim", 0)), window))
+            continue
+        heads = _num_kv_heads(config, config.num_attention_heads)
+        key = _head_dim(config, config.num_attention_heads)
+        found.append(PlainLayer(heads * (key + int(getattr(config, "v_head_dim", None) or key)), window, heads))
+    if not found:
+        raise UnsupportedError(f"no layer of {_name(config)} is attention, so there is no cache that grows with the context")
+    return tuple(found)
+
+
 def layer_types(config: Any) -> list[str]:
     """Attention type of each decoder layer, "full_attention" or a sliding one (see `layer_geometries`)."""
     config = text_config(config)
@@ -231,13 +282,18 @@ def _per_layer(config: Any, num_layers: int) -> list[Any]:
     return [config] * num_layers
 
 
-def _layer_types(config: Any, configs: list[Any]) -> list[str]:
+def _stated_types(config: Any, configs: list[Any]) -> list[str]:
+    """As the configuration names them, or as its window says."""
     types = next((t for name in ("layer_types", "layers_block_type", "block_types") if (t := getattr(config, name, None))), None)
     if types is None:
         types = [_infer_type(c, i) for i, c in enumerate(configs)]
     if len(types) != len(configs):
         raise SpecError(f"{_name(config)} has num_hidden_layers={len(configs)} but {len(types)} layer_types")
-    types = [{"attention": "full_attention"}.get(t, t) for t in types]
+    return [{"attention": "full_attention"}.get(t, t) for t in types]
+
+
+def _layer_types(config: Any, configs: list[Any]) -> list[str]:
+    types = _stated_types(config, configs)
     modes = getattr(config, "kv_sharing_modes", None) or []
     shared = next((i for i, mode in enumerate(modes) if mode == "reuse"), None)
     if not modes and (n := getattr(config, "num_kv_shared_layers", 0)):  # before transformers told the layers apart

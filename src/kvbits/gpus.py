@@ -19,11 +19,11 @@ CARDS: dict[str, tuple[int, int]] = {
 """Name -> (GB in its name, MiB that torch reports for it: `torch.cuda.get_device_properties(0).total_memory`).
 
 H200: this project's own runs. The others: what programs printed in public logs ("CUDA:0 (NVIDIA L4, 22563MiB)", "GPU 0 has a total capacity of 79.15 GiB"),
-the least of several drivers, with ECC where the card has it; drivers differ by about 0.3 %. A100, H100 and GH200 without a size are those of 80, 80 and 96 GB."""
+the least of several drivers, with ECC where the card has it; drivers differ by about 0.3 %. A100, H100, GH200 without a size: 80, 80, 96 GB."""
 
 SIZES = {size: min((n for n in CARDS if CARDS[n][0] == size), key=lambda n: CARDS[n][1]) for size, _ in CARDS.values()}
 """GB in a name -> the card that has least of those with that name: what fits it fits them all."""
-_PLAIN = re.compile(r"([0-9]+)\s*GB")
+_PLAIN = re.compile(r"([0-9]+)\s*(?:GB|gb)")
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Memory:
 
 
 def gpu_memory(text: str, what: str = "--gpu-memory") -> Memory:
-    """Memory of a card by its name ("H100", "rtx 4090", "NVIDIA A100-SXM4-80GB"), of the cards that are called by a size ("80GB"), or as said ("75GiB", "36GB").
+    """Memory of a card by its name ("H100", "rtx 4090", "NVIDIA A100-SXM4-80GB"), of the cards that are called by a size ("80GB"), or as said ("75GiB").
 
     Raises:
         SpecError: neither a card that is known nor bytes with their unit.
     """
     if (name := _named(text)) is not None:
         return Memory(CARDS[name][1] * MIB, f"{name}: {_size(name)}, as torch reports it")
-    plain = _PLAIN.fullmatch(text.strip().upper())
+    plain = _PLAIN.fullmatch(text.strip())
     if plain is not None and (size := int(plain[1])) in SIZES:
         name = SIZES[size]
         others = [n for n in CARDS if CARDS[n] != CARDS[name] and CARDS[n][0] == size]
@@ -70,6 +70,8 @@ def _named(text: str) -> str | None:
     words = re.sub(r"[^A-Z0-9]+", " ", text.upper())
     words = re.sub(r"\b(NVIDIA|GEFORCE|TESLA|SXM\d?|PCIE|HBM\w*|BLACKWELL|GENERATION|SERVER|WORKSTATION|EDITION)\b", "", words)
     plain = words.replace(" ", "")
+    if not plain:
+        return None
     for name in CARDS:
         key = re.sub(r"[^A-Z0-9]+", "", name.upper())
         if plain in (key, f"RTX{key}", f"{key}{CARDS[name][0]}GB") or f"RTX{plain}" == key:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from . import schemes as presets
-from .errors import SpecError
-from .spec import MOST_TOKENS, CacheSpec, LayerGeometry, Scheme
+from .errors import SpecError, unknown
+from .geometry import PlainLayer
+from .integrations.vllm.served import FORMATS, PAGE_SIZE
+from .spec import MOST_TOKENS, CacheSpec, LayerGeometry, PageLayout, Scheme
 from .units import human_bytes
 
 DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -29,6 +31,15 @@ GROUPS = {"all": (*DENSE, *presets.PRESETS)}
 
 SHOWN = ("bf16", "int8_centered", "kivi4", "klt4", "klt3")
 """What a plan lists if nobody names schemes: 16 bits, and the recommended presets (docs/evaluation.md)."""
+
+ENGINES = ("transformers", "vllm")
+"""What serves the cache."""
+VLLM_BLOCK = 16
+"""Tokens of a block of vLLM's own caches."""
+VLLM_DENSE = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""vLLM's own caches and their bytes per element."""
+VLLM_SHOWN = ("bf16", "fp8", *FORMATS)
+"""What a plan for vLLM lists: 16 bits, vLLM's own 8, and what kvbits serves there."""
 
 MAX_LAYERS = 4096
 """More than any model has: above it a number was mistyped."""
@@ -117,16 +128,17 @@ class Cards:
 class Plan:
     """One row per scheme, and what they were asked for. With `cards` layers, bytes and memory are those of one GPU."""
 
-    layers: tuple[LayerGeometry, ...]
+    layers: tuple[LayerGeometry | PlainLayer, ...]
     context: int
     batch: int
     memory_bytes: int | None
     rows: tuple[PlanRow, ...]
     cards: Cards | None = None
+    engine: str = "transformers"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data: `rows` as `PlanRow` fields, geometry counted by layer kind."""
-        kinds: dict[LayerGeometry, int] = {}
+        kinds: dict[LayerGeometry | PlainLayer, int] = {}
         for g in self.layers:
             kinds[g] = kinds.get(g, 0) + 1
         return {
@@ -135,26 +147,60 @@ class Plan:
             "batch": self.batch,
             "memory_bytes": self.memory_bytes,
             "cards": None if self.cards is None else self.cards.to_dict(),
+            "engine": self.engine,
             "rows": [asdict(r) for r in self.rows],
         }
 
 
-class _Dense:
-    """The stock cache, with the members of `CacheSpec` that a plan reads."""
+Layer = TypeVar("Layer", LayerGeometry, PlainLayer, LayerGeometry | PlainLayer)
 
-    def __init__(self, name: str, layers: tuple[LayerGeometry, ...]) -> None:
-        self.bytes_per_element = DENSE[name]
-        self.spec = CacheSpec(scheme=presets.get("raw"), layers=layers)
+
+def _elements(layer: LayerGeometry | PlainLayer) -> int:
+    """Numbers of one token, keys and values."""
+    return layer.elements if isinstance(layer, PlainLayer) else 2 * layer.num_kv_heads * layer.head_dim
+
+
+class _Dense:
+    """The stock cache of Transformers, with the members of `CacheSpec` that a plan reads. Sliding layers hold their window."""
+
+    def __init__(self, name: str, layers: tuple[LayerGeometry | PlainLayer, ...]) -> None:
+        self.bytes_per_element, self.layers = DENSE[name], layers
         self.bits_per_element = 8.0 * self.bytes_per_element
 
     @property
     def bytes_per_token(self) -> float:
-        layers = self.spec.layers
-        full = [g for g in layers if g.sliding_window is None] or layers
-        return float(sum(2 * g.num_kv_heads * g.head_dim * self.bytes_per_element for g in full))
+        full = [g for g in self.layers if g.sliding_window is None] or self.layers
+        return float(sum(_elements(g) * self.bytes_per_element for g in full))
 
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
-        return self.spec.raw_nbytes(num_tokens, batch_size, self.bytes_per_element)
+        held = (num_tokens if g.sliding_window is None else min(num_tokens, g.sliding_window - 1) for g in self.layers)
+        return batch_size * self.bytes_per_element * sum(n * _elements(g) for n, g in zip(held, self.layers, strict=True))
+
+
+class _Blocks:
+    """A cache of vLLM: whole blocks, those of a sliding layer that its window touches.
+
+    Args:
+        block: tokens of a block.
+        sizes: bytes of a block in each layer.
+    """
+
+    def __init__(self, layers: tuple[LayerGeometry | PlainLayer, ...], block: int, sizes: list[int]) -> None:
+        self.layers, self.block, self.sizes = layers, block, sizes
+        self.bits_per_element = 8 * sum(sizes) / (block * sum(map(_elements, layers)))
+
+    @property
+    def bytes_per_token(self) -> float:
+        full = [n for n, g in zip(self.sizes, self.layers, strict=True) if g.sliding_window is None] or self.sizes
+        return sum(full) / self.block
+
+    def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
+        blocks = -(-num_tokens // self.block)
+        held = (blocks if g.sliding_window is None else min(blocks, -(-(g.sliding_window - 1) // self.block) + 1) for g in self.layers)
+        return batch_size * sum(n * size for n, size in zip(held, self.sizes, strict=True))
+
+
+Cache = CacheSpec | _Dense | _Blocks
 
 
 def uniform(num_layers: int, num_kv_heads: int, head_dim: int, sliding_window: int | None = None) -> tuple[LayerGeometry, ...]:
@@ -168,7 +214,7 @@ def uniform(num_layers: int, num_kv_heads: int, head_dim: int, sliding_window: i
     return (LayerGeometry(num_kv_heads=num_kv_heads, head_dim=head_dim, sliding_window=sliding_window),) * num_layers
 
 
-def rank(layers: Sequence[LayerGeometry], gpus: int, num_heads: int | None = None) -> tuple[LayerGeometry, ...]:
+def rank(layers: Sequence[Layer], gpus: int, num_heads: int | None = None) -> tuple[Layer, ...]:
     """Layers of one of `gpus` GPUs that share a model by tensor parallelism: an equal share of the kv heads, or a copy of one where GPUs are more than these.
 
     Args:
@@ -181,10 +227,18 @@ def rank(layers: Sequence[LayerGeometry], gpus: int, num_heads: int | None = Non
         raise SpecError(f"gpus={gpus} must be at least 1")
     if num_heads is not None and num_heads % gpus:
         raise SpecError(f"{num_heads} query heads cannot be shared by {gpus} GPUs; use {_divisors(num_heads)}")
-    for g in layers:
-        if g.num_kv_heads % gpus and gpus % g.num_kv_heads:
-            raise SpecError(f"{g.num_kv_heads} kv heads cannot be shared by {gpus} GPUs; use {_divisors(g.num_kv_heads)}, or a multiple of {g.num_kv_heads}")
-    return tuple(dataclasses.replace(g, num_kv_heads=max(1, g.num_kv_heads // gpus)) for g in layers)
+    return tuple(_share(g, gpus) for g in layers)
+
+
+def _share(layer: Layer, gpus: int) -> Layer:
+    heads = layer.heads if isinstance(layer, PlainLayer) else layer.num_kv_heads
+    if heads is None:
+        return layer
+    if heads % gpus and gpus % heads:
+        raise SpecError(f"{heads} kv heads cannot be shared by {gpus} GPUs; use {_divisors(heads)}, or a multiple of {heads}")
+    own = max(1, heads // gpus)
+    changed: dict[str, Any] = {"elements": layer.elements // heads * own, "heads": own} if isinstance(layer, PlainLayer) else {"num_kv_heads": own}
+    return dataclasses.replace(layer, **changed)
 
 
 def _divisors(n: int) -> str:
@@ -193,9 +247,10 @@ def _divisors(n: int) -> str:
 
 
 def plan(
-    layers: Sequence[LayerGeometry],
+    layers: Sequence[LayerGeometry | PlainLayer],
     schemes: Iterable[str | Scheme],
     *,
+    engine: str = "transformers",
     context: int = 4096,
     batch: int = 1,
     memory_bytes: int | None = None,
@@ -207,7 +262,8 @@ def plan(
 
     Args:
         layers: geometry of each layer (`geometry.layer_geometries`, or `uniform`); with `cards` of several GPUs what one of them holds (`rank`).
-        schemes: preset names (groups fitted to the head_dim), fp32, fp16, bf16, or schemes of your own (taken as they are).
+        schemes: preset names (groups fitted to the head_dim), fp32, fp16, bf16, or schemes of your own (taken as they are); for vLLM its dtypes (see `served`).
+        engine: what serves the cache, one of `ENGINES`: vLLM has blocks and formats of its own.
         context: tokens per sequence.
         batch: sequences.
         memory_bytes: memory for the cache alone; None leaves max_batch and max_context out.
@@ -228,13 +284,15 @@ def plan(
     for name, n in (("context", context), ("batch", batch), *([("memory_bytes", memory_bytes)] if memory_bytes is not None else [])):
         if n < 1:
             raise SpecError(f"{name}={n} must be at least 1")
+    if engine not in ENGINES:
+        raise SpecError(unknown("engine", engine, ENGINES))
     rows = []
-    dense = _Dense("bf16", layers)
+    dense = _vllm("bf16", layers, raw_dtype) if engine == "vllm" else _Dense("bf16", layers)
     baseline = dense.nbytes(context, batch)
     users = None if memory_bytes is None else max_batch(dense, memory_bytes, context)
     for scheme in schemes:
         name = scheme if isinstance(scheme, str) else scheme.name
-        cache = _cache(scheme, layers, raw_dtype, changes)
+        cache = _vllm(scheme, layers, raw_dtype) if engine == "vllm" else _cache(scheme, layers, raw_dtype, changes)
         total = cache.nbytes(context, batch)
         longest = None if memory_bytes is None else max_context(cache, memory_bytes, batch)
         fit = None if memory_bytes is None else max_batch(cache, memory_bytes, context)
@@ -245,25 +303,79 @@ def plan(
                 max_context=longest, unbounded=memory_bytes is not None and longest is None,
             )
         )  # fmt: skip
-    return Plan(layers=layers, context=context, batch=batch, memory_bytes=memory_bytes, rows=tuple(rows), cards=cards)
+    return Plan(layers=layers, context=context, batch=batch, memory_bytes=memory_bytes, rows=tuple(rows), cards=cards, engine=engine)
 
 
-def _cache(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], raw_dtype: str, changes: dict[str, Any]) -> CacheSpec | _Dense:
+def _cache(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str, changes: dict[str, Any]) -> Cache:
     if isinstance(scheme, str) and scheme in DENSE:
         return _Dense(scheme, layers)
+    plain = _paged(layers, scheme)
     if isinstance(scheme, str):
         (known,) = presets.expand([scheme], GROUPS)
-        scheme = presets.for_layers(known, layers, **changes)
-    return CacheSpec(scheme=scheme, layers=layers, raw_dtype=raw_dtype)
+        scheme = presets.for_layers(known, plain, **changes)
+    return CacheSpec(scheme=scheme, layers=plain, raw_dtype=raw_dtype)
 
 
-def max_batch(cache: CacheSpec | _Dense, memory_bytes: int, context: int) -> int | None:
+def _paged(layers: tuple[LayerGeometry | PlainLayer, ...], scheme: str | Scheme) -> tuple[LayerGeometry, ...]:
+    """Layers that pages of few bits are made of.
+
+    Raises:
+        SpecError: others are among them.
+    """
+    found = tuple(g for g in layers if isinstance(g, LayerGeometry))
+    if len(found) < len(layers):
+        raise SpecError(f"{scheme if isinstance(scheme, str) else scheme.name!r}: these layers can be planned in {', '.join(DENSE)} only")
+    return found
+
+
+def served(names: Iterable[str]) -> list[str | Scheme]:
+    """What names mean in vLLM: its own dtypes, `FORMATS` with or without their prefix, `all`, files of token-local schemes.
+
+    Raises:
+        SpecError: what vLLM cannot serve.
+    """
+    found: dict[str, str | Scheme] = {}
+    for name in names:
+        if name == "all":
+            found |= {n: n for n in VLLM_SHOWN}
+        elif name.endswith(".json"):
+            mine = presets.read(name)
+            found[mine.name] = mine
+        else:
+            known = name if name in VLLM_DENSE else name if name in FORMATS else f"kvbits_{name}"
+            if known not in VLLM_DENSE and known not in FORMATS:
+                elsewhere = f"; {name} is for Transformers (--engine transformers)" if name in presets.PRESETS else ""
+                raise SpecError(unknown("scheme of --engine vllm", name, ["all", *VLLM_DENSE, *FORMATS], f", or a file of a token-local scheme{elsewhere}"))
+            found[known] = known
+    return list(found.values())
+
+
+def _vllm(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str) -> _Blocks:
+    """A cache as vLLM allocates it."""
+    if isinstance(scheme, str) and scheme in VLLM_DENSE:
+        return _Blocks(layers, VLLM_BLOCK, [VLLM_BLOCK * VLLM_DENSE[scheme] * _elements(g) for g in layers])
+    pages = _paged(layers, scheme)
+    if isinstance(scheme, str):
+        layouts = [FORMATS[scheme].layout(g.num_kv_heads, g.head_dim, raw_dtype) for g in pages]
+    else:
+        layouts = [_token_local(scheme, i, g, len(pages), raw_dtype) for i, g in enumerate(pages)]
+    return _Blocks(layers, PAGE_SIZE, [x.page_size_bytes for x in layouts])
+
+
+def _token_local(scheme: Scheme, layer: int, g: LayerGeometry, count: int, raw_dtype: str) -> PageLayout:
+    key, value = scheme.for_layer(layer, count)
+    if scheme.page_size != PAGE_SIZE or scheme.tiers or not (key.token_local and value.token_local):
+        raise SpecError(f"scheme {scheme.name!r}, layer {layer}: vLLM stores token by token in pages of {PAGE_SIZE}; make it with `kvbits fit --token-local`")
+    return PageLayout(key=key, value=value, page_size=PAGE_SIZE, num_kv_heads=g.num_kv_heads, head_dim=g.head_dim, raw_dtype=raw_dtype)
+
+
+def max_batch(cache: Cache, memory_bytes: int, context: int) -> int | None:
     """Most sequences of `context` tokens in `memory_bytes` (bytes are proportional to the batch); None if they cost nothing."""
     one = cache.nbytes(context, 1)
     return memory_bytes // one if one else None
 
 
-def max_context(cache: CacheSpec | _Dense, memory_bytes: int, batch: int) -> int | None:
+def max_context(cache: Cache, memory_bytes: int, batch: int) -> int | None:
     """Most tokens for each of `batch` sequences in `memory_bytes`; None if any number fits.
 
     `nbytes` never falls as the context grows (a test holds it), so doubling and halving finds the exact edge.

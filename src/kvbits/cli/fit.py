@@ -58,13 +58,14 @@ def fit(
     from .. import planner
     from ..evaluate.fit import Goal, require_room
     from ..evaluate.sensitivity import formats
+    from ..spec import LayerGeometry
     from ..units import parse_bytes
 
     subject = subject_of(model, None, None, None, None)
     cards = None if gpu_memory is None else subject.cards(gpu_memory, gpus, weights, reserve)
     require_cards(gpu_memory, memory, {"--gpus": gpus if gpus > 1 else None, "--weights": weights, "--reserve": reserve})
     limit = cards.cache_bytes if cards is not None else None if memory is None else parse_bytes(memory, "--memory")
-    layers = planner.rank(subject.layers, gpus, subject.query_heads)
+    layers = planner.rank([g for g in subject.layers if isinstance(g, LayerGeometry)], gpus, subject.query_heads)
     goal = Goal(layers=layers, context=context, batch=batch, memory_bytes=limit, max_kl=max_kl)
     known = formats(layers, calibrate, token_local)
     require_room(goal, known)

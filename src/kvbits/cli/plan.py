@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import SpecError, counted, unknown
-from ..schemes import PRESETS, RECOMMENDED, weak_to_key_bias
+from ..errors import SpecError, UnsupportedError, counted, unknown
 from .common import Json, Schemes, command, names_of, new_table, print_json, show, tokens
 from .subject import Subject, require_cards, subject_of
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..planner import Plan
+    from ..spec import Scheme
 
 
 @command()
@@ -29,7 +29,10 @@ def plan(
     context: Annotated[int, typer.Option(help="Tokens per sequence; 8k is 8,192.", parser=tokens())] = 4096,
     batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.", min=1)] = 1,
     scheme: Schemes = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, like 80GB, for weights, activations and cache: adds how many users fit.")] = None,
+    engine: Annotated[str, typer.Option(help="What serves the cache: transformers, or vllm, which has formats of its own.")] = "transformers",
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Each GPU: a card like H100 or 80GB, or bytes like 75GiB; for weights, activations and cache. Adds how many users fit.")
+    ] = None,
     gpus: Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism, with --gpu-memory.", min=1)] = 1,
     weights: Annotated[str | None, typer.Option(help="Weights of the whole model, like 16GB; from MODEL's files or configuration if not given.")] = None,
     reserve: Annotated[str | None, typer.Option(help="Memory of each GPU for everything else: activations, CUDA, graphs.", show_default="12 %")] = None,
@@ -46,26 +49,79 @@ def plan(
     Totals are what a cache of fixed capacity allocates to the byte: whole pages, scales, sinks, raw tail and padding included.
     Schemes are 16 bits and the recommended ones if none is named; `--scheme all` lists every one.
     """
-    from .. import planner, schemes
-    from ..units import parse_bytes
-
     if sources:
         _sources(as_json)
         return
-    subject = subject_of(model, layers, kv_heads, head_dim, sliding_window)
+    from .. import planner
+    from ..units import parse_bytes
+
+    if engine not in planner.ENGINES:
+        raise SpecError(unknown("--engine", engine, planner.ENGINES))
+    subject = subject_of(model, layers, kv_heads, head_dim, sliding_window, in_16_bits=True)
     cards = None if gpu_memory is None else subject.cards(gpu_memory, gpus, weights, reserve)
     require_cards(gpu_memory, memory, {"--gpus": gpus if gpus > 1 else None, "--weights": weights, "--reserve": reserve})
-    given = {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}
+    changes = {k: v for k, v in {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}.items() if v is not None}
+    chosen, refused = _chosen(subject, engine, scheme, bool(changes))
     found = planner.plan(
-        planner.rank(subject.layers, gpus, subject.query_heads), schemes.expand(names_of("--schemes", scheme or list(planner.SHOWN)), planner.GROUPS),
-        context=context, batch=batch, memory_bytes=None if memory is None else parse_bytes(memory, "--memory"), cards=cards, raw_dtype=_raw_dtype(raw_dtype),
-        **{k: v for k, v in given.items() if v is not None},
+        planner.rank(subject.layers, gpus, subject.query_heads), chosen, engine=engine, context=context, batch=batch,
+        memory_bytes=None if memory is None else parse_bytes(memory, "--memory"), cards=cards, raw_dtype=_raw_dtype(raw_dtype), **changes,
     )  # fmt: skip
     if as_json:
-        print_json({"model": subject.model, "model_max_context": subject.longest, "weights_from": subject.weights_from} | found.to_dict())
+        about = {"model": subject.model, "model_max_context": subject.longest, "weights_from": subject.weights_from, "memory_from": subject.memory_from}
+        print_json(about | {"refused": refused} | found.to_dict())
     else:
-        chosen = [] if scheme else [f"The schemes are 16 bits and the recommended ones; --scheme all lists all {len(planner.GROUPS['all'])}."]
-        show(_plan_table(found, subject), *chosen, *_plan_notes(found, subject))
+        every = len(planner.VLLM_SHOWN if engine == "vllm" else planner.GROUPS["all"])
+        listed = [] if scheme or engine == "vllm" or refused else [f"The schemes are 16 bits and the recommended ones; --scheme all lists all {every}."]
+        show(_plan_table(found, subject), *(f"{name}: not served: {why}" for name, why in refused.items()), *listed, *_plan_notes(found, subject))
+
+
+def _chosen(subject: Subject, engine: str, given: list[str] | None, changed: bool) -> tuple[list[str | Scheme], dict[str, str]]:
+    """(schemes to plan, what is left out and why).
+
+    Raises:
+        UnsupportedError: a scheme was named that this model or engine cannot have.
+    """
+    from .. import planner, schemes
+
+    names = None if given is None else names_of("--schemes", given)
+    if engine == "vllm":
+        if changed:
+            raise SpecError("--sinks, --residual and --page-size are of Transformers' caches; for vLLM see raw_newest in docs/serving.md")
+        chosen = planner.served(names or planner.VLLM_SHOWN)
+        refused = {
+            n: why for one in chosen if (n := one if isinstance(one, str) else one.name) not in planner.VLLM_DENSE and (why := _not_in_vllm(subject, one))
+        }
+    else:
+        chosen = schemes.expand(names or list(planner.SHOWN), planner.GROUPS)
+        refused = {}
+        if subject.refused is not None:
+            refused = {n: subject.refused for one in chosen if (n := one if isinstance(one, str) else one.name) not in planner.DENSE}
+    if given is not None and refused:
+        name, why = next(iter(refused.items()))
+        raise UnsupportedError(f"{name}: {why}")
+    left = [one for one in chosen if (one if isinstance(one, str) else one.name) not in refused]
+    if len(set(refused.values())) == 1:
+        refused = {", ".join(refused): next(iter(refused.values()))}
+    return left, refused
+
+
+def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
+    """Why kvbits does not serve a model in vLLM in a format, or None."""
+    if subject.refused is not None:
+        return subject.refused
+    from ..geometry import PlainLayer, text_config
+    from ..integrations.vllm.served import FORMATS, has_key_bias
+
+    text = None if subject.config is None else text_config(subject.config)
+    kind = str(getattr(text, "model_type", ""))
+    if kind == "gpt_oss":
+        return "the model has attention sinks, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
+    if getattr(text, "alibi", False) or kind in ("bloom", "mpt"):
+        return "the model has ALiBi, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
+    if not isinstance(scheme, str):
+        return None
+    biased = text is not None and has_key_bias(text)
+    return next((why for g in subject.layers if not isinstance(g, PlainLayer) and (why := FORMATS[scheme].refuses(g.head_dim, biased))), None)
 
 
 def _raw_dtype(given: str) -> str:
@@ -80,9 +136,9 @@ def _plan_table(found: Plan, subject: Subject) -> Table:
     from ..units import human_bytes
 
     kinds = ", ".join(
-        f"{k['count']} layers x {k['num_kv_heads']} kv heads x {k['head_dim']}" + (f" (window {k['sliding_window']:,})" if k["sliding_window"] else "")
-        for k in found.to_dict()["layers"]
-    )
+        counted(k["count"], "layer") + (f" x {k['num_kv_heads']} kv heads x {k['head_dim']}" if "head_dim" in k else f" x {k['elements']:,} numbers a token")
+        + (f" (window {k['sliding_window']:,})" if k["sliding_window"] else "") for k in found.to_dict()["layers"]
+    )  # fmt: skip
     title = f"{subject.model + ': ' if subject.model else ''}{kinds}; {found.context:,} tokens x {found.batch}"
     each = ", each GPU" if found.cards is not None and found.cards.count > 1 else ""
     columns = ["scheme", "bits/element", f"bytes/token{each}", f"total{each}", "16-bit / total"]
@@ -116,8 +172,18 @@ def _memory(found: Plan, subject: Subject) -> str:
 
 
 def _plan_notes(found: Plan, subject: Subject) -> list[str]:
+    from ..geometry import text_config
+
     longest = subject.longest
     notes = ["GB is 10**9 bytes. bits/element and bytes/token are those of long contexts; the total counts whole pages, sinks and raw tail."]
+    if subject.refused is not None and len(found.layers) < getattr(text_config(subject.config), "num_hidden_layers", 0):
+        notes.append("Only attention layers are counted; others have a state of their own, whose size does not grow with the context.")
+    if found.engine == "vllm":
+        notes.append(
+            "As stock vLLM allocates it: whole blocks. It puts unlike layers into groups of one size, which costs more; its log says the tokens that fit."
+        )
+    if subject.memory_from is not None:
+        notes.append(f"--gpu-memory: {subject.memory_from}.")
     if found.cards is not None:
         notes.append("reserve: activations, the CUDA context, graphs, fragments; 12 % unless --reserve says otherwise. Quantized weights: --weights.")
     if found.memory_bytes is not None and found.rows and all(r.more is None for r in found.rows):
@@ -126,24 +192,38 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
         notes.append(f"The model itself was made for {longest:,} tokens.")
     if longest is not None and found.context > longest:
         notes.append(f"{found.context:,} tokens are more than the {longest:,} the model was made for.")
+    from ..schemes import PRESETS, RECOMMENDED
+
     if calibrated := [r.scheme for r in found.rows if r.scheme in PRESETS and PRESETS[r.scheme].needs_calibration]:
         notes.append(f"Calibrated first, with `kvbits calibrate`: {', '.join(calibrated)}.")
-    if subject.config is not None and (weak := _weak(found, subject.config)):
+    if subject.config is not None and found.engine == "transformers" and (weak := _weak(found, subject.config)):
         notes.append(
             f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them (docs/evaluation.md); {RECOMMENDED} and kivi4 do not."
         )
-    from ..ops.break_even import small_on_gpu
-
-    sizes = {(min(found.context, g.sliding_window or found.context), g.num_kv_heads, g.head_dim) for g in found.layers}
-    notes += [f"Speed: {note}." for n, heads, d in sorted(sizes) if (note := small_on_gpu(found.batch, n, heads, d))]
-    return notes
+    return notes + _speed(found)
 
 
 def _weak(found: Plan, config: Any) -> list[str]:
     """Schemes of the plan that a key bias spoils, where the model has one."""
     from ..geometry import has_key_bias
+    from ..schemes import PRESETS, weak_to_key_bias
 
     return [r.scheme for r in found.rows if r.scheme in PRESETS and weak_to_key_bias(PRESETS[r.scheme])] if has_key_bias(config) else []
+
+
+def _speed(found: Plan) -> list[str]:
+    """Which layers are so small that 16 bits are as fast on a GPU."""
+    from ..geometry import PlainLayer
+    from ..ops.break_even import small_on_gpu
+
+    layers = [g for g in found.layers if not isinstance(g, PlainLayer)]
+    notes = []
+    for g in dict.fromkeys(layers):
+        tokens = min(found.context, g.sliding_window or found.context)
+        if note := small_on_gpu(found.batch, tokens, g.num_kv_heads, g.head_dim):
+            which = f"the {counted(layers.count(g), 'layer')} {f'with a window of {g.sliding_window:,}' if g.sliding_window else 'with full attention'}"
+            notes.append(f"Speed of {which if len(set(layers)) > 1 else 'these layers'}: {note}.")
+    return notes
 
 
 def _sources(as_json: bool) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SpecError
-from .common import read_config
+import typer
+
+from ..errors import SpecError, UnsupportedError
 
 if TYPE_CHECKING:
+    from ..geometry import PlainLayer
     from ..planner import Cards
     from ..spec import LayerGeometry
 
@@ -20,20 +22,25 @@ class Subject:
     Attributes:
         longest: the model's own longest context.
         weights_from: where the bytes of its weights were found, once they were asked for.
+        memory_from: which memory was taken for that of a GPU, where its name was given.
+        refused: why pages of few bits cannot be made of it; `layers` then say what 16 bits hold.
     """
 
-    layers: tuple[LayerGeometry, ...]
+    layers: tuple[LayerGeometry | PlainLayer, ...]
     model: str | None = None
     config: Any = None
     query_heads: int | None = None
     longest: int | None = None
     weights_from: str | None = None
+    memory_from: str | None = None
+    refused: str | None = None
 
     def cards(self, gpu_memory: str, gpus: int, weights: str | None, reserve: str | None) -> Cards:
-        from ..planner import Cards
+        from ..gpus import gpu_memory as memory_of
         from ..units import parse_bytes
 
-        memory_bytes = parse_bytes(gpu_memory, "--gpu-memory")
+        memory = memory_of(gpu_memory)
+        self.memory_from = memory.said
         if weights is not None:
             nbytes, self.weights_from = parse_bytes(weights, "--weights"), "--weights"
         elif self.model is None:
@@ -41,8 +48,32 @@ class Subject:
         else:
             from ..weights import weights_bytes
 
-            nbytes, self.weights_from = weights_bytes(self.model, self.config)
-        return Cards(memory_bytes=memory_bytes, weights_bytes=nbytes, count=gpus, reserve_bytes=None if reserve is None else _reserve(reserve, memory_bytes))
+            nbytes, self.weights_from = weights_bytes(self.model, self.config, say=lambda text: typer.echo(text, err=True))
+        try:
+            return _cards(memory.nbytes, nbytes, gpus, reserve)
+        except SpecError as e:
+            raise SpecError(f"{e}{_in_gib(gpu_memory, memory.nbytes, nbytes, gpus, reserve)}") from e
+
+
+def _cards(memory_bytes: int, weights_bytes: int, gpus: int, reserve: str | None) -> Cards:
+    from ..planner import Cards
+
+    reserve_bytes = None if reserve is None else _reserve(reserve, memory_bytes)
+    return Cards(memory_bytes=memory_bytes, weights_bytes=weights_bytes, count=gpus, reserve_bytes=reserve_bytes)
+
+
+def _in_gib(text: str, memory_bytes: int, weights_bytes: int, gpus: int, reserve: str | None) -> str:
+    """What is left if GB were meant as GiB, where the first leave nothing."""
+    from ..units import human_bytes, parse_bytes
+
+    other = text.strip()[:-2] + "GiB" if text.strip().upper().endswith("GB") else None
+    if other is None or (meant := parse_bytes(other)) <= memory_bytes:
+        return ""
+    try:
+        left = _cards(meant, weights_bytes, gpus, reserve).cache_bytes
+    except SpecError:
+        return f" ({other}, 2**30 bytes each, is too little too)"
+    return f"; if you mean {other} (2**30 bytes each), {human_bytes(left)} of each GPU are left for a cache: write that"
 
 
 def _reserve(text: str, memory_bytes: int) -> int:
@@ -68,19 +99,43 @@ def require_cards(gpu_memory: str | None, memory: str | None, others: dict[str, 
         raise SpecError(f"{', '.join(unused)} means nothing without --gpu-memory, the memory of each GPU, like --gpu-memory 80GB")
 
 
-def subject_of(model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None, sliding_window: int | None) -> Subject:
-    """From either the model or the numbers."""
-    from ..planner import uniform
+def subject_of(
+    model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None, sliding_window: int | None, *, in_16_bits: bool = False
+) -> Subject:  # fmt: skip
+    """From either the model or the numbers.
 
+    Args:
+        in_16_bits: a model that pages of few bits cannot be made of is planned in 16 bits, if its configuration says how; else it is an error.
+    """
     numbers = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
     if model is not None:
         if clash := [k for k, v in (numbers | {"--sliding-window": sliding_window}).items() if v is not None]:
             raise SpecError(f"MODEL {model!r} already says what {', '.join(clash)} says; give one or the other")
-        from ..geometry import layer_geometries, max_context, query_heads
-
-        config = read_config(model)
-        return Subject(layer_geometries(config), model, config, query_heads(config), max_context(config))
+        return _of_model(model, in_16_bits)
     if layers is None or kv_heads is None or head_dim is None:
         missing = [k for k, v in numbers.items() if v is None]
         raise SpecError(f"give MODEL, or --layers, --kv-heads and --head-dim (missing: {', '.join(missing)})")
+    from ..planner import uniform
+
     return Subject(uniform(layers, kv_heads, head_dim, sliding_window))
+
+
+def _of_model(model: str, in_16_bits: bool) -> Subject:
+    from ..config_file import read_config
+    from ..geometry import find_model, layer_geometries, max_context, plain_layers, query_heads
+
+    if str(find_model(model, look_up=False)).endswith(".gguf"):
+        typer.echo(f"reading {model}: a GGUF file is read with Transformers, which takes seconds", err=True)
+    config = read_config(model)
+    refused = None
+    found: tuple[LayerGeometry | PlainLayer, ...]
+    try:
+        found = layer_geometries(config)
+    except UnsupportedError as e:
+        if not in_16_bits:
+            raise
+        try:
+            found, refused = plain_layers(config), str(e)
+        except UnsupportedError:
+            raise e from None
+    return Subject(found, model, config, query_heads(config), max_context(config), refused=refused)

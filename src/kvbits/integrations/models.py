@@ -111,11 +111,11 @@ def _gguf_dtype(path: Path | str, device: str | None) -> str:
     return "float32" if _is_embedded(path) and (device or "cpu") == "cpu" else "bfloat16"
 
 
-def _where(path: Path | str) -> dict[str, str]:
+def _where(path: Path | str) -> dict[str, Any]:
     """Arguments of `from_pretrained`."""
     if isinstance(path, Path) and _is_gguf(path):
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return {"pretrained_model_name_or_path": str(path)}
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "trust_remote_code": False}
+    return {"pretrained_model_name_or_path": str(path), "trust_remote_code": False}  # None would ask whether to run the model's own code
 
 
 def _tokenizer(auto: Any, path: Path | str) -> Any:

@@ -1,4 +1,4 @@
-"""What kvbits serves in vLLM, by `--kv-cache-dtype`: `FORMATS`, each a preset of `kvbits.schemes` stored token by token. No torch: `kvbits plan` reads it too."""
+"""What kvbits serves in vLLM, by `--kv-cache-dtype`: `FORMATS`, each a preset of `kvbits.schemes` stored token by token. No torch: `kvbits plan` reads it."""
 
 from __future__ import annotations
 

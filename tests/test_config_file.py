@@ -1,0 +1,101 @@
+"""A config.json read as data says what Transformers reads from it, for every family; nothing that a model brings along is run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvbits.cli import app
+from kvbits.config_file import known, read_config
+from kvbits.errors import SpecError, UnsupportedError
+from kvbits.geometry import PlainLayer, layer_geometries, load_config, plain_layers
+
+transformers = pytest.importorskip("transformers")
+make_families = pytest.importorskip("make_families")
+
+
+def write(folder, **fields):
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+COMMON = (
+    "llama", "mistral", "mistral3", "mixtral", "qwen2", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_next", "gemma2", "gemma3", "gemma4", "phi3", "gpt_oss",
+    "deepseek_v3", "olmo2", "glm4_moe", "gpt2", "opt", "falcon", "smollm3", "granite",
+)  # fmt: skip
+
+
+def test_families_are_read_as_transformers_reads_them():
+    """The common ones and every tenth of the others; make_families.py compares all of them when it writes the table."""
+    assert len(known()) > 250 and set(COMMON) <= set(known())
+    there = [t for t in known() if t in make_families.CONFIG_MAPPING]
+    assert len(there) > 0.9 * len(known())
+    found = {t: d for t in {*COMMON, *there[::10]} if t in there and (d := make_families.differs(t))}
+    assert not found, found
+
+
+def test_a_nested_text_part_has_its_family_s_defaults(tmp_path):
+    """Gemma 3's published text_config states neither heads nor their width."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    write(tmp_path, model_type="gemma3", text_config=text, vision_config={"model_type": "siglip_vision_model"})
+    layers = layer_geometries(read_config(tmp_path))
+    assert layers == layer_geometries(load_config(tmp_path)) and {(g.num_kv_heads, g.head_dim) for g in layers} == {(4, 256)}
+    assert [g.sliding_window for g in layers[:6]] == [1024] * 5 + [None]
+
+
+def test_code_that_a_model_brings_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write(folder, model_type="made_up", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("it asked"))
+    for args in (["plan", folder], ["plan", folder / "config.json"], ["check", folder], ["fit", folder, "--out", tmp_path / "x.json"]):
+        done = CliRunner().invoke(app, [str(a) for a in args], input="y\n")
+        assert done.exit_code == 2 and done.stdout == "" and "never run" in done.stderr, done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_no_configuration_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(SpecError, match="holds no config.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SpecError, match="cannot read the configuration of"):
+        read_config(tmp_path)
+    write(tmp_path, a=1)
+    with pytest.raises(SpecError, match="no model_type"):
+        read_config(tmp_path)
+    write(tmp_path, model_type="made_up")
+    with pytest.raises(SpecError, match=r"model_type 'made_up' leaves out is unknown .* is never run; give --layers"):
+        read_config(tmp_path)
+
+
+def test_a_hub_id_is_its_cached_file(tmp_path, monkeypatch):
+    file = write(tmp_path, model_type="llama", num_hidden_layers=3) / "config.json"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, name: str(file))
+    assert len(layer_geometries(read_config("some/model"))) == 3
+
+
+def test_what_16_bits_hold_of_models_that_pages_cannot(tmp_path):
+    latent = read_config(write(tmp_path, model_type="deepseek_v3", num_hidden_layers=3))
+    assert plain_layers(latent) == (PlainLayer(512 + 64),) * 3
+    hybrid = read_config(write(tmp_path, model_type="qwen3_next", num_hidden_layers=8))
+    assert plain_layers(hybrid) == (PlainLayer(2 * 2 * 256, heads=2),) * 2
+    unlike = read_config(write(tmp_path, model_type="llama", num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=192, v_head_dim=128))
+    assert plain_layers(unlike) == (PlainLayer(2 * (192 + 128), heads=2),)
+    for config in (latent, hybrid, unlike):
+        with pytest.raises(UnsupportedError):
+            layer_geometries(config)
+    with pytest.raises(UnsupportedError, match="encoder-decoder"):
+        plain_layers(read_config(write(tmp_path, model_type="llama", is_encoder_decoder=True)))
+
+
+def test_what_16_bits_hold_of_latent_attention_is_what_transformers_caches(tmp_path):
+    torch = pytest.importorskip("torch")
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64, "kv_lora_rank": 16, "q_lora_rank": None,
+             "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2}  # fmt: skip
+    config = load_config(write(tmp_path, model_type="deepseek_v3", **small))
+    cache = transformers.AutoModelForCausalLM.from_config(config)(torch.arange(5).unsqueeze(0), use_cache=True).past_key_values
+    held = sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values))
+    assert held == 5 * sum(layer.elements for layer in plain_layers(read_config(tmp_path)))
