@@ -146,7 +146,9 @@ def _notes(models: dict[str, Model]) -> list[str]:
 def _in_float32(models: dict[str, Model]) -> list[str]:
     """What is different where a model was measured in float32 only."""
     titles = [m.title for m in models.values() if m.facts["dtype"] == "float32"]
-    text = f"{', '.join(titles)}: the cache beside which others are measured has 32 bits, and so have raw tokens in bits held; in 16 bits they take half of that."
+    text = (
+        f"{', '.join(titles)}: the cache beside which others are measured has 32 bits, and so have raw tokens in bits held; in 16 bits they take half of that."
+    )
     return [text] if titles else []
 
 
