@@ -387,8 +387,7 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         SpecError: one of `SHOWN` was not measured on every model.
     """
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    longer = collect(benchmarks / LONG) if (benchmarks / LONG).is_dir() else None
-    at_length = {} if longer is None else {k: m for k, m in longer.finest.items() if "fidelity" in m.tasks}
+    at_short, at_length = _models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)
     gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], cpu_speeds(results, benchmarks)
     columns = [
         "preset", f"bits held at {HELD_AT:,} tokens", "worst KL at 1,024", f"worst KL at {HELD_AT:,}", "GPU, worst to best", f"CPU{cpu.instructions}", "vLLM",
@@ -401,13 +400,13 @@ def preset_table(results: Results, benchmarks: Path) -> str:
             raise SpecError(f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first")
         spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
         held = 16 * spec.nbytes(HELD_AT) / spec.raw_nbytes(HELD_AT)
-        short, at_short = _worst_kl(models, name)
-        long, at_long = _worst_kl(at_length, name)
+        short, of_short = _worst_kl(name, [*at_short, *models.values()])
+        long, of_long = _worst_kl(name, at_length)
         speeds = list(gpu.get(name, {}).values())
         ratios = [r["speedup_real_cache"] for r in speeds]
         on_gpu = f"{min(ratios):.2f}x to {max(ratios):.2f}x" if ratios else UNMEASURED
-        made.setdefault(columns[2], []).extend(at_short)
-        made.setdefault(columns[3], []).extend(at_long)
+        made.setdefault(columns[2], []).extend(of_short)
+        made.setdefault(columns[3], []).extend(of_long)
         made.setdefault("GPU", []).extend(known[r["run"]] for r in speeds)
         made.setdefault("CPU", []).extend(cpu.runs.get(name, []))
         needs = "needed" if PRESETS[name].needs_calibration else "none"
@@ -415,20 +414,41 @@ def preset_table(results: Results, benchmarks: Path) -> str:
     rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
     notes = [
         *_unfit_notes(models, SHOWN), f"Heads of {_head_widths(models)} channels. The models' weights are {weights_note(models)}.",
+        *_kl_note(columns[2], [*at_short, *(m for m in models.values() if m.name not in {x.name for x in at_short})]), *_kl_note(columns[3], at_length),
         *([f"GPU: over the fastest 16-bit kernel of the same shape and run ({rivals})."] if rivals else []), *([cpu.note] if cpu.note else []),
         "Runs: " + "; ".join(f"{column} {dated(some)}" for column, some in made.items() if some) + "."
     ]  # fmt: skip
     return _between(TABLE, "\n\n".join([table(columns, rows), " ".join(notes)]))
 
 
-def _worst_kl(models: dict[str, Model], scheme: str) -> tuple[str, list[dict[str, Any]]]:
-    """A cell: the largest KL and whose it is, with how many models were measured where it is not all; and the run it is of."""
-    there = {m.title: _measured(m)[scheme] for m in models.values() if scheme in _measured(m)}
+def _models_in(benchmarks: Path, name: str) -> list[Model]:
+    """Models of the folder of that name beside the results, and of those below a GPU's, each in every dtype, the one of least rounding noise first."""
+    folders = [folder for folder in sorted([*benchmarks.glob(name), *benchmarks.glob(f"*/{name}")]) if any(folder.glob("*/*/*.json"))]
+    found = [m for folder in folders for m in collect(folder).models.values() if "fidelity" in m.tasks]
+    return sorted(found, key=lambda m: ("float32", "float16", "bfloat16").index(m.facts["dtype"]))
+
+
+def _worst_kl(scheme: str, models: list[Model]) -> tuple[str, list[dict[str, Any]]]:
+    """A cell: the largest KL over models and whose it is, with how many measured it where others measured more; and the run it is of.
+
+    Args:
+        models: of several of one name the first that measured the scheme counts.
+    """
+    there: dict[str, Cell] = {}
+    for m in models:
+        if scheme in _measured(m):
+            there.setdefault(m.name, _measured(m)[scheme])
     if not there:
         return UNMEASURED, []
-    title, worst = max(there.items(), key=lambda pair: pair[1].summary["kl_mean"])
-    some = "" if len(there) == len(models) else f", {len(there)} of {len(models)} models"
-    return f"{worst.summary['kl_mean']:.4f} ({title}{some})", [worst.run]
+    name, worst = max(there.items(), key=lambda pair: pair[1].summary["kl_mean"])
+    count = len({m.name for m in models})
+    some = "" if len(there) == count else f", {len(there)} of {count} models"
+    return f"{worst.summary['kl_mean']:.4f} ({name}{some})", [worst.run]
+
+
+def _kl_note(column: str, models: list[Model]) -> list[str]:
+    """On what windows a column's KL was measured."""
+    return [f"{column}: {'; '.join(dict.fromkeys(f'{m.name}, {conditions(m)}' for m in models))}."] if models else []
 
 
 def weights_note(models: dict[str, Model]) -> str:
@@ -477,7 +497,10 @@ class CpuSpeeds:
 def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
     """The newest timing of single tokens on a CPU: of `results`, and of folders `decode*` beside them that `kvbits eval --tasks decode` wrote, in as many
     dtypes as were measured on one machine at one context."""
-    everything = [results, *(collect(folder) for folder in sorted(benchmarks.glob("decode*")) if folder.is_dir())]
+    everything = [
+        results,
+        *(collect(folder) for folder in sorted([*benchmarks.glob("decode*"), *benchmarks.glob("cpu/decode*")]) if any(folder.glob("*/*/*.json"))),
+    ]
     groups: dict[tuple[Any, ...], list[tuple[Model, Cell]]] = {}
     for m in (m for some in everything for m in decoded(some)):
         for cell in (c for c in m.tasks["decode"].values() if c.summary.get("tokens_per_s")):
