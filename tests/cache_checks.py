@@ -133,7 +133,7 @@ def poison_free_pages(cache: PagedCache) -> None:
 
 def drop_pass(cache: PagedCache) -> None:
     """End a pass that no layer went through and leave its tokens there: page ids without bytes."""
-    cache._passes.forward = None
+    cache._passes._now = cache._passes._now._replace(forward=None)
 
 
 def picture(cache: PagedCache) -> object:

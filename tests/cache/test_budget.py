@@ -7,10 +7,11 @@ import copy
 import pytest
 import tiny
 import torch
+from cache_checks import check_books, picture
 
 from kvbits import KVCache, planner, schemes
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.errors import FileFormatError, PoolFullError, SpecError
+from kvbits.errors import DataError, FileFormatError, PoolFullError, SpecError
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Scheme, Tier
 
 LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 2
@@ -149,6 +150,90 @@ def test_a_pass_that_fails_leaves_the_tokens_as_they_were():
     with pytest.raises(PoolFullError, match=r"now of 2200 tokens, was given 1 x 50000 tokens more"):
         cache.begin(1, 50_000)
     assert cache.seq_lens == [2200]
+
+
+def everything(cache: PagedCache) -> object:
+    """Lists, counts, bytes in use, boundaries, what was given back, and the bytes that are taken."""
+    return picture(cache), cache.budget.given_back[:], cache.nbytes, [[s.boundaries[:] for s in g.sequences] for g in cache.groups]
+
+
+@pytest.mark.parametrize("rows, valid", [(1, None), (3, [5, 5, 1_000_000])], ids=["one", "one row of three"])
+def test_a_pass_that_cannot_fit_is_refused_before_any_plane_goes_back(rows, valid):
+    x = tokens(2000, rows)
+    cache = PagedCache(ELASTIC, budget=2_000_000 * rows)
+    append(cache, x)
+    before = everything(cache)
+    mask = None if valid is None else torch.arange(1_000_000) < torch.tensor(valid)[:, None]
+    with pytest.raises(PoolFullError, match="even with every page in its fewest bits this does not fit"):
+        cache.begin(rows, 1_000_000, mask)
+    assert everything(cache) == before and cache.budget.given_back == [0, 0]
+    for layer in range(2):
+        same = reference(x, [planes(cache, r) for r in range(rows)])
+        assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(layer, 0), same.dequantize(layer, 0), strict=True))
+
+
+def test_every_plane_that_a_failed_pass_gave_back_comes_back():
+    x = tokens(3200)
+    cache = PagedCache(ELASTIC, budget=900_000)
+    append(cache, x[:, :, :1900])
+    before = everything(cache)
+    bad = x[:, :, 1900:].clone()
+    bad[1, 0, -1, 1, 7] = torch.nan
+    for _ in range(2):
+        cache.append(0, *x[:, :, 1900:])
+        assert any(cache.budget.given_back) and cache.nbytes <= 900_000
+        cache.abandon()
+        assert everything(cache) == before
+        cache.append(0, *x[:, :, 1900:])
+        with pytest.raises(DataError, match="nan"):
+            cache.append(1, *bad)
+        assert everything(cache) == before
+    append(cache, x[:, :, 1900:])
+    assert torch.equal(cache.dequantize(1, 0)[0], reference(x, [planes(cache)]).dequantize(1, 0)[0])
+
+
+def test_what_only_slabs_keep_from_fitting_is_taken_back(monkeypatch):
+    """The sum of bytes says yes, pages in slabs say no: found out when planes are gone already."""
+    cache = PagedCache(ELASTIC, budget=700_000)
+    append(cache, tokens(1900))
+    monkeypatch.setattr(cache.budget, "require_room", lambda least: None)
+    before = everything(cache)
+    with pytest.raises(PoolFullError, match="even with every page in its fewest bits"):
+        cache.begin(1, 5000)
+    assert everything(cache) == before
+
+
+def test_an_empty_cache_keeps_no_rows_of_a_pass_that_was_refused():
+    cache = PagedCache(ELASTIC, budget=200_000)
+    with pytest.raises(PoolFullError):
+        cache.begin(3, 3000)
+    assert (cache.batch_size, cache.nbytes) == (0, 0)
+    append(cache, tokens(100))
+    assert cache.seq_lens == [100]
+
+
+def test_a_sequence_that_comes_back_gives_planes_back_as_computing_it_does():
+    x = tokens(1500, rows=2)
+    cache = PagedCache(ELASTIC, budget=1_300_000)
+    append(cache, x, torch.tensor([[True], [False]]).expand(2, 1500))
+    first = cache.swap_out(0)
+    append(cache, x, torch.tensor([[False], [True]]).expand(2, 1500))
+    want = [planes(cache, 1), cache.budget.given_back[:]]
+    cache.swap_in(0, first)
+    assert cache.seq_lens == [1500, 1500] and cache.nbytes <= 1_300_000 and cache.budget.given_back > want[1]
+    held = [planes(cache, row) for row in (0, 1)]
+    assert all(run == sorted(run) and min(run) < 2 for run in held)
+    for row in (0, 1):
+        same = reference(x[:, row : row + 1], [held[row]])
+        assert all(torch.equal(a, b) for layer in (0, 1) for a, b in zip(cache.dequantize(layer, row), same.dequantize(layer, 0), strict=True))
+    check_books(cache)
+    large = PagedCache(ELASTIC)
+    append(large, tokens(6000))
+    cache.free(1)
+    before = everything(cache)
+    with pytest.raises(PoolFullError, match="even with every page in its fewest bits"):
+        cache.swap_in(1, large.swap_out(0))
+    assert everything(cache) == before
 
 
 def test_a_model_decodes_within_it(tmp_path):

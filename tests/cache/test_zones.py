@@ -32,6 +32,12 @@ class Ids:
     def shortfall(self, n: int) -> int:
         return 0 if self.fixed_capacity is None else max(0, n - self.allocator.num_free)
 
+    def snapshot(self):
+        return self.allocator.clone()
+
+    def restore(self, was):
+        self.allocator = was
+
     def reserve(self, n: int) -> None:
         if self.allocator.num_free < n:
             if self.fixed_capacity is not None:

@@ -4,15 +4,21 @@
 
 A pass that finds no room is planned again with fewer planes: boundaries (`zones`) come down, planes go back to their pool, slabs that nobody needs then go back
 to the system, and other pools take their bytes. Nothing is quantized again. Planes of a slab that is half empty move to free places of others first.
+
+What does not fit even then is refused before anything goes back. Until a pass has ended, what it gave back is kept in host memory beside the budget: a
+pass that fails leaves every plane as it was.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
+
 from ..errors import PoolFullError, SpecError, counted
 from ..spec import CacheSpec, whole
 from ..units import human_bytes
-from .group import GroupState
+from .group import GroupState, Snapshot
 from .pool import Pool
+from .sequence import Sequence
 
 SLABS = 128
 """A slab takes at most this part of the budget, so that bytes change hands in small pieces."""
@@ -72,25 +78,70 @@ class Budget:
             raise OverBudgetError(needed)
         return min(wanted, self.room // pool.block_bytes)
 
-    def make_room(self, groups: list[GroupState], counts: list[int], needed: int) -> bool:
+    def require_room(self, least: int) -> None:
+        """Refuse what does not fit with no plane left, before any goes back.
+
+        Args:
+            least: bytes of pages that are in use then.
+
+        Raises:
+            OverBudgetError: it does not.
+        """
+        if least > self.nbytes:
+            raise OverBudgetError(least)
+
+    def make_room(
+        self, groups: list[GroupState], before: list[Snapshot], counts: list[int], needed: int, incoming: Rows[Sequence] = ()
+    ) -> bool:  # fmt: skip
         """Lower the boundary of a tier, so that a pass of `counts` tokens needs `needed` bytes less, as far as that tier gives them. False: nothing is left.
 
         Nothing may be under way, see `trim`.
+
+        Args:
+            before: keep the bytes of planes that go back.
+            incoming: of each group, a sequence from elsewhere, which loses planes as those that are here do.
         """
         for tier in range(len(self.given_back)):
-            held = [(g, row, self._planes(g, row, tier, counts)) for g in groups if g.group.tiers for row in range(len(counts))]
-            most = max((n for _, _, n in held), default=0)
+            held = [(g, self._planes(g, row, tier, counts)) for g in groups if g.group.tiers for row in range(len(counts))]
+            held += [(g, sum(x is not None for x in s.low[tier])) for g, s in zip(groups, incoming, strict=False) if g.group.tiers]
+            most = max((n for _, n in held), default=0)
             if not most:
                 continue
-            a_page = sum(g.group.block_bytes(f"low{tier}") for g, _, n in held if n)
+            a_page = sum(g.group.block_bytes(f"low{tier}") for g, n in held if n)
             boundary = max(0, most - max(1, -(-(needed - self.room) // a_page), -(-most // LEAST_CUT)))
-            for g in groups:
+            for g, was in zip(groups, before, strict=True):
                 if g.group.tiers:
                     g.resize(len(counts))
-                    self.given_back[tier] += g.lower(tier, boundary)
-            self.trim(groups)
+                    for name, page_id in g.lower(tier, boundary):
+                        g.pools[name].save(page_id, was.pools[name])
+                        self.given_back[int(name[3:])] += 1
+            for g, s in zip(groups, incoming, strict=False):
+                for i, n in enumerate(g.thin(s, tier, boundary) if g.group.tiers else ()):
+                    self.given_back[i] += n
+            self.trim(groups, before)
             return True
         return False
+
+    def admit(self, groups: list[GroupState], before: list[Snapshot], sequences: Rows[Sequence]) -> None:
+        """Make room for a sequence from elsewhere: free pages in every pool for what its lists name in each group, which then may be fewer low planes.
+
+        Raises:
+            OverBudgetError: even without planes it does not fit. Whoever calls this takes everything back.
+        """
+        least = sum(p.allocator.num_used * p.block_bytes for g in groups for name, p in g.pools.items() if not name.startswith("low"))
+        for g, s in zip(groups, sequences, strict=True):
+            least += sum(len(ids) * g.pools[name].block_bytes for name, ids in s.pages().items() if not name.startswith("low"))
+        self.require_room(least)
+        while True:
+            self.trim(groups, before)
+            try:
+                for g, s in zip(groups, sequences, strict=True):
+                    for name, ids in s.pages().items():
+                        g.pools[name].reserve(len(ids))
+                return
+            except OverBudgetError as error:
+                if not self.make_room(groups, before, [0] * len(groups[0].sequences), error.needed, sequences):
+                    raise
 
     @staticmethod
     def _planes(g: GroupState, row: int, tier: int, counts: list[int]) -> int:
@@ -103,12 +154,12 @@ class Budget:
         return min(closed, boundary)
 
     @staticmethod
-    def trim(groups: list[GroupState]) -> None:
+    def trim(groups: list[GroupState], before: list[Snapshot]) -> None:
         """Give back slabs that hold nothing, and those whose few pages fit elsewhere. Nothing may be under way: pages get other ids."""
-        for g in groups:
+        for g, was in zip(groups, before, strict=True):
             for name, pool in g.pools.items():
                 while (at := pool.spare_slab()) is not None:
-                    g.renumber(name, pool.drop_slab(at))
+                    g.renumber(name, pool.drop_slab(at, was.pools[name]))
 
     def notes(self, groups: list[GroupState]) -> list[str]:
         """What was given back, in words."""

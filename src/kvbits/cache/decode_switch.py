@@ -41,8 +41,14 @@ class DecodeSwitch:
     def settle(self) -> None:
         """Take the page lists back from the device, if they are there. Waits for the GPU."""
         if self.decoding is not None:
-            decode, self.decoding, self._single_passes = self.decoding, None, 0
-            self._found = decode.settle(self._saturated) or self._found
+            before = [g.snapshot() for g in self._groups]
+            try:
+                self._found = self.decoding.settle(self._saturated) or self._found
+            except BaseException:  # interrupted: the device has them still
+                for g, was in zip(self._groups, before, strict=True):
+                    g.restore(was)
+                raise
+            self.decoding, self._single_passes = None, 0
 
     def interrupt(self) -> None:
         """Something else than single tokens comes."""

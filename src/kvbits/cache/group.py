@@ -17,8 +17,7 @@ from ..errors import CacheStateError
 from ..ops.types import PageTable
 from ..spec import LayerGroup
 from . import tables
-from .allocator import Allocator
-from .pool import Pool
+from .pool import Pool, PoolBefore
 from .sequence import Sequence
 from .step import Close, Cut, Run, Step, Write
 from .tables import Zone
@@ -29,10 +28,11 @@ MAX_SPECULATED_PAGES = 16
 
 
 class Snapshot(NamedTuple):
-    """The integers of a group as they were: page lists, and who holds which page of each pool."""
+    """A group as it was: page lists, and who holds which page of each pool."""
 
     sequences: list[Sequence]
-    allocators: dict[str, Allocator]
+    keep_past: bool
+    pools: dict[str, PoolBefore]
 
 
 class GroupState:
@@ -126,6 +126,12 @@ class GroupState:
         """Extend growing pools once for all rows, so that a long prompt is one slab."""
         if self.pools["closed"].fixed_capacity is not None:
             return
+        for name, n in self._wanted(cuts).items():
+            if n:
+                self.pools[name].reserve(n)
+
+    def _wanted(self, cuts: list[Cut]) -> dict[str, int]:
+        """Pages of each pool that these take."""
         size, sink, closed, tail, low = self.group.page_size, 0, 0, 0, [0] * len(self.group.tiers)
         for cut in cuts:
             s = self.sequences[cut.row]
@@ -138,9 +144,15 @@ class GroupState:
                 room = size - s.tail_lengths[-1] if s.tail else 0
                 tail += max(0, -((room - fresh) // size))
                 tail += room > 0 and self._is_shared("tail", s.tail[-1])
-        for name, n in zip(self.pools, (sink, closed, tail, *low), strict=True):
-            if n:
-                self.pools[name].reserve(n)
+        return dict(zip(self.pools, (sink, closed, tail, *low), strict=True))
+
+    def least(self, counts: list[int], history_first: bool) -> int:
+        """Bytes of pages in use once counts[b] tokens more are there and all low planes are given back. The caller restores the snapshot it took."""
+        self.resize(len(counts))
+        for tier in range(len(self.group.tiers)):
+            self.lower(tier, 0)
+        wanted = self._wanted([self._make_room(row, n, history_first) for row, n in enumerate(counts) if n])
+        return sum((p.allocator.num_used + wanted[name]) * p.block_bytes for name, p in self.pools.items())
 
     def _place(self, cut: Cut, step: Step) -> None:
         """Find room for the tokens of a row and list the work of each layer."""
@@ -273,13 +285,25 @@ class GroupState:
         s.boundaries, s.residual_length = boundaries, residual_length
         self._demote(s, 0)
 
-    def lower(self, tier: int, boundary: int) -> int:
-        """At most `boundary` planes of a tier for each sequence from now on. Returns how many planes went back."""
-        before = self.pools[f"low{tier}"].allocator.num_used
+    def lower(self, tier: int, boundary: int) -> list[tuple[str, int]]:
+        """At most `boundary` planes of a tier for each sequence from now on. Returns pool and page of the planes that went back."""
+        before = self._planes()
         for s in self.sequences:
             s.boundaries[tier] = min(s.boundaries[tier], boundary)
             self._demote(s, 0)
-        return before - self.pools[f"low{tier}"].allocator.num_used
+        return sorted(before - self._planes())
+
+    def _planes(self) -> set[tuple[str, int]]:
+        return {(f"low{i}", page) for s in self.sequences for i, planes in enumerate(s.low) for page in planes if page is not None}
+
+    def thin(self, s: Sequence, tier: int, boundary: int) -> list[int]:
+        """As `lower`, for a sequence from elsewhere whose pages are none of these pools' yet. Returns how many planes of each tier left its lists."""
+        s.boundaries[tier] = min(s.boundaries[tier], boundary)
+        found = plan(s.low, s.boundaries, 0, self._mass(s)).given_back
+        for planes, leaving in zip(s.low, found, strict=True):
+            for j in leaving:
+                planes[j] = None
+        return [len(leaving) for leaving in found]
 
     def renumber(self, pool: str, to: list[int]) -> None:
         """The pages of a pool have other ids: `to[i]` that of i."""
@@ -404,11 +428,10 @@ class GroupState:
     # -- undo -------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        return Snapshot([s.clone() for s in self.sequences], {name: p.allocator.clone() for name, p in self.pools.items()})
+        return Snapshot([s.clone() for s in self.sequences], self.keep_past, {name: p.snapshot() for name, p in self.pools.items()})
 
     def restore(self, was: Snapshot) -> None:
-        """Put the integers back; slabs that pools added since stay."""
-        self.sequences, self._closed_tables = was.sequences, None
-        for name, allocator in was.allocators.items():
-            allocator.grow(self.pools[name].allocator.capacity)
-            self.pools[name].allocator = allocator
+        """Put everything back."""
+        for name, pool in was.pools.items():
+            self.pools[name].restore(pool)
+        self.sequences, self.keep_past, self._closed_tables = was.sequences, was.keep_past, None

@@ -205,7 +205,7 @@ class LayerRunner:
         step = f.steps[place.group]
         for pool, page_id in step.reused:
             used = self._stores.low_store(place, pool) if pool.startswith("low") else self._stores.store(place, pool)
-            f.overwritten.append((used, page_id, used.page(page_id).clone()))
+            f.undo.overwritten.append((used.page(page_id), used.page(page_id).clone()))
         if step.closes:
             if f.valid is None:
                 fresh = [(k[b], v[b]) for b in range(k.shape[0])]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from .inputs import InputCheck, chosen_pages, lengths_of, listed, require_layer
 from .layer_runner import LayerRunner
 from .layer_stores import LayerStores
 from .passes import Forward, Passes
+from .undo import Undo
 
 
 class PagedCache:
@@ -91,11 +93,13 @@ class PagedCache:
 
     @property
     def batch_size(self) -> int:
+        self._passes.heal()
         return len(self.held_groups[0].sequences)
 
     @property
     def seq_lens(self) -> list[int]:
         """Tokens of each sequence, those that left a sliding window included."""
+        self._passes.heal()
         self._switch.settle()
         return [s.length for s in self.held_groups[0].sequences]
 
@@ -108,9 +112,29 @@ class PagedCache:
     def groups(self) -> list[GroupState]:
         """Page lists of every layer group. A cache that decodes on the device takes them back from there first, which waits for the GPU.
         FileFormatError where pages that were on their way are damaged: `reset()`, or `free()` their sequence."""
+        self._passes.heal()
         self.arrivals.wait_for_all()
         self._switch.settle()
         return self.held_groups
+
+    @property
+    def changes(self) -> int:
+        """How many passes and operations have changed the sequences so far: one more as soon as one has ended well, never for one that was taken back."""
+        return self._passes.changes
+
+    def change(self, what: str) -> AbstractContextManager[Undo]:
+        """Inside, `held_groups` are changed whole: an error or an interrupt takes everything back. Nothing else of this cache is to be used there.
+
+        Args:
+            what: the operation, for messages.
+
+        Raises:
+            CacheStateError: a pass is unfinished, or another thread changes them.
+        """
+        self._passes.require_none(what)
+        self.arrivals.wait_for_all()
+        self._switch.settle()
+        return self._passes.change(what)
 
     @property
     def watching(self) -> bool:
@@ -125,6 +149,7 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         """Bytes really allocated for pages, free ones included."""
+        self._passes.heal()
         return sum(p.nbytes for g in self.held_groups for p in g.pools.values())
 
     def bytes_by_kind(self) -> dict[str, int]:
@@ -162,7 +187,7 @@ class PagedCache:
         return self._passes.forward is not None
 
     def abandon(self) -> None:
-        """Take back a forward pass that not all layers have been through (the model raised, or was interrupted): as if it had never begun.
+        """Take back a forward pass that not all layers have been through (the model raised, or was interrupted), or a `change`: as if it had never begun.
 
         Passes that an error of this cache ends are taken back without this. Does nothing between passes.
 
@@ -190,23 +215,19 @@ class PagedCache:
             self._inputs.check(layer, q, k, v)
             self._inputs.check_scores(q, scaling, softcap, sink_logits)
             self._inputs.check_queries(layer, q, valid)
-        except DataError:
-            self._passes.fail()
-            raise
-        self._passes.require_beginning(layer)
-        if q.shape[1] == 1:
-            if self._passes.forward is None and not self.arrivals.under_way:
-                self._switch.enter(q, scaling, softcap, self.watching)
-                if self._switch.decoding is not None:
-                    self.begin(q.shape[0], 1, valid)
-            if (f := self._passes.forward) is not None and f.device is not None:
-                return self._step_on_device(f, f.device, layer, q, k, v, scaling, softcap, sink_logits)
-        k, v, f = self._enter(layer, k, v, valid)
-        try:
+            self._passes.require_beginning(layer)
+            if q.shape[1] == 1:
+                if self._passes.forward is None and not self.arrivals.under_way:
+                    self._switch.enter(q, scaling, softcap, self.watching)
+                    if self._switch.decoding is not None:
+                        self.begin(q.shape[0], 1, valid)
+                if (f := self._passes.forward) is not None and f.device is not None:
+                    return self._step_on_device(f, f.device, layer, q, k, v, scaling, softcap, sink_logits)
+            k, v, f = self._enter(layer, k, v, valid)
             out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f)
             self._passes.leave(layer, f)
-        except BaseException:
-            self._passes.fail()
+        except BaseException as error:
+            self._passes.fail(error)
             raise
         if sink_logits is not None:
             out = add_sink_logit(out, lse, sink_logits)
@@ -215,31 +236,27 @@ class PagedCache:
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, valid: torch.Tensor | None = None) -> None:
         """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`."""
         self._inputs.check(layer, k, k, v)
-        self._passes.require_beginning(layer)
-        k, v, f = self._enter(layer, k, v, valid)
         try:
+            self._passes.require_beginning(layer)
+            k, v, f = self._enter(layer, k, v, valid)
             self._layers.append(layer, k, v, f)
             self._passes.leave(layer, f)
-        except BaseException:
-            self._passes.fail()
+        except BaseException as error:
+            self._passes.fail(error)
             raise
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""
         if valid is not None:
             valid = torch.as_tensor(valid, device=k.device).bool()
-        try:
-            if self._passes.forward is not None:
-                valid = self._passes.forward.mask(layer, valid)
-            k, v = self._inputs.clean(layer, k, v, valid)
-            if self._passes.forward is None:
-                self.begin(k.shape[0], k.shape[1], valid)
-            f = self._passes.arrive(layer, k.shape[0], k.shape[1])
-            self._inputs.ask(layer, k, v, f.findings)
-            return k, v, f
-        except DataError:
-            self._passes.fail()
-            raise
+        if self._passes.forward is not None:
+            valid = self._passes.forward.mask(layer, valid)
+        k, v = self._inputs.clean(layer, k, v, valid)
+        if self._passes.forward is None:
+            self.begin(k.shape[0], k.shape[1], valid)
+        f = self._passes.arrive(layer, k.shape[0], k.shape[1])
+        self._inputs.ask(layer, k, v, f.findings)
+        return k, v, f
 
     def _step_on_device(
         self, f: Forward, decode: DeviceDecode, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None,
@@ -252,11 +269,7 @@ class PagedCache:
         place = self._stores.places[layer]
         q, k = self._stores.as_stored(place, q, k)
         lse = None if sink_logits is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        try:
-            out = decode.step(layer, q, k, v, lse)
-        except BaseException:
-            self._passes.fail()
-            raise
+        out = decode.step(layer, q, k, v, lse)
         self._passes.leave(layer, f)
         return out if sink_logits is None or lse is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
 
@@ -324,11 +337,12 @@ class PagedCache:
         for row, n in enumerate(wanted := lengths_of(lengths, self.seq_lens)):
             for g in self.groups:
                 g.check_crop(row, n)
-        for g in self.groups:
-            g.keep_past = False
-            for row, n in enumerate(wanted):
-                g.crop(row, n)
-            g.settle()
+        with self.change("crop()"):
+            for g in self.held_groups:
+                g.keep_past = False
+                for row, n in enumerate(wanted):
+                    g.crop(row, n)
+                g.settle()
 
     def keep_past(self) -> None:
         """Prepare for tokens that may be taken back, until the next `crop`.
@@ -337,8 +351,9 @@ class PagedCache:
         the planes that newer tokens push out, and (in a cache without a fixed capacity) up to a page of new tokens closes nothing: taking back that many
         leaves exactly what was there before.
         """
-        for g in self.groups:
-            g.speculate()
+        with self.change("keep_past()"):
+            for g in self.held_groups:
+                g.speculate()
 
     def set_zones(self, row: int, tiers: Rows[int], *, residual_length: int | None = None) -> None:
         """Give one sequence zones of its own sizes, from now on.
@@ -360,9 +375,10 @@ class PagedCache:
             scheme, tiers=tuple(dataclasses.replace(t, num_tokens=n) for t, n in zip(scheme.tiers, tiers, strict=True)),
             residual_length=scheme.residual_length if residual_length is None else residual_length,
         )  # fmt: skip
-        for g in self.groups:
-            sized = dataclasses.replace(g.group, tiers=wanted.tiers if g.group.tiers else ())
-            g.set_zones(row, list(sized.boundaries), g.sequences[row].residual_length if residual_length is None else residual_length)
+        with self.change("set_zones()"):
+            for g in self.held_groups:
+                sized = dataclasses.replace(g.group, tiers=wanted.tiers if g.group.tiers else ())
+                g.set_zones(row, list(sized.boundaries), g.sequences[row].residual_length if residual_length is None else residual_length)
 
     def mass(self, row: int) -> list[dict[int, float]]:
         """Per layer group, the share of the attention that the pages of a sequence get lately, by the position of their first token.
@@ -396,8 +412,9 @@ class PagedCache:
         chosen = chosen_pages(starts, self.closed_pages(row), row)
         if any(g.keep_past for g in self.groups):
             raise CacheStateError("drop_pages() while tokens are speculative; crop() to the present length first")
-        for state, wanted in zip(self.groups, chosen, strict=True):
-            state.drop(row, wanted)
+        with self.change("drop_pages()"):
+            for state, wanted in zip(self.held_groups, chosen, strict=True):
+                state.drop(row, wanted)
 
     def select(self, rows: Rows[int]) -> None:
         """Sequence i becomes the old sequence rows[i]. Repeats share pages until one of them writes (fork, beam reorder, repeat);
@@ -406,8 +423,9 @@ class PagedCache:
         chosen = self._rows(rows)
         if not chosen:
             raise DataError("select() of no sequence; use reset() to empty the cache")
-        for g in self.groups:
-            g.select(chosen)
+        with self.change("select()"):
+            for g in self.held_groups:
+                g.select(chosen)
 
     def fork(self, row: int) -> int:
         """Add a copy of a sequence that shares its pages; returns the new row."""
@@ -423,27 +441,23 @@ class PagedCache:
         """Empty a sequence; its row stays, with length 0."""
         (row,) = self._rows([row])
         self.arrivals.forget(row)
-        for g in self.groups:
-            g.free(row)
+        self.arrivals.wait_for_all()
+        self._switch.settle()
         self._passes.free(row)
 
     def reset(self) -> None:
         """Forget all sequences. Allocated pages stay, free."""
         self.arrivals.forget()
-        for g in self.groups:
-            for row in range(len(g.sequences)):
-                g.free(row)
-            g.sequences = []
-            g.settle()
+        self._switch.settle()
         self._passes.reset()
         self._switch.forget_found()
-        self.saturated[:] = [{"k": 0, "v": 0} for _ in self.spec.layers]
 
     def swap_out(self, row: int) -> swap.SwappedSequence:
         """Move a sequence to host memory and free its pages; its row stays, empty."""
         self._passes.require_none("swap_out")
         (row,) = self._rows([row])
-        return swap.swap_out(self.groups, row, self.spec, self.static)
+        with self.change("swap_out()"):
+            return swap.swap_out(self.held_groups, row, self.spec, self.static)
 
     def swap_in(self, row: int, swapped: swap.SwappedSequence) -> None:
         """Bring a sequence back, byte for byte, into an empty row of this or an equal cache.
@@ -455,7 +469,8 @@ class PagedCache:
         """
         self._passes.require_none("swap_in")
         (row,) = self._rows([row])
-        swap.swap_in(self.groups, row, swapped, self.spec, self.static)
+        with self.change("swap_in()") as undo:
+            swap.swap_in(self.held_groups, row, swapped, self.spec, self.static, self.budget, undo)
 
     def save(self, path: str | Path) -> None:
         """Write all sequences to a file, whole or not at all (see `cache.serialize`).

@@ -1,18 +1,25 @@
-"""Forward passes: one at a time, planned for all layers before a byte moves, and taken back whole when one fails."""
+"""Forward passes: one at a time, planned for all layers before a byte moves, and taken back whole when one fails. And every other change to page lists:
+whole, or not at all.
+
+What is under way is one value (`_Now`), so a single assignment begins, ends or takes back a pass or an operation, wherever an interrupt comes. What an
+interrupt left half done is taken back by whatever uses the cache next (`Passes.heal`).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import CacheStateError, DataError, counted
 from ..later import Findings, upload
-from ..ops.types import LowStore, PageStore, SlotMapping
+from ..ops.types import SlotMapping
 from ..spec import MOST_TOKENS, whole
 from . import explain
 from .arrivals import Arrivals
@@ -21,6 +28,7 @@ from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
 from .group import GroupState, Snapshot
 from .step import Step
+from .undo import Undo
 
 _NO_POSITIONS = torch.empty(0, 1, dtype=torch.int64, device="cpu")
 
@@ -36,9 +44,8 @@ class Forward:
     steps: list[Step]
     history_first: bool
     pending: set[int]  # layers that have not been here yet
-    before: list[Snapshot] | None  # snapshots of the groups; None once a sequence was freed during the pass
-    saturated: list[dict[str, int]]  # before the pass
-    overwritten: list[tuple[PageStore | LowStore, int, torch.Tensor]] = field(default_factory=list)  # pages that a layer used again, as they were
+    began: int  # changes to the cache before the pass; a sequence that is freed during the pass is one more, and then nothing can be taken back
+    undo: Undo
     plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
     shares: dict[int, list[np.ndarray]] = field(default_factory=dict)  # per observed group, of each place that was here
     slots: dict[int, dict[str, SlotMapping]] = field(default_factory=dict)  # per group and pool, for all its layers
@@ -60,14 +67,15 @@ class Forward:
             )
 
     def require_storable(self) -> None:
-        """Refuse anything but an end after the last layer found what cannot be stored in a pass that cannot be taken back.
+        """Refuse anything but its end to a pass that failed in its last layer and was not taken back.
 
         Raises:
             CacheStateError: with the way out.
         """
         if not self.pending:
             raise CacheStateError(
-                "the last forward pass found numbers that it could not store, after a sequence was freed in it; call reset(), or free() the others"
+                "the last forward pass failed in its last layer and was not taken back; call abandon(), or, if a sequence was freed in it, reset() or free() "
+                "the others"
             )
 
     def mask(self, layer: int, valid: torch.Tensor | None) -> torch.Tensor | None:
@@ -103,6 +111,20 @@ class Forward:
         return self.slots[group]
 
 
+class _Now(NamedTuple):
+    """What is under way.
+
+    Attributes:
+        changes: passes and operations that ended well.
+        forward: the pass that some layers have not been through yet.
+        undo: of the operation under way, planning a pass included; left behind, it has been interrupted.
+    """
+
+    changes: int = 0
+    forward: Forward | None = None
+    undo: Undo | None = None
+
+
 class Passes:
     """The forward pass of a cache that is under way, if one is.
 
@@ -113,8 +135,6 @@ class Passes:
         budget: bytes that all pools share, or None.
         arrivals: pages that a layer may have to wait for.
 
-    Attributes:
-        forward: the pass that some layers have not been through yet, or None.
     """
 
     def __init__(
@@ -123,8 +143,52 @@ class Passes:
     ) -> None:  # fmt: skip
         self._groups, self._layers, self._switch, self._saturated, self._budget = groups, frozenset(layers), switch, saturated, budget
         self._arrivals = arrivals
-        self.forward: Forward | None = None
+        self._now = _Now()
         self._awaited: set[int] = set()  # layers that a pass which lost all its sequences was waiting for
+
+    @property
+    def forward(self) -> Forward | None:
+        """The pass that some layers have not been through yet."""
+        return self._now.forward
+
+    @property
+    def changes(self) -> int:
+        """How many passes and operations have ended well."""
+        return self._now.changes
+
+    @contextmanager
+    def change(self, what: str, *, ends_pass: bool = False) -> Iterator[Undo]:
+        """What happens inside happens whole: an error or an interrupt takes it back, at once or, where that is interrupted, before the next use.
+
+        Args:
+            what: the operation, for messages.
+            ends_pass: the pass under way is over with it.
+        """
+        self.heal()
+        now, undo = self._now, Undo(what, self._groups, self._budget, self._saturated)
+        self._now = now._replace(undo=undo)
+        try:
+            yield undo
+        except BaseException:
+            self.heal()
+            raise
+        if self._now.undo is undo:
+            self._now = _Now(now.changes + 1, None if ends_pass else now.forward, None)
+
+    def heal(self) -> None:
+        """Take back an operation that has begun and has not ended.
+
+        Raises:
+            CacheStateError: it is another thread's.
+        """
+        if (undo := self._now.undo) is None:
+            return
+        if undo.thread != threading.get_ident() and any(t.ident == undo.thread for t in threading.enumerate()):
+            raise CacheStateError(
+                f"another thread is in the middle of {undo.what}; use a cache from one thread at a time, and a copy.deepcopy of it in each other"
+            )
+        undo.take_back()
+        self._now = self._now._replace(undo=None)
 
     def begin(self, batch_size: int, num_tokens: int, valid: torch.Tensor | None) -> None:
         """Plan a pass, see `PagedCache.begin`.
@@ -132,11 +196,13 @@ class Passes:
         Raises:
             PoolFullError: pages are missing; nothing changed.
         """
+        self.heal()
         self._switch.raise_found()
         self._refuse(batch_size, num_tokens)
         if num_tokens == 1 and (device := self._switch.begin(valid)) is not None:
-            layers, saturated = set(self._layers), [dict(s) for s in self._saturated]
-            self.forward = Forward(1, [1] * batch_size, None, _NO_POSITIONS, [], False, layers, [], saturated, device=device)
+            undo = Undo("a token", [], None, self._saturated)
+            f = Forward(1, [1] * batch_size, None, _NO_POSITIONS, [], False, set(self._layers), self.changes, undo, device=device)
+            self._now = _Now(self.changes, f, None)
             return
         self._switch.host_begins(num_tokens)
         if valid is not None:
@@ -146,13 +212,14 @@ class Passes:
             valid = None if bool(valid.all()) else valid
         counts = [num_tokens] * batch_size if valid is None else valid.sum(1).tolist()
         self._switch.settle()
-        lengths, steps, before = self._with_room(counts, num_tokens > 1)
         ranks = torch.arange(1, num_tokens + 1, device="cpu").expand(batch_size, -1) if valid is None else valid.cumsum(1)
-        positions = torch.tensor(lengths, device="cpu")[:, None] + ranks - 1
-        if valid is not None:
-            positions = positions.masked_fill(~valid, -1)
-        layers, saturated = set(self._layers), [dict(s) for s in self._saturated]
-        self.forward = Forward(num_tokens, counts, valid, positions, steps, num_tokens > 1, layers, before, saturated)
+        with self.change("planning a forward pass") as undo:
+            lengths, steps = self._with_room(counts, num_tokens > 1, undo)
+            positions = torch.tensor(lengths, device="cpu")[:, None] + ranks - 1
+            if valid is not None:
+                positions = positions.masked_fill(~valid, -1)
+            f = Forward(num_tokens, counts, valid, positions, steps, num_tokens > 1, set(self._layers), self.changes, undo)
+            self._now = _Now(self.changes, f, None)
 
     def _refuse(self, batch_size: int, num_tokens: int) -> None:
         if self.forward is not None:
@@ -170,38 +237,41 @@ class Passes:
         if held and batch_size != held:
             raise CacheStateError(f"the cache holds {counted(held, 'sequence')} but was given {batch_size}; {explain.other_batch(held, batch_size)}")
 
-    def _with_room(self, counts: list[int], history_first: bool) -> tuple[list[int], list[Step], list[Snapshot]]:
+    def _with_room(self, counts: list[int], history_first: bool, undo: Undo) -> tuple[list[int], list[Step]]:
         """`_advance`, with low planes given back until a budget has room for it."""
-        trimmed = False
+        if self._budget is None:
+            return self._advance(counts, history_first, undo.before)
+        checked = False
         while True:
+            before = [g.snapshot() for g in self._groups]
             try:
-                return self._advance(counts, history_first)
+                return self._advance(counts, history_first, before)
             except OverBudgetError as error:
-                assert self._budget is not None
-                if not trimmed:
-                    self._budget.trim(self._groups)
-                    trimmed = True
-                elif not self._budget.make_room(self._groups, counts, error.needed):
+                self._restore(before)
+                if not checked:
+                    before = [g.snapshot() for g in self._groups]
+                    least = sum(g.least(counts, history_first) for g in self._groups)
+                    self._restore(before)
+                    self._budget.require_room(least)
+                    self._budget.trim(self._groups, undo.before)
+                    checked = True
+                elif not self._budget.make_room(self._groups, undo.before, counts, error.needed):
                     raise
 
-    def _advance(self, counts: list[int], history_first: bool) -> tuple[list[int], list[Step], list[Snapshot]]:
-        """Lengths before, steps of the groups and their snapshots; all groups move, or none."""
-        before = [g.snapshot() for g in self._groups]
-        try:
-            for g in self._groups:
-                g.resize(len(counts))
-            lengths = [s.length for s in self._groups[0].sequences]
-            steps = [g.advance(counts, history_first) for g in self._groups]
-        except BaseException:  # pages missing, or out of memory while growing
-            self._restore(before)
-            raise
-        for step, (_, allocators) in zip(steps, before, strict=True):
+    def _advance(self, counts: list[int], history_first: bool, before: list[Snapshot]) -> tuple[list[int], list[Step]]:
+        """Lengths before, and steps of the groups."""
+        for g in self._groups:
+            g.resize(len(counts))
+        lengths = [s.length for s in self._groups[0].sequences]
+        steps = [g.advance(counts, history_first) for g in self._groups]
+        for step, was in zip(steps, before, strict=True):
+            allocators = {name: pool.allocator for name, pool in was.pools.items()}
             step.reused = [(pool, i) for pool, i in step.taken if i < allocators[pool].capacity and allocators[pool].count(i)]
             for pool in ("sink", "tail"):  # the last of those that shared a page writes where others, which let go of it in this step, had tokens
                 if shared := allocators[pool].shared():
                     taken = {i for name, i in step.taken if name == pool}
                     step.reused += [(pool, i) for i in sorted({w.page_id for w in step.writes if w.pool == pool} & shared - taken)]
-        return lengths, steps, before
+        return lengths, steps
 
     def _restore(self, before: list[Snapshot]) -> None:
         for g, was in zip(self._groups, before, strict=True):
@@ -230,43 +300,53 @@ class Passes:
         f.pending.discard(layer)
         if not f.pending:
             f.findings.settle()
-            self.forward = None
             for g, shares in f.shares.items():
                 self._groups[g].observe(f.steps[g].history, np.mean(shares, axis=0))
+            self._now = _Now(self.changes + 1, None, None)
+
+    def _stands(self, f: Forward) -> bool:
+        """Whether what was before a pass can be had back."""
+        return f.began == self.changes
 
     def abandon(self) -> None:
         """Take back the pass under way, see `PagedCache.abandon`."""
+        self.heal()
         f = self.forward
         if f is None:
             return
-        if f.before is None:
+        if not self._stands(f):
             raise CacheStateError("abandon() after a sequence was freed during the pass; free() the others too, or call reset()")
         if f.device is not None:
             f.device.take_back(set(self._layers) - f.pending)
-        else:
-            for store, page_id, page in f.overwritten:
-                store.page(page_id).copy_(page)
-            self._restore(f.before)
-            self._saturated[:] = f.saturated
-        self.forward = None
+        self._now = _Now(self.changes, None, f.undo)  # from here on it is taken back, here or by the next use
+        self.heal()
 
-    def fail(self) -> None:
-        """An error of ours ends the pass: take it back if that can be done."""
-        if self.forward is not None and self.forward.before is not None:
+    def fail(self, error: BaseException) -> None:
+        """An error ends the pass, unless it only says what cannot be done now: take it back if that can be done."""
+        if self.forward is not None and not isinstance(error, CacheStateError) and self._stands(self.forward):
             self.abandon()
 
     def free(self, row: int) -> None:
-        """A sequence was freed: the pass goes on for the others, but cannot be taken back; it ends when nobody is left who waits for layers that never came."""
-        if self.forward is not None:
-            self.forward.counts[row] = 0
-            self.forward.before = None
-            if not any(self.forward.counts):
-                begun, self.forward = self.forward, None
-                self._awaited = begun.pending if begun.pending != self._layers else set()
+        """Empty a sequence. A pass under way goes on for the others, but cannot be taken back; it ends when nobody is left who waits for its layers."""
+        with self.change("free()"):
+            for g in self._groups:
+                g.free(row)
+        if (f := self.forward) is not None:
+            f.counts[row] = 0
+            if not any(f.counts):
+                self._now = _Now(self.changes, None, None)
+                self._awaited = f.pending if f.pending != self._layers else set()
 
     def reset(self) -> None:
         """All sequences are gone, and with them the pass under way."""
-        self.forward, self._awaited = None, set()
+        with self.change("reset()", ends_pass=True):
+            for g in self._groups:
+                for row in range(len(g.sequences)):
+                    g.free(row)
+                g.sequences = []
+                g.settle()
+            self._saturated[:] = [{"k": 0, "v": 0} for _ in self._saturated]
+        self._awaited = set()
 
     def require_beginning(self, layer: int) -> None:
         """A layer comes: if no pass is under way, it has to be one that a pass begins with. Its pages are waited for.
@@ -275,10 +355,12 @@ class Passes:
             CacheStateError: the layer belongs to a pass that ended because all its sequences were freed.
             FileFormatError: its pages were on their way and are damaged.
         """
+        self.heal()
         try:
             self._arrivals.wait(layer)
         except BaseException:
-            self.fail()
+            if self.forward is not None and self._stands(self.forward):
+                self.abandon()
             raise
         if self.forward is None and self._awaited:
             if layer in self._awaited:
@@ -288,11 +370,12 @@ class Passes:
             self._awaited = set()
 
     def require_none(self, what: str) -> None:
-        """Anything but a pass begins.
+        """Anything but a pass begins: what an interrupt left half done is taken back.
 
         Raises:
             CacheStateError: in the middle of a pass.
         """
+        self.heal()
         self._switch.interrupt()
         if self.forward is not None:
             left = counted(len(self.forward.pending), "layer")

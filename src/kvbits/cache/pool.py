@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import mmap
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -36,6 +36,19 @@ def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
     region.madvise(mmap.MADV_HUGEPAGE, skip, huge)
     region.madvise(mmap.MADV_NOHUGEPAGE, skip + huge, len(region) - skip - huge)
     return whole[skip : skip + nbytes]
+
+
+class PoolBefore(NamedTuple):
+    """A pool as it was.
+
+    Attributes:
+        slabs: those that were let go of since lie on the host.
+        saved: bytes of ids that were given back since, whose places may be written over: number of the slab, place in it, bytes on the host.
+    """
+
+    allocator: Allocator
+    slabs: list[torch.Tensor]
+    saved: list[tuple[int, int, torch.Tensor]]
 
 
 class Shared(Protocol):
@@ -85,9 +98,9 @@ class Pool:
             slab = allocate_slab(nbytes, self.device)
         except (MemoryError, OSError) as error:
             raise CacheError(f"the {self.name} pool needs {nbytes:,} more bytes, which {self.device} does not give: {error}") from error
+        self._stores.clear()
         self.slabs.append(slab.view(num_ids, self.num_layers, self.layout.num_kv_heads, self.layout.head_bytes))
         self.allocator.grow(self.allocator.capacity + num_ids)
-        self._stores.clear()
 
     def reserve(self, num_ids: int) -> None:
         """Make sure `num_ids` ids are free.
@@ -127,8 +140,11 @@ class Pool:
             first += slab.shape[0]
         return found
 
-    def drop_slab(self, at: int) -> list[int]:
+    def drop_slab(self, at: int, before: PoolBefore) -> list[int]:
         """Let go of a slab: what it holds moves to free places of the others, whose ids close the gap.
+
+        Args:
+            before: keeps what `restore` needs of it.
 
         Returns:
             The new id of every old one.
@@ -142,10 +158,33 @@ class Pool:
                 to[old] = free.pop(0)
                 self.block(to[old]).copy_(self.block(old))
         to = [i - len(gone) if i >= gone.stop else i for i in to]
+        for i, slab in enumerate(before.slabs):
+            if slab is self.slabs[at]:
+                before.slabs[i] = slab.cpu()
         self.allocator = self.allocator.renumbered(to, self.allocator.capacity - len(gone))
         del self.slabs[at]
         self._stores.clear()
         return to
+
+    def snapshot(self) -> PoolBefore:
+        return PoolBefore(self.allocator.clone(), self.slabs[:], [])
+
+    def save(self, page_id: int, before: PoolBefore) -> None:
+        """Keep the bytes of an id that was given back, as long as they are what they were."""
+        for slab in self.slabs:
+            if page_id < slab.shape[0]:
+                found = [(i, page_id, slab[page_id].to("cpu", copy=True)) for i, was in enumerate(before.slabs) if was is slab]
+                before.saved.extend(found)
+                return
+            page_id -= slab.shape[0]
+
+    def restore(self, before: PoolBefore) -> None:
+        """Put back what `snapshot` took: slabs that came since go, those that went come back."""
+        for i, place, was in reversed(before.saved):
+            before.slabs[i][place].copy_(was)
+        self._stores, self.slabs = {}, []
+        self.slabs = [slab.to(self.device) for slab in before.slabs]
+        self.allocator = before.allocator
 
     def store(self, layer: int, static: dict[str, torch.Tensor], turn: torch.Tensor | None = None) -> Any:
         """The pages of one layer (its index inside the group): a PageStore, or a LowStore in a pool of low planes."""

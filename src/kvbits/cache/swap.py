@@ -11,8 +11,10 @@ import torch
 
 from ..errors import CacheStateError, DataError, counted
 from ..spec import CacheSpec
+from .budget import Budget
 from .group import GroupState
 from .sequence import Sequence
+from .undo import Undo
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,15 @@ def swap_out(groups: list[GroupState], row: int, spec: CacheSpec, static: list[d
     return SwappedSequence(spec, tuple(sequences), tuple(pages), static)
 
 
-def swap_in(groups: list[GroupState], row: int, swapped: SwappedSequence, spec: CacheSpec, static: list[dict[str, torch.Tensor]]) -> None:
-    """Copy a swapped sequence into pages of an empty row of a cache of this spec and calibration.
+def swap_in(
+    groups: list[GroupState], row: int, swapped: SwappedSequence, spec: CacheSpec, static: list[dict[str, torch.Tensor]], budget: Budget | None, undo: Undo
+) -> None:  # fmt: skip
+    """Copy a swapped sequence into pages of an empty row of a cache of this spec and calibration. Whoever calls this takes everything back where it fails.
 
     Raises:
         DataError: the sequence is of another spec or calibration.
         CacheStateError: the row holds tokens.
-        PoolFullError: pages are missing. Nothing changed.
+        PoolFullError: pages are missing.
     """
     if not isinstance(swapped, SwappedSequence):
         raise DataError(f"{type(swapped).__name__} is no swapped sequence; give what swap_out() returned")
@@ -86,22 +90,18 @@ def swap_in(groups: list[GroupState], row: int, swapped: SwappedSequence, spec: 
         raise DataError("the swapped sequence was quantized with other calibrated scales than this cache has; build the cache with the same calibration")
     if length := groups[0].sequences[row].length:
         raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; swap into an empty row, or free({row}) first")
-    undo = [g.snapshot() for g in groups]
-    try:
-        for g, s, copies in zip(groups, swapped.sequences, swapped.pages, strict=True):
-            s = s.clone()
-            g.replace(row, s)
-            for name, ids in s.pages().items():
-                pool = g.pools[name]
-                pool.reserve(len(ids))
-                new = [pool.allocator.allocate() for _ in ids]
-                s.renumber(name, new)
-                for page_id, page in zip(new, copies[name], strict=True):
-                    pool.block(page_id).copy_(page)
-    except BaseException:  # pages missing, or interrupted: the row has no bytes yet
-        for g, was in zip(groups, undo, strict=True):
-            g.restore(was)
-        raise
+    sequences = [s.clone() for s in swapped.sequences]
+    if budget is not None:
+        budget.admit(groups, undo.before, sequences)
+    for g, s, copies in zip(groups, sequences, swapped.pages, strict=True):
+        for name, numbers in s.pages().items():
+            pool = g.pools[name]
+            pool.reserve(len(numbers))
+            new = [pool.allocator.allocate() for _ in numbers]
+            for page_id, number in zip(new, numbers, strict=True):
+                pool.block(page_id).copy_(copies[name][number])
+            s.renumber(name, new)
+        g.replace(row, s)
 
 
 def _equal(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import CacheStateError, UnsupportedError
 from .masks import Columns, numbered
 
 
@@ -24,16 +24,9 @@ def attend(
     """
     if columns.rehearsed:
         return torch.empty_like(q)
-    store = columns.store
-    try:
-        out = store.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid)
-    except BaseException:
-        if not store.in_pass:  # the store took the whole pass back
-            columns.take_back()
-        raise
+    columns.begin(q.shape[1], known)
+    out = columns.store.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid)
     columns.note(layer, q.shape[1], known)
-    if not store.in_pass:
-        columns.keep()
     return out
 
 
@@ -67,9 +60,12 @@ def cached_attention(
         UnsupportedError: see `refuse_capture`.
         What `PagedCache.step` and `Columns.known` raise.
     """
-    columns = numbered(int(numbers[0]))
+    number, seen = numbers.tolist()
+    columns = numbered(number)
     if not columns.captured:
         refuse_capture(q.device)
+        if not columns.been and seen != columns.seen:  # which corrected `numbers`
+            raise CacheStateError(f"an interrupt came between {seen} and {columns.seen} tokens of this cache; call the model again")
     known = valid = None
     if mask is not None:  # copied once a pass: the compiler uses its memory again
         known = columns.known(mask, q.shape[1]) if columns.captured else columns.mask if columns.been else columns.known(mask, q.shape[1]).clone()

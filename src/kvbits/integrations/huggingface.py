@@ -116,8 +116,7 @@ class KVCache(Cache):
         seen = int(lengths.max())
         ragged = bool((lengths != seen).any())
         valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
-        self.columns = Columns(store, valid)
-        self.columns.seen = seen
+        self.columns = Columns(store, _now=(seen, valid))
         self._recording = False
         super().__init__(layers=[KVLayer(store, self.columns, i) for i in range(len(store.spec.layers))])
 
@@ -307,13 +306,11 @@ class KVCache(Cache):
         if -n > columns.seen:
             raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")
         if self.store.batch_size:
-            lengths = torch.tensor(self.store.seq_lens, device="cpu")
+            lengths, valid = torch.tensor(self.store.seq_lens, device="cpu"), columns.valid
             if n:
-                lengths = lengths + n if columns.valid is None else lengths - columns.valid[:, n:].sum(1).cpu()
-            self.store.crop(lengths.tolist())
-        if n:
-            columns.valid = None if columns.valid is None else columns.valid[:, :n]
-            columns.seen += n
+                lengths = lengths + n if valid is None else lengths - valid[:, n:].sum(1).cpu()
+            with columns.becoming(columns.seen + n, valid if valid is None or not n else valid[:, :n]):
+                self.store.crop(lengths.tolist())
         if self._recording:
             self.store.keep_past()
 
@@ -323,20 +320,19 @@ class KVCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.store.batch_size:
-            self.store.select(indices.tolist())
-            if self.columns.valid is not None:
-                self.columns.valid = self.columns.valid[indices.to(self.columns.valid.device)]
+            valid = self.columns.valid
+            with self.columns.becoming(self.columns.seen, None if valid is None else valid[indices.to(valid.device)]):
+                self.store.select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store.batch_size:
-            self.store.repeat(repeats)
-            if self.columns.valid is not None:
-                self.columns.valid = self.columns.valid.repeat_interleave(repeats, 0)
+            valid = self.columns.valid
+            with self.columns.becoming(self.columns.seen, None if valid is None else valid.repeat_interleave(repeats, 0)):
+                self.store.repeat(repeats)
 
     def reset(self) -> None:
-        self.store.reset()
-        self.columns.take_back()
-        self.columns.seen, self.columns.valid = 0, None
+        with self.columns.becoming(0, None):
+            self.store.reset()
         self._recording = False
 
     def begin_again(self) -> None:
@@ -349,7 +345,7 @@ class KVCache(Cache):
     def abandon(self) -> None:
         """Take back a forward pass that was interrupted between its layers (see `PagedCache.abandon`): the cache is what it was before it."""
         self.store.abandon()
-        self.columns.take_back()
+        self.columns.settle()
 
     def activate_past_recording(self) -> None:
         self._recording = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
@@ -54,16 +56,17 @@ class Columns:
         store: the cache that has seen them.
         numbers: int64 [2] on the host: the number by which `numbered` finds this, and `seen`. All that compiled code is given of a cache, so that nothing
             which changes is a Python number to it.
-        valid: bool [B, seen], which of them are real, wherever the mask was; None for all.
         new, been: positions of the pass under way, and the layers that have been through it.
         mask: bool [B, seen + new] that the pass under way was given.
-        passes: that are over, and `begun`: how many there were when a model (its id) began the pass that it is in.
+        passes: and operations that are over, and `begun`: how many there were when a model (its id) began the pass that it is in.
         captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every replay).
         rehearsed: the pass under way runs for the compiler alone: it stores nothing and attends to nothing.
+
+    A pass or operation is noted before the store is asked for it, and kept when the store says that it has ended well (`PagedCache.changes`): whatever an
+    interrupt leaves out, the two never disagree.
     """
 
     store: PagedCache
-    valid: torch.Tensor | None = None
     new: int = 0
     been: set[int] = field(default_factory=set)
     mask: torch.Tensor | None = None
@@ -74,7 +77,8 @@ class Columns:
     _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
     _later: Later = field(default_factory=Later)
     _passes: int = 0
-    _seen: int = 0
+    _now: tuple[int, torch.Tensor | None] = (0, None)  # seen, valid
+    _next: tuple[int, int, torch.Tensor | None] | None = None  # `store.changes` before what is under way; seen and valid behind it
 
     def __post_init__(self) -> None:
         self._enter()
@@ -87,17 +91,50 @@ class Columns:
         number = next(_numbers)
         _numbered[number] = self
         with torch.inference_mode(False):  # written inside and outside of it
-            self.numbers = torch.tensor([number, self._seen], device="cpu")
+            self.numbers = torch.tensor([number, self._now[0]], device="cpu")
 
     @property
     def seen(self) -> int:
         """Positions before the pass under way."""
-        return self._seen
+        self.settle()
+        return self._now[0]
 
     @seen.setter
     def seen(self, n: int) -> None:
-        self._seen = n
-        self.numbers[1] = n
+        self.settle()
+        self._keep(n, self._now[1])
+
+    @property
+    def valid(self) -> torch.Tensor | None:
+        """Bool [B, seen], which of them are real, wherever the mask was; None for all."""
+        self.settle()
+        return self._now[1]
+
+    def _keep(self, seen: int, valid: torch.Tensor | None) -> None:
+        self._now = seen, valid
+        self.numbers[1] = seen
+        self.passes += 1
+
+    def settle(self) -> None:
+        """Keep what was under way if it has ended well, forget it if it was taken back."""
+        if self._next is None or self.store.in_pass:
+            return
+        changes, seen, valid = self._next
+        if self.store.changes != changes:
+            self._keep(seen, valid)
+        self.new, self.mask = 0, None
+        self.been.clear()
+        self._next = None
+
+    @contextmanager
+    def becoming(self, seen: int, valid: torch.Tensor | None) -> Iterator[None]:
+        """What this becomes by an operation of the store."""
+        self.settle()
+        self._next = self.store.changes, seen, valid
+        try:
+            yield
+        finally:
+            self.settle()
 
     def seen_by(self, layer: int) -> int:
         return self.seen + (self.new if layer in self.been else 0)
@@ -139,34 +176,33 @@ class Columns:
                 self._differs = None
                 raise UnsupportedError(f"the attention_mask of an earlier token hid {_OTHER_MASK}")
 
+    def begin(self, new: int, mask: torch.Tensor | None) -> None:
+        """A layer is about to store `new` positions per sequence; `mask` bool [B, seen + new], None for all real. The same for all layers of a pass."""
+        if not self.captured and not self.been:
+            self.settle()
+            self._next = self.store.changes, *self._after(new, mask)
+
+    def _after(self, new: int, mask: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
+        """Seen and valid once a pass is over."""
+        seen, valid = self._now
+        if mask is not None:
+            valid = None if mask.device.type == "cpu" and bool(mask.all()) else mask
+        elif valid is not None:
+            valid = torch.cat([valid, valid.new_ones(len(valid), new)], 1)
+        return seen + new, valid
+
     def note(self, layer: int, new: int, mask: torch.Tensor | None) -> None:
-        """A layer has stored `new` positions per sequence; `mask` bool [B, seen + new], None for all real."""
+        """It has stored them; the last layer ends the pass."""
         if self.captured:
             return
         self.new, self.mask = new, mask
         self.been.add(layer)
-
-    def keep(self) -> None:
-        """The pass is over: all layers have stored it."""
-        if self.captured:
-            return
-        if self.mask is not None:
-            self.valid = None if self.mask.device.type == "cpu" and bool(self.mask.all()) else self.mask
-        elif self.valid is not None:
-            self.valid = torch.cat([self.valid, self.valid.new_ones(len(self.valid), self.new)], 1)
-        self.seen += self.new
-        self.passes += 1
-        self.take_back()
+        self.settle()
 
     def replayed(self, mask: torch.Tensor | None) -> None:
         """A captured pass of one token has run; `mask` bool [B, seen + 1] as `known` gave it, None for all real."""
-        self.new, self.mask = 1, mask
-        self.keep()
-
-    def take_back(self) -> None:
-        """Forget the pass under way."""
-        self.new, self.mask = 0, None
-        self.been.clear()
+        self.settle()
+        self._keep(*self._after(1, mask))
 
 
 def is_ours(cache: Any) -> bool:
