@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Rows
 
 import torch
 
+from ..cache.budget import Budget
 from ..cache.group import GroupState
+from ..cache.undo import Undo
 from .finding import Plan
 from .loading import Loader
 from .shelf import Blob, Shard
@@ -20,7 +21,7 @@ class Filling:
         row: an empty sequence.
     """
 
-    def __init__(self, groups: Rows[GroupState], row: int, shard: Shard, loader: Loader) -> None:
+    def __init__(self, groups: list[GroupState], row: int, shard: Shard, loader: Loader) -> None:
         self._groups, self._row, self._shard, self._loader = groups, row, shard, loader
         self._begun: dict[tuple[int, int], int] = {}  # page ids by the number of the blob and of the page in it
 
@@ -41,7 +42,7 @@ class Filling:
             wanted.append((n, pool.block(page_id)))
         self._read(one, wanted)
 
-    def complete(self, plan: Plan) -> bool:
+    def complete(self, plan: Plan, budget: Budget | None, undo: Undo) -> bool:
         """Give the sequence its pages and begin to read those that are left.
 
         Returns:
@@ -53,20 +54,21 @@ class Filling:
         """
         if not self._begun.keys() <= set(plan.at.values()):
             return False
+        sequences = [planned.clone() for planned, _ in plan.made]
+        if budget is not None:
+            budget.admit(self._groups, undo.before, sequences)
         left: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for state, (planned, listed) in zip(self._groups, plan.made, strict=True):
-            s = planned.clone()
-            for name, n in Counter(p.pool for p in listed if plan.at[p] not in self._begun).items():
-                state.pools[name].reserve(n)
-            ids: dict[str, list[int]] = {name: [] for name in state.pools}
-            for page in listed:
-                pool = state.pools[page.pool]
-                if (page_id := self._begun.get(plan.at[page])) is None:
-                    page_id = pool.allocator.allocate()
-                    left.setdefault(plan.at[page][0], []).append((plan.at[page][1], pool.block(page_id)))
-                ids[page.pool].append(page_id)
-            for name, held in s.pages().items():
-                s.renumber(name, [ids[name][i] for i in held])
+        for state, s, (_, listed) in zip(self._groups, sequences, plan.made, strict=True):
+            for name, numbers in s.pages().items():
+                pool, pages = state.pools[name], [page for page in listed if page.pool == name]
+                wanted, ids = [plan.at[pages[i]] for i in numbers], []
+                pool.reserve(sum(at not in self._begun for at in wanted))
+                for at in wanted:
+                    if (page_id := self._begun.get(at)) is None:
+                        page_id = pool.allocator.allocate()
+                        left.setdefault(at[0], []).append((at[1], pool.block(page_id)))
+                    ids.append(page_id)
+                s.renumber(name, ids)
             state.replace(self._row, s)
         for i, of_blob in sorted(left.items()):
             self._read(plan.blobs[i], sorted(of_blob, key=lambda p: p[0]))

@@ -26,7 +26,7 @@ import torch
 
 from ..cache import blob
 from ..cache.blob import Identity, Kind, Page
-from ..cache.group import GroupState, Snapshot
+from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
 from ..cache.serialize import shown_part
 from ..errors import CacheStateError, DataError, FileFormatError, SpecError, counted
@@ -64,8 +64,8 @@ class PrefixStore:
 
     Args:
         where: a folder, made where it is not there; or a URL of any file system that fsspec knows ("s3://bucket/prefixes").
-        max_bytes: size that `put` keeps the store below, evicting what was used least lately: bytes, or "200GB". None: `evict` does. For a remote store it is
-            the size of the local folder: what is there stays until the object store's own rules remove it.
+        max_bytes: size that the store is kept below, evicting what was used least lately: bytes, or "200GB". None: `evict` does. For a remote store it is the
+            size of the local folder, which one prefix may pass while it is loaded: what is there stays until the object store's own rules remove it.
         blob_tokens: tokens of one file, the unit in which prefixes are shared: 256, or 64 for short ones.
         local: folder that keeps what was used lately of a remote store (None: one in the user's cache folder).
         shard: (rank, ranks) where the caches hold that part of every layer's kv heads (tensor parallel). What ranks of one number put, ranks of another load.
@@ -128,6 +128,7 @@ class PrefixStore:
     def match(self, cache: PagedCache, ids: Any) -> int:
         """Tokens that `load` would bring of a prompt into an empty cache like this one."""
         plan = self._plan(paged(cache), keys.token_ids(ids))
+        self._fetched()
         return plan.length if plan else 0
 
     def explain(self) -> StoreExplanation:
@@ -227,40 +228,40 @@ class PrefixStore:
         if length := groups[0].sequences[row].length:
             raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; load a prefix into an empty one, or free({row}) first")
         identity, space = self._identity(cache)
-        cuts, own, begin_early = self._cuts(cache), [g.group for g in groups], True
+        cuts, own, begin_early = self._cuts(cache), [g.group for g in groups], cache.budget is None  # which moves pages
         few = cuts.within(len(tokens)) < MOST_FILES
         early = few and not wait and cache.budget is None
         parts, ends = parts_of(own, len(cache.spec.layers), PARTS)
         while True:
-            before = [g.snapshot() for g in groups]
             try:
-                with contextlib.ExitStack() as stack:
+                with cache.change("loading a prefix") as undo, contextlib.ExitStack() as stack:
                     shelf = self._shelf.keeping() if few else self._shelf
                     stack.callback(shelf.let_go)
                     loader = stack.enter_context(Loader(functools.partial(shelf.open, space), cache.device, parts if early else None))
                     filling = Filling(groups, row, self.shard, loader)
                     plan = find(shelf, space, identity, own, cuts, tokens, filling.begin if begin_early else lambda number, one: None)
-                    if plan is not None and filling.complete(plan):
-                        self._shelf.use(space, plan.names)
-                        if not early:
-                            loader.finish()
-                            return plan.length
+                    if plan is None or not filling.complete(plan, cache.budget, undo):
+                        raise _NothingTaken
+                    self._shelf.use(space, plan.names)
+                    if not early:
+                        loader.finish()
+                    else:
                         stack.pop_all()
                         shelf.let_go()
                         run = loader.in_thread(cache.arrivals, ends)
+                        undo.first = cache.arrivals.forget
                         cache.arrivals.begin(row, run, loader.stop, lambda error: self._late(space, row, error))
-                        return plan.length
-                _restore(groups, before)
+                self._fetched()
+                return plan.length
+            except _NothingTaken:
                 if plan is None:
+                    self._fetched()
                     return 0
                 begin_early = False
+            except GoneError:
+                continue
             except DamagedError as error:
-                _restore(groups, before)
-                if not isinstance(error, GoneError):
-                    self._shelf.set_aside(space, error)
-            except BaseException:
-                _restore(groups, before)
-                raise
+                self._shelf.set_aside(space, error)
 
     def _late(self, space: str, row: int, error: BaseException) -> BaseException:
         """The error of a pass that a damaged file ends."""
@@ -324,7 +325,9 @@ class PrefixStore:
             DataError: nothing of it is stored.
         """
         known, tokens = paged(cache), keys.token_ids(ids)
-        if not (length := self._pin(known, tokens)):
+        length = self._pin(known, tokens)
+        self._fetched()
+        if not length:
             raise DataError(f"nothing of these {counted(len(tokens), 'token')} is stored for this model and scheme; put them first")
         return length
 
@@ -374,6 +377,12 @@ class PrefixStore:
             except (ValueError, TypeError, RecursionError):
                 return []
 
+    def _fetched(self) -> None:
+        """Keep the local folder of a remote store below its size, now that files were fetched into it."""
+        nbytes, self._shelf.fetched[:] = sum(self._shelf.fetched), []
+        if nbytes:
+            self._wrote(nbytes)
+
     def _wrote(self, nbytes: int) -> None:
         """Evict when the store has outgrown its size: counted anew after every sixteenth of it that this process wrote, since others write too."""
         if self.max_bytes is None:
@@ -405,9 +414,8 @@ class PrefixStore:
         return wrong
 
 
-def _restore(groups: list[GroupState], before: list[Snapshot]) -> None:
-    for g, was in zip(groups, before, strict=True):
-        g.restore(was)
+class _NothingTaken(Exception):
+    """What was begun is of no use."""
 
 
 def _pin_name(tokens: np.ndarray, shard: Shard) -> str:
@@ -472,8 +480,9 @@ def settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState]
         raise CacheStateError("a prefix is stored or loaded in the middle of a forward pass; finish it, or call reset() or abandon()")
     groups = cache.groups
     if make and type(row) is int and cache.batch_size <= row < (cache.built_for[0] or 1):
-        for g in groups:
-            g.resize(row + 1)
+        with cache.change("making a row"):
+            for g in groups:
+                g.resize(row + 1)
     if type(row) is not int or not 0 <= row < cache.batch_size:
         raise DataError(f"sequence {row!r} does not exist; the cache holds {cache.batch_size}")
     return groups

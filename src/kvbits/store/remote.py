@@ -57,16 +57,15 @@ class Remote:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(size, names))
 
-    def fetch(self, namespace: str, names: Sequence[str], to: Folder) -> list[bool]:
-        """Copy objects into a folder. Returns which were there."""
+    def fetch(self, namespace: str, names: Sequence[str], to: Folder) -> list[int | None]:
+        """Copy objects into a folder. Returns the bytes of each, None for those that were not there."""
 
-        def one(name: str) -> bool:
+        def one(name: str) -> int | None:
             try:
                 data = self.fs.cat_file(self._path(namespace, name))
             except FileNotFoundError:
-                return False
-            to.write(namespace, [(name, [memoryview(data)])])
-            return True
+                return None
+            return to.write(namespace, [(name, [memoryview(data)])])
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(one, names))

@@ -104,12 +104,14 @@ class Shelf:
 
     Attributes:
         damaged: files set aside since this object was made, with the reason.
+        fetched: bytes of each file that came from the remote store, until somebody takes note of them.
         kept: descriptors of the files whose headers were read, by name, for `keeping()`; None closes them.
     """
 
     def __init__(self, folder: Folder, remote: Remote | None, shard: Shard) -> None:
         self.folder, self.remote, self.shard = folder, remote, shard
         self.damaged: dict[str, str] = {}
+        self.fetched: list[int] = []
         self.kept: dict[str, int] | None = None
         self._left: set[str] = set()  # of those, the ones that could not be renamed
 
@@ -154,8 +156,14 @@ class Shelf:
         for at in range(0, len(stems) if self.remote else 0, AT_ONCE):
             names = [name_of(stem, self.shard) for stem in stems[at : at + AT_ONCE]]
             batch = [name for name in names if not self.folder.has(space, name)]
-            if self.remote and batch and not all(self.remote.fetch(space, batch, self.folder)):
+            if batch and not self._fetch(space, batch):
                 break
+
+    def _fetch(self, space: str, names: list[str]) -> bool:
+        """Copy files from the remote store, if there is one. Returns whether all were there."""
+        sizes = self.remote.fetch(space, names, self.folder) if self.remote else [None]
+        self.fetched += [n for n in sizes if n is not None]
+        return None not in sizes
 
     def names(self, space: str, start: str) -> set[str]:
         """Names of files, here or there, that begin so."""
@@ -225,7 +233,7 @@ class Shelf:
             FileFormatError: it is damaged, or somebody else's.
         """
         fd = self.folder.open(space, name)
-        if fd is None and self.remote and all(self.remote.fetch(space, [name], self.folder)):
+        if fd is None and self._fetch(space, [name]):
             fd = self.folder.open(space, name)
         if fd is None:
             return None
