@@ -282,6 +282,15 @@ def test_it_comes_back_with_a_saved_cache(tmp_path):
     append(grown, x[:, :, held:])
 
 
+def test_a_file_with_a_capacity_beside_its_budget_is_refused(tmp_path):
+    cache = PagedCache(ELASTIC, budget=700_000)
+    append(cache, tokens(1900))
+    cache.groups[0].pools["tail"].fixed_capacity = 3100
+    cache.save(tmp_path / "cache.kvbits")
+    with pytest.raises(FileFormatError, match="a fixed capacity beside a budget"):
+        PagedCache.load(tmp_path / "cache.kvbits")
+
+
 def test_a_file_that_passes_its_budget_is_refused(tmp_path, monkeypatch):
     cache = PagedCache(ELASTIC, budget=2_000_000)
     append(cache, tokens(1000))

@@ -20,6 +20,7 @@ from kvbits.cache import blob, pool
 from kvbits.cache.blob import Header, Kind, Table
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError, SpecError
+from kvbits.ops.reference.dequantize import section
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Rotary, Tier
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
@@ -48,6 +49,22 @@ def busy_pair(spec=None, static=None, **capacity) -> Pair:
     pair.cache.crop(lengths)
     pair.model.crop(lengths)
     return pair
+
+
+def test_outliers_outside_of_their_page_are_refused(tmp_path):
+    """Attention leaves them out; whoever looks at the numbers is told."""
+    spec = small_spec("nuq3-1%", num_sink_tokens=0, page_size=32)
+    layers = tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=(0.1,) * 32)) for g in spec.layers)
+    spec = dataclasses.replace(spec, layers=layers)
+    static = [static_params(spec.scheme.key, spec.scheme.value, 2, 64) for _ in spec.layers]
+    cache = PagedCache(spec, static=static, backend="reference")
+    for layer in range(3):
+        cache.append(layer, *torch.randn(2, 1, 100, 2, 64))
+    pools = cache.groups[0].pools
+    section(pools["closed"].block(0), pools["closed"].layout, "v_outlier_index").fill_(-1)
+    cache.save(tmp_path / "cache")
+    with pytest.raises(DataError, match="an outlier at element .* of its 2048, which no quantized page has: .* compute its tokens again"):
+        PagedCache.load(tmp_path / "cache").dequantize(0, 0)
 
 
 def pages_by_row(cache):

@@ -419,3 +419,36 @@ def test_a_default_device_is_not_where_the_host_keeps_its_numbers(scheme, tmp_pa
         loaded = KVCache.load(tmp_path / "cache.kvbits", model)
         assert loaded.store.seq_lens == cache.store.seq_lens == [71, 51]
         loaded.store.dequantize(1, 1)
+
+
+def gradients(model, ids, cache, past):
+    model.zero_grad()
+    if past:
+        with torch.no_grad():
+            model(ids[:, :past], past_key_values=cache)
+    model(ids[:, past:], past_key_values=cache).logits.square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_gradients_are_right_in_a_first_chunk_and_refused_behind_it():
+    model, ids = tiny("llama"), prompts([30])["input_ids"]
+    for mine, theirs in zip(gradients(model, ids, KVCache.for_model(model, "raw"), 0), gradients(model, ids, DynamicCache(), 0), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-4)
+    for past in (20, 29):
+        cache = KVCache.for_model(model, "raw")
+        with pytest.raises(UnsupportedError, match=r"gradients do not reach keys and values that are stored.* run the model under torch.no_grad\(\)"):
+            gradients(model, ids, cache, past)
+        assert not cache.store.in_pass and cache.get_seq_length() == past
+        with torch.no_grad():
+            model(ids[:, past:], past_key_values=cache)
+        assert cache.get_seq_length() == 30
+    with pytest.raises(UnsupportedError, match="gradients do not reach"):
+        gradients(model, ids[:, :1], KVCache.for_model(model, "raw"), 0)
+
+
+def test_what_needs_the_model_says_so(tmp_path):
+    cache = KVCache.for_model(tiny("llama"))
+    cache.save(tmp_path / "cache")
+    for call in (cache.detach, lambda: KVCache.load(tmp_path / "cache")):
+        with pytest.raises(DataError, match="model=None is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or"):
+            call()

@@ -1,6 +1,9 @@
 """What a store gives back is what was put, byte for byte; anything else is set aside by name and computed again."""
 
 import dataclasses
+import errno
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,57 @@ from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError, SpecError
 from kvbits.store.prefix_store import as_bytes
 from kvbits.units import human_bytes
+
+
+def test_a_read_only_store_loads_and_says_what_cannot_be_done(tmp_path, monkeypatch):
+    spec, _ = pieces("int4")
+    ids, store = ids_of(300), PrefixStore(tmp_path, blob_tokens=64)
+    donor = cache_of(spec, ids)
+    store.put(donor, ids)
+    real = {name: getattr(os, name) for name in ("open", "mkdir", "utime", "unlink", "rename")}
+
+    def refusing(name):
+        def call(path, *args, **options):
+            if name != "open" or args[0] & os.O_CREAT:
+                if name == "mkdir" and Path(path).exists():
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+            return real[name](path, *args, **options)
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(os, name, refusing(name))
+    assert store.load(cache_of(spec), ids) == 300
+    other = cache_of(spec, ids_of(300, 1))
+    for what in (lambda: store.put(other, ids_of(300, 1)), lambda: store.pin(donor, ids), lambda: store.evict(0)):
+        with pytest.raises(OSError, match="Read-only file system; loading needs a store that can be read, put, pin and evict one that can be written"):
+            what()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_prefix_gives_planes_back_where_a_budget_has_no_room_as_computing_it_does(tmp_path, wait):
+    spec, _ = pieces("tiered")
+    spec = dataclasses.replace(spec, scheme=dataclasses.replace(spec.scheme, tiers=(dataclasses.replace(spec.scheme.tiers[0], num_tokens=2**20),)))
+    ids, store = ids_of(600), PrefixStore(tmp_path, blob_tokens=64)
+    donor = cache_of(spec, ids)
+    budget = int(0.75 * donor.nbytes)
+    computed, loaded = cache_of(spec, ids, budget=budget), cache_of(spec, budget=budget)
+    assert computed.budget.given_back[0] > 0
+    assert store.put(donor, ids) == 600
+    assert store.load(loaded, ids, wait=wait) == 600
+    assert loaded.nbytes <= budget and loaded.budget.given_back[0] > 0
+    kept = [[planes is not None for planes in c.groups[0].sequences[0].low[0]] for c in (loaded, computed)]
+    assert kept[0] == sorted(kept[0]) and abs(sum(kept[0]) - sum(kept[1])) <= 2
+    donor.set_zones(0, [32 * sum(kept[0])])
+    for layer in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(loaded.dequantize(layer, 0), donor.dequantize(layer, 0), strict=True))
+    check_books(loaded)
+    extend(loaded, ids_of(700), 640)
+    small = cache_of(spec, budget=donor.nbytes // 4)
+    with pytest.raises(PoolFullError, match="even with every page in its fewest bits"):
+        store.load(small, ids, wait=wait)
+    assert small.nbytes == 0 and small.seq_lens == [0]
 
 
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])

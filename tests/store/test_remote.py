@@ -41,6 +41,21 @@ def test_what_one_machine_put_another_loads_and_then_has(url, tmp_path):
     assert load(b)[0] == 400
 
 
+def test_a_readers_local_folder_keeps_to_its_size(url, tmp_path):
+    a, prompts = machine(url, tmp_path, "a"), [ids_of(400, seed) for seed in range(5)]
+    for ids in prompts:
+        a.put(cache_of(SPEC, ids), ids)
+    most = a.nbytes // 2
+    b = machine(url, tmp_path, "b", max_bytes=most)
+    for ids in prompts * 2:
+        assert load(b, ids)[0] == 400 and b.nbytes <= most
+        assert b.match(cache_of(SPEC), ids) == 400 and b.nbytes <= most
+    b.pin(cache_of(SPEC), prompts[0])
+    assert b.nbytes <= most
+    small = machine(url, tmp_path, "c", max_bytes=1)
+    assert load(small, prompts[3])[0] == 400 and small.nbytes <= 1
+
+
 def test_nothing_is_left_under_a_temporary_name_and_what_is_there_is_not_sent_again(url, tmp_path, monkeypatch):
     donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
     a.put(donor, IDS)

@@ -56,6 +56,8 @@ class SavedCache:
             raise ValueError(f"made_for is {self.made_for!r}, nonfinite {self.nonfinite!r}")
         self.built_for = _built_for(about["built_for"])
         self.budget, self._given_back = _budget(about.get("budget"), spec)
+        if self.budget is not None and any(n is not None for g in about["groups"] for n in g["capacity"].values()):
+            raise ValueError("a fixed capacity beside a budget")
         self.saturated = _saturated(about["saturated"], len(spec.layers))
         self.static = self._read_static()
         self._identity = Identity.of(spec, self.made_for, blob.calibration_id(self.static or ()))

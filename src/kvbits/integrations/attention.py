@@ -76,6 +76,11 @@ def attention(
 def _attend(
     layer: KVLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None
 ) -> torch.Tensor:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and (layer.columns.seen or q.shape[1] == 1):
+        raise UnsupportedError(
+            "gradients do not reach keys and values that are stored, so they would be wrong without a word; run the model under torch.no_grad(), or pass all "
+            "tokens at once to an empty cache (several of them), or use the stock cache for training"
+        )
     known, valid = mask.known(layer.columns)
     return attend(layer.columns, layer.index, q, k, v, known, valid, scaling, softcap, sink_logits)
 

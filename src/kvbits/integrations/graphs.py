@@ -168,7 +168,8 @@ class GraphDecoder:
 
     def _run_eagerly(self, kwargs: dict[str, Any]) -> Any:
         try:
-            return self.eager(**kwargs)
+            with torch.no_grad():  # as in a graph
+                return self.eager(**kwargs)
         except BaseException:
             if self._store.in_pass:
                 self.cache.abandon()

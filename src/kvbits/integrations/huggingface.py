@@ -229,7 +229,7 @@ class KVCache(Cache):
         return cache
 
     @staticmethod
-    def detach(model: Any) -> None:
+    def detach(model: Any = None) -> None:
         """Undo what `for_model` and `load` did to `model`: give it the attention implementation back that it had. Its KVCaches are refused from then on, and
         what needs the model's own attention (`generate_batch`, static caches, compiled decoding) works as before. Does nothing to a model never attached.
         """
@@ -250,7 +250,7 @@ class KVCache(Cache):
             self.store.save(path)
 
     @classmethod
-    def load(cls, path: str | Path, model: Any, *, grow: bool = False, check_weights: bool = True) -> KVCache:
+    def load(cls, path: str | Path, model: Any = None, *, grow: bool = False, check_weights: bool = True) -> KVCache:
         """The cache that `save` wrote, on `model`'s device, ready to be continued, with the capacity it had or, with `grow`, none.
 
         Args:

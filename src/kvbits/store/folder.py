@@ -33,6 +33,7 @@ WRITERS = 8
 """Files written at once: a disk flushes several in the time of one."""
 ABANDONED_S = 60.0
 """Age from which a temporary file that nobody has locked is cleared away."""
+_WAY_OUT = "loading needs a store that can be read, put, pin and evict one that can be written"
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 _PART = re.compile(r"[0-9a-z]{2,64}")
@@ -97,10 +98,7 @@ class Folder:
             if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise SpecError(f"{self.root}/{namespace}/{bucket} is a symbolic link or a file, where a store has a folder; remove it") from error
             if isinstance(error, PermissionError):
-                where = f"{self.root}/{namespace}/{bucket}"
-                raise PermissionError(
-                    error.errno, f"{error.strerror}; loading needs a store that can be read, put, pin and evict one that can be written", where
-                ) from error
+                raise _read_only(error, f"{self.root}/{namespace}/{bucket}") from error
             raise
         finally:
             if above is not None:
@@ -129,7 +127,7 @@ class Folder:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR):
                 raise SpecError(f"{path} is a symbolic link or a folder, where a store has a file; remove it") from error
-            raise
+            raise _read_only(error, str(path)) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
@@ -201,10 +199,12 @@ class Folder:
             for one in sorted(held, key=lambda x: order[x.name]):
                 with self._folder(namespace, _bucket(one.name), make=True) as folder, self._no_folder(namespace, one.name):
                     os.rename(one.temporary, one.name, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
+        except BaseException as error:
             for one in held:
                 with contextlib.suppress(OSError, SpecError), self._folder(namespace, _bucket(one.name), make=True) as folder:
                     os.unlink(one.temporary, dir_fd=folder)
+            if isinstance(error, OSError):
+                raise _read_only(error, self._root) from error
             raise
         finally:
             for one in held:
@@ -230,8 +230,11 @@ class Folder:
         """Note when a file was used, in nanoseconds."""
         with self._folder(namespace, _bucket(name)) as folder:
             if folder is not None:
-                with contextlib.suppress(FileNotFoundError, PermissionError):
+                try:
                     os.utime(name, ns=(used, used), dir_fd=folder, follow_symlinks=False)
+                except OSError as error:
+                    if error.errno not in (errno.ENOENT, *_NO_WRITING):
+                        raise
 
     def remove(self, namespace: str, name: str) -> bool:
         with self._folder(namespace, _bucket(name)) as folder:
@@ -242,6 +245,8 @@ class Folder:
                     os.unlink(name, dir_fd=folder)
             except FileNotFoundError:
                 return False
+            except OSError as error:
+                raise _read_only(error, self.path(namespace, name)) from error
             return True
 
     def set_aside(self, namespace: str, name: str) -> str | None:
@@ -289,6 +294,16 @@ class Folder:
                 os.unlink(name, dir_fd=folder)
             finally:
                 os.close(fd)
+
+
+_NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def _read_only(error: OSError, where: str) -> OSError:
+    """An error, with the way out where it says that nothing can be written."""
+    if error.errno not in _NO_WRITING or _WAY_OUT in str(error):
+        return error
+    return OSError(error.errno, f"{error.strerror}; {_WAY_OUT}", where)
 
 
 def _bucket(name: str) -> str:

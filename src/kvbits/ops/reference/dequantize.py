@@ -64,6 +64,9 @@ def dequantize_pages(
         low: the pages of low planes that refine them, [n, H, head_bytes of their layout] each, the coarsest first.
         starts: [n] position of each page's first token, to which keys that were turned back are turned.
         in_basis: leave banded codes in the basis that they are stored in.
+
+    Raises:
+        DataError: outliers outside of a page.
     """
     static = static or {}
     found = []
@@ -78,7 +81,13 @@ def dequantize_pages(
         x = dequantize(codes, spec, stored_qparams(pages, layout, kind, static), dtype, planes)
         if spec.outliers:
             index, error = (section(pages, layout, f"{kind}_outlier_{name}") for name in ("index", "value"))
-            x = x.flatten(-2).scatter_add(-1, index.long(), error.to(dtype)).view_as(x)
+            index, flat = index.long(), x.flatten(-2)
+            if (outside := (index < 0) | (index >= flat.shape[-1])).any():
+                raise DataError(
+                    f"a page has an outlier at element {int(index[outside][0])} of its {flat.shape[-1]}, which no quantized page has: it was written over, or "
+                    "comes from a file that was made by hand; compute its tokens again"
+                )
+            x = flat.scatter_add(-1, index, error.to(dtype)).view_as(x)
         if spec.pre_rope:
             first = torch.from_numpy(require_starts(starts, len(x)))
             x = turn(x, (first[:, None] + torch.arange(layout.page_size, device="cpu"))[:, None], static["k_inv_freq"])
