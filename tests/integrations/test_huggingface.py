@@ -135,6 +135,7 @@ def test_a_deep_copied_prefix_can_be_continued_twice(model):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8_centered", "fp8"])
+@torch.no_grad()
 def test_eight_bit_logits_stay_near_the_stock_ones(model, scheme):
     inputs = prompts([130, 90])
     cache = KVCache.for_model(model, "raw")
