@@ -252,6 +252,15 @@ def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder
     assert "(fa3, cudnn)" in notes and "each in the faster of bfloat16 and float32; 1 thread of AMD; the stock cache has 10.0 tokens/s in bfloat16." in notes
     assert "GPU of 2026-01-01, 0123abc; of 2026-01-02, 0123abc; CPU of 2026-01-02, 0123abc." in notes and "worst KL at 8,192" not in notes
     shutil.copytree(folder / "tiny", tmp_path / markdown.LONG / "tiny")
+    host = {"cpu": "EPYC", "cores": 2, "isa": "avx2", "bfloat16": False, "gpu": False}
+    at = {"run": "r2", "model": "m", "context": 2048, "best_16_bit_dtype": "float32"}
+    timed = (("16-bit", "float32", 10.0, 1.0), ("16-bit", "bfloat16", 5.0, 0.5), ("kivi4", "float32", 11.0, 1.1), ("kivi4", "bfloat16", 12.0, 1.2))
+    turns = [at | {"cache": n, "dtype": d, "tokens_per_s": x, "ratio_vs_best_16bit": y} for n, d, x, y in timed]
+    (tmp_path / "cpu").mkdir()
+    made = {"r2": two_runs()["r2"] | {"host": host, "facts": {"threads": 1}}}
+    (tmp_path / "cpu" / "generate.json").write_text(json.dumps({"runs": made, "rows": turns}))
+    text = markdown.preset_table(results, tmp_path)
+    assert "| CPU, AVX2 |" in text and "| 1.20x (bfloat16) |" in text and "1 thread of EPYC, AVX2; the stock cache has 10.0 tokens/s in float32." in text
     assert f"{summary['kl_mean']:.4f} (tiny) | {summary['kl_mean']:.4f} (tiny) |" in markdown.preset_table(results, tmp_path)
     monkeypatch.setattr(markdown, "SHOWN", ("nuq4",))
     with pytest.raises(SpecError, match="nuq4 was not measured on tiny"):

@@ -494,9 +494,38 @@ class CpuSpeeds:
     note: str = ""
 
 
+_ISA = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "amx": "AMX", "generic": "plain code"}
+
+
+def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
+    """The newest run of bench_generate_cpu.py that timed several dtypes in turn, its first model and shortest context."""
+    files = [read(path) for path in sorted(benchmarks.glob("cpu*/generate*.json"))]
+    timed = [(data["runs"][r["run"]], r) for data in files for r in data["rows"] if "ratio_vs_best_16bit" in r]
+    if not timed:
+        return None
+    run = max((run for run, _ in timed), key=lambda run: (run["utc"], run["id"]))
+    rows = [r for own, r in timed if own is run]
+    rows = [r for r in rows if r["model"] == rows[0]["model"] and r["context"] == min(x["context"] for x in rows if x["model"] == rows[0]["model"])]
+    best: dict[str, dict[str, Any]] = {}
+    for r in rows:
+        best[r["cache"]] = max(best.get(r["cache"], r), r, key=lambda x: x["ratio_vs_best_16bit"])
+    stock = next(r for r in rows if r["cache"] == "16-bit" and r["dtype"] == r["best_16_bit_dtype"])
+    words, threads = _ISA.get((run["host"] or {}).get("isa", ""), ""), run.get("facts", {}).get("threads")
+    dtypes = " and ".join(sorted({r["dtype"] for r in rows}))
+    note = (
+        f"CPU: tokens a second of {stock['model']} after {stock['context']:,} tokens over the stock cache's, each in the faster of {dtypes}, tokens in turn; "
+        f"{threads} thread{'' if threads == 1 else 's'} of {run['host']['cpu']}, {words}; the stock cache has {stock['tokens_per_s']:.1f} tokens/s in "
+        f"{stock['dtype']}."
+    )
+    cells = {name: f"{r['ratio_vs_best_16bit']:.2f}x ({r['dtype']})" for name, r in best.items()}
+    return CpuSpeeds(cells, {name: [run] for name in best}, f", {words}", note)
+
+
 def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
-    """The newest timing of single tokens on a CPU: of `results`, and of folders `decode*` beside them that `kvbits eval --tasks decode` wrote, in as many
-    dtypes as were measured on one machine at one context."""
+    """The newest timing of single tokens on a CPU: of bench_generate_cpu.py where it took several dtypes in turn; else of `results`, and of folders `decode*`
+    beside them that `kvbits eval --tasks decode` wrote, in as many dtypes as were measured on one machine at one context."""
+    if (benchmark := _cpu_benchmark(benchmarks)) is not None:
+        return benchmark
     everything = [
         results,
         *(collect(folder) for folder in sorted([*benchmarks.glob("decode*"), *benchmarks.glob("cpu/decode*")]) if any(folder.glob("*/*/*.json"))),
@@ -519,7 +548,7 @@ def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
     stock, dtype, run = best.pop("base")
     dtypes = sorted({m.facts["dtype"] for m, _ in based[at]})
     only = f" (measured in {dtypes[0]} alone)" if len(dtypes) == 1 else f", each in the faster of {' and '.join(dtypes)}"
-    words = {"avx512": ", AVX-512", "avx2": ", AVX2", "neon": ", NEON", "amx": ", AMX", "generic": ", plain code"}.get(isa, "")
+    words = f", {_ISA[isa]}" if isa in _ISA else ""
     note = (
         f"CPU: tokens a second of {name} after {context:,} tokens over the stock cache's{only}; {threads} thread{'' if threads == 1 else 's'} of {device}"
         f"{words}; the stock cache has {stock:.1f} tokens/s in {dtype}."
