@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from kvbits import planner, schemes
 from kvbits.cli import app
 from kvbits.errors import DataError
 from kvbits.planner import uniform
+from kvbits.report import markdown
 from kvbits.spec import CacheSpec
 from kvbits.studies.source_figures import source_figures
 
@@ -49,7 +52,7 @@ def error(*args):
 
 def test_help_lists_every_command():
     text = run("--help").stdout
-    commands = ["bench", "calibrate", "check", "demo", "eval", "fit", "plan", "report", "schemes"]
+    commands = ["bench", "calibrate", "check", "demo", "eval", "fit", "info", "plan", "report", "schemes"]
     assert sorted(typer.main.get_command(app).commands) == commands
     for command in commands:
         assert command in text
@@ -350,7 +353,8 @@ def test_a_folder_and_numbers_are_planned_without_torch_and_transformers(tmp_pat
 
 def test_schemes_lists_every_preset():
     data = run_json("schemes", "--head-dim", 64)
-    assert data["head_dim"] == 64 and [r["scheme"] for r in data["rows"]] == list(schemes.PRESETS)
+    assert data["head_dim"] == 64 and sorted(r["scheme"] for r in data["rows"]) == sorted(schemes.PRESETS)
+    assert tuple(r["scheme"] for r in data["rows"][:7]) == markdown.SHOWN, "the README's presets come first"
     for r in data["rows"]:
         assert r["bits_per_element"] == schemes.get(r["scheme"]).bits_per_element(64) and r["description"]
         assert {"source", "page_size", "residual_length", "needs_calibration", "key", "value"} <= set(r)
@@ -380,6 +384,61 @@ def test_schemes_fit_other_widths_and_refuse_impossible_ones():
     assert {r["scheme"] for r in found["rows"]} | set(found["unfit"]) == set(schemes.PRESETS) and set(found["unfit"]) == {"int4_rotated"}
     assert "not listed: int4_rotated: " in run("schemes", "--head-dim", 96).output
     assert "head_dim=7" in error("schemes", "--head-dim", 7)
+
+
+# -- info and Ctrl-C ------------------------------------------------------------------------------------------------
+
+
+def test_every_environment_variable_is_listed_and_documented():
+    from kvbits.cli.info import ENVIRONMENT
+
+    root = Path(__file__).parents[1]
+    code = "".join(p.read_text() for kind in ("*.py", "*.cpp", "*.h") for p in (root / "src").rglob(kind))
+    read = set(re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\()\s*["'](\w+)["']""", code))
+    assert read == set(ENVIRONMENT) and "KVBITS_CPU_TIER" in read
+    documented = (root / "docs" / "building.md").read_text()
+    assert all(f"`{name}`" in documented for name in ENVIRONMENT)
+
+
+def test_info_says_what_is_here(monkeypatch, tmp_path):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    data = run_json("info")
+    assert data["packages"]["torch"] == torch.__version__ and data["packages"]["vllm"] and "cpu_kernels" in data
+    assert data["environment"]["KVBITS_CACHE"] == str(tmp_path) and f"0 in {tmp_path}" in data["compiled_kernels"]
+    assert "KVBITS_CPU_POOL" in run("info").stdout
+
+
+STOPPED = """
+import sys, time, threading, os, signal
+from kvbits.cli import common, main
+@common.command()
+def sleepy(hard: bool = False, as_json: common.Json = False) -> None:
+    common.when_stopped("two of five are kept; the same command goes on")
+    print("ready", file=sys.stderr, flush=True)
+    if hard:  # what a long operation in C is to Python: signals are not seen until it ends
+        signal.signal(signal.SIGINT, lambda *args: time.sleep(30))
+    time.sleep(30)
+sys.argv[1:] = ["sleepy", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--hard"], ["--hard", "--json"]], ids=lambda o: " ".join(o) or "plain")
+def test_ctrl_c_says_what_is_kept_and_leaves_soon(options):
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline() == "ready\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and err == "stopped: two of five are kept; the same command goes on\n"
+    assert time.monotonic() - began < 4, "1.2 seconds by itself, on a machine that does nothing else"
+    assert (json.loads(out)["type"] == "KeyboardInterrupt") if "--json" in options else out == ""
+
+
+def test_the_demo_says_where_a_text_of_one_s_own_is_read():
+    assert "takes no --text; `kvbits check MODEL --text FILE`" in error("demo", "--text", "x")
 
 
 # -- calibrate ------------------------------------------------------------------------------------------------------

@@ -354,3 +354,13 @@ def test_a_calibration_of_the_text_that_is_evaluated_is_refused(monkeypatch, mod
     options = ("--scheme", "int8_static", "--calibration", tmp_path / "scales.safetensors")
     out, loads = command(monkeypatch, model, *place, *options, code=2, name=name)
     assert "was made on 'novel', which is evaluated on" in out.stderr and not loads
+
+
+def test_a_run_that_goes_on_says_how_much_is_there(tmp_path):
+    said = []
+    how = {"name": "tiny", "tasks": ["fidelity"], "texts": (Text("t", novel()[:2000]),), "out": tmp_path, "progress": False, "say": said.append}
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    evaluate(model, tokenizer, schemes=["int8"], options=Options(windows=1, length=64, chunk=32), **how)
+    assert not said
+    evaluate(model, tokenizer, schemes=["int8", "int4"], options=Options(windows=2, length=64, chunk=32), **how)
+    assert said == ["tiny: fidelity: 2 of 6 items are there already"]

@@ -7,12 +7,13 @@ run, so that help, `schemes` and `plan --layers ...` load neither torch nor tran
 
 from __future__ import annotations
 
-from . import bench, calibrate, check, demo, eval, fit, plan, report, schemes
-from .common import app
+from . import bench, calibrate, check, demo, eval, fit, info, plan, report, schemes
+from .common import app, watch_for_stop
 
-__all__ = ["app", "bench", "calibrate", "check", "demo", "eval", "fit", "main", "plan", "report", "schemes"]
+__all__ = ["app", "bench", "calibrate", "check", "demo", "eval", "fit", "info", "main", "plan", "report", "schemes"]
 
 
 def main() -> None:
     """Entry point of the `kvbits` command."""
+    watch_for_stop()
     app(prog_name="kvbits")

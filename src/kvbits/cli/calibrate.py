@@ -10,7 +10,22 @@ import typer
 
 from ..errors import SpecError, counted
 from ..files import require_file
-from .common import Device, Json, Model, Threads, command, one_scheme, print_json, read_config, require_model, set_threads, show, tokens
+from .common import (
+    Device,
+    Json,
+    Model,
+    Threads,
+    command,
+    one_scheme,
+    print_json,
+    read_config,
+    require_model,
+    say_device,
+    set_threads,
+    show,
+    tokens,
+    when_stopped,
+)
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -103,10 +118,13 @@ def _measure(model: str, device: str | None, text: Text, named: str | Scheme, sa
     from ..geometry import layer_geometries
     from ..integrations.models import load_model
 
+    say_device(device)
     lm, tokenizer = load_model(model, device=device)
     chosen = schemes.for_layers(named, layer_geometries(lm.config))
     calibrator = Calibrator(lm, tokenizer, text, sample=sample)
     prompts = calibrator.windows([chosen], seed=seed)
+    if chosen.key.has_codebook or chosen.value.has_codebook:
+        when_stopped(f"what codebooks have seen lies in {out}.partial; the same command goes on from there")
     (found,) = calibrator.measure([chosen], prompts, resume=out.with_name(out.name + ".partial"), **how)
     got, size = sum(len(p) for p in prompts), prompts[0].shape[1]
     if got < sample.windows or size < sample.length:

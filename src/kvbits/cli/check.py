@@ -12,7 +12,23 @@ from .. import runs
 from ..errors import SpecError
 from ..schemes import RECOMMENDED
 from ..units import dtype_name
-from .common import Device, Dtype, Json, Model, Threads, command, new_table, one_scheme, print_json, read_config, require_model, set_threads, show, tokens
+from .common import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Threads,
+    command,
+    new_table,
+    one_scheme,
+    print_json,
+    read_config,
+    require_model,
+    say_device,
+    set_threads,
+    show,
+    tokens,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -97,6 +113,7 @@ def _screen(place: tuple[str, str, str | None], scheme: str | Scheme, limits: Li
         given.check(config, chosen)
         require_other_text([given], (source,))
     ids = windows(load_tokenizer(model), source, count=count, length=length, limit=max_context(config))
+    say_device(device)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     make = (lambda _: given) if isinstance(calibration, Path) else Calibrator(lm, tokenizer, calibration, tests=(source,))
     return check(lm, ids, scheme, limits=limits, calibration=make)

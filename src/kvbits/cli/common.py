@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import units
-from ..errors import KvbitsError, KvbitsWarning, SpecError
+from ..errors import KvbitsError, KvbitsWarning, SpecError, counted
 from ..files import to_json
 
 if TYPE_CHECKING:
@@ -28,11 +28,68 @@ _NO_MEMORY = ("can't allocate memory", "out of memory")
 _JSON = "kvbits.json"
 
 
+STOPPED = 130
+"""Exit code of a command that Ctrl-C stopped."""
+PATIENCE = 1.2
+"""Seconds after Ctrl-C in which Python can end by itself: a long operation of torch, or the end of its threads, does not hold the terminal longer."""
+
+
+class _Stop:
+    """What Ctrl-C says: what is kept and how to go on."""
+
+    text = "nothing is kept, the same command begins anew"
+    as_json = False
+    said = False
+
+    @classmethod
+    def say(cls) -> None:
+        if cls.said:
+            return
+        cls.said = True
+        text = f"stopped: {cls.text}"
+        if cls.as_json:
+            sys.stdout.write(to_json({"error": text, "type": "KeyboardInterrupt"}) + "\n")
+            sys.stdout.flush()
+        sys.stderr.write(f"\n{text}\n" if sys.stderr.isatty() else f"{text}\n")
+        sys.stderr.flush()
+
+
+def when_stopped(text: str) -> None:
+    """What is kept, and how to go on, if Ctrl-C comes from here on."""
+    _Stop.text = text
+
+
+def watch_for_stop() -> None:
+    """Ends this process `PATIENCE` seconds after Ctrl-C, whatever it does then. Results are written whole or not at all, so nothing is damaged."""
+    import os
+    import signal
+    import socket
+    import threading
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return  # somebody else's, or ignored
+    seen, raised = socket.socketpair()
+    raised.setblocking(False)
+    signal.set_wakeup_fd(raised.fileno(), warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while number := seen.recv(1):
+            if number[0] == signal.SIGINT:
+                break
+        raised.fileno()  # keeps it open
+        threading.Event().wait(PATIENCE)
+        _Stop.say()
+        os._exit(STOPPED)
+
+    threading.Thread(target=wait, name="kvbits-stop", daemon=True).start()
+
+
 class _Group(TyperGroup):
     """Turns errors raised on purpose, options that cannot be, and files that cannot be used, into one line and exit code 2; with --json also into JSON."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_JSON] = "--json" in args
+        _Stop.text, _Stop.as_json, _Stop.said = "nothing is kept, the same command begins anew", "--json" in args, False
         try:
             return super().parse_args(ctx, args)
         except _UsageError as e:
@@ -42,6 +99,9 @@ class _Group(TyperGroup):
         try:
             with _warnings():
                 return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _Stop.say()
+            raise typer.Exit(STOPPED) from None
         except KvbitsError as e:
             _leave(ctx, e, str(e))
         except _UsageError as e:
@@ -65,6 +125,8 @@ class Command(TyperCommand):
     """Refuses an option given twice where only the last would count."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.info_name == "demo" and any(a == "--text" or a.startswith("--text=") for a in args):
+            raise SpecError("the demo reads the shipped novel and takes no --text; `kvbits check MODEL --text FILE` and `kvbits eval` read yours")
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         single = [p for p in order if p.param_type_name == "option" and not getattr(p, "multiple", False) and not getattr(p, "is_flag", False)]
         if twice := next((p for p in single if single.count(p) > 1), None):
@@ -220,6 +282,17 @@ def read_config(model: str) -> Any:
         from ..geometry import load_config
 
         return load_config(model)
+
+
+def say_device(device: str | None) -> None:
+    """Where a model runs, on standard error; on the CPU of a machine with a GPU also how to use that."""
+    import torch
+
+    if device is not None and device != "cpu":
+        typer.echo(f"running on {device}", err=True)
+        return
+    hint = f"; there is a GPU: --device cuda runs on {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() and device is None else ""
+    typer.echo(f"running on the CPU, {counted(torch.get_num_threads(), 'thread')}{hint}", err=True)
 
 
 def set_threads(threads: int | None) -> None:

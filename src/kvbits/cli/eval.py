@@ -23,9 +23,11 @@ from .common import (
     print_json,
     read_config,
     require_model,
+    say_device,
     set_threads,
     show,
     tokens,
+    when_stopped,
 )
 
 if TYPE_CHECKING:
@@ -119,11 +121,15 @@ def _run(place: tuple[str, str, str | None], how: dict[str, Any], threads: int |
     check_place(dtype, device)
     require_possible(read_config(model), load_tokenizer(model), dtype=dtype, **how)
     how["out"].mkdir(parents=True, exist_ok=True)
+    when_stopped(f"what is measured lies in {how['out']}; the same command goes on from there")
     if note is not None:
         typer.echo(f"note: {note}", err=True)
     set_threads(threads)
+    say_device(device)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
-    return evaluate(lm, tokenizer, **how, **more, on_skip=lambda message: typer.echo(f"left out: {message}", err=True))
+    return evaluate(
+        lm, tokenizer, **how, **more, on_skip=lambda message: typer.echo(f"left out: {message}", err=True), say=lambda text: typer.echo(text, err=True)
+    )
 
 
 def _name(given: str | None, model: str) -> str:

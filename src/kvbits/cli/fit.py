@@ -11,7 +11,7 @@ from .. import runs
 from ..errors import SpecError, counted
 from ..files import require_file, require_folder
 from ..units import dtype_name
-from .common import Device, Dtype, Json, Model, Threads, command, new_table, print_json, require_model, set_threads, show, tokens
+from .common import Device, Dtype, Json, Model, Threads, command, new_table, print_json, require_model, say_device, set_threads, show, tokens, when_stopped
 from .subject import require_cards, subject_of
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tu
     first, second = halves(read_text(source))
     ids = _windows(load_tokenizer(model), model, first, second, count)
     work.mkdir(exist_ok=True)
+    when_stopped(f"what is measured lies in {work}; the same command goes on from there")
+    say_device(device)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     layers, name = layer_geometries(lm.config), Path(model.rstrip("/")).name
     bench = _bench(lm, tokenizer, ids, first, second, work, kind)

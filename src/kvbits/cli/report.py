@@ -9,7 +9,7 @@ import typer
 
 from ..errors import SpecError
 from ..files import require_file, require_folder
-from .common import Json, command, print_json, show
+from .common import Json, command, print_json, show, when_stopped
 
 
 def _rewrite(path: Path, part: str, written: list[str]) -> None:
@@ -54,6 +54,7 @@ def report(
     from ..report.figures import figures
     from ..report.page import page
 
+    when_stopped("nothing in the results is changed; the same command draws them anew")
     found = collect(results)
     if found.simulated:
         typer.echo(f"left out {len(found.simulated)} simulated results ({', '.join(found.simulated[:3])}, ..): reports show measured ones", err=True)

@@ -17,11 +17,12 @@ def list_schemes(
     """The named schemes, with bits per element (scales, offsets and padding included), description and paper link."""
     from .. import schemes
     from ..errors import SpecError
+    from ..report.markdown import SHOWN  # those of the README's table come first
     from ..spec import LayerGeometry, to_dict
 
     LayerGeometry(num_kv_heads=1, head_dim=head_dim)  # refuses a head_dim that no cache has
     found, unfit = [], {}
-    for name in schemes.PRESETS:
+    for name in (*SHOWN, *(n for n in schemes.PRESETS if n not in SHOWN)):
         scheme = schemes.get(name, head_dim=head_dim)
         try:
             found.append((scheme, scheme.bits_per_element(head_dim)))

