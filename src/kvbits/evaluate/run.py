@@ -80,7 +80,7 @@ def evaluate(
     factories = _factories(model, presets.expand(schemes, GROUPS), calibrator, backend, simulate, on_skip)
     context = Context(model, tokenizer, texts, options)
     run = new_run(model.device)
-    return {task: _run(load(task)(context), factories, home, facts, run, calibrations, overwrite, progress) for task in tasks}
+    return {task: _run(load(task)(context), factories, home, facts, run, calibrations, overwrite, progress, say) for task in tasks}
 
 
 def require_possible(
@@ -151,7 +151,7 @@ def _factories(
 
 def _run(
     task: Task, factories: list[CacheFactory], home: Path, facts: dict[str, Any], run: dict[str, Any], given: Sequence[Calibration], overwrite: bool,
-    progress: bool,
+    progress: bool, say: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     model = task.context.model
     files = {}
