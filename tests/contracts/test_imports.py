@@ -20,7 +20,7 @@ LAYERS = [
     {"store"},
     {"integrations", "geometry", "planner", "weights"},
     {"calibrate", "evaluate"},
-    {"report", "studies"},
+    {"report"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}

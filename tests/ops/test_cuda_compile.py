@@ -28,7 +28,6 @@ from kvbits.ops.cuda.dequantize import unpacker as dequantize_cuda
 from kvbits.ops.cuda.runtime import compile as cuda_compile
 from kvbits.ops.cuda.runtime import driver
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
-from kvbits.studies.int8_paper import cuda as matrix_cuda
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 SOURCES = {p.name: p.parent for p in Path(kvbits.__file__).parent.rglob("*.cu")}
@@ -277,17 +276,8 @@ def test_dequantize_kernels_compile_without_spills(key, value, dtype):
         assert binary.resources("dequantize_pages").spill_bytes == 0
 
 
-@pytest.mark.parametrize("columns", [128, 127])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrix_kernels_compile_without_spills(dtype, columns):
-    binary = compiled("matrix.cu", matrix_cuda.defines(dtype, columns), (9, 0))
-    names = [f"{what}_{k}" for what in ("quantize", "dequantize") for k in matrix_cuda.PRINTED]
-    for name in (*names, "quantize", "dequantize", "column_maxima", "scales_of_maxima", "scales_warp", "quantize_groups"):
-        assert binary.resources(name).spill_bytes == 0
-
-
 def test_a_binary_is_compiled_once_and_then_read_from_disk(monkeypatch):
-    args = (SOURCES["matrix.cu"], "matrix.cu", matrix_cuda.defines(torch.float16, 8), "sm_90")
+    args = (SOURCES["merge.cu"], "merge.cu", merge.defines(64, torch.float16), "sm_90")
     first = cuda_compile.compile_source(*args)
     monkeypatch.setattr(cuda_compile, "_compile", lambda *a: pytest.fail("compiled again"))
     assert cuda_compile.compile_source(*args) == first
@@ -337,7 +327,6 @@ def examples():
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
         "merge.cu": merge.defines(128, torch.bfloat16),
-        "matrix.cu": matrix_cuda.defines(torch.bfloat16, 128),
         "place.cu": place.defines(),
         "rotate.cu": rotate.defines(128, torch.bfloat16),
         "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),

@@ -20,18 +20,19 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from kvbits import runs
-from kvbits.cli import app
 from kvbits.errors import DataError
-from kvbits.ops.cpu import library
-from kvbits.studies.int8_paper import cpu, reference, study
+from studies.__main__ import app
+from studies.int8_paper import cpu, reference, study
 
-needs_cpu = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
+needs_cpu = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"{cpu.unavailable()}")
+ROOT = Path(__file__).parents[2]
 TINY = {"a": (64, 32), "b": (200, 64), "c": (300, 127)}
 
 
@@ -123,7 +124,7 @@ def test_attention_error_grows_with_the_square_root_of_d():
 
 @needs_cpu
 def test_the_command_reports_every_stage_and_kernel(tiny, tmp_path):
-    result = CliRunner().invoke(app, ["bench", "paper", "--cpu-rows", "100", "--out", str(tmp_path / "r.json"), "--json"])
+    result = CliRunner().invoke(app, ["paper", "--cpu-rows", "100", "--out", str(tmp_path / "r.json"), "--json"])
     assert result.exit_code == 0, result.output
     data = runs.read(tmp_path / "r.json")
     found = runs.newest(data)
@@ -137,7 +138,7 @@ def test_the_command_reports_every_stage_and_kernel(tiny, tmp_path):
         assert r[f"speedup_vs_{r['kernel']}"] == pytest.approx(1)
     if not torch.cuda.is_available():
         assert found["device"] is None and "no NVIDIA GPU" in found["gpu_missing"]
-        text = CliRunner().invoke(app, ["bench", "paper", "--from", str(tmp_path / "r.json")]).stdout
+        text = CliRunner().invoke(app, ["paper", "--from", str(tmp_path / "r.json")]).stdout
         assert "No GPU kernels were measured: torch sees no NVIDIA GPU" in text and "cpu_column_outer" in text
 
 
@@ -161,13 +162,13 @@ def test_bad_input_is_named(options, message):
 def test_bad_files_are_named(tmp_path):
     (tmp_path / "x.json").write_text("{}")
     for name, message in (("x.json", "is no result"), ("missing.json", "No such file")):
-        result = CliRunner().invoke(app, ["bench", "paper", "--from", str(tmp_path / name)])
+        result = CliRunner().invoke(app, ["paper", "--from", str(tmp_path / name)])
         assert result.exit_code == 2 and message in result.stderr
 
 
 def test_all_five_figures_are_drawn_from_a_gpu_result(tmp_path):
     pytest.importorskip("matplotlib")
-    from kvbits.studies.int8_paper.figures import draw
+    from studies.int8_paper.figures import draw
 
     rows, errors = [], []
     for case, (t, d) in list(study.CASES.items())[:6]:
@@ -192,5 +193,21 @@ def test_all_five_figures_are_drawn_from_a_gpu_result(tmp_path):
 
 
 def test_help_loads_no_torch():
-    code = "import sys; from typer.testing import CliRunner; from kvbits.cli import app; CliRunner().invoke(app, ['bench', 'paper', '--help']); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys; from typer.testing import CliRunner; from studies.__main__ import app; CliRunner().invoke(app, ['paper', '--help']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--from", "folder"], "--from folder: [Errno 21] Is a directory: 'folder'; give a file that"),
+        (["--out", "folder"], "--out folder is a directory"),
+        (["--figures", "file/x"], "--figures file/x: file is a file"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(options, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").touch()
+    result = CliRunner().invoke(app, ["paper", *options])
+    assert result.exit_code == 2 and says in result.output

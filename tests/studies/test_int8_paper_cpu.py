@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.cpu_cases import needs_library
 
 from kvbits.errors import DataError, SpecError
-from kvbits.studies.int8_paper import cpu, reference
+from studies.int8_paper import cpu, reference
 
-pytestmark = needs_library
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"{cpu.unavailable()}")
 SHAPES = [(1, 1), (3, 5), (64, 64), (257, 100), (1000, 96), (5000, 257), (0, 8)]
 
 

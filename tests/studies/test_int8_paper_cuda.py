@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from kvbits.errors import DataError, SpecError
-from kvbits.studies.int8_paper import cuda, reference
+from kvbits.ops.cuda.runtime import compile as cuda_compile
+from studies.int8_paper import cuda, reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 PRINTED = ("naive", "tiled", "coarsened", "vectorized")
@@ -97,3 +100,14 @@ def test_wrong_calls_are_refused():
 
 def test_refusals_need_no_gpu():
     assert "not on an NVIDIA GPU" in cuda.refuses(torch.zeros(1, 1))
+
+
+@pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
+@pytest.mark.parametrize("columns", [128, 127])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_compile_without_spills(dtype, columns, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    binary = cuda_compile.compile_source(Path(cuda.__file__).parent, "matrix.cu", cuda.defines(dtype, columns), "sm_90")
+    names = [f"{what}_{k}" for what in ("quantize", "dequantize") for k in cuda.PRINTED]
+    for name in (*names, "quantize", "dequantize", "column_maxima", "scales_of_maxima", "scales_warp", "quantize_groups"):
+        assert binary.resources(name).spill_bytes == 0

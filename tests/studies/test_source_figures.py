@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from kvbits.planner import plan, uniform
-from kvbits.studies.source_figures import source_figures
 from kvbits.units import GB, GIB
+from studies.__main__ import app
+from studies.source_figures import source_figures
 
 
 def figure(start, **kw):
@@ -53,6 +57,16 @@ def test_every_figure_states_its_verdict():
 
 
 def test_recomputing_needs_no_torch():
-    code = "import sys; from kvbits.studies.source_figures import source_figures; source_figures(); print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = "import sys; from studies.source_figures import source_figures; source_figures(); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert out.stdout.strip() == "False"
+
+
+def test_sources_as_table_and_json():
+    figures = json.loads(CliRunner().invoke(app, ["sources", "--json"]).stdout)["sources"]
+    assert len(figures) == len(source_figures())
+    paper = next(f for f in figures if f["printed"] == "about 137 GB")
+    assert paper["nbytes"] == 137_438_953_472 and paper["gib"] == 128 and paper["agrees"]
+    text = CliRunner(env={"COLUMNS": "250"}).invoke(app, ["sources"]).stdout
+    for expected in ("41.9 GB", "343.60 GB", "320.00 GiB", "7.48 GB", "64.00 GiB", "17.2 GB"):
+        assert expected in text

@@ -84,7 +84,7 @@ def watch_for_stop() -> None:
     threading.Thread(target=wait, name="kvbits-stop", daemon=True).start()
 
 
-class _Group(TyperGroup):
+class Group(TyperGroup):
     """Turns errors raised on purpose, options that cannot be, and files that cannot be used, into one line and exit code 2; with --json also into JSON."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -168,7 +168,7 @@ def _leave(ctx: Any, error: BaseException, message: str) -> NoReturn:
 
 
 app = typer.Typer(
-    cls=_Group,
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -41,7 +41,6 @@ def plan(
     residual: Annotated[int | None, typer.Option(help="Newest tokens kept raw, in every preset.", min=0)] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens per page, in every preset.")] = None,
     raw_dtype: Annotated[str, typer.Option(help="Dtype of raw pages: bf16, fp16 or fp32.")] = "bf16",
-    sources: Annotated[bool, typer.Option("--sources", help="Recompute the memory figures that the source documents print.")] = False,
     as_json: Json = False,
 ) -> None:
     """Bytes of a cache per scheme, and how many users and tokens fit a GPU.
@@ -49,9 +48,6 @@ def plan(
     Totals are what a cache of fixed capacity allocates to the byte: whole pages, scales, sinks, raw tail and padding included.
     Schemes are 16 bits and the recommended ones if none is named; `--scheme all` lists every one.
     """
-    if sources:
-        _sources(as_json)
-        return
     from .. import planner
     from ..units import parse_bytes
 
@@ -224,18 +220,3 @@ def _speed(found: Plan) -> list[str]:
             which = f"the {counted(layers.count(g), 'layer')} {f'with a window of {g.sliding_window:,}' if g.sliding_window else 'with full attention'}"
             notes.append(f"Speed of {which if len(set(layers)) > 1 else 'these layers'}: {note}.")
     return notes
-
-
-def _sources(as_json: bool) -> None:
-    from ..studies.source_figures import source_figures
-    from ..units import GB, GIB
-
-    figures = source_figures()
-    if as_json:
-        print_json({"sources": [f.to_dict() for f in figures]})
-        return
-    table = new_table("Memory figures the source documents print, recomputed", "source", "case", "prints", "formula gives", "", "agrees", "why", left=2)
-    table.columns[6].justify = "left"
-    for f in figures:
-        table.add_row(f.source, f.case, f.printed, f"{f.nbytes / GB:.2f} GB", f"{f.nbytes / GIB:.2f} GiB", "yes" if f.agrees else "NO", f.verdict)
-    show(table, "GB is 10**9 bytes, GiB is 2**30.")

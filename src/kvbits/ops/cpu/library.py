@@ -139,11 +139,11 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     if (wanted := os.environ.get("KVBITS_CPU_POOL", "openmp")) not in POOLS:
         return None, f"KVBITS_CPU_POOL={wanted!r} is not a thread pool; known: {', '.join(POOLS)}"
     if wanted == "openmp":
-        lib.kvbits_use_openmp(_openmp_parallel())
+        lib.kvbits_use_openmp(openmp_parallel())
     return lib, ""
 
 
-def _openmp_parallel() -> int | None:
+def openmp_parallel() -> int | None:
     """Address of GOMP_parallel in the OpenMP runtime that torch is linked to, or None."""
     found = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
     try:
@@ -196,7 +196,7 @@ def set_pool(name: str) -> None:
     Raises:
         UnsupportedError: not one of POOLS, or torch here has no OpenMP threads to share.
     """
-    parallel = _openmp_parallel() if name == "openmp" else None
+    parallel = openmp_parallel() if name == "openmp" else None
     if name not in POOLS or (name == "openmp" and parallel is None):
         raise UnsupportedError(f"thread pool {name!r} is not one of {', '.join(POOLS)}, or torch is not linked to OpenMP here")
     library().kvbits_use_openmp(parallel)

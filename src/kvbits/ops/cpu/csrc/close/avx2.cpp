@@ -1,12 +1,11 @@
-// Page closing, checksums and matrix quantization of the avx2 tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
+// Page closing and checksums of the avx2 tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
 #define KVBITS_AVX2
 #include "../blob/checksum.h"
-#include "matrix_rows.h"
 #include "close_page.h"
 #include "plan.h"
 #include "store_tokens.h"
 
 const PageKernels* pages_avx2() {
-  static const PageKernels kernels = {close_scratch_bytes, close_item, store_item, column_largest, quantize_columns, dequantize_columns, quantize_groups, checksums};
+  static const PageKernels kernels = {close_scratch_bytes, close_item, store_item, checksums};
   return &kernels;
 }

@@ -1,11 +1,10 @@
-// Page closing, checksums and matrix quantization of the generic tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
+// Page closing and checksums of the generic tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
 #include "../blob/checksum.h"
-#include "matrix_rows.h"
 #include "close_page.h"
 #include "plan.h"
 #include "store_tokens.h"
 
 const PageKernels* pages_generic() {
-  static const PageKernels kernels = {close_scratch_bytes, close_item, store_item, column_largest, quantize_columns, dequantize_columns, quantize_groups, checksums};
+  static const PageKernels kernels = {close_scratch_bytes, close_item, store_item, checksums};
   return &kernels;
 }

@@ -37,11 +37,6 @@ struct PageKernels {
   size_t (*close_scratch_bytes)(int page_size, int head_dim);
   void (*close)(const ClosePart& part, void* scratch, CloseResult& result);
   void (*store)(const TokensPart& part, void* scratch, CloseResult& result);
-  // Rows of a row-major fp32 matrix (matrix_rows.h). `stream`: write past the caches; rows of `to` begin at multiples of 64 bytes.
-  void (*column_largest)(const float* x, int64_t rows, int64_t columns, float* largest);
-  void (*quantize_columns)(const float* x, int64_t rows, int64_t columns, const float* inverse, int8_t* to, bool stream);
-  void (*dequantize_columns)(const int8_t* q, int64_t rows, int64_t columns, const float* scales, float* to, bool stream);
-  void (*quantize_groups)(const float* x, int64_t rows, int64_t columns, int size, int bits, float* scales, uint8_t* to, bool stream);
   // Multilinear checksums of `units` of nbytes, one behind the other (blob/checksum.h); `within` are the factors C of 4,096 words.
   void (*checksums)(const uint8_t* bytes, int64_t units, int64_t nbytes, const uint64_t* within, uint64_t* sums);
 };

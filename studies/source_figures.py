@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .. import schemes as presets
-from ..planner import uniform
-from ..spec import CacheSpec
-from ..units import GB, GIB
+from kvbits import schemes as presets
+from kvbits.planner import uniform
+from kvbits.spec import CacheSpec
+from kvbits.units import GB, GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...quant.qparams import divided
+from kvbits.quant.qparams import divided
 
 
 def compute_scales(x: torch.Tensor) -> torch.Tensor:

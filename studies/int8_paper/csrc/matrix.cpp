@@ -1,11 +1,12 @@
 // The INT8 paper's matrix operations: blocks of rows on the tier's kernels, and the scalar baseline that the paper prints.
 #include <math.h>
+#include <string.h>
 
 #include <new>
 #include <vector>
 
-#include "close/plan.h"
 #include "dispatch.h"
+#include "kernels.h"
 #include "matrix.h"
 #include "pool.h"
 
@@ -17,7 +18,7 @@ constexpr int64_t BLOCK_BYTES = int64_t(4) << 20;
 constexpr int64_t STREAM_BYTES = int64_t(16) << 20;
 
 struct Matrix {
-  const PageKernels* kernels;
+  const MatrixKernels* kernels;
   int64_t rows, columns, block;  // rows per item
   const float* x;
   const float* by_column;  // scales or their inverses
@@ -33,9 +34,11 @@ struct Matrix {
   int64_t count(int64_t i) const { return rows - first(i) < block ? rows - first(i) : block; }
 };
 
-Matrix matrix(const TierKernels* tier, int64_t rows, int64_t columns) {
+const MatrixKernels* active = nullptr;
+
+Matrix matrix(int64_t rows, int64_t columns) {
   Matrix m = {};
-  m.kernels = tier->pages;
+  m.kernels = active;
   m.rows = rows;
   m.columns = columns;
   m.block = BLOCK_BYTES / (4 * columns) < 4 ? 4 : BLOCK_BYTES / (4 * columns) / 4 * 4;
@@ -114,14 +117,25 @@ void paper_dequantize(const int8_t* q, int64_t rows, int64_t columns, const floa
 
 extern "C" {
 
+int32_t kvbits_matrix_use(const char* tier, void* parallel) {
+  pool_use_openmp(parallel);
+  active = !strcmp(tier, "generic") ? matrix_generic() : nullptr;
+#if defined(__x86_64__)
+  if (!strcmp(tier, "avx2")) active = matrix_avx2();
+  if (!strcmp(tier, "avx512")) active = matrix_avx512();
+#elif defined(__aarch64__)
+  if (!strcmp(tier, "neon")) active = matrix_neon();
+#endif
+  return active ? 0 : -1;
+}
+
 int32_t kvbits_matrix_scales(const float* x, int64_t rows, int64_t columns, float* scales, int32_t kernel, int32_t threads) {
   if (kernel == KVBITS_MATRIX_COLUMN_OUTER) return paper_scales(x, rows, columns, scales), 0;
   if (kernel == KVBITS_MATRIX_ROW_ORDER) return row_order_scales(x, rows, columns, scales), 0;
-  const TierKernels* tier = active_tier();
-  if (!tier) return KVBITS_NO_TIER;
+  if (!active) return KVBITS_NO_TIER;
   if (!columns) return 0;
   try {
-    Matrix m = matrix(tier, rows, columns);
+    Matrix m = matrix(rows, columns);
     std::vector<float> partial(static_cast<size_t>(m.items() * columns), 0.0f);
     m.x = x;
     m.partial = partial.data();
@@ -139,13 +153,12 @@ int32_t kvbits_matrix_scales(const float* x, int64_t rows, int64_t columns, floa
 
 int32_t kvbits_matrix_quantize(const float* x, int64_t rows, int64_t columns, const float* scales, int8_t* to, int32_t kernel, int32_t threads) {
   if (kernel != KVBITS_MATRIX_FAST) return paper_quantize(x, rows, columns, scales, to), 0;
-  const TierKernels* tier = active_tier();
-  if (!tier) return KVBITS_NO_TIER;
+  if (!active) return KVBITS_NO_TIER;
   if (!columns) return 0;
   try {
     std::vector<float> inverse(static_cast<size_t>(columns));
     for (int64_t d = 0; d < columns; d++) inverse[d] = 1.0f / scales[d];
-    Matrix m = matrix(tier, rows, columns);
+    Matrix m = matrix(rows, columns);
     m.x = x;
     m.by_column = inverse.data();
     m.to = to;
@@ -157,10 +170,9 @@ int32_t kvbits_matrix_quantize(const float* x, int64_t rows, int64_t columns, co
 
 int32_t kvbits_matrix_dequantize(const int8_t* q, int64_t rows, int64_t columns, const float* scales, float* to, int32_t kernel, int32_t threads) {
   if (kernel != KVBITS_MATRIX_FAST) return paper_dequantize(q, rows, columns, scales, to), 0;
-  const TierKernels* tier = active_tier();
-  if (!tier) return KVBITS_NO_TIER;
+  if (!active) return KVBITS_NO_TIER;
   if (!columns) return 0;
-  Matrix m = matrix(tier, rows, columns);
+  Matrix m = matrix(rows, columns);
   m.q = q;
   m.by_column = scales;
   m.to = to;
@@ -170,10 +182,9 @@ int32_t kvbits_matrix_dequantize(const int8_t* q, int64_t rows, int64_t columns,
 int32_t kvbits_matrix_quantize_groups(const float* x, int64_t rows, int64_t columns, int32_t size, int32_t bits, float* scales, uint8_t* to,
                                       int32_t threads) {
   if (size < 16 || size % 16 || columns % size || (bits != 8 && bits != 4) || (bits == 4 && columns / size % 2)) return KVBITS_BAD_GROUP;
-  const TierKernels* tier = active_tier();
-  if (!tier) return KVBITS_NO_TIER;
+  if (!active) return KVBITS_NO_TIER;
   if (!columns) return 0;
-  Matrix m = matrix(tier, rows, columns);
+  Matrix m = matrix(rows, columns);
   m.x = x;
   m.size = size;
   m.bits = bits;

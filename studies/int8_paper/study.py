@@ -1,4 +1,4 @@
-"""`kvbits bench paper`: the INT8 paper's matrix study (arXiv, December 2025), repeated on this machine's CPU and GPU.
+"""`python -m studies paper`: the INT8 paper's matrix study (arXiv, December 2025), repeated on this machine's CPU and GPU.
 
 A float32 matrix [tokens T, channels D], uniform in [-1, 1], goes to int8 with one scale per column and back:
 
@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import DataError, KernelError
+from kvbits.errors import DataError, KernelError
+
 from . import cpu, cuda, reference
 
 CASES: dict[str, tuple[int, int]] = {

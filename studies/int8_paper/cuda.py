@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from ...errors import DataError, SpecError
-from ...ops.cuda.runtime import compile as cuda_compile
-from ...ops.cuda.runtime import driver
-from ...ops.descriptor import TORCH_DTYPES
+from kvbits.errors import DataError, SpecError
+from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.cuda.runtime import driver
+from kvbits.ops.descriptor import TORCH_DTYPES
 
 PRINTED = ("naive", "tiled", "coarsened", "vectorized")
 KERNELS = (*PRINTED, "persistent", "fast")

@@ -1,4 +1,4 @@
-"""`kvbits bench paper`: the INT8 paper's study on this machine."""
+"""`python -m studies`: the INT8 paper's study on this machine, and the memory figures of source documents."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import runs
-from ..errors import FileFormatError, SpecError
-from ..files import require_folder
-from .common import Command, Json, Threads, app, names_of, new_table, print_json, set_threads, show
+from kvbits import runs
+from kvbits.cli.common import Command, Group, Json, Threads, names_of, new_table, print_json, set_threads, show
+from kvbits.errors import FileFormatError, SpecError
+from kvbits.files import require_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-bench = typer.Typer(no_args_is_help=True, help="Measurements of this machine.")
-app.add_typer(bench, name="bench")
+app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Studies of what source documents print.")
 STAGES = {"quantize": "quantize", "dequantize": "dequantize", "with_scales": "scales + quantize", "scales": "scales"}
 
 
-@bench.command(cls=Command)
+@app.command(cls=Command)
 def paper(
     cases: Annotated[str, typer.Option(help="Cases, comma-separated, or all: the paper's eight and one with D not divisible by 4.")] = "all",
     cpu_rows: Annotated[int, typer.Option(help="Rows the CPU code is timed on; its times are scaled to the case.")] = 4096,
@@ -47,7 +46,7 @@ def paper(
         runs.add(own, out)
     notes = [] if result["device"] else [f"No GPU kernels were measured: {result['gpu_missing']}."]
     if figures:
-        from ..studies.int8_paper.figures import draw
+        from .int8_paper.figures import draw
 
         paths, left_out = draw(result, figures)
         notes += [f"wrote {p}" for p in paths] + left_out
@@ -58,7 +57,7 @@ def paper(
 
 
 def _measure(cases: str, cpu_rows: int, threads: int | None) -> dict[str, Any]:
-    from ..studies.int8_paper import study
+    from .int8_paper import study
 
     set_threads(threads)
     names = list(study.CASES) if cases == "all" else names_of("--cases", cases)
@@ -69,10 +68,10 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         data = runs.read(path)
     except FileFormatError as e:
-        why = f"--from {path}: {e.__cause__}; give a file" if e.__cause__ else f"--from {path} is no result of `kvbits bench paper`: {e}; give one"
-        raise SpecError(f"{why} that `kvbits bench paper --out` wrote") from e
+        why = f"--from {path}: {e.__cause__}; give a file" if e.__cause__ else f"--from {path} is no result of `python -m studies paper`: {e}; give one"
+        raise SpecError(f"{why} that `python -m studies paper --out` wrote") from e
     if not {"device", "gpu_missing", "cpu", "errors", "rows"} <= set(runs.newest(data)):
-        raise SpecError(f"--from {path} is no result of `kvbits bench paper --out`")
+        raise SpecError(f"--from {path} is no result of `python -m studies paper --out`")
     return data
 
 
@@ -93,3 +92,25 @@ def _times(result: dict[str, Any], case: str) -> Table:
             share = "" if r["share_of_copy"] is None else f"{r['share_of_copy']:.2f}"
             table.add_row(label, r["kernel"], r["dtype"], f"{r['time_us'] / 1e3:,.3f}", f"{r['gbytes_per_s']:,.1f}", share, *speedups)
     return table
+
+
+@app.command(cls=Command)
+def sources(as_json: Json = False) -> None:
+    """Recompute the memory figures that the source documents print."""
+    from kvbits.units import GB, GIB
+
+    from .source_figures import source_figures
+
+    figures = source_figures()
+    if as_json:
+        print_json({"sources": [f.to_dict() for f in figures]})
+        return
+    table = new_table("Memory figures the source documents print, recomputed", "source", "case", "prints", "formula gives", "", "agrees", "why", left=2)
+    table.columns[6].justify = "left"
+    for f in figures:
+        table.add_row(f.source, f.case, f.printed, f"{f.nbytes / GB:.2f} GB", f"{f.nbytes / GIB:.2f} GiB", "yes" if f.agrees else "NO", f.verdict)
+    show(table, "GB is 10**9 bytes, GiB is 2**30.")
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m studies")

@@ -1,4 +1,4 @@
-// C ABI of the INT8 paper's matrix operations, part of libkvbits_cpu.so (csrc/matrix.cpp).
+// C ABI of the INT8 paper's matrix operations, libkvbits_studies.so (matrix.cpp).
 #pragma once
 #include <stdint.h>
 
@@ -9,6 +9,8 @@ extern "C" {
 #endif
 
 // The INT8 paper's matrices: row-major fp32 [rows, columns], one scale per column. A column of zeros has scale 1.
+// The instruction set of the kernels that follow, one that runs on this machine, and the address of GOMP_parallel or null (pool.h). -1: not in this build.
+KVBITS_EXPORT int32_t kvbits_matrix_use(const char* tier, void* parallel);
 enum kvbits_matrix_kernel {
   KVBITS_MATRIX_FAST = 0,        // vectorised, threads
   KVBITS_MATRIX_COLUMN_OUTER = 1,  // the paper's scalar baseline as printed: compute_scales walks column by column

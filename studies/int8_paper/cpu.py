@@ -9,29 +9,50 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_int32, c_int64, c_void_p
+from pathlib import Path
 
 import torch
 
-from ...errors import DataError, SpecError
-from ...ops.cpu.library import check, unavailable
-from ...ops.cpu.library import library as cpu_library
+from kvbits.errors import DataError, SpecError, UnsupportedError
+from kvbits.ops.cpu import library as cpu_library
+from kvbits.ops.cpu.library import check
 
 KERNELS = {"fast": 0, "column_outer": 1, "row_order": 2}
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The CPU library, its matrix functions typed (csrc/matrix.h).
+PATH = Path(__file__).parent.parent / "libkvbits_studies.so"
 
-    Raises:
-        UnsupportedError: there is none here.
-    """
-    lib = cpu_library()
+
+@functools.cache
+def _open() -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(PATH))
+    lib.kvbits_matrix_use.argtypes = [c_char_p, c_void_p]
     lib.kvbits_matrix_scales.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32]
     lib.kvbits_matrix_quantize.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32]
     lib.kvbits_matrix_dequantize.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32]
     lib.kvbits_matrix_quantize_groups.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32]
+    return lib
+
+
+def unavailable() -> str | None:
+    """Why there are no CPU kernels here, or None."""
+    if not PATH.is_file():
+        return f"{PATH} was not built; run cmake -S studies -B build/studies && cmake --build build/studies"
+    return cpu_library.unavailable()
+
+
+def library() -> ctypes.CDLL:
+    """The studies' library (csrc/matrix.h), in the instruction set and on the threads that the CPU library uses now.
+
+    Raises:
+        UnsupportedError: there is none here.
+    """
+    if why := unavailable():
+        raise UnsupportedError(why)
+    lib, tier = _open(), cpu_library.tier()
+    if lib.kvbits_matrix_use(tier.encode(), cpu_library.openmp_parallel() if cpu_library.pool() == "openmp" else None):
+        raise UnsupportedError(f"{PATH} has no kernels of tier {tier!r}; build it again")
     return lib
 
 
