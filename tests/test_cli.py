@@ -410,6 +410,32 @@ def test_calibrate_replaces_only_its_own_file(loader, tmp_path):
     assert (tmp_path / "c").read_text() == "my notes"
 
 
+def test_several_schemes_are_calibrated_in_one_pass(loader, tmp_path, monkeypatch):
+    from kvbits.calibrate import Calibration, collect
+
+    passes, plain = [], collect._see_queries
+    monkeypatch.setattr(collect, "_see_queries", lambda *args: passes.append(args) or plain(*args))
+    options = ("--windows", 3, "--length", 200, "--threads", 1)
+    data = run_json("calibrate", "tiny", "--scheme", "klt4,klt3", "--scheme", "klt2", "--out", tmp_path / "{scheme}.safetensors", *options)
+    assert [c["scheme"] for c in data["calibrations"]] == ["klt4", "klt3", "klt2"] and len(passes) == 1
+    for name in ("klt4", "klt3", "klt2"):
+        together = Calibration.load(tmp_path / f"{name}.safetensors")
+        alone = run_json("calibrate", "tiny", "--scheme", name, "--out", tmp_path / "alone", *options, "--force")
+        assert together.id == alone["id"] and together.info["scheme"] == name
+    assert "holds a calibration of model 'tiny', not 'other'" in error(
+        "calibrate", "other", "--scheme", "klt4,klt3", "--out", tmp_path / "{scheme}.safetensors"
+    )
+
+
+def test_a_file_of_another_scheme_is_refused_before_torch_is_imported(loader, tmp_path):
+    out = tmp_path / "c.safetensors"
+    run("calibrate", "tiny", "--out", out, "--windows", 2, "--length", 32, "--threads", 1)
+    configured(tmp_path / "m", model_type="llama")
+    code = f"import sys\nfrom kvbits.cli import main\nsys.argv[1:] = {['calibrate', str(tmp_path / 'm'), '--out', str(out), '--scheme', 'klt4']!r}\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "holds a calibration of scheme 'int8_static', not 'klt4'" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -419,7 +445,8 @@ def test_calibrate_replaces_only_its_own_file(loader, tmp_path):
         ({"--out": "nowhere/x.safetensors"}, "nowhere does not exist"),
         ({"--scheme": "int8"}, "schemes that need calibration: int8_static"),
         ({"--scheme": "int9"}, "unknown scheme 'int9'"),
-        ({"--scheme": "int8_static,nuq4"}, "names 2 schemes, and this command takes one scheme"),
+        ({"--scheme": "int8_static,nuq4"}, "2 schemes go into a file each, and --out out.safetensors names one; write {scheme} where"),
+        ({"--scheme": "int8_static,nuq4", "--out": "{scheme}.s"}, "these schemes take 128 windows of 256 tokens (int8_static) and 16 windows of 2,048 tokens"),
         ({"--percentile": "10"}, "percentile=10.0 is outside"),
         ({"--percentile": "200"}, "percentile=200.0 is outside 90 to 100"),
         ({"--weights": "some"}, "weights='some' is not 'fisher' or 'none'"),

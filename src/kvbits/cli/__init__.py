@@ -8,7 +8,7 @@ run, so that help, `schemes` and `plan --layers ...` load neither torch nor tran
 from __future__ import annotations
 
 from . import calibrate, check, demo, eval, fit, info, plan, report, schemes
-from .common import app, watch_for_stop
+from .common import STOPPED, app, leave_now, watch_for_stop
 
 __all__ = ["app", "calibrate", "check", "demo", "eval", "fit", "info", "main", "plan", "report", "schemes"]
 
@@ -16,4 +16,9 @@ __all__ = ["app", "calibrate", "check", "demo", "eval", "fit", "info", "main", "
 def main() -> None:
     """Entry point of the `kvbits` command."""
     watch_for_stop()
-    app(prog_name="kvbits")
+    try:
+        app(prog_name="kvbits")
+    except SystemExit as e:
+        if e.code == STOPPED:
+            leave_now()
+        raise

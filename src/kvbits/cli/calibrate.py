@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ from .common import (
     Model,
     Threads,
     command,
-    one_scheme,
+    names_of,
     print_json,
     read_config,
     require_model,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 @command()
 def calibrate(
     model: Model,
-    out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
+    out: Annotated[Path, typer.Option(help="File to write (safetensors); for several schemes with {scheme} in its name, like klt/{scheme}.safetensors.")],
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,7 +46,13 @@ def calibrate(
             show_default="novel; for a basis novel and code",
         ),
     ] = None,
-    scheme: Annotated[str, typer.Option(help="A scheme with static scales, codebooks or a basis: a preset, or a file of your own (.json).")] = "int8_static",
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Schemes with static scales, codebooks or a basis, comma-separated or repeated: presets, or files of your own (.json). Several share a pass.",
+            show_default="int8_static",
+        ),
+    ] = None,
     windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks and bases.", show_default=False, min=1)] = None,
     length: Annotated[
         int | None, typer.Option(help="Tokens of a window: 256, 1,024 for bases, or 2,048 for codebooks.", show_default=False, parser=tokens(2))
@@ -65,37 +72,58 @@ def calibrate(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Measure static scales and codebooks of a scheme on a model and save them with a fingerprint.
+    """Measure static scales and codebooks of schemes on a model and save them with a fingerprint: a minute or a few for a small model on a CPU.
 
-    Codebooks take a backward pass per window; stopped, the same command goes on where it was (OUT.partial).
+    Several schemes share one pass over the text. Codebooks take a backward pass per window; stopped, the same command goes on where it was (OUT.partial).
 
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
     require_model(model)
+    chosen = [_with_calibration(name) for name in dict.fromkeys(names_of("--scheme", scheme or ["int8_static"]))]
+    outs = _outs(out, [one.name for _, one in chosen])
+    for path, (_, one) in zip(outs, chosen, strict=True):
+        require_file(path, "--out")
+        if path.exists() and not force:
+            _may_replace(path, model, one.name)
     from ..evaluate.calibrator import has_basis
     from ..evaluate.texts import mixed, read_text
 
     given = [read_text(one) for one in text or []]
-    require_file(out, "--out")
-    named, chosen = _with_calibration(one_scheme(scheme))
-    source = mixed(given or [read_text(one) for one in ("novel", "code")[: 1 + has_basis(chosen)]])
-    if out.exists() and not force:
-        _may_replace(out, model, chosen.name)
+    source = mixed(given or [read_text(one) for one in ("novel", "code")[: 1 + any(has_basis(one) for _, one in chosen)]])
     how = {"percentile": percentile, "skip_tokens": skip_tokens, "weights": weights, "per_head": per_head, "checkpointing": checkpointing}
-    sample = _sample(model, chosen, windows, length, device, how)
+    sample = _sample(model, [one for _, one in chosen], windows, length, device, how)
     set_threads(threads)
     start = time.perf_counter()
-    found = _measure(model, device, source, named, sample, seed, out, how)
-    found.info["model"] = model
-    found.save(out)
+    found = _measure(model, device, source, [named for named, _ in chosen], sample, seed, outs[0], how)
+    for path, made in zip(outs, found, strict=True):
+        made.info["model"] = model
+        made.save(path)
     seconds = time.perf_counter() - start
     if as_json:
-        print_json({"out": str(out), "id": found.id, "file_bytes": out.stat().st_size, "seconds": seconds, "layers": len(found.static)} | found.info)
+        rows = [
+            {"out": str(path), "id": made.id, "file_bytes": path.stat().st_size, "seconds": seconds, "layers": len(made.static)} | made.info
+            for path, made in zip(outs, found, strict=True)
+        ]
+        print_json(rows[0] if len(rows) == 1 else {"calibrations": rows})
     else:
-        _print(found, out, seconds)
+        for path, made in zip(outs, found, strict=True):
+            _print(made, path, seconds)
 
 
-def _sample(model: str, scheme: Scheme, windows: int | None, length: int | None, device: str | None, how: dict[str, Any]) -> Sample:
+def _outs(out: Path, names: list[str]) -> list[Path]:
+    """The file of each scheme.
+
+    Raises:
+        SpecError: several schemes and one file.
+    """
+    if len(names) > 1 and "{scheme}" not in str(out):
+        raise SpecError(
+            f"{len(names)} schemes go into a file each, and --out {out} names one; write {{scheme}} where their names shall stand: klt/{{scheme}}.safetensors"
+        )
+    return [Path(str(out).replace("{scheme}", name)) for name in names]
+
+
+def _sample(model: str, schemes: list[Scheme], windows: int | None, length: int | None, device: str | None, how: dict[str, Any]) -> Sample:
     """How much of the text is looked at. Numbers that cannot be are refused here, before the model is loaded."""
     from ..calibrate.collect import check_options
     from ..evaluate.calibrator import Sample, require_positions, thorough
@@ -103,7 +131,11 @@ def _sample(model: str, scheme: Scheme, windows: int | None, length: int | None,
 
     check_options(how["percentile"], how["weights"])
     check_place("auto", device)
-    usual = thorough(scheme)
+    kinds = {thorough(one): one.name for one in schemes}
+    if len(kinds) > 1 and (windows is None or length is None):
+        listed = " and ".join(f"{s.windows} windows of {s.length:,} tokens ({name})" for s, name in kinds.items())
+        raise SpecError(f"these schemes take {listed}, so one pass does not suit them all; calibrate them apart, or give --windows and --length")
+    usual = next(iter(kinds))
     sample = Sample(usual.windows if windows is None else windows, usual.length if length is None else length)
     require_positions(sample, read_config(model))
     if (skipped := how["skip_tokens"]) is not None and skipped >= sample.length:
@@ -111,7 +143,9 @@ def _sample(model: str, scheme: Scheme, windows: int | None, length: int | None,
     return sample
 
 
-def _measure(model: str, device: str | None, text: Text, named: str | Scheme, sample: Sample, seed: int, out: Path, how: dict[str, Any]) -> Calibration:
+def _measure(
+    model: str, device: str | None, text: Text, named: list[str | Scheme], sample: Sample, seed: int, out: Path, how: dict[str, Any]
+) -> list[Calibration]:
     """Loads the model and looks at windows of the text."""
     from .. import schemes
     from ..evaluate.calibrator import Calibrator
@@ -120,12 +154,12 @@ def _measure(model: str, device: str | None, text: Text, named: str | Scheme, sa
 
     say_device(device)
     lm, tokenizer = load_model(model, device=device)
-    chosen = schemes.for_layers(named, layer_geometries(lm.config))
+    chosen = [schemes.for_layers(one, layer_geometries(lm.config)) for one in named]
     calibrator = Calibrator(lm, tokenizer, text, sample=sample)
-    prompts = calibrator.windows([chosen], seed=seed)
-    if chosen.key.has_codebook or chosen.value.has_codebook:
+    prompts = calibrator.windows(chosen, seed=seed)
+    if any(one.key.has_codebook or one.value.has_codebook for one in chosen):
         when_stopped(f"what codebooks have seen lies in {out}.partial; the same command goes on from there")
-    (found,) = calibrator.measure([chosen], prompts, resume=out.with_name(out.name + ".partial"), **how)
+    found = calibrator.measure(chosen, prompts, resume=out.with_name(out.name + ".partial"), **how)
     got, size = sum(len(p) for p in prompts), prompts[0].shape[1]
     if got < sample.windows or size < sample.length:
         typer.echo(f"note: {text.name} is short: it gives {counted(got, 'window')} of {size:,} tokens, not {sample.windows} of {sample.length:,}", err=True)
@@ -154,15 +188,16 @@ def _with_calibration(scheme: str) -> tuple[str | Scheme, Scheme]:
 
 
 def _may_replace(out: Path, model: str, scheme: str) -> None:
-    """Refuse to overwrite anything but an earlier calibration of this scheme on this model."""
-    from ..calibrate import Calibration
-    from ..errors import FileFormatError
-
+    """Refuse to overwrite anything but an earlier calibration of this scheme on this model; its header alone is read, without torch."""
     way_out = "give another --out, or --force"
     try:
-        info = Calibration.load(out).info
-    except FileFormatError as e:
+        with out.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            about = json.loads(file.read(min(length, 1 << 26)))["__metadata__"]
+        info = json.loads(about["info"])
+        old = {"scheme": info.get("scheme"), "model": info.get("model")}
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise SpecError(f"--out {out} exists and is no calibration that could be replaced; {way_out}") from e
-    for what, old, new in (("scheme", info.get("scheme"), scheme), ("model", info.get("model"), model)):
-        if old != new:
-            raise SpecError(f"--out {out} holds a calibration of {what} {old!r}, not {new!r}; {way_out}")
+    for what, new in (("scheme", scheme), ("model", model)):
+        if old[what] != new:
+            raise SpecError(f"--out {out} holds a calibration of {what} {old[what]!r}, not {new!r}; {way_out}")

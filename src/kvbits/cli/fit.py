@@ -98,7 +98,7 @@ def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tu
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     layers, name = layer_geometries(lm.config), Path(model.rstrip("/")).name
     bench = _bench(lm, tokenizer, ids, first, second, work, kind)
-    found = fit(bench, formats(layers, kind.calibrated, kind.token_local), goal, name=out.stem)
+    found = fit(bench, formats(layers, kind.calibrated, kind.token_local), goal, name=out.stem, say=lambda text: typer.echo(text, err=True))
     how = f"fitted to {name} on {first.name.removesuffix('-start')}" if found.gained else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
     scheme = bound_to(found.chosen.scheme, layers, name=out.stem, weights=weights_fingerprint(lm), model=name, description=how)
     write(scheme, bench, out)

@@ -11,7 +11,8 @@ The sum of single layers is no prediction of the whole: errors of layers meet. `
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ..progress import bar
 from ..spec import CacheSpec, FittedScheme, LayerGeometry, Override, Scheme
 from ..units import human_bytes
 from .allocate import Curve, Option, Step, tempered, walk
-from .sensitivity import RAW, SIDES, Bench, Formats, fill_in
+from .sensitivity import RAW, SCORED, SIDES, Bench, Formats, fill_in
 
 TEMPERATURES = (1.0, 0.7, 0.4, 0.0)
 """Milder and milder choices (see `allocate.tempered`): as measured, two between, every layer alike."""
@@ -148,6 +149,7 @@ class _Search:
 
     def __init__(self, bench: Bench, known: Formats, goal: Goal, name: str) -> None:
         self.bench, self.known, self.goal, self.name = bench, known, goal, name
+        self.say: Callable[[str], None] = lambda text: None
         self.alone: dict[str, dict[int, list[float]]] = {}
         self._curve: Curve | None = None
         self._bytes: dict[tuple[LayerGeometry, int, int], int] = {}
@@ -155,11 +157,24 @@ class _Search:
     def measure_alone(self, progress: bool) -> None:
         count = len(self.bench.layers)
         measured: dict[str, list[dict[int, float]]] = {side: [{} for _ in range(count)] for side in SIDES}
-        with bar("single layers", len(SIDES) * count * len(self.known.measured), enabled=progress) as advance:
+        steps = len(SIDES) * count * len(self.known.measured)
+        timed = started = False
+        with bar("single layers", steps, enabled=progress) as advance:
             for layer in range(count):
                 for side in SIDES:
                     for width in self.known.measured:
+                        new, began = not self.bench.has_alone(layer, side, width), time.perf_counter()
                         measured[side][layer][width] = self.bench.alone(layer, side, width, self.known.of(side)[width])
+                        if new and started and not timed:  # the first of a run also reads the prefix
+                            timed = True
+                            self.say(
+                                _estimate(
+                                    self.bench,
+                                    time.perf_counter() - began,
+                                    sum(not self.bench.has_alone(i, s, w) for i in range(count) for s in SIDES for w in self.known.measured),
+                                )
+                            )
+                        started |= new
                         advance(1)
         for side in SIDES:
             filled = [fill_in(m, list(self.known.of(side))) for m in measured[side]]
@@ -262,17 +277,26 @@ def require_room(goal: Goal, known: Formats) -> None:
     )
 
 
-def fit(bench: Bench, known: Formats, goal: Goal, *, name: str, progress: bool = True) -> Fit:
+def _estimate(bench: Bench, seconds: float, left: int) -> str:
+    """How long the rest takes, from what one measurement of a single layer took: whole caches read so many times its tokens."""
+    wholes = len(TEMPERATURES) + 2 + PRESETS_BESIDE + 1
+    total = seconds * (left + wholes * bench.wholes.numel() / (len(bench.probes) * SCORED))
+    return f"about {max(1, round(total / 60))} minutes: {left} measurements of single layers at {seconds:.1f} s, then about {wholes} whole caches"
+
+
+def fit(bench: Bench, known: Formats, goal: Goal, *, name: str, progress: bool = True, say: Callable[[str], None] = lambda text: None) -> Fit:
     """Find the scheme that a goal asks for.
 
     Args:
         name: what the scheme is called.
+        say: told how long it takes, once that can be known.
 
     Raises:
         SpecError: even in the fewest bits the cache does not fit.
     """
     require_room(goal, known)
     search = _Search(bench, known, goal, name)
+    search.say = say
     search.measure_alone(progress)
     limit = goal.memory_bytes if goal.context is not None else None
     tried = _by_quality(search) if limit is None else _by_memory(search, limit, progress)

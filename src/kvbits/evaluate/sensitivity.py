@@ -194,6 +194,10 @@ class Bench:
             self._bases[layer, key.bands] = {"k_basis": for_widths(self.bases[layer]["k_basis"], made_for, key)}
         return self._bases[layer, key.bands]
 
+    def has_alone(self, layer: int, side: str, width: int) -> bool:
+        """Whether `alone` was measured before."""
+        return f"layer {layer} {side} {width}" in self.state.found
+
     def alone(self, layer: int, side: str, width: int, spec: QuantSpec) -> float:
         """KL of one layer's keys or values in a format, all others raw; nats."""
         name = f"layer {layer} {side} {width}"
