@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -237,6 +238,102 @@ def test_with_json_an_error_is_json_too():
         result = run(*args, "--json", code=2)
         data = json.loads(result.stdout)
         assert set(data) == {"error", "type"} and message in data["error"] and result.stderr == f"error: {data['error']}\n"
+
+
+def test_a_card_by_its_name_is_said_and_a_size_that_leaves_nothing_names_the_other_unit():
+    layers = ("--layers", 80, "--kv-heads", 8, "--head-dim", 128, "--context", "8k", "--scheme", "bf16,int8_centered")
+    data = run_json("plan", *layers, "--weights", "141.11GB", "--gpus", 2, "--gpu-memory", "80GB")
+    assert [r["max_batch"] for r in data["rows"]] == [3, 5] and data["memory_from"].startswith("80GB is taken as the card of that name with least, A100-80GB")
+    assert run_json("plan", *layers, "--weights", "141.11GB", "--gpus", 2, "--gpu-memory", "H100")["rows"][0]["max_batch"] == 3
+    assert "--gpu-memory: H100: 85.02 GB (79.18 GiB), as torch reports it." in run("plan", *layers, "--weights", "16GB", "--gpu-memory", "H100").stdout
+    line = error("plan", *layers, "--weights", "141GB", "--gpu-memory", "160GB")
+    assert "if you mean 160GiB (2**30 bytes each), 10.18 GB of each GPU are left for a cache: write that" in line
+
+
+VLLM = ("plan", "--engine", "vllm")
+
+
+def configured(folder, **fields):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_a_plan_for_vllm_lists_what_it_serves_and_no_other(tmp_path):
+    from kvbits.integrations.vllm.served import FORMATS
+
+    data = run_json(*VLLM, *GEOMETRY, "--context", 1000)
+    assert [r["scheme"] for r in data["rows"]] == ["bf16", "fp8", *FORMATS] and data["engine"] == "vllm" and data["refused"] == {}
+    by_name = {r["scheme"]: r for r in data["rows"]}
+    assert by_name["bf16"]["total_bytes"] == 1008 * 4 * 2 * 2 * 64 * 2 and by_name["fp8"]["total_bytes"] * 2 == by_name["bf16"]["total_bytes"]
+    for name, form in FORMATS.items():
+        assert by_name[name]["total_bytes"] == 16 * 4 * form.layout(2, 64).page_size_bytes
+    assert [r["scheme"] for r in run_json(*VLLM, *GEOMETRY, "--scheme", "int4_rotated,bf16")["rows"]] == ["kvbits_int4_rotated", "bf16"]
+    assert "kivi4 is for Transformers (--engine transformers)" in error(*VLLM, *GEOMETRY, "--scheme", "kivi4")
+    assert "unknown --engine 'vlm'; did you mean vllm?" in error("plan", *GEOMETRY, "--engine", "vlm")
+    assert "raw_newest" in error(*VLLM, *GEOMETRY, "--sinks", 4)
+
+
+def test_a_plan_for_vllm_reads_a_file_of_token_local_formats(tmp_path):
+    mine = schemes.get("int4_rotated")
+    file = tmp_path / "mine.json"
+    file.write_text(dataclasses.replace(mine, name="mine").to_json())
+    rows = run_json(*VLLM, *GEOMETRY, "--scheme", f"kvbits_int4_rotated,{file}")["rows"]
+    assert rows[1]["scheme"] == "mine" and rows[1]["total_bytes"] == rows[0]["total_bytes"]
+    file.write_text(dataclasses.replace(schemes.get("kivi4"), name="mine").to_json())
+    assert "make it with `kvbits fit --token-local`" in error(*VLLM, *GEOMETRY, "--scheme", file)
+
+
+def test_a_plan_for_vllm_agrees_with_what_vllm_really_had():
+    """Tokens that fitted an H200 beside Llama-3.1-8B's 16.06 GB of weights."""
+    rows = json.loads((Path(__file__).parents[1] / "benchmarks/results/nvidia-h200/serve_vllm.json").read_text())
+    rows = rows["rows"] if "rows" in rows else [r for run in rows["runs"] for r in run["rows"]]
+    layers = ("--layers", 32, "--kv-heads", 8, "--head-dim", 128, "--gpu-memory", "H200", "--weights", "16.06GB")
+    for planned in run_json(*VLLM, *layers)["rows"]:
+        names = (1, planned["scheme"], "llama-3.1-8b")
+        measured = [n for r in rows if (r.get("gpus"), r.get("kv_cache_dtype"), r.get("geometry")) == names and (n := r.get("capacity_tokens"))]
+        assert all(planned["max_context"] == pytest.approx(n, rel=0.02) for n in measured), planned["scheme"]
+        assert measured or planned["scheme"] in ("kvbits_int8k_int4v", "kvbits_int4")
+
+
+def test_what_an_engine_refuses_of_a_model_is_named_and_16_bits_are_shown(tmp_path):
+    oss = configured(tmp_path / "oss", model_type="gpt_oss", num_hidden_layers=4)
+    data = run_json(*VLLM, oss)
+    assert [r["scheme"] for r in data["rows"]] == ["bf16", "fp8"] and "attention sinks" in next(iter(data["refused"].values()))
+    assert "not served: the model has attention sinks" in run(*VLLM, oss).stdout
+    assert [r["scheme"] for r in run_json("plan", oss)["rows"]] == list(planner.SHOWN)
+    assert "kvbits_int8: the model has attention sinks" in error(*VLLM, oss, "--scheme", "int8")
+    biased = configured(tmp_path / "biased", model_type="qwen2", num_hidden_layers=4)
+    data = run_json(*VLLM, biased)
+    assert list(data["refused"]) == ["kvbits_int4"] and "kvbits_int4" not in [r["scheme"] for r in data["rows"]] and len(data["rows"]) == 6
+    latent = configured(tmp_path / "latent", model_type="deepseek_v3", num_hidden_layers=4)
+    for engine, names in (("transformers", ["bf16"]), ("vllm", ["bf16", "fp8"])):
+        data = run_json("plan", latent, "--engine", engine, "--gpu-memory", "141GB", "--gpus", 8, "--weights", "100GB")
+        assert [r["scheme"] for r in data["rows"]] == names and data["rows"][0]["bytes_per_token"] == 4 * 576 * 2
+        assert "latent attention" in next(iter(data["refused"].values())) and data["rows"][0]["max_batch"] > 0
+    hybrid = configured(tmp_path / "hybrid", model_type="qwen3_next", num_hidden_layers=8)
+    text = " ".join(run("plan", hybrid).stdout.split())
+    assert "2 layers x 1,024 numbers a token" in text and "6 of 8 layers of a qwen3_next model are not plain attention" in text
+    assert "Only attention layers are counted; others have a state of their own" in text and "Only attention" not in run("plan", latent).stdout
+    assert "int8: 6 of 8 layers" in error("plan", hybrid, "--scheme", "int8")
+    assert "latent attention" in error("fit", latent, "--out", tmp_path / "x.json", "--memory", "1GB", "--context", "1k")
+
+
+def test_the_speed_of_small_caches_names_the_layers(tmp_path):
+    folder = configured(tmp_path / "g", model_type="gemma3_text", num_hidden_layers=12, num_key_value_heads=16, num_attention_heads=16, sliding_window=256)
+    text = " ".join(run("plan", folder, "--context", "64k").stdout.split())
+    assert "Speed of the 10 layers with a window of 256: on a GPU 16-bit attention is as fast or faster at 1 x 256 tokens" in text
+    assert "with full attention: on a GPU" not in text
+    assert "Speed of these layers: on a GPU" in " ".join(run("plan", *GEOMETRY, "--context", 100).stdout.split())
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_folder_and_numbers_are_planned_without_torch_and_transformers(tmp_path, engine):
+    folder = configured(tmp_path / "m", model_type="llama", num_hidden_layers=4, torch_dtype="bfloat16", quantization_config={"quant_method": "fp8"})
+    for what in ([str(folder), "--gpu-memory", "80GB"], [*GEOMETRY, "--memory", "1GB"]):
+        code = f"import sys\nfrom kvbits.cli import main\nsys.argv[1:] = {['plan', *what, '--engine', engine]!r}\ntry:\n    main()\nfinally:\n    print(sorted({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert out.returncode == 0 and out.stdout.endswith("[]\n"), out.stderr + out.stdout
 
 
 # -- schemes --------------------------------------------------------------------------------------------------------
