@@ -6,6 +6,7 @@ report DIR --benchmarks .. --readme README.md --table docs/evaluation.md` puts t
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +139,7 @@ def _notes(models: dict[str, Model]) -> list[str]:
     floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
     dtypes = " and ".join(dict.fromkeys(m.facts["dtype"] for m in models.values() if m.title in floor))
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of {dtypes}." if floor else ""
-    made_of = f"Weights: {weights_note(models)}."
+    made_of = f"Heads of {_head_widths(models)} channels. Weights: {weights_note(models)}."
     return [LEGEND, made_of, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more "
             f"token costs at long context{_widths(models)}." + noise, *found, *_in_float32(models), *_unfit_notes(models)]  # fmt: skip
 
@@ -378,6 +379,8 @@ def milliseconds_table(benchmarks: Path) -> str:
 SHORT, LONG = "eval-1024", "eval-8192"
 """Folders beside the results, of `kvbits eval --tasks fidelity --length 1024` and `--length 8192`, in chunks of 16."""
 UNMEASURED = "not measured"
+NOTE_WIDTH = 180
+"""Characters of a line of notes under the README's tables."""
 
 
 def preset_table(results: Results, benchmarks: Path) -> str:
@@ -413,12 +416,11 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         rows.append([f"`{name}`", f"{held:.2f}", short, long, on_gpu, cpu.cells.get(name, UNMEASURED), "yes" if _in_vllm(name) else "no", needs])
     rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
     notes = [
-        *_unfit_notes(models, SHOWN), f"Heads of {_head_widths(models)} channels. The models' weights are {weights_note(models)}.",
-        *_kl_note(columns[2], [*at_short, *(m for m in models.values() if m.name not in {x.name for x in at_short})]), *_kl_note(columns[3], at_length),
+        *_unfit_notes(models, SHOWN), "Windows, weights and head sizes of the models: docs/evaluation.md.",
         *([f"GPU: over the fastest 16-bit kernel of the same shape and run ({rivals})."] if rivals else []), *([cpu.note] if cpu.note else []),
         "Runs: " + "; ".join(f"{column} {dated(some)}" for column, some in made.items() if some) + "."
     ]  # fmt: skip
-    return _between(TABLE, "\n\n".join([table(columns, rows), " ".join(notes)]))
+    return _between(TABLE, "\n\n".join([table(columns, rows), textwrap.fill(" ".join(notes), NOTE_WIDTH, break_long_words=False, break_on_hyphens=False)]))
 
 
 def _models_in(benchmarks: Path, name: str) -> list[Model]:
@@ -444,11 +446,6 @@ def _worst_kl(scheme: str, models: list[Model]) -> tuple[str, list[dict[str, Any
     count = len({m.name for m in models})
     some = "" if len(there) == count else f", {len(there)} of {count} models"
     return f"{worst.summary['kl_mean']:.4f} ({name}{some})", [worst.run]
-
-
-def _kl_note(column: str, models: list[Model]) -> list[str]:
-    """On what windows a column's KL was measured."""
-    return [f"{column}: {'; '.join(dict.fromkeys(f'{m.name}, {conditions(m)}' for m in models))}."] if models else []
 
 
 def weights_note(models: dict[str, Model]) -> str:
