@@ -21,7 +21,7 @@ from kvbits.cli import app
 from kvbits.errors import DataError
 from kvbits.planner import uniform
 from kvbits.report import markdown
-from kvbits.spec import CacheSpec
+from kvbits.spec import CacheSpec, LayerGeometry
 
 GEOMETRY = ["--layers", "4", "--kv-heads", "2", "--head-dim", "64"]
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -362,9 +362,15 @@ def test_schemes_at_a_table_s_head_dim_print_the_table_s_bits():
     assert len(stated) > 15 and {k: printed[k] for k in stated} == stated
     other = {r["scheme"]: f"{r['bits_per_element']:.2f}" for r in run_json("schemes")["rows"]}
     assert other != printed, "the width would not have to be said"
-    readme = (root / "README.md").read_text()
+
+
+def test_the_readme_s_bits_are_those_of_a_cache_of_8192_tokens():
+    """README says what is held at the length that its column names, newest and first tokens in 16 bits included; `kvbits schemes` says less."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
     stated = dict(re.findall(r"^\| `(\S+)` \| ([\d.]+) \|", readme, re.M))
-    assert len(stated) == 7 and {k: other[k] for k in stated} == stated and "in heads of 128 channels" in readme
+    layers = (LayerGeometry(num_kv_heads=1, head_dim=128),)
+    held = {name: f"{8 * CacheSpec(scheme=schemes.get(name), layers=layers).nbytes(8192) / (2 * 8192 * 128):.2f}" for name in stated}
+    assert "bits held at 8,192 tokens" in readme and len(stated) == 7 and held == stated
 
 
 def test_schemes_fit_other_widths_and_refuse_impossible_ones():

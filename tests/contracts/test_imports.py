@@ -18,7 +18,7 @@ LAYERS = [
     {"ops"},
     {"cache"},
     {"store"},
-    {"integrations", "geometry", "planner", "weights"},
+    {"integrations", "geometry", "planner", "weights", "gpus", "config_file"},
     {"calibrate", "evaluate"},
     {"report"},
     {"cli", "__main__"},

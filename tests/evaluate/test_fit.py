@@ -241,7 +241,7 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
 def test_a_file_edited_by_hand_is_refused_with_what_is_wrong(tmp_path):
     model = tiny.model()
     spec = json.loads(schemes.get("int4").to_json())["key"]
-    override = {"type": "Override", "layers": [7], "heads": None, "key": spec, "value": spec}
+    override = {"type": "Override", "layers": [7], "key": spec, "value": spec}
     for changes, why in (
         ({"key": spec | {"format": "int5"}}, "unknown number format 'int5'; known: int8"),
         ({"overrides": [override]}, "override for layer 7, but the model has 2 layers"),
