@@ -21,7 +21,7 @@ from kvbits.cache.blob import Header, Kind, Table
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError, SpecError
 from kvbits.ops.reference.dequantize import section
-from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Rotary, Tier
+from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Rotary
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
 SLIDING = dataclasses.replace(FULL, sliding_window=50)
@@ -97,7 +97,7 @@ def test_a_loaded_cache_is_byte_identical_shares_the_same_pages_and_goes_on(name
     static = None
     if name == "klt2":
         spec = dataclasses.replace(
-            small_spec(name, tiers=(Tier(num_tokens=64, key_bits=2, value_bits=4),)),
+            spec,
             layers=tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / 32) for i in range(32)))) for g in spec.layers),
         )
         static = [static_params(spec.scheme.key, spec.scheme.value, 2, 64) for _ in range(3)]
