@@ -391,6 +391,7 @@ def preset_table(results: Results, benchmarks: Path) -> str:
     """
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     at_short, at_length = _models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)
+    count = len({m.name for m in [*at_short, *models.values()]})
     gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], cpu_speeds(results, benchmarks)
     columns = [
         "preset", f"bits held at {HELD_AT:,} tokens", "worst KL at 1,024", f"worst KL at {HELD_AT:,}", "GPU, worst to best", f"CPU{cpu.instructions}", "vLLM",
@@ -403,8 +404,8 @@ def preset_table(results: Results, benchmarks: Path) -> str:
             raise SpecError(f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first")
         spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
         held = 16 * spec.nbytes(HELD_AT) / spec.raw_nbytes(HELD_AT)
-        short, of_short = _worst_kl(name, [*at_short, *models.values()])
-        long, of_long = _worst_kl(name, at_length)
+        short, of_short = _worst_kl(name, [*at_short, *models.values()], count)
+        long, of_long = _worst_kl(name, at_length, count)
         speeds = list(gpu.get(name, {}).values())
         ratios = [r["speedup_real_cache"] for r in speeds]
         on_gpu = f"{min(ratios):.2f}x to {max(ratios):.2f}x" if ratios else UNMEASURED
@@ -430,11 +431,12 @@ def _models_in(benchmarks: Path, name: str) -> list[Model]:
     return sorted(found, key=lambda m: ("float32", "float16", "bfloat16").index(m.facts["dtype"]))
 
 
-def _worst_kl(scheme: str, models: list[Model]) -> tuple[str, list[dict[str, Any]]]:
-    """A cell: the largest KL over models and whose it is, with how many measured it where others measured more; and the run it is of.
+def _worst_kl(scheme: str, models: list[Model], count: int) -> tuple[str, list[dict[str, Any]]]:
+    """A cell: the largest KL over models and whose it is, with how many were measured where not all were; and the run it is of.
 
     Args:
         models: of several of one name the first that measured the scheme counts.
+        count: how many models there are.
     """
     there: dict[str, Cell] = {}
     for m in models:
@@ -443,7 +445,6 @@ def _worst_kl(scheme: str, models: list[Model]) -> tuple[str, list[dict[str, Any
     if not there:
         return UNMEASURED, []
     name, worst = max(there.items(), key=lambda pair: pair[1].summary["kl_mean"])
-    count = len({m.name for m in models})
     some = "" if len(there) == count else f", {len(there)} of {count} models"
     return f"{worst.summary['kl_mean']:.4f} ({name}{some})", [worst.run]
 
