@@ -118,11 +118,11 @@ def test_a_scheme_of_ones_own_is_shown_as_an_object_and_from_a_file(monkeypatch,
     assert ours["bytes_measured"] == ours["bytes_predicted"] < theirs["bytes_measured"] == theirs["bytes_predicted"] < preset["bytes_measured"]
 
 
-def test_the_readme_s_output_is_of_the_committed_result():
+def test_the_documents_output_is_of_the_committed_result():
     root = Path(__file__).parents[2]
     result = runs.newest(runs.read(root / "benchmarks" / "results" / "demo" / "smollm2-135m-context-1024.json"))
     printed = Console(width=112, record=True, file=io.StringIO())
     for part in demo.shown(result):
         printed.print(part, highlight=False)
     text = "\n".join(line.rstrip() for line in printed.export_text().splitlines())
-    assert f"```\n{text}\n```" in (root / "README.md").read_text()
+    assert f"```\n{text}\n```" in (root / "docs" / "evaluation.md").read_text()

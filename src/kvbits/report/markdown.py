@@ -417,7 +417,7 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         rows.append([f"`{name}`", f"{held:.2f}", short, long, on_gpu, cpu.cells.get(name, UNMEASURED), "yes" if _in_vllm(name) else "no", needs])
     rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
     notes = [
-        *_unfit_notes(models, SHOWN), "Windows, weights and head sizes of the models: docs/evaluation.md.",
+        *_unfit_notes(models, SHOWN),
         *([f"GPU: over the fastest 16-bit kernel of the same shape and run ({rivals})."] if rivals else []), *([cpu.note] if cpu.note else []),
         "Runs: " + "; ".join(f"{column} {dated(some)}" for column, some in made.items() if some) + "."
     ]  # fmt: skip
