@@ -117,7 +117,10 @@ def test_taking_back_can_be_interrupted_too(monkeypatch):
                 real()
 
             c._passes.heal = heal
-            work(c)
+            try:
+                work(c)
+            finally:
+                c._passes.heal = real
 
         assert check(lambda: copy.deepcopy(cache), twice, 20)["before"]
 
