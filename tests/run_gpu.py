@@ -82,7 +82,12 @@ class Tally:
 def run(files: list[str], out: Path, options: list[str], argv: list[str]) -> int:
     """One pass over `files`; its row goes to the file of runs `out`. Returns pytest's exit code."""
     record, tally, began = runs.record(["python", "tests/run_gpu.py", *argv]), Tally(), time.monotonic()
-    code = int(pytest.main([*(files or [str(ROOT / f) for f in FILES]), "-q", "-k", "not emulated", "--durations=10", *options], plugins=[tally]))
+    code = int(
+        pytest.main([*(files or [str(ROOT / f) for f in FILES]), "-q", "-k", "not emulated", "--durations=10", "-p", "no:benchmark", *options], plugins=[tally])
+    )
+    if not tally.counts:  # pytest itself failed: no pass
+        print(f"no test ran (pytest's exit code {code}); nothing is recorded", file=sys.stderr)
+        return code or 1
     row: dict[str, Any] = {"run": record["id"], "all_files": not files, "exit_code": code, "seconds": round(time.monotonic() - began)}
     row |= {kind: tally.counts[kind] for kind in ("passed", "failed", "skipped")} | {"failures": tally.failures[:LISTED], "skips": dict(tally.reasons)}
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,11 @@ def test_passes_are_appended_with_counts_failures_and_reasons(tmp_path):
         assert row["failures"] == ["test_some.py::test_d", "test_some.py::test_e"] and row["skips"] == {"not here": 1}
 
 
+def test_a_pass_in_which_nothing_ran_is_not_recorded(tmp_path, capsys):
+    assert run_gpu.run([str(tmp_path / "none.py")], tmp_path / "x.json", ["-p", "no:cacheprovider"], []) != 0
+    assert not (tmp_path / "x.json").exists() and "nothing is recorded" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(run_gpu.runs.record()["gpu"] is not None, reason="there is a GPU")
 def test_without_a_gpu_nothing_is_recorded(tmp_path, capsys):
     assert run_gpu.main(["--out", str(tmp_path / "x.json")]) == 2
