@@ -110,8 +110,8 @@ def test_follow_says_what_a_cache_writes_after_the_bases_own_tokens(model):
         alone = Rows(model, factories["kivi2"].make(1, 162), [prompt], 32)
         want = [alone.logits.argmax(-1).item(), *alone.feed(torch.tensor([text[:-1]]), keep=11).argmax(-1)[0].tolist()]
         assert found["kivi2"]["tokens"] == want and found["kivi2"]["same"] == sum(a == b for a, b in zip(want, text, strict=True))
-    long = task("follow", model, new_tokens=70).run(key, factories, lambda n: None)["32-bit"]
-    assert long["same"] == 70, "several passes of a chunk read the text where it stands"
+    long = task("follow", model, new_tokens=70)
+    assert long.run(long.item_keys()[0], factories, lambda n: None)["32-bit"]["same"] == 70, "several passes of a chunk read the text where it stands"
 
 
 def test_prompts_of_alike_length_go_together():

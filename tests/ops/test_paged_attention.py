@@ -180,10 +180,7 @@ CASES = {
 
 KLT2 = layout_of(schemes.get("klt2").key, schemes.get("klt2").value)
 ON_HOSTS = CASES | {
-    "tiers in a basis": CASES["tiers"] | {
-        "layouts": [layout_of(RAW, RAW, 4), KLT2, KLT2, layout_of(RAW, RAW)],
-        "low": [None, None, LowLayout(key_bits=2, value_bits=2, page_size=64, num_kv_heads=HEADS, head_dim=D), None],
-    }
+    "two parts in a basis": CASES["tiers"] | {"layouts": [layout_of(RAW, RAW, 4), KLT2, KLT2, layout_of(RAW, RAW)], "low": [None] * 4}
 }  # fmt: skip
 
 
