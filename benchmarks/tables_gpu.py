@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from kvbits import runs
+from kvbits.evaluate.results import read as read_evaluation
 from kvbits.report.kernels import graphed
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
-DOCUMENTS = ("docs/benchmarks.md", "docs/serving.md", "docs/store.md", "docs/tiers.md")
+DOCUMENTS = ("docs/benchmarks.md", "docs/evaluation.md", "docs/serving.md", "docs/store.md", "docs/tiers.md")
 PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 OTHERS = ("int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%")
 KERNELS = {"cudnn": "cuDNN", "fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
@@ -255,8 +256,24 @@ def store() -> str:
     return f"{table(header, lines)}\n\n{measured(data, current, 'python benchmarks/bench_store.py --model llama-8b --prompt 16384 --chunk 4096 --stock --device cuda --threads 8')}"
 
 
+def accuracy() -> str:
+    """KL through the kernels of a GPU: windows in chunks of 16, and tokens decoded one by one."""
+    lines, made = [], {}
+    for folder in sorted((RESULTS / "eval").iterdir()):
+        for name in PRESETS:
+            cells = [f"{folder.name}, `{name}`"]
+            for task in ("fidelity", "decode"):
+                data = read_evaluation(folder / task / f"{name}.json")
+                s = data["summary"]
+                made |= data["runs"]
+                cells += [f"{s['kl_mean']:.4f}", f"{s['kl_max']:.3f}", f"{s['kl_lost']:.2%}"]
+            lines.append(cells)
+    header = ["model, cache", "windows: KL", "worst", "above 1 nat", "decoding: KL", "worst", "above 1 nat"]
+    return f"{table(header, lines)}\n\n`kvbits eval MODEL --device cuda --tasks fidelity,decode`, bfloat16; {runs.dated(made.values())}."
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    f.__name__: f for f in (decode, generate, prompts, serving, close, chunks, small, tiers, store)
+    f.__name__: f for f in (decode, generate, prompts, serving, close, chunks, small, tiers, store, accuracy)
 }  # fmt: skip
 
 
