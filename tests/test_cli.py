@@ -16,6 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import kvbits
 from kvbits import planner, schemes
 from kvbits.cli import app
 from kvbits.errors import DataError
@@ -387,7 +388,7 @@ def test_every_environment_variable_is_listed_and_documented():
     from kvbits.cli.info import ENVIRONMENT
 
     root = Path(__file__).parents[1]
-    code = "".join(p.read_text() for kind in ("*.py", "*.cpp", "*.h") for p in (root / "src").rglob(kind))
+    code = "".join(p.read_text() for kind in ("*.py", "*.cpp", "*.h") for p in Path(kvbits.__file__).parent.rglob(kind))
     read = set(re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\()\s*["'](\w+)["']""", code))
     assert read == set(ENVIRONMENT) and "KVBITS_CPU_TIER" in read
     documented = (root / "docs" / "building.md").read_text()
