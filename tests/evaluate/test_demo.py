@@ -64,7 +64,7 @@ def test_planned_bytes_are_held_bytes_lossless_is_lossless_and_two_texts_stand_s
         printed.print(part)
     text = printed.export_text()
     assert "stock" in text and "32-bit" not in text and f"{beside}," in text and all(name in text for name in schemes.expand(demo.SCHEMES))
-    assert re.search(r"raw +│ +16\.00 +│ .* \+0\.00% +│ +0\.0000 +│ +0\.00 +│ +100\.0%", text)
+    assert re.search(r"raw +│ +16\.00 +│ .* [+-]0\.00% +│ +0\.0000 +│ +0\.00 +│ +100\.0%", text)
 
 
 @embedded
