@@ -17,7 +17,7 @@ MODEL = $(VENV)/.model
 
 setup: $(STAMP) $(MODEL)
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find src studies -name '*.cpp' -o -name '*.h')
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find src studies -name '*.cpp' -o -name '*.h' -o -name '*.cmake')
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q torch==2.13.0
