@@ -22,7 +22,7 @@ import torch
 from result_file import append
 
 from kvbits import schemes
-from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_nested, close_pages
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part

@@ -27,9 +27,9 @@ from result_file import append
 from kvbits import schemes
 from kvbits.errors import KvbitsError
 from kvbits.ops.cuda.append import tokens as append_cuda
-from kvbits.ops.cuda.close import banded as cuda_banded
-from kvbits.ops.cuda.close import codebook as cuda_codebook
-from kvbits.ops.cuda.close import packed as cuda
+from kvbits.ops.cuda.families.codebook import close as cuda_codebook
+from kvbits.ops.cuda.families.klt import close as cuda_banded
+from kvbits.ops.cuda.families.plain import close as cuda
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore, SlotMapping, banded_sides, kvquant_extras

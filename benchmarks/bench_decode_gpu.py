@@ -23,7 +23,7 @@ from result_file import append
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import KvbitsError
-from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, Rotary, Scheme

@@ -19,7 +19,7 @@ from result_file import append
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.ops.cuda.attend import schedule
+from kvbits.ops.cuda.engine import schedule
 from kvbits.spec import CacheSpec, LayerGeometry
 
 SHAPES = ((1, 4096), (1, 131072), (8, 32768), (32, 4096), (128, 4096))  # sequences, tokens of the longest

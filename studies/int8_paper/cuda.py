@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from kvbits.errors import DataError, SpecError
-from kvbits.ops.cuda.runtime import compile as cuda_compile
-from kvbits.ops.cuda.runtime import driver
+from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
+from kvbits.ops.cuda.engine.runtime import driver
 from kvbits.ops.descriptor import TORCH_DTYPES
 
 PRINTED = ("naive", "tiled", "coarsened", "vectorized")

@@ -14,40 +14,35 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ops import test_cuda_emulated, test_paged_attention
-from ops.emulated_build import build
+from ops.emulated_build import build, put_sources
 
-from kvbits import ops, schemes
+from kvbits import schemes
 from kvbits.cache import device_decode
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError
 from kvbits.ops import paged_attention
-from kvbits.ops.cuda.attend import device_plan
-from kvbits.ops.cuda.attend import host_plan as attend_cuda
-from kvbits.ops.cuda.close import banded as close_banded
-from kvbits.ops.cuda.close import packed as close_cuda
+from kvbits.ops.cuda.engine import device_plan
+from kvbits.ops.cuda.engine import host_plan as attend_cuda
+from kvbits.ops.cuda.families.klt import close as close_banded
+from kvbits.ops.cuda.families.plain import close as close_cuda
 from kvbits.quant.banded import steps
 from kvbits.spec import CacheSpec, LayerGeometry, Rotary
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-FOLDER = Path(ops.__file__).parent
-HERE = Path(test_cuda_emulated.__file__).parent / "emulated"
+MEMORY = {"extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;"}
 list_library = test_paged_attention.list_library
 emulated_list = test_paged_attention.emulated_list
 HEADS, D, LAYERS, GROUP = 2, 64, 2, 2
 libraries: dict = {}
 
 
-def compiled(source: Path, headers: list[Path], macros: dict, entry: str, threads: str, folder: Path) -> ctypes.CDLL:
+def compiled(source: Path, macros: dict, entry: str, threads: str, folder: Path, instead: dict | None = None) -> ctypes.CDLL:
     key = (source, *sorted(macros.items()))
     if key in libraries:
         return libraries[key]
     folder = folder / f"{source.stem}{len(libraries)}"
     folder.mkdir()
-    for path in (*headers, HERE / "ptx.cuh", HERE / "block.cpp"):
-        (folder / path.name).write_text(path.read_text())
-    text = source.read_text().replace('extern "C" __global__', "")
-    text = text.replace("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;")
-    (folder / "kernel.h").write_text(text)
+    put_sources(folder, source, {'extern "C" __global__': ""} | (instead or {}))
     lines = {"SHARED_BYTES": 64, **macros, "KERNEL": entry, "NUM_THREADS": threads}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
     libraries[key] = build(folder, ["-mf16c", "-ffp-contract=off"])
@@ -61,7 +56,7 @@ def launcher(library):
 @pytest.fixture
 def gpu(emulated_list, monkeypatch, tmp_path_factory):
     """A GPU of three multiprocessors whose memory is the CPU's."""
-    folder, cuda = tmp_path_factory.mktemp("kernels"), FOLDER / "cuda"
+    folder, engine = tmp_path_factory.mktemp("kernels"), Path(device_plan.__file__).parent
 
     def attend(kernel, device_index):
         key = ("attend", kernel.defines)
@@ -71,15 +66,15 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
 
     def close(layout, dtype, device_index, low=None, appends=False):
         macros = close_cuda.defines(layout, dtype, low, appends)
-        headers = [cuda / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn", "runs")] + [*(cuda / "close").glob("*.cuh")]
-        return launcher(compiled(FOLDER / "cuda" / "close" / "close.cu", headers, macros, "close_pages", "THREADS", folder)), int(macros["THREADS"])
+        source = Path(close_cuda.__file__).parent / "close.cu"
+        return launcher(compiled(source, macros, "close_pages", "THREADS", folder, MEMORY)), int(macros["THREADS"])
 
     def close_bands(layout, dtype, device_index, appends=False):
         macros = close_banded.defines(layout, dtype, appends)
-        headers = [*(cuda / "shared" / f"{name}.cuh" for name in ("bands", "octets", "stored", "side", "turn", "runs")), *(cuda / "close").glob("*.cuh")]
-        return launcher(compiled(FOLDER / "cuda" / "close" / "close_banded.cu", headers, macros, "close_banded", "THREADS", folder)), int(macros["THREADS"])
+        source = Path(close_banded.__file__).parent / "close_banded.cu"
+        return launcher(compiled(source, macros, "close_banded", "THREADS", folder, MEMORY)), int(macros["THREADS"])
 
-    advance = lambda *_: launcher(compiled(cuda / "attend" / "advance.cu", [cuda / "shared" / "runs.cuh"], {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731
+    advance = lambda *_: launcher(compiled(engine / "advance.cu", {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731
 
     def host_plan(layouts, max_pages, **options):
         made = device_plan.DevicePlan(layouts, max_pages, **options | {"device": torch.device("cpu", 0)})

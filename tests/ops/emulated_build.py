@@ -9,10 +9,11 @@ import hashlib
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbits import ops
+from kvbits.ops.cuda.engine.runtime.compile import headers_of
 
 FOLDER = Path(ops.__file__).parent
 MADE = Path(__file__).parents[2] / "build" / "emulated"
@@ -31,6 +32,21 @@ def _compiler() -> str:
                 path.unlink()
     headers = [p.read_text() for p in sorted(FOLDER.glob("*.h"))]
     return "\n".join([subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout, *headers])
+
+
+def put_sources(folder: Path, source: Path, instead: Mapping[str, str]) -> None:
+    """Put what `build` takes into `folder`: a kernel's source as kernel.h, the headers that it includes, and the emulation of a GPU.
+
+    Args:
+        instead: texts that only a GPU's compiler knows, and what stands in their place.
+    """
+    text = source.read_text()
+    for gpu_only, here in instead.items():
+        assert gpu_only in text
+        text = text.replace(gpu_only, here)
+    emulation = {p.name: p.read_text() for p in (Path(__file__).parent / "emulated").iterdir() if p.suffix in (".cuh", ".cpp")}
+    for name, content in (headers_of(source.parent, source.name) | emulation | {"kernel.h": text}).items():
+        (folder / name).write_text(content)
 
 
 def build(folder: Path, options: Sequence[str]) -> ctypes.CDLL:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ops.emulated_build import build
+from ops.emulated_build import build, put_sources
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 needs_compiler = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
@@ -19,12 +19,8 @@ DEVICES = [pytest.param("cpu", id="emulated", marks=needs_compiler), pytest.para
 
 def emulate(module, kernel: str, tmp_path: Path, monkeypatch) -> None:
     """Have an op's module (`defines`, `_load`, a source beside it that is called like its folder) launch `kernel` on the CPU."""
-    here, name = Path(__file__).parent / "emulated", Path(module.__file__).parent.name
-    for path in (here / "ptx.cuh", here / "block.cpp"):
-        (tmp_path / path.name).write_text(path.read_text())
-    text = (Path(module.__file__).parent / f"{name}.cu").read_text()
-    assert 'extern "C" __global__' in text
-    (tmp_path / "kernel.h").write_text(text.replace('extern "C" __global__', ""))
+    folder = Path(module.__file__).parent
+    put_sources(tmp_path, folder / f"{folder.name}.cu", {'extern "C" __global__': ""})
 
     def load(*key):  # what the kernel is made for, and its device
         macros = module.defines(*key[:-1]) | {"KERNEL": kernel, "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}

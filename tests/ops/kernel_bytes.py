@@ -28,14 +28,14 @@ from kvbits.cache import device_decode
 from kvbits.errors import KernelError, SpecError
 from kvbits.ops.cuda import merge, place, rotate
 from kvbits.ops.cuda.append import tokens
-from kvbits.ops.cuda.attend import device_plan, kernel_choice
-from kvbits.ops.cuda.close import banded as close_banded
-from kvbits.ops.cuda.close import codebook as close_codebook
-from kvbits.ops.cuda.close import packed as close_packed
-from kvbits.ops.cuda.dequantize import banded as dequantize_banded
-from kvbits.ops.cuda.dequantize import unpacker
-from kvbits.ops.cuda.runtime import compile as cuda_compile
-from kvbits.ops.cuda.runtime import driver
+from kvbits.ops.cuda.engine import device_plan, kernel_choice
+from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
+from kvbits.ops.cuda.engine.runtime import driver
+from kvbits.ops.cuda.families.codebook import close as close_codebook
+from kvbits.ops.cuda.families.klt import close as close_banded
+from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
+from kvbits.ops.cuda.families.plain import close as close_packed
+from kvbits.ops.cuda.families.plain import unpack as unpacker
 from kvbits.spec import LowLayout, PageLayout
 
 SOURCES = {p.name: p.parent for p in Path(kvbits.__file__).parent.rglob("*.cu")}
@@ -84,7 +84,7 @@ def _of_layout(layout: PageLayout, low: LowLayout | None, capability: tuple[int,
                 for softcap in (False, True) if kind == {"raw": True} and every else (False,):
                     kernel = kernel_choice.kernel_for(packed, layout.head_dim, cols, "bfloat16", "bfloat16", softcap, limit, **kind)
                     label = " ".join("low" if k == "low" else k for k in kind)
-                    yield f"attend {cols} {label}{' softcap' if softcap else ''}", kernel.source, dict(kernel.defines)
+                    yield f"attend {cols} {label}{' softcap' if softcap else ''}", kernel.source.name, dict(kernel.defines)
     if packed is None:
         return
     for dtype in DTYPES if every else DTYPES[:1]:
@@ -114,28 +114,16 @@ def _of_dtype(layout: PageLayout, low: LowLayout | None, dtype: torch.dtype, cap
             yield f"store {dtype} {count}", "store_tokens.cu", tokens.defines(layout, dtype, count)
 
 
-def _text(path: Path) -> str:
-    return re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(), flags=re.DOTALL)
-
-
-def _headers(folder: Path, name: str) -> dict[str, str]:
-    """The headers that a source includes, comments left out (no string of theirs holds a comment's sign)."""
-    found: dict[str, str] = {}
-    wanted = [(folder, name)]
-    while wanted:
-        at, of = wanted.pop()
-        for included in re.findall(r'#include "([^"]+)"', (at / of).read_text()):
-            home = next(f for f in (folder, cuda_compile.COMMON, cuda_compile.NUMBERS.parent) if (f / included).exists())
-            if included not in found:
-                found[included] = _text(home / included)
-                wanted.append((home, included))
-    return found
+def _without_comments(text: str) -> str:
+    """No string of the sources holds a comment's sign."""
+    return re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
 
 
 def code(name: str, defines: dict[str, Any], arch: str, kept: Path | None) -> str:
     """The hash of one kernel's code; compiled again only if its text, its headers or its macros are others."""
     folder = SOURCES[name]
-    headers, source = _headers(folder, name), "".join(f"#define {k} {v}\n" for k, v in sorted(defines.items())) + _text(folder / name)
+    headers = {header: _without_comments(text) for header, text in cuda_compile.headers_of(folder, name).items()}
+    source = "".join(f"#define {k} {v}\n" for k, v in sorted(defines.items())) + _without_comments((folder / name).read_text())
     key = hashlib.sha256(repr((cuda_compile.version(), source, sorted(headers.items()), arch)).encode()).hexdigest()[:32]
     if kept and (kept / key).exists():
         binary = gzip.decompress((kept / key).read_bytes())

@@ -6,9 +6,9 @@ import torch
 from dense_model import dense_attention
 
 from kvbits import schemes
-from kvbits.ops.cuda.attend import kernel_choice
-from kvbits.ops.cuda.close import packed
-from kvbits.ops.cuda.dequantize import unpacker
+from kvbits.ops.cuda.engine import kernel_choice
+from kvbits.ops.cuda.families.plain import close as packed
+from kvbits.ops.cuda.families.plain import unpack as unpacker
 from kvbits.ops.descriptor import DTYPES, LEVELS, describe
 from kvbits.ops.reference.attend import attend
 from kvbits.ops.reference.close import close_pages

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 from ops import test_token_local as token_local
-from ops.emulated_build import build
+from ops.emulated_build import build, put_sources
 from ops.test_append import RUNS, store_of, tokens_of
 from ops.test_cuda_close import spec, static_of
 
-from kvbits import ops, schemes
+from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import DataError
 from kvbits.ops.cuda.append import tokens as cuda
-from kvbits.ops.cuda.close import packed as close_cuda
+from kvbits.ops.cuda.families.plain import close as close_cuda
 from kvbits.ops.reference import append as reference
 from kvbits.ops.reference.dequantize import section
 from kvbits.ops.types import PageStore, SlotMapping
@@ -31,19 +31,15 @@ from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, PerGro
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 needs_compiler = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
-FOLDER = Path(ops.__file__).parent
+FOLDER = Path(cuda.__file__).parent
 RAW = QuantSpec.raw()
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The kernel for a CPU, at 16-byte loads and stores that fault where an address is no multiple."""
-    folder, here = tmp_path_factory.mktemp("append"), Path(__file__).parent / "emulated"
-    for path in (FOLDER / "cuda" / "shared" / "runs.cuh", here / "ptx.cuh", here / "block.cpp"):
-        (folder / path.name).write_text(path.read_text())
-    text = (FOLDER / "cuda" / "append" / "append.cu").read_text()
-    assert 'extern "C" __global__' in text
-    (folder / "kernel.h").write_text(text.replace('extern "C" __global__', ""))
+    folder = tmp_path_factory.mktemp("append")
+    put_sources(folder, FOLDER / "append.cu", {'extern "C" __global__': ""})
     macros = cuda.DEFINES | {"KERNEL": "append_tokens", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
     return build(folder, ["-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
@@ -51,14 +47,9 @@ def library(tmp_path_factory):
 
 def emulated_store(folder: Path, layout: PageLayout, dtype: torch.dtype, tokens: int) -> tuple[SimpleNamespace, int]:
     """What `cuda._load_store` gives, for a CPU."""
-    here, macros = Path(__file__).parent / "emulated", cuda.defines(layout, dtype, tokens)
-    for path in (*(FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn")), here / "ptx.cuh", here / "block.cpp"):
-        (folder / path.name).write_text(path.read_text())
-    text = (FOLDER / "cuda" / "append" / "store_tokens.cu").read_text()
-    for gpu_only, here_as in (('extern "C" __global__', ""), ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;")):
-        assert gpu_only in text
-        text = text.replace(gpu_only, here_as)
-    (folder / "kernel.h").write_text(text)
+    macros = cuda.defines(layout, dtype, tokens)
+    instead = {'extern "C" __global__': "", "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;"}
+    put_sources(folder, FOLDER / "store_tokens.cu", instead)
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "store_tokens", "NUM_THREADS": "THREADS"}).items()))
     made = build(folder, ["-mf16c", "-ffp-contract=off", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
     return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(macros["THREADS"])

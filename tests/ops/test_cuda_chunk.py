@@ -11,9 +11,9 @@ from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import FORMATS, INTEGERS, both, spec
 
 from kvbits import schemes
-from kvbits.ops.cuda.attend import host_plan as cuda
-from kvbits.ops.cuda.attend import unpack_then_flash as chunk
-from kvbits.ops.cuda.dequantize.unpacker import Unpacker, refuses_layout
+from kvbits.ops.cuda.engine import host_plan as cuda
+from kvbits.ops.cuda.engine import unpack_then_flash as chunk
+from kvbits.ops.cuda.families.plain.unpack import Unpacker, refuses_layout
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part

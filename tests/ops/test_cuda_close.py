@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvbits.errors import DataError
-from kvbits.ops.cuda.close import packed as cuda
+from kvbits.ops.cuda.families.plain import close as cuda
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import LowStore, PageStore
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec

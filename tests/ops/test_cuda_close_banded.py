@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 from ops.cpu_cases import RAW, banded, static_params
-from ops.emulated_build import build
+from ops.emulated_build import build, put_sources
 
-from kvbits import ops, schemes
+from kvbits import schemes
 from kvbits.errors import DataError
-from kvbits.ops.cuda.close import banded as cuda_banded
-from kvbits.ops.cuda.close import packed as cuda
-from kvbits.ops.cuda.dequantize import banded as unpack_banded
-from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
+from kvbits.ops.cuda.families.klt import close as cuda_banded
+from kvbits.ops.cuda.families.klt import unpack as unpack_banded
+from kvbits.ops.cuda.families.plain import close as cuda
 from kvbits.ops.reference import close as reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.types import PageStore
@@ -28,7 +28,7 @@ from kvbits.quant.banded import scale_values
 from kvbits.spec import PageLayout
 
 HEADS = 2
-FOLDER = Path(ops.__file__).parent
+FOLDER = Path(cuda_banded.__file__).parent
 emulates = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 DEVICES = [pytest.param("cpu", id="emulated", marks=emulates), pytest.param("cuda", id="gpu", marks=needs_gpu)]
@@ -40,20 +40,14 @@ def sides(name):
     return schemes.get(name).key, schemes.get(name).value
 
 
-def compiled(macros, folder, kind="close", entry="close_banded", source=None):
-    """The kernel `entry` of `macros`, of `source` in the folder `kind`, compiled for the CPU in a subfolder."""
+def compiled(macros, folder, entry="close_banded"):
+    """The kernel `entry` of `macros`, compiled for the CPU in a subfolder."""
     if (key := (entry, *sorted(macros.items()))) in libraries:
         return libraries[key]
-    here, folder = Path(__file__).parent / "emulated", folder / f"banded{len(libraries)}"
+    folder = folder / f"banded{len(libraries)}"
     folder.mkdir()
-    shared = [FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("bands", "octets", "stored", "side", "turn", "runs")]
-    for path in (*(FOLDER / "cuda" / kind).glob("*.cuh"), *shared, here / "ptx.cuh", here / "block.cpp"):
-        (folder / path.name).write_text(path.read_text())
-    text = (FOLDER / "cuda" / kind / (source or f"{entry}.cu")).read_text()
-    for gpu_only, instead in (('extern "C" __global__', ""), ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;")):
-        assert text.count(gpu_only) >= 1
-        text = text.replace(gpu_only, instead)
-    (folder / "kernel.h").write_text(text)
+    instead = {'extern "C" __global__': "", "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;"}
+    put_sources(folder, FOLDER / f"{entry}.cu", instead)
     lines = macros | {"KERNEL": entry, "NUM_THREADS": "THREADS"}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
     libraries[key] = build(folder, ["-mf16c", "-mfma", "-ffp-contract=off"])
@@ -71,7 +65,7 @@ def emulated(monkeypatch, tmp_path_factory):
 
     def load_unpacker(layout, dtype, device_index):
         macros = unpack_banded.defines(layout, dtype)
-        library = compiled(macros, folder, "dequantize", "dequantize_banded")
+        library = compiled(macros, folder, "dequantize_banded")
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
     monkeypatch.setattr(cuda_banded, "load", load)
@@ -292,5 +286,5 @@ def test_compiles_with_few_spills(name, warpgroups):
     key, value = sides(name)
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
     defines, arch = cuda_banded.defines(layout, torch.bfloat16, warpgroups=warpgroups), "sm_90a" if warpgroups else "sm_90"
-    binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close_banded.cu", defines, arch)
+    binary = cuda_compile.compile_source(FOLDER, "close_banded.cu", defines, arch)
     assert binary.resources("close_banded").spill_bytes <= 160

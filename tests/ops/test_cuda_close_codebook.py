@@ -12,19 +12,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ops.emulated_build import build
+from ops.emulated_build import build, put_sources
 
-from kvbits import ops, schemes
+from kvbits import schemes
 from kvbits.errors import DataError
-from kvbits.ops.cuda.close import codebook as cuda_codebook
-from kvbits.ops.cuda.close import packed as cuda
-from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
+from kvbits.ops.cuda.families.codebook import close as cuda_codebook
+from kvbits.ops.cuda.families.plain import close as cuda
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 HEADS = 2
-FOLDER = Path(ops.__file__).parent
+FOLDER = Path(cuda_codebook.__file__).parent
 emulates = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 
@@ -95,22 +95,11 @@ def test_a_gpu_stores_what_the_reference_stores(specs, head_dim, page_size, dtyp
 @pytest.fixture
 def emulated(monkeypatch, tmp_path):
     def load(layout, dtype, device_index):
-        here, macros = Path(__file__).parent / "emulated", cuda_codebook.defines(layout, dtype)
-        for path in (
-            *((FOLDER / "cuda" / "close").glob("*.cuh")),
-            FOLDER / "cuda" / "shared" / "stored.cuh",
-            FOLDER / "cuda" / "shared" / "side.cuh",
-            FOLDER / "cuda" / "shared" / "turn.cuh",
-            here / "ptx.cuh",
-            here / "block.cpp",
-        ):
-            (tmp_path / path.name).write_text(path.read_text())
-        text = (FOLDER / "cuda" / "close" / "close_codebook.cu").read_text()
-        for gpu_only, instead in (("extern __shared__ __align__(16) unsigned char memory[];", ""), ("(memory)", "(shared)"), ('extern "C" __global__', "")):
-            assert gpu_only in text
-            text = text.replace(gpu_only, instead)
-        text = text.replace("Shared& shared = *reinterpret_cast<Shared*>(shared)", "Shared& shared = *reinterpret_cast<Shared*>(::shared)")
-        (tmp_path / "kernel.h").write_text(text)
+        macros = cuda_codebook.defines(layout, dtype)
+        put_sources(
+            tmp_path, FOLDER / "close_codebook.cu",
+            {"extern __shared__ __align__(16) unsigned char memory[];": "", "(memory)": "(::shared)", 'extern "C" __global__': ""},
+        )  # fmt: skip
         (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_codebook", "NUM_THREADS": "THREADS"}).items()))
         library = build(tmp_path, ["-mf16c", "-mfma", "-D__CUDA_ARCH__=900"])
         return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
@@ -163,7 +152,7 @@ def test_pages_of_nothing_but_bad_numbers_are_refused_and_touch_nothing_else(nam
 def test_compiles_with_few_spills(name, limit):
     """Some 40 words a thread once between phases: with the registers that take none fewer blocks fit, and pages took a tenth longer."""
     layout = PageLayout(**of(name), page_size=64, num_kv_heads=8, head_dim=128)
-    binary = cuda_compile.compile_source(FOLDER / "cuda" / "close", "close_codebook.cu", cuda_codebook.defines(layout, torch.bfloat16), "sm_80")
+    binary = cuda_compile.compile_source(FOLDER, "close_codebook.cu", cuda_codebook.defines(layout, torch.bfloat16), "sm_80")
     assert binary.resources("close_codebook").spill_bytes <= limit
 
 

@@ -15,18 +15,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ops.emulated_build import build
+from ops.emulated_build import build, put_sources
 from ops.test_cuda_close import HEADS, RAW, pairs, spec, static_of, ugly
 
-from kvbits import ops
 from kvbits.errors import DataError
-from kvbits.ops.cuda.close import packed as cuda
+from kvbits.ops.cuda.families.plain import close as cuda
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import LowStore, PageStore
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
-FOLDER = Path(ops.__file__).parent
 
 
 @pytest.fixture
@@ -34,22 +32,9 @@ def emulated(monkeypatch, tmp_path):
     """`cuda.close` on tensors of the CPU."""
 
     def load(layout, dtype, device_index, low=None):
-        here, macros = Path(__file__).parent / "emulated", cuda.defines(layout, dtype, low)
-        for path in (
-            *(FOLDER / "cuda" / "shared" / f"{name}.cuh" for name in ("octets", "stored", "side", "turn")),
-            FOLDER / "cuda" / "close" / "step.cuh",
-            here / "ptx.cuh",
-            here / "block.cpp",
-        ):
-            (tmp_path / path.name).write_text(path.read_text())
-        text = (FOLDER / "cuda" / "close" / "close.cu").read_text()
-        for gpu_only, here_as in (
-            ('extern "C" __global__', ""),
-            ("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = ::shared;"),
-        ):
-            assert gpu_only in text
-            text = text.replace(gpu_only, here_as)
-        (tmp_path / "kernel.h").write_text(text)
+        macros = cuda.defines(layout, dtype, low)
+        instead = {'extern "C" __global__': "", "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;"}
+        put_sources(tmp_path, Path(cuda.__file__).parent / "close.cu", instead)
         (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_pages", "NUM_THREADS": "THREADS"}).items()))
         # No fused multiply-add: the kernel asks for separate roundings where they matter, and a GPU has none to fuse in what is left.
         made = build(tmp_path, ["-mf16c", "-ffp-contract=off"])

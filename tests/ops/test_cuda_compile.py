@@ -18,15 +18,15 @@ from kvbits import schemes
 from kvbits.cache import device_decode
 from kvbits.ops.cuda import merge, place, rotate
 from kvbits.ops.cuda.append import tokens as append_cuda
-from kvbits.ops.cuda.attend import device_plan as attend_plan
-from kvbits.ops.cuda.attend import kernel_choice as cuda_format
-from kvbits.ops.cuda.close import banded as close_banded
-from kvbits.ops.cuda.close import codebook as close_codebook
-from kvbits.ops.cuda.close import packed as close_cuda
-from kvbits.ops.cuda.dequantize import banded as dequantize_banded
-from kvbits.ops.cuda.dequantize import unpacker as dequantize_cuda
-from kvbits.ops.cuda.runtime import compile as cuda_compile
-from kvbits.ops.cuda.runtime import driver
+from kvbits.ops.cuda.engine import device_plan as attend_plan
+from kvbits.ops.cuda.engine import kernel_choice as cuda_format
+from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
+from kvbits.ops.cuda.engine.runtime import driver
+from kvbits.ops.cuda.families.codebook import close as close_codebook
+from kvbits.ops.cuda.families.klt import close as close_banded
+from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
+from kvbits.ops.cuda.families.plain import close as close_cuda
+from kvbits.ops.cuda.families.plain import unpack as dequantize_cuda
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
@@ -91,7 +91,7 @@ def test_attention_kernels_spill_no_more_than_stated(key, value, options, capabi
         pytest.skip("sm_89 runs the code of sm_80; one format by default")
     kernel = attend_kernel(key, value, capability, **options)
     assert kernel.shared_bytes <= driver.shared_limit(capability)
-    binary = compiled(kernel.source, dict(kernel.defines), capability)
+    binary = compiled(kernel.source.name, dict(kernel.defines), capability)
     resources = binary.resources("attend")
     # At head_dim 256 and with two column tiles all 255 registers are taken and ptxas keeps a few values of a segment's set-up in local memory, with three
     # (chunks) some of a step's too.
@@ -127,7 +127,7 @@ def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, page_
     cols = cuda_format.columns(head_dim, columns, [layout])
     kernel = cuda_format.kernel_for(layout, head_dim, cols, "bfloat16", "bfloat16", False, limit, low=low, page_lse=page_lse)
     assert kernel.shared_bytes <= limit
-    resources = compiled(kernel.source, dict(kernel.defines), capability).resources("attend")
+    resources = compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend")
     assert resources.spill_bytes == 0, resources
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
 
@@ -159,7 +159,7 @@ def test_kernels_that_join_raw_tokens_spill_no_more_than_stated(key, value, opti
         assert kernel.shape == packed.shape, "a few raw tokens take a slot no larger than a packed chunk's"
     values = dict(kernel.defines)
     assert 4 * values["HEAD_DIM"] * kernel.raw_tokens <= values["SLOT_BYTES"]
-    resources = compiled(kernel.source, values, capability).resources("attend")
+    resources = compiled(kernel.source.name, values, capability).resources("attend")
     # Where all 255 registers are taken, a few values of a segment's set-up: head_dim 256 (also without raw tokens) and three column tiles. At 2 bits raw tokens
     # come in steps of 8, and what they share with packed steps does not all fit (docs/log-gpu.md: within 1 % on an H200).
     full = options.get("head_dim") == 256 or options.get("columns") == 64
@@ -201,7 +201,7 @@ def test_look_up_kernels_spill_no_more_than_stated(fold, name, head_dim, capabil
         return
     kernel = attend_kernel(scheme.key, scheme.value, capability, head_dim, fold=fold)
     assert kernel.shared_bytes <= limit
-    binary = compiled(kernel.source, dict(kernel.defines), capability)
+    binary = compiled(kernel.source.name, dict(kernel.defines), capability)
     resources = binary.resources("attend")
     # All 168 registers are taken; ptxas keeps a few values of the kernel's set-up in local memory (18 in the worst, nuq2-1%).
     spilt("attend", resources.spill_bytes, 80)
@@ -318,7 +318,7 @@ def examples():
     raw = layout_of(QuantSpec.raw(), QuantSpec.raw())
     int8, nuq, klt = layout_of(spec("int8"), spec("int8")), *(layout_of(s.key, s.value) for s in map(schemes.get, ("nuq4-1%", "klt4")))
     attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq, klt)]
-    return {kernel.source: dict(kernel.defines) for kernel in attention} | {
+    return {kernel.source.name: dict(kernel.defines) for kernel in attention} | {
         "advance.cu": {"THREADS": device_decode.THREADS},
         "append.cu": append_cuda.DEFINES,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
@@ -386,7 +386,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
         common = (layout, head_dim, cuda_format.columns(head_dim, 8, [layout]), "bfloat16", "bfloat16", False, limit)
         for kind in ({}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}, *([{"fold": True, "raw": True}] if scheme.key.is_banded else [])):
             kernel = cuda_format.kernel_for(*common, **kind)
-            spills[("attend", *kind)] = compiled(kernel.source, dict(kernel.defines), capability).resources("attend").spill_bytes
+            spills[("attend", *kind)] = compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend").spill_bytes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if close_cuda.refuses_layout(layout, dtype) is None and not (capability < (8, 9) and scheme.key.format.startswith("fp8")):
             for appends in (False,) if scheme.key.has_codebook else (False, True):
@@ -416,11 +416,13 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
         spilt(" ".join(map(str, kernel)), nbytes, rows.get(kernel, most.get(kernel[0], 0)))
 
 
-@pytest.mark.parametrize("header", sorted(p.name for p in SOURCES["packed.cu"].glob("*.cuh")))
+@pytest.mark.parametrize(
+    "header", sorted({h for name in ("raw.cu", "packed.cu", "banded.cu", "codebook.cu") for h in cuda_compile.headers_of(SOURCES[name], name)})
+)
 def test_every_header_of_attention_includes_what_it_uses(header, tmp_path):
     layout = "nuq4-1%" if header.startswith("codebook") else "klt4" if header.startswith("banded") else "int4"
     kernel = attend_kernel(schemes.get(layout).key, schemes.get(layout).value, (9, 0), raw=True)
-    for path in SOURCES["packed.cu"].glob("*.cuh"):
-        (tmp_path / path.name).write_text(path.read_text())
+    for name, text in cuda_compile.headers_of(kernel.source.parent, kernel.source.name).items():
+        (tmp_path / name).write_text(text)
     (tmp_path / "alone.cu").write_text(f'#include "{header}"\n')
     cuda_compile.compile_source(tmp_path, "alone.cu", dict(kernel.defines), "sm_90")

@@ -18,38 +18,24 @@ import pytest
 import torch
 from ops.cuda_cases import Case, build, relative_error
 from ops.emulated_build import build as build_emulated
+from ops.emulated_build import put_sources
 from ops.test_cuda_attend import LIMIT, TIERED, asked, both, spec
 from ops.test_cuda_kvquant import direct, of, static
 
-from kvbits import ops, schemes
+from kvbits import schemes
 from kvbits.errors import DataError
-from kvbits.ops.cuda.attend import host_plan as cuda
+from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.quant.basis import inverse
 from kvbits.spec import PerChannel, PerGroup, PerToken
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
-FOLDER = Path(ops.__file__).parent
 BLOCKS = 3
 
 
 def compiled(kernel, folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
-    here = Path(__file__).parent / "emulated"
-    sources = [
-        *(FOLDER / "cuda" / "attend").glob("*.cuh"),
-        FOLDER / "cuda" / "shared" / "turn.cuh",
-        FOLDER / "cuda" / "shared" / "work.cuh",
-        here / "ptx.cuh",
-        here / "block.cpp",
-    ]
-    for path in sources:
-        (folder / path.name).write_text(path.read_text())
-    text = (FOLDER / "cuda" / "attend" / kernel.source).read_text()
-    for gpu_only in ("extern __shared__ __align__(128) unsigned char shared[];", 'extern "C" __global__'):
-        assert gpu_only in text
-        text = text.replace(gpu_only, "")
-    (folder / "kernel.h").write_text(text)
+    put_sources(folder, kernel.source, {"extern __shared__ __align__(128) unsigned char shared[];": "", 'extern "C" __global__': ""})
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (*kernel.defines, ("KERNEL", "attend"), ("NUM_THREADS", kernel.threads))))
     return build_emulated(folder, ["-mf16c", "-mfma", f"-D__CUDA_ARCH__={10 * (10 * capability[0] + capability[1])}"])
 

@@ -15,11 +15,11 @@ from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import check
 
 from kvbits import schemes
-from kvbits.ops.cuda.attend import codebook_format
-from kvbits.ops.cuda.attend import host_plan as cuda
-from kvbits.ops.cuda.attend import kernel_choice as cuda_format
-from kvbits.ops.cuda.attend import unpack_then_flash as chunk
-from kvbits.ops.cuda.dequantize.unpacker import Unpacker
+from kvbits.ops.cuda.engine import host_plan as cuda
+from kvbits.ops.cuda.engine import kernel_choice as cuda_format
+from kvbits.ops.cuda.engine import unpack_then_flash as chunk
+from kvbits.ops.cuda.families.codebook import format as codebook_format
+from kvbits.ops.cuda.families.plain.unpack import Unpacker
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages

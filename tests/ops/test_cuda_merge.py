@@ -9,8 +9,8 @@ import torch
 from ops.emulated_op import DEVICES, emulate, needs_gpu
 
 from kvbits.ops.cuda import merge
-from kvbits.ops.cuda.attend import dense
-from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.cuda.engine import dense
+from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.reference.merge import merge_partials
 
 

@@ -10,7 +10,7 @@ from ops.emulated_op import DEVICES, emulate
 
 from kvbits.errors import DataError
 from kvbits.ops.cuda import rotate
-from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 
 
 @pytest.fixture(params=DEVICES)

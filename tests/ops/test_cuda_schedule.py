@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbits.ops.cuda.attend.schedule import KEPT, SEGMENT_COST, SEGMENT_FIELDS, PartWork, chunks_per_sequence, schedule
+from kvbits.ops.cuda.engine.schedule import KEPT, SEGMENT_COST, SEGMENT_FIELDS, PartWork, chunks_per_sequence, schedule
 
 FIELD = {name: i for i, name in enumerate(SEGMENT_FIELDS) if name}
 

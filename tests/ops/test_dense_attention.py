@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbits.ops.cuda.attend import dense
+from kvbits.ops.cuda.engine import dense
 from kvbits.ops.reference.merge import merge_partials
 
 

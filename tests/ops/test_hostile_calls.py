@@ -14,9 +14,9 @@ from kvbits.ops.cpu import append as append_cpu
 from kvbits.ops.cpu import attend as cpu
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cuda.append import tokens as append_cuda
-from kvbits.ops.cuda.attend import host_plan as cuda
-from kvbits.ops.cuda.attend.unpack_then_flash import ChunkPlan
-from kvbits.ops.cuda.close import packed as close_cuda
+from kvbits.ops.cuda.engine import host_plan as cuda
+from kvbits.ops.cuda.engine.unpack_then_flash import ChunkPlan
+from kvbits.ops.cuda.families.plain import close as close_cuda
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference

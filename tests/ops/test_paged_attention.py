@@ -15,19 +15,18 @@ import torch
 from ops import test_cuda_emulated
 from ops.cpu_cases import static_params
 from ops.cuda_cases import relative_error
-from ops.emulated_build import build
+from ops.emulated_build import build, put_sources
 
-from kvbits import ops, schemes
+from kvbits import schemes
 from kvbits.errors import DataError, SpecError
 from kvbits.ops import paged_attention
-from kvbits.ops.cuda.attend import device_plan
-from kvbits.ops.cuda.attend.schedule import SEGMENT_FIELDS
+from kvbits.ops.cuda.engine import device_plan
+from kvbits.ops.cuda.engine.schedule import SEGMENT_FIELDS
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
-FOLDER = Path(ops.__file__).parent
 emulated_attention = test_cuda_emulated.emulated
 LIMIT = 5e-3
 
@@ -35,14 +34,9 @@ LIMIT = 5e-3
 @pytest.fixture(scope="session")
 def list_library(tmp_path_factory):
     """work_list.cu for a CPU."""
-    folder, here = tmp_path_factory.mktemp("work_list"), Path(__file__).parent / "emulated"
-    for path in (FOLDER / "cuda" / "shared" / "work.cuh", here / "ptx.cuh", here / "block.cpp"):
-        (folder / path.name).write_text(path.read_text())
-    text = (FOLDER / "cuda" / "attend" / "work_list.cu").read_text()
-    for gpu_only in ("extern __shared__ __align__(16) unsigned char shared[];", 'extern "C" __global__'):
-        assert gpu_only in text
-        text = text.replace(gpu_only, "")
-    (folder / "kernel.h").write_text(text)
+    folder = tmp_path_factory.mktemp("work_list")
+    source = Path(device_plan.__file__).parent / "work_list.cu"
+    put_sources(folder, source, {"extern __shared__ __align__(16) unsigned char shared[];": "", 'extern "C" __global__': ""})
     libraries = {}
     for parts in (1, 2, 3, 4):
         lines = {"THREADS": 64, "SHARED_BYTES": 200_000, "KERNEL": "work_list", "NUM_THREADS": "THREADS", "NUM_PARTS": parts}
@@ -365,7 +359,7 @@ def test_work_lists_cover_every_chunk_once_and_evenly(seed, list_library):
 
 def test_work_lists_are_as_even_as_those_of_the_host(list_library):
     """The six shapes of a decode step, int4: the longest block of 132 against the host's search."""
-    from kvbits.ops.cuda.attend.schedule import PartWork, schedule
+    from kvbits.ops.cuda.engine.schedule import PartWork, schedule
 
     for batch, repeats, tokens in ((1, 8, 131_072), (8, 8, 32_768), (32, 8, 8192), (32, 8, 4096), (64, 8, 4096), (128, 8, 2048)):
         found, _ = lists(batch, [(np.full(batch, tokens), 64, 64, 9216, True, 0)], blocks=132, repeats=repeats, library=list_library)

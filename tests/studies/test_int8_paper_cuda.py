@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvbits.errors import DataError, SpecError
-from kvbits.ops.cuda.runtime import compile as cuda_compile
+from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from studies.int8_paper import cuda, reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")

@@ -22,10 +22,10 @@ from ..errors import DataError, PoolFullError, counted
 from ..later import Later, upload
 from ..ops import paged_attention
 from ..ops.cuda.append import tokens as append_cuda
-from ..ops.cuda.attend import device_plan
-from ..ops.cuda.close import packed as close_cuda
-from ..ops.cuda.runtime import driver
-from ..ops.cuda.side import with_aligned_rows
+from ..ops.cuda.engine import device_plan
+from ..ops.cuda.engine.runtime import driver
+from ..ops.cuda.engine.side import with_aligned_rows
+from ..ops.cuda.families.plain import close as close_cuda
 from ..ops.types import PageStore, kvquant_extras, wider_scales
 from .group import GroupState
 from .layer_stores import LayerStores

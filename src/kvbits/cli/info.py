@@ -58,7 +58,7 @@ def _kernels() -> dict[str, Any]:
     import torch
 
     from ..ops.cpu import library
-    from ..ops.cuda.runtime import compile as cuda
+    from ..ops.cuda.engine.runtime import compile as cuda
 
     why, gpus = library.unavailable(), range(torch.cuda.device_count())
     found: dict[str, Any] = {

@@ -102,7 +102,7 @@ def plan(
     }  # fmt: skip
     if device.type != "cuda":
         return PagedAttention(_HostPlan(layouts, max_pages, **options), layouts, max_pages, options)
-    from .cuda.attend.device_plan import DevicePlan, refuses
+    from .cuda.engine.device_plan import DevicePlan, refuses
 
     if why := refuses(layouts, num_q_heads, dtype, num_queries, device, low):
         raise UnsupportedError(f"paged attention on {device}: {why}")

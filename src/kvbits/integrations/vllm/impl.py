@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...errors import UnsupportedError
 from ...ops.cuda.append import tokens as append_cuda
-from ...ops.cuda.dequantize import unpacker as dequantize_cuda
+from ...ops.cuda.families.plain import unpack as dequantize_cuda
 from ...ops.reference import append as append_reference
 from ...ops.rotation import rotation_for
 from ...quant.rotation import rotated_turn

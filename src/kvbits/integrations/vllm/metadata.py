@@ -21,7 +21,7 @@ from ...errors import UnsupportedError
 from ...later import upload
 from ...ops import paged_attention
 from ...ops.cuda import place as place_cuda
-from ...ops.cuda.attend.device_plan import MAX_QUERIES
+from ...ops.cuda.engine.device_plan import MAX_QUERIES
 from ...ops.reference import place as place_reference
 from ...ops.reference.place import Copies, Places
 from .formats import PAGE_SIZE

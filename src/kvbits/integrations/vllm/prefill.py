@@ -151,7 +151,7 @@ class _Placed:
                 for (row, count), page in zip(self.rows_host.tolist(), x, strict=True):
                     into[row : row + count] = page[:, :count].transpose(0, 1).to(into.dtype)
             return
-        from ...ops.cuda.dequantize.unpacker import Unpacker
+        from ...ops.cuda.families.plain.unpack import Unpacker
 
         key = (call.layout, pages.stride(0))
         if key not in self._unpackers:  # addresses from 0 on; a layer is where its pages begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..chunk_attention import refuses_flash, without_padding
-from .attend.dense import attention
+from .engine.dense import attention
 
 MOST_HEAD_DIM = 256
 

@@ -21,9 +21,9 @@ from ....spec import PageLayout, QuantSpec
 from ...descriptor import DTYPES, STATIC, TORCH_DTYPES, scale_kind
 from ...reference.append import STATUS_FIELDS, check_tokens
 from ...types import PageStore, SlotMapping
-from ..runtime import compile as cuda_compile
-from ..runtime import driver
-from ..side import as_float32, has_aligned_rows, side_arguments, with_aligned_rows
+from ..engine.runtime import compile as cuda_compile
+from ..engine.runtime import driver
+from ..engine.side import as_float32, has_aligned_rows, side_arguments, with_aligned_rows
 
 THREADS = 128
 DEFINES = {"THREADS": THREADS}

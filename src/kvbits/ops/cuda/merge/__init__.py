@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ...descriptor import TORCH_DTYPES
-from ..runtime import compile as cuda_compile
-from ..runtime import driver
+from ..engine.runtime import compile as cuda_compile
+from ..engine.runtime import driver
 
 MOST_PARTS = 8
 THREADS = 256

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ...reference.place import Places, check
-from ..runtime import driver
+from ..engine.runtime import driver
 
 THREADS = 512
 

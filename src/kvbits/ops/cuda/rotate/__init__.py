@@ -10,9 +10,9 @@ import torch
 
 from ....errors import DataError
 from ...descriptor import TORCH_DTYPES
-from ..runtime import compile as cuda_compile
-from ..runtime import driver
-from ..side import with_aligned_rows
+from ..engine.runtime import compile as cuda_compile
+from ..engine.runtime import driver
+from ..engine.side import with_aligned_rows
 
 THREADS = 128
 HEAD_DIMS = (64, 128, 256)

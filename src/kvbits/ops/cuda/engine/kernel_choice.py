@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import overload
 
 from ....errors import UnsupportedError
@@ -17,9 +18,10 @@ from ....spec import LowLayout, PageLayout, QuantSpec, plane_row_bytes
 from ....spec.quant import SCALE_BYTES
 from ...descriptor import CHANNEL, DTYPES, GROUP, STATIC, low_plane, scale_kind
 from ...types import kvquant_extras
-from .. import side
-from . import codebook_format
+from ..families.codebook import format as codebook_format
+from . import side
 
+FAMILIES = Path(__file__).parent.parent / "families"
 MAX_PIECES = 40
 MAX_CHUNK_BYTES = 18 << 10
 RING_BYTES = 144 << 10
@@ -254,7 +256,7 @@ def _rounds_at_once(warps: int, cols: int, head_dim: int, with_bias: bool, room:
 class Kernel:
     """One instantiation: source and macros, launch shape and how chunks are cut."""
 
-    source: str
+    source: Path
     defines: tuple[tuple[str, int], ...]
     shape: Shape
     pieces: tuple[tuple[int, int, int, int], ...]
@@ -386,15 +388,17 @@ def kernel_for(
             "FRAME_TILES": tiles,
             "FOLDED": int(fold),
         }
-    source = "codebook.cu" if has_codebook else "banded.cu" if layout.key.is_banded else "packed.cu"
-    return Kernel(source, tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens, _makers(layout)[0])
+    source = "codebook/codebook.cu" if has_codebook else "klt/banded.cu" if layout.key.is_banded else "plain/packed.cu"
+    return Kernel(
+        FAMILIES / source, tuple(defines.items()), shape, tuple(pieces), shared, tuple(low_pieces), raw_joins, raw_in_ring, raw_tokens, _makers(layout)[0]
+    )
 
 
 def _raw_kernel(defines: dict[str, int], shape: Shape, head_dim: int, cols: int, shared_limit: int) -> Kernel:
     rounds = _rounds_at_once(shape.warps, cols, head_dim, False, shared_limit)
     shared = merge_bytes(shape.warps, cols, head_dim, False, rounds)
     defines |= {"OWN_START": 0, "ROUNDS_AT_ONCE": rounds, "MERGE_COLS": cols, "MERGE_BIAS": 0, "BIAS_GROUPS": 1, "WARPS": shape.warps, "SHARED_BYTES": shared}
-    return Kernel("raw.cu", tuple(defines.items()), shape, (), shared)
+    return Kernel(FAMILIES / "raw/raw.cu", tuple(defines.items()), shape, (), shared)
 
 
 def _side_defines(layout: PageLayout, low: LowLayout | None, chunk: int, has_codebook: bool) -> dict[str, int]:

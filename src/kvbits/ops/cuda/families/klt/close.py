@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ....errors import DataError
-from ....later import upload
-from ....spec import PageLayout
-from ...descriptor import TORCH_DTYPES
-from ...reference.dequantize import require_starts
-from ...types import PageStore
-from ..runtime import driver
-from ..side import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, turns_on
-from .step import STEP_FIELDS
+from .....errors import DataError
+from .....later import upload
+from .....spec import PageLayout
+from ....descriptor import TORCH_DTYPES
+from ....reference.dequantize import require_starts
+from ....types import PageStore
+from ...engine.close_step import STEP_FIELDS
+from ...engine.runtime import driver
+from ...engine.side import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, turns_on
 
 RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
 """Threads per multiprocessor that `__launch_bounds__` reserves registers for, by the largest head_dim. With fewer registers each load of a warp's product waits

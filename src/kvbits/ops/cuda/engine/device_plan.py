@@ -18,10 +18,10 @@ from ....errors import DataError, UnsupportedError
 from ....later import upload
 from ....spec import LowLayout, PageLayout
 from ...types import kvquant_extras
-from ..runtime import compile as cuda_compile
-from ..runtime import driver
 from . import host_plan as attend_cuda
 from .kernel_choice import columns, kernel_for, query_columns, refuses_columns, refuses_layout, refuses_low
+from .runtime import compile as cuda_compile
+from .runtime import driver
 from .schedule import SEGMENT_COST, SEGMENT_FIELDS
 
 Slabs = Sequence[torch.Tensor]

@@ -10,7 +10,6 @@ import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,8 @@ from ....later import upload
 from ....spec import LowLayout, PageLayout
 from ...break_even import small_on_gpu
 from ...types import AttendCall, Part, check_call, kvquant_extras, last_positions
-from ..runtime import compile as cuda_compile
-from ..runtime import driver
-from ..side import as_float32, basis_on, turns_on, widened
-from . import codebook_format, unpack_then_flash
+from ..families.codebook import format as codebook_format
+from . import unpack_then_flash
 from .kernel_choice import (
     MAX_PIECES,
     Kernel,
@@ -37,7 +34,10 @@ from .kernel_choice import (
     refuses_layout,
     refuses_low,
 )
+from .runtime import compile as cuda_compile
+from .runtime import driver
 from .schedule import PartWork, chunks_per_sequence, schedule
+from .side import as_float32, basis_on, turns_on, widened
 from .unpack_then_flash import ChunkPlan
 
 MAX_PARTS = 4
@@ -157,7 +157,7 @@ def indexed(device: torch.device) -> torch.device:
 
 @functools.lru_cache(maxsize=256)
 def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
-    return driver.load(Path(__file__).parent, kernel.source, "attend", dict(kernel.defines), device_index, kernel.shared_bytes, early=True)
+    return driver.load(kernel.source.parent, kernel.source.name, "attend", dict(kernel.defines), device_index, kernel.shared_bytes, early=True)
 
 
 def constants(layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ....later import upload
-from ....quant.rotary import page_turns, step_turns
-from ....spec import PageLayout, PerChannel
-from ...descriptor import TORCH_DTYPES
-from ...reference.dequantize import require_starts
-from ...types import PageStore
-from ..runtime import driver
-from ..side import as_float32, extra_arguments, prepared, side_arguments
+from .....later import upload
+from .....quant.rotary import page_turns, step_turns
+from .....spec import PageLayout, PerChannel
+from ....descriptor import TORCH_DTYPES
+from ....reference.dequantize import require_starts
+from ....types import PageStore
+from ...engine.runtime import driver
+from ...engine.side import as_float32, extra_arguments, prepared, side_arguments
 
 ELEMENTS_PER_THREAD = 32
 RESIDENT_THREADS = 1024

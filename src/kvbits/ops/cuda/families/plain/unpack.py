@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from ....errors import DataError
-from ....spec import LowLayout, PageLayout
-from ...descriptor import TORCH_DTYPES
-from ...types import LowStore, PageStore, banded_sides
-from ..runtime import driver
-from ..side import as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
+from .....errors import DataError
+from .....spec import LowLayout, PageLayout
+from ....descriptor import TORCH_DTYPES
+from ....types import LowStore, PageStore, banded_sides
+from ...engine.runtime import driver
+from ...engine.side import as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
 
 THREADS = 256
 MAX_HEADS = 65_535

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from ....errors import DataError
-from ....spec import PageLayout
-from ...descriptor import TORCH_DTYPES
-from ...types import PageStore
-from ..runtime import driver
-from ..side import as_float32, banded_arguments, column_powers, columns_as_operands, refuses_bands, turns_on
+from .....errors import DataError
+from .....spec import PageLayout
+from ....descriptor import TORCH_DTYPES
+from ....types import PageStore
+from ...engine.runtime import driver
+from ...engine.side import as_float32, banded_arguments, column_powers, columns_as_operands, refuses_bands, turns_on
 
 RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
 """Threads per multiprocessor that `__launch_bounds__` reserves registers for, by the largest head_dim."""

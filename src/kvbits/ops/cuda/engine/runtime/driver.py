@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ....errors import KernelError
+from .....errors import KernelError
 from .compile import Binary, compile_source
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

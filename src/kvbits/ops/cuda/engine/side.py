@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...spec import BAND, BAND_PLANES, LowLayout, PageLayout
-from ..descriptor import GROUP, LEVELS, STATIC, describe, low_plane
+from ....spec import BAND, BAND_PLANES, LowLayout, PageLayout
+from ...descriptor import GROUP, LEVELS, STATIC, describe, low_plane
 
 INTEGER = LEVELS["int"]
 _prepared = WeakIdKeyDictionary()

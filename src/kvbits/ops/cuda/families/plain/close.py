@@ -13,17 +13,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ....errors import DataError, UnsupportedError
-from ....later import upload
-from ....quant.qparams import require_finite
-from ....spec import LowLayout, PageLayout, PerChannel
-from ...descriptor import DTYPES, TORCH_DTYPES
-from ...types import LowStore, PageStore, banded_sides, check_closing, check_low, kvquant_extras, wider_scales
-from ..runtime import compile as cuda_compile
-from ..runtime import driver
-from ..side import low_arguments, refuses_low, side_arguments, with_aligned_rows
-from . import banded, codebook
-from .step import STEP_FIELDS
+from .....errors import DataError, UnsupportedError
+from .....later import upload
+from .....quant.qparams import require_finite
+from .....spec import LowLayout, PageLayout, PerChannel
+from ....descriptor import DTYPES, TORCH_DTYPES
+from ....types import LowStore, PageStore, banded_sides, check_closing, check_low, kvquant_extras, wider_scales
+from ...engine.close_step import STEP_FIELDS
+from ...engine.runtime import compile as cuda_compile
+from ...engine.runtime import driver
+from ...engine.side import low_arguments, refuses_low, side_arguments, with_aligned_rows
+from ..codebook import close as codebook
+from ..klt import close as banded
 
 ROWS_PER_THREAD = 8
 STATUS_FIELDS = 6

@@ -16,12 +16,12 @@ import torch
 from ....errors import DataError
 from ....later import upload
 from ...types import AttendCall, Part, banded_sides, check_call, last_positions
-from ..dequantize import banded
-from ..dequantize.unpacker import Unpacker, refuses_layout
+from ..families.klt import unpack as banded
+from ..families.plain.unpack import Unpacker, refuses_layout
 from ..merge import merge_partials
-from ..side import refuses_low
 from .dense import attention
 from .kernel_choice import is_wide
+from .side import refuses_low
 
 MAX_ROWS = 1 << 16
 """Rows of scratch: 268 MB of keys and values at 8 kv heads of 128. Fewer make slices whose merging shows."""

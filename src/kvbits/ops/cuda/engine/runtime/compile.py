@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....errors import KernelError
+from .....errors import KernelError
 
-COMMON = Path(__file__).parent.parent / "shared"
-NUMBERS = Path(__file__).parents[2] / "numbers.h"
+ENGINE = Path(__file__).parent.parent
+FOLDERS = (ENGINE, ENGINE.parent / "families" / "plain", ENGINE.parents[1])
+"""Where headers are looked for that a kernel's own folder does not have."""
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--extra-device-vectorization")
 
 
@@ -53,7 +54,7 @@ class Binary:
 
 
 def compile_source(folder: Path, name: str, defines: Mapping[str, int | str], arch: str) -> Binary:
-    """Compile `folder / name` with its `#include`s (from `folder`, from `shared` and `ops/numbers.h`), or take it from the disk cache.
+    """Compile `folder / name` with its `#include`s (see `headers_of`), or take it from the disk cache.
 
     Args:
         defines: macros of this instantiation.
@@ -62,7 +63,7 @@ def compile_source(folder: Path, name: str, defines: Mapping[str, int | str], ar
     Raises:
         KernelError: NVRTC is missing or the source does not compile; the message holds the compiler's log.
     """
-    headers = {p.name: p.read_text() for p in (NUMBERS, *sorted(COMMON.glob("*.cuh")), *sorted(folder.glob("*.cuh")))}
+    headers = headers_of(folder, name)
     source = "".join(f"#define {k} {v}\n" for k, v in sorted(defines.items())) + (folder / name).read_text()
     options = [*OPTIONS, f"--gpu-architecture={arch}", "--ptxas-options=-v"]
     digest = hashlib.sha256(repr((version(), source, sorted(headers.items()), options)).encode()).hexdigest()[:32]
@@ -73,6 +74,26 @@ def compile_source(folder: Path, name: str, defines: Mapping[str, int | str], ar
     _keep(path.with_suffix(".log"), binary.log.encode())
     _keep(path.with_suffix(".cubin"), binary.cubin)
     return binary
+
+
+def headers_of(folder: Path, name: str) -> dict[str, str]:
+    """Text by name of every header that `folder / name` includes, itself or through others: from `folder`, else from `FOLDERS`.
+
+    Raises:
+        KernelError: no folder has a header.
+    """
+    found: dict[str, str] = {}
+    unread = [(folder / name).read_text()]
+    while unread:
+        for header in re.findall(r'^#include "([^"]+)"', unread.pop(), re.MULTILINE):
+            if header in found:
+                continue
+            path = next((f / header for f in (folder, *FOLDERS) if (f / header).exists()), None)
+            if path is None:
+                raise KernelError(f"{name} includes {header}, which neither {folder} nor the shared folders have")
+            found[header] = path.read_text()
+            unread.append(found[header])
+    return found
 
 
 def cache_folder() -> Path:

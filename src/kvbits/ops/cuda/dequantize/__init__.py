@@ -1,1 +1,0 @@
-"""Pages into 16-bit rows."""

@@ -1,0 +1,1 @@
+"""What every family of formats shares on a GPU: plans, work lists, the ring, merging, compiling and launching."""

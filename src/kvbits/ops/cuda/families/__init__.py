@@ -1,0 +1,1 @@
+"""Families of formats, a room each: their kernels, and what chooses and launches them. Above them stands `engine`, which knows none."""

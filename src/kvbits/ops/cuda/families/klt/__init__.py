@@ -1,0 +1,1 @@
+"""Banded integer codes, of keys in a basis."""
