@@ -22,4 +22,4 @@ def test_every_header_compiles_alone(tmp_path):
     sources = [tmp_path / f"{i}.cpp" for i in range(len(headers))]
     for source, header in zip(sources, headers, strict=True):
         source.write_text(f'#include "{header}"\n')
-    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-Wno-psabi", *map(str, sources)], check=True)
+    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-Wno-psabi", f"-I{CSRC}", *map(str, sources)], check=True)

@@ -5,10 +5,10 @@
 #include <new>
 #include <vector>
 
-#include "dispatch.h"
+#include "engine/dispatch.h"
 #include "kernels.h"
 #include "matrix.h"
-#include "pool.h"
+#include "engine/pool.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#include "vec/vec.h"
+#include "engine/vec/vec.h"
 
 namespace {
 

@@ -1,0 +1,285 @@
+// What attention to a part of plain pages and to one of codebook pages share: the walk over pages and blocks of tokens, and the steps from scores to
+// outputs. The part.h of each family says what a page and a block bring.
+#pragma once
+#include <stdint.h>
+
+#include "engine/store.h"
+#include "families/klt/basis.h"
+#include "families/klt/keys.h"
+#include "families/plain/kernels.h"
+#include "kvbits_cpu.h"
+#include "plan.h"
+#include "softmax.h"
+#include "state.h"
+#include "tensor.h"
+
+namespace {
+
+// Pages of one format, for one kv head, and the rows that attend to them.
+struct Part {
+  const kvbits_attend_call& call;
+  const kvbits_part& pages;
+  int kv_head, num_chunks;
+  Tensor key, value;
+  Chunk* chunks;
+  Block& block;
+  Angles& angles;
+  BandPieces& pieces;  // of banded keys
+  int64_t frame;       // whose queries are in `folded` (banded keys); -1 for none
+  int64_t first_frame;  // of those whose queries are in `in_basis`
+  int frames;           // how many
+  int64_t last_start;  // of the last page
+  bool value_bias;     // of the current page, per channel
+};
+
+// Entries of the page table that an item reads of the part.
+struct Entries {
+  int64_t first, end;
+  const uint8_t* after;  // the page that the thread reads afterwards, or null
+  float* page_lse;       // of the part's first entry, or null
+};
+
+// The form in which the key kernel wants q: integers for integer codes, channel scales folded in where there are any.
+static void prepare_query(Chunk& c, const Tensor& key, const float* channel_scale, int head_dim) {
+  const float* from = c.q[0];
+  if (key.channel_scales) {
+    fold_channels(c, channel_scale, head_dim);
+    from = c.folded[0];
+  }
+  if (key.split)
+    for (int h = 0; h < c.rows; h++) {
+      __builtin_memcpy(c.folded[h], c.q[h], head_dim * sizeof(float));
+      split_order(c.folded[h], head_dim, false);
+    }
+  if (!key.integer) return;
+  if (is_wide(key.format)) quantize_query<true>(c, from, key.groups, key.group_channels, key.dot_zero);
+  else quantize_query<false>(c, from, key.groups, key.group_channels, key.dot_zero);
+}
+
+// Queries with the channel scales folded in, and what the channel biases add to their scores.
+static void fold_key_channels(Part& p, Chunk& c, bool scales, bool biases) {
+  const int head_dim = p.call.head_dim;
+  if (scales && !p.key.decoded) prepare_query(c, p.key, p.block.k_channel, head_dim);
+  for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
+  if (biases && !p.key.decoded) add_query_bias(c, p.key.banded ? c.folded[0] : c.q[0], p.block.k_channel_bias, head_dim);
+}
+
+// Queries in the basis of banded keys where a page's frame is another one than the page's before it.
+static void enter_basis(Part& p, int64_t start) {
+  const kvbits_tensor& key = *p.key.t;
+  const int64_t frame = key.inv_freq ? start / FRAME * FRAME : 0;
+  if (!p.key.banded || frame == p.frame) return;
+  const int head_dim = p.call.head_dim;
+  if (p.frames == 0 || frame < p.first_frame || frame >= p.first_frame + p.frames * FRAME) {
+    p.first_frame = frame;
+    p.frames = frames_at_once(p.chunks[0].rows, head_dim, key.from_basis && p.last_start > frame ? (p.last_start - frame) / FRAME + 1 : 1);
+    for (int i = 0; i < p.num_chunks; i++) queries_in_basis(p.chunks[i], key, p.angles, p.kv_head, head_dim, frame, p.frames);
+  }
+  for (int i = 0; i < p.num_chunks; i++) {
+    Chunk& c = p.chunks[i];
+    const int width = round_up(head_dim, 16);
+    const float* rows = c.in_basis + (frame - p.first_frame) / FRAME * c.rows * width;
+    for (int h = 0; h < c.rows; h++) __builtin_memcpy(c.folded[h], rows + h * width, width * sizeof(float));
+    quantize_by_band(c, key, p.pieces, head_dim);
+  }
+  p.frame = frame;
+}
+
+// From scores to what the value kernel multiplies with.
+static void weigh_chunk(Chunk& c, Block& b, const Tensor& value, bool value_bias) {
+  if (!value.integer) softmax_rows<5>(c, b);
+  else if (is_wide(value.format)) softmax_rows<4>(c, b);
+  else softmax_rows<3>(c, b);
+  if (value_bias) sum_probabilities(c, b);
+  if (!value.integer) {
+    if (value.token_bias) add_token_biases(c, b, value.groups);
+    scale_probabilities(c, b, value.groups, value.token_scales || value.stretched);
+  } else if (is_wide(value.format)) {
+    if (value.token_scales) quantize_probabilities<true, true>(c, b, value.groups, value.token_bias, value.dot_zero);
+    else quantize_probabilities<true, false>(c, b, 1, false, value.dot_zero);
+  } else {
+    if (value.token_scales || value.stretched) quantize_probabilities<false, true>(c, b, value.groups, value.token_bias, value.dot_zero);
+    else quantize_probabilities<false, false>(c, b, 1, false, value.dot_zero);
+  }
+}
+
+static void fetch_range(const uint8_t* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) fetch(p + i);
+}
+
+// Where the scales, biases, outliers of a head struct begin.
+static int64_t first_param(const kvbits_store& store) {
+  int64_t first = store.head_bytes;
+  for (int side = 0; side < 2; side++) {
+    const kvbits_tensor& t = side ? store.value : store.key;
+    const int32_t offsets[4] = {t.scale_offset, t.mean_offset, t.stretch_offset, t.num_outliers ? t.outlier_index_offset : -1};
+    for (int i = 0; i < 4; i++)
+      if (offsets[i] >= 0 && offsets[i] < first) first = offsets[i];
+  }
+  return first;
+}
+
+// Which of the block's n tokens, from `position` on, each row sees. False when no row sees any.
+static bool visible_tokens(const Chunk& c, int64_t window, int64_t position, int n, int* first, int* end) {
+  bool any = false;
+  for (int h = 0; h < c.rows; h++) {
+    const int64_t q = c.position[h];
+    const int64_t lo = window ? q - window + 1 - position : 0, hi = q + 1 - position;
+    first[h] = lo < 0 ? 0 : lo > n ? n : (int)lo;
+    end[h] = hi < 0 ? 0 : hi > n ? n : (int)hi;
+    any |= first[h] < end[h];
+  }
+  return any;
+}
+
+// Scores of n tokens from `token` on, as the page stores their keys.
+static void plain_scores(const Part& p, Chunk& c, const PageView& at, int token, int n) {
+  const Tensor& key = p.key;
+  const Block& b = p.block;
+  const int raw_row = key.head_dim * dtype_bytes(key.t->raw_dtype);
+  KeyArgs k = {};
+  for (int i = 0; i < 2; i++) {
+    k.row_bytes[i] = key.row_bytes[i];
+    k.plane[i] = at.page + key.t->plane_offset[i] + (int64_t)token * (key.raw ? raw_row : key.row_bytes[i]);
+  }
+  k.head_dim = key.head_dim;
+  k.tokens = n;
+  k.groups = key.groups;
+  k.group_channels = key.group_channels;
+  k.scale = key.token_scales ? b.k_scale[0] : nullptr;
+  k.bias = key.token_bias ? b.k_bias[0] : nullptr;
+  k.q = key.channel_scales || key.split ? c.folded[0] : c.q[0];
+  k.chunk = &c;
+  k.s = p.block.s[0];
+  k.ahead = at.ahead;
+  k.page = at.page;
+  k.first_tile = token / TILE;
+  k.pieces = &p.pieces;
+  if (key.format == NESTED) k.low = at.low + key.low_offset - (at.page + key.t->plane_offset[0]), k.low_ahead = at.low_ahead;
+  (key.raw ? plain_kernels.raw_key[key.split ? BF16_SPLIT : key.t->raw_dtype] : plain_kernels.key[key.format]).of[c.rows - 1](k);
+}
+
+static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int token, int n) {
+  const Tensor& value = p.value;
+  const int raw_row = value.head_dim * dtype_bytes(value.t->raw_dtype);
+  ValueArgs v = {};
+  for (int i = 0; i < 2; i++) {
+    v.row_bytes[i] = value.row_bytes[i];
+    v.plane[i] = at.page + value.t->plane_offset[i] + (value.raw ? (int64_t)token * raw_row : 0);
+  }
+  v.head_dim = value.head_dim;
+  v.tokens = n;
+  v.page_size = p.pages.store->page_size;
+  v.first_token = token;
+  v.groups = value.groups;
+  v.group_channels = value.group_channels;
+  v.channel_scale = value.channel_scales ? p.block.v_channel : nullptr;
+  v.block = &p.block;
+  v.chunk = &c;
+  v.ahead = at.ahead;
+  if (value.format == NESTED) v.low = at.low + value.low_offset - (at.page + value.t->plane_offset[0]), v.low_ahead = at.low_ahead;
+  return v;
+}
+
+static void plain_outputs(const Tensor& value, Chunk& c, const ValueArgs& v) {
+  (value.raw ? plain_kernels.raw_value[value.split ? BF16_SPLIT : value.t->raw_dtype] : plain_kernels.value[value.format]).of[c.rows - 1](v);
+}
+
+// What channels' zero points and biases add to the outputs.
+static void settle_channels(const Part& p, Chunk& c) {
+  const Block& b = p.block;
+  const int head_dim = p.call.head_dim;
+  if (p.value.channel_scales && p.value.integer && !p.value.decoded)
+    for (int h = 0; h < c.rows; h++)
+      for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel + i) * b.p_zero[h]);
+  if (p.value_bias)
+    for (int h = 0; h < c.rows; h++)
+      for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel_bias + i) * b.p_sum[h]);
+}
+
+// Log-sum-exp of one page alone, for the rows that see any of it; a page may come in several blocks.
+static void add_page_lse(const Chunk& c, const Block& b, float* to, const int* first, const int* end) {
+  for (int h = 0; h < c.rows; h++) {
+    if (first[h] >= end[h]) continue;
+    vf total = vf{};
+    for (int t = 0; t < BLOCK; t += VL) total += load(b.s[h] + t);
+    const float x = (c.m[h] + __builtin_log2f(sum(total))) * 0.69314718056f, y = to[c.out_row[h]], top = x > y ? x : y;
+    to[c.out_row[h]] = y > -__builtin_inff() ? top + __builtin_logf(__builtin_expf(x - top) + __builtin_expf(y - top)) : x;
+  }
+}
+
+// One block of tokens for one chunk of rows.
+template <class Path>
+static void attend_block(Path& path, Chunk& c, const PageView& at, int token, int n, int64_t position) {
+  const Part& p = path.part;
+  Block& b = p.block;
+  int first[ROWS], end[ROWS];
+  if (!visible_tokens(c, p.call.sliding_window, position, n, first, end)) return;
+  path.scores(c, at, token, n);
+  mask_scores(c, b, first, end, p.call.softcap, p.call.head_dim, p.value.token_scales ? p.value.groups : 0);
+  weigh_chunk(c, b, p.value, p.value_bias);
+  if (at.page_lse) add_page_lse(c, b, at.page_lse, first, end);
+  path.outputs(c, at, token, n);
+  settle_channels(p, c);
+}
+
+// Settles what the groups' channels share, at the end of a part.
+static void fold_corrections(Chunk& c, const Tensor& value) {
+  for (int g = 0; g < value.groups; g++)
+    for (int h = 0; h < c.rows; h++) {
+      const float add = sum(load(c.corr[g][h]));
+      for (int i = 0; i < value.group_channels; i++) c.acc[h][g * value.group_channels + i] += add;
+    }
+}
+
+// Pages small enough to be over before the next one has come from memory are fetched several ahead.
+constexpr int64_t FETCH_AHEAD_BYTES = 8192;
+
+// Oldest and newest position of the rows that are no padding.
+static void row_positions(const Part& p, int64_t& oldest, int64_t& newest) {
+  newest = -1, oldest = INT64_MAX;
+  for (int i = 0; i < p.num_chunks; i++)
+    for (int h = 0; h < p.chunks[i].rows; h++) {
+      const int64_t q = p.chunks[i].position[h];
+      if (q < 0) continue;
+      if (q > newest) newest = q;
+      if (q < oldest) oldest = q;
+    }
+}
+
+// All visible pages of a part. `path` brings its `part`, begin_page, begin_block, scores and outputs.
+template <class Path>
+static void attend_pages(Path& path, const Entries& entries) {
+  const Part& p = path.part;
+  const kvbits_store& store = *p.pages.store;
+  const kvbits_table& table = *p.pages.table;
+  auto page_of = [&](int64_t e) { return page_address(&store, table.page_ids[e]) + p.kv_head * store.head_bytes; };
+  auto low_page = [&](int64_t e) { return page_address(p.pages.low, p.pages.low_ids[e]) + p.kv_head * p.pages.low->head_bytes; };
+  const int64_t lookahead = store.head_bytes >= FETCH_AHEAD_BYTES ? 1 : (FETCH_AHEAD_BYTES + store.head_bytes - 1) / store.head_bytes;
+  const int64_t window = p.call.sliding_window, rows = (int64_t)p.call.num_tokens * p.call.num_heads;
+  int64_t oldest, newest;
+  row_positions(p, oldest, newest);
+  for (int64_t e = entries.first; e < entries.end; e++) {
+    const int64_t start = table.starts[e];
+    const int length = table.lengths[e];
+    if (start > newest || (window && start + length <= oldest - window + 1)) continue;
+    const uint8_t* page = page_of(e);
+    const uint8_t* coming = e + lookahead < entries.end ? page_of(e + lookahead) : entries.after ? entries.after : page;
+    PageView at = {page, p.pages.low ? low_page(e) : nullptr, coming - page, 0, entries.page_lse ? entries.page_lse + e * rows : nullptr};
+    if (at.low && e + lookahead < entries.end) at.low_ahead = low_page(e + lookahead) - at.low;
+    path.begin_page(at, start);
+    for (int token = 0; token < length; token += BLOCK) {
+      const int n = length - token < BLOCK ? length - token : BLOCK;
+      path.begin_block(at, token, n);
+      PageView of_chunk = at;
+      for (int i = 0; i < p.num_chunks; i++) {
+        attend_block(path, p.chunks[i], of_chunk, token, n, start + token);
+        of_chunk.ahead = of_chunk.low_ahead = 0;  // only the first chunk fetches ahead: the others read the same bytes again
+      }
+    }
+  }
+  if (p.value.token_scales && (p.value.integer || p.value.token_bias))
+    for (int i = 0; i < p.num_chunks; i++) fold_corrections(p.chunks[i], p.value);
+}
+
+}  // namespace

@@ -1,0 +1,41 @@
+// What the planner (attend.cpp) hands to a tier: a list of independent work items over one call.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kvbits_cpu.h"
+
+// Rows of one item are the query heads of one kv head for a run of tokens: row = token * group + head in group.
+struct AttendItem {
+  int32_t sequence, kv_head;
+  int32_t first_row, num_rows;
+  int64_t first_entry, end_entry;  // into the sequence's entries of all parts, one after the other
+  int64_t partial;                 // row index into the partial results; -1: this item is the whole answer
+};
+
+struct AttendPlan {
+  const kvbits_attend_call* call;
+  float* partial;  // [rows][partial_stride(head_dim)]: unnormalised output, then maximum (log2), then sum
+};
+
+constexpr int MAX_QUERY_GROUP = 64;
+// Query rows that share one pass over the pages: their state (1 to 3 KB each) stays in the L2 cache.
+constexpr int ITEM_ROWS = 64;
+
+static inline int64_t partial_stride(int head_dim) { return (head_dim + 2 + 15) / 16 * 16; }
+
+struct PageKernels;
+
+// One tier: the entry points that its file fills in.
+struct TierKernels {
+  const char* name;
+  size_t scratch_bytes;
+  // `next` is the item this thread will run afterwards (its first page is fetched early), or null.
+  void (*attend_item)(const AttendPlan* plan, const AttendItem* item, const AttendItem* next, void* scratch);
+  const PageKernels* pages;
+};
+
+const TierKernels* tier_generic();
+const TierKernels* tier_avx2();
+const TierKernels* tier_avx512();
+const TierKernels* tier_neon();

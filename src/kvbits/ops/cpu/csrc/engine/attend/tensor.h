@@ -1,0 +1,151 @@
+// How pages store keys or values, as their kernels see it, and the scales of a page or of some of its tokens.
+#pragma once
+#include <stdint.h>
+
+#include "dots.h"
+#include "dots_float.h"
+#include "kvbits_cpu.h"
+#include "state.h"
+
+namespace {
+
+// How the current part stores one tensor, for one kv head.
+struct Tensor {
+  const kvbits_tensor* t;
+  int head_dim;
+  int format;              // t->format, or NESTED with a low plane
+  bool raw, split;         // split: raw bf16 read in split order (dots_float.h)
+  bool decoded;            // looked up in a codebook, or keys that are turned: families/codebook
+  bool banded;             // codes' widths go by band: keys in families/klt/keys.h, values as integers of their one width
+  bool stretched;          // its scales are multiplied with a factor per token
+  bool integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
+  bool token_scales, token_bias;
+  int groups, group_channels, row_bytes[2];
+  float zero;      // middle of the code range
+  float dot_zero;  // what of it the dot products leave to be settled
+  float unit;      // of the code in scales: 1, a 15th for NESTED, a step of small floats, that of the level bytes for codebooks
+  int64_t low_offset;  // of NESTED: of the plane in the low page's struct
+};
+
+// A page that is read, and one that is fetched into L2 meanwhile.
+struct PageView {
+  const uint8_t *page, *low;  // the head structs; low is null without low planes
+  int64_t ahead, low_ahead;   // to those of the page to come
+  float* page_lse;            // of this page, or null
+};
+
+// Reordering q and the outputs pays from a few pages on.
+constexpr int64_t MIN_SPLIT_PAGES = 4;
+
+static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
+  Tensor d = {};
+  d.t = &t;
+  d.head_dim = head_dim;
+  d.raw = t.format == FORMAT_RAW;
+  d.split = d.raw && t.raw_dtype == BFLOAT16 && head_dim % (2 * VL) == 0 && pages >= MIN_SPLIT_PAGES;
+  const bool nested = low && low->format != FORMAT_RAW;
+  d.format = nested ? NESTED : t.format;
+  d.low_offset = nested ? low->plane_offset[0] : 0;
+  d.banded = t.format == FORMAT_BANDED;
+  d.decoded = t.codebook || t.turns;
+  d.stretched = t.stretch_offset >= 0;
+  d.integer = has_int_dots(t.format) && !d.decoded;
+  d.unit = nested ? 1.0f / LOW_LEVELS : d.decoded ? 1.0f : step_size(t.format);
+  const bool is_static = t.static_scale != nullptr;
+  d.channel_scales = !d.raw && (t.per_channel || is_static);
+  d.page_channels = d.channel_scales && !is_static;
+  d.token_scales = !d.raw && !d.channel_scales;
+  d.token_bias = d.token_scales && t.bias_offset >= 0;
+  d.group_channels = d.token_scales ? t.group_size : head_dim;
+  d.groups = head_dim / d.group_channels;
+  d.zero = is_int(t.format) ? int_zero(t.format) * (nested ? LOW_LEVELS : 1.0f) : 0.0f;
+  const float middle = nested ? 128.0f : is_looked_up(t.format) ? (float)most_steps(t.format) : d.zero;  // 15 * 8 + 8: the low plane brings its own
+  d.dot_zero = is_wide(d.format) && DOTS_CENTER_INT8 ? 0.0f : middle;
+  for (int i = 0; i < 2; i++) d.row_bytes[i] = d.raw ? 0 : row_bytes_of(head_dim, plane_bits(t.format, i));
+  return d;
+}
+
+// Banded values have one width: they are integers around the middle between two codes.
+static Tensor describe_banded_values(const kvbits_tensor& t, int head_dim, int64_t pages) {
+  kvbits_tensor as_integers = t;
+  as_integers.format = integers_of_bits(t.bands[0]);
+  Tensor d = describe(as_integers, nullptr, head_dim, pages);
+  d.t = &t;
+  d.banded = true;
+  d.zero = d.dot_zero = 0.5f * (float)((1 << t.bands[0]) - 1);
+  return d;
+}
+
+static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
+  Tensor d = t.format == FORMAT_BANDED ? describe_banded_values(t, head_dim, pages) : describe(t, low, head_dim, pages);
+  if (is_looked_up(d.format)) d.dot_zero = 0.0f;
+  else if (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4) d.dot_zero -= int_zero(FORMAT_INT4);
+  return d;
+}
+
+// Type of means: those beside 8-bit scales are float16.
+INLINE int mean_dtype(const kvbits_tensor& t) { return t.scale_dtype == FLOAT8_E5M3 ? (int)FLOAT16 : t.scale_dtype; }
+
+// Per-channel scale and bias (the bias around the middle of the code range; the mean is part of it).
+// Returns whether there is any bias.
+static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, int head_dim, float* scale, float* bias) {
+  const kvbits_tensor& t = *d.t;
+  bool any = false;
+  if (d.channel_scales) {
+    if (d.page_channels) widen(scale, page + t.scale_offset, head_dim, t.scale_dtype);
+    else widen_as<FLOAT32>(scale, t.static_scale + (int64_t)kv_head * head_dim, head_dim);
+    if (d.unit != 1.0f)
+      for (int i = 0; i < head_dim; i += VL) store(scale + i, load(scale + i) * d.unit);
+    const bool page_bias = t.bias_offset >= 0;
+    if (page_bias || t.static_bias) {
+      if (page_bias) widen(bias, page + t.bias_offset, head_dim, t.scale_dtype);
+      else widen_as<FLOAT32>(bias, t.static_bias + (int64_t)kv_head * head_dim, head_dim);
+      for (int i = 0; i < head_dim; i += VL) store(bias + i, load(bias + i) + load(scale + i) * d.zero);
+      any = true;
+    }
+  }
+  if (t.mean_offset >= 0) {
+    alignas(64) float mean[ROW_STRIDE];
+    widen(any ? mean : bias, page + t.mean_offset, head_dim, mean_dtype(t));
+    if (any)
+      for (int i = 0; i < head_dim; i += VL) store(bias + i, load(bias + i) + load(mean + i));
+    any = true;
+  }
+  return any;
+}
+
+// Parameters of `n` tokens, fp32. Lanes past n are 0: a page may hold anything there. The lines that follow in the page
+// `ahead` bytes on are fetched: a missing line of scales stalls a page as long as a missing line of codes.
+static void widen_params(float* to, const uint8_t* from, int n, int dtype, int64_t ahead) {
+  const int bytes = n * dtype_bytes(dtype);
+  for (int i = 0; i < bytes; i += 64) fetch(from + i + ahead);
+  if (dtype == FLOAT16 && n == BLOCK) {
+    for (int i = 0; i < BLOCK; i += VL) store(to + i, from_fp16((const uint16_t*)from + i));
+    return;
+  }
+  widen(to, from, n, dtype);
+  for (int i = round_up(n, VL); i < BLOCK; i += VL) store(to + i, vf{});
+}
+
+static void token_params(const Tensor& d, const uint8_t* page, int page_size, int token, int n, int64_t ahead, float (*scale)[BLOCK], float (*bias)[BLOCK]) {
+  const kvbits_tensor& t = *d.t;
+  const int size = dtype_bytes(t.scale_dtype);
+  float unit = d.unit;
+  if (t.page_scale_offset >= 0) unit *= *(const float*)(page + t.page_scale_offset);
+  for (int g = 0; g < d.groups; g++) {
+    const int64_t at = ((int64_t)g * page_size + token) * size;
+    widen_params(scale[g], page + t.scale_offset + at, n, t.scale_dtype, ahead);
+    if (unit != 1.0f)
+      for (int i = 0; i < BLOCK; i += VL) store(scale[g] + i, load(scale[g] + i) * unit);
+    if (!d.token_bias) continue;
+    widen_params(bias[g], page + t.bias_offset + at, n, t.scale_dtype, ahead);
+    for (int i = 0; i < BLOCK; i += VL) store(bias[g] + i, load(bias[g] + i) + load(scale[g] + i) * d.zero);
+  }
+}
+
+// Stretches of `n` tokens from `token` on, 0 behind them.
+static void token_factors(const kvbits_tensor& t, const uint8_t* page, int token, int n, float* to) {
+  widen_params(to, page + t.stretch_offset + (int64_t)token * dtype_bytes(t.scale_dtype), n, t.scale_dtype, 0);
+}
+
+}  // namespace

@@ -1,0 +1,11 @@
+// Page closing and checksums of the avx2 tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
+#define KVBITS_AVX2
+#include "engine/blob/checksum.h"
+#include "families/close.h"
+#include "families/plain/store_tokens.h"
+#include "plan.h"
+
+const PageKernels* pages_avx2() {
+  static const PageKernels kernels = {close_scratch_bytes, close_item, store_item, checksums};
+  return &kernels;
+}

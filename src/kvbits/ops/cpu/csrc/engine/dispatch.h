@@ -1,0 +1,29 @@
+// Which tier runs, and the errors of the C ABI.
+#pragma once
+#include <stdint.h>
+
+#include "engine/attend/plan.h"
+#include "kvbits_cpu.h"
+
+enum Error {
+  KVBITS_BAD_FORMAT = 1,
+  KVBITS_BAD_PAGE_SIZE,
+  KVBITS_BAD_GROUP,
+  KVBITS_BAD_HEAD_DIM,
+  KVBITS_BAD_HEADS,
+  KVBITS_BAD_TABLE,
+  KVBITS_BAD_PAGE_ID,
+  KVBITS_BAD_LENGTH,
+  KVBITS_BAD_LOW,
+  KVBITS_NO_TIER,
+  KVBITS_NO_MEMORY,
+  KVBITS_BAD_OUTLIERS,
+  KVBITS_BAD_RUN,
+  KVBITS_BAD_BANDS,
+};
+
+const TierKernels* active_tier();
+
+// 0, or what is wrong with the formats of a store.
+int32_t check_store(const kvbits_store& store, int head_dim);
+int64_t num_pages(const kvbits_store& store);

@@ -1,0 +1,66 @@
+// Number formats and stored order, as docs/formats.md has them.
+#pragma once
+#include "engine/vec/vec.h"
+#include "kvbits_cpu.h"
+
+namespace {
+
+constexpr int TILE = 16;  // tokens interleaved in a key tile
+
+// Codes lie in bit planes, high bits first. Codes of 4 bits and a low plane of 4 bits in another page are one 8-bit code around 128,
+// 15 * high + low; its scale is a 15th.
+constexpr int NESTED = NUM_FORMATS;
+constexpr float LOW_LEVELS = 15.0f;
+constexpr NumberFormat codes_of(int format) { return number_format(format == NESTED ? FORMAT_INT4 : format); }
+constexpr bool is_int(int format) { return codes_of(format).levels == INTEGER && format != NESTED; }
+constexpr bool is_codebook(int format) { return codes_of(format).levels == CODEBOOK; }
+constexpr bool is_banded(int format) { return codes_of(format).levels == BANDED; }
+constexpr bool is_float(int format) { return codes_of(format).exponent_bits > 0; }
+constexpr int code_bits(int format) { return codes_of(format).bits0 + codes_of(format).bits1; }
+constexpr int num_planes(int format) { return codes_of(format).bits1 ? 2 : 1; }
+constexpr int plane_bits(int format, int plane) { return plane ? codes_of(format).bits1 : codes_of(format).bits0; }
+constexpr int exponent_bias(int format) { return (1 << codes_of(format).exponent_bits) / 2 - 1; }
+
+// Floats of at most 4 bits count in whole steps, the smallest of them. Their codes enter integer dot products by way of a table of 16 bytes.
+constexpr bool is_looked_up(int format) { return is_float(format) && code_bits(format) <= 4; }
+constexpr bool has_int_dots(int format) { return is_int(format) || is_looked_up(format) || format == NESTED; }
+constexpr int exponent_of(int format, int code) { return (code & ((1 << (code_bits(format) - 1)) - 1)) >> codes_of(format).mantissa_bits; }
+constexpr int steps_of(int format, int code) {
+  const int bits = codes_of(format).mantissa_bits, exponent = exponent_of(format, code), fraction = (code & ((1 << bits) - 1)) | (exponent ? 1 << bits : 0);
+  const int steps = fraction << (exponent ? exponent - 1 : 0);
+  return code >> (code_bits(format) - 1) ? -steps : steps;
+}
+constexpr int most_steps(int format) { return steps_of(format, (1 << (code_bits(format) - 1)) - 1); }
+// Size of a step: 2^(1 - bias - mantissa bits).
+constexpr float step_size(int format) { return is_looked_up(format) ? 2.0f / (float)(1 << (exponent_bias(format) + codes_of(format).mantissa_bits)) : 1.0f; }
+// The largest byte that a field of `bits` bits becomes. Keys' tables are steps + most_steps, which is never negative, values' the steps.
+constexpr int largest_key(int format, int bits) { return is_looked_up(format) ? 2 * most_steps(format) : (1 << bits) - 1; }
+constexpr int largest_value(int format, int bits) { return is_looked_up(format) ? most_steps(format) : (1 << bits) - 1; }
+
+struct StepTable {
+  alignas(16) int8_t at[16];
+};
+constexpr StepTable make_steps(int format, int zero) {
+  StepTable t = {};
+  if (is_looked_up(format))
+    for (int code = 0; code < 1 << code_bits(format); code++) t.at[code] = (int8_t)(steps_of(format, code) + zero);
+  return t;
+}
+template <int FMT>
+constexpr StepTable key_steps = make_steps(FMT, is_looked_up(FMT) ? most_steps(FMT) : 0);
+template <int FMT>
+constexpr StepTable value_steps = make_steps(FMT, 0);
+
+// Plain integers of a width that banded values have, -1 where there are none of 2 to 4 bits.
+constexpr int integers_of_bits(int bits) { return bits == 2 ? FORMAT_INT2 : bits == 3 ? FORMAT_INT3 : bits == 4 ? FORMAT_INT4 : -1; }
+
+INLINE float float_bits(int bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, 4);
+  return x;
+}
+INLINE int round_up(int n, int m) { return (n + m - 1) / m * m; }
+INLINE int row_bytes_of(int head_dim, int bits) { return (head_dim * bits + 31) / 32 * 4; }
+INLINE float int_zero(int format) { return (float)(1 << (code_bits(format) - 1)); }  // the middle of the code range
+
+}  // namespace

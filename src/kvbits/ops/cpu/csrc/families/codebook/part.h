@@ -1,0 +1,244 @@
+// Attention to a part with what KVQuant adds (arXiv:2401.18079) to its keys or values: codes that number the entries of a codebook, keys stored before the
+// rotary embedding, a stretch per token, listed outliers. What of it is as in plain pages is read by their kernels.
+#pragma once
+#include <stdint.h>
+
+#include "engine/attend/angles.h"
+#include "engine/attend/part.h"
+#include "key_pairs.h"
+#include "keys.h"
+#include "outliers.h"
+#include "values.h"
+
+namespace {
+
+INLINE bool adds_to_plain(const Tensor& d) { return d.decoded || d.stretched || d.t->num_outliers; }
+
+typedef void (*TileKernel)(const Decoded&, const Nibbles&, const float* turns, int head_dim, const float* q, float* s);
+typedef void (*CodebookValueKernel)(const ValueArgs&, Decoded&, int format);
+
+struct CodebookKernels {
+  ByRows<TileKernel> tile[NIBBLES + 1][2];  // [source][turned]
+  ByRows<CodebookValueKernel> value[2];  // [levels as bytes]
+};
+
+constexpr CodebookKernels codebook_kernels_by_source() {
+  CodebookKernels k = {};
+#define TILES(source, turned) \
+  k.tile[source][turned] = {{key_tile<source, turned, 1>, key_tile<source, turned, 2>, key_tile<source, turned, 3>, key_tile<source, turned, 4>, \
+                             key_tile<source, turned, 5>, key_tile<source, turned, 6>, key_tile<source, turned, 7>, key_tile<source, turned, 8>}, true}
+  TILES(DECODED, false);
+  TILES(DECODED, true);
+  TILES(UNPACKED, false);
+  TILES(UNPACKED, true);
+  TILES(NIBBLES, false);
+  TILES(NIBBLES, true);
+#undef TILES
+#define VALUES(f) {{f<1>, f<2>, f<3>, f<4>, f<5>, f<6>, f<7>, f<8>}, true}
+  k.value[0] = VALUES(value_float_levels);
+  k.value[1] = VALUES(value_byte_levels);
+#undef VALUES
+  return k;
+}
+
+constexpr CodebookKernels codebook_kernels = codebook_kernels_by_source();
+static_assert(codebook_kernels.tile[DECODED][0].there && codebook_kernels.tile[DECODED][1].there, "decoded keys have no kernel");
+static_assert(codebook_kernels.tile[UNPACKED][0].there && codebook_kernels.tile[UNPACKED][1].there, "unpacked codes of keys have no kernel");
+static_assert(codebook_kernels.tile[NIBBLES][0].there && codebook_kernels.tile[NIBBLES][1].there, "keys in nibbles have no kernel");
+
+static void load_stretch(Decoded& w, const kvbits_tensor& t, const uint8_t* page, int token, int n) {
+  token_factors(t, page, token, n, w.factor);
+  for (int i = 0; i < BLOCK / TILE; i++) {
+    vi other = vi{};
+    for (int k = i * TILE; k < (i + 1) * TILE; k += VL) other |= load(w.factor + k) != splat(1.0f);
+    w.stretched[i] = any(other);
+  }
+}
+
+struct CodebookPart {
+  Part& part;
+  Decoded& w;
+  KeyPairs* pairs;       // of keys that are read so, or null
+  float longest_pair;    // of all queries
+  bool float_outliers;   // of the current page: its key outliers meet fp32 queries although `pairs` is there
+  bool fetches;          // the coming page's scales, biases and outliers when a page begins
+  int64_t params;        // where they begin in a head struct
+  int params_per_tile;   // their bytes, in whole lines, that a tile fetches of the page to come
+
+  // What the whole part shares. Channel scales and biases are 1 and 0 where the format has none.
+  void begin_decoding() {
+    Part& p = part;
+    Block& b = p.block;
+    const kvbits_tensor &key = *p.key.t, &value = *p.value.t;
+    if (p.key.decoded) {
+      if (code_bits(key.format) < 8) fill_levels(w.levels, key, p.kv_head);
+      for (int i = 0; i < p.call.head_dim; i += VL) {
+        store(b.k_channel + i, splat(1.0f));
+        store(b.k_channel_bias + i, vf{});
+      }
+      for (int i = 0; i < BLOCK; i += VL) store(w.ones + i, splat(1.0f));
+    }
+    if (p.value.decoded && p.value.token_scales && LEVEL_LIMIT > 0) {
+      p.value.integer = true;
+      level_bytes(value, p.kv_head, LEVEL_LIMIT, w.level_bytes, p.value.unit, p.value.dot_zero);
+      fill_nibble_bytes(w, code_bits(value.format));
+    } else if (p.value.decoded) {
+      fill_levels(w.value_levels, value, p.kv_head);
+    }
+  }
+
+  void fill_channels() {
+    const Block& b = part.block;
+    const int head_dim = part.call.head_dim;
+    if (pairs) fill_pairs(*pairs, b.k_channel, b.k_channel_bias, head_dim);
+    else if (part.key.decoded && code_bits(part.key.t->format) < 8) fill_tables(w, b.k_channel, b.k_channel_bias, head_dim);
+  }
+
+  void begin(KeyPairs& space) {
+    Part& p = part;
+    const kvbits_store& store = *p.pages.store;
+    const kvbits_tensor& key = *p.key.t;
+    const int head_dim = p.call.head_dim;
+    begin_decoding();
+    params = first_param(store);
+    params_per_tile = store.page_size >= TILE ? round_up((int)((store.head_bytes - params) / (store.page_size / TILE)), 64) : 64;
+    fetches = !p.key.decoded && (p.key.page_channels || p.value.page_channels || key.mean_offset >= 0 || key.num_outliers || p.value.t->num_outliers);
+    const bool static_key = p.key.channel_scales && !p.key.page_channels;
+    const bool biases = static_key && channel_params(p.key, nullptr, p.kv_head, head_dim, p.block.k_channel, p.block.k_channel_bias);
+    pairs = p.key.format != NESTED && pairs_usable(key, p.key.row_bytes, store.page_size, head_dim) ? &space : nullptr;
+    if (pairs) {
+      fill_turns(*pairs, key.turns, store.page_size, head_dim / 2);
+      fill_pair_levels(*pairs, w.levels, code_bits(key.format), head_dim);
+    }
+    fill_channels();
+    for (int i = 0; i < p.num_chunks; i++) begin_chunk(p.chunks[i], biases);
+  }
+
+  void begin_chunk(Chunk& c, bool biases) {
+    Part& p = part;
+    const kvbits_tensor& key = *p.key.t;
+    const int head_dim = p.call.head_dim;
+    if (p.value.token_scales) __builtin_memset(c.corr, 0, sizeof(c.corr[0]) * p.value.groups);
+    fold_key_channels(p, c, !p.key.page_channels, biases);
+    if (key.num_outliers && !key.turns) BY_ROWS(c, query_columns, c, false, head_dim);
+    if (pairs) longest_pair = __builtin_fmaxf(longest_pair, measure_pairs(c, head_dim));
+    c.value_outliers = p.value.t->num_outliers;
+    if (c.value_outliers) __builtin_memset(c.acc_columns, 0, sizeof(float) * (c.rows <= 4 ? 4 : 8) * round_up(head_dim, 16));
+  }
+
+  // Queries turned back to the page's start.
+  void turn_queries(const uint8_t* page, int64_t start) {
+    const kvbits_store& store = *part.pages.store;
+    const kvbits_tensor& key = *part.key.t;
+    const int head_dim = part.call.head_dim;
+    move_to(part.angles, key.inv_freq, start, store.page_size, head_dim / 2);
+    // Integer queries lose to a row's largest pair what the others have: too much for large outliers.
+    float_outliers = pairs && key.num_outliers && largest_outlier(outliers_of(key, page, store.page_size, head_dim)) * longest_pair > PAIR_OUTLIER_LIMIT;
+    const bool floats = !pairs || float_outliers;
+    for (int i = 0; i < part.num_chunks && (floats || part.key.stretched); i++) {
+      Chunk& c = part.chunks[i];
+      turn_back(c, part.angles, head_dim, c.folded);
+      if (key.num_outliers && floats) BY_ROWS(c, query_columns, c, true, head_dim);
+    }
+  }
+
+  void begin_page(const PageView& at, int64_t start) {
+    Part& p = part;
+    Block& b = p.block;
+    const kvbits_tensor& key = *p.key.t;
+    const int head_dim = p.call.head_dim;
+    if (fetches) fetch_range(at.page + at.ahead + params, p.pages.store->head_bytes - params);
+    if (key.turns) turn_queries(at.page, start);
+    enter_basis(p, start);
+    if (p.key.page_channels || key.mean_offset >= 0) {
+      const bool biases = channel_params(p.key, at.page, p.kv_head, head_dim, b.k_channel, b.k_channel_bias);
+      fill_channels();
+      for (int i = 0; i < p.num_chunks; i++) fold_key_channels(p, p.chunks[i], p.key.page_channels, biases);
+    }
+    for (int i = 0; pairs && i < p.num_chunks; i++) {
+      Chunk& c = p.chunks[i];
+      if (!key.num_outliers || float_outliers) quantize_pairs<0>(c, p.angles, *pairs, head_dim);
+      else BY_ROWS(c, quantize_pairs, c, p.angles, *pairs, head_dim);
+    }
+    p.value_bias = channel_params(p.value, at.page, p.kv_head, head_dim, b.v_channel, b.v_channel_bias);
+  }
+
+  void begin_block(const PageView& at, int token, int n) {
+    Block& b = part.block;
+    const int page_size = part.pages.store->page_size;
+    const Tensor &key = part.key, &value = part.value;
+    if (key.token_scales) token_params(key, at.page, page_size, token, n, at.ahead, b.k_scale, b.k_bias);
+    if (value.token_scales) token_params(value, at.page, page_size, token, n, at.ahead, b.v_scale, b.v_bias);
+    if (key.stretched) load_stretch(w, *key.t, at.page, token, n);
+    if (value.stretched) token_factors(*value.t, at.page, token, n, b.v_scale[0]);
+    find_runs(w, *key.t, *value.t, at.page, page_size, part.call.head_dim, token);
+  }
+
+  // What lies behind the coming page's codes, a part with every tile: a burst of fetches would wait for itself.
+  void fetch_params(const PageView& at, int tile, int tiles) const {
+    const uint8_t* from = at.page + at.ahead + params + tile * params_per_tile;
+    const uint8_t* end = at.page + at.ahead + part.pages.store->head_bytes;
+    for (int i = 0; i < tiles * params_per_tile && from + i < end; i += 64) fetch(from + i);
+  }
+
+  void decoded_scores(Chunk& c, const PageView& at, int token, int n) {
+    const Tensor& key = part.key;
+    float* scores = part.block.s[0];
+    const int head_dim = part.call.head_dim, bits = code_bits(key.t->format), first = token / TILE;
+    const bool turned = key.t->turns, in_nibbles = has_nibbles(bits, key.row_bytes, head_dim);
+    for (int tile = 0, tiles = 1; tile * TILE < n; tile += tiles) {
+      const bool looks = looked_up(key, w, tile);
+      tiles = pairs && looks && (tile + 1) * TILE < n && looked_up(key, w, tile + 1) ? 2 : 1;
+      if (at.ahead) fetch_params(at, first + tile, tiles);
+      Nibbles codes = {{}, {key.row_bytes[0], key.row_bytes[1]}, bits, at.ahead};
+      for (int i = 0; i < 2; i++) codes.src[i] = at.page + key.t->plane_offset[i] + (int64_t)(token + tile * TILE) * key.row_bytes[i];
+      if (pairs && looks) {
+        attend_pairs(c, *pairs, codes, first + tile, tiles, head_dim, scores + tile * TILE);
+        continue;
+      }
+      const KeySource from = !looks ? DECODED : in_nibbles ? NIBBLES : UNPACKED;
+      if (from != NIBBLES) unpack_keys(key, at, w, token + tile * TILE);
+      if (from == DECODED) decode_keys(key, part.block, w, tile);
+      const float* turns = turned ? key.t->turns + (int64_t)(first + tile) * head_dim * TILE : nullptr;
+      codebook_kernels.tile[from][turned].of[c.rows - 1](w, codes, turns, head_dim, turned ? c.folded[0] : c.q[0], scores + tile * TILE);
+    }
+  }
+
+  void scores(Chunk& c, const PageView& at, int token, int n) {
+    const kvbits_tensor& key = *part.key.t;
+    const int head_dim = part.call.head_dim;
+    if (part.key.decoded) decoded_scores(c, at, token, n);
+    else plain_scores(part, c, at, token, n);
+    if (!key.num_outliers) return;
+    const OutlierTurns turns = {key.turns ? key.turns + (int64_t)(token / TILE) * head_dim * TILE : nullptr,
+                                pairs && !float_outliers ? pairs->turns[token / TILE * (head_dim / 2)][1] : nullptr};
+    BY_ROWS(c, add_key_outliers, c, part.block, w, outliers_of(key, at.page, part.pages.store->page_size, head_dim), turns, head_dim, token);
+  }
+
+  void outputs(Chunk& c, const PageView& at, int token, int n) {
+    const kvbits_tensor& value = *part.value.t;
+    const int head_dim = part.call.head_dim;
+    const ValueArgs v = value_args(part, c, at, token, n);
+    if (part.value.decoded) codebook_kernels.value[part.value.integer].of[c.rows - 1](v, w, part.value.format);
+    else plain_outputs(part.value, c, v);
+    if (value.num_outliers)
+      BY_ROWS(c, add_value_outliers, c, part.block, w, outliers_of(value, at.page, part.pages.store->page_size, head_dim), head_dim, token);
+  }
+
+  void end() {
+    for (int i = 0; part.value.t->num_outliers && i < part.num_chunks; i++) {
+      Chunk& c = part.chunks[i];
+      BY_ROWS(c, fold_value_outliers, c, part.call.head_dim);
+      c.value_outliers = false;
+    }
+  }
+};
+
+static void attend_codebook_part(Part& part, const Entries& entries, Decoded& decoded, KeyPairs& pairs) {
+  CodebookPart path = {part, decoded, nullptr, 0.0f, false, false, 0, 0};
+  path.begin(pairs);
+  attend_pages(path, entries);
+  path.end();
+}
+
+}  // namespace
