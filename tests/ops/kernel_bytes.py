@@ -75,9 +75,9 @@ def cases(capability: tuple[int, int], names: list[str]) -> Iterator[Case]:
 def _of_layout(layout: PageLayout, low: LowLayout | None, capability: tuple[int, int], every: bool) -> Iterator[Case]:
     limit, packed = driver.shared_limit(capability), None if layout.is_raw else layout
     if kernel_choice.refuses_layout(layout, limit) is None:
-        kinds: list[dict[str, Any]] = [{}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}, {"page_lse": True, "raw": True}]
+        kinds: list[dict[str, Any]] = [{}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}]
         kinds += [{"fold": True, "raw": True}, {"fold": True, "raw": True, "tables": True}] if layout.key.is_banded or layout.key.has_codebook else []
-        kinds += [{"low": low, **kind} for kind in kinds[:5]] if low else []
+        kinds += [{"low": low, **kind} for kind in kinds[:4]] if low else []
         for columns in (4, 16, 64) if every else (4,):
             cols = kernel_choice.columns(layout.head_dim, columns, [layout] if packed else [])
             for kind in kinds if columns == 4 and every else kinds[1:2]:

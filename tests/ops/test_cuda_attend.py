@@ -141,38 +141,6 @@ def test_agrees_with_float64(case):
     assert torch.equal(first, plan.run(q)[0]), "two runs give the same bits"
 
 
-def asked(call, q):
-    """The call with room for log-sum-exps by page."""
-    pages = sum(p.table.num_pages for p in call.parts)
-    return dataclasses.replace(call, page_lse=np.full((pages, *q.shape[1:3]), np.nan, np.float32))
-
-
-@needs_gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4)),
-        Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4), num_queries=8, head_dim=64, page_size=128, window=400),
-        Case(**both("int8", PerGroup(32)), lengths=LENGTHS, tail=20, softcap=15.0, group=3),
-        Case(key=RAW, value=RAW, lengths=(333, 70), num_queries=3),
-    ],
-    ids=str,
-)
-def test_every_page_gives_its_own_log_sum_exp(case):
-    call, q, strides = build(dataclasses.replace(case, layers=2), "cuda")
-    ours, theirs = asked(call, q), asked(call, q)
-    plan = cuda.Plan(ours, q.shape[2], q.dtype, q.device, num_queries=case.num_queries, layer_strides=tuple(strides))
-    plain = cuda.Plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries)
-    out, _ = plan.run(q, layer=1, page_lse=ours.page_lse)
-    assert relative_error(out, plain.run(q)[0]) < 2**-8, "the same attention"
-    reference.attend(q, theirs, plan.q_positions.long().cpu(), torch.float64)
-    seen = np.isfinite(theirs.page_lse)
-    assert np.array_equal(np.isfinite(ours.page_lse), seen)
-    np.testing.assert_allclose(ours.page_lse[seen], theirs.page_lse[seen], rtol=1e-3, atol=1e-2)
-    with pytest.raises(DataError, match="page_lse must be"):
-        plan.run(q, page_lse=ours.page_lse[1:])
-
-
 @needs_gpu
 @pytest.mark.parametrize("columns", [24, 32])
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from ops.cuda_cases import Case, build, relative_error
 from ops.emulated_build import build as build_emulated
 from ops.emulated_build import put_sources
-from ops.test_cuda_attend import LIMIT, TIERED, asked, both, spec
+from ops.test_cuda_attend import LIMIT, TIERED, both, spec
 from ops.test_cuda_kvquant import direct, of, static
 
 from kvbits import schemes
@@ -133,20 +132,14 @@ def joined():
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_the_kernel_computes_what_the_reference_does(case, emulated, ask=False, backwards=False):
+def test_the_kernel_computes_what_the_reference_does(case, emulated, backwards=False):
     call, q, _ = build(case, "cpu")
     call = dataclasses.replace(call, parts=call.parts[::-1]) if backwards else call
-    shares = (ask or case.low is not None) and asked(call, q)
-    plan = cuda.Plan(shares or call, q.shape[2], q.dtype, torch.device("cpu", 0), num_queries=case.num_queries)
+    plan = cuda.Plan(call, q.shape[2], q.dtype, torch.device("cpu", 0), num_queries=case.num_queries)
     plan.device = q.device
     plan.out.fill_(float("nan"))
-    out, lse = plan.run(q, page_lse=shares.page_lse) if shares else plan.run(q)
-    judge = asked(call, q) if shares else call
-    want, want_lse = reference.attend(q, judge, plan.q_positions.long(), torch.float64)
-    if shares:
-        seen = np.isfinite(judge.page_lse)
-        assert np.array_equal(np.isfinite(shares.page_lse), seen)
-        np.testing.assert_allclose(shares.page_lse[seen], judge.page_lse[seen], rtol=1e-3, atol=1e-2)
+    out, lse = plan.run(q)
+    want, want_lse = reference.attend(q, call, plan.q_positions.long(), torch.float64)
     assert relative_error(out, want) < LIMIT
     finite = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse), finite)
@@ -180,13 +173,8 @@ def test_rings_without_the_copy_engine(emulated):
 
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["", "backwards"])
-def test_shares_of_pages_where_raw_tokens_join(backwards, emulated):
-    """Whatever the order of parts."""
-    test_the_kernel_computes_what_the_reference_does(Case(**both("int2"), lengths=(20, 333), tail=70, sinks=3), None, ask=True, backwards=backwards)
-
-
-def test_shares_of_banded_pages(emulated):
-    test_the_kernel_computes_what_the_reference_does(Case(**of("klt2"), lengths=(20, 333), head_dim=64, tail=70, sinks=3), None, ask=True)
+def test_raw_tokens_join_in_any_order_of_parts(backwards, emulated):
+    test_the_kernel_computes_what_the_reference_does(Case(**both("int2"), lengths=(20, 333), tail=70, sinks=3), None, backwards=backwards)
 
 
 def test_queries_that_a_basis_takes_out_lose_nothing(emulated):

@@ -46,14 +46,14 @@ struct Args {
     const i64* page_address;     // [entries], layer 0, kv head 0
     const int2* page_tokens;     // [entries]: position of the first token, visible tokens
     const i64* low_address;      // [entries]: of the low planes' structs, as `page_address`; packed.cu with HAS_LOW
-    float* page_lse;             // [entries][lse_rows][T][Hq]: log-sum-exp of each step over a page's tokens; kernels with PAGE_LSE
+    i64 unused;                  // what follows stays where compiled kernels read it
     float* partial;              // [slots][COLS][D]
     float2* partial_ml;          // [slots][COLS]: reference exponent (log2), sum
     int* arrived;                // [units], zero between launches
     i64 q_stride_b, q_stride_t, q_stride_h;
     int num_queries, group, num_kv_heads, column_blocks, layer, window;  // window: 2**30 if none
     float scaling, softcap;
-    int num_pieces, num_low_pieces, lse_rows;  // pieces of low planes follow those of pages
+    int num_pieces, num_low_pieces, unused_too;  // pieces of low planes follow those of pages
     int query_columns;           // 1, 2, 4 or 8: columns that queries are made in a basis for; banded.cu
     Piece pieces[MAX_PIECES];
     Part parts[4];

@@ -108,30 +108,6 @@ struct Visible {
     DEVICE bool hides(int window, int col, int position) const { return position > staged.position[col] || position <= staged.position[col] - window; }
 };
 
-/// Where a step over a page's tokens puts its log-sum-exps: a row [T][Hq] of `page_lse`.
-struct LseRow {
-    float* row;
-    Unit unit;
-
-    DEVICE static LseRow of(const Args& a, Unit u, int entry, int step) {
-        return {a.page_lse + (i64(entry) * a.lse_rows + step) * (a.num_queries * a.num_kv_heads * a.group), u};
-    }
-    DEVICE LseRow later(const Args& a, int steps) const { return {row + i64(steps) * (a.num_queries * a.num_kv_heads * a.group), unit}; }
-
-    /// sums: this lane's, of its tokens' weights relative to `reference`.
-    DEVICE void write(const Args& a, const float (&sums)[NT][2], const float (&reference)[NT][2], int g, int c) const {
-        for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e) {
-                float sum = sums[n][e];
-                for (int mask = 4; mask < 32; mask *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, mask);
-                const int index = unit.block * COLS + n * 8 + 2 * c + e;
-                if (g == 0 && index < a.num_queries * a.group)
-                    row[index / a.group * (a.num_kv_heads * a.group) + unit.head * a.group + index % a.group] =
-                        sum > 0.f ? (reference[n][e] + log2_approx(sum)) * LN2 : negative_infinity();
-            }
-    }
-};
-
 /// Online softmax in powers of two. Scores arrive as exponents relative to `reference`, which moves only when a weight passes 2**top: float16 holds the
 /// weights and their products with value scales up to `limit`, and most tiles pay a comparison and a vote instead of maxima, shuffles and a rescale.
 struct Softmax {

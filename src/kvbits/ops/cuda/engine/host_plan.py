@@ -93,8 +93,8 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
         return f"{num_q_heads} query heads are no multiple of {call.parts[0].store.layout.num_kv_heads} kv heads"
     if why := refuses_columns([p.store.layout for p in call.parts], num_queries * num_q_heads // call.parts[0].store.layout.num_kv_heads):
         return why
-    if call.page_lse is not None and _is_kvquant(call):
-        return "log-sum-exps by page of KVQuant's formats have no CUDA kernel"
+    if call.page_lse is not None:
+        return "log-sum-exps by page have no CUDA kernel"
     low: dict[PageLayout, LowLayout] = {}
     for part in call.parts:
         layout, fine = part.store.layout, tuple(s.layout for s in part.low)
@@ -132,11 +132,11 @@ class Args(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "page_lse", "partial", "partial_ml", "arrived")),
+            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "unused", "partial", "partial_ml", "arrived")),
         *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
         *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
         ("scaling", ctypes.c_float), ("softcap", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "lse_rows", "query_columns")),
+        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "unused_too", "query_columns")),
         ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", PartArgs * MAX_PARTS),
     ]  # fmt: skip
 
@@ -226,8 +226,7 @@ class Plan:
         common = (d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
         fold = num_queries * group <= 4 and (_is_kvquant(call) or _is_banded(call))
         raw = any(p.store.layout.key.is_raw for p in call.parts)  # the first kernel reads such parts
-        options = {"fold": fold, "page_lse": call.page_lse is not None}
-        kernels = [kernel_for(k, *common, **options, low=low.get(k), raw=raw and i == 0) for i, k in enumerate(layouts)]
+        kernels = [kernel_for(k, *common, fold=fold, low=low.get(k), raw=raw and i == 0) for i, k in enumerate(layouts)]
         work = self._work(call.parts, packed, kernels)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         chunks = [sum(int(w.num_chunks.sum()) for w in work if w.launch == i) * heads * column_blocks for i in range(len(kernels))]
@@ -239,21 +238,18 @@ class Plan:
             num_kv_heads=heads, column_blocks=column_blocks, query_columns=query_columns(num_queries * group), layer=0,
             window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
             softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
-            **(self._page_lse_rows(work, kernels, num_q_heads) if call.page_lse is not None else {}),
         )  # fmt: skip
         for i, part in enumerate(call.parts):
             args.parts[i] = self._part(part, kernels, packed, layer_strides[i] if layer_strides else 0)
         self._launches = [self._launch(k, args, lists[i], blocks[i], layouts[i]) for i, k in enumerate(kernels)]
 
     def run(
-        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, page_lse: np.ndarray | None = None,
-        static: LayerStatic | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, static: LayerStatic | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of q [B, num_queries, Hq, D] over the planned pages of `layer`.
 
         Args:
             q_positions: int32 or int64 [B, num_queries] on the device, kept for later runs; negative marks padding, which sees nothing.
-            page_lse: for plans of a call that asks for it, where it goes (see `AttendCall`); this waits for the GPU.
             static: what each part's pages share in `layer` (`PageStore.static`); those of the call if None.
 
         Returns:
@@ -280,11 +276,6 @@ class Plan:
                 for name, pointer in own.items():
                     setattr(part, name, pointer)
             launch.loaded.launch(launch.blocks, launch.kernel.threads, args, stream)
-        if page_lse is not None:
-            found = torch.logsumexp(self._steps_lse, 1).cpu().numpy()
-            if page_lse.shape != found.shape or page_lse.dtype != found.dtype:
-                raise DataError(f"page_lse must be a float32 array {list(found.shape)}, got {page_lse.dtype} {list(page_lse.shape)}")
-            page_lse[...] = found
         return self.out, self.lse
 
     def explain(self) -> str:
@@ -333,17 +324,6 @@ class Plan:
             fine = [p.low[0].addresses()[p.table.low[0]] if p.low else np.zeros(p.table.num_pages, np.int64) for p in parts]
             tables["low_address"] = self._upload(np.concatenate(fine)).data_ptr()
         return tables
-
-    def _page_lse_rows(self, work: list[PartWork], kernels: list[Kernel], num_q_heads: int) -> dict[str, int]:
-        """Where each step over a page's tokens puts its log-sum-exps: -inf where no query sees any of them, since such steps are left out."""
-
-        def step(layout: PageLayout, launch: int) -> int:
-            return kernels[launch].raw_tokens if layout.key.is_raw else 32 * kernels[launch].shape.units
-
-        steps = [-(-p.store.layout.page_size // step(p.store.layout, w.launch)) for p, w in zip(self.call.parts, work, strict=True)]
-        pages = sum(p.table.num_pages for p in self.call.parts)
-        self._steps_lse = torch.full((pages, max(steps), self.num_queries, num_q_heads), -torch.inf, device=self.device)
-        return {"page_lse": self._steps_lse.data_ptr(), "lse_rows": max(steps)}
 
     def _scratch(self, num_slots: int, cols: int, d: int, units: int) -> dict[str, int]:
         partial = torch.empty(max(num_slots, 1), cols, d, device=self.device)
@@ -398,7 +378,4 @@ def plan(
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run once: out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32 (see the reference for the contract)."""
     check_call(call, q.shape)
-    made = plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1])
-    if isinstance(made, ChunkPlan):
-        return made.run(q.contiguous(), q_positions)
-    return made.run(q.contiguous(), q_positions, page_lse=call.page_lse)
+    return plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1]).run(q.contiguous(), q_positions)

@@ -319,7 +319,6 @@ def kernel_for(
     *,
     fold: bool = False,
     low: LowLayout | None = None,
-    page_lse: bool = False,
     raw: bool = False,
     tables: bool = False,
 ) -> Kernel:
@@ -329,14 +328,13 @@ def kernel_for(
         shape: launch shape to use instead of the measured choice (for tuning).
         fold: there are at most four query columns (formats of KVQuant, banded codes).
         low: of the low planes that some of the pages have.
-        page_lse: it gives the log-sum-exp of every page too.
         raw: it reads raw pages too, in the walk over packed ones where it can.
         tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
     """
     fold = fold and (layout is None or _bytes_fit(layout))
     defines = {"HEAD_DIM": head_dim, "COLS": cols, "Q_TYPE": DTYPES[q_dtype], "RAW_TYPE": DTYPES[raw_dtype], "SOFTCAP": int(softcap)}
     fragments = _fragments(layout, cols)
-    defines |= {"PAGE_LSE": int(page_lse), "Q_FRAGMENTS": fragments, "BLOCK_TABLES": int(tables)}
+    defines |= {"Q_FRAGMENTS": fragments, "BLOCK_TABLES": int(tables)}
     if layout is None:
         return _raw_kernel(defines, shape or Shape(warps=11 if head_dim * cols <= 1024 else 7, slots=0, chunk=32, units=1), head_dim, cols, shared_limit)
     chunk = shape.chunk if shape else _chunk_tokens(layout)

@@ -57,8 +57,8 @@ struct RawWalk {
     /// Weights of tokens 0 .. 8 E - 1 of `rows`, of which rows.visible are, the first at `position`: p[n][j] of tokens 2 E c + j and 2 E c + E + j of column
     /// 8n + g. `rescale` multiplies running outputs.
     template <class Rows, class Rescale>
-    DEVICE void weights(u32 (&p)[NT][Rows::E], const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows& rows, int position, const LseRow& lse,
-                        int g, int c, Rescale rescale) const {
+    DEVICE void weights(u32 (&p)[NT][Rows::E], const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows& rows, int position, int g, int c,
+                        Rescale rescale) const {
         constexpr int E = Rows::E;
         const int visible = rows.visible;
         float s[E][NT][2];
@@ -112,25 +112,22 @@ struct RawWalk {
                     for (int e = 0; e < 2; ++e) s[j][n][e] -= down[n][e];
             rescale(scale);
         }
-        float own[NT][2] = {};
 #pragma unroll
         for (int n = 0; n < NT; ++n)
             for (int j = 0; j < E; ++j) {
                 float p0 = exp2_approx(s[j][n][0]), p1 = exp2_approx(s[j][n][1]);
                 softmax.sum[n][0] += p0;
                 softmax.sum[n][1] += p1;
-                if (PAGE_LSE) own[n][0] += p0, own[n][1] += p1;
                 p[n][j] = transpose_8x8(pack_raw(p0, p1));
             }
-        if (PAGE_LSE) lse.write(a, own, softmax.reference, g, c);
         rows.wait_for_values();
     }
 
     template <class Rows>
-    DEVICE void step(const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows rows, int position, const LseRow& lse, int g, int c) {
+    DEVICE void step(const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows rows, int position, int g, int c) {
         constexpr int E = Rows::E;
         u32 p[NT][E];
-        weights(p, a, queries, see, softmax, rows, position, lse, g, c, [&](const float (&scale)[NT][2]) {
+        weights(p, a, queries, see, softmax, rows, position, g, c, [&](const float (&scale)[NT][2]) {
             for (int n = 0; n < NT; ++n)
                 for (int h = 0; h < RAW_HALVES; ++h)
                     for (int k = 0; k < 4; ++k)
@@ -184,8 +181,7 @@ DEVICE int walk_raw_in_memory(const Args& a, Unit u, Merge& merge, int warp, int
         const i64 page = found.address + i64(token) * D * 2;
         const int2 tokens = found.tokens;
         if (tokens.y <= token) continue;
-        const LseRow lse = LseRow::of(a, u, entry, token / 32);
-        walk.step(a, queries, see, softmax, RowsInMemory(page + part.k_raw, page + part.v_raw, tokens.y - token, g, c), tokens.x + token, lse, g, c);
+        walk.step(a, queries, see, softmax, RowsInMemory(page + part.k_raw, page + part.v_raw, tokens.y - token, g, c), tokens.x + token, g, c);
     }
     return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
 }

@@ -146,11 +146,6 @@ struct ByteWalk {
             weigh(p, own, s);
         }
         for (int e = 0; e < 2; ++e) softmax.sum[0][e] += own[0][e];
-        if (PAGE_LSE) {
-            float both[NT][2];
-            for (int e = 0; e < 2; ++e) both[0][e] = own[0][e] + __shfl_xor_sync(ALL_LANES, own[0][e], 2);
-            chunk.lse.later(a, t).write(a, both, softmax.reference, g, c);
-        }
         values.scale<MASKED>(p, chunk.slot, t, chunk.visible, g, c);
         values.add(ByteWeights(p, page.start, g, c), chunk.slot, t, g, c);
     }

@@ -15,8 +15,7 @@ DEVICE void read_chunk(const Args& a, Unit u, Walk& walk, const Visible& see, So
     coarse.wait(ring);
     if (LOW) fine.wait(ring);
     const int2 tokens = ring.tokens[coarse.index];
-    const LseRow lse = PAGE_LSE ? LseRow::of(a, u, k / CHUNKS_PER_PAGE, k % CHUNKS_PER_PAGE * (CHUNK / (32 * UNITS))) : LseRow();
-    const Chunk chunk = {slots + coarse.index * SLOT_BYTES, slots + fine.index * SLOT_BYTES, tokens.x, tokens.y, tokens.x - k % CHUNKS_PER_PAGE * CHUNK, lse};
+    const Chunk chunk = {slots + coarse.index * SLOT_BYTES, slots + fine.index * SLOT_BYTES, tokens.x, tokens.y, tokens.x - k % CHUNKS_PER_PAGE * CHUNK};
     const bool all = tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to;
     if (all) walk.template add<false, LOW>(a, see, softmax, chunk, lane);
     else if (tokens.y > 0) walk.template add<true, LOW>(a, see, softmax, chunk, lane);

@@ -28,13 +28,11 @@ struct RowsInRing {
     }
 };
 
-/// f(rows, position of the first, where log-sum-exps go) for each of a warp's chunks of raw tokens in the ring.
+/// f(rows, position of the first) for each of a warp's chunks of raw tokens in the ring.
 template <class F>
-DEVICE void each_raw_chunk(const Args& a, Unit u, const Segment& s, Ring& ring, const unsigned char* slots, int warp, int lane, F f) {
-    const int chunks_per_page = a.parts[s.part].chunks_per_page;
+DEVICE void each_raw_chunk(const Segment& s, Ring& ring, const unsigned char* slots, int warp, int lane, F f) {
 #pragma unroll 1
     for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
-        const int at = s.first_chunk + k;
         const u32 chunk = ring.chunk(s, k, warp);
         const RingSlot keys(chunk), values(chunk + (RAW_SLOTS - 1) * WARPS);
         keys.wait(ring);
@@ -42,7 +40,7 @@ DEVICE void each_raw_chunk(const Args& a, Unit u, const Segment& s, Ring& ring, 
         const unsigned char* first_value = slots + values.index * SLOT_BYTES + (RAW_SLOTS > 1 ? 0 : RAW_TOKENS * D * 2);
         RowsInRing rows = {slots + keys.index * SLOT_BYTES, first_value, tokens.y, shared_address(&ring.empty[keys.index]), shared_address(&ring.full[values.index]),
                            values.filling};
-        f(rows, tokens.x, LseRow::of(a, u, s.first_entry + at / chunks_per_page, at % chunks_per_page));
+        f(rows, tokens.x);
         __syncwarp();
         if (lane == 0) {
             values.give_back(ring);
@@ -65,8 +63,8 @@ DEVICE int walk_raw(const Args& a, Unit u, Ring& ring, const unsigned char* slot
     const QueryRows queries(a, staged, u, g);
     walk.start(a, queries, c);
     for (;; join_next(a, merge, warp, lane)) {
-        each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
-            walk.step(a, queries, see, softmax, rows, position, lse, g, c);
+        each_raw_chunk(s, ring, slots, warp, lane, [&](RowsInRing& rows, int position) {
+            walk.step(a, queries, see, softmax, rows, position, g, c);
         });
         if (!s.joins) break;
     }
@@ -167,9 +165,9 @@ DEVICE void join_raw(const Args& a, Unit u, const Segment& s, Walk& walk, const 
             RawWalk raw;
             raw.start(a, queries, lane % 4);
             if (!V_TURNED) change_units(walk.values.first, true);
-            each_raw_chunk(a, u, s, ring, slots, warp, lane, [&](RowsInRing& rows, int position, const LseRow& lse) {
+            each_raw_chunk(s, ring, slots, warp, lane, [&](RowsInRing& rows, int position) {
                 u32 p[NT][RowsInRing::E];
-                raw.weights(p, a, queries, see, softmax, rows, position, lse, lane / 4, lane % 4, [&](const float (&scale)[NT][2]) { walk.values.rescale(scale); });
+                raw.weights(p, a, queries, see, softmax, rows, position, lane / 4, lane % 4, [&](const float (&scale)[NT][2]) { walk.values.rescale(scale); });
                 add_raw(walk.values.first, p, rows, lane / 4, lane % 4);
             });
             if (!V_TURNED) change_units(walk.values.first, false);

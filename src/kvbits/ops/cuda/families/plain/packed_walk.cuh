@@ -7,7 +7,6 @@
 struct Chunk {
     const unsigned char *slot, *low;
     int position, visible, page_position;
-    LseRow lse;
 };
 
 template <class KeySide>
@@ -70,13 +69,6 @@ struct PackedWalk {
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e)
                 for (int i = 0; i < TOKENS; ++i) softmax.sum[n][e] += p[i][n][e];
-        if (PAGE_LSE) {
-            float own[NT][2] = {};
-            for (int i = 0; i < TOKENS; ++i)
-                for (int n = 0; n < NT; ++n)
-                    for (int e = 0; e < 2; ++e) own[n][e] += p[i][n][e];
-            chunk.lse.later(a, t).write(a, own, softmax.reference, g, c);
-        }
         values.add<MASKED, LOW>(packed, pairs, chunk.slot, chunk.low, t, chunk.visible, g, c);
     }
 };
