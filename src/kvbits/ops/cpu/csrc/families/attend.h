@@ -1,12 +1,13 @@
-// One work item: the rows of one kv head over a range of pages, part by part.
+// One work item: the rows of one kv head over a range of pages, part by part, each by its family.
 #pragma once
 #include <stdint.h>
 
 #include "engine/attend/part.h"
 #include "engine/attend/plan.h"
-#include "engine/store.h"
+#include "engine/attend/rows.h"
 #include "families/codebook/part.h"
-#include "families/klt/hadamard.h"
+#include "families/klt/part.h"
+#include "families/klt/values.h"
 #include "families/plain/part.h"
 #include "kvbits_cpu.h"
 
@@ -21,89 +22,38 @@ struct Scratch {
   Chunk chunks[ITEM_ROWS / ROWS];
 };
 
-static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem& item, int first, int rows) {
-  const int group = call.num_heads / call.num_kv_heads;
-  const int64_t b = item.sequence;
-  c.rows = rows;
-  c.value_outliers = false;
-  for (int i = 0; i < ROW_LANES; i += VL) store(c.m + i, splat(LOWEST));
-  // A cap needs the score in natural units; otherwise log2(e) is folded in and softmax is a plain 2^x.
-  const float factor = call.softcap > 0 ? call.scaling : call.scaling * 1.44269504089f;
-  for (int h = 0; h < rows; h++) {
-    const int row = item.first_row + first + h, token = row / group, head = item.kv_head * group + row % group;
-    const int64_t at = b * call.q_stride[0] + token * call.q_stride[1] + head * call.q_stride[2];
-    widen(c.q[h], (const char*)call.q + at * dtype_bytes(call.q_dtype), call.head_dim, call.q_dtype);
-    const int padded = round_up(call.head_dim, VL);
-    vf none = {};  // 0, or NaN where a number of the query is not finite
-    for (int i = 0; i < padded; i += VL) {
-      const vf x = load(c.q[h] + i);
-      none = none + x * 0.0f;
-      store(c.q[h] + i, x * factor);
-      store(c.acc[h] + i, vf{});
-    }
-    // Such a query answers NaN where it sees a token: its sum of weights starts as NaN, and codes are made of zeros instead.
-    const float start = sum(none);
-    if (start != 0)
-      for (int i = 0; i < padded; i += VL) store(c.q[h] + i, vf{});
-    store(c.l[h], splat(start));
-    c.position[h] = call.q_positions[b * call.num_tokens + token];
-    c.out_row[h] = (int64_t)token * call.num_heads + head;
+// The formats that each family's kernels read: one family a format.
+template <int FORMAT>
+constexpr void check_formats() {
+  static_assert((FORMAT == FORMAT_RAW) + is_banded(FORMAT) + is_codebook(FORMAT) + plain_kernels.serve(FORMAT) == 1, "the number format FORMAT has no kernel, or two");
+  if constexpr (FORMAT < NESTED) check_formats<FORMAT + 1>();
+}
+constexpr bool every_format_is_served = (check_formats<0>(), true);
+static_assert(every_format_is_served, "kernels by number format");
+
+static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
+  return as_values(t.bands ? describe_banded_values(t, head_dim, pages) : describe(t, low, head_dim, pages));
+}
+
+// All pages of a part: keys of klt, or those of `base`.
+template <class Base>
+static void attend_on(Base base, Part& part, const Entries& entries, Scratch& w) {
+  base.begin();
+  if (part.key.t->bands) {
+    KltPart<Base> path = {part, base, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
+    path.begin();
+    attend_pages(path, entries);
+  } else {
+    attend_pages(base, entries);
   }
-}
-
-static void store_rows(Chunk& c, const AttendPlan& plan, const AttendItem& item, int first) {
-  const kvbits_attend_call& call = *plan.call;
-  const int group = call.num_heads / call.num_kv_heads, head_dim = call.head_dim;
-  for (int h = 0; h < c.rows; h++) {
-    const float total = sum(load(c.l[h]));
-    if (item.partial >= 0) {
-      float* to = plan.partial + (item.partial + first + h) * partial_stride(head_dim);
-      __builtin_memcpy(to, c.acc[h], head_dim * 4);
-      to[head_dim] = c.m[h] > LOWEST ? c.m[h] : -__builtin_inff();
-      to[head_dim + 1] = total;
-      continue;
-    }
-    const int row = item.first_row + first + h, token = row / group, head = item.kv_head * group + row % group;
-    const int64_t at = ((int64_t)item.sequence * call.num_tokens + token) * call.num_heads + head;
-    const bool seen = c.m[h] > LOWEST;
-    const float inverse = seen ? 1.0f / total : 0.0f;
-    for (int i = 0; i < head_dim; i++) call.out[at * head_dim + i] = c.acc[h][i] * inverse;
-    call.lse[at] = seen ? (c.m[h] + __builtin_log2f(total)) * 0.69314718056f : -__builtin_inff();
-  }
-}
-
-static void reorder_outputs(Part& p, bool back) {
-  for (int i = 0; i < p.num_chunks; i++)
-    for (int h = 0; h < p.chunks[i].rows; h++) split_order(p.chunks[i].acc[h], p.call.head_dim, back);
-}
-
-// Outputs to the basis of the part's values, and out of it again: the matrix is its own inverse.
-static void turn_outputs(Part& p) {
-  for (int i = 0; i < p.num_chunks; i++)
-    for (int h = 0; h < p.chunks[i].rows; h++) hadamard(p.chunks[i].acc[h], p.call.head_dim);
-}
-
-static const uint8_t* first_page(const kvbits_attend_call& call, const AttendItem& item) {
-  int64_t flat = 0;
-  for (int p = 0; p < call.num_parts; p++) {
-    const kvbits_table& table = *call.parts[p].table;
-    const int64_t begin = table.indptr[item.sequence], n = table.indptr[item.sequence + 1] - begin;
-    if (item.first_entry < flat + n)
-      return page_address(call.parts[p].store, table.page_ids[begin + item.first_entry - flat]) + item.kv_head * call.parts[p].store->head_bytes;
-    flat += n;
-  }
-  return nullptr;
+  base.end();
 }
 
 static void attend_part(Part& part, const Entries& entries, Scratch& w) {
   if (part.value.split) reorder_outputs(part, false);
   if (part.value.t->hadamard) turn_outputs(part);
-  if (part.key.banded) list_pieces(part.pieces, *part.key.t, part.call.head_dim);
-  part.angles.start = part.frame = -1;
-  part.frames = part.angles.frames.pairs = 0;
-  part.last_start = part.pages.table->starts[entries.end - 1];
-  if (adds_to_plain(part.key) || adds_to_plain(part.value)) attend_codebook_part(part, entries, w.decoded, w.pairs);
-  else attend_plain_part(part, entries);
+  if (adds_to_plain(part.key) || adds_to_plain(part.value)) attend_on(CodebookPart{part, w.decoded, w.angles, w.pairs}, part, entries, w);
+  else attend_on(PlainPart{part}, part, entries, w);
   if (part.value.t->hadamard) turn_outputs(part);
   if (part.value.split) reorder_outputs(part, true);
 }
@@ -129,7 +79,7 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     if (lo < hi) {
       const kvbits_store &store = *pages.store, *low = pages.low;
       Part part = {call, pages, item->kv_head, chunks, describe(store.key, low ? &low->key : nullptr, call.head_dim, hi - lo),
-                   describe_values(store.value, low ? &low->value : nullptr, call.head_dim, hi - lo), w.chunks, w.block, w.angles, w.pieces, -1, 0, 0, 0, false};
+                   describe_values(store.value, low ? &low->value : nullptr, call.head_dim, hi - lo), w.chunks, w.block, false, false};
       attend_part(part, {begin + lo, begin + hi, after, page_lse}, w);
     }
     if (page_lse) page_lse += table.num_entries * call.num_tokens * call.num_heads;

@@ -1,12 +1,9 @@
-// What attention to a part of plain pages and to one of codebook pages share: the walk over pages and blocks of tokens, and the steps from scores to
-// outputs. The part.h of each family says what a page and a block bring.
+// What attention to parts of all families shares: the walk over pages and blocks of tokens, and the steps from scores to outputs. The part.h of each family
+// says what a page and a block bring.
 #pragma once
 #include <stdint.h>
 
 #include "engine/store.h"
-#include "families/klt/basis.h"
-#include "families/klt/keys.h"
-#include "families/plain/kernels.h"
 #include "kvbits_cpu.h"
 #include "plan.h"
 #include "softmax.h"
@@ -23,13 +20,8 @@ struct Part {
   Tensor key, value;
   Chunk* chunks;
   Block& block;
-  Angles& angles;
-  BandPieces& pieces;  // of banded keys
-  int64_t frame;       // whose queries are in `folded` (banded keys); -1 for none
-  int64_t first_frame;  // of those whose queries are in `in_basis`
-  int frames;           // how many
-  int64_t last_start;  // of the last page
-  bool value_bias;     // of the current page, per channel
+  bool value_bias;  // of the current page, per channel
+  bool in_basis;    // keys' means are in a basis, as the queries in `folded` are
 };
 
 // Entries of the page table that an item reads of the part.
@@ -38,52 +30,6 @@ struct Entries {
   const uint8_t* after;  // the page that the thread reads afterwards, or null
   float* page_lse;       // of the part's first entry, or null
 };
-
-// The form in which the key kernel wants q: integers for integer codes, channel scales folded in where there are any.
-static void prepare_query(Chunk& c, const Tensor& key, const float* channel_scale, int head_dim) {
-  const float* from = c.q[0];
-  if (key.channel_scales) {
-    fold_channels(c, channel_scale, head_dim);
-    from = c.folded[0];
-  }
-  if (key.split)
-    for (int h = 0; h < c.rows; h++) {
-      __builtin_memcpy(c.folded[h], c.q[h], head_dim * sizeof(float));
-      split_order(c.folded[h], head_dim, false);
-    }
-  if (!key.integer) return;
-  if (is_wide(key.format)) quantize_query<true>(c, from, key.groups, key.group_channels, key.dot_zero);
-  else quantize_query<false>(c, from, key.groups, key.group_channels, key.dot_zero);
-}
-
-// Queries with the channel scales folded in, and what the channel biases add to their scores.
-static void fold_key_channels(Part& p, Chunk& c, bool scales, bool biases) {
-  const int head_dim = p.call.head_dim;
-  if (scales && !p.key.decoded) prepare_query(c, p.key, p.block.k_channel, head_dim);
-  for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
-  if (biases && !p.key.decoded) add_query_bias(c, p.key.banded ? c.folded[0] : c.q[0], p.block.k_channel_bias, head_dim);
-}
-
-// Queries in the basis of banded keys where a page's frame is another one than the page's before it.
-static void enter_basis(Part& p, int64_t start) {
-  const kvbits_tensor& key = *p.key.t;
-  const int64_t frame = key.inv_freq ? start / FRAME * FRAME : 0;
-  if (!p.key.banded || frame == p.frame) return;
-  const int head_dim = p.call.head_dim;
-  if (p.frames == 0 || frame < p.first_frame || frame >= p.first_frame + p.frames * FRAME) {
-    p.first_frame = frame;
-    p.frames = frames_at_once(p.chunks[0].rows, head_dim, key.from_basis && p.last_start > frame ? (p.last_start - frame) / FRAME + 1 : 1);
-    for (int i = 0; i < p.num_chunks; i++) queries_in_basis(p.chunks[i], key, p.angles, p.kv_head, head_dim, frame, p.frames);
-  }
-  for (int i = 0; i < p.num_chunks; i++) {
-    Chunk& c = p.chunks[i];
-    const int width = round_up(head_dim, 16);
-    const float* rows = c.in_basis + (frame - p.first_frame) / FRAME * c.rows * width;
-    for (int h = 0; h < c.rows; h++) __builtin_memcpy(c.folded[h], rows + h * width, width * sizeof(float));
-    quantize_by_band(c, key, p.pieces, head_dim);
-  }
-  p.frame = frame;
-}
 
 // From scores to what the value kernel multiplies with.
 static void weigh_chunk(Chunk& c, Block& b, const Tensor& value, bool value_bias) {
@@ -130,59 +76,6 @@ static bool visible_tokens(const Chunk& c, int64_t window, int64_t position, int
     any |= first[h] < end[h];
   }
   return any;
-}
-
-// Scores of n tokens from `token` on, as the page stores their keys.
-static void plain_scores(const Part& p, Chunk& c, const PageView& at, int token, int n) {
-  const Tensor& key = p.key;
-  const Block& b = p.block;
-  const int raw_row = key.head_dim * dtype_bytes(key.t->raw_dtype);
-  KeyArgs k = {};
-  for (int i = 0; i < 2; i++) {
-    k.row_bytes[i] = key.row_bytes[i];
-    k.plane[i] = at.page + key.t->plane_offset[i] + (int64_t)token * (key.raw ? raw_row : key.row_bytes[i]);
-  }
-  k.head_dim = key.head_dim;
-  k.tokens = n;
-  k.groups = key.groups;
-  k.group_channels = key.group_channels;
-  k.scale = key.token_scales ? b.k_scale[0] : nullptr;
-  k.bias = key.token_bias ? b.k_bias[0] : nullptr;
-  k.q = key.channel_scales || key.split ? c.folded[0] : c.q[0];
-  k.chunk = &c;
-  k.s = p.block.s[0];
-  k.ahead = at.ahead;
-  k.page = at.page;
-  k.first_tile = token / TILE;
-  k.pieces = &p.pieces;
-  if (key.format == NESTED) k.low = at.low + key.low_offset - (at.page + key.t->plane_offset[0]), k.low_ahead = at.low_ahead;
-  (key.raw ? plain_kernels.raw_key[key.split ? BF16_SPLIT : key.t->raw_dtype] : plain_kernels.key[key.format]).of[c.rows - 1](k);
-}
-
-static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int token, int n) {
-  const Tensor& value = p.value;
-  const int raw_row = value.head_dim * dtype_bytes(value.t->raw_dtype);
-  ValueArgs v = {};
-  for (int i = 0; i < 2; i++) {
-    v.row_bytes[i] = value.row_bytes[i];
-    v.plane[i] = at.page + value.t->plane_offset[i] + (value.raw ? (int64_t)token * raw_row : 0);
-  }
-  v.head_dim = value.head_dim;
-  v.tokens = n;
-  v.page_size = p.pages.store->page_size;
-  v.first_token = token;
-  v.groups = value.groups;
-  v.group_channels = value.group_channels;
-  v.channel_scale = value.channel_scales ? p.block.v_channel : nullptr;
-  v.block = &p.block;
-  v.chunk = &c;
-  v.ahead = at.ahead;
-  if (value.format == NESTED) v.low = at.low + value.low_offset - (at.page + value.t->plane_offset[0]), v.low_ahead = at.low_ahead;
-  return v;
-}
-
-static void plain_outputs(const Tensor& value, Chunk& c, const ValueArgs& v) {
-  (value.raw ? plain_kernels.raw_value[value.split ? BF16_SPLIT : value.t->raw_dtype] : plain_kernels.value[value.format]).of[c.rows - 1](v);
 }
 
 // What channels' zero points and biases add to the outputs.

@@ -66,8 +66,13 @@ struct Block {
   alignas(64) float v_channel[ROW_STRIDE], v_channel_bias[ROW_STRIDE];
 };
 
-struct BandPieces;
-
+// One kernel for each number of rows, 1 .. ROWS. `there`: a compiler that checks for undefined behaviour does not compare addresses of functions at compile time.
+template <class Kernel>
+struct ByRows {
+  Kernel of[ROWS];
+  bool there;
+};
+static_assert(ROWS == 8, "kernels are listed for 1 to 8 rows");
 struct KeyArgs {
   const uint8_t* plane[2];  // at the block's first tile (raw: at its first row)
   int row_bytes[2];
@@ -80,9 +85,6 @@ struct KeyArgs {
   float* s;                    // [ROWS][BLOCK]
   int64_t ahead;               // distance to the page that is fetched into L2 while this one is read
   int64_t low, low_ahead;      // from plane 0 to the low plane, and `ahead` there
-  const uint8_t* page;         // banded: the head struct, the block's first tile, what of the page is read
-  int first_tile;
-  const BandPieces* pieces;
 };
 
 struct ValueArgs {

@@ -16,7 +16,6 @@ struct Tensor {
   int format;              // t->format, or NESTED with a low plane
   bool raw, split;         // split: raw bf16 read in split order (dots_float.h)
   bool decoded;            // looked up in a codebook, or keys that are turned: families/codebook
-  bool banded;             // codes' widths go by band: keys in families/klt/keys.h, values as integers of their one width
   bool stretched;          // its scales are multiplied with a factor per token
   bool integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
   bool token_scales, token_bias;
@@ -46,7 +45,6 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   const bool nested = low && low->format != FORMAT_RAW;
   d.format = nested ? NESTED : t.format;
   d.low_offset = nested ? low->plane_offset[0] : 0;
-  d.banded = t.format == FORMAT_BANDED;
   d.decoded = t.codebook || t.turns;
   d.stretched = t.stretch_offset >= 0;
   d.integer = has_int_dots(t.format) && !d.decoded;
@@ -65,19 +63,8 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   return d;
 }
 
-// Banded values have one width: they are integers around the middle between two codes.
-static Tensor describe_banded_values(const kvbits_tensor& t, int head_dim, int64_t pages) {
-  kvbits_tensor as_integers = t;
-  as_integers.format = integers_of_bits(t.bands[0]);
-  Tensor d = describe(as_integers, nullptr, head_dim, pages);
-  d.t = &t;
-  d.banded = true;
-  d.zero = d.dot_zero = 0.5f * (float)((1 << t.bands[0]) - 1);
-  return d;
-}
-
-static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
-  Tensor d = t.format == FORMAT_BANDED ? describe_banded_values(t, head_dim, pages) : describe(t, low, head_dim, pages);
+// What values' kernels take off `dot_zero` by themselves.
+static Tensor as_values(Tensor d) {
   if (is_looked_up(d.format)) d.dot_zero = 0.0f;
   else if (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4) d.dot_zero -= int_zero(FORMAT_INT4);
   return d;

@@ -5,6 +5,7 @@
 
 #include "engine/attend/angles.h"
 #include "engine/attend/part.h"
+#include "families/plain/part.h"
 #include "key_pairs.h"
 #include "keys.h"
 #include "outliers.h"
@@ -58,12 +59,14 @@ static void load_stretch(Decoded& w, const kvbits_tensor& t, const uint8_t* page
 struct CodebookPart {
   Part& part;
   Decoded& w;
-  KeyPairs* pairs;       // of keys that are read so, or null
-  float longest_pair;    // of all queries
-  bool float_outliers;   // of the current page: its key outliers meet fp32 queries although `pairs` is there
-  bool fetches;          // the coming page's scales, biases and outliers when a page begins
-  int64_t params;        // where they begin in a head struct
-  int params_per_tile;   // their bytes, in whole lines, that a tile fetches of the page to come
+  Angles& angles;
+  KeyPairs& space;              // of `pairs`
+  KeyPairs* pairs = nullptr;    // of keys that are read so, or null
+  float longest_pair = 0.0f;    // of all queries
+  bool float_outliers = false;  // of the current page: its key outliers meet fp32 queries although `pairs` is there
+  bool fetches = false;         // the coming page's scales, biases and outliers when a page begins
+  int64_t params = 0;           // where they begin in a head struct
+  int params_per_tile = 0;      // their bytes, in whole lines, that a tile fetches of the page to come
 
   // What the whole part shares. Channel scales and biases are 1 and 0 where the format has none.
   void begin_decoding() {
@@ -94,7 +97,8 @@ struct CodebookPart {
     else if (part.key.decoded && code_bits(part.key.t->format) < 8) fill_tables(w, b.k_channel, b.k_channel_bias, head_dim);
   }
 
-  void begin(KeyPairs& space) {
+  void begin() {
+    angles.start = -1;
     Part& p = part;
     const kvbits_store& store = *p.pages.store;
     const kvbits_tensor& key = *p.key.t;
@@ -131,13 +135,13 @@ struct CodebookPart {
     const kvbits_store& store = *part.pages.store;
     const kvbits_tensor& key = *part.key.t;
     const int head_dim = part.call.head_dim;
-    move_to(part.angles, key.inv_freq, start, store.page_size, head_dim / 2);
+    move_to(angles, key.inv_freq, start, store.page_size, head_dim / 2);
     // Integer queries lose to a row's largest pair what the others have: too much for large outliers.
     float_outliers = pairs && key.num_outliers && largest_outlier(outliers_of(key, page, store.page_size, head_dim)) * longest_pair > PAIR_OUTLIER_LIMIT;
     const bool floats = !pairs || float_outliers;
     for (int i = 0; i < part.num_chunks && (floats || part.key.stretched); i++) {
       Chunk& c = part.chunks[i];
-      turn_back(c, part.angles, head_dim, c.folded);
+      turn_back(c, angles, head_dim, c.folded);
       if (key.num_outliers && floats) BY_ROWS(c, query_columns, c, true, head_dim);
     }
   }
@@ -149,7 +153,6 @@ struct CodebookPart {
     const int head_dim = p.call.head_dim;
     if (fetches) fetch_range(at.page + at.ahead + params, p.pages.store->head_bytes - params);
     if (key.turns) turn_queries(at.page, start);
-    enter_basis(p, start);
     if (p.key.page_channels || key.mean_offset >= 0) {
       const bool biases = channel_params(p.key, at.page, p.kv_head, head_dim, b.k_channel, b.k_channel_bias);
       fill_channels();
@@ -157,8 +160,8 @@ struct CodebookPart {
     }
     for (int i = 0; pairs && i < p.num_chunks; i++) {
       Chunk& c = p.chunks[i];
-      if (!key.num_outliers || float_outliers) quantize_pairs<0>(c, p.angles, *pairs, head_dim);
-      else BY_ROWS(c, quantize_pairs, c, p.angles, *pairs, head_dim);
+      if (!key.num_outliers || float_outliers) quantize_pairs<0>(c, angles, *pairs, head_dim);
+      else BY_ROWS(c, quantize_pairs, c, angles, *pairs, head_dim);
     }
     p.value_bias = channel_params(p.value, at.page, p.kv_head, head_dim, b.v_channel, b.v_channel_bias);
   }
@@ -233,12 +236,5 @@ struct CodebookPart {
     }
   }
 };
-
-static void attend_codebook_part(Part& part, const Entries& entries, Decoded& decoded, KeyPairs& pairs) {
-  CodebookPart path = {part, decoded, nullptr, 0.0f, false, false, 0, 0};
-  path.begin(pairs);
-  attend_pages(path, entries);
-  path.end();
-}
 
 }  // namespace

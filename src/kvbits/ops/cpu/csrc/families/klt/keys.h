@@ -44,6 +44,17 @@ struct BandPieces {
 };
 static_assert(MAX_GROUPS * BAND >= MAX_HEAD_DIM, "bands are counted as groups");
 
+// One block of tokens.
+struct BandArgs {
+  const uint8_t* page;  // the head struct
+  int first_tile, tokens;
+  const Chunk* chunk;
+  const BandPieces* pieces;
+  const float* scale;   // [BLOCK]
+  float* s;             // [ROWS][BLOCK]
+  int64_t ahead;        // distance to the page that is fetched into L2 while this one is read
+};
+
 #ifdef HAVE_BAND_TURNS
 constexpr bool BANDS_TURN = true;
 #else
@@ -154,7 +165,7 @@ INLINE void load_codes(const BandCodes& band, const uint8_t* at, int64_t tile, i
 
 // Dot products of one band.
 template <int V, int NH, bool JOINED>
-INLINE void add_band(const KeyArgs& a, const BandCodes& band, const uint8_t* at, int64_t tile, bool new_lines, vi (&sums)[V][NH]) {
+INLINE void add_band(const BandArgs& a, const BandCodes& band, const uint8_t* at, int64_t tile, bool new_lines, vi (&sums)[V][NH]) {
   const uint8_t* q = a.chunk->qw[0] + band.band * (BAND * NARROW_Q_BYTES);
 #pragma GCC unroll 2
   for (int n = 0; n < BAND / 4; n += 2) {
@@ -171,9 +182,8 @@ INLINE void add_band(const KeyArgs& a, const BandCodes& band, const uint8_t* at,
 }
 
 // Scores of NH rows against the block's tokens.
-template <int FMT, int NH>
-static void key_banded(const KeyArgs& a) {
-  static_assert(is_banded(FMT), "one format");
+template <int NH>
+static void key_banded(const BandArgs& a) {
   const Chunk& c = *a.chunk;
   const BandPieces& list = *a.pieces;
   constexpr int V = NH <= BAND_ROWS_OF_TWO ? 2 : 1;  // neighbouring vectors of tokens that share what is loaded of queries and lists

@@ -3,26 +3,18 @@
 #include "engine/attend/dots.h"
 #include "engine/attend/dots_float.h"
 #include "engine/attend/state.h"
-#include "families/klt/keys.h"
 
 namespace {
 
 typedef void (*KeyKernel)(const KeyArgs&);
 typedef void (*ValueKernel)(const ValueArgs&);
 
-// One kernel for each number of rows, 1 .. ROWS. `there`: a compiler that checks for undefined behaviour does not compare addresses of functions at compile time.
-template <class Kernel>
-struct ByRows {
-  Kernel of[ROWS];
-  bool there;
-};
-static_assert(ROWS == 8, "kernels are listed for 1 to 8 rows");
 #define BY_ROWS_OF(f, x) {{f<x, 1>, f<x, 2>, f<x, 3>, f<x, 4>, f<x, 5>, f<x, 6>, f<x, 7>, f<x, 8>}, true}
 
 struct PlainKernels {
   ByRows<KeyKernel> key[NESTED + 1], raw_key[BF16_SPLIT + 1];
   ByRows<ValueKernel> value[NESTED + 1], raw_value[BF16_SPLIT + 1];
-  constexpr bool serve(int format) const { return key[format].there && (value[format].there || is_banded(format)); }  // banded values are read as integers
+  constexpr bool serve(int format) const { return key[format].there && value[format].there; }
   constexpr bool serve_raw(int dtype) const { return raw_key[dtype].there && raw_value[dtype].there; }
 };
 
@@ -31,7 +23,6 @@ template <int FORMAT>
 constexpr void add_formats(PlainKernels& k) {
   if constexpr (has_int_dots(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_int, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_int, FORMAT);
   else if constexpr (is_float(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_fp8, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_fp8, FORMAT);
-  else if constexpr (is_banded(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_banded, FORMAT);
   if constexpr (FORMAT < NESTED) add_formats<FORMAT + 1>(k);
 }
 
@@ -52,18 +43,12 @@ constexpr PlainKernels plain_kernels_by_format() {
 
 constexpr PlainKernels plain_kernels = plain_kernels_by_format();
 
-// Every format is raw, looked up in a codebook (families/codebook), or has a kernel here; every dtype of raw rows has one.
-template <int FORMAT>
-constexpr void check_formats() {
-  static_assert((FORMAT == FORMAT_RAW) + is_codebook(FORMAT) + plain_kernels.serve(FORMAT) == 1, "the number format FORMAT has no kernel, or two");
-  if constexpr (FORMAT < NESTED) check_formats<FORMAT + 1>();
-}
 template <int DTYPE>
 constexpr void check_raw() {
   static_assert(plain_kernels.serve_raw(DTYPE), "raw rows of DTYPE have no kernel");
   if constexpr (DTYPE < BF16_SPLIT) check_raw<DTYPE + 1>();
 }
-constexpr bool every_format_is_served = (check_formats<0>(), check_raw<0>(), true);
-static_assert(every_format_is_served, "kernels by number format");
+constexpr bool every_dtype_is_served = (check_raw<0>(), true);
+static_assert(every_dtype_is_served, "kernels by dtype");
 
 }  // namespace

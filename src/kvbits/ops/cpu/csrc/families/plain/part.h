@@ -1,14 +1,90 @@
-// Attention to a part whose pages are raw rows, FP8, integer or banded codes with scales: every kernel reads them as they lie.
+// Attention to a part whose pages are raw rows, FP8 or integer codes with scales: every kernel reads them as they lie.
 #pragma once
 #include <stdint.h>
 
 #include "engine/attend/part.h"
+#include "kernels.h"
 
 namespace {
 
+// The form in which the key kernel wants q: integers for integer codes, channel scales folded in where there are any.
+static void prepare_query(Chunk& c, const Tensor& key, const float* channel_scale, int head_dim) {
+  const float* from = c.q[0];
+  if (key.channel_scales) {
+    fold_channels(c, channel_scale, head_dim);
+    from = c.folded[0];
+  }
+  if (key.split)
+    for (int h = 0; h < c.rows; h++) {
+      __builtin_memcpy(c.folded[h], c.q[h], head_dim * sizeof(float));
+      split_order(c.folded[h], head_dim, false);
+    }
+  if (!key.integer) return;
+  if (is_wide(key.format)) quantize_query<true>(c, from, key.groups, key.group_channels, key.dot_zero);
+  else quantize_query<false>(c, from, key.groups, key.group_channels, key.dot_zero);
+}
+
+// Queries with the channel scales folded in, and what the channel biases add to their scores.
+static void fold_key_channels(Part& p, Chunk& c, bool scales, bool biases) {
+  const int head_dim = p.call.head_dim;
+  if (scales && !p.key.decoded) prepare_query(c, p.key, p.block.k_channel, head_dim);
+  for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
+  if (biases && !p.key.decoded) add_query_bias(c, p.in_basis ? c.folded[0] : c.q[0], p.block.k_channel_bias, head_dim);
+}
+
+// Scores of n tokens from `token` on, as the page stores their keys.
+static void plain_scores(const Part& p, Chunk& c, const PageView& at, int token, int n) {
+  const Tensor& key = p.key;
+  const Block& b = p.block;
+  const int raw_row = key.head_dim * dtype_bytes(key.t->raw_dtype);
+  KeyArgs k = {};
+  for (int i = 0; i < 2; i++) {
+    k.row_bytes[i] = key.row_bytes[i];
+    k.plane[i] = at.page + key.t->plane_offset[i] + (int64_t)token * (key.raw ? raw_row : key.row_bytes[i]);
+  }
+  k.head_dim = key.head_dim;
+  k.tokens = n;
+  k.groups = key.groups;
+  k.group_channels = key.group_channels;
+  k.scale = key.token_scales ? b.k_scale[0] : nullptr;
+  k.bias = key.token_bias ? b.k_bias[0] : nullptr;
+  k.q = key.channel_scales || key.split ? c.folded[0] : c.q[0];
+  k.chunk = &c;
+  k.s = p.block.s[0];
+  k.ahead = at.ahead;
+  if (key.format == NESTED) k.low = at.low + key.low_offset - (at.page + key.t->plane_offset[0]), k.low_ahead = at.low_ahead;
+  (key.raw ? plain_kernels.raw_key[key.split ? BF16_SPLIT : key.t->raw_dtype] : plain_kernels.key[key.format]).of[c.rows - 1](k);
+}
+
+static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int token, int n) {
+  const Tensor& value = p.value;
+  const int raw_row = value.head_dim * dtype_bytes(value.t->raw_dtype);
+  ValueArgs v = {};
+  for (int i = 0; i < 2; i++) {
+    v.row_bytes[i] = value.row_bytes[i];
+    v.plane[i] = at.page + value.t->plane_offset[i] + (value.raw ? (int64_t)token * raw_row : 0);
+  }
+  v.head_dim = value.head_dim;
+  v.tokens = n;
+  v.page_size = p.pages.store->page_size;
+  v.first_token = token;
+  v.groups = value.groups;
+  v.group_channels = value.group_channels;
+  v.channel_scale = value.channel_scales ? p.block.v_channel : nullptr;
+  v.block = &p.block;
+  v.chunk = &c;
+  v.ahead = at.ahead;
+  if (value.format == NESTED) v.low = at.low + value.low_offset - (at.page + value.t->plane_offset[0]), v.low_ahead = at.low_ahead;
+  return v;
+}
+
+static void plain_outputs(const Tensor& value, Chunk& c, const ValueArgs& v) {
+  (value.raw ? plain_kernels.raw_value[value.split ? BF16_SPLIT : value.t->raw_dtype] : plain_kernels.value[value.format]).of[c.rows - 1](v);
+}
+
 struct PlainPart {
   Part& part;
-  int64_t params, params_bytes;  // what of a page's scales is fetched early
+  int64_t params = 0, params_bytes = 0;  // what of a page's scales is fetched early
 
   void begin() {
     Part& p = part;
@@ -25,12 +101,11 @@ struct PlainPart {
     }
   }
 
-  void begin_page(const PageView& at, int64_t start) {
+  void begin_page(const PageView& at, int64_t) {
     Part& p = part;
     Block& b = p.block;
     const int head_dim = p.call.head_dim;
     fetch_range(at.page + at.ahead + params, params_bytes);
-    enter_basis(p, start);
     if (p.key.page_channels || p.key.t->mean_offset >= 0) {
       const bool biases = channel_params(p.key, at.page, p.kv_head, head_dim, b.k_channel, b.k_channel_bias);
       for (int i = 0; i < p.num_chunks; i++) fold_key_channels(p, p.chunks[i], p.key.page_channels, biases);
@@ -47,12 +122,7 @@ struct PlainPart {
 
   void scores(Chunk& c, const PageView& at, int token, int n) { plain_scores(part, c, at, token, n); }
   void outputs(Chunk& c, const PageView& at, int token, int n) { plain_outputs(part.value, c, value_args(part, c, at, token, n)); }
+  void end() {}
 };
-
-static void attend_plain_part(Part& part, const Entries& entries) {
-  PlainPart path = {part, 0, 0};
-  path.begin();
-  attend_pages(path, entries);
-}
 
 }  // namespace
