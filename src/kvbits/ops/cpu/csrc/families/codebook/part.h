@@ -237,4 +237,7 @@ struct CodebookPart {
   }
 };
 
+// A function of its own: inlined, it costs nuq4 5 %.
+static __attribute__((noinline)) void attend_codebook_pages(CodebookPart& path, const Entries& entries) { attend_pages(path, entries); }
+
 }  // namespace
