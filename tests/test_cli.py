@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -421,7 +422,8 @@ main()
 
 @pytest.mark.parametrize("options", [[], ["--json"], ["--hard"], ["--hard", "--json"]], ids=lambda o: " ".join(o) or "plain")
 def test_ctrl_c_says_what_is_kept_and_leaves_soon(options):
-    process = subprocess.Popen([sys.executable, "-c", STOPPED, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell starts what runs in its background with the signal ignored
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     assert process.stderr.readline() == "ready\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)

@@ -48,6 +48,25 @@ def test_what_was_put_loads_and_a_flipped_bit_is_found(tmp_path, name):
     assert not n or all(torch.equal(a[:n], b) for a, b in zip(held(donor), held(part), strict=True))
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_bytes_come_after_what_is_still_written_to_memory_used_again(tmp_path, wait):
+    """A pool that grows for what is loaded may get memory that somebody freed and the current stream has still to write."""
+    spec = of_8b_shape()
+    donor, store = cache_of(spec), PrefixStore(tmp_path, blob_tokens=64)
+    for layer in range(8):
+        donor.append(layer, *torch.randn(2, 1, len(IDS), 2, 128, device="cuda", dtype=torch.bfloat16))
+    store.put(donor, IDS)
+    torch.cuda.synchronize()
+    loaded = cache_of(spec)
+    freed = [torch.empty(nbytes << 20, dtype=torch.uint8, device="cuda") for nbytes in (1, 2, 4, 8, 16, 32, 64)]
+    torch.cuda._sleep(1_000_000_000)  # half a second
+    for memory in freed:
+        memory.fill_(0x5A)
+    del freed, memory
+    assert store.load(loaded, IDS, wait=wait) == len(IDS)
+    assert all(torch.equal(a, b) for a, b in zip(held(donor), held(loaded), strict=True))
+
+
 def of_8b_shape(layers=8):
     return CacheSpec(scheme=schemes.get("int4", head_dim=128), layers=(LayerGeometry(num_kv_heads=2, head_dim=128),) * layers)
 

@@ -108,6 +108,8 @@ def test_refusals_need_no_gpu():
 def test_kernels_compile_without_spills(dtype, columns, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
     binary = cuda_compile.compile_source(Path(cuda.__file__).parent, "matrix.cu", cuda.defines(dtype, columns), "sm_90")
+    if "Compiling entry function" not in binary.log:
+        pytest.skip("this NVRTC does not say what kernels use")
     names = [f"{what}_{k}" for what in ("quantize", "dequantize") for k in cuda.PRINTED]
     for name in (*names, "quantize", "dequantize", "column_maxima", "scales_of_maxima", "scales_warp", "quantize_groups"):
         assert binary.resources(name).spill_bytes == 0

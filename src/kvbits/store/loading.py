@@ -178,6 +178,7 @@ class Loader:
         source, shapes, pieces = work
         if not pieces:
             return
+        self._staging.follow()
         if (fd := self._open(source.name)) is None:
             raise GoneError(source.name, f"{source.path} is gone")
         nbytes = sum(math.prod(shapes[p.number]) for p in pieces) // len(self._parts or [0])
@@ -321,9 +322,12 @@ class _Staging:
     def __init__(self, device: torch.device, whole_pages: bool) -> None:
         self.device, self.whole_pages = device, whole_pages
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(device))  # the pages may have been somebody else's
         self._used: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def follow(self) -> None:
+        """Copies begun from now on come after what the current stream was given: it may still write to memory that is now a page."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def place(
         self, batch: _Batch, rows: np.ndarray, chosen: np.ndarray, first: np.ndarray

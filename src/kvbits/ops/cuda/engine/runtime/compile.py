@@ -44,8 +44,12 @@ class Binary:
     log: str
 
     def resources(self, kernel: str) -> Resources:
-        """Registers and spills of a kernel of this binary."""
-        text = self.log.split(f"Compiling entry function '{kernel}'")[1].split("Compiling entry function")[0]
+        """Registers and spills of a kernel of this binary.
+
+        Raises:
+            KernelError: the compiler said nothing of it.
+        """
+        text = self.log.partition(f"Compiling entry function '{kernel}'")[2].partition("Compiling entry function")[0]
         found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads[\s\S]*?Used (\d+) registers", text)
         if found is None:
             raise KernelError(f"the compiler's log names no resources of {kernel}:\n{self.log}")
