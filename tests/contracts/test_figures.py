@@ -170,14 +170,10 @@ def test_every_table_of_figures_names_what_it_is_of(document):
         assert not rows or files(whole) or "`kvbits " in whole or "benchmarks/" in whole, f"{document.name}:{first}: {rows[0]}"
 
 
-TO_COME = {"benchmarks/results/gpu_tests.json"}
-"""Files that a document says a command writes, whether or not one is committed."""
-
-
 def test_what_a_section_names_must_be_there():
     for document in DOCS:
         for name in REFERENCE.findall(written(document.read_text())):
-            if name.startswith(("benchmarks/results/", "results/")) and name not in TO_COME:
+            if name.startswith(("benchmarks/results/", "results/")):
                 assert files(name), f"{document.name} names {name}, which is not under benchmarks/results"
 
 

@@ -375,7 +375,7 @@ def test_other_caches_are_marked_where_they_serve_and_recipes_as_simulated(folde
     }  # fmt: skip
     rows = markdown.scheme_rows(both)[1]
     assert next(r.cells for r in rows if r.scheme == "quanto4")[2] == "4.50"
-    assert {"klt4", "klt3", "klt2", "nuq2-1%", "kivi2", "quanto2", "hqq2"} <= {p["name"] for p in page_data(collect(RESULTS), BENCHMARKS)["answer"]}
+    assert {"klt4", "klt3", "klt2", "nuq2-1%", "quanto2", "hqq2"} <= {p["name"] for p in page_data(collect(RESULTS), BENCHMARKS)["answer"]}
 
 
 def test_recommended_presets_have_a_bar_in_every_speed_chart():

@@ -19,7 +19,7 @@ from . import arithmetic, markdown
 from .collect import Cell, Model, Results, bits, held_bits
 from .kernels import complete, gpu_speeds, kernel_groups
 
-LINES = ("int8_centered", "int4", "kivi4", "nuq4-1%", "nuq3-1%", "kivi2")
+LINES = ("int8_centered", "int4", "kivi4", "nuq4-1%", "nuq3-1%")
 """Presets of the memory chart; one that does not exist is left out."""
 ACCURACY = {"kl": "KL divergence", "ppl": "perplexity", "mass": "probability mass"}
 MEASURES = {"tvd": "attention that moved", "output_error": "output error", "logit_error": "1 - logit cosine"}
