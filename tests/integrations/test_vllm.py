@@ -18,8 +18,9 @@ from kvbits.integrations.vllm import formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
-from kvbits.ops import rotation
+from kvbits.ops import dispatch
 from kvbits.ops.cuda import rotate
+from kvbits.ops.reference import rotate as rotate_reference
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import Rotary
@@ -118,7 +119,7 @@ def test_rotary_embeddings_are_told_apart_by_the_window_of_a_layer():
 def test_rotations_are_two_products_where_the_kernel_refuses(head_dim, dtype):
     gen = torch.Generator().manual_seed(0)
     q, k = torch.randn(3, 4, head_dim, generator=gen).to(dtype), torch.randn(3, 2, head_dim, generator=gen).to(dtype)
-    turned = rotation.rotation_for(head_dim, dtype, torch.device("cpu"))(q, k)
+    turned = dispatch.choose("rotate", head_dim, dtype, torch.device("cpu")).run(q, k)
     assert [x.shape for x in turned] == [q.shape, k.shape]
     assert not torch.allclose(turned[0], q, atol=0.1)
     want, found = (torch.einsum("nhd,nd->nh", x.double(), y[:, 0].double()) for x, y in ((q, k), turned))
@@ -132,9 +133,10 @@ def test_rotations_are_one_launch_where_the_kernel_takes_them(head_dim, dtype, o
     device, compiled, products = torch.device("cuda", 0), [], []
     monkeypatch.setattr(rotate.cuda_compile, "missing", lambda: None)
     monkeypatch.setattr(rotate, "prepare", lambda *kind: compiled.append(kind))
-    monkeypatch.setattr(rotation, "rotations", lambda *kind: products.append(kind))  # no GPU holds the matrices here
-    function = rotation.rotation_for(head_dim, dtype, device)
-    assert (function is rotate.rotate) == one_launch
+    monkeypatch.setattr(rotate_reference, "rotations", lambda *kind: products.append(kind))  # no GPU holds the matrices here
+    choice = dispatch.choose("rotate", head_dim, dtype, device)
+    choice.prepare()
+    assert (choice.run is rotate.rotate) == one_launch
     assert (compiled, products) == (([(head_dim, dtype, device)], []) if one_launch else ([], [(head_dim, dtype, device)]))
 
 

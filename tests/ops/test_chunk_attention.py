@@ -144,7 +144,7 @@ def test_memory_grows_with_the_chunk_not_with_its_square(softcap, window, padded
 
 def test_every_refusal_is_a_sentence():
     q, _, v = chunk()
-    assert cpu.refuses(q, v, None) is None and reference.refuses(q, v, 3.0) is None
+    assert cpu.refuses(q, v, None) is None
     assert "softcap" in cpu.refuses(q, v, 3.0)
     assert "head_dim of 8" in cpu.refuses(q, v[..., :8], None)
     assert "meta" in cpu.refuses(q.to("meta"), v, None)

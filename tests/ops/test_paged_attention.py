@@ -20,6 +20,7 @@ from ops.emulated_build import build, put_sources
 from kvbits import schemes
 from kvbits.errors import DataError, SpecError
 from kvbits.ops import paged_attention
+from kvbits.ops.cuda import paged_attention as paged_attention_cuda
 from kvbits.ops.cuda.engine import device_plan
 from kvbits.ops.cuda.engine.schedule import SEGMENT_FIELDS
 from kvbits.ops.reference import attend as reference
@@ -193,7 +194,7 @@ def gpu(emulated_attention, emulated_list, monkeypatch):
         own.device = torch.device("cpu")
         return own
 
-    monkeypatch.setattr(paged_attention, "_HostPlan", made)
+    monkeypatch.setattr(paged_attention_cuda, "paged_attention", made)
     return monkeypatch
 
 

@@ -15,7 +15,6 @@ import torch
 from ..errors import DataError, counted
 from ..later import Findings, upload
 from ..ops import chunk_attention, dispatch
-from ..ops.merging import merge_partials
 from ..ops.reference.close import encode_side, rows_as_stored
 from ..ops.reference.dequantize import section
 from ..ops.types import AttendCall, PageStore, Part, wider_scales
@@ -132,7 +131,10 @@ class LayerRunner:
         out, lse = self.choices[key].run(q, k, v, f.positions, scaling, call.sliding_window, softcap)
         if call.parts:
             past = self._attend(place, q, call, f)
-            out, lse = merge_partials([past[0], out], [past[1], lse])
+            outs, key = [past[0], out], ("merge", q.shape[3], past[0].dtype, out.dtype)
+            if key not in self.choices:
+                self.choices[key] = dispatch.choose("merge", outs)
+            out, lse = self.choices[key].run(outs, [past[1], lse])
         if observed:  # the newest queries again, in parts; what they see of the chunk itself is in lse
             n = min(OBSERVED_QUERIES, q.shape[1])
             call = self._with_page_lse(call, n, q.shape[2])

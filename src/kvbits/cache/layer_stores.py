@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import DataError
+from ..ops import dispatch
 from ..ops.reference.dequantize import dequantize_pages
-from ..ops.rotation import Rotation, products, rotation_for
 from ..ops.types import LowStore, PageStore
 from ..quant.rotation import rotated_back
 from ..spec import CacheSpec
@@ -39,7 +39,7 @@ class LayerStores:
 
     def __init__(self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device, backend: str) -> None:
         self.spec, self.groups, self.device, self._backend = spec, groups, device, backend
-        self._rotations: dict[tuple[int, torch.dtype, torch.device], Rotation] = {}
+        self._rotations: dict[tuple[int, torch.dtype, torch.device], dispatch.Choice] = {}
         self._shared = parameters.shared(spec, static, device)
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
@@ -67,15 +67,16 @@ class LayerStores:
         with the keys.
         """
         if self.groups[place.group].group.key.rotated:
-            asked, stored = self._rotation(k)(q.flatten(0, 1), k.flatten(0, 1))
+            asked, stored = self._rotation(k).run(q.flatten(0, 1), k.flatten(0, 1))
             return asked.view(q.shape), stored.view(k.shape)
         order = self._order(place)
         return (q, k) if order is None else (q[..., order], k[..., order])
 
-    def _rotation(self, k: torch.Tensor) -> Rotation:
+    def _rotation(self, k: torch.Tensor) -> dispatch.Choice:
         kind = k.shape[-1], k.dtype, k.device
         if kind not in self._rotations:
-            self._rotations[kind] = rotation_for(*kind) if self._backend in ("auto", "cuda") else products
+            self._rotations[kind] = dispatch.choose("rotate", *kind, backend="reference" if self._backend == "reference" else "auto")
+            self._rotations[kind].prepare()
         return self._rotations[kind]
 
     def _order(self, place: Place) -> torch.Tensor | None:

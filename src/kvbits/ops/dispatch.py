@@ -1,28 +1,41 @@
 """Which backend serves an op, decided once per kind of call, with every refusal kept as text.
 
-A backend is a folder of this package with a module for each op, named like the op's function (`FUNCTIONS`): that, `refuses`, `plan` if it plans once a step,
-and the function with `_later` behind its name if it can leave on the device what that would return or raise. The order of the list is the order of preference;
-the reference is last and takes everything.
-A backend is skipped only for a reason it states, never because it raised.
+A backend is a folder of this package with a module for each op, named like the op (else `FUNCTIONS` says how). The module has the op's function and may have
+
+    refuses(*args)          why it does not take such a call, or None; without it, it takes every call
+    prepare(*args)          what must be there before a CUDA graph is captured
+    plan                    for backends that plan once a step and then only launch
+    FUNCTION_later          the op, but what it would return or raise stays on the device
+    refuses_layout(layout)  the part of `refuses` that pages alone decide, without a device: `table` asks it
+
+The order of the list is the order of preference; the reference is last. A backend is skipped only for a reason it states, never because it raised.
+`python -m kvbits.ops.dispatch` prints who serves which family of formats.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..errors import SpecError
+from ..errors import SpecError, UnsupportedError
 
 BACKENDS = {
     "attend_pages": ("cpu", "cuda", "reference"), "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"), "append": ("cpu", "cuda", "reference"),
+    "paged_attention": ("cuda", "reference"), "store_tokens": ("cuda", "reference"), "place": ("cuda", "reference"),
+    "dequantize": ("cuda", "reference"), "merge": ("cuda", "reference"), "rotate": ("cuda", "reference"),
 }  # fmt: skip
-FUNCTIONS = {"attend_pages": "attend", "attend_fresh": "attend_fresh", "close_pages": "close", "append": "append"}
+FUNCTIONS = {
+    "attend_pages": ("attend", "attend"), "close_pages": ("close", "close"), "merge": ("merge", "merge_partials"), "dequantize": ("dequantize", "Rows"),
+}  # fmt: skip
+"""(module, function) of an op that is not named like both."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,7 @@ class Choice:
     backend: str
     run: Callable[..., Any]
     refusals: dict[str, str]
+    prepare: Callable[[], Any]
     plan: Callable[..., Any] | None = None  # backends that plan once per step and then only launch
     later: Callable[..., torch.Tensor | None] | None = None  # as `run`, but what was found stays on the device
 
@@ -52,11 +66,18 @@ def check_backend(backend: str) -> None:
         raise SpecError(f"unknown backend {backend!r}; known: auto, {', '.join(known)}")
 
 
+@functools.cache
+def _module(backend: str, op: str) -> ModuleType | None:
+    path = f"{__package__}.{backend}.{FUNCTIONS.get(op, (op,))[0]}"
+    return None if importlib.util.find_spec(path) is None else importlib.import_module(path)
+
+
 def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
     """The first backend that takes a call like `args`, or the one named.
 
     Raises:
         SpecError: unknown backend, or the named one refuses; the message says why.
+        UnsupportedError: every backend refuses; the message says why each does.
     """
     backends = BACKENDS[op]
     if backend != "auto" and backend not in backends:
@@ -65,14 +86,13 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
     for name in backends:
         if backend not in ("auto", name):
             continue
-        path = f"{__package__}.{name}.{FUNCTIONS[op]}"
-        if importlib.util.find_spec(path) is None:
-            refusals[name] = "not part of this installation"
-            continue
-        module = importlib.import_module(path)
-        why = module.refuses(*args)
-        if why is None:
-            plan, later = getattr(module, "plan", None) if op == "attend_pages" else None, getattr(module, f"{FUNCTIONS[op]}_later", None)
-            return Choice(op, name, getattr(module, FUNCTIONS[op]), refusals, plan, later)
-        refusals[name] = why
-    raise SpecError(f"{op}: backend {backend!r} refuses this call: {refusals.get(backend, refusals)}; use backend='auto'")
+        module = _module(name, op)
+        why = "not part of this installation" if module is None else module.refuses(*args) if hasattr(module, "refuses") else None
+        if module is not None and why is None:
+            function = FUNCTIONS.get(op, (op, op))[1]
+            prepare = functools.partial(module.prepare, *args) if hasattr(module, "prepare") else lambda: None
+            return Choice(op, name, getattr(module, function), refusals, prepare, getattr(module, "plan", None), getattr(module, f"{function}_later", None))
+        refusals[name] = str(why)
+    if backend == "auto":
+        raise UnsupportedError(f"{op}: " + "; ".join(f"{name}: {why}" for name, why in refusals.items()))
+    raise SpecError(f"{op}: backend {backend!r} refuses this call: {refusals[backend]}; use backend='auto'")

@@ -13,10 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...errors import UnsupportedError
-from ...ops.cuda.append import tokens as append_cuda
-from ...ops.cuda.families.plain import unpack as dequantize_cuda
-from ...ops.reference import append as append_reference
-from ...ops.rotation import rotation_for
+from ...ops import dispatch
 from ...quant.rotation import rotated_turn
 from ...spec import PageLayout
 from . import formats
@@ -97,12 +94,12 @@ class KVBitsImpl(AttentionImpl):
         scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, window)
         raw = self._copies_of(layout)
         self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, _fa_version(device, self.head_size), raw)
-        if device.type == "cuda":
-            append_cuda.prepare(layout, dtype, device)
-            dequantize_cuda.prepare(layout, dtype, device)
-            if raw:
-                append_cuda.prepare(raw, dtype, device)
-        self._rotation = rotation_for(self.head_size, dtype, device) if form and form.rotated else None
+        self._writes = dispatch.choose("store_tokens", layout, dtype, device)
+        self._copies_raw = dispatch.choose("store_tokens", raw, dtype, device) if raw else None
+        self._rotation = dispatch.choose("rotate", self.head_size, dtype, device) if form and form.rotated else None
+        for choice in (self._writes, self._copies_raw, self._rotation, dispatch.choose("dequantize", layout, dtype, device)):
+            if choice:
+                choice.prepare()
 
     def _take_own_format(self) -> None:
         """That of the scheme file, by the layer's name; vLLM asks the layer for it when it has the whole model."""
@@ -152,7 +149,7 @@ class KVBitsImpl(AttentionImpl):
         plain = not self._rotation or prefill is None or not prefill.has_history  # fresh keys are read as they came
         stored, asked = key, query
         if self._rotation:
-            asked, stored = self._rotation(query[: m.num_decode_tokens if plain else m.num_tokens], key[: m.num_tokens])
+            asked, stored = self._rotation.run(query[: m.num_decode_tokens if plain else m.num_tokens], key[: m.num_tokens])
         if self._stores:
             self._store(stored[: m.num_tokens], value[: m.num_tokens], pages, m)
         d = m.num_decode_tokens
@@ -165,10 +162,9 @@ class KVBitsImpl(AttentionImpl):
         return output
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, m: KVBitsMetadata) -> None:
-        store = append_cuda.store_tokens if key.device.type == "cuda" else append_reference.store_tokens
-        store(key, value, pages, self.call.layout, m.slot_mapping, previous_page=m.previous_page, turn=self._turn)
-        if self.call.raw and self._copies is not None and m.copy_slots is not None:
-            store(key, value, self._copies, self.call.raw, m.copy_slots)
+        self._writes.run(key, value, pages, self.call.layout, m.slot_mapping, previous_page=m.previous_page, turn=self._turn)
+        if self._copies_raw and self._copies is not None and m.copy_slots is not None:
+            self._copies_raw.run(key, value, self._copies, self.call.raw, m.copy_slots)
 
 
 def device_of_layers() -> torch.device:
@@ -182,4 +178,6 @@ def _fa_version(device: torch.device, head_size: int) -> int | None:
         return None
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    return get_flash_attn_version(head_size=head_size)
+    if (version := get_flash_attn_version(head_size=head_size)) is None:
+        raise UnsupportedError(f"vLLM has no FlashAttention for head_size={head_size} on {device}, which prompts are read with; use another --kv-cache-dtype")
+    return version

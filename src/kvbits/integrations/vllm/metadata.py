@@ -19,10 +19,8 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UnsupportedError
 from ...later import upload
-from ...ops import paged_attention
-from ...ops.cuda import place as place_cuda
+from ...ops import dispatch, paged_attention
 from ...ops.cuda.engine.device_plan import MAX_QUERIES
-from ...ops.reference import place as place_reference
 from ...ops.reference.place import Copies, Places
 from .formats import PAGE_SIZE
 from .impl import Call, KVBitsImpl
@@ -152,8 +150,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         centered = any(c.layout.is_centered for c in self.calls)
         if not centered and not copied:
             return None
-        if device.type == "cuda":
-            place_cuda.prepare(device)
+        self._placer = dispatch.choose("place", device)
+        self._placer.prepare()
         sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": config.cache_config.num_gpu_blocks or 1, "device": device}
         first, requests = bool(options.raw_first), config.scheduler_config.max_num_seqs
         copies = Copies.empty(options.newest_pages, first, requests=requests, rows=rows, **sizes) if copied else None
@@ -220,5 +218,4 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
             padded = np.full(rows, len(places.copies.holds), np.int32)  # of padding: nobody
             padded[: len(m.req_idx)] = m.req_idx[:rows]
             owners = upload(padded, self.device)
-        run = place_cuda.place if self.device.type == "cuda" else place_reference.place
-        run(places, m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners)
+        self._placer.run(places, m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners)

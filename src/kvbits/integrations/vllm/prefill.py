@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from ...later import upload
-from ...ops.merging import merge_partials
-from ...ops.reference.dequantize import dequantize_pages, section
+from ...ops import dispatch
+from ...ops.reference.dequantize import section
 from ...ops.reference.place import Copies
-from ...ops.types import PageStore
 from ...spec import PageLayout
 from .formats import PAGE_SIZE
 
@@ -132,7 +131,6 @@ class _Placed:
         pages = upload(p.pages, device)
         self.page_ids = block_table[pages[:, 0], pages[:, 1]].long()
         self.rows = pages[:, 2:].to(torch.int32)
-        self.rows_host = p.pages[:, 2:]
         self._unpackers: dict[tuple[PageLayout, int], Any] = {}
         self._copied = None if copies is None else _Copied.of(p, history, block_table, copies)
 
@@ -144,19 +142,11 @@ class _Placed:
             self._copied.put(call.scratch, section(copies, call.raw, "k_raw"), section(copies, call.raw, "v_raw"))
 
     def _unpack(self, call: Call, pages: torch.Tensor) -> None:
-        scratch = call.scratch
-        if pages.device.type != "cuda":
-            found = dequantize_pages(pages[self.page_ids], call.layout)
-            for into, x in zip((scratch.keys, scratch.values), found, strict=True):
-                for (row, count), page in zip(self.rows_host.tolist(), x, strict=True):
-                    into[row : row + count] = page[:, :count].transpose(0, 1).to(into.dtype)
-            return
-        from ...ops.cuda.families.plain.unpack import Unpacker
-
         key = (call.layout, pages.stride(0))
-        if key not in self._unpackers:  # addresses from 0 on; a layer is where its pages begin
-            self._unpackers[key] = Unpacker(PageStore(call.layout, (pages,), {}), call.dtype, self.page_ids * pages.stride(0), self.rows, 1)
-        self._unpackers[key].run(scratch.keys, scratch.values, pages.data_ptr(), {})
+        if key not in self._unpackers:
+            choice = dispatch.choose("dequantize", call.layout, call.dtype, pages.device)
+            self._unpackers[key] = choice.run(call.layout, call.dtype, self.page_ids, self.rows, pages.stride(0))
+        self._unpackers[key].run(pages, call.scratch.keys, call.scratch.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +234,8 @@ class Prefill:
                 continue
             parts.append(attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, p.causal, None))
             if p.causal:
-                merged, _ = merge_partials([o[None] for o, _ in parts], [m[None] for _, m in parts])
+                outs = [o[None] for o, _ in parts]
+                merged, _ = dispatch.choose("merge", outs).run(outs, [m[None] for _, m in parts])
                 out[p.tokens] = merged[0]
                 parts = []
 
@@ -264,7 +255,7 @@ def attend(
     Returns:
         out [tokens, Hq, D] and, without `out`, float32 log-sum-exps [tokens, Hq].
     """
-    if q.device.type != "cuda":
+    if call.fa_version is None:
         return _attend_reference(call, q, k, v, q_starts.tolist(), k_starts.tolist(), causal, out)
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 

@@ -36,10 +36,6 @@ STATUS_FIELDS = 7
 skipped because they lead out of the pages."""
 
 
-def refuses(k: torch.Tensor, store: PageStore) -> None:
-    """The reference takes everything."""
-
-
 def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
     """Write tokens in place.
 

@@ -21,10 +21,6 @@ from .dequantize import dequantize_pages
 PAGES_PER_STEP = 16
 
 
-def refuses(q: torch.Tensor, call: AttendCall) -> None:
-    """The reference takes everything."""
-
-
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query over the pages of its sequence.
 

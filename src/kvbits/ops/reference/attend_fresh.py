@@ -15,10 +15,6 @@ SCORES = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores that are held at a time: 16 MB stay in a CPU's caches, 64 MB fill a GPU."""
 
 
-def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> None:
-    """The reference takes everything."""
-
-
 def attend_fresh(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None,
     dtype: torch.dtype = torch.float32,

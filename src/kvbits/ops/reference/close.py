@@ -143,10 +143,6 @@ def _store(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, plane
         section(pages, layout, f"{kind}_plane{i}").copy_(plane.unflatten(-1, (layout.page_size, -1)))
 
 
-def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> None:
-    """The reference takes everything."""
-
-
 def close(
     k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
 ) -> dict[str, int]:

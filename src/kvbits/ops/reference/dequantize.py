@@ -109,3 +109,31 @@ def page_codes(pages: torch.Tensor, layout: PageLayout, kind: str) -> torch.Tens
         return _codes(pages, layout, kind, spec.number_format)
     planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(spec.planes(layout.head_dim)))]
     return unpack_banded(planes, spec.widths(layout.head_dim), kind, layout.page_size, layout.head_dim)
+
+
+def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why rows are not unpacked here, or None."""
+    return None if device.type == "cpu" else f"the pages are on {device}; the reference reads page numbers on the host"
+
+
+class Rows:
+    """The op `dequantize`: pages to rows of keys and values, for any number of layers whose pages lie alike.
+
+    Args:
+        dtype: of the rows.
+        page_ids: int64 [n]; rows: int32 [n, 2], first row and visible tokens of each page; both where the pages are.
+        page_stride: bytes from page to page.
+    """
+
+    def __init__(self, layout: PageLayout, dtype: torch.dtype, page_ids: torch.Tensor, rows: torch.Tensor, page_stride: int) -> None:
+        self._layout, self._page_ids, self._rows = layout, page_ids, rows.tolist()
+
+    def run(self, pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the rows of a layer's pages.
+
+        Args:
+            pages: uint8 [num_pages, H, head_bytes]; keys, values: [rows, H, D], dense.
+        """
+        for into, found in zip((keys, values), dequantize_pages(pages[self._page_ids], self._layout), strict=True):
+            for (first, count), page in zip(self._rows, found, strict=True):
+                into[first : first + count] = page[:, :count].transpose(0, 1).to(into.dtype)

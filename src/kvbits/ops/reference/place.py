@@ -89,6 +89,11 @@ class Places:
         return cls(page_size, torch.zeros(num_blocks, dtype=torch.int32, device=device), before, copies)
 
 
+def refuses(device: torch.device) -> str | None:
+    """Why steps on this device are not placed here, or None."""
+    return None if device.type == "cpu" else f"the block tables are on {device}; the reference reads them on the host"
+
+
 def check(places: Places, seq_lens: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor | None) -> None:
     """Refuse arguments of `place` that do not fit.
 

@@ -43,12 +43,15 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
     return driver.load(Path(__file__).parent, "merge.cu", "merge_partials", defines(head_dim, dtype), device_index)
 
 
-def refuses(out: torch.Tensor) -> str | None:
-    """Why results like `out` are not merged here, or None."""
+def refuses(outs: Sequence[torch.Tensor]) -> str | None:
+    """Why results like these are not merged here, or None."""
+    out = outs[0]
     if out.device.type != "cuda" or torch.version.hip:
         return "the results are not on an NVIDIA GPU"
     if out.dtype not in DTYPES or out.shape[-1] % 8:
         return f"results are {out.dtype} of head_dim {out.shape[-1]}; the kernel takes float16 and bfloat16, and multiples of 8"
+    if len(dtypes := {x.dtype for x in outs}) > 1:
+        return f"results are of {len(dtypes)} dtypes; the kernel merges those of one"
     return cuda_compile.missing()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ...reference.place import Places, check
+from ..engine.runtime import compile as cuda_compile
 from ..engine.runtime import driver
 
 THREADS = 512
@@ -38,6 +39,13 @@ def defines() -> dict[str, int | str]:
 @functools.lru_cache(maxsize=16)
 def _load(device_index: int) -> driver.Kernel:
     return driver.load(Path(__file__).parent, "place.cu", "place", defines(), device_index)
+
+
+def refuses(device: torch.device) -> str | None:
+    """Why steps on this device are not placed here, or None."""
+    if device.type != "cuda" or torch.version.hip:
+        return "the block tables are not on an NVIDIA GPU"
+    return cuda_compile.missing()
 
 
 def prepare(device: torch.device) -> None:

@@ -1,0 +1,31 @@
+"""Rows of packed pages to 16 bits, by page numbers on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from ...spec import PageLayout
+from ..types import PageStore
+from .engine.runtime import compile as cuda_compile
+from .families.plain.unpack import Unpacker, prepare, refuses_layout
+
+__all__ = ["Rows", "prepare", "refuses"]
+
+
+def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why pages of this layout are not unpacked to `dtype` here, or None."""
+    if device.type != "cuda" or torch.version.hip:
+        return "the pages are not on an NVIDIA GPU"
+    return cuda_compile.missing() or refuses_layout(layout, dtype)
+
+
+class Rows:
+    """`reference.dequantize.Rows` by launches only."""
+
+    def __init__(self, layout: PageLayout, dtype: torch.dtype, page_ids: torch.Tensor, rows: torch.Tensor, page_stride: int) -> None:
+        # Addresses count from 0: a layer is where its pages begin.
+        self._unpacker = Unpacker(PageStore(layout, ()), dtype, page_ids * page_stride, rows, 1)
+
+    def run(self, pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the rows of a layer's pages."""
+        self._unpacker.run(keys, values, pages.data_ptr(), {})

@@ -1,0 +1,102 @@
+"""`ops.paged_attention` by host lists: tables and lengths are read on the CPU, attention is by whichever backend takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import DataError
+from ...spec import LowLayout, PageLayout
+from .. import dispatch
+from ..types import AttendCall, LowStore, PageStore, PageTable, Part
+
+
+def refuses(layouts: Sequence[PageLayout], max_pages: Sequence[int], options: Mapping[str, Any]) -> str | None:
+    """Why such a plan is not served here, or None."""
+    device = options["device"]
+    return None if device.type == "cpu" else f"the block tables are on {device}; the reference reads them on the host"
+
+
+class HostPlan:
+    """The contract with host lists, for devices whose kernels take those."""
+
+    def __init__(self, layouts: Sequence[PageLayout], max_pages: Sequence[int], **options: Any) -> None:
+        self.layouts, self.max_pages, self.options = tuple(layouts), tuple(max_pages), options
+        self._layers: dict[int, tuple[tuple[PageStore, tuple[LowStore, ...]], ...]] = {}
+        self._tables: list[PageTable] = []
+        self._choices: dict[tuple[PageLayout | LowLayout, ...], dispatch.Choice] = {}
+
+    def bind(
+        self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor], low: Sequence[Sequence[torch.Tensor] | None]
+    ) -> None:
+        stores = [PageStore(layout, tuple(slabs), {} if layout.is_raw else dict(static)) for layout, slabs in zip(self.layouts, pages, strict=True)]
+        fine = [() if planes is None or x is None else (LowStore(planes, tuple(x)),) for planes, x in zip(self.options["low"], low, strict=True)]
+        self._layers[layer] = tuple(zip(stores, fine, strict=True))
+
+    def update(
+        self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
+    ) -> None:  # fmt: skip
+        batch, t = len(tokens[0]), self.options["num_queries"]
+        newest = np.zeros(batch, np.int64)
+        tables = []
+        parts = zip(self.layouts, self.max_pages, block_tables, tokens, starts, offsets, low_tables, strict=True)
+        for layout, most, table, n, start, offset, fine in parts:
+            size = layout.page_size
+            first, at = (np.zeros(batch, np.int64) if x is None else x.numpy().astype(np.int64) for x in (start, offset))
+            at = at.clip(0, table.shape[1] - 1)
+            visible = n.numpy().astype(np.int64).clip(0, np.minimum(most, table.shape[1] - at) * size)
+            newest = np.maximum(newest, np.where(visible > 0, first + visible, 0))
+            pages = -(-visible // size)
+            row = np.repeat(np.arange(batch), pages)
+            page = np.arange(len(row)) - np.repeat(np.cumsum(pages) - pages, pages)
+            ids, *low = (x.numpy()[row, at[row] + page].astype(np.int64) for x in (table, fine) if x is not None)
+            lengths = np.minimum(visible[row] - page * size, size).astype(np.int32)
+            tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, first[row] + page * size, lengths, tuple(low)))
+        self._tables = tables
+        count = np.full(batch, t) if query_lens is None else query_lens.numpy().clip(0, t)
+        positions = newest[:, None] - count[:, None] + np.arange(t)
+        self._positions = torch.from_numpy(np.where((np.arange(t) < count[:, None]) & (newest >= count)[:, None], positions, -1))
+
+    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
+        if layer not in self._layers:
+            raise DataError(f"layer {layer} was never bound; call bind({layer}, pages) first")
+        if not self._tables:
+            raise DataError("run() before the first update(); there are no lengths")
+        want = (len(self._positions), self.options["num_queries"], self.options["num_q_heads"], self.layouts[0].head_dim)
+        if tuple(q.shape) != want or q.dtype != self.options["dtype"]:
+            raise DataError(f"q is {list(q.shape)} {q.dtype}; the plan is for {list(want)} {self.options['dtype']}")
+        stores = self._layers[layer]
+        parts = []
+        for (store, low), table in zip(stores, self._tables, strict=True):
+            ids = _inside(table.page_ids, store.num_pages)
+            fine = (_inside(x, s.num_pages) for x, s in zip(table.low, low, strict=True))
+            if table.num_pages:
+                parts.append(Part(store, PageTable(table.indptr, ids, table.starts, table.lengths, tuple(fine)), low))
+        out = torch.empty_like(q) if out is None else out
+        if not parts:
+            out.zero_()
+            return out if lse is None else (lse.fill_(-torch.inf), out)[1]
+        call = AttendCall(tuple(parts), self.options["scaling"], self.options["sliding_window"], self.options["softcap"])
+        key = tuple(x for p in parts for x in p.layouts)
+        if key not in self._choices:
+            self._choices[key] = dispatch.choose("attend_pages", q, call)
+        found, found_lse = self._choices[key].run(q, call, self._positions)
+        out.copy_(found)
+        if lse is not None:
+            lse.copy_(found_lse)
+        return out
+
+    def explain(self) -> str:
+        return "paged attention by host lists: " + ", ".join(sorted({str(c) for c in self._choices.values()}) or ["not yet run"])
+
+
+def _inside(ids: np.ndarray, num_pages: int) -> np.ndarray:
+    """A number that the pool has not is the last page's."""
+    return np.minimum(ids.astype(np.uint64), num_pages - 1).astype(np.int64)
+
+
+paged_attention = HostPlan
