@@ -14,6 +14,7 @@ Each row is added to --out as it comes. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from pathlib import Path
@@ -27,12 +28,11 @@ from result_file import append
 from kvbits import schemes
 from kvbits.errors import KvbitsError
 from kvbits.ops.cuda.append import tokens as append_cuda
-from kvbits.ops.cuda.families.codebook import close as cuda_codebook
-from kvbits.ops.cuda.families.klt import close as cuda_banded
-from kvbits.ops.cuda.families.plain import close as cuda
+from kvbits.ops.cuda.engine import close as cuda
+from kvbits.ops.cuda.families import family_of
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
-from kvbits.ops.types import PageStore, SlotMapping, banded_sides, kvquant_extras
+from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.spec import LowLayout, PageLayout, QuantSpec
 
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
@@ -70,14 +70,9 @@ def bench(key: QuantSpec, value: QuantSpec, low_bits: int) -> dict[str, Any]:
         fine = (low[0], addresses[1]) if low else None
         kept.append(slabs)
         starts = np.arange(PAGES) * PAGE
-        if banded_sides(layout):
-            at = cuda_banded.first_positions(store, starts, PAGES, k.device)
-            launches.append(lambda k=k, v=v, store=store, ad=addresses[0], status=status, at=at: cuda_banded.launch(k, v, store, ad, status, at))
-        elif kvquant_extras(layout):
-            first = cuda_codebook.first_angles(store, starts, PAGES, k.device)
-            launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, first=first: cuda_codebook.launch(k, v, store, at, status, first))
-        else:
-            launches.append(lambda k=k, v=v, store=store, at=addresses[0], status=status, fine=fine: cuda.launch_close(k, v, store, at, status, fine))
+        family = family_of(layout)
+        first = family.first(store, starts, PAGES, k.device)
+        launches.append(functools.partial(family.close, k, v, store, addresses[0], status, first, fine))
         launches[-1]()
         static = {name: x.cpu() for name, x in store.static.items()}
         want, _ = reference.close_nested(k[:CHECKED].cpu(), v[:CHECKED].cpu(), layout, static, low, starts[:CHECKED])

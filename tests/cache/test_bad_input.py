@@ -239,7 +239,7 @@ def test_wrong_options_are_refused_at_construction(arguments, message):
 
 def test_static_schemes_without_fitting_calibration_are_refused():
     spec = CacheSpec(scheme=schemes.get("int8_static"), layers=(FULL,) * 2)
-    with pytest.raises(SpecError, match="'int8_static' has static scales, codebooks or a basis; run `kvbits calibrate`"):
+    with pytest.raises(SpecError, match="'int8_static' needs calibrated parameters; run `kvbits calibrate`"):
         PagedCache(spec)
     good = {"k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
     for static, message in (

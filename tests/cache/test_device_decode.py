@@ -21,10 +21,10 @@ from kvbits.cache import device_decode
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError
 from kvbits.ops.cuda import paged_attention as paged_attention_cuda
+from kvbits.ops.cuda.engine import close as close_cuda
 from kvbits.ops.cuda.engine import device_plan
-from kvbits.ops.cuda.engine import host_plan as attend_cuda
 from kvbits.ops.cuda.families.klt import close as close_banded
-from kvbits.ops.cuda.families.plain import close as close_cuda
+from kvbits.ops.cuda.families.plain import close as close_plain
 from kvbits.quant.banded import steps
 from kvbits.spec import CacheSpec, LayerGeometry, Rotary
 
@@ -65,8 +65,8 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
         return launcher(libraries[key])
 
     def close(layout, dtype, device_index, low=None, appends=False):
-        macros = close_cuda.defines(layout, dtype, low, appends)
-        source = Path(close_cuda.__file__).parent / "close.cu"
+        macros = close_plain.defines(layout, dtype, low, appends)
+        source = Path(close_plain.__file__).parent / "close.cu"
         return launcher(compiled(source, macros, "close_pages", "THREADS", folder, MEMORY)), int(macros["THREADS"])
 
     def close_bands(layout, dtype, device_index, appends=False):
@@ -82,7 +82,7 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
         return made
 
     for target, name, value in (
-        (attend_cuda, "load_kernel", attend), (close_cuda, "_load", close), (close_banded, "load", close_bands), (device_decode, "load_advance", advance), (paged_attention_cuda, "paged_attention", host_plan),
+        (device_plan, "load_kernel", attend), (close_plain, "load", close), (close_banded, "load", close_bands), (device_decode, "load_advance", advance), (paged_attention_cuda, "paged_attention", host_plan),
         (device_plan, "refuses", lambda *_: None), (close_cuda, "refuses_on", lambda *_: None), (device_decode, "DEVICE", "cpu"),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=3)),

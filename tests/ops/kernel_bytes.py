@@ -28,9 +28,11 @@ from kvbits.cache import device_decode
 from kvbits.errors import KernelError, SpecError
 from kvbits.ops.cuda import merge, place, rotate
 from kvbits.ops.cuda.append import tokens
-from kvbits.ops.cuda.engine import device_plan, kernel_choice
+from kvbits.ops.cuda.engine import device_plan, kernels
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
+from kvbits.ops.cuda.engine.shape import Ask
+from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.codebook import close as close_codebook
 from kvbits.ops.cuda.families.klt import close as close_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
@@ -74,15 +76,15 @@ def cases(capability: tuple[int, int], names: list[str]) -> Iterator[Case]:
 
 def _of_layout(layout: PageLayout, low: LowLayout | None, capability: tuple[int, int], every: bool) -> Iterator[Case]:
     limit, packed = driver.shared_limit(capability), None if layout.is_raw else layout
-    if kernel_choice.refuses_layout(layout, limit) is None:
+    if family_of(layout).refuses("attend", layout, shared_limit=limit) is None:
         kinds: list[dict[str, Any]] = [{}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}]
-        kinds += [{"fold": True, "raw": True}, {"fold": True, "raw": True, "tables": True}] if layout.key.is_banded or layout.key.has_codebook else []
+        kinds += [{"fold": True, "raw": True}, {"fold": True, "raw": True, "tables": True}] if family_of(layout).folds else []
         kinds += [{"low": low, **kind} for kind in kinds[:4]] if low else []
         for columns in (4, 16, 64) if every else (4,):
-            cols = kernel_choice.columns(layout.head_dim, columns, [layout] if packed else [])
+            cols = kernels.columns([layout], columns, False)
             for kind in kinds if columns == 4 and every else kinds[1:2]:
                 for softcap in (False, True) if kind == {"raw": True} and every else (False,):
-                    kernel = kernel_choice.kernel_for(packed, layout.head_dim, cols, "bfloat16", "bfloat16", softcap, limit, **kind)
+                    kernel = kernels.kernel_for(layout, Ask(layout.head_dim, cols, "bfloat16", "bfloat16", softcap, limit, **kind))
                     label = " ".join("low" if k == "low" else k for k in kind)
                     yield f"attend {cols} {label}{' softcap' if softcap else ''}", kernel.source.name, dict(kernel.defines)
     if packed is None:
@@ -92,7 +94,7 @@ def _of_layout(layout: PageLayout, low: LowLayout | None, capability: tuple[int,
 
 
 def _of_dtype(layout: PageLayout, low: LowLayout | None, dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Case]:
-    if close_packed.refuses_layout(layout, dtype) is None:
+    if family_of(layout).refuses("close", layout, dtype=dtype) is None:
         if layout.key.has_codebook:
             yield f"close {dtype}", "close_codebook.cu", close_codebook.defines(layout, dtype)
         elif layout.key.is_banded:
@@ -103,12 +105,11 @@ def _of_dtype(layout: PageLayout, low: LowLayout | None, dtype: torch.dtype, cap
                 yield f"close {dtype} {appends}", "close.cu", close_packed.defines(layout, dtype, appends=appends)
             if low:
                 yield f"close {dtype} low", "close.cu", close_packed.defines(layout, dtype, low)
-    if unpacker.refuses_layout(layout, dtype) is None:
-        yield f"dequantize {dtype}", "dequantize.cu", unpacker.defines(layout, dtype)
+    if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
+        banded = layout.key.is_banded
+        yield f"dequantize {dtype}", f"dequantize{'_banded' * banded}.cu", (dequantize_banded if banded else unpacker).defines(layout, dtype)
         if low:
             yield f"dequantize {dtype} low", "dequantize.cu", unpacker.defines(layout, dtype, low)
-    if dequantize_banded.refuses_layout(layout, dtype) is None:
-        yield f"dequantize {dtype}", "dequantize_banded.cu", dequantize_banded.defines(layout, dtype)
     if tokens.refuses_layout(layout, capability) is None:
         for count in (tokens.FEW, tokens.tokens_of_prompts(layout, dtype)):
             yield f"store {dtype} {count}", "store_tokens.cu", tokens.defines(layout, dtype, count)

@@ -6,16 +6,14 @@ import torch
 from dense_model import dense_attention
 
 from kvbits import schemes
-from kvbits.ops.cuda.engine import kernel_choice
-from kvbits.ops.cuda.families.plain import close as packed
-from kvbits.ops.cuda.families.plain import unpack as unpacker
+from kvbits.ops.cuda.families import family_of
 from kvbits.ops.descriptor import DTYPES, LEVELS, describe
 from kvbits.ops.reference.attend import attend
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.quant.basis import inverse
-from kvbits.spec import SCALE_8BIT, PageLayout
+from kvbits.spec import SCALE_8BIT, LowLayout, PageLayout
 
 HEADS, GROUP, SIZE = 2, 3, 64
 
@@ -56,12 +54,12 @@ def test_attention_in_the_basis_is_attention_over_what_the_pages_read_as(name, h
         torch.testing.assert_close(lse[0, t].double(), want_lse[0], rtol=0, atol=1e-9 if dtype == torch.float64 else 2e-4)
 
 
-def test_kernels_refuse_banded_codes_by_name():
+def test_a_family_of_its_own_has_kernels_for_banded_codes():
     layout = layout_of("klt2", 64)
-    words = "banded codes (keys and values) have no"
-    assert kernel_choice.refuses_layout(layout) is None
-    assert packed.refuses_layout(layout, torch.bfloat16) is None
-    assert unpacker.refuses_layout(layout, torch.bfloat16) == f"{words} CUDA kernel"
+    family = family_of(layout)
+    assert [family.refuses(op, layout, dtype=torch.bfloat16) for op in ("attend", "close", "step", "unpack")] == [None] * 4
+    planes = LowLayout(key_bits=4, value_bits=4, page_size=layout.page_size, num_kv_heads=layout.num_kv_heads, head_dim=64)
+    assert "with low planes have no CUDA kernel" in family.refuses("close", layout, dtype=torch.bfloat16, low=[planes])
 
 
 def test_sides_name_the_planes_of_bands():

@@ -270,7 +270,7 @@ def test_wrong_queries_are_refused():
             schemes.get("klt2").key,
             schemes.get("klt2").value,
             (2, 2),
-            "a low plane of 2 bits under banded codes",
+            "banded codes (keys and values) with low planes have no CUDA kernel",
         ),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvbits.errors import DataError
-from kvbits.ops.cuda.families.plain import close as cuda
+from kvbits.ops.cuda.engine import close as cuda
+from kvbits.ops.cuda.families import family_of
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import LowStore, PageStore
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
@@ -139,7 +140,7 @@ def test_strided_input_needs_no_copy():
 
 def test_refusals_need_no_gpu():
     layout = PageLayout(key=spec("int4", PerGroup(20)), value=spec("int4", PerToken()), page_size=64, num_kv_heads=1, head_dim=80)
-    assert "20 channels" in cuda.refuses_layout(layout, torch.bfloat16)
-    assert "float64" in cuda.refuses_layout(layout, torch.float64)
+    assert "20 channels" in family_of(layout).refuses("close", layout, dtype=torch.bfloat16)
+    assert "float64" in family_of(layout).refuses("close", layout, dtype=torch.float64)
     store = PageStore(layout, (torch.zeros(1, 1, layout.head_bytes, dtype=torch.uint8),))
     assert "not on a GPU" in cuda.refuses(torch.zeros(1, 1, 64, 80), store)

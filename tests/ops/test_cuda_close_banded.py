@@ -17,10 +17,11 @@ from ops.emulated_build import build, put_sources
 
 from kvbits import schemes
 from kvbits.errors import DataError
+from kvbits.ops.cuda.engine import close as cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
+from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.klt import close as cuda_banded
 from kvbits.ops.cuda.families.klt import unpack as unpack_banded
-from kvbits.ops.cuda.families.plain import close as cuda
 from kvbits.ops.reference import close as reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.types import PageStore
@@ -267,7 +268,8 @@ def test_bad_input_is_named(device):
 
 def test_refusals_need_no_gpu():
     def refused(key, value, head_dim=64, page_size=64, dtype=torch.bfloat16):
-        return cuda.refuses_layout(PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=1, head_dim=head_dim), dtype)
+        layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=1, head_dim=head_dim)
+        return family_of(layout).refuses("close", layout, dtype=dtype)
 
     key, value = sides("klt2")
     assert refused(key, value) is None and refused(key, value, 256) is None

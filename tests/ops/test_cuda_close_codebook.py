@@ -16,9 +16,10 @@ from ops.emulated_build import build, put_sources
 
 from kvbits import schemes
 from kvbits.errors import DataError
+from kvbits.ops.cuda.engine import close as cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
+from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.codebook import close as cuda_codebook
-from kvbits.ops.cuda.families.plain import close as cuda
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
@@ -167,5 +168,6 @@ def test_compiles_with_few_spills(name, limit):
 )
 def test_refusals_say_what_is_in_the_way(changes, why):
     layout = PageLayout(**{**of("nuq4-1%"), "page_size": 64, "num_kv_heads": 2, "head_dim": 128} | changes)
-    assert why in cuda.refuses_layout(layout, torch.bfloat16)
-    assert "float64" in cuda.refuses_layout(PageLayout(**of("nuq4-1%"), page_size=64, num_kv_heads=2, head_dim=128), torch.float64)
+    assert why in family_of(layout).refuses("close", layout, dtype=torch.bfloat16)
+    layout = PageLayout(**of("nuq4-1%"), page_size=64, num_kv_heads=2, head_dim=128)
+    assert "float64" in family_of(layout).refuses("close", layout, dtype=torch.float64)

@@ -19,7 +19,8 @@ from ops.emulated_build import build, put_sources
 from ops.test_cuda_close import HEADS, RAW, pairs, spec, static_of, ugly
 
 from kvbits.errors import DataError
-from kvbits.ops.cuda.families.plain import close as cuda
+from kvbits.ops.cuda.engine import close as cuda
+from kvbits.ops.cuda.families.plain import close as plain
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import LowStore, PageStore
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken
@@ -32,15 +33,15 @@ def emulated(monkeypatch, tmp_path):
     """`cuda.close` on tensors of the CPU."""
 
     def load(layout, dtype, device_index, low=None):
-        macros = cuda.defines(layout, dtype, low)
+        macros = plain.defines(layout, dtype, low)
         instead = {'extern "C" __global__': "", "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;"}
-        put_sources(tmp_path, Path(cuda.__file__).parent / "close.cu", instead)
+        put_sources(tmp_path, Path(plain.__file__).parent / "close.cu", instead)
         (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_pages", "NUM_THREADS": "THREADS"}).items()))
         # No fused multiply-add: the kernel asks for separate roundings where they matter, and a GPU has none to fuse in what is left.
         made = build(tmp_path, ["-mf16c", "-ffp-contract=off"])
         return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
 
-    monkeypatch.setattr(cuda, "_load", load)
+    monkeypatch.setattr(plain, "load", load)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
 
 

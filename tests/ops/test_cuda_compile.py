@@ -19,9 +19,11 @@ from kvbits.cache import device_decode
 from kvbits.ops.cuda import merge, place, rotate
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import device_plan as attend_plan
-from kvbits.ops.cuda.engine import kernel_choice as cuda_format
+from kvbits.ops.cuda.engine import kernels
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
+from kvbits.ops.cuda.engine.shape import WIDE, Ask
+from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.codebook import close as close_codebook
 from kvbits.ops.cuda.families.klt import close as close_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
@@ -57,10 +59,16 @@ def layout_of(key, value, head_dim=128, page_size=64, **_):
 
 def attend_kernel(key, value, capability, head_dim=128, columns=8, page_size=64, softcap=False, fold=False, raw=False):
     layout = layout_of(key, value, head_dim, page_size)
-    packed = [] if key.is_raw else [layout]
-    cols = cuda_format.columns(head_dim, columns, packed)
-    limit = driver.shared_limit(capability)
-    return cuda_format.kernel_for(packed[0] if packed else None, head_dim, cols, "bfloat16", "bfloat16", softcap, limit, fold=fold, raw=raw)
+    cols = kernels.columns([layout], columns, False)
+    return kernel_for(layout, cols, driver.shared_limit(capability), softcap=softcap, fold=fold, raw=raw)
+
+
+def kernel_for(layout, cols, limit, softcap=False, **options):
+    return kernels.kernel_for(layout, Ask(layout.head_dim, cols, "bfloat16", "bfloat16", softcap, limit, **options))
+
+
+def refuses(layout, limit=None, **options):
+    return family_of(layout).refuses("attend", layout, shared_limit=limit, **options)
 
 
 def variants():
@@ -81,7 +89,7 @@ def variants():
         many += [(spec(f, center="channel"), spec(f), {}), (spec(f, static=True), spec(f, PerChannel(), static=True), {})]
         many += [(spec(f), spec(f), options) for options in ({"softcap": True}, {"columns": 16}, {"columns": 64}, {"page_size": 256}, {"page_size": 32})]
         many += [(spec(f, PerToken()), spec(f, PerToken()), {"head_dim": d}) for d in (64, 80, 96, 256)]
-    return [(k, v, o) for k, v, o in few + many if cuda_format.refuses_layout(layout_of(k, v, **o)) is None]
+    return [(k, v, o) for k, v, o in few + many if refuses(layout_of(k, v, **o)) is None]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -123,9 +131,8 @@ def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, capab
         pytest.skip("the preset's kernel by default, with its variants for one architecture")
     scheme = schemes.get("tiered")
     layout, low, limit = layout_of(scheme.key, scheme.value, head_dim), nested((4, 4), head_dim=head_dim), driver.shared_limit(capability)
-    assert cuda_format.refuses_low(layout, (low,)) is None
-    cols = cuda_format.columns(head_dim, columns, [layout])
-    kernel = cuda_format.kernel_for(layout, head_dim, cols, "bfloat16", "bfloat16", False, limit, low=low)
+    assert refuses(layout, low=(low,)) is None
+    kernel = kernel_for(layout, kernels.columns([layout], columns, False), limit, low=low)
     assert kernel.shared_bytes <= limit
     resources = compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend")
     assert resources.spill_bytes == 0, resources
@@ -176,12 +183,12 @@ def test_kernels_that_join_raw_tokens_spill_no_more_than_stated(key, value, opti
         (spec("int4"), spec("int4", PerChannel()), 8, False),
         (spec("int4", PerChannel(), static=True), spec("int4"), 8, False),
         (spec("int4"), spec("int4", static=True), 8, False),
-        (spec("int4"), spec("int4"), cuda_format.WIDE, False),
+        (spec("int4"), spec("int4"), WIDE, False),
         (schemes.get("nuq4").key, schemes.get("nuq4").value, 8, False),
     ],
 )
 def test_which_kernels_join_raw_tokens(key, value, cols, joins):
-    kernel = cuda_format.kernel_for(layout_of(key, value), 128, cols, "bfloat16", "bfloat16", False, driver.shared_limit((9, 0)), raw=True)
+    kernel = kernel_for(layout_of(key, value), cols, driver.shared_limit((9, 0)), raw=True)
     assert kernel.raw_joins == kernel.raw_in_ring == joins
     assert dict(kernel.defines)["HAS_RAW"] == joins
 
@@ -196,7 +203,7 @@ def test_look_up_kernels_spill_no_more_than_stated(fold, name, head_dim, capabil
         pytest.skip("four by default")
     scheme = schemes.get(name)
     limit = driver.shared_limit(capability)
-    if why := cuda_format.refuses_layout(layout_of(scheme.key, scheme.value, head_dim), limit):
+    if why := refuses(layout_of(scheme.key, scheme.value, head_dim), limit):
         assert capability == (8, 9) and scheme.key.bits == 4 and "shared memory" in why, why
         return
     kernel = attend_kernel(scheme.key, scheme.value, capability, head_dim, fold=fold)
@@ -307,7 +314,7 @@ def test_a_source_that_does_not_compile_says_why(tmp_path):
     ],
 )
 def test_refusals_say_what_is_in_the_way(layout, why):
-    assert why in cuda_format.refuses_layout(PageLayout(page_size=64, num_kv_heads=2, **layout))
+    assert why in refuses(PageLayout(page_size=64, num_kv_heads=2, **layout))
 
 
 # -- every source, every preset -------------------------------------------------------------------------------------
@@ -382,13 +389,13 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     scheme, limit = schemes.get(name, head_dim=head_dim), driver.shared_limit(capability)
     layout = layout_of(scheme.key, scheme.value, head_dim, scheme.page_size)
     spills = {}
-    if cuda_format.refuses_layout(layout, limit) is None:
-        common = (layout, head_dim, cuda_format.columns(head_dim, 8, [layout]), "bfloat16", "bfloat16", False, limit)
+    if refuses(layout, limit) is None:
+        common = (layout, kernels.columns([layout], 8, False), limit)
         for kind in ({}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}, *([{"fold": True, "raw": True}] if scheme.key.is_banded else [])):
-            kernel = cuda_format.kernel_for(*common, **kind)
+            kernel = kernel_for(*common, **kind)
             spills[("attend", *kind)] = compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend").spill_bytes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if close_cuda.refuses_layout(layout, dtype) is None and not (capability < (8, 9) and scheme.key.format.startswith("fp8")):
+        if family_of(layout).refuses("close", layout, dtype=dtype) is None and not (capability < (8, 9) and scheme.key.format.startswith("fp8")):
             for appends in (False,) if scheme.key.has_codebook else (False, True):
                 if scheme.key.has_codebook:
                     source, entry, macros = "close_codebook.cu", "close_codebook", close_codebook.defines(layout, dtype)
@@ -397,12 +404,10 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
                 else:
                     source, entry, macros = "close.cu", "close_pages", close_cuda.defines(layout, dtype, appends=appends)
                 spills[entry, dtype, appends] = compiled(source, macros, capability).resources(entry).spill_bytes
-        if dequantize_cuda.refuses_layout(layout, dtype) is None:
-            binary = compiled("dequantize.cu", dequantize_cuda.defines(layout, dtype), capability)
-            spills["dequantize", dtype] = binary.resources("dequantize_pages").spill_bytes
-        if dequantize_banded.refuses_layout(layout, dtype) is None:
-            binary = compiled("dequantize_banded.cu", dequantize_banded.defines(layout, dtype), capability)
-            spills["dequantize_banded", dtype] = binary.resources("dequantize_banded").spill_bytes
+        if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
+            module, entry = (dequantize_banded, "dequantize_banded") if scheme.key.is_banded else (dequantize_cuda, "dequantize_pages")
+            binary = compiled(f"{entry.removesuffix('_pages')}.cu", module.defines(layout, dtype), capability)
+            spills[entry.removesuffix("_pages"), dtype] = binary.resources(entry).spill_bytes
     # Attention takes every register it can have where heads are widest or codes are looked up; ptxas keeps a few values of its set-up in local memory.
     # Closing pages of float32 rows, which a model on a GPU hardly has, takes the 64 registers of a thread and some words of a row besides.
     # Closing banded pages keeps some 20 words a thread around its product where heads are widest, or so that one more block fits.
@@ -411,7 +416,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     most = {"attend": attend, "close_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 0}
     rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128, ("close_codebook", torch.float32, False): 128}
     if not spills:
-        pytest.skip(f"no CUDA kernel takes {name} at head_dim {head_dim}: {cuda_format.refuses_layout(layout, limit)}")
+        pytest.skip(f"no CUDA kernel takes {name} at head_dim {head_dim}: {refuses(layout, limit)}")
     for kernel, nbytes in spills.items():
         spilt(" ".join(map(str, kernel)), nbytes, rows.get(kernel, most.get(kernel[0], 0)))
 

@@ -23,6 +23,7 @@ from ops.test_cuda_kvquant import direct, of, static
 
 from kvbits import schemes
 from kvbits.errors import DataError
+from kvbits.ops.cuda.engine import device_plan
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
@@ -51,6 +52,7 @@ def emulated(request, monkeypatch, tmp_path):
         return SimpleNamespace(launch=lambda grid, threads, args, stream, **_: library.launch(ctypes.byref(args), grid))
 
     monkeypatch.setattr(cuda, "load_kernel", load)
+    monkeypatch.setattr(device_plan, "load_kernel", load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=BLOCKS))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))

@@ -16,7 +16,6 @@ from ops.test_cuda_attend import check
 
 from kvbits import schemes
 from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.cuda.engine import kernel_choice as cuda_format
 from kvbits.ops.cuda.engine import unpack_then_flash as chunk
 from kvbits.ops.cuda.families.codebook import format as codebook_format
 from kvbits.ops.cuda.families.plain.unpack import Unpacker
@@ -87,7 +86,7 @@ def at_position(call, offset):
 @pytest.mark.parametrize("case", list(direct()), ids=str)
 def test_packed_pages_agree_with_float64(case):
     call, q, _ = build(case, "cuda")
-    assert all(cuda_format.refuses_layout(p.store.layout) is None for p in call.parts)
+    assert cuda.refuses_call(call, q.shape[2], "bfloat16") is None
     plan = cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries)
     assert isinstance(plan, cuda.Plan)
     first = check(call, q, plan)
@@ -106,7 +105,7 @@ def test_far_positions(offset):
 @pytest.mark.parametrize("case", list(unpacked()), ids=str)
 def test_layouts_without_a_kernel_of_their_own_are_unpacked(case):
     call, q, _ = build(case, "cuda")
-    assert cuda_format.refuses_layout(call.parts[0].store.layout) and cuda.refuses(q, call) is None
+    assert cuda.refuses_call(call, q.shape[2], "bfloat16") and cuda.refuses(q, call) is None
     plan = cuda.plan(call, q.shape[2], q.dtype, q.device)
     assert isinstance(plan, chunk.ChunkPlan)
     out, lse = plan.run(q)

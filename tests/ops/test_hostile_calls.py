@@ -14,9 +14,10 @@ from kvbits.ops.cpu import append as append_cpu
 from kvbits.ops.cpu import attend as cpu
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cuda.append import tokens as append_cuda
+from kvbits.ops.cuda.engine import close as close_cuda
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.cuda.engine.unpack_then_flash import ChunkPlan
-from kvbits.ops.cuda.families.plain import close as close_cuda
+from kvbits.ops.cuda.families import family_of
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
@@ -213,15 +214,15 @@ def test_close_with_two_low_planes(close):
 
 def test_close_on_a_gpu_with_planes_that_no_kernel_writes():
     k, store, low = pages_of(dataclasses.replace(INT4, pre_rope=True))
-    with pytest.raises(UnsupportedError, match="low planes have no GPU kernel; use the reference"):
+    with pytest.raises(UnsupportedError, match="low planes have no CUDA kernel; use the reference"):
         close_cuda.close(k, k, store, np.array([0, 1]), [(low, np.array([0, 1]))], np.zeros(2, np.int64))
     k, store, low = pages_of()
     at, status = torch.zeros(2, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
     for bad in (((low.layout, at), (low.layout, at)), (low.layout, at[:1]), (low.layout, at, at)):
         with pytest.raises(DataError, match="addresses of 2 pages"):
-            close_cuda.launch_close(k, k, store, at, status, bad)
+            family_of(store.layout).close(k, k, store, at, status, low=bad)
     with pytest.raises(DataError, match="low planes have head_dim=32"):
-        close_cuda.launch_close(k, k, store, at, status, (dataclasses.replace(low.layout, head_dim=32), at))
+        family_of(store.layout).close(k, k, store, at, status, low=(dataclasses.replace(low.layout, head_dim=32), at))
 
 
 # -- append -----------------------------------------------------------------------------------------------------------

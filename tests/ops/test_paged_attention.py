@@ -22,7 +22,10 @@ from kvbits.errors import DataError, SpecError
 from kvbits.ops import paged_attention
 from kvbits.ops.cuda import paged_attention as paged_attention_cuda
 from kvbits.ops.cuda.engine import device_plan
+from kvbits.ops.cuda.engine.kernels import kernel_for
+from kvbits.ops.cuda.engine.runtime import driver
 from kvbits.ops.cuda.engine.schedule import SEGMENT_FIELDS
+from kvbits.ops.cuda.engine.shape import Ask
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
@@ -209,7 +212,8 @@ def test_pages_with_and_without_low_planes_in_any_order(gpu, monkeypatch):
     units of as many chunks as it has warps, the first with a low plane, so that the same warps take two slots each time."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=1))
     low = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=D)
-    warps = device_plan.kernel_for(TIERED, D, 8, "bfloat16", "bfloat16", False, device_plan.driver.shared_limit((9, 0)), low=low, tables=True).shape.warps
+    ask = Ask(D, 8, "bfloat16", "bfloat16", False, driver.shared_limit((9, 0)), low=low, tables=True)
+    warps = kernel_for(TIERED, ask).shape.warps
     case = dict(layouts=[TIERED, TIERED], low=[low, None], lengths=[(64, 64 * (warps - 1))] * 12, max_pages=[1, warps - 1])
     check(Cache(**case), case["max_pages"])
 

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     END = 2  # what only a sequence of exactly these tokens has: its newest pages
     PART = 3  # pages of a saved cache, numbered by the file
     ABOUT = 4  # JSON: what the blobs behind it are
-    PARAMETERS = 5  # calibrated scales and codebooks, float32
+    PARAMETERS = 5  # calibrated ones, float32
 
 
 _KINDS = frozenset(Kind)

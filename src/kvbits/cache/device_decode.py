@@ -22,11 +22,11 @@ from ..errors import DataError, PoolFullError, counted
 from ..later import Later, upload
 from ..ops import paged_attention
 from ..ops.cuda.append import tokens as append_cuda
+from ..ops.cuda.engine import close as close_cuda
 from ..ops.cuda.engine import device_plan
 from ..ops.cuda.engine.runtime import driver
 from ..ops.cuda.engine.side import with_aligned_rows
-from ..ops.cuda.families.plain import close as close_cuda
-from ..ops.types import PageStore, kvquant_extras, wider_scales
+from ..ops.types import PageStore, wider_scales
 from .group import GroupState
 from .layer_stores import LayerStores
 from .sequence import Sequence
@@ -71,8 +71,6 @@ def refuses(stores: LayerStores, backend: str, num_q_heads: int, dtype: torch.dt
     for state in stores.groups:
         g = state.group
         layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.fills_pages]
-        if kvquant_extras(g.layouts["closed"]):
-            return "pages of KVQuant's formats are closed from the host"
         if why := device_plan.refuses(layouts, num_q_heads, dtype, 1, stores.device):
             return why
         if not g.fills_pages and (why := close_cuda.refuses_on(g.layouts["closed"], dtype, stores.device)):

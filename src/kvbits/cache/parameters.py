@@ -23,7 +23,7 @@ def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None
     """
     if static is None:
         if spec.scheme.needs_calibration:
-            raise SpecError(f"scheme {spec.scheme.name!r} has static scales, codebooks or a basis; run `kvbits calibrate` and pass the calibration")
+            raise SpecError(f"scheme {spec.scheme.name!r} needs calibrated parameters; run `kvbits calibrate` and pass the calibration")
         return
     if not isinstance(static, (list, tuple)) or not all(isinstance(found, Mapping) for found in static):
         raise SpecError(f"static must be a list with one dict of tensors for each layer, as Calibration.static is, got {type(static).__name__}")

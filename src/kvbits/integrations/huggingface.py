@@ -178,9 +178,7 @@ class KVCache(Cache):
             calibration.check(model.config, chosen)
             static = ranks.static(calibration.to(model.device).static)
         elif chosen.needs_calibration:
-            raise CalibrationError(
-                f"scheme {chosen.name!r} has static scales, codebooks or a basis; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)"
-            )
+            raise CalibrationError(f"scheme {chosen.name!r} needs calibrated parameters; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)")
         use_kvbits_attention(model)
         store = PagedCache(
             spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes

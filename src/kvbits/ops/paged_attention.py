@@ -121,7 +121,7 @@ class PagedAttention:
             layer: a number of the caller's, for `run`.
             pages: of each part: uint8 [num_pages, H, head_bytes], the last two dims dense, the first strided; or several such slabs, through which page
                 numbers count in order.
-            static: calibrated parameters and codebooks of the layer's packed pages (`PageStore.static`): all that `static.read_with` names of their layouts.
+            static: calibrated parameters of the layer's packed pages (`PageStore.static`): all that `static.read_with` names of their layouts.
                 Their numbers are looked at once for a tensor, which waits for a GPU.
             low: of each part where its low planes lie, as `pages`; None for one that was planned without.
 

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import DataError
 from ..later import upload
-from ..spec import MOST_TOKENS, LowLayout, PageLayout, QuantSpec, whole
+from ..spec import MOST_TOKENS, SCALE_8BIT, LowLayout, PageLayout, QuantSpec, whole
 
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
 """Kernels compute tanh to an absolute error, which a cap multiplies."""
@@ -72,7 +72,7 @@ class PageStore(_Slabs):
         layout: byte layout of a page.
         slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids count through them in order.
         static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias`
-            [H, groups or channels], `k_codebook`, `v_codebook` [H, entries], and `k_inv_freq` [head_dim / 2], radians per token.
+            [H, groups or channels], levels [H, entries], and `k_inv_freq` [head_dim / 2], radians per token (`static.read_with` has the names).
         turn: for centred keys stored token by token, float32 [3, head_dim] or a matrix: how the mean key of a page is turned on to the next one
             (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known, which costs code range and nothing else.
     """
@@ -315,15 +315,15 @@ def check_call(call: AttendCall, shape: Sequence[int]) -> None:
 
 
 def check_low(layout: PageLayout, low: Sequence[LowLayout]) -> None:
-    """Refuse low planes of other pages than those of `layout`, and of banded codes, which have none.
+    """Refuse low planes of other pages than those of `layout`, and of codes that have none.
 
     Raises:
         DataError: what differs.
     """
     for fine in low:
         for kind, spec, bits in (("keys", layout.key, fine.key_bits), ("values", layout.value, fine.value_bits)):
-            if bits and spec.is_banded:
-                raise DataError(f"a low plane of {bits} bits under banded {kind}; low planes refine integer codes")
+            if bits and not spec.refinable:
+                raise DataError(f"a low plane of {bits} bits under {spec.format} {kind}; low planes refine integer codes")
         for name in ("page_size", "num_kv_heads", "head_dim"):
             if (got := getattr(fine, name)) != (want := getattr(layout, name)):
                 raise DataError(f"low planes have {name}={got}, the pages that they refine {want}; make their LowLayout with the pages' own")
@@ -358,27 +358,6 @@ def last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray
     return (newest[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
 
 
-def kvquant_extras(layout: PageLayout) -> str | None:
-    """What of KVQuant a layout uses beyond scales and integer or float codes, in words for a refusal, or None."""
-    specs = (layout.key, layout.value)
-    found = [
-        words
-        for words, used in (
-            ("codebooks", any(s.has_codebook for s in specs)),
-            ("outliers", any(s.outliers for s in specs)),
-            ("keys stored before the rotary embedding", layout.key.pre_rope),
-        )
-        if used
-    ]
-    return " and ".join(found) or None
-
-
 def wider_scales(spec: QuantSpec, then: str = "") -> str:
     """What to do about a scale that overflows, and `then`; nothing where a format's scales have one dtype."""
-    return "" if spec.is_banded else f"use scale_dtype='float32' or 'bfloat16'{then}"
-
-
-def banded_sides(layout: PageLayout) -> str | None:
-    """Which sides of a layout are stored as banded codes, in words for a refusal, or None."""
-    found = [side for side, spec in (("keys", layout.key), ("values", layout.value)) if spec.is_banded]
-    return f"banded codes ({' and '.join(found)})" if found else None
+    return "" if spec.scale_dtype == SCALE_8BIT else f"use scale_dtype='float32' or 'bfloat16'{then}"

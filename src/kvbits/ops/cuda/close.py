@@ -1,5 +1,5 @@
 """Raw pages into packed ones."""
 
-from .families.plain.close import close, close_later, refuses
+from .engine.close import close, close_later, refuses
 
 __all__ = ["close", "close_later", "refuses"]

@@ -6,17 +6,19 @@ import torch
 
 from ...spec import PageLayout
 from ..types import PageStore
-from .engine.runtime import compile as cuda_compile
-from .families.plain.unpack import Unpacker, prepare, refuses_layout
+from .engine.runtime import driver
+from .families import family_of
+from .families.plain.family import Plain
+from .families.plain.unpack import Unpacker, prepare
 
 __all__ = ["Rows", "prepare", "refuses"]
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why pages of this layout are not unpacked to `dtype` here, or None."""
-    if device.type != "cuda" or torch.version.hip:
-        return "the pages are not on an NVIDIA GPU"
-    return cuda_compile.missing() or refuses_layout(layout, dtype)
+    if not isinstance(family_of(layout), Plain):
+        return f"{layout.key.format}/{layout.value.format} pages are unpacked with positions, which this operation is not given"
+    return driver.refuses(device) or family_of(layout).refuses("unpack", layout, dtype=dtype)
 
 
 class Rows:

@@ -7,15 +7,15 @@ import torch
 from ...spec import PageLayout
 from ..descriptor import TORCH_DTYPES
 from .append.tokens import prepare, refuses_layout, store_tokens
-from .engine.runtime import compile as cuda_compile
+from .engine.runtime import driver
 
 __all__ = ["prepare", "refuses", "refuses_layout", "store_tokens"]
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why tokens of `dtype` are not stored here in pages of this layout, or None."""
-    if device.type != "cuda" or torch.version.hip:
-        return "the tokens are not on an NVIDIA GPU"
+    if why := driver.refuses(device):
+        return why
     if dtype not in TORCH_DTYPES:
         return f"tokens are {dtype}; the kernel takes float32, float16 and bfloat16"
-    return cuda_compile.missing() or refuses_layout(layout, torch.cuda.get_device_capability(device))
+    return refuses_layout(layout, torch.cuda.get_device_capability(device))

@@ -444,7 +444,7 @@ DEVICE void store_side(const Args& a, int first, int head, Shared& shared) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) store_tokens(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    static_assert(sizeof(Shared) <= SHARED_BYTES, "cuda.py counts too little shared memory");
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "tokens.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int item = blockIdx.x, head = item / 2 % a.num_heads, first = item / 2 / a.num_heads * TOKENS;
     if (item % 2 == 0) store_side<K, 0>(a, first, head, shared);

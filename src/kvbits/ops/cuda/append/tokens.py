@@ -21,7 +21,6 @@ from ....spec import PageLayout, QuantSpec
 from ...descriptor import DTYPES, STATIC, TORCH_DTYPES, scale_kind
 from ...reference.append import STATUS_FIELDS, check_tokens
 from ...types import PageStore, SlotMapping
-from ..engine.runtime import compile as cuda_compile
 from ..engine.runtime import driver
 from ..engine.side import as_float32, has_aligned_rows, side_arguments, with_aligned_rows
 
@@ -38,11 +37,9 @@ def refuses(k: torch.Tensor, store: PageStore) -> str | None:
     """Why tokens like k [B, T, H, D] cannot be written to pages of this store here, or None."""
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
-    if torch.version.hip:
-        return "the GPU is not an NVIDIA GPU"
     if k.dtype not in TORCH_DTYPES:
         return f"keys are {k.dtype}; the kernel takes float32, float16 and bfloat16"
-    if why := cuda_compile.missing():
+    if why := driver.refuses(k.device):
         return why
     return None if store.layout.is_raw else refuses_layout(store.layout, torch.cuda.get_device_capability(k.device))
 

@@ -26,9 +26,9 @@ struct Part {
     int low_head_bytes;          // of the struct of low planes; 0 if the part's pages have none
     i64 low_layer_stride;        // as `layer_stride`
     const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D]; null if none
-    const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; codebook.cu
-    const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; codebook.cu, banded.cu
-    const void* k_inverse;       // side.py's basis_operands; banded.cu
+    const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; null where arithmetic says
+    const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; for keys that are turned back
+    const void* k_inverse;       // matrix that keys were multiplied with, inverted, as operands
     Pages pages, low_pages;      // kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
     int page_size;
 };
@@ -54,7 +54,7 @@ struct Args {
     int num_queries, group, num_kv_heads, column_blocks, layer, window;  // window: 2**30 if none
     float scaling, softcap;
     int num_pieces, num_low_pieces, unused_too;  // pieces of low planes follow those of pages
-    int query_columns;           // 1, 2, 4 or 8: columns that queries are made in a basis for; banded.cu
+    int query_columns;           // 1, 2, 4 or 8: columns that queries are made in a basis for
     Piece pieces[MAX_PIECES];
     Part parts[4];
 };

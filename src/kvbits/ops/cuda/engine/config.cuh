@@ -1,4 +1,4 @@
-// What the three attention kernels (raw.cu, packed.cu, codebook.cu) have in common. Their macros come from kernel_choice.py, from a PageLayout and the launch.
+// What all attention kernels have in common. Their macros come from shape.py and from the family of the pages' layout.
 // A choice between two ways is a constant that an `if` asks for; `#if` is for architectures.
 #pragma once
 #include "numbers.h"

@@ -17,12 +17,12 @@ import torch
 from ....errors import DataError, UnsupportedError
 from ....later import upload
 from ....spec import LowLayout, PageLayout
-from ...types import kvquant_extras
-from . import host_plan as attend_cuda
-from .kernel_choice import columns, kernel_for, query_columns, refuses_columns, refuses_layout, refuses_low
-from .runtime import compile as cuda_compile
+from ..families import family_of
+from .host_plan import Args, PartArgs
+from .kernels import DTYPES, LEAST_CAPABILITY, MAX_PARTS, check_query, columns, folds, indexed, kernel_for, load_kernel, query_columns, window_of
 from .runtime import driver
 from .schedule import SEGMENT_COST, SEGMENT_FIELDS
+from .shape import Ask
 
 Slabs = Sequence[torch.Tensor]
 Low = Sequence[LowLayout | None]
@@ -34,23 +34,19 @@ MOST_LIST_BLOCKS = 64
 
 def refuses(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device, low: Low = ()) -> str | None:
     """Why the CUDA kernels do not serve such a plan, or None."""
-    if device.type != "cuda":
-        return f"the pages are on {device.type}"
-    if not torch.cuda.is_available() or torch.version.hip:
-        return "torch sees no NVIDIA GPU"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the GPU is older than compute capability 8.0"
-    return cuda_compile.missing() or refuses_plan(layouts, num_q_heads, dtype, num_queries, low, driver.shared_limit(torch.cuda.get_device_capability(device)))
+    return driver.refuses(device, LEAST_CAPABILITY) or refuses_plan(
+        layouts, num_q_heads, dtype, num_queries, low, driver.shared_limit(torch.cuda.get_device_capability(device))
+    )
 
 
 def refuses_plan(
     layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, low: Low = (), shared_limit: int | None = None
 ) -> str | None:
     """The part of `refuses` that needs no GPU."""
-    if dtype not in attend_cuda.DTYPES:
+    if dtype not in DTYPES:
         return f"queries are {dtype}, not float16 or bfloat16"
-    if not 1 <= len(layouts) <= attend_cuda.MAX_PARTS:
-        return f"{len(layouts)} parts; the kernel takes 1 to {attend_cuda.MAX_PARTS}"
+    if not 1 <= len(layouts) <= MAX_PARTS:
+        return f"{len(layouts)} parts; the kernel takes 1 to {MAX_PARTS}"
     if not 1 <= num_queries <= MAX_QUERIES:
         return f"{num_queries} queries of a sequence; plans made on the device take 1 to {MAX_QUERIES}"
     shapes = {(x.num_kv_heads, x.head_dim) for x in layouts}
@@ -62,10 +58,9 @@ def refuses_plan(
         return "raw parts differ in dtype"
     if len({x for x in low if x}) > 1:
         return "low planes of different widths in one plan"
-    if why := refuses_columns(layouts, num_queries * num_q_heads // layouts[0].num_kv_heads):
-        return why
-    fine = [(x, (planes,)) for x, planes in zip(layouts, low, strict=False) if planes]
-    return next((why for x in layouts if (why := refuses_layout(x, shared_limit))), None) or next((why for x in fine if (why := refuses_low(*x))), None)
+    planes = [(x,) if x else () for x in low] or [()] * len(layouts)
+    limits: dict[str, Any] = {"num_columns": num_queries * num_q_heads // layouts[0].num_kv_heads, "shared_limit": shared_limit}
+    return next((why for x, fine in zip(layouts, planes, strict=True) if (why := family_of(x).refuses("attend", x, low=fine, **limits))), None)
 
 
 class _PartWork(ctypes.Structure):
@@ -81,7 +76,7 @@ class _WorkArgs(ctypes.Structure):
     """struct Args of work_list.cu."""
 
     _fields_ = [
-        ("parts", _PartWork * attend_cuda.MAX_PARTS), ("segments", ctypes.c_void_p), ("q_positions", ctypes.c_void_p), ("query_lens", ctypes.c_void_p),
+        ("parts", _PartWork * MAX_PARTS), ("segments", ctypes.c_void_p), ("q_positions", ctypes.c_void_p), ("query_lens", ctypes.c_void_p),
         ("segment_cost", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("num_walks", "batch", "repeats", "blocks", "num_queries", "window", "grid")),
     ]  # fmt: skip
@@ -105,7 +100,7 @@ class DevicePlan:
         self, layouts: Sequence[PageLayout], max_pages: Sequence[int], *, low: Low, batch_size: int, num_q_heads: int, dtype: torch.dtype, device: torch.device,
         num_queries: int, scaling: float, sliding_window: int | None, softcap: float | None,
     ) -> None:  # fmt: skip
-        self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        self.device = indexed(device)
         # Raw tokens end a walk over packed ones, whose queries then need no registers any more.
         self._order = sorted(range(len(layouts)), key=lambda i: layouts[i].key.is_raw)
         layouts, max_pages, self.low = self._sorted(layouts), self._sorted(max_pages), self._sorted(low)
@@ -116,16 +111,16 @@ class DevicePlan:
         if batch_size > MAX_BATCH:
             raise UnsupportedError(f"a plan for {batch_size} sequences; one takes at most {MAX_BATCH}")
         packed = next((x for x in layouts if not x.key.is_raw), None)
-        raw_dtype = next((x.raw_dtype for x in layouts if x.key.is_raw), attend_cuda.DTYPES[dtype])
+        raw_dtype = next((x.raw_dtype for x in layouts if x.key.is_raw), DTYPES[dtype])
         group = num_q_heads // heads
-        cols = columns(d, num_queries * group, [packed] if packed else [], fine is not None)
+        main = packed or first  # what the kernel is made for
+        cols = columns([main], num_queries * group, fine is not None)
         column_blocks = -(-num_queries * group // cols)
         limit = driver.shared_limit(torch.cuda.get_device_capability(self.device))
-        fold = num_queries * group <= 4 and packed is not None and (packed.key.is_banded or kvquant_extras(packed) is not None)
         has_raw = any(x.key.is_raw for x in layouts)
-        common = (d, cols, attend_cuda.DTYPES[dtype], raw_dtype, softcap is not None, limit)
-        self.kernel = kernel_for(packed, *common, fold=fold, low=fine, raw=packed is not None and has_raw, tables=True)
-        self._attend, self._threads = attend_cuda.load_kernel(self.kernel, self.device.index), self.kernel.threads
+        ask = Ask(d, cols, DTYPES[dtype], raw_dtype, softcap is not None, limit, fold=folds(main, num_queries * group), low=fine, raw=has_raw, tables=True)
+        self.kernel = kernel_for(main, ask)
+        self._attend, self._threads = load_kernel(self.kernel, self.device.index), self.kernel.threads
         self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._list = load_list_kernel(len(layouts), list_shared_bytes(batch_size, self.blocks, len(layouts)), self.device.index)
         self._q_shape = (num_queries, num_q_heads, d)
@@ -140,13 +135,14 @@ class DevicePlan:
         self.q_positions = empty(batch_size, num_queries, dtype=torch.int32)
         self._partial, self._partial_ml = empty(slots, cols, d), empty(slots, cols, 2)
         self._arrived = torch.zeros(units, dtype=torch.int32, device=self.device)
-        self._constants = attend_cuda.constants(packed, self.device) if packed and kvquant_extras(packed) else {}
+        self._families = [family_of(x) for x in layouts]
+        self._constants = family_of(main).constants(main, self.device)
         self._work = _WorkArgs(
             segments=self._segments.data_ptr(), q_positions=self.q_positions.data_ptr(), segment_cost=SEGMENT_COST,
             num_walks=num_walks, repeats=heads * column_blocks, blocks=self.blocks, num_queries=num_queries,
-            window=min(sliding_window or attend_cuda.NO_WINDOW, attend_cuda.NO_WINDOW),
+            window=window_of(sliding_window),
         )  # fmt: skip
-        self._args = attend_cuda.Args(
+        self._args = Args(
             q_positions=self.q_positions.data_ptr(), segments=self._segments.data_ptr(), partial=self._partial.data_ptr(),
             partial_ml=self._partial_ml.data_ptr(), arrived=self._arrived.data_ptr(), num_queries=num_queries, group=group, num_kv_heads=heads,
             column_blocks=column_blocks, query_columns=query_columns(num_queries * group), window=self._work.window, scaling=scaling, softcap=softcap or 1.0,
@@ -156,14 +152,14 @@ class DevicePlan:
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
         for i, part in enumerate(zip(layouts, self.low, max_pages, walks, strict=True)):
             self._work.parts[i], self._args.parts[i] = self._part(*part)
-        self._layers: dict[int, tuple[attend_cuda.Args, tuple]] = {}
+        self._layers: dict[int, tuple[Args, tuple]] = {}
         self._keep: tuple = ()  # what the last list points to
         self._pointers: list[int | None] = []
         self._in_order = True
         self._batch = 0  # of the last update
         self._accepted: tuple | None = None
 
-    def _part(self, layout: PageLayout, low: LowLayout | None, max_pages: int, walk: int) -> tuple[_PartWork, attend_cuda.PartArgs]:
+    def _part(self, layout: PageLayout, low: LowLayout | None, max_pages: int, walk: int) -> tuple[_PartWork, PartArgs]:
         """What both kernels know of a part before its pages are bound."""
         raw, low_head_bytes = layout.key.is_raw, low.head_bytes if low else 0
         chunk = self.kernel.raw_tokens if raw else self.kernel.shape.chunk
@@ -171,7 +167,7 @@ class DevicePlan:
             chunk_cost=(layout.head_bytes + low_head_bytes) * chunk // layout.page_size, max_tokens=max_pages * layout.page_size, page_size=layout.page_size,
             chunk=min(chunk, layout.page_size), in_ring=int(not raw or self.kernel.raw_in_ring), walk=walk,
         )  # fmt: skip
-        part = attend_cuda.PartArgs(
+        part = PartArgs(
             head_bytes=layout.head_bytes, low_head_bytes=low_head_bytes, chunks_per_page=-(-layout.page_size // chunk), raw=raw, page_size=layout.page_size
         )
         if raw:
@@ -186,9 +182,9 @@ class DevicePlan:
 
     def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor], low: Sequence[Slabs | None]) -> None:
         pages, low = self._sorted(pages), self._sorted(low)
-        args = attend_cuda.Args.from_buffer_copy(self._args)
+        args = Args.from_buffer_copy(self._args)
         kept: list[Any] = [pages, low, static]
-        for part, layout, slabs, planes in zip(args.parts, self.layouts, pages, low, strict=False):
+        for part, family, layout, slabs, planes in zip(args.parts, self._families, self.layouts, pages, low, strict=False):
             for into, where in ((part.pages, slabs), (part.low_pages, planes)):
                 if where is None:
                     continue
@@ -196,12 +192,12 @@ class DevicePlan:
                 if (offsets := page_offsets(where, self.device)) is not None:
                     into.offset = offsets.data_ptr()
                     kept.append(offsets)
-            for name, pointer in attend_cuda.static_pointers(layout, {} if layout.is_raw else static, self.device).items():
+            for name, pointer in family.static_pointers(layout, {} if layout.is_raw else static, self.device).items():
                 setattr(part, name, pointer)
         self._point(args)
         self._layers[layer] = (args, tuple(kept))
 
-    def _point(self, args: attend_cuda.Args) -> None:
+    def _point(self, args: Args) -> None:
         """Have a layer read the tables of the last update."""
         if self._keep:
             for part, table, fine in zip(args.parts, self._keep[0], self._keep[1], strict=False):
@@ -237,7 +233,7 @@ class DevicePlan:
         at, strides = q.data_ptr(), q.stride()
         given = (q.shape, strides, q.dtype, q.device, self._batch, at % 8)
         if given != self._accepted:
-            self._check(q)
+            check_query(q, (self._work.batch, *self._q_shape), self.dtype, self.device)
             self._accepted = given
         if out is None:
             out = q.new_empty(q.shape)
@@ -247,13 +243,6 @@ class DevicePlan:
         self._attend.launch(self.blocks, self._threads, args, self._stream(), in_order=self._in_order)
         self._in_order = False
         return out
-
-    def _check(self, q: torch.Tensor) -> None:
-        want = (self._work.batch, *self._q_shape)
-        if tuple(q.shape) != want or q.dtype != self.dtype or q.device != self.device:
-            raise DataError(f"q is {list(q.shape)} {q.dtype} on {q.device}; the plan is for {list(want)} {self.dtype} on {self.device}")
-        if q.stride(-1) != 1 or any(s % 4 for s in q.stride()[:-1]) or q.data_ptr() % 8:
-            raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
 
     def _stream(self) -> int:
         return driver.current_stream(self.device)

@@ -1,5 +1,5 @@
 // The end of a segment: warps of a block are merged through shared memory, segments of a unit by the block that arrives last.
-//   leave_segment    packed.cu and banded.cu with OWN_START, where a segment is its unit's only one and the block has others: a warp leaves its results and goes on
+//   leave_segment    kernels with OWN_START, where a segment is its unit's only one and the block has others: a warp leaves its results and goes on
 //   finish_segment   everywhere else: all warps wait for each other
 #pragma once
 #include "columns.cuh"

@@ -7,7 +7,7 @@ captured in a CUDA graph. A plan owns its output and scratch buffers: the next `
 from __future__ import annotations
 
 import ctypes
-import functools
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,46 +15,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....errors import DataError, UnsupportedError
+from ....errors import UnsupportedError
 from ....later import upload
 from ....spec import LowLayout, PageLayout
 from ...break_even import small_on_gpu
-from ...types import AttendCall, Part, check_call, kvquant_extras, last_positions
-from ..families.codebook import format as codebook_format
+from ...types import AttendCall, Part, check_call, last_positions
+from ..families import family_of
 from . import unpack_then_flash
-from .kernel_choice import (
-    MAX_PIECES,
-    Kernel,
-    Shape,
-    columns,
-    kernel_for,
-    may_unpack,
-    query_columns,
-    refuses_columns,
-    refuses_layout,
-    refuses_low,
-)
-from .runtime import compile as cuda_compile
+from .kernels import DTYPES, LEAST_CAPABILITY, MAX_PARTS, check_query, check_static, columns, folds, indexed, kernel_for, load_kernel, query_columns, window_of
 from .runtime import driver
 from .schedule import PartWork, chunks_per_sequence, schedule
-from .side import as_float32, basis_on, turns_on, widened
+from .shape import MAX_PIECES, Ask, Kernel, Shape
 from .unpack_then_flash import ChunkPlan
 
-MAX_PARTS = 4
-NO_WINDOW = 2**30
 LayerStatic = Sequence[Mapping[str, torch.Tensor]]
-DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
     """Why this backend does not take a call, or None. q: [B, T, Hq, D]."""
-    if q.device.type != "cuda":
-        return f"the tensors are on {q.device.type}"
-    if torch.version.hip:
-        return "the GPU is not an NVIDIA GPU"
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "the GPU is older than compute capability 8.0"
-    if why := cuda_compile.missing():
+    if why := driver.refuses(q.device, LEAST_CAPABILITY):
         return why
     limit = driver.shared_limit(torch.cuda.get_device_capability(q.device))
     why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), limit, q.shape[1])
@@ -63,17 +42,9 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
     return why
 
 
-def _is_kvquant(call: AttendCall) -> bool:
-    return any(kvquant_extras(p.store.layout) for p in call.parts)
-
-
-def _is_banded(call: AttendCall) -> bool:
-    return any(p.store.layout.key.is_banded for p in call.parts)
-
-
 def _may_unpack(call: AttendCall) -> bool:
     """Whether the pages have a format that some layouts of are read unpacked only."""
-    return _is_kvquant(call) or any(may_unpack(p.store.layout) for p in call.parts)
+    return any(family_of(p.store.layout).may_unpack(p.store.layout) for p in call.parts)
 
 
 def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) -> str | None:
@@ -89,16 +60,15 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
         return f"{len(call.parts)} parts are more than {MAX_PARTS}"
     if not call.parts:
         return "there are no pages to attend to"
-    if num_q_heads % call.parts[0].store.layout.num_kv_heads:
-        return f"{num_q_heads} query heads are no multiple of {call.parts[0].store.layout.num_kv_heads} kv heads"
-    if why := refuses_columns([p.store.layout for p in call.parts], num_queries * num_q_heads // call.parts[0].store.layout.num_kv_heads):
-        return why
+    kv_heads = call.parts[0].store.layout.num_kv_heads
+    if num_q_heads % kv_heads:
+        return f"{num_q_heads} query heads are no multiple of {kv_heads} kv heads"
     if call.page_lse is not None:
         return "log-sum-exps by page have no CUDA kernel"
     low: dict[PageLayout, LowLayout] = {}
     for part in call.parts:
         layout, fine = part.store.layout, tuple(s.layout for s in part.low)
-        if why := refuses_layout(layout, shared_limit) or refuses_low(layout, fine):
+        if why := family_of(layout).refuses("attend", layout, low=fine, num_columns=num_queries * num_q_heads // kv_heads, shared_limit=shared_limit):
             return why
         if fine and low.setdefault(layout, fine[0]) != fine[0]:
             return "pages of one layout have low planes of different widths"
@@ -147,38 +117,7 @@ class _Launch:
     loaded: driver.Kernel
     args: Args
     blocks: int
-    layout: PageLayout | None
-
-
-def indexed(device: torch.device) -> torch.device:
-    """`device` with its number."""
-    return torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
-
-
-@functools.lru_cache(maxsize=256)
-def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
-    return driver.load(kernel.source.parent, kernel.source.name, "attend", dict(kernel.defines), device_index, kernel.shared_bytes, early=True)
-
-
-def constants(layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
-    """By field of `PartArgs`, for kernels of KVQuant's formats: what codes of formats without codebooks stand for, and angles of keys that are not turned."""
-    found = {f"{k}_level": codebook_format.integer_levels(s, layout.num_kv_heads) for k, s in (("k", layout.key), ("v", layout.value)) if not s.has_codebook}
-    if not layout.key.pre_rope:
-        found["turns"] = torch.zeros(layout.head_dim // 2, 2, device="cpu")
-    return {name: x.to(device) for name, x in found.items()}
-
-
-def static_pointers(layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
-    """Where the kernel finds a layer's calibrated parameters (`PageStore.static`), by field of `PartArgs`."""
-    found = {name: widened(x, layout.head_dim, device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
-    for kind, spec in (("k", layout.key), ("v", layout.value)):
-        if spec.has_codebook:
-            found[f"{kind}_level"] = as_float32(static[f"{kind}_codebook"], device).data_ptr()
-    if layout.key.needs_rotary:
-        found["turns"] = turns_on(static["k_inv_freq"], device).data_ptr()
-    if layout.key.basis == "klt":
-        found["k_inverse"] = basis_on(static["k_inverse"], device).data_ptr()
-    return found
+    layout: PageLayout
 
 
 class Plan:
@@ -210,10 +149,12 @@ class Plan:
         layout = call.parts[0].store.layout
         batch, d, heads = len(call.parts[0].table.indptr) - 1, layout.head_dim, layout.num_kv_heads
         packed = list(dict.fromkeys(p.store.layout for p in call.parts if not p.store.layout.key.is_raw))
+        layouts = packed or [layout]
         group = num_q_heads // heads
-        cols = columns(d, num_queries * group, packed, any(p.low for p in call.parts))
+        cols = columns(layouts, num_queries * group, any(p.low for p in call.parts))
         column_blocks = -(-num_queries * group // cols)
         self.call, self.device, self.num_queries = call, device, num_queries
+        self._families = [family_of(p.store.layout) for p in call.parts]
         self._keep: list[torch.Tensor] = []  # what the kernels' arguments point into
         self.out = torch.zeros(batch, num_queries, num_q_heads, d, dtype=q_dtype, device=device)
         self.lse = torch.zeros(batch, num_queries, num_q_heads, dtype=torch.float32, device=device)
@@ -221,12 +162,12 @@ class Plan:
 
         raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), DTYPES[q_dtype])
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
-        layouts: list[PageLayout | None] = [*packed] or [None]
-        low: dict[PageLayout | None, LowLayout] = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
-        common = (d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
-        fold = num_queries * group <= 4 and (_is_kvquant(call) or _is_banded(call))
+        low = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
+        ask = Ask(d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
         raw = any(p.store.layout.key.is_raw for p in call.parts)  # the first kernel reads such parts
-        kernels = [kernel_for(k, *common, fold=fold, low=low.get(k), raw=raw and i == 0) for i, k in enumerate(layouts)]
+        kernels = [
+            kernel_for(x, dataclasses.replace(ask, fold=folds(x, num_queries * group), low=low.get(x), raw=raw and i == 0)) for i, x in enumerate(layouts)
+        ]
         work = self._work(call.parts, packed, kernels)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         chunks = [sum(int(w.num_chunks.sum()) for w in work if w.launch == i) * heads * column_blocks for i in range(len(kernels))]
@@ -236,8 +177,8 @@ class Plan:
         args = Args(
             out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
             num_kv_heads=heads, column_blocks=column_blocks, query_columns=query_columns(num_queries * group), layer=0,
-            window=min(call.sliding_window or NO_WINDOW, NO_WINDOW), scaling=call.scaling,
-            softcap=call.softcap or 1.0, **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
+            window=window_of(call.sliding_window), scaling=call.scaling, softcap=call.softcap or 1.0,
+            **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
         )  # fmt: skip
         for i, part in enumerate(call.parts):
             args.parts[i] = self._part(part, kernels, packed, layer_strides[i] if layer_strides else 0)
@@ -255,15 +196,11 @@ class Plan:
         Returns:
             The plan's own `out` and `lse`, overwritten by its next run.
         """
-        if q.shape != self.out.shape or q.dtype != self.out.dtype or q.device != self.device:
-            raise DataError(f"q is {tuple(q.shape)} {q.dtype} on {q.device}; the plan is for {tuple(self.out.shape)} {self.out.dtype} on {self.device}")
-        if q.stride(-1) != 1 or any(s % 4 for s in q.stride()[:-1]) or q.data_ptr() % 8:
-            raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
-        if layer and static is None and any(p.store.static for p in self.call.parts):
-            raise DataError(f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each part")
+        check_query(q, self.out.shape, self.out.dtype, self.device)
+        check_static(self.call, layer, static)
         pointers = [
-            static_pointers(p.store.layout, own, self.device)
-            for p, own in zip(self.call.parts, static or [p.store.static for p in self.call.parts], strict=True)
+            family.static_pointers(p.store.layout, own, self.device)
+            for family, p, own in zip(self._families, self.call.parts, static or [p.store.static for p in self.call.parts], strict=True)
         ]
         if q_positions is not None:
             self.q_positions.copy_(q_positions)
@@ -282,7 +219,7 @@ class Plan:
         """Which kernel reads what, in a line each."""
         lines = []
         for launch in self._launches:
-            what = "raw pages" if launch.layout is None else f"{launch.layout.key.format}/{launch.layout.value.format} pages (and raw ones)"
+            what = "raw pages" if launch.layout.is_raw else f"{launch.layout.key.format}/{launch.layout.value.format} pages (and raw ones)"
             if launch.kernel.low_pieces:
                 what = what.replace(" (", " with and without low planes (")
             s = launch.kernel.shape
@@ -337,7 +274,7 @@ class Plan:
         raw = layout.key.is_raw
         tokens = kernels[0].raw_tokens if raw else kernels[packed.index(layout)].shape.chunk
         offsets = {"k_raw": layout.sections["k_raw"].offset, "v_raw": layout.sections["v_raw"].offset} if raw else {}
-        static = self._kept(constants(layout, self.device)) if kvquant_extras(layout) else {}
+        static = self._kept(family_of(layout).constants(layout, self.device))
         fine = part.low[0].layout if part.low else None
         low = {"low_head_bytes": fine.head_bytes, "low_layer_stride": fine.page_size_bytes if layer_stride else 0} if fine else {}
         pages = {"layer_stride": layer_stride, "head_bytes": layout.head_bytes, "chunks_per_page": -(-layout.page_size // tokens), "raw": raw}
@@ -347,7 +284,7 @@ class Plan:
         self._keep += tensors.values()
         return {name: x.data_ptr() for name, x in tensors.items()}
 
-    def _launch(self, kernel: Kernel, args: Args, segments: np.ndarray, blocks: int, layout: PageLayout | None) -> _Launch:
+    def _launch(self, kernel: Kernel, args: Args, segments: np.ndarray, blocks: int, layout: PageLayout) -> _Launch:
         mine = Args.from_buffer_copy(args)
         mine.segments = self._upload(segments).data_ptr()
         mine.num_pieces = len(kernel.pieces)

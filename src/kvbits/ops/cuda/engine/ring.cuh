@@ -1,10 +1,10 @@
 // The ring that a block's pages come through: which chunks a producer's lane fetches, in which order, and where they lie. The ring's slots and barriers, and
-// produce(), are of packed_ring.cuh and codebook_ring.cuh.
+// produce(), are of the family.
 //
 // The producer fills the ring before the kernel just ahead has ended. That kernel may have written tokens: they are in the last two pages of a sequence and
 // part (`fresh`; eight tokens and a page that closed at most), which are read after the wait, as queries are. Everything else it reads must have been
 // there before: page tables, work lists and older pages come from kernels further ahead, which have ended: only attention, which writes no pages, and
-// a decode step's closing, which writes those two (close/step.cuh), let their successor start early. The first launch after a work list was written starts in
+// a decode step's closing, which writes those two (step.cuh), let their successor start early. The first launch after a work list was written starts in
 // order (`Kernel.launch`), so of kernels that may still run none has written this layer's pages but the one just ahead.
 #pragma once
 #include "segments.cuh"

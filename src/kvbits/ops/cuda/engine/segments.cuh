@@ -1,4 +1,4 @@
-// A block's walk from segment to segment: what raw.cu, packed.cu and codebook.cu begin and go on with.
+// A block's walk from segment to segment: what every attention kernel begins and goes on with.
 #pragma once
 #include "finish.cuh"
 

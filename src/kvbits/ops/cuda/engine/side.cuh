@@ -52,16 +52,3 @@ DEVICE float load_scale(const unsigned char* page, i64 i) {
     const float scale = load_value<S::TYPE>(page + S::SCALE_OFFSET, i);
     return S::HAS_PAGE_SCALE ? __fmul_rn(scale, *reinterpret_cast<const float*>(page + S::PAGE_SCALE_OFFSET)) : scale;
 }
-
-/// What the formats of KVQuant have besides: levels from a codebook, a factor per token, listed elements, keys from before the rotary embedding.
-template <bool CODEBOOK_, bool STRETCH_, int STRETCH_OFFSET_, int OUTLIERS_, int INDEX_BYTES_, int INDEX_OFFSET_, int VALUE_OFFSET_, bool TURNED_>
-struct Extras {
-    static constexpr bool CODEBOOK = CODEBOOK_, STRETCH = STRETCH_, TURNED = TURNED_;
-    static constexpr int STRETCH_OFFSET = STRETCH_OFFSET_, OUTLIERS = OUTLIERS_, INDEX_BYTES = INDEX_BYTES_, INDEX_OFFSET = INDEX_OFFSET_, VALUE_OFFSET = VALUE_OFFSET_;
-
-    /// token * head_dim + channel of a listed element.
-    static DEVICE u32 index(const unsigned char* page, int i) {
-        if (INDEX_BYTES == 2) return reinterpret_cast<const u16*>(page + INDEX_OFFSET)[i];
-        return reinterpret_cast<const u32*>(page + INDEX_OFFSET)[i];
-    }
-};

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ....errors import DataError
 from ....later import upload
-from ...types import AttendCall, Part, banded_sides, check_call, last_positions
-from ..families.klt import unpack as banded
-from ..families.plain.unpack import Unpacker, refuses_layout
+from ...types import AttendCall, Part, check_call, last_positions
+from ..families import family_of
 from ..merge import merge_partials
 from .dense import attention
-from .kernel_choice import is_wide
-from .side import refuses_low
+from .family import Unpacks
+from .kernels import check_query, check_static, indexed, is_wide
 
 MAX_ROWS = 1 << 16
 """Rows of scratch: 268 MB of keys and values at 8 kv heads of 128. Fewer make slices whose merging shows."""
@@ -37,7 +35,7 @@ def refuses(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_querie
     if not history_only:
         return "queries are not all past the pages"
     packed = [p.store.layout for p in call.parts if not p.store.layout.key.is_raw]
-    wide = is_wide(layout.head_dim, packed) and not any(p.low for p in call.parts)
+    wide = is_wide(packed) and not any(p.low for p in call.parts)
     if num_queries * num_q_heads // layout.num_kv_heads < (MIN_COLUMNS_WIDE if wide else MIN_COLUMNS):
         return f"{num_queries} query tokens are few"
     if call.sliding_window is not None or call.softcap is not None:
@@ -51,9 +49,7 @@ def refuses(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_querie
 
 def _refuses_part(part: Part, q_dtype: torch.dtype) -> str | None:
     layout = part.store.layout
-    if not banded_sides(layout):
-        return refuses_layout(layout, q_dtype) or refuses_low(len(part.low))
-    return banded.refuses_layout(layout, q_dtype)
+    return family_of(layout).refuses("unpack", layout, dtype=q_dtype, low=[x.layout for x in part.low])
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class _Pass:
     first: int
     last: int
     starts: list[int]
-    unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker]]
+    unpackers: list[tuple[int, Unpacks]]
 
 
 class ChunkPlan:
@@ -78,7 +74,7 @@ class ChunkPlan:
         layer_strides: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
-        device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        device = indexed(device)
         layout = call.parts[0].store.layout
         batch = len(call.parts[0].table.indptr) - 1
         self.call, self.device, self.dtype = call, device, q_dtype
@@ -93,10 +89,8 @@ class ChunkPlan:
         self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, static: Sequence[Mapping[str, torch.Tensor]] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [B, T, Hq, D] in q's dtype, lse float32 [B, T, Hq]); arguments as of `cuda.Plan.run`."""
-        if tuple(q.shape) != self.shape or q.dtype != self.dtype or q.device != self.device:
-            raise DataError(f"q is {tuple(q.shape)} {q.dtype} on {q.device}; the plan is for {self.shape} {self.dtype} on {self.device}")
-        if layer and static is None and any(p.store.static for p in self.call.parts):
-            raise DataError(f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each part")
+        check_query(q, self.shape, self.dtype, self.device, rows=False)
+        check_static(self.call, layer, static)
         if q_positions is not None:
             self.q_positions.copy_(q_positions)
         found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -130,14 +124,14 @@ class ChunkPlan:
 
     def _pass(self, found: tuple[int, int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]], strides: tuple[int, ...]) -> _Pass:
         first, last, starts, entries = found
-        unpackers: list[tuple[int, Unpacker | banded.BandedUnpacker]] = []
+        unpackers: list[tuple[int, Unpacks]] = []
         for part, ids, rows in entries:
             p = self.call.parts[part]
             addresses = upload(p.store.addresses()[p.table.page_ids[ids]], self.device)
             starts_of = upload(p.table.starts[ids].astype(np.int32), self.device)
             low = (p.low[0], upload(p.low[0].addresses()[p.table.low[0][ids]], self.device)) if p.low else None
-            common = (p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of)
-            unpackers.append((part, banded.BandedUnpacker(*common) if banded_sides(p.store.layout) else Unpacker(*common, low)))
+            unpacker = family_of(p.store.layout).unpacker(p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of, low)
+            unpackers.append((part, unpacker))
         return _Pass(first, last, starts.tolist(), unpackers)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from ...descriptor import TORCH_DTYPES
-from ..engine.runtime import compile as cuda_compile
 from ..engine.runtime import driver
 
 MOST_PARTS = 8
@@ -46,13 +45,13 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
 def refuses(outs: Sequence[torch.Tensor]) -> str | None:
     """Why results like these are not merged here, or None."""
     out = outs[0]
-    if out.device.type != "cuda" or torch.version.hip:
-        return "the results are not on an NVIDIA GPU"
+    if why := driver.refuses(out.device):
+        return why
     if out.dtype not in DTYPES or out.shape[-1] % 8:
         return f"results are {out.dtype} of head_dim {out.shape[-1]}; the kernel takes float16 and bfloat16, and multiples of 8"
     if len(dtypes := {x.dtype for x in outs}) > 1:
         return f"results are of {len(dtypes)} dtypes; the kernel merges those of one"
-    return cuda_compile.missing()
+    return None
 
 
 def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from ...reference.place import Places, check
-from ..engine.runtime import compile as cuda_compile
 from ..engine.runtime import driver
 
 THREADS = 512
@@ -43,9 +42,7 @@ def _load(device_index: int) -> driver.Kernel:
 
 def refuses(device: torch.device) -> str | None:
     """Why steps on this device are not placed here, or None."""
-    if device.type != "cuda" or torch.version.hip:
-        return "the block tables are not on an NVIDIA GPU"
-    return cuda_compile.missing()
+    return driver.refuses(device)
 
 
 def prepare(device: torch.device) -> None:

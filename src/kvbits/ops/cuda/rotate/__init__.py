@@ -10,7 +10,6 @@ import torch
 
 from ....errors import DataError
 from ...descriptor import TORCH_DTYPES
-from ..engine.runtime import compile as cuda_compile
 from ..engine.runtime import driver
 from ..engine.side import with_aligned_rows
 
@@ -46,11 +45,11 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
 
 def refuses(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why queries and keys of this kind are not rotated here, or None."""
-    if device.type != "cuda" or torch.version.hip:
-        return "the tensors are not on an NVIDIA GPU"
+    if why := driver.refuses(device):
+        return why
     if dtype not in DTYPES or head_dim not in HEAD_DIMS:
         return f"rows are {dtype} of head_dim {head_dim}; the kernel takes float16 and bfloat16 of {', '.join(map(str, HEAD_DIMS))}"
-    return cuda_compile.missing()
+    return None
 
 
 def prepare(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 
 from .....errors import KernelError
-from .compile import Binary, compile_source
+from .compile import Binary, compile_source, missing
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 SHARED_BYTES = {(8, 0): 166_912, (8, 7): 166_912, (8, 6): 101_376, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448, (12, 0): 101_376}
 """Most shared memory of a block, by compute capability (CUDA programming guide, table of technical specifications)."""
+MOST_SHARED = 96 << 10
+"""Bytes of shared memory that a block can have on every GPU since compute capability 8.0."""
 
 
 def shared_limit(capability: tuple[int, int]) -> int:
@@ -26,8 +28,21 @@ def shared_limit(capability: tuple[int, int]) -> int:
     return SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
 
 
+def refuses(device: torch.device, least: tuple[int, int] = (0, 0)) -> str | None:
+    """Why no kernel runs on a device, or none that needs the compute capability `least`; or None."""
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}, not on a GPU"
+    if torch.version.hip:
+        return "the GPU is not an NVIDIA GPU"
+    if not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < least:
+        return f"the GPU is older than compute capability {least[0]}.{least[1]}"
+    return missing()
+
+
 def arch_of(capability: tuple[int, int]) -> str:
-    """Compile target of a device: the plain one, since nothing here needs instructions of a single chip."""
+    """Compile target of a device, of instructions that later chips have, too (`load(own=True)`: with those of this chip alone)."""
     return f"sm_{capability[0]}{capability[1]}"
 
 

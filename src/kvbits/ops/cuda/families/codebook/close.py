@@ -16,20 +16,19 @@ from ....descriptor import TORCH_DTYPES
 from ....reference.dequantize import require_starts
 from ....types import PageStore
 from ...engine.runtime import driver
-from ...engine.side import as_float32, extra_arguments, prepared, side_arguments
+from ...engine.side import as_float32, prepared, side_arguments
+from ..plain.unpack import extra_arguments
 
 ELEMENTS_PER_THREAD = 32
 RESIDENT_THREADS = 1024
-"""Of a multiprocessor: registers are shared out for that many. 768 and 512 spill less and are slower (docs/log-gpu.md)."""
+"""Threads per multiprocessor that `__launch_bounds__` reserves registers for. 768 and 512 spill less and are slower (docs/log-gpu.md)."""
 SPARE_CANDIDATES = 512
 """How many more errors than are listed the choice is made among at most."""
-MOST_SHARED = 96 << 10
-"""Bytes of a block, which every GPU since compute capability 8.0 gives."""
 
 
-def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages of this layout cannot be closed from `dtype`, or None."""
-    if dtype not in TORCH_DTYPES:
+    if dtype is None or dtype not in TORCH_DTYPES:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     count = layout.page_size * layout.head_dim
     if layout.head_dim % 16 or layout.page_size % 16 or count % 1024 or count > 512 * ELEMENTS_PER_THREAD:
@@ -43,8 +42,8 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
             return f"{kind} ranges of {count // _ranges(layout, kind)} numbers are shorter than 8"
         if not spec.static and count // _ranges(layout, kind) % 4:
             return f"{kind} ranges of {count // _ranges(layout, kind)} numbers are no multiple of 4"
-    if int(defines(layout, dtype)["SHARED_BYTES"]) > MOST_SHARED:
-        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes more than a block's {MOST_SHARED} bytes"
+    if int(defines(layout, dtype)["SHARED_BYTES"]) > driver.MOST_SHARED:
+        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes more than a block's {driver.MOST_SHARED} bytes"
     return None
 
 
@@ -104,7 +103,7 @@ def _by_twos(turns: np.ndarray, head_dim: int) -> torch.Tensor:
 
 
 def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None) -> None:
-    """Close pages without waiting for the GPU; arguments as of `cuda.launch_close`, and what `first_angles` gave."""
+    """Close pages without waiting for the GPU; arguments as of `Family.close`, and what `first_angles` gave."""
     layout, static, device = store.layout, store.static, k.device
     args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
     args.num_pages = len(page_address)

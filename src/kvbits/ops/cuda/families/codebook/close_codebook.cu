@@ -9,6 +9,7 @@
 // The listed errors are the n largest of a page. A warp sorts the largest of each thread: the (n / warps)-th of every warp's are a bound that few other errors
 // reach, so the exact choice is made among about twice n.
 #include "ends.cuh"
+#include "extras.cuh"
 #include "listed.cuh"
 
 /// Whether the codes of a word of a plane's row are one thread's, or those of some lanes of a warp.
@@ -92,7 +93,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_codebook(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    static_assert(sizeof(Shared) <= SHARED_BYTES, "codebook.py counts too little shared memory");
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "close.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     // Values last: a multiprocessor runs the code of one side at a time, which its instruction caches hold.
     const int count = a.num_pages * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;

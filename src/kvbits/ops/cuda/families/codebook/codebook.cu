@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const _
     Tables& tables = *reinterpret_cast<Tables*>(shared);
     if (threadIdx.x == 0) tables.head = -1;
     if (shared_address(shared) != SHARED_START) __trap();
-    static_assert(FIRST + SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) <= SHARED_BYTES, "kernel_choice.py counts too little shared memory");
+    static_assert(FIRST + SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) <= SHARED_BYTES, "shape.py counts too little shared memory");
     unsigned char* slots = shared + FIRST;
     Ring& ring = *reinterpret_cast<Ring*>(slots + SLOTS * SLOT_BYTES);
     Merge& merge = *reinterpret_cast<Merge*>(slots + SLOTS * SLOT_BYTES + ring_bytes<Ring>());

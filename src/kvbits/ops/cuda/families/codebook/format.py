@@ -17,6 +17,21 @@ WIDE_FROM = 160 << 10
 TABLE_ROWS = {4: 256, 3: 0x78, 2: 0x34}
 
 
+def extras(layout: PageLayout) -> str | None:
+    """What of KVQuant a layout uses beyond scales and integer or float codes, in words for a refusal, or None."""
+    specs = (layout.key, layout.value)
+    found = [
+        words
+        for words, used in (
+            ("codebooks", any(s.has_codebook for s in specs)),
+            ("outliers", any(s.outliers for s in specs)),
+            ("keys stored before the rotary embedding", layout.key.pre_rope),
+        )
+        if used
+    ]
+    return " and ".join(found) or None
+
+
 def refuses(layout: PageLayout) -> str | None:
     """Why codebook.cu cannot read pages of this layout, or None."""
     key, value = layout.key, layout.value
@@ -44,7 +59,7 @@ def shared_bytes(layout: PageLayout, fold: bool, wide: bool) -> int:
 
 
 def pieces(layout: PageLayout, prefix: str) -> list[tuple[int, int, int, int]]:
-    """Runs of bytes, as kernel_choice._pieces has them, that belong to keys ("k") or values ("v"): their planes, then the rest."""
+    """Runs of bytes, as shape.pieces_of has them, that belong to keys ("k") or values ("v"): their planes, then the rest."""
     found = []
     names = [n for n in layout.sections if n.startswith(prefix)]
     for some in ([n for n in names if "plane" in n], [n for n in names if "plane" not in n]):

@@ -157,7 +157,7 @@ DEVICE T of_half(T first, T second, int c) { return c < 2 ? first : second; }
 struct ByteKeys : BandedFrames {
     using Sums = int[UNITS][2][4];
     static constexpr int MOST = BandPlane<8>::MOST + BandPlane<4>::MOST + BandPlane<2>::MOST + BandPlane<1>::MOST;
-    static_assert(!BYTES || 128 * MOST < 1 << 22, "kernel_choice.py has others multiplied as float16");
+    static_assert(!BYTES || 128 * MOST < 1 << 22, "family.py has others multiplied as float16");
 
     /// What the scores of a page's tokens are made of.
     struct Of {

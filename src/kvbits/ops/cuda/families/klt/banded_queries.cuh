@@ -69,7 +69,7 @@ struct BandPlane {
     static constexpr int exponent(int j) { return BITS * j % 4; }
     static constexpr int MOST = CHANNELS * (BITS == 8 ? 255 : BITS == 4 ? 15 : BITS == 2 ? 12 : 8);  // that its bytes sum up to
 };
-static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS, "kernel_choice.py counts other steps");
+static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS, "family.py counts other steps");
 
 DEVICE int frame_of(int position) { return position / FRAME; }
 

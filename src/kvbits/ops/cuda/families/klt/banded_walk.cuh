@@ -37,7 +37,7 @@ struct ByteWeights {
 };
 
 struct ByteValues : ValueSide {
-    static_assert(V_BITS1 == 0 && V_SCALE == SCALE_GROUP && V_GROUPS == 1 && V_FLOAT == INTEGER && !V_HAS_BIAS && !V_HAS_MEAN, "kernel_choice.py refuses others");
+    static_assert(V_BITS1 == 0 && V_SCALE == SCALE_GROUP && V_GROUPS == 1 && V_FLOAT == INTEGER && !V_HAS_BIAS && !V_HAS_MEAN, "family.py refuses others");
 
     /// Weights times value scales, 0 for hidden tokens.
     template <bool MASKED>

@@ -24,23 +24,18 @@ from ....reference.dequantize import require_starts
 from ....types import PageStore
 from ...engine.close_step import STEP_FIELDS
 from ...engine.runtime import driver
-from ...engine.side import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, turns_on
-
-RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
-"""Threads per multiprocessor that `__launch_bounds__` reserves registers for, by the largest head_dim. With fewer registers each load of a warp's product waits
-for the one before: 640 threads at head_dim 128 take half as long again on an H200."""
-MOST_SHARED = 96 << 10
-"""Bytes of shared memory that a block gets on every GPU since compute capability 8.0."""
+from ...engine.side import turns_on
+from .operands import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, resident
 
 
-def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages of this layout cannot be closed from `dtype`, or None."""
     if dtype not in TORCH_DTYPES:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     if why := refuses_bands(layout):
         return why
-    if (nbytes := shared_bytes(layout)) > MOST_SHARED:
-        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's {MOST_SHARED}"
+    if (nbytes := shared_bytes(layout)) > driver.MOST_SHARED:
+        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's {driver.MOST_SHARED}"
     return None
 
 
@@ -60,7 +55,7 @@ def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
 def places(layout: PageLayout, device: torch.device) -> int:
     """Blocks that run on a GPU at a time."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    return multiprocessors * _resident(layout)
+    return multiprocessors * resident(layout)
 
 
 def pages_each(num_pages: int, num_kv_heads: int, places: int) -> int:
@@ -68,17 +63,12 @@ def pages_each(num_pages: int, num_kv_heads: int, places: int) -> int:
     return -(-num_pages // max(1, places // num_kv_heads))
 
 
-def _resident(layout: PageLayout) -> int:
-    """Blocks of a multiprocessor."""
-    return max(1, next(n for most, n in RESIDENT_THREADS.items() if layout.head_dim <= most) // (layout.page_size * 2))
-
-
 def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False, warpgroups: bool = False) -> dict[str, int | str]:
     """Macros of one instantiation of close_banded.cu; `appends`: of a decode step; `warpgroups`: see `takes_warpgroups`."""
     d, threads = layout.head_dim, layout.page_size * 2
     last = list(layout.sections.values())[-1]
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": _resident(layout), "X_TYPE": TORCH_DTYPES[dtype],
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": resident(layout), "X_TYPE": TORCH_DTYPES[dtype],
         "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups), "APPENDS": int(appends),
         "WARPGROUPS": int(warpgroups), "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
@@ -130,7 +120,7 @@ def set_static(args: Args, store: PageStore, starts: torch.Tensor | None) -> Non
 
 
 def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, starts: torch.Tensor | None) -> None:
-    """Close pages without waiting for the GPU; arguments as of `packed.launch_close`, and what `first_positions` gave."""
+    """Close pages without waiting for the GPU; arguments as of `Family.close`, and what `first_positions` gave."""
     layout, device = store.layout, k.device
     args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
     args.num_pages, args.pages_each = len(page_address), pages_each(len(page_address), layout.num_kv_heads, places(layout, device))

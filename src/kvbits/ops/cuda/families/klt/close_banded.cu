@@ -550,7 +550,7 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    static_assert(sizeof(Shared) <= SHARED_BYTES, "banded.py counts too little shared memory");
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "close.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     // Values last, and the pages of a head side by side: a multiprocessor runs one side's code at a time, and finds the head's basis in its L1.
     const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;

@@ -140,7 +140,7 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) dequantize_banded(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    static_assert(sizeof(Shared) <= SHARED_BYTES, "banded.py counts too little shared memory");
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "unpack.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int count = a.num_pages * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
     const int head = item / a.num_pages, page = item % a.num_pages;

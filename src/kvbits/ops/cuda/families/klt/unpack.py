@@ -15,13 +15,11 @@ from .....spec import PageLayout
 from ....descriptor import TORCH_DTYPES
 from ....types import PageStore
 from ...engine.runtime import driver
-from ...engine.side import as_float32, banded_arguments, column_powers, columns_as_operands, refuses_bands, turns_on
-
-RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
-"""Threads per multiprocessor that `__launch_bounds__` reserves registers for, by the largest head_dim."""
+from ...engine.side import as_float32, turns_on
+from .operands import banded_arguments, column_powers, columns_as_operands, refuses_bands, resident
 
 
-def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages of banded codes cannot be unpacked to `dtype`, or None."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"rows of {dtype} are not float16 or bfloat16"
@@ -31,9 +29,8 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
 def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     """Macros of one instantiation of dequantize_banded.cu."""
     d, threads = layout.head_dim, layout.page_size * 2
-    resident = next(n for most, n in RESIDENT_THREADS.items() if d <= most)
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": max(1, resident // threads),
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": resident(layout),
         "OUT_TYPE": TORCH_DTYPES[dtype], "SHARED_BYTES": 12 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip

@@ -240,7 +240,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
 
 extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    static_assert(sizeof(Shared) <= SHARED_BYTES, "cuda.py counts too little shared memory");
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "close.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     i64 item = blockIdx.x;
     int side = item % 2, head = item / 2 % a.num_heads, page = item / 2 / a.num_heads;

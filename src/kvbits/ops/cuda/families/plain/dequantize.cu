@@ -7,7 +7,7 @@
 //
 // Listed elements and keys from before the rotary embedding need a page's other numbers: such sides are decoded to a float32 tile in shared memory, get
 // their listed elements added (an index is listed once, so without atomics), and are turned as they are written.
-#include "side.cuh"
+#include "extras.cuh"
 
 struct Args {
     const i64* page_address;     // [n], layer 0, kv head 0

@@ -69,7 +69,7 @@ DEVICE void attend_packed(const Args& a, unsigned char* shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     using KeySide = typename Walk::Keys;
     using Made = typename KeySide::Shared;
-    static_assert(SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) + (KeySide::MAKING ? sizeof(Made) : 0) <= SHARED_BYTES, "kernel_choice.py counts too little shared memory");
+    static_assert(SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) + (KeySide::MAKING ? sizeof(Made) : 0) <= SHARED_BYTES, "shape.py counts too little shared memory");
     Ring& ring = *reinterpret_cast<Ring*>(shared + SLOTS * SLOT_BYTES);
     Merge& merge = *reinterpret_cast<Merge*>(shared + SLOTS * SLOT_BYTES + ring_bytes<Ring>());
     Made& made = *reinterpret_cast<Made*>(&merge + 1);

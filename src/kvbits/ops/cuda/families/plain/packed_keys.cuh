@@ -19,7 +19,7 @@ struct Query {
     static constexpr int COUNT = KeyPlane::FIELDS * KeyPlane::STEPS;
     static constexpr bool HELD = Q_FRAGMENTS == 0;
     static constexpr int EACH = COUNT ? COUNT : 1, STEPS = COUNT ? KeyPlane::STEPS : 1;
-    static_assert(HELD || Q_FRAGMENTS == COUNT || COUNT == 0, "kernel_choice.py counts other steps");
+    static_assert(HELD || Q_FRAGMENTS == COUNT || COUNT == 0, "family.py counts other steps");
     u32 q[HELD ? NT : 1][HELD ? EACH : 1][2];
     const uint2* fragments;      // of this lane, unless held: [NT][COUNT] times 32 lanes
     u32 scales[HELD ? 1 : EACH][2];  // factors of a page's channels, if `scaled`

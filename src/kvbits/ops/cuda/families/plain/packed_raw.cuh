@@ -119,7 +119,7 @@ template <bool FOLDS, class ValuePlane>
 DEVICE void turn_back(Values<ValuePlane>& values) {
     constexpr int ROWS = ValuePlane::FIELDS * ValuePlane::PAIRS;  // of operands: 32 channels each, or those of a row
     constexpr int LANES = ValuePlane::ROW < 32 ? ValuePlane::ROW / 4 : 8;
-    static_assert(!V_TURNED || ROWS * LANES * 4 == D, "kernel_choice.py refuses other sizes");
+    static_assert(!V_TURNED || ROWS * LANES * 4 == D, "family.py refuses other sizes");
     constexpr float NORM = D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
     values.each([](float& x, int, int, int field, int, int) { x *= power_of_two(ValueTraits::EXPONENT - ValuePlane::exponent(field)) * NORM; });
     for (int n = 0; n < NT; ++n) {

@@ -11,23 +11,19 @@ import torch
 
 from .....errors import DataError
 from .....spec import LowLayout, PageLayout
-from ....descriptor import TORCH_DTYPES
-from ....types import LowStore, PageStore, banded_sides
+from ....descriptor import TORCH_DTYPES, describe
+from ....types import LowStore, PageStore
 from ...engine.runtime import driver
-from ...engine.side import as_float32, extra_arguments, low_arguments, side_arguments, turns_on, widened
+from ...engine.side import as_float32, low_arguments, side_arguments, turns_on, widened
 
 THREADS = 256
 MAX_HEADS = 65_535
-MAX_TILE_BYTES = 96 << 10
-"""Largest float32 page with outliers or pre-rotary keys: the shared memory that a block gets on every GPU since compute capability 8.0."""
 
 
-def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
+def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages cannot be unpacked to `dtype`, or None."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"rows of {dtype} are not float16 or bfloat16"
-    if banded := banded_sides(layout):
-        return f"{banded} have no CUDA kernel"
     if layout.head_dim % 4:
         return f"head_dim={layout.head_dim} is no multiple of 4"
     if layout.page_size % 16 and not (layout.key.is_raw and layout.value.is_raw):
@@ -36,8 +32,8 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype) -> str | None:
         return f"raw pages are {layout.raw_dtype}, rows {str(dtype)[6:]}"
     if layout.key.pre_rope and layout.head_dim % 8:
         return f"head_dim={layout.head_dim} is no multiple of 8, which keys from before the rotary embedding need"
-    if (nbytes := tile_bytes(layout)) > MAX_TILE_BYTES:
-        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's {MAX_TILE_BYTES}; use smaller pages"
+    if (nbytes := tile_bytes(layout)) > driver.MOST_SHARED:
+        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's {driver.MOST_SHARED}; use smaller pages"
     return None
 
 
@@ -45,6 +41,16 @@ def tile_bytes(layout: PageLayout) -> int:
     """Shared memory of a block: a page's keys or values in float32, where elements of a page meet."""
     staged = any(s.outliers or s.pre_rope for s in (layout.key, layout.value))
     return layout.page_size * layout.head_dim * 4 if staged else 0
+
+
+def extra_arguments(layout: PageLayout, kind: str) -> str:
+    """Template arguments of struct Extras: codebook, stretch, outliers and rotary embedding of keys ("k") or values ("v")."""
+    side = describe(layout, kind)
+    values = [
+        int(side.has_codebook), int(side.stretch_offset is not None), side.stretch_offset or 0, side.outliers, side.index_bytes,
+        side.outlier_index_offset or 0, side.outlier_value_offset or 0, int(side.turned),
+    ]  # fmt: skip
+    return ", ".join(map(str, values))
 
 
 class _Args(ctypes.Structure):

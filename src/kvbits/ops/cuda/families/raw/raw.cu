@@ -8,7 +8,7 @@
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const __grid_constant__ Args a) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    static_assert(sizeof(Merge) <= SHARED_BYTES, "kernel_choice.py counts too little shared memory");
+    static_assert(sizeof(Merge) <= SHARED_BYTES, "shape.py counts too little shared memory");
     Merge& merge = *reinterpret_cast<Merge*>(shared);
     if (warp == WARPS) return;
     wait_for_previous_kernel();

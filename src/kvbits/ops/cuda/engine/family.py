@@ -1,0 +1,117 @@
+"""What the engine asks of a family of formats. `families.family_of` gives a layout's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from ....spec import LowLayout, PageLayout
+from ...types import LowStore, PageStore
+from .runtime import driver
+from .shape import Ask, Kernel
+from .side import widened
+
+Op = Literal["attend", "close", "step", "unpack"]
+"""What kernels do with pages: attention over them, closing them from the host, closing them in a decode step on the device, unpacking to 16-bit rows."""
+Low = tuple[LowLayout, torch.Tensor]
+"""Layout of low planes, and int64 [n] on the device: byte addresses of their first structs."""
+
+
+class Unpacks(Protocol):
+    """Pages of one store, ready to be unpacked for every layer of a group."""
+
+    def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None: ...
+
+
+class Family:
+    """A family of formats: which layouts it has, and its kernels. One object without state for all of them.
+
+    Attributes:
+        folds: its attention kernel does as much again with half of its columns where there are at most `shape.FOLD_COLUMNS`.
+    """
+
+    folds = False
+
+    def serves(self, layout: PageLayout) -> bool:
+        """Whether a layout belongs to this family; the first of `families.FAMILIES` that says so has it."""
+        raise NotImplementedError
+
+    def refuses(
+        self, op: Op, layout: PageLayout, *, dtype: torch.dtype | None = None, low: Sequence[LowLayout] = (), num_columns: int = 1,
+        shared_limit: int | None = None,
+    ) -> str | None:  # fmt: skip
+        """Why an operation has no kernel for pages of a layout, or None.
+
+        Args:
+            dtype: of the keys and values that are closed, or of the rows to unpack to.
+            low: low planes that refine the pages.
+            num_columns: attention: query columns of a kv head (query tokens times heads).
+            shared_limit: attention: bytes of shared memory of a block, if known.
+        """
+        raise NotImplementedError
+
+    def may_unpack(self, layout: PageLayout) -> bool:
+        """Whether pages are unpacked to 16-bit rows where the attention kernel refuses them."""
+        return False
+
+    def is_wide(self, layout: PageLayout) -> bool:
+        """Whether the attention kernel has registers for `shape.WIDE` columns a warp."""
+        return False
+
+    def columns(self, layout: PageLayout, num_columns: int, low: bool) -> int:
+        """Query columns of a warp where there are `num_columns` of a kv head."""
+        return 8
+
+    def attention(self, layout: PageLayout, ask: Ask) -> Kernel | None:
+        """The attention kernel; None where shared memory is too small for any shape."""
+        raise NotImplementedError
+
+    def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
+        """What the attention kernel reads beside pages and calibrated parameters, alike in all layers, by field of `PartArgs`."""
+        return {}
+
+    def static_pointers(self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
+        """Where the attention kernel finds a layer's calibrated parameters (`PageStore.static`), by field of `PartArgs`."""
+        return {name: widened(x, layout.head_dim, device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
+
+    def first(self, store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
+        """What `close` needs to know of the positions `starts` [num_pages] of pages' first tokens, on `device`; None where it needs nothing."""
+        return None
+
+    def close(
+        self, k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
+        low: Low | None = None,
+    ) -> None:  # fmt: skip
+        """Close pages without waiting.
+
+        Args:
+            k, v: [n, H, page_size, head_dim], 16-byte aligned rows.
+            page_address: int64 [n] on the device: byte addresses of the pages' first structs.
+            status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite inputs.
+            first: what `first` gave.
+        """
+        raise NotImplementedError
+
+    def step(
+        self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
+    ) -> tuple[driver.Kernel, int, Any]:
+        """The closing kernel of a decode step, threads of its blocks, and its arguments (with `STEP_FIELDS`), what the format alone has set."""
+        raise NotImplementedError
+
+    def unpacker(
+        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor,
+        low: tuple[LowStore, torch.Tensor] | None = None,
+    ) -> Unpacks:  # fmt: skip
+        """Pages ready to be unpacked; launches only.
+
+        Args:
+            page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
+            rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
+            layer_stride: bytes from a page of one layer to the same page of the next.
+            starts: int32 [n] on the device: position of each page's first token.
+            low: the store of the pages' low planes, and int64 [n] on the device: bytes of their first structs, layer 0.
+        """
+        raise NotImplementedError

@@ -1,0 +1,99 @@
+"""Attention kernels by layout, and what every plan asks before it launches one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ....errors import DataError, UnsupportedError
+from ....spec import PageLayout
+from ...types import AttendCall
+from ..families import family_of
+from .runtime import driver
+from .shape import FOLD_COLUMNS, Ask, Kernel
+
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+"""Dtypes of queries."""
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability that attention kernels need."""
+MAX_PARTS = 4
+"""Parts of a launch (struct Args)."""
+NO_WINDOW = 2**30
+"""Window of a launch without one."""
+
+
+def columns(layouts: Sequence[PageLayout], num_columns: int, low: bool) -> int:
+    """Query columns of a warp of a kernel that reads pages of all these layouts."""
+    return min(family_of(x).columns(x, num_columns, low) for x in layouts)
+
+
+def folds(layout: PageLayout, num_columns: int) -> bool:
+    """Whether the kernel lets the columns that are not needed do as much again (`Ask.fold`)."""
+    return num_columns <= FOLD_COLUMNS and family_of(layout).folds
+
+
+def is_wide(layouts: Sequence[PageLayout]) -> bool:
+    """Whether kernels of all these layouts, of which there is one, take `shape.WIDE` columns a warp."""
+    return bool(layouts) and all(family_of(x).is_wide(x) for x in layouts)
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_for(layout: PageLayout, ask: Ask) -> Kernel:
+    """The instantiation for pages of a layout.
+
+    Raises:
+        UnsupportedError: no shape of it fits the shared memory.
+    """
+    family = family_of(layout)
+    found = family.attention(layout, ask)
+    if found is None:
+        raise UnsupportedError(f"attend_pages on cuda: {family.refuses('attend', layout, shared_limit=ask.shared_limit)}")
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
+    """A kernel on a device."""
+    return driver.load(kernel.source.parent, kernel.source.name, "attend", dict(kernel.defines), device_index, kernel.shared_bytes, early=True)
+
+
+def query_columns(num_columns: int) -> int:
+    """Columns that queries are made in the keys' basis for: 1, 2, 4 or 8."""
+    return min(8, 1 << (num_columns - 1).bit_length())
+
+
+def window_of(sliding_window: int | None) -> int:
+    """`Args.window`."""
+    return min(sliding_window or NO_WINDOW, NO_WINDOW)
+
+
+def indexed(device: torch.device) -> torch.device:
+    """`device` with its number."""
+    return torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+
+
+def check_query(q: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, rows: bool = True) -> None:
+    """Refuse queries that a plan was not made for.
+
+    Args:
+        rows: and such whose rows an attention kernel cannot read where they lie.
+
+    Raises:
+        DataError: what differs.
+    """
+    if tuple(q.shape) != tuple(shape) or q.dtype != dtype or q.device != device:
+        raise DataError(f"q is {list(q.shape)} {q.dtype} on {q.device}; the plan is for {list(shape)} {dtype} on {device}")
+    if rows and (q.stride(-1) != 1 or any(s % 4 for s in q.stride()[:-1]) or q.data_ptr() % 8):
+        raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
+
+
+def check_static(call: AttendCall, layer: int, static: Sequence[Mapping[str, torch.Tensor]] | None) -> None:
+    """Refuse a layer other than the call's without its calibrated parameters.
+
+    Raises:
+        DataError: they are missing.
+    """
+    if layer and static is None and any(p.store.static for p in call.parts):
+        raise DataError(f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each part")

@@ -1,0 +1,241 @@
+"""Shapes of attention kernels, whatever their pages hold: how chunks are cut from pages, how many warps and slots of the ring fit, what merging takes.
+
+The numbers of warps and slots are the measured best on Hopper (docs/log-gpu.md); other chips get what fits their shared memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+from ....spec import LowLayout, PageLayout
+from ....spec.quant import SCALE_BYTES
+from ...descriptor import DTYPES, low_plane
+from .side import attend_defines
+
+MAX_PIECES = 40
+MAX_CHUNK_BYTES = 18 << 10
+RING_BYTES = 144 << 10
+"""More bytes in flight per multiprocessor only lengthen every queue: int8, 8 x 32768 tokens took 139 us with 200 KiB and 132 us with 132 KiB."""
+PREFETCH_BYTES, PREFETCH_CHUNKS = 104 << 10, 12
+"""Bytes and chunks prefetched into L2 beyond the ring while the previous kernel finishes. 8 x 32768 tokens, int8: 129.4 us with none, 129.9, 128.5, 129.2 and
+132.7 us with 17, 103, 206 and 360 KB; int4: 70.0 us with 105 KB, 71.3 without."""
+WIDE = 24
+"""Query columns of a warp for chunks: a page is unpacked for three column tiles at once. 128 queries of 4 heads over 32,768 tokens took 372 us (int8),
+341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill) 393, 380 and 403."""
+FOLD_COLUMNS = 4
+"""Query columns up to which kernels that fold let half of a matrix instruction's eight columns do as much again."""
+RAW_TOKENS = (32, 16, 8)
+"""Raw tokens of a chunk: the most of a step, or what a slot of the ring has room for."""
+BARRIERS = 24
+"""Bytes of a slot's barriers and tokens (struct Ring)."""
+Pieces = Sequence[tuple[int, int, int, int]]
+"""(offset in the page, step per chunk, offset in the slot, bytes) of every contiguous run of a chunk."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Launch shape: consumer warps of a block, slots of its ring (a multiple), tokens of a chunk, units of 32 tokens per step."""
+
+    warps: int
+    slots: int
+    chunk: int
+    units: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What an attention kernel is wanted for, beside the layout of its pages.
+
+    Attributes:
+        cols: query columns of a warp.
+        shared_limit: bytes of shared memory that a block can have.
+        shape: launch shape to use instead of the measured choice (for tuning).
+        fold: there are at most `FOLD_COLUMNS` query columns, and the family folds.
+        low: of the low planes that some of the pages have.
+        raw: it reads raw pages too, in the walk over packed ones where it can.
+        tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
+    """
+
+    head_dim: int
+    cols: int
+    q_dtype: str
+    raw_dtype: str
+    softcap: bool
+    shared_limit: int
+    shape: Shape | None = None
+    fold: bool = False
+    low: LowLayout | None = None
+    raw: bool = False
+    tables: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation: source and macros, launch shape and how chunks are cut."""
+
+    source: Path
+    defines: tuple[tuple[str, int], ...]
+    shape: Shape
+    pieces: tuple[tuple[int, int, int, int], ...]
+    shared_bytes: int
+    low_pieces: tuple[tuple[int, int, int, int], ...] = ()
+    raw_joins: bool = False  # raw and packed tokens of a unit come to one result (RAW_JOINS of packed_codes.cuh)
+    raw_in_ring: bool = False  # raw tokens come through the ring (RAW_IN_RING of ring.cuh)
+    raw_tokens: int = RAW_TOKENS[0]  # of a chunk of raw pages
+    makers: int = 0  # warps beside the consumers and the producer
+
+    @property
+    def threads(self) -> int:
+        return (self.shape.warps + 1 + self.makers) * 32
+
+
+@overload
+def chunk_layout(layout: PageLayout, tokens: int) -> PageLayout: ...
+@overload
+def chunk_layout(layout: LowLayout, tokens: int) -> LowLayout: ...
+def chunk_layout(layout: PageLayout | LowLayout, tokens: int) -> PageLayout | LowLayout:
+    """A chunk in shared memory is laid out like a page of that many tokens."""
+    if isinstance(layout, LowLayout):
+        return dataclasses.replace(layout, page_size=tokens, num_kv_heads=1)
+    return PageLayout(key=layout.key, value=layout.value, page_size=tokens, num_kv_heads=1, head_dim=layout.head_dim, raw_dtype=layout.raw_dtype)
+
+
+def used_bytes(layout: PageLayout | LowLayout) -> int:
+    """Bytes of a kv head's struct that sections take, rounded up to 16."""
+    last = list(layout.sections.values())[-1]
+    return -(-(last.offset + last.nbytes) // 16) * 16
+
+
+def chunk_tokens(layout: PageLayout) -> int:
+    """Tokens of a chunk: a whole page, or a part of it that a slot can hold."""
+    for tokens in (layout.page_size, 128, 64):
+        if layout.page_size % tokens == 0 and used_bytes(chunk_layout(layout, tokens)) <= MAX_CHUNK_BYTES:
+            return tokens
+    return 32
+
+
+def pieces_of(layout: PageLayout | LowLayout, tokens: int) -> Pieces:
+    """The runs of a chunk of so many tokens."""
+    if tokens == layout.page_size:
+        return [(0, 0, 0, used_bytes(layout))]
+    runs = []
+    small = chunk_layout(layout, tokens)
+    for name, section in layout.sections.items():
+        to = small.sections[name].offset
+        if name.startswith("k_plane"):
+            nbytes = small.sections[name].nbytes  # tiles of 16 tokens follow one another
+            runs.append((section.offset, nbytes, to, nbytes))
+        elif name.startswith("v_plane"):
+            row = section.nbytes // layout.page_size
+            for r in range(0, row, 16):
+                width = min(16, row - r)
+                runs.append((section.offset + r * layout.page_size, width * tokens, to + r * tokens, width * tokens))
+        elif len(section.shape) == 2:
+            item = SCALE_BYTES[section.dtype]
+            for g in range(section.shape[0]):
+                runs.append((section.offset + g * layout.page_size * item, tokens * item, to + g * tokens * item, tokens * item))
+        else:
+            runs.append((section.offset, 0, to, -(-section.nbytes // 16) * 16))
+    return runs
+
+
+def refuses_pieces(layout: PageLayout, low: Sequence[LowLayout] = ()) -> str | None:
+    """Why a chunk of such a page, and of its low planes, is cut from more places than a launch can name, or None."""
+    tokens = chunk_tokens(layout)
+    if len(pieces_of(layout, tokens)) + sum(len(pieces_of(x, tokens)) for x in low) <= MAX_PIECES:
+        return None
+    return f"a chunk of this layout{' and its low planes' if low else ''} is cut from more than {MAX_PIECES} places of the page"
+
+
+def merge_bytes(warps: int, cols: int, head_dim: int, with_bias: bool, rounds_at_once: int = 1, merge_cols: int | None = None) -> int:
+    """Shared memory for merging warps (struct Merge of finish.cuh); merge_cols: columns that results are of, if fewer than `cols`."""
+    merged = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * rounds_at_once * (merge_cols or cols) * 36
+    fragments = cols * (2 * head_dim + 256) if cols > 16 else 0  # at most, of any width of codes
+    own = warps * (27 + cols)  # each warp's segment, unit and positions, and what it has left
+    return (merged + 2 * cols * head_dim + cols + warps + own) * 4 + 160 + fragments
+
+
+def _rounds_at_once(warps: int, cols: int, head_dim: int, with_bias: bool, room: int, merge_cols: int) -> int:
+    """Rounds of 32 channels merged between two barriers: as many as fit."""
+    return next((n for n in (8, 4, 2) if n * 32 <= max(head_dim, 64) and merge_bytes(warps, cols, head_dim, with_bias, n, merge_cols) <= room), 1)
+
+
+def fitting(
+    ask: Ask, slot: int, chunk: int, units: int, most_warps: int, *, with_bias: bool = False, own_bytes: Callable[[int], int] = lambda _: 0,
+    deep: bool = True,
+) -> Shape:  # fmt: skip
+    """The most warps that fit with two slots each (one where steps are long), and slots up to `RING_BYTES`.
+
+    Args:
+        own_bytes: shared memory beside ring and merging, by warps.
+        deep: more than two slots a warp are worth their memory.
+    """
+    low = ask.low is not None
+    for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4, mostly: registers are shared out in quarters of a multiprocessor
+        ring = 32 + 4 * warps if low else 16
+        merge = merge_bytes(warps, ask.cols, ask.head_dim, with_bias) + own_bytes(warps)
+        stages = (ask.shared_limit - ring - merge) // (warps * (slot + BARRIERS))
+        least = 1 if ask.cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
+        if warps <= most_warps and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
+            wanted = RING_BYTES // (warps * slot) if deep else 0
+            return Shape(warps, warps * min(stages, max(3 if low else 2, wanted)), chunk, units)
+    return Shape(1, 2 if low else 1, chunk, units)
+
+
+def frame_defines(
+    ask: Ask, shape: Shape, ring_bytes: int, *, merge_cols: int | None = None, merge_bias: bool = False, bias_groups: bool = False, own_start: bool = False,
+    fragments: int = 0,
+) -> dict[str, int]:  # fmt: skip
+    """Macros of every attention kernel (config.cuh); SHARED_BYTES counts what its ring takes and what merging does.
+
+    Args:
+        merge_cols: columns that results are of, if fewer than `ask.cols`.
+        merge_bias, bias_groups: sums of weights go with results, of each of up to 16 groups.
+        own_start: warps start segments alone. Not where queries take a calibrated scale, warps share operands, or a block shares tables of its head.
+        fragments: key operands of a column tile that warps share.
+    """
+    merge_cols = merge_cols or ask.cols
+    merged = (shape.warps, ask.cols, ask.head_dim, bias_groups)
+    rounds = _rounds_at_once(*merged, ask.shared_limit - ring_bytes, merge_cols)
+    return {
+        "HEAD_DIM": ask.head_dim, "COLS": ask.cols, "Q_TYPE": DTYPES[ask.q_dtype], "RAW_TYPE": DTYPES[ask.raw_dtype], "SOFTCAP": int(ask.softcap),
+        "Q_FRAGMENTS": fragments, "BLOCK_TABLES": int(ask.tables), "OWN_START": int(own_start), "ROUNDS_AT_ONCE": rounds, "MERGE_COLS": merge_cols,
+        "MERGE_BIAS": int(merge_bias), "BIAS_GROUPS": 16 if bias_groups else 1, "WARPS": shape.warps,
+        "SHARED_BYTES": ring_bytes + merge_bytes(*merged, rounds, merge_cols),
+    }  # fmt: skip
+
+
+def ring_bytes(ask: Ask, shape: Shape, slot: int, barriers: int = BARRIERS) -> int:
+    """Shared memory of a ring with its slots (struct Ring)."""
+    return shape.slots * (slot + barriers) + 16 + (shape.warps * 4 + 16 if ask.low else 0)
+
+
+def ring_defines(
+    ask: Ask, layout: PageLayout, shape: Shape, slot: int, pieces: Pieces, num_planes: tuple[int, int], raw_tokens: int, has_raw: bool
+) -> dict[str, int]:
+    """Macros of kernels that read chunks from a ring.
+
+    Args:
+        num_planes: bit planes of keys and of values that are walked one by one.
+        has_raw: raw tokens come through the ring, `raw_tokens` a chunk.
+    """
+    chunk, low = chunk_layout(layout, shape.chunk), chunk_layout(ask.low, shape.chunk) if ask.low else None
+    found = {
+        "SLOTS": shape.slots, "CHUNK": shape.chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // shape.chunk, "SLOT_BYTES": slot,
+        "PREFETCH_CHUNKS": min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS), "CHUNK_BYTES": sum(p[3] for p in pieces), "HAS_LOW": int(low is not None),
+        "HAS_RAW": int(has_raw), "RAW_TOKENS": raw_tokens, "LOW_BYTES": sum(p[3] for p in pieces_of(ask.low, shape.chunk)) if ask.low else 0,
+    }  # fmt: skip
+    for kind, planes in zip("kv", num_planes, strict=True):
+        found |= attend_defines(chunk, kind, planes)
+        bits, offset = low_plane(low, kind)
+        found |= {f"{kind.upper()}_LOW_BITS": bits, f"{kind.upper()}_LOW_OFFSET": offset}
+    return found
+
+
+def kernel(source: Path, defines: Mapping[str, int], shape: Shape, pieces: Pieces = (), **options: int | bool | Pieces) -> Kernel:
+    """A `Kernel` of these macros."""
+    return Kernel(source, tuple(defines.items()), shape, tuple(pieces), defines["SHARED_BYTES"], **options)  # type: ignore[arg-type]

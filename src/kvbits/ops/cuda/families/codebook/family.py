@@ -1,0 +1,107 @@
+"""KVQuant's formats: levels of a calibrated table, listed elements, keys stored before the rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .....spec import LowLayout, PageLayout
+from ....descriptor import GROUP, scale_kind
+from ....types import LowStore, PageStore
+from ...engine import shape
+from ...engine.family import Family, Low, Op, Unpacks
+from ...engine.shape import RAW_TOKENS, Ask, Kernel, Shape
+from ...engine.side import as_float32, turns_on
+from ..plain import unpack
+from . import close, format
+
+BARRIERS = 40
+"""Bytes of a slot's barriers and tokens, those of keys and values apart (struct Ring of codebook_ring.cuh)."""
+
+
+class Codebook(Family):
+    """See above."""
+
+    folds = True
+
+    def serves(self, layout: PageLayout) -> bool:
+        return format.extras(layout) is not None
+
+    def refuses(
+        self, op: Op, layout: PageLayout, *, dtype: torch.dtype | None = None, low: Sequence[LowLayout] = (), num_columns: int = 1,
+        shared_limit: int | None = None,
+    ) -> str | None:  # fmt: skip
+        if low:
+            return f"{format.extras(layout)}: low planes have no CUDA kernel"
+        if op == "unpack":
+            return unpack.refuses_layout(layout, dtype)
+        if op == "step":
+            return "pages of KVQuant's formats are closed from the host"
+        if op == "close":
+            return close.refuses_layout(layout, dtype)
+        why = format.refuses(layout)
+        if not why and shared_limit and _choose_shape(layout, 8, shared_limit, False) is None:
+            why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
+        return why and f"{format.extras(layout)}: {why}"
+
+    def may_unpack(self, layout: PageLayout) -> bool:
+        return True
+
+    def attention(self, layout: PageLayout, ask: Ask) -> Kernel | None:
+        wide = ask.shared_limit >= format.WIDE_FROM
+        slot = -(-shape.used_bytes(layout) // 128) * 128
+        chosen = ask.shape or _choose_shape(layout, ask.cols, ask.shared_limit, ask.fold)
+        if chosen is None:
+            return None
+        ring = shape.ring_bytes(ask, chosen, slot, BARRIERS) + format.shared_bytes(layout, ask.fold, wide)
+        defines = shape.frame_defines(ask, chosen, ring, merge_bias=layout.value.has_bias and scale_kind(layout.value) == GROUP)
+        pieces = [*format.pieces(layout, "k"), *format.pieces(layout, "v")]
+        planes = len(layout.key.number_format.planes), len(layout.value.number_format.planes)
+        defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, RAW_TOKENS[0], False)
+        defines |= format.defines(layout, ask.fold, wide)
+        return shape.kernel(Path(__file__).parent / "codebook.cu", defines, chosen, pieces)
+
+    def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
+        """What codes of formats without codebooks stand for, and angles of keys that are not turned."""
+        sides = (("k", layout.key), ("v", layout.value))
+        found = {f"{kind}_level": format.integer_levels(spec, layout.num_kv_heads) for kind, spec in sides if not spec.has_codebook}
+        if not layout.key.pre_rope:
+            found["turns"] = torch.zeros(layout.head_dim // 2, 2, device="cpu")
+        return {name: x.to(device) for name, x in found.items()}
+
+    def static_pointers(self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
+        found = super().static_pointers(layout, static, device)
+        for kind, spec in (("k", layout.key), ("v", layout.value)):
+            if spec.has_codebook:
+                found[f"{kind}_level"] = as_float32(static[f"{kind}_codebook"], device).data_ptr()
+        if layout.key.pre_rope:
+            found["turns"] = turns_on(static["k_inv_freq"], device).data_ptr()
+        return found
+
+    def first(self, store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
+        return close.first_angles(store, starts, num_pages, device)
+
+    def close(
+        self, k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
+        low: Low | None = None,
+    ) -> None:  # fmt: skip
+        close.launch(k, v, store, page_address, status, first)
+
+    def unpacker(
+        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor,
+        low: tuple[LowStore, torch.Tensor] | None = None,
+    ) -> Unpacks:  # fmt: skip
+        return unpack.Unpacker(store, dtype, page_address, rows, layer_stride, starts)
+
+
+def _choose_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) -> Shape | None:
+    """As many warps as fit with a slot each, and two if they do."""
+    slot, wide = -(-shape.used_bytes(layout) // 128) * 128, shared_limit >= format.WIDE_FROM
+    for warps in (format.MAX_WARPS, 7, 3):
+        room = shared_limit - 16 - format.shared_bytes(layout, fold, wide) - shape.merge_bytes(warps, cols, layout.head_dim, False)
+        if stages := max(room, 0) // (warps * (slot + BARRIERS)):
+            return Shape(warps, warps * min(stages, 2), layout.page_size, 2)
+    return None

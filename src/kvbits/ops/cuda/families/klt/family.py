@@ -1,0 +1,153 @@
+"""Banded integer codes: keys in a calibrated basis, both sides in codes of several widths."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .....spec import LowLayout, PageLayout, plane_row_bytes
+from ....descriptor import LEVELS, describe
+from ....types import LowStore, PageStore
+from ...engine import shape
+from ...engine.family import Family, Low, Op, Unpacks
+from ...engine.runtime import driver
+from ...engine.shape import RAW_TOKENS, Ask, Kernel
+from ...engine.side import turns_on
+from ..plain.family import walked_planes
+from . import close, unpack
+from .operands import band_defines, banded_sides, basis_on
+
+HEAD_DIMS = (64, 128, 256)
+"""Head sizes of attention: the outputs' Hadamard matrix takes whole rows of lanes."""
+MOST_COLUMNS = 64
+"""Query columns of a kv head: every eight of them are a unit of their own, which reads all pages."""
+MOST_WARPS = 11
+"""Consumer warps, where memory has room. 8 x 32,768 tokens took 72.9 us with 11 and 77.8 with 7 (klt2), 86.6 and 89.8 (klt3)."""
+
+
+class Klt(Family):
+    """See above."""
+
+    folds = True
+
+    def serves(self, layout: PageLayout) -> bool:
+        return layout.key.is_banded or layout.value.is_banded
+
+    def refuses(
+        self, op: Op, layout: PageLayout, *, dtype: torch.dtype | None = None, low: Sequence[LowLayout] = (), num_columns: int = 1,
+        shared_limit: int | None = None,
+    ) -> str | None:  # fmt: skip
+        if low:
+            return f"{banded_sides(layout)} with low planes have no CUDA kernel"
+        if op == "unpack":
+            return unpack.refuses_layout(layout, dtype)
+        return _refuses_attention(layout, num_columns) if op == "attend" else close.refuses_layout(layout, dtype)
+
+    def may_unpack(self, layout: PageLayout) -> bool:
+        return True
+
+    def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
+        d, chunk = ask.head_dim, ask.shape.chunk if ask.shape else shape.chunk_tokens(layout)
+        ask = dataclasses.replace(ask, fold=ask.fold and _bytes_fit(layout))
+        raw_joins = ask.raw and d * ask.cols <= 2048
+        slot = -(-max(shape.used_bytes(shape.chunk_layout(layout, chunk)), 4 * d * RAW_TOKENS[-1] if raw_joins else 0) // 128) * 128
+        raw_tokens = next(n for n in RAW_TOKENS if 4 * d * n <= slot) if raw_joins else RAW_TOKENS[0]
+        large = d * ask.cols > 128 * 8  # with the producer and those that make queries 16 or 12 warps, and 7 where registers are needed
+        chosen = ask.shape or shape.fitting(  # more than two slots were no faster, and merging wants the room
+            ask, slot, chunk, 1 if large or chunk % 64 else 2, 4 if large else MOST_WARPS, deep=False,
+            own_bytes=lambda warps: _frame_ring_bytes(layout, warps, ask.fold),
+        )  # fmt: skip
+        ring = shape.ring_bytes(ask, chosen, slot) + _frame_ring_bytes(layout, chosen.warps, ask.fold)
+        defines = shape.frame_defines(ask, chosen, ring, merge_cols=4 if ask.fold else None, own_start=True)
+        pieces, (makers, tiles) = shape.pieces_of(layout, chunk), _makers(layout)
+        planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, d))
+        defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, raw_tokens, raw_joins)
+        small = shape.chunk_layout(layout, chunk)
+        for kind in "kv":  # codes are integers around the middle of their range
+            side = describe(small, kind)
+            middle, turned = 2 ** side.widths[0] - 1, int(side.basis == "hadamard")
+            defines |= {f"{kind.upper()}_{name}": n for name, n in (("FLOAT", LEVELS["int"]), ("MIDDLE", middle), ("TURNED", turned))}
+        defines |= band_defines(small) | {"KEY_STEPS": _key_steps(layout), "MAKERS": makers, "FRAME_TILES": tiles, "FOLDED": int(ask.fold)}
+        source = Path(__file__).parent / "banded.cu"
+        return shape.kernel(source, defines, chosen, pieces, raw_joins=raw_joins, raw_in_ring=raw_joins, raw_tokens=raw_tokens, makers=makers)
+
+    def static_pointers(self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
+        if layout.key.basis != "klt":
+            return {}
+        return {"turns": turns_on(static["k_inv_freq"], device).data_ptr(), "k_inverse": basis_on(static["k_inverse"], device).data_ptr()}
+
+    def first(self, store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
+        return close.first_positions(store, starts, num_pages, device)
+
+    def close(
+        self, k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
+        low: Low | None = None,
+    ) -> None:  # fmt: skip
+        close.launch(k, v, store, page_address, status, first)
+
+    def step(
+        self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
+    ) -> tuple[driver.Kernel, int, Any]:
+        args = close.StepArgs(num_pages=num_sequences, pages_each=1)
+        close.set_static(args, store, tail_starts)
+        return *close.load(store.layout, dtype, device_index, True), args
+
+    def unpacker(
+        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor,
+        low: tuple[LowStore, torch.Tensor] | None = None,
+    ) -> Unpacks:  # fmt: skip
+        return unpack.BandedUnpacker(store, dtype, page_address, rows, layer_stride, starts)
+
+
+def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:
+    """Why banded.cu cannot read pages of this layout, or that many query columns of a kv head, or None."""
+    key, value, d = layout.key, layout.value, layout.head_dim
+    if d > 256:
+        return f"head_dim={d} is above 256"
+    if not (key.is_banded and value.is_banded):
+        return f"banded codes of one of keys and values beside {value.format if key.is_banded else key.format}; the CUDA kernel reads both as banded codes"
+    if key.basis != "klt":
+        return f"banded keys with basis={key.basis!r}; the CUDA kernel reads those with basis='klt'"
+    if len(widths := set(value.widths(d))) > 1 or widths - {2, 3, 4}:
+        return f"banded values of {', '.join(map(str, sorted(widths)))} bits; the CUDA kernel reads 2, 3 or 4, the same in every band"
+    if value.center:
+        return "banded values with a mean; the CUDA kernel reads those without"
+    if d not in HEAD_DIMS:
+        return f"banded codes at head_dim={d}; the CUDA kernel reads head_dim {', '.join(map(str, HEAD_DIMS))}"
+    if num_columns > MOST_COLUMNS:
+        return f"{num_columns} query columns of a kv head over banded codes, whose queries are made for each frame; the CUDA kernel takes {MOST_COLUMNS}"
+    return shape.refuses_pieces(layout)
+
+
+def _key_steps(layout: PageLayout) -> int:
+    """Matrix instructions of the planes of a key."""
+    return sum(_band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits) for bits, channels in layout.key.planes(layout.head_dim))
+
+
+def _band_steps(words: int, fields: int) -> int:
+    """Matrix instructions of a plane's row (struct BandPlane)."""
+    return words // 4 * fields + words % 4 // 2 * (fields // 2) + words % 2 * (fields // 4)
+
+
+def _bytes_fit(layout: PageLayout) -> bool:
+    """Whether keys may be multiplied as bytes: floats hold what they sum up to (ByteKeys of banded_keys.cuh)."""
+    most = {8: 255, 4: 15, 2: 12, 1: 8}
+    return 128 * sum(channels * most[bits] for bits, channels in layout.key.planes(layout.head_dim)) < 1 << 22
+
+
+def _makers(layout: PageLayout) -> tuple[int, int]:
+    """Warps that make queries in the keys' basis, and tiles of them in shared memory."""
+    return (4, 3) if layout.head_dim <= 128 else (2, 2)
+
+
+def _frame_ring_bytes(layout: PageLayout, warps: int, fold: bool) -> int:
+    """Shared memory of those warps (struct FrameRing of banded_queries.cuh)."""
+    makers, tiles = _makers(layout)
+    d = layout.head_dim
+    tile = 144 + 32 * (d + 32) + 512 * _key_steps(layout)
+    return -(-(tiles * (tile + 16) + d * (64 + 4 * (16 if fold else 2)) + makers * 128 + 4 * warps) // 16) * 16

@@ -1,0 +1,176 @@
+"""Integers and floats with a scale per token, group of channels or channel, with a mean, under low planes, or raw on one side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .....spec import LowLayout, PageLayout, QuantSpec, plane_row_bytes
+from ....descriptor import CHANNEL, GROUP, STATIC, scale_kind
+from ....types import LowStore, PageStore
+from ...engine import shape
+from ...engine.family import Family, Low, Op, Unpacks
+from ...engine.runtime import driver
+from ...engine.shape import RAW_TOKENS, RING_BYTES, WIDE, Ask, Kernel, Shape
+from . import close, unpack
+
+FLOATS = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
+"""Floats that packed_codes.cuh makes matrix operands of."""
+LOW_BITS = 4
+"""Width of the low planes that packed.cu reads, and of the codes they refine."""
+
+
+class Plain(Family):
+    """See above."""
+
+    def serves(self, layout: PageLayout) -> bool:
+        return True
+
+    def refuses(
+        self, op: Op, layout: PageLayout, *, dtype: torch.dtype | None = None, low: Sequence[LowLayout] = (), num_columns: int = 1,
+        shared_limit: int | None = None,
+    ) -> str | None:  # fmt: skip
+        if len(low) > 1:
+            return f"pages with {len(low)} low planes each; the CUDA kernels take one"
+        if op == "unpack":
+            return unpack.refuses_layout(layout, dtype)
+        if op in ("close", "step"):
+            return close.refuses_layout(layout, dtype)
+        return _refuses_attention(layout) or next((why for x in low if (why := _refuses_low(layout, x))), None)
+
+    def may_unpack(self, layout: PageLayout) -> bool:
+        """Floats of 4 bits and scales in units of a page's."""
+        return any(s.has_page_scale or (s.number_format.kind == "float" and s.bits < 8) for s in (layout.key, layout.value))
+
+    def is_wide(self, layout: PageLayout) -> bool:
+        """One plane, no terms that count weights or scale queries by page."""
+        return layout.head_dim <= 128 and all(
+            len(walked_planes(s, layout.head_dim)) == 1 and s.symmetric and not s.center and not s.static and scale_kind(s) == GROUP
+            for s in (layout.key, layout.value)
+        )
+
+    def columns(self, layout: PageLayout, num_columns: int, low: bool) -> int:
+        """16 or 24 where more are wanted and the registers of two or three column tiles are there."""
+        if num_columns > 2 * WIDE and not low and self.is_wide(layout):
+            return WIDE
+        return 16 if num_columns > 8 and layout.head_dim <= 128 and not _two_planes(layout) else 8
+
+    def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
+        d, low = ask.head_dim, ask.low
+        chunk = ask.shape.chunk if ask.shape else shape.chunk_tokens(layout)
+        raw_joins = _joins_raw(layout, ask.cols) and (ask.raw or low is not None)
+        # Raw rows of 32 tokens beside low planes, or keys and values of a few.
+        least = 64 * d if low else 4 * d * RAW_TOKENS[-1] if raw_joins else 0
+        slot = -(-max(shape.used_bytes(shape.chunk_layout(layout, chunk)), least) // 128) * 128
+        raw_tokens = RAW_TOKENS[0] if low or not raw_joins else next(n for n in RAW_TOKENS if 4 * d * n <= slot)
+        chosen = ask.shape or _choose_shape(layout, slot, chunk, ask)
+        with_bias, fragments = layout.value.has_bias and scale_kind(layout.value) == GROUP, _fragments(layout, ask.cols)
+        defines = shape.frame_defines(
+            ask, chosen, shape.ring_bytes(ask, chosen, slot), merge_bias=with_bias, bias_groups=with_bias, fragments=fragments,
+            own_start=scale_kind(layout.key) != STATIC and not fragments,
+        )  # fmt: skip
+        pieces, raw_in_ring = shape.pieces_of(layout, chunk), raw_joins or low is not None
+        planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, d))
+        defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, raw_tokens, raw_in_ring)
+        return shape.kernel(
+            Path(__file__).parent / "packed.cu", defines, chosen, pieces, low_pieces=tuple(shape.pieces_of(low, chunk)) if low else (), raw_joins=raw_joins,
+            raw_in_ring=raw_in_ring, raw_tokens=raw_tokens,
+        )  # fmt: skip
+
+    def close(
+        self, k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
+        low: Low | None = None,
+    ) -> None:  # fmt: skip
+        close.launch(k, v, store, page_address, status, low)
+
+    def step(
+        self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
+    ) -> tuple[driver.Kernel, int, Any]:
+        args = close.StepArgs()
+        close.set_static(args, store)
+        return *close.load(store.layout, dtype, device_index, None, True), args
+
+    def unpacker(
+        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor,
+        low: tuple[LowStore, torch.Tensor] | None = None,
+    ) -> Unpacks:  # fmt: skip
+        return unpack.Unpacker(store, dtype, page_address, rows, layer_stride, starts, low)
+
+
+def walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
+    """Bits of the planes that are walked one by one. Two whose rows are 2 : 1 bytes, unpadded, are joined to one (packed_codes.cuh), walked as the first."""
+    planes = tuple(bits for bits, _ in spec.planes(head_dim))
+    return planes[:1] if planes == (2, 1) and head_dim % 32 == 0 else planes
+
+
+def _two_planes(layout: PageLayout) -> bool:
+    return any(len(walked_planes(s, layout.head_dim)) > 1 for s in (layout.key, layout.value))
+
+
+def _refuses_attention(layout: PageLayout) -> str | None:
+    """Why packed.cu cannot read pages of this layout, or None."""
+    d, key, value = layout.head_dim, layout.key, layout.value
+    if d > 256:
+        return f"head_dim={d} is above 256"
+    if key.is_raw or value.is_raw:
+        return "one of keys and values is raw and the other is not"
+    if unknown := [s.format for s in (key, value) if s.number_format.kind == "float" and s.format not in FLOATS]:
+        return f"{unknown[0]} codes have no matrix operands yet; there are those of {', '.join(FLOATS)}"
+    if len(walked_planes(value, d)) > 1 and scale_kind(value) == CHANNEL:
+        return f"head_dim={d}: {value.format} values with a scale per channel need more registers than a thread has; per token or per group they fit"
+    if d > 128 and _two_planes(layout):
+        return f"3-bit codes at head_dim={d} need more registers than a thread has; at most 128, or a multiple of 32"
+    for kind, spec, step in (("key", key, 16), ("value", value, 16 if _scales_codes(layout) else 32)):
+        if scale_kind(spec) != GROUP:
+            continue
+        size = d // spec.num_groups(d)
+        for bits in walked_planes(spec, d) if size < d else ():
+            row = plane_row_bytes(d, bits)
+            starts = [f * row + r for f in range(8 // bits) for r in range(0, row, step) if f * row + r < d]
+            if any(s // size != (min(s + step, (s // row + 1) * row, d) - 1) // size for s in starts):
+                return f"{kind} groups of {size} channels cut a {step}-channel step of the matrix unit at head_dim={d}"
+        if kind == "value" and spec.has_bias and spec.num_groups(d) > 8:
+            return f"{spec.num_groups(d)} value groups with a bias are more than 8"
+    return shape.refuses_pieces(layout)
+
+
+def _refuses_low(layout: PageLayout, low: LowLayout) -> str | None:
+    """Why packed.cu cannot read pages of this layout with these low planes, or None."""
+    for spec, bits in ((layout.key, low.key_bits), (layout.value, low.value_bits)):
+        if bits and (spec.format, bits) != (f"int{LOW_BITS}", LOW_BITS):
+            return f"a low plane of {bits} bits under {spec.format} codes; the CUDA kernels read {LOW_BITS} bits under int{LOW_BITS}"
+    return shape.refuses_pieces(layout, (low,))
+
+
+def _scales_codes(layout: PageLayout) -> bool:
+    """Whether values' scales are multiplied onto the codes, not onto the weights (ValueTraits::SCALES_CODES): groups may then be as small as 16 channels."""
+    value, d = layout.value, layout.head_dim
+    return value.format == "fp4_e2m1" and value.has_page_scale and d == 16 * value.num_groups(d)
+
+
+def _joins_raw(layout: PageLayout, cols: int) -> bool:
+    """Whether the kernel adds raw tokens to the running outputs of this layout (RAW_JOINS): values of one plane, not scaled by page, queries and
+    results that no calibrated scale belongs to, and registers. Three column tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining."""
+    key, value = layout.key, layout.value
+    one_sum = len(walked_planes(value, layout.head_dim)) == 1 and scale_kind(value) != CHANNEL and not key.static and not value.static
+    return one_sum and layout.head_dim * cols <= 2048
+
+
+def _fragments(layout: PageLayout, cols: int) -> int:
+    """Key operands of a column tile where more than two tiles share them in shared memory (Query of packed_keys.cuh), else 0."""
+    bits = layout.key.number_format.planes[0]
+    return 8 // bits * -(-plane_row_bytes(layout.head_dim, bits) // 16) if cols > 16 else 0
+
+
+def _choose_shape(layout: PageLayout, slot: int, chunk: int, ask: Ask) -> Shape:
+    d, two_planes, specs = layout.head_dim, _two_planes(layout), (layout.key, layout.value)
+    extras = two_planes and any(s.center or s.has_bias or scale_kind(s) == CHANNEL or s.num_groups(d) > 2 for s in specs)
+    large = d * ask.cols > 128 * 8 or extras  # what more registers are needed for
+    spills_at_168 = two_planes or chunk < 64 or d % 64 or (layout.value.has_bias and scale_kind(layout.value) == CHANNEL)
+    spills_at_168 |= (ask.low is not None and ask.cols > 8) or layout.key.static or any(scale_kind(s) == GROUP and s.num_groups(d) > 2 for s in specs)
+    joined = any(len(s.planes(d)) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
+    few = large or any(s.center for s in specs) or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168
+    return shape.fitting(ask, slot, chunk, 1 if large or chunk % 64 else 2, 7 if few else 11, with_bias=layout.value.has_bias)

@@ -1,0 +1,46 @@
+"""16-bit pages. Closed (by packing nothing) and unpacked as plain ones are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .....spec import LowLayout, PageLayout
+from ...engine import shape
+from ...engine.family import Op
+from ...engine.shape import Ask, Kernel, Shape
+from ..plain.family import Plain
+
+
+class Raw(Plain):
+    """See above."""
+
+    def serves(self, layout: PageLayout) -> bool:
+        return layout.is_raw
+
+    def refuses(
+        self, op: Op, layout: PageLayout, *, dtype: torch.dtype | None = None, low: Sequence[LowLayout] = (), num_columns: int = 1,
+        shared_limit: int | None = None,
+    ) -> str | None:  # fmt: skip
+        if low:
+            return "low planes under raw pages"
+        if op != "attend":
+            return super().refuses(op, layout, dtype=dtype)
+        if layout.head_dim > 256:
+            return f"head_dim={layout.head_dim} is above 256"
+        return "raw pages are float32; the kernel multiplies float16 and bfloat16" if layout.raw_dtype == "float32" else None
+
+    def may_unpack(self, layout: PageLayout) -> bool:
+        return False
+
+    def is_wide(self, layout: PageLayout) -> bool:
+        return False
+
+    def columns(self, layout: PageLayout, num_columns: int, low: bool) -> int:
+        return 16 if num_columns > 8 and layout.head_dim <= 128 else 8
+
+    def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
+        chosen = ask.shape or Shape(warps=11 if ask.head_dim * ask.cols <= 1024 else 7, slots=0, chunk=32, units=1)
+        return shape.kernel(Path(__file__).parent / "raw.cu", shape.frame_defines(ask, chosen, 0), chosen)

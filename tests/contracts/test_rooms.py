@@ -1,0 +1,60 @@
+"""Families of formats are rooms: what is shared names none, and no room enters another's."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvbits
+
+ROOT = Path(kvbits.__file__).parent
+WORDS = re.compile(r"(?i)banded|klt|codebook|nuq|kvquant")
+SHARED = sorted(
+    path
+    for folder, kinds in (("ops", ("*.py",)), ("ops/cuda/engine", ("**/*.py", "**/*.cu*")), ("cache", ("**/*.py",)), ("integrations", ("**/*.py",)))
+    for kind in kinds
+    for path in (ROOT / folder).glob(kind)
+)
+EXCEPTIONS = {
+    "ops/descriptor.py": "says what every format's bytes are",
+    "ops/static.py": "names and shapes of what is calibrated",
+    "cache/parameters.py": "a way out by the name of a spec's basis",
+    "integrations/rotary.py": "ways out by the name of a spec's basis",
+    "integrations/vllm/scheme_file.py": "a refusal that says what a spec may not have",
+    "integrations/vllm/selector.py": "a class of vLLM's is called so",
+}
+ROOMS = sorted(p.parent for p in (ROOT / "ops/cuda/families").glob("*/__init__.py"))
+ENTERS = {"klt": {"plain"}, "codebook": {"plain"}, "raw": {"plain"}}
+"""Rooms that a family may enter."""
+
+
+@pytest.mark.parametrize("path", SHARED, ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_is_shared_names_no_family(path):
+    if (name := str(path.relative_to(ROOT))) in EXCEPTIONS:
+        pytest.skip(EXCEPTIONS[name])
+    found = [line.strip() for line in path.read_text().splitlines() if WORDS.search(line)]
+    assert not found, f"{name} names a family: {found}"
+
+
+def test_exceptions_are_few_and_needed():
+    assert len(EXCEPTIONS) <= 10
+    assert all(WORDS.search((ROOT / name).read_text()) for name in EXCEPTIONS), "an exception that names no family any more"
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda p: p.name)
+def test_a_family_enters_no_other_s_room(room):
+    owner = {p.name: p.parent.name for r in ROOMS for p in r.glob("*.cu*")}
+    entered = set()
+    for path in room.iterdir():
+        if path.suffix in (".cu", ".cuh"):
+            entered |= {owner[h] for h in re.findall(r'#include "([^"]+)"', path.read_text()) if h in owner}
+        elif path.suffix == ".py":
+            entered |= {name for name in re.findall(r"^\s*from \.\.(\w+)", path.read_text(), re.MULTILINE)}
+            entered |= {name for name in re.findall(r"families\.(\w+)", path.read_text())}
+    assert entered - {room.name} <= ENTERS.get(room.name, set())
+
+
+def test_headers_of_all_rooms_have_names_of_their_own():
+    """Headers are found by name: a kernel's own folder, then `compile.FOLDERS`."""
+    names = [p.name for p in (ROOT / "ops/cuda").rglob("*.cuh")]
+    assert len(names) == len(set(names))
