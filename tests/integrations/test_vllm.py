@@ -131,7 +131,7 @@ def test_rotations_are_two_products_where_the_kernel_refuses(head_dim, dtype):
 )
 def test_rotations_are_one_launch_where_the_kernel_takes_them(head_dim, dtype, one_launch, monkeypatch):
     device, compiled, products = torch.device("cuda", 0), [], []
-    monkeypatch.setattr(rotate.cuda_compile, "missing", lambda: None)
+    monkeypatch.setattr(rotate.driver, "refuses", lambda *_: None)
     monkeypatch.setattr(rotate, "prepare", lambda *kind: compiled.append(kind))
     monkeypatch.setattr(rotate_reference, "rotations", lambda *kind: products.append(kind))  # no GPU holds the matrices here
     choice = dispatch.choose("rotate", head_dim, dtype, device)
