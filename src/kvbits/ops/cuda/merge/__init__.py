@@ -45,13 +45,11 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
 def refuses(outs: Sequence[torch.Tensor]) -> str | None:
     """Why results like these are not merged here, or None."""
     out = outs[0]
-    if why := driver.refuses(out.device):
-        return why
     if out.dtype not in DTYPES or out.shape[-1] % 8:
         return f"results are {out.dtype} of head_dim {out.shape[-1]}; the kernel takes float16 and bfloat16, and multiples of 8"
     if len(dtypes := {x.dtype for x in outs}) > 1:
         return f"results are of {len(dtypes)} dtypes; the kernel merges those of one"
-    return None
+    return driver.refuses(out.device)
 
 
 def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -45,11 +45,9 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
 
 def refuses(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why queries and keys of this kind are not rotated here, or None."""
-    if why := driver.refuses(device):
-        return why
     if dtype not in DTYPES or head_dim not in HEAD_DIMS:
         return f"rows are {dtype} of head_dim {head_dim}; the kernel takes float16 and bfloat16 of {', '.join(map(str, HEAD_DIMS))}"
-    return None
+    return driver.refuses(device)
 
 
 def prepare(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
