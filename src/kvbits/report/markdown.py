@@ -159,7 +159,7 @@ def _unfit_notes(models: dict[str, Model], among: tuple[str, ...] = ()) -> list[
     if not found:
         return []
     listed = "; ".join(f"`{name}` for {', '.join(titles)}" for name, titles in found.items())
-    shared = [f"`{name}`" for name in found if name in PRESETS and weak_to_key_bias(PRESETS[name])]
+    shared = [f"`{name}`" for name in found if not among and name in PRESETS and weak_to_key_bias(PRESETS[name])]
     why = f" {', '.join(shared)}: scales that channels of a key share, which a bias in the keys (Qwen2.5) or few large channels spoil." if shared else ""
     return [f"Unfit (perplexity more than {USABLE_PPL:.0%} up, or KL above {USABLE_KL} nats): {listed}.{why}"]
 
@@ -350,8 +350,8 @@ def decoded(results: Results) -> list[Model]:
 
 
 TOKENS = (
-    ("stock", "stock_flash", "eager"), ("16 bits, FlashAttention-3, graph", "fa3", "graph"), ("`raw`, graph", "raw", "graph"),
-    ("`int8_centered`, graph", "int8_centered", "graph"), ("`kivi4`, graph", "kivi4", "graph"), ("`klt4`, graph", "klt4", "graph"),
+    ("stock", "stock_flash", "eager"), ("FlashAttention-3, graph", "fa3", "graph"), ("`raw`, graph", "raw", "graph"),
+    ("`int8_centered`, graph", "int8_centered", "graph"), ("`klt4`, graph", "klt4", "graph"),
     ("`int8_centered`, no graph", "int8_centered", "eager"),
 )  # fmt: skip
 TOKEN_SHAPES = ((1, 32768), (32, 8192))
@@ -370,9 +370,9 @@ def milliseconds_table(benchmarks: Path) -> str:
             found = sittings.get((batch, context)) or newest_tokens(data, batch, context)
             cells = [found.get((scheme, mode)) for _, scheme, mode in TOKENS]
             made += [data["runs"][r["run"]] for r in cells if r]
-            label = f"{batch} sequence{'s' if batch > 1 else ''} of {context:,} tokens"
+            label = f"{batch} x {context:,} tokens"
             rows.append([label, *(UNMEASURED if r is None else f"{r['ms_per_token']:.1f}" for r in cells)])
-    note = f"Milliseconds a token. Runs: {dated(made)}." if made else ""
+    note = f"Runs: {dated(made)}." if made else ""
     return _between(MILLISECONDS, "\n\n".join([table(["", *(label for label, *_ in TOKENS)], rows), note]))
 
 
@@ -395,7 +395,6 @@ def preset_table(results: Results, benchmarks: Path) -> str:
     gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], cpu_speeds(results, benchmarks)
     columns = [
         "preset", f"bits held at {HELD_AT:,} tokens", "worst KL at 1,024", f"worst KL at {HELD_AT:,}", "GPU, worst to best", f"CPU{cpu.instructions}", "vLLM",
-        "calibration",
     ]  # fmt: skip
     rows = []
     made: dict[str, list[dict[str, Any]]] = {}  # column -> runs
@@ -408,18 +407,17 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         long, of_long = _worst_kl(name, at_length, count)
         speeds = list(gpu.get(name, {}).values())
         ratios = [r["speedup_real_cache"] for r in speeds]
-        on_gpu = f"{min(ratios):.2f}x to {max(ratios):.2f}x" if ratios else UNMEASURED
+        on_gpu = f"{min(ratios):.2f}-{max(ratios):.2f}x" if ratios else UNMEASURED
         made.setdefault(columns[2], []).extend(of_short)
         made.setdefault(columns[3], []).extend(of_long)
         made.setdefault("GPU", []).extend(known[r["run"]] for r in speeds)
         made.setdefault("CPU", []).extend(cpu.runs.get(name, []))
-        needs = "needed" if PRESETS[name].needs_calibration else "none"
-        rows.append([f"`{name}`", f"{held:.2f}", short, long, on_gpu, cpu.cells.get(name, UNMEASURED), "yes" if _in_vllm(name) else "no", needs])
+        rows.append([f"`{name}`", f"{held:.2f}", short, long, on_gpu, cpu.cells.get(name, UNMEASURED), "yes" if _in_vllm(name) else "no"])
     rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
     notes = [
         *_unfit_notes(models, SHOWN),
-        *([f"GPU: over the fastest 16-bit kernel of the same shape and run ({rivals})."] if rivals else []), *([cpu.note] if cpu.note else []),
-        "Runs: " + "; ".join(f"{column} {dated(some)}" for column, some in made.items() if some) + "."
+        *([f"GPU: over {rivals}."] if rivals else []), *([cpu.note] if cpu.note else []),
+        "Runs: " + "; ".join(f"{column.removeprefix('worst ')} {dated(some)}" for column, some in made.items() if some) + "."
     ]  # fmt: skip
     return _between(TABLE, "\n\n".join([table(columns, rows), textwrap.fill(" ".join(notes), NOTE_WIDTH, break_long_words=False, break_on_hyphens=False)]))
 
@@ -511,11 +509,10 @@ def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
     words, threads = _ISA.get((run["host"] or {}).get("isa", ""), ""), run.get("facts", {}).get("threads")
     dtypes = " and ".join(sorted({r["dtype"] for r in rows}))
     note = (
-        f"CPU: tokens a second of {stock['model']} after {stock['context']:,} tokens over the stock cache's, each in the faster of {dtypes}, tokens in turn; "
-        f"{threads} thread{'' if threads == 1 else 's'} of {run['host']['cpu']}, {words}; the stock cache has {stock['tokens_per_s']:.1f} tokens/s in "
-        f"{stock['dtype']}."
+        f"CPU: {stock['model']} after {stock['context']:,} tokens over the stock cache, each in the faster of {dtypes}; "
+        f"{threads} thread{'' if threads == 1 else 's'} of {run['host']['cpu']}, {words}; stock: {stock['tokens_per_s']:.1f} tokens/s in {stock['dtype']}."
     )
-    cells = {name: f"{r['ratio_vs_best_16bit']:.2f}x ({r['dtype']})" for name, r in best.items()}
+    cells = {name: f"{r['ratio_vs_best_16bit']:.2f}x" for name, r in best.items()}
     return CpuSpeeds(cells, {name: [run] for name in best}, f", {words}", note)
 
 
