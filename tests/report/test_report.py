@@ -251,7 +251,10 @@ def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder
     assert raw.startswith("| `raw` | 16.00 |") and raw.endswith("| not measured | not measured | not measured | no |")
     held = f"{spec.nbytes(8192) * 8 / (8192 * 256):.2f}"
     assert kivi.split(" | ")[1:] == [held, f"{summary['kl_mean']:.4f} (tiny)", "not measured", "1.20-2.00x", "3.00x", "no |"]
-    assert "GPU: over fa3, cudnn." in notes and "each in the faster of bfloat16 and float32; 1 thread of AMD; the stock cache has 10.0 tokens/s in bfloat16." in notes
+    assert (
+        "GPU: over fa3, cudnn." in notes
+        and "each in the faster of bfloat16 and float32; 1 thread of AMD; the stock cache has 10.0 tokens/s in bfloat16." in notes
+    )
     assert "GPU of 2026-01-01, 0123abc; of 2026-01-02, 0123abc; CPU of 2026-01-02, 0123abc." in notes and "KL at 8,192" not in notes
     shutil.copytree(folder / "tiny", tmp_path / markdown.LONG / "tiny")
     host = {"cpu": "EPYC", "cores": 2, "isa": "avx2", "bfloat16": False, "gpu": False}
