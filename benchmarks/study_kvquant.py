@@ -8,7 +8,6 @@
              domain    calibration on each --calibration text (name=path ...) against each --text; with --data FOLDER (WikiText-2, CPython's library, GSM8K)
                        on prose, code and math: `--study domain --data FOLDER` is the whole command
              presets   nuq presets beside KIVI and per-token integers of about the same bits
-             eviction  pages dropped at --context tokens, those that attention used least or the oldest, against fewer bits for all of them
 
 One backward pass per calibration prompt; its keys, values and gradients stay in memory, so every variant is fitted on the same samples. All
 caches read the same windows. The last line is one JSON object; it is added to --out.
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -31,14 +29,12 @@ from transformers import DynamicCache
 
 import kvbits
 from kvbits import schemes
-from kvbits.cache.paged_cache import PagedCache
 from kvbits.calibrate import Calibration, fingerprint, prompts_from_text
 from kvbits.calibrate.codebooks import PRIOR
 from kvbits.calibrate.collect import levels_of, ranges_of
 from kvbits.calibrate.fisher import backward, watched
 from kvbits.calibrate.histograms import as_stored
 from kvbits.evaluate.fidelity import Fidelity, compare
-from kvbits.evaluate.tasks.text import prefill
 from kvbits.evaluate.texts import Text, read_text
 from kvbits.evaluate.texts import windows as text_windows
 from kvbits.geometry import layer_geometries
@@ -46,7 +42,7 @@ from kvbits.integrations.rotary import with_rotary
 from kvbits.progress import bar
 from kvbits.spec import PerChannel, PerToken, QuantSpec, Scheme
 
-STUDIES = ("ladder", "weights", "prior", "size", "domain", "presets", "eviction")
+STUDIES = ("ladder", "weights", "prior", "size", "domain", "presets")
 DOMAINS = {
     "prose": (("wikitext-2/wiki.valid.tokens",), ("wikitext-2/wiki.test.raw",)),
     "code": (("code/cpython311_inspect.py", "code/cpython311_typing.py"), ("code/cpython311__pydecimal.py",)),
@@ -56,29 +52,11 @@ DOMAINS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Eviction:
-    """Share of the closed pages that stays, and which leave first: "attention" (least used) or "age" (oldest)."""
-
-    keep: float
-    by: str = "attention"
-
-    def apply(self, store: PagedCache) -> None:
-        """Drop pages of the only sequence, in each layer group apart."""
-        chosen = []
-        for held, mass in zip(store.closed_pages(0), store.mass(0), strict=True):
-            used = [mass.get(at, math.inf) if self.by == "attention" else 0.0 for at in held]  # a page that just closed was not looked at yet
-            order = [at for _, at in sorted(zip(used, held, strict=True))]
-            chosen.append(order[: len(held) - math.ceil(self.keep * len(held))])
-        store.drop_pages(0, chosen)
-
-
-@dataclasses.dataclass(frozen=True)
 class Variant:
     """A cache to measure."""
 
     scheme: Scheme
     calibration: Calibration | None
-    eviction: Eviction | None = None
 
 
 Wanted = dict[str, Variant]
@@ -164,19 +142,9 @@ def presets() -> dict[str, Scheme]:
     return {n: schemes.get(n) for n in names} | {f"int{b} per token": token(b) for b in (4, 3, 2)}
 
 
-def evictions(bits: int) -> dict[str, tuple[Scheme, Eviction]]:
-    """Shares kept at one width; 8 bits stand for pages as good as unquantized. Sinks stay, as in arXiv:2309.17453: without them the oldest cannot go."""
-    scheme = schemes.get("int8_per_channel" if bits == 8 else f"nuq{bits}-1%", num_sink_tokens=4)
-    kept = {f"{keep:.0%} of pages": (scheme, Eviction(keep)) for keep in (1.0, 0.75, 0.5, 0.25)}
-    return kept | {"50% of pages, the newest": (scheme, Eviction(0.5, "age"))}
-
-
 def variants(study: str, bits: int, samples: dict[str, Samples]) -> Iterator[tuple[str, Scheme, str, dict[str, Any]]]:
     """(name, scheme, calibration text, how it is fitted) of a study at one width."""
     first = next(iter(samples))
-    if study == "eviction":
-        yield from ((name, scheme, first, {"eviction": eviction}) for name, (scheme, eviction) in evictions(bits).items())
-        return
     top = ladder(bits)["calibrated ranges: sinks"]  # where codebooks matter most
     if study == "ladder":
         yield from ((name, scheme, first, {}) for name, scheme in ladder(bits).items())
@@ -195,11 +163,8 @@ def variants(study: str, bits: int, samples: dict[str, Samples]) -> Iterator[tup
         yield from ((name, scheme, first, {}) for name, scheme in presets().items() if str(bits) in name)
 
 
-def measure(model: Any, wanted: Wanted, ids: torch.Tensor, chunk: int, context: int, workers: int, label: str) -> list[dict[str, Any]]:
-    """Rows of every cache over the windows. Workers are processes that share the model's memory and take some caches of one window each.
-
-    With evictions, `context` tokens of a window are read first, then pages leave, and the tokens after it are scored.
-    """
+def measure(model: Any, wanted: Wanted, ids: torch.Tensor, chunk: int, workers: int, label: str) -> list[dict[str, Any]]:
+    """Rows of every cache over the windows. Workers are processes that share the model's memory and take some caches of one window each."""
     names = list(wanted)
     each = max(1, -(-len(names) * len(ids) // max(workers, 1)))
     tasks = [(w, names[i : i + each]) for w in range(len(ids)) for i in range(0, len(names), each)]
@@ -210,15 +175,7 @@ def measure(model: Any, wanted: Wanted, ids: torch.Tensor, chunk: int, context: 
         for n in some:
             v = wanted[n]
             caches[n] = kvbits.KVCache.for_model(model, v.scheme, calibration=v.calibration)
-            caches[n].store.watching = v.eviction is not None and v.eviction.by == "attention"
-        if not any(wanted[n].eviction for n in some):
-            return compare(model, caches, ids[w], first=0, chunk=chunk)
-        prefill(model, caches, ids[w][:context], chunk)
-        for n in some:
-            if eviction := wanted[n].eviction:
-                caches[n].store.watching = False
-                eviction.apply(caches[n].store)
-        return compare(model, caches, ids[w][context:], first=0, chunk=chunk)
+        return compare(model, caches, ids[w], first=0, chunk=chunk)
 
     results: dict[str, Fidelity] = {}
     with bar(label, len(tasks)) as advance:
@@ -267,7 +224,6 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=64)
-    parser.add_argument("--context", type=int, help="tokens before pages are dropped; three quarters of --length")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int, default=1)
@@ -276,8 +232,6 @@ def main() -> None:
     args = parser.parse_args()
     if not args.data and not (args.text and args.calibration):
         parser.error("give --text and --calibration, or --data FOLDER")
-    if "eviction" in args.study and len(args.study) > 1:
-        parser.error("--study eviction scores only what comes after --context tokens: run it by itself")
     torch.set_num_threads(args.threads)
     model, tokenizer = kvbits.load_model(args.model, dtype=args.dtype, device=args.device)
     began = time.time()
@@ -292,30 +246,26 @@ def main() -> None:
     samples = {name: Samples(model, tokenizer, text.content, prompts, args.prompt_length) for name, text in texts(args.calibration, 0).items()}
     wanted: Wanted = {}
     for study in args.study:
-        for b in args.bits or {"presets": [4, 3, 2], "eviction": [8, 4, 3, 2]}.get(study, [3]):
+        for b in args.bits or {"presets": [4, 3, 2]}.get(study, [3]):
             fitted: dict[str, Calibration] = {}
             for name, scheme, source, how in variants(study, b, samples):
-                eviction = how.pop("eviction", None)
                 how.setdefault("prompts", args.prompts)
                 key = f"{scheme} {source} {how}"
                 if scheme.needs_calibration and key not in fitted:
                     fitted[key] = samples[source].calibrate(scheme, **how)
-                wanted[f"{study}: {b} bit, {name}"] = Variant(scheme, fitted.get(key), eviction)
+                wanted[f"{study}: {b} bit, {name}"] = Variant(scheme, fitted.get(key))
     calibrations = list(samples)
     samples.clear()  # keys, values and gradients are not needed any more
     if args.workers > 1:
         model = model.to("cpu")
     head_dim = layer_geometries(model.config)[0].head_dim
     found: list[dict[str, Any]] = []
-    context = args.context or args.length * 3 // 4
     for name, text in texts(args.text, 1).items():
         ids = text_windows(tokenizer, text, count=args.windows, length=args.length)
-        rows = measure(model, wanted, ids, args.chunk, context, args.workers, f"windows of {name}")
+        rows = measure(model, wanted, ids, args.chunk, args.workers, f"windows of {name}")
         for row in rows:
             v = wanted.get(row["name"])
             row["bits"] = v.scheme.bits_per_element(head_dim) if v else 16.0
-            if v and v.eviction:
-                row |= {"keep": v.eviction.keep, "evicted_by": v.eviction.by, "bits_kept": row["bits"] * v.eviction.keep}
             print(
                 f"{name:18.18} {row['name']:38} {row['bits']:6.3f} bits  ppl {row['ppl']:9.4f} {row['ppl_change']:+8.2%}  KL {row['kl']:.5f}  "
                 f"p99 {row['kl_p99']:.4f}  TVD {row['tvd']:.4f}"
@@ -323,7 +273,7 @@ def main() -> None:
         found += [{"text": name} | row for row in rows]
     append(
         found, args.out, study=args.study, model=Path(args.model).name, calibration=calibrations, prompts=prompts, prompt_length=args.prompt_length,
-        windows=args.windows, length=args.length, chunk=args.chunk, context=context if "eviction" in args.study else None, workers=args.workers,
+        windows=args.windows, length=args.length, chunk=args.chunk, workers=args.workers,
         dtype=args.dtype, seconds=time.time() - began,
     )  # fmt: skip
 

@@ -68,7 +68,7 @@ def bytes_of(cache, row=0):
                     block = shown_part(block, pool.layout, s.tail_lengths[i])
                 pages.append((name, block.numpy().tobytes()))
         planes = [[x is not None for x in run] for run in (s.closed, *s.low)]
-        found.append((s.length, s.released, s.dropped, s.closed_lengths, s.tail_lengths, s.mass, planes, pages))
+        found.append((s.length, s.released, s.dropped, s.closed_lengths, s.tail_lengths, planes, pages))
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvbits import schemes
 from kvbits.errors import SpecError
 from kvbits.schemes import PRESETS
-from kvbits.spec import CacheSpec, LayerGeometry, QuantSpec
+from kvbits.spec import CacheSpec, LayerGeometry, QuantSpec, Tier
 
 BITS = {  # head_dim 128, counted by hand from docs/formats.md: codes + scales + biases + means
     "raw": 16,
@@ -33,7 +33,6 @@ BITS = {  # head_dim 128, counted by hand from docs/formats.md: codes + scales +
     **{f"klt{bits}": (bits + 0.5 + 16 / 64 + bits) / 2 + 8 / 128 for bits in (4, 3, 2)},
     "tiered": 4 + (32 / 64 + 32 / 128) / 2,  # the oldest zone
     "tiered_8k": 4 + (32 / 64 + 32 / 128) / 2,
-    "tiered_8k_adaptive": 4 + (32 / 64 + 32 / 128) / 2,
 }
 
 
@@ -112,3 +111,20 @@ def test_names_and_files_that_are_no_schemes(tmp_path):
     for names in (["int5"], [str(tmp_path / "bad.json")], [str(tmp_path / "none.json")], [mine, other]):
         with pytest.raises(SpecError):
             schemes.expand(names)
+
+
+@pytest.mark.parametrize("budget", [0.35, 0.45, 0.5])
+def test_zones_fill_a_byte_budget(budget):
+    layers = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3
+    scheme = schemes.get("tiered_8k")
+    full = CacheSpec(scheme=scheme, layers=layers).raw_nbytes(8192)
+    sized = schemes.within(scheme, layers, int(budget * full), context=8192)
+    taken = CacheSpec(scheme=sized, layers=layers).nbytes(8192)
+    (tier,) = sized.tiers
+    page_more = dataclasses.replace(sized, tiers=(Tier(num_tokens=tier.num_tokens + 64),))
+    assert taken <= int(budget * full)
+    assert CacheSpec(scheme=page_more, layers=layers).nbytes(8192) > int(budget * full) or tier.num_tokens >= 7600
+    with pytest.raises(SpecError, match="bytes are too few"):
+        schemes.within(scheme, layers, full // 10, context=8192)
+    with pytest.raises(SpecError, match="has no tiers to size"):
+        schemes.within(schemes.get("int4"), layers, full, context=8192)

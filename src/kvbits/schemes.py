@@ -56,11 +56,10 @@ def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
     )  # fmt: skip
 
 
-def _tiered(name: str, hot: int, warm: int, purpose: str, demote: str = "age") -> Scheme:
+def _tiered(name: str, hot: int, warm: int, purpose: str) -> Scheme:
     return Scheme(
         name=name, key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
         value=QuantSpec(format="int4", granularity=PerToken(), symmetric=False), num_sink_tokens=4, residual_length=hot, tiers=(Tier(num_tokens=warm),),
-        demote=demote,
         description=f"{purpose}: 4 sinks and the newest {hot:,} tokens raw, the next {warm:,} with 8 bits, the rest with 4; planes are dropped as tokens age",
     )  # fmt: skip
 
@@ -130,7 +129,6 @@ PRESETS: dict[str, Scheme] = {
         _klt(2, (6, 4, 3, 2, 2, 2, 1, 0)),
         _tiered("tiered", 2048, 14336, "the zones of the 32k example"),
         _tiered("tiered_8k", 512, 2048, "zones for contexts of 8k, small models and edge devices"),
-        _tiered("tiered_8k_adaptive", 512, 2048, "tiered_8k whose pages leave the 8-bit zone by how little attention uses them", demote="attention"),
     )
 }  # fmt: skip
 
@@ -162,7 +160,7 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
         name: a key of `PRESETS`.
         head_dim: fit the preset to a model: groups that do not divide head_dim shrink to the largest power of two that does
             (64 becomes 32 for Phi-3's 96).
-        changes: fields of `Scheme`, for example `num_sink_tokens=4`. `tiers="adaptive"` keeps the sizes and lets attention decide which pages leave a tier.
+        changes: fields of `Scheme`, for example `num_sink_tokens=4`.
 
     Raises:
         SpecError: unknown preset or field.
@@ -170,8 +168,6 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
     if name not in PRESETS:
         raise SpecError(unknown("scheme", name, PRESETS))
     fields = {f.name for f in dataclasses.fields(Scheme)}
-    if changes.get("tiers") == "adaptive":
-        changes = {name: x for name, x in changes.items() if name != "tiers"} | {"demote": "attention"}
     if strange := set(changes) - fields:
         raise SpecError(f"a scheme has no field {', '.join(sorted(strange))}; known: {', '.join(sorted(fields))}")
     scheme = dataclasses.replace(PRESETS[name], **changes)

@@ -260,20 +260,6 @@ def test_the_capacity_ends_where_it_did(gpu):
     run(ours, theirs, tokens, 10)
 
 
-def test_a_cache_that_is_watched_is_led_by_the_host_and_says_so(gpu):
-    ours, _ = both("int4", 1)
-    tokens = Tokens(1, 8)
-    feed(ours, tokens(100))
-    for _ in range(4):
-        feed(ours, tokens(1))
-    assert ours.decoding is not None and not ours.explain()["notes"]
-    ours.watching = True
-    for _ in range(9):
-        feed(ours, tokens(1))
-    assert ours.decoding is None and ours.mass(0)[0]
-    assert ours.explain()["notes"] == ["single tokens are led by the host: the attention of pages is watched"]
-
-
 def test_replays_are_counted_before_they_run(gpu):
     ours, _ = both("int4", 1, max_tokens=200, batch_size=1)
     with pytest.raises(CacheStateError, match="decode a token and capture again"):

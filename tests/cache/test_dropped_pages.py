@@ -10,7 +10,6 @@ import torch
 from cache_checks import SCALING, Pair, check_books, picture, poison_free_pages
 from dense_model import dense_attention
 
-from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError
 from kvbits.spec import CacheSpec, LayerGeometry, Override, PerChannel, PerToken, QuantSpec, Rotary, Scheme, Tier
@@ -164,20 +163,6 @@ def test_freed_pages_are_used_again_at_a_fixed_capacity():
     pair.append(1, 90)  # past what the capacity was planned for
     assert pair.cache.nbytes == before and pair.cache.seq_lens == [510]
     check_books(pair.cache)
-
-
-def test_every_scheme_can_be_watched():
-    spec = CacheSpec(scheme=schemes.get("kivi2"), layers=(LayerGeometry(num_kv_heads=2, head_dim=64),), raw_dtype="float32")
-    cache = PagedCache(spec)
-    q, k, v = (torch.randn(1, 420, h, 64) * 0.1 for h in (4, 2, 2))
-    k[:, 70:80] += 3.0
-    q += 1.0
-    for start in range(0, 420, 60):
-        cache.watching = start > 60
-        cache.step(0, *(x[:, start : start + 60] for x in (q, k, v)), scaling=0.3)
-        assert bool(cache.mass(0)[0]) == (start > 60)
-    (mass,) = cache.mass(0)
-    assert max(mass, key=mass.get) == 64 and sum(mass.values()) == pytest.approx(1, abs=0.2)
 
 
 def test_bad_drops_are_refused_and_change_nothing():

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 import tiny
-import torch
 
 from kvbits.evaluate.texts import novel
-from kvbits.integrations.huggingface import KVCache
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "study_kvquant.py"
 
@@ -29,28 +27,7 @@ def study():
     return module
 
 
-@torch.no_grad()
-def test_what_attention_used_least_leaves_first(study):
-    model = tiny.model()
-    store = KVCache.for_model(model, "kivi2").store
-    cache = KVCache(store)
-    store.watching = True
-    ids = torch.tensor(tiny.tokenizer()(novel()[:500])["input_ids"])[None]
-    for piece in ids.split(100, 1):
-        model(piece, past_key_values=cache, use_cache=True)
-    (held,), (mass,) = store.closed_pages(0), store.mass(0)
-    assert len(held) == 11 and set(held[:8]) <= set(mass)
-    oldest = store.fork(0)
-    study.Eviction(0.5).apply(store)
-    (left,) = store.closed_pages(0)
-    gone = set(held) - set(left)
-    assert len(left) == 6 and max(mass[at] for at in gone) <= min(mass.get(at, 1.0) for at in left)
-    store.select([oldest])
-    study.Eviction(0.5, "age").apply(store)
-    assert store.closed_pages(0) == [held[-6:]]
-
-
-@pytest.mark.parametrize(("name", "rows", "tables"), [("eviction", 1 + 5, 1), ("domain", 1 + 6, 3)])
+@pytest.mark.parametrize(("name", "rows", "tables"), [("domain", 1 + 6, 3)])
 def test_a_study_runs_in_one_command(study, tmp_path, monkeypatch, capsys, name, rows, tables):
     texts = {path: novel()[3000 * i : 3000 * (i + 1)] for i, path in enumerate(p for sides in study.DOMAINS.values() for side in sides for p in side)}
     for path, content in texts.items():
@@ -62,12 +39,8 @@ def test_a_study_runs_in_one_command(study, tmp_path, monkeypatch, capsys, name,
     sys.modules["result_file"].this_run.cache_clear()  # each case is a run
     study.main()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (run,) = report["runs"].values()
+    assert len(report["runs"]) == 1
     found = {text: [r for r in report["rows"] if r["text"] == text] for text in dict.fromkeys(r["text"] for r in report["rows"])}
     assert [len(listed) for listed in found.values()] == [rows] * tables
     for listed in found.values():
         assert listed[0]["name"] == "16-bit" and all(r["kl"] > 0 for r in listed[1:])
-    if name == "eviction":
-        by_name = {r["name"]: r for r in report["rows"]}
-        assert by_name["eviction: 3 bit, 25% of pages"]["bits_kept"] == pytest.approx(by_name["eviction: 3 bit, 100% of pages"]["bits_kept"] / 4)
-        assert run["facts"]["context"] == 300 and report["rows"][0]["tokens"] == 2 * 99

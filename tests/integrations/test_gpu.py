@@ -49,10 +49,9 @@ def test_gpu_kernels_and_the_reference_give_the_same_logits(model, scheme):
     assert all("by reference" not in op for op in served), served
 
 
-@pytest.mark.parametrize("demote", ["age", "attention"])
-def test_zones_run_through_gpu_kernels_alone(model, demote):
+def test_zones_run_through_gpu_kernels_alone(model):
     """Preset `tiered` with zones that fit 900 tokens: raw, 8-bit and 4-bit pages in every step, long chunks over history, demotions while decoding."""
-    scheme = schemes.get("tiered", residual_length=64, tiers=(Tier(num_tokens=192),), demote=demote)
+    scheme = schemes.get("tiered", residual_length=64, tiers=(Tier(num_tokens=192),))
     ids = torch.randint(2, 211, (3, 800), generator=torch.Generator().manual_seed(3)).to("cuda")
     mask = torch.ones(3, 800, dtype=torch.long, device="cuda")
     mask[1, :170] = 0
@@ -62,8 +61,8 @@ def test_zones_run_through_gpu_kernels_alone(model, demote):
     got, want = (feed(model, cache, ids, mask, parts=parts) for cache in (fast, slow))
     error = ((got - want).norm() / want.norm()).item()
     ops = fast.explain()["ops"]
-    print(f"{demote}: relative difference {error:.4f}; {ops}")
-    assert error < (0.05 if demote == "age" else 0.1), "which page leaves a zone may hang on a rounding"
+    print(f"relative difference {error:.4f}; {ops}")
+    assert error < 0.05
     assert {op.split(" (")[0] for op in ops} == {"append by cuda", "attend_fresh by cuda", "attend_pages by cuda", "close_pages by cuda"}
     (layers,) = fast.explain()["layers"]
     used = {name: pages["used"] for name, pages in layers["pages"].items()}

@@ -278,18 +278,6 @@ def test_an_interrupted_eager_pass_is_taken_back(model, graph):
 
 
 @needs_compiler
-def test_tokens_that_cannot_be_captured_are_said_once(model, graph):
-    cache = fixed(model, "int4", batch=2)
-    with (
-        pytest.warns(RuntimeWarning, match="run eagerly for now, in no graph: the attention of pages is watched") as found,
-        graphs.graphed(model, cache) as decoder,
-    ):
-        cache.store.watching = True
-        generate(model, prompts([30, 20]), cache, 12)
-    assert decoder.replays == 0 and len(found) == 1
-
-
-@needs_compiler
 def test_beams_run_eagerly_and_say_so(model, graph):
     cache = fixed(model, "raw", batch=3)
     with pytest.warns(RuntimeWarning, match="run eagerly for now"), graphs.graphed(model, cache) as decoder:

@@ -273,24 +273,8 @@ def test_a_page_below_zero_is_no_page():
         ({"scaling": float("inf")}, "scaling=inf"), ({"softcap": 0.0}, "softcap=0.0"), ({"softcap": float("nan")}, "softcap=nan"), ({"softcap": float("inf")}, "softcap=inf"),
         ({"scaling": "1"}, "scaling='1'"), ({"scaling": None}, "scaling=None"), ({"softcap": "1"}, "softcap='1'"), ({"softcap": True}, "softcap=True"),
         *(({"sliding_window": w}, f"sliding_window={w!r} must be a whole number from 1 to 2147483647") for w in (0, 1.5, 2.0, True, float("nan"), 2**64, "9")),
-        ({"page_lse": [0.0]}, "page_lse is an output"),
     ],
 )  # fmt: skip
 def test_options_that_mean_different_things_to_different_kernels(options, message):
     with pytest.raises(DataError, match=message):
         AttendCall((), **{"scaling": 1.0} | options)
-
-
-@needs_library
-@pytest.mark.parametrize("attend", ATTENDS[:1])
-def test_page_lse_that_cannot_be_written_to(attend):
-    q, call, positions = random_call(INT4, INT4)
-    shape = (sum(p.table.num_pages for p in call.parts), q.shape[1], q.shape[2])
-    frozen = np.full(shape, -np.inf, np.float32)
-    with_output = dataclasses.replace(call, page_lse=frozen)
-    frozen.flags.writeable = False
-    with pytest.raises(DataError, match="page_lse is an output"):
-        AttendCall(call.parts, 1.0, page_lse=frozen)
-    with pytest.raises(DataError, match="that can be written to"):
-        attend(q, with_output, positions)
-    assert (frozen == -np.inf).all()

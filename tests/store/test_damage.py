@@ -164,10 +164,8 @@ def test_a_blob_brings_no_pages_but_those_of_its_tokens(full, wrong):
 @pytest.mark.parametrize(
     "state",
     [
-        b"", b"[" * 100_000, b"null", b'{"groups": []}', b'{"groups": [{"released": 0, "dropped": 0}]}', b'{"groups": [{"released": 1e999, "dropped": 0, "mass": {}}]}',
-        b'{"groups": [{"released": 10, "dropped": 0, "mass": {}}]}', b'{"groups": [{"released": 0.0, "dropped": 0, "mass": {}}]}',
-        b'{"groups": [{"released": 0, "dropped": 1, "mass": {}}]}', b'{"groups": [{"released": 0, "dropped": 0, "mass": {"-1": 0.5}}]}',
-        b'{"groups": [{"released": 0, "dropped": 0, "mass": {"5": NaN}}]}', b'{"groups": [{"released": 0, "dropped": 0, "mass": {"x": 1}}]}',
+        b"", b"[" * 100_000, b"null", b'{"groups": []}', b'{"groups": [{"released": 0}]}', b'{"groups": [{"released": 1e999, "dropped": 0}]}',
+        b'{"groups": [{"released": 10, "dropped": 0}]}', b'{"groups": [{"released": 0.0, "dropped": 0}]}', b'{"groups": [{"released": 0, "dropped": 1}]}',
     ],
 )  # fmt: skip
 def test_an_end_that_no_sequence_has_is_refused(full, state):

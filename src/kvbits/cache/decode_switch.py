@@ -78,12 +78,9 @@ class DecodeSwitch:
         """Take the next single token for the beginning of many: decode on the device from it on, not from the third in a row."""
         self._single_passes = max(self._single_passes, 2)
 
-    def enter(self, q: torch.Tensor, scaling: float, softcap: float | None, watching: bool) -> None:
+    def enter(self, q: torch.Tensor, scaling: float, softcap: float | None) -> None:
         """Decode on the device from a token with queries q [B, 1, Hq, D] on, if that can be done: two passes of a token in a row are taken for the
         beginning of many.
-
-        Args:
-            watching: the attention of pages is asked for, which the host has to note.
 
         Raises:
             CacheStateError: the step is captured in a graph, but cannot be.
@@ -92,13 +89,13 @@ class DecodeSwitch:
             return
         capturing = torch.cuda.is_current_stream_capturing()
         if (decode := self.decoding) is not None:
-            if capturing or (decode.steps_left and not watching and decode.key == (q.shape[2], q.dtype, scaling, softcap)):
+            if capturing or (decode.steps_left and decode.key == (q.shape[2], q.dtype, scaling, softcap)):
                 return
             self.settle()
             self._single_passes = 2  # on with other pages
         why: str | None = f"{counted(self._single_passes, 'token')} came one by one so far; two must have"
         if self._single_passes >= 2 and q.shape[0] == self._batch_size:
-            why = "the attention of pages is watched" if watching else self.refuses(q.shape[2], q.dtype)
+            why = self.refuses(q.shape[2], q.dtype)
             if why is None and not capturing:
                 made = device_decode.enter(self._stores, self._plan, q.shape[2], q.dtype, scaling, softcap)
                 if not isinstance(made, str):

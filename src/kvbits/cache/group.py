@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..errors import CacheStateError
 from ..ops.types import PageTable
 from ..spec import LayerGroup
@@ -248,26 +246,9 @@ class GroupState:
         slack = min(s.closed_since + closings, self.group.SPECULATED_PAGES if fixed else MAX_SPECULATED_PAGES)
         return [n + slack if n else 0 for n in s.boundaries]
 
-    def _mass(self, s: Sequence) -> list[float] | None:
-        """Attention of each closed page, the mean of the others where it is not known yet; None where age decides."""
-        if self.group.demote != "attention":
-            return None
-        mean = sum(s.mass.values()) / max(1, len(s.mass))
-        return [s.mass.get(at, mean) for at in s.closed_starts(self.group.num_sink_tokens)]
-
-    def observe(self, read: dict[Zone, PageTable], shares: np.ndarray) -> None:
-        """Note what share of the attention each page got.
-
-        Args:
-            read: the history that queries read in a pass now over.
-            shares: of every page of these tables in order, a mean over queries, heads and layers.
-        """
-        for s, seen in zip(self.sequences, tables.by_page(read, shares, len(self.sequences)), strict=True):
-            s.observe(seen)
-
     def _demote(self, s: Sequence, closings: int) -> list[int]:
         """Give back planes so that `closings` pages can close. Returns how many of these, the newest, get a plane of each tier."""
-        found = plan(s.low, self._allowed(s, closings), closings, self._mass(s))
+        found = plan(s.low, self._allowed(s, closings), closings)
         for i, pages in enumerate(found.given_back):
             for j in pages:
                 self._closed_tables = None
@@ -299,7 +280,7 @@ class GroupState:
     def thin(self, s: Sequence, tier: int, boundary: int) -> list[int]:
         """As `lower`, for a sequence from elsewhere whose pages are none of these pools' yet. Returns how many planes of each tier left its lists."""
         s.boundaries[tier] = min(s.boundaries[tier], boundary)
-        found = plan(s.low, s.boundaries, 0, self._mass(s)).given_back
+        found = plan(s.low, s.boundaries, 0).given_back
         for planes, leaving in zip(s.low, found, strict=True):
             for j in leaving:
                 planes[j] = None
@@ -355,7 +336,6 @@ class GroupState:
                 for i, planes in enumerate(s.low):
                     self._give_back(f"low{i}", planes[j])
                     planes[j] = None
-                s.mass.pop(start, None)
         self._closed_tables = None
 
     def free(self, row: int) -> None:
@@ -403,7 +383,6 @@ class GroupState:
                         for i, planes in enumerate(s.low):
                             self._give_back(f"low{i}", planes.pop())
         s.length = length
-        s.mass = {at: x for at, x in s.mass.items() if at < length}
         if not length:
             self.free(row)
         elif self.group.geometry.sliding_window is not None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +22,6 @@ from ..spec import QuantSpec, Scheme
 from .layer_stores import LayerStores, Place
 from .passes import Forward
 from .step import Close
-
-OBSERVE_EVERY = 8
-"""Tokens between two looks at which pages attention uses (schemes with demote="attention")."""
-
-OBSERVED_QUERIES = 8
-"""Newest queries of a chunk that are looked at."""
 
 
 def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
@@ -99,14 +92,12 @@ class LayerRunner:
         saturated: of every layer, added to: elements of keys and values that were clamped to their largest code.
 
     Attributes:
-        watching: note which pages attention uses, also for schemes that do not need it.
         choices: who serves each kind of call.
     """
 
     def __init__(self, stores: LayerStores, backend: str, saturated: list[dict[str, int]]) -> None:
         self._stores, self._groups, self._backend = stores, stores.groups, backend
         self._saturated = saturated
-        self.watching = False
         self.choices: dict[Any, dispatch.Choice] = {}
 
     def step(
@@ -116,15 +107,9 @@ class LayerRunner:
         place = self._stores.places[layer]
         call = self.call(place, scaling, softcap, f)
         q, k = self._stores.as_stored(place, q, k)
-        observed = self._observes(place, f) and bool(call.parts)
         if not f.history_first:
             self._write(place, k, v, f)
-            if observed:
-                call = self._with_page_lse(call, 1, q.shape[2])
-            out, lse = self._attend(place, q, call, f)
-            if observed:
-                self._note_shares(place, call, lse, f)
-            return out, lse
+            return self._attend(place, q, call, f)
         key = ("attend_fresh", q.dtype, q.shape[3], v.shape[3], softcap is None)
         if key not in self.choices:
             self.choices[key] = chunk_attention.choose(q, v, softcap, self._writer)
@@ -135,11 +120,6 @@ class LayerRunner:
             if key not in self.choices:
                 self.choices[key] = dispatch.choose("merge", outs)
             out, lse = self.choices[key].run(outs, [past[1], lse])
-        if observed:  # the newest queries again, in parts; what they see of the chunk itself is in lse
-            n = min(OBSERVED_QUERIES, q.shape[1])
-            call = self._with_page_lse(call, n, q.shape[2])
-            self._attend(place, q[:, -n:], call, f)
-            self._note_shares(place, call, lse[:, -n:], f)
         self._write(place, k, v, f)
         return out, lse
 
@@ -148,26 +128,6 @@ class LayerRunner:
         place = self._stores.places[layer]
         _, stored = self._stores.as_stored(place, k[:, :, :0], k)
         self._write(place, stored, v, f)
-
-    def _observes(self, place: Place, f: Forward) -> bool:
-        """Whether this pass notes which pages attention uses: every chunk, and one in `OBSERVE_EVERY` tokens."""
-        state = self._groups[place.group]
-        if not self.watching and not (state.group.tiers and state.group.demote == "attention"):
-            return False
-        return f.history_first or max(s.length for s in state.sequences) % OBSERVE_EVERY == 0
-
-    def _with_page_lse(self, call: AttendCall, num_queries: int, num_heads: int) -> AttendCall:
-        pages = sum(p.table.num_pages for p in call.parts)
-        return dataclasses.replace(call, page_lse=np.full((pages, num_queries, num_heads), -np.inf, np.float32))
-
-    def _note_shares(self, place: Place, call: AttendCall, lse: torch.Tensor, f: Forward) -> None:
-        """Share of the attention of each page of the call, mean over queries and heads."""
-        assert call.page_lse is not None
-        row = np.concatenate([np.repeat(np.arange(len(self._groups[0].sequences)), np.diff(p.table.indptr)) for p in call.parts])
-        whole = lse.float().cpu().numpy()[row]
-        with np.errstate(invalid="ignore"):
-            shares = np.where(np.isfinite(whole), np.exp(call.page_lse - whole), 0.0)
-        f.shares.setdefault(place.group, []).append(shares.mean((1, 2)))
 
     def call(self, place: Place, scaling: float, softcap: float | None, f: Forward) -> AttendCall:
         """What the queries of a pass read in a place."""
@@ -178,28 +138,24 @@ class LayerRunner:
     def _attend(self, place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
         if not call.parts:  # every token so far was padding
             return torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], call.page_lse is not None, tuple(p.layouts for p in call.parts))
+        key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], tuple(p.layouts for p in call.parts))
         if key not in self.choices:
             self.choices[key] = dispatch.choose("attend_pages", q, call, backend=self._backend)
         choice = self.choices[key]
         if choice.plan is None:
-            return choice.run(q, call, f.positions[:, -q.shape[1] :])
+            return choice.run(q, call, f.positions)
         return self._run_planned(choice.plan, place, q, call, f)
 
     def _run_planned(self, make: Callable[..., Any], place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with the plan that the first layer of the group made for this forward pass."""
-        asks = call.page_lse is not None
-        key = (place.group, call.scaling, call.softcap, q.shape[1:3], asks)
+        key = (place.group, call.scaling, call.softcap, q.shape[1:3])
         if key not in f.plans:
             first = self._stores.places[self._groups[place.group].group.layers[0]]
             base = self.call(first, call.scaling, call.softcap, f)
-            base = dataclasses.replace(base, page_lse=call.page_lse)
             strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
             f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides, history_only=f.history_first)
-            f.plans[key].q_positions.copy_(upload(f.positions[:, -q.shape[1] :], q.device))
-        options: dict[str, Any] = {"page_lse": call.page_lse} if asks else {}
-        if any(p.store.static for p in call.parts):
-            options["static"] = [p.store.static for p in call.parts]
+            f.plans[key].q_positions.copy_(upload(f.positions, q.device))
+        options = {"static": [p.store.static for p in call.parts]} if any(p.store.static for p in call.parts) else {}
         out, lse = f.plans[key].run(q.contiguous(), layer=place.index, **options)
         return out.clone(), lse.clone()  # the plan's next run overwrites its own
 

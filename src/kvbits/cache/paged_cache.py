@@ -137,16 +137,6 @@ class PagedCache:
         return self._passes.change(what)
 
     @property
-    def watching(self) -> bool:
-        """Set it to note which pages attention uses (`mass`), also for schemes that do not need it. Costs a look at the newest queries of every chunk, and
-        at one in `layer_runner.OBSERVE_EVERY` tokens."""
-        return self._layers.watching
-
-    @watching.setter
-    def watching(self, on: bool) -> None:
-        self._layers.watching = on
-
-    @property
     def nbytes(self) -> int:
         """Bytes really allocated for pages, free ones included."""
         self._passes.heal()
@@ -218,7 +208,7 @@ class PagedCache:
             self._passes.require_beginning(layer)
             if q.shape[1] == 1:
                 if self._passes.forward is None and not self.arrivals.under_way:
-                    self._switch.enter(q, scaling, softcap, self.watching)
+                    self._switch.enter(q, scaling, softcap)
                     if self._switch.decoding is not None:
                         self.begin(q.shape[0], 1, valid)
                 if (f := self._passes.forward) is not None and f.device is not None:
@@ -380,15 +370,6 @@ class PagedCache:
                 sized = dataclasses.replace(g.group, tiers=wanted.tiers if g.group.tiers else ())
                 g.set_zones(row, list(sized.boundaries), g.sequences[row].residual_length if residual_length is None else residual_length)
 
-    def mass(self, row: int) -> list[dict[int, float]]:
-        """Per layer group, the share of the attention that the pages of a sequence get lately, by the position of their first token.
-
-        Kept for schemes with demote="attention", and while `watching`: a running mean over queries, heads and layers, taken every
-        `layer_runner.OBSERVE_EVERY` tokens.
-        """
-        (row,) = self._rows([row])
-        return [dict(g.sequences[row].mass) for g in self.groups]
-
     def closed_pages(self, row: int) -> list[list[int]]:
         """Per layer group, the positions of the first tokens of the closed pages that a sequence holds."""
         (row,) = self._rows([row])
@@ -401,7 +382,7 @@ class PagedCache:
         Sinks and raw tokens stay. `seq_lens` still counts the tokens; forks of the sequence keep their own.
 
         Args:
-            starts: per layer group, some of `closed_pages(row)`; `mass(row)` says what attention they got.
+            starts: per layer group, some of `closed_pages(row)`.
 
         Raises:
             DataError: not a list per group, or positions where no closed page begins. Nothing changed.

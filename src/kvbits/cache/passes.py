@@ -47,7 +47,6 @@ class Forward:
     began: int  # changes to the cache before the pass; a sequence that is freed during the pass is one more, and then nothing can be taken back
     undo: Undo
     plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
-    shares: dict[int, list[np.ndarray]] = field(default_factory=dict)  # per observed group, of each place that was here
     slots: dict[int, dict[str, SlotMapping]] = field(default_factory=dict)  # per group and pool, for all its layers
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
     findings: Findings = field(default_factory=Findings)  # of a GPU, looked at when the last layer leaves
@@ -300,8 +299,6 @@ class Passes:
         f.pending.discard(layer)
         if not f.pending:
             f.findings.settle()
-            for g, shares in f.shares.items():
-                self._groups[g].observe(f.steps[g].history, np.mean(shares, axis=0))
             self._now = _Now(self.changes + 1, None, None)
 
     def _stands(self, f: Forward) -> bool:

@@ -287,10 +287,7 @@ def _memory(device: torch.device) -> int:
 
 
 def _sequence(saved: dict[str, Any]) -> Sequence:
-    mass = {int(at): float(x) for at, x in saved["mass"].items()}  # JSON names are text
-    if not all(_count(at) and math.isfinite(x) for at, x in mass.items()):
-        raise ValueError("attention of pages at positions that are none")
-    return Sequence(**{name: x for name, x in saved.items() if name != "mass"}, mass=mass)
+    return Sequence(**saved)
 
 
 def _built_for(stated: list[int | None]) -> tuple[int | None, int | None]:

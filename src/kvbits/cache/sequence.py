@@ -19,9 +19,6 @@ from typing import Any
 from ..spec import LayerGroup
 from .zones import Planes
 
-MASS_DECAY = 0.9
-"""What an observation leaves of the ones before it: with one in 8 tokens, the last 80 tokens count most."""
-
 
 @dataclass
 class Sequence:
@@ -35,7 +32,6 @@ class Sequence:
         dropped: closed pages that left in front (sliding windows).
         speculated: tokens that came since `keep_past`.
         closed_since: pages closed since `keep_past`.
-        mass: attention that pages get, by the position of their first token (see `observe`).
         lost: per tier, 1 + the number (counted from the first page that ever closed) of the newest page demoted since `keep_past`; 0 for none.
     """
 
@@ -53,7 +49,6 @@ class Sequence:
     speculated: int = 0
     closed_since: int = 0
     lost: list[int] = field(default_factory=list)
-    mass: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, group: LayerGroup) -> Sequence:
@@ -89,12 +84,8 @@ class Sequence:
             pages -= 1
         return pages
 
-    def observe(self, shares: dict[int, float]) -> None:
-        """Note what share of the attention each page got, by the position of its first token; pages that were not read are forgotten."""
-        self.mass = {at: share + MASS_DECAY * (self.mass.get(at, share) - share) for at, share in shares.items() if at < self.length}
-
     def clone(self) -> Sequence:
         new = Sequence.__new__(Sequence)  # once a sequence and forward pass
         new.__dict__ = {name: x[:] if type(x) is list else x for name, x in self.__dict__.items()}
-        new.low, new.mass = [planes[:] for planes in self.low], dict(self.mass)
+        new.low = [planes[:] for planes in self.low]
         return new

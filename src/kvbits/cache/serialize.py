@@ -30,7 +30,7 @@ from .blob import Identity, Kind, Page
 from .budget import Budget
 from .group import GroupState
 
-FILE_VERSION = 2
+FILE_VERSION = 3
 """Version of what the ABOUT blob says; blobs and the pages inside have versions of their own."""
 BLOB_TOKENS = 256
 """Tokens of the closed pages in one blob."""

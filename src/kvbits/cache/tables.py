@@ -39,18 +39,6 @@ def of_open(sequences: list[Sequence], num_sink_tokens: int) -> dict[Zone, PageT
     return found
 
 
-def by_page(tables: dict[Zone, PageTable], shares: np.ndarray, num_sequences: int) -> list[dict[int, float]]:
-    """Numbers of every page of these tables in order, sinks left out, for each sequence by the position of the page's first token."""
-    found: list[dict[int, float]] = [{} for _ in range(num_sequences)]
-    first = 0
-    for (pool, _), table in tables.items():
-        for row in range(num_sequences if pool != "sink" else 0):
-            mine = slice(table.indptr[row], table.indptr[row + 1])
-            found[row].update(zip(table.starts[mine].tolist(), shares[first:][mine].tolist(), strict=True))
-        first += table.num_pages
-    return found
-
-
 def _table(rows: list[tuple[Any, list[int], int]]) -> PageTable:
     """Of (page ids, visible tokens of each, position of the first) per sequence; ids of dropped pages are -1."""
     ids: list[int] = []

@@ -1,8 +1,8 @@
 """Which closed pages keep their low planes: integers only.
 
-Tier i of a sequence may hold `boundaries[i]` planes: those of its own pages and of all younger tiers' (a page of a young zone holds the
-planes of every older one, because each plane refines the one before). When pages close and a tier is full, pages leave it: the oldest, or those that
-attention uses least. What left never comes back, so a page's planes are always those of its zone or of an older one.
+Tier i of a sequence may hold `boundaries[i]` planes: those of its own pages and of all younger tiers' (a page of a young zone holds the planes of every
+older one, because each plane refines the one before). When pages close and a tier is full, the oldest leave it. What left never comes back, so a page's
+planes are always those of its zone or of an older one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ class Demotions:
     fresh: list[int]
 
 
-def plan(low: list[Planes], boundaries: list[int], closings: int, mass: list[float] | None = None) -> Demotions:
+def plan(low: list[Planes], boundaries: list[int], closings: int) -> Demotions:
     """Make room for `closings` pages.
 
     Args:
         low: planes of each tier, youngest tier first, parallel to the closed pages (oldest first).
         boundaries: planes that each tier may hold, ascending.
-        mass: attention that each closed page gets; the least used leave first. None: the oldest do.
     """
     given_back: list[list[int]] = [[] for _ in low]
     fresh = [0] * len(low)
@@ -41,8 +40,6 @@ def plan(low: list[Planes], boundaries: list[int], closings: int, mass: list[flo
         held = [j for j, page in enumerate(low[i]) if page is not None]
         given_back[i] = [j for j in held if j in gone]
         held = [j for j in held if j not in gone]
-        if mass is not None:
-            held.sort(key=lambda j: (mass[j], j))
         fresh[i] = min(closings, boundaries[i])
         leaving = held[: max(0, len(held) + fresh[i] - boundaries[i])]
         given_back[i] = sorted(given_back[i] + leaving)

@@ -148,7 +148,7 @@ class GraphDecoder:
             self._fresh = True
             return self._run_eagerly(kwargs)
         decoding = self._store.decoding
-        if decoding is None or not decoding.steps_left or self._store.watching:
+        if decoding is None or not decoding.steps_left:
             return self._token_eagerly(kwargs)
         return self._replay(kwargs, decoding)
 

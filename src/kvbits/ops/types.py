@@ -261,22 +261,17 @@ class AttendCall:
         scaling: factor on the scores before softmax.
         sliding_window: a query at position p sees keys at positions > p - sliding_window; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None for no cap.
-        page_lse: None, or an output: float32 [pages of all parts in order, T, Hq] on the host, filled with -inf, where the log-sum-exp of each page's own
-            scores goes, -inf where a query sees nothing of it. exp(page_lse - lse) is the share of the attention that the page gets.
     """
 
     parts: tuple[Part, ...]
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
-    page_lse: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         check_factors(self.scaling, self.softcap)
         if self.sliding_window is not None:
             object.__setattr__(self, "sliding_window", whole("sliding_window", self.sliding_window, 1, MOST_TOKENS, "None means no window", DataError))
-        if self.page_lse is not None and not (isinstance(self.page_lse, np.ndarray) and self.page_lse.flags.writeable):
-            raise DataError("page_lse is an output: pass a float32 array that can be written to")
 
 
 def check_factors(scaling: float, softcap: float | None) -> None:

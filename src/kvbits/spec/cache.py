@@ -71,7 +71,6 @@ class LayerGroup:
     page_size: int
     raw_dtype: str
     tiers: tuple[Tier, ...] = ()
-    demote: str = "age"
     token_local: bool = False
 
     SPECULATED_PAGES: ClassVar[int] = 1
@@ -210,7 +209,7 @@ class CacheSpec:
             LayerGroup(
                 layers=tuple(layers), geometry=geometry, key=key, value=value, num_sink_tokens=s.num_sink_tokens,
                 residual_length=s.residual_length, page_size=s.page_size, raw_dtype=self.raw_dtype,
-                tiers=s.tiers if (key, value) == (s.key, s.value) else (), demote=s.demote, token_local=s.token_local,
+                tiers=s.tiers if (key, value) == (s.key, s.value) else (), token_local=s.token_local,
             )
             for (geometry, key, value), layers in members.items()
         )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SpecError
-from .codec import choice, parse, serialisable, to_dict, whole
+from .codec import parse, serialisable, to_dict, whole
 from .layout import PageLayout
 from .quant import QuantSpec
 
@@ -91,7 +91,6 @@ class Scheme:
         residual_length: newest tokens that are always raw. Up to `page_size` more are raw while they wait for their page.
         page_size: tokens quantized together, once; a multiple of 32.
         tiers: one zone of closed pages that keep a low plane, or none; older pages are stored as `key` and `value` say. Layers with an override have none.
-        demote: which page leaves a full tier: the oldest ("age"), or the one that attention uses least ("attention", see `cache.mass`).
         token_local: quantize every token as it comes, straight into its slot of a packed page, so that nothing waits raw. Only for specs whose scales belong to
             a token or are calibrated (`QuantSpec.token_local`), without residual_length and tiers. Centred keys take the mean of the page before.
         overrides: exceptions by layer; the last match wins.
@@ -105,7 +104,6 @@ class Scheme:
     residual_length: int = 0
     page_size: int = 64
     tiers: tuple[Tier, ...] = ()
-    demote: str = "age"
     token_local: bool = False
     overrides: tuple[Override, ...] = ()
     source: str = ""
@@ -128,7 +126,6 @@ class Scheme:
             raise SpecError("basis='klt' is of keys, calibrated against their queries; values take basis='hadamard'")
         if any(value.rotated for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values are not turned back after attention; rotated=True belongs to the key spec")
-        choice("demote", self.demote, ("age", "attention"))
         if len(self.tiers) > 1:
             raise SpecError(f"{len(self.tiers)} tiers, but a page has one low plane at most; use one Tier")
         for tier in self.tiers:

@@ -11,7 +11,6 @@ tokens has: pages after the last PAGES blob, the raw tail, low planes, and all t
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
@@ -135,7 +134,7 @@ def end_of(groups: list[GroupState], row: int, cuts: Cuts, blobs: int) -> tuple[
         start = max(0, first - sum(s.closed_lengths)) // group.page_size
         for i, planes in enumerate(s.low):
             found += [(Page(g, f"low{i}", start + c), page) for c, page in enumerate(planes) if page is not None]
-        state_of.append({"released": s.released, "dropped": s.dropped, "mass": s.mass})
+        state_of.append({"released": s.released, "dropped": s.dropped})
     return found, json.dumps({"groups": state_of}).encode()
 
 
@@ -230,7 +229,4 @@ def _whole(g: int, group: LayerGroup, length: int, own: dict[str, list[int]], ab
     for young, old in zip(s.low, s.low[1:], strict=False):
         if any(a is not None and b is None for a, b in zip(young, old, strict=True)):
             raise ValueError(f"layer group {g} has a plane without the one that it refines")
-    s.mass = {int(at): float(x) for at, x in about["mass"].items()}
-    if not all(0 <= at < length and math.isfinite(x) for at, x in s.mass.items()):
-        raise ValueError(f"layer group {g} has attention of pages that are not there")
     return s, pages

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 import torch
 
 from ...errors import DataError, UnsupportedError
@@ -60,13 +59,6 @@ def _parts(call: AttendCall) -> ctypes.Array[PartStruct]:
     return kept
 
 
-def _page_lse(to: np.ndarray, call: AttendCall, tokens: int, heads: int) -> int:
-    shape = (sum(p.table.num_pages for p in call.parts), tokens, heads)
-    if to.shape != shape or to.dtype != np.float32 or not to.flags["CARRAY"]:
-        raise DataError(f"page_lse must be a dense float32 array {list(shape)} that can be written to, got {to.dtype} {list(to.shape)}")
-    return to.ctypes.data
-
-
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query over the pages it can see.
 
@@ -98,7 +90,6 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tupl
     struct = AttendStruct(
         ctypes.addressof(parts), len(parts), batch, tokens, heads, kv_heads, head_dim, TORCH_DTYPES[q.dtype], torch.get_num_threads(),
         q.data_ptr(), q.stride()[:3], positions.data_ptr(), call.scaling, call.softcap or 0.0, call.sliding_window or 0, out.data_ptr(), lse.data_ptr(),
-        None if call.page_lse is None else _page_lse(call.page_lse, call, tokens, heads),
     )  # fmt: skip
     check(library().kvbits_attend(struct))
     return out, lse

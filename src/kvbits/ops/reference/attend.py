@@ -52,7 +52,6 @@ def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tenso
     best = rows.new_full((h, rows.shape[1], 1), -torch.inf)
     total = torch.zeros_like(best)
     out = torch.zeros_like(rows)
-    first_page = 0
     for part in call.parts:
         queries = _Queries(rows, part)
         for k, v, key_positions, page_of in _steps(part, b, dtype):
@@ -63,10 +62,6 @@ def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tenso
             if call.sliding_window is not None:
                 hidden |= key_positions <= row_positions[:, None] - call.sliding_window
             scores = scores.masked_fill(hidden, -torch.inf)
-            if call.page_lse is not None:
-                for page in np.unique(page_of):
-                    own = torch.logsumexp(scores[..., torch.from_numpy(page_of == page).to(scores.device)], -1)
-                    call.page_lse[first_page + page] = own.view(h, t, hq // h).transpose(0, 1).reshape(t, hq).float().cpu()
             new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
             safe = torch.where(torch.isinf(new_best), 0.0, new_best)
             p = torch.exp(scores - safe)
@@ -75,7 +70,6 @@ def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tenso
             seen_here = p @ v
             out = out * alpha + (hadamard(seen_here) if part.store.layout.value.basis == "hadamard" else seen_here)
             best = new_best
-        first_page += part.table.num_pages
     seen = total > 0
     total = torch.where(finite, total, torch.nan)
     out = torch.where(seen, out / torch.where(seen, total, 1.0), 0.0)

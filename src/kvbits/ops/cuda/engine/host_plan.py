@@ -63,8 +63,6 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
     kv_heads = call.parts[0].store.layout.num_kv_heads
     if num_q_heads % kv_heads:
         return f"{num_q_heads} query heads are no multiple of {kv_heads} kv heads"
-    if call.page_lse is not None:
-        return "log-sum-exps by page have no CUDA kernel"
     low: dict[PageLayout, LowLayout] = {}
     for part in call.parts:
         layout, fine = part.store.layout, tuple(s.layout for s in part.low)

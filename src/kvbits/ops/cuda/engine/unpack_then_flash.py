@@ -42,8 +42,6 @@ def refuses(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_querie
         return "it has a sliding window or a softcap"
     if layout.head_dim % 8 or layout.head_dim > 256:
         return f"head_dim={layout.head_dim} is not a multiple of 8 up to 256"
-    if call.page_lse is not None:
-        return "it asks for log-sum-exps by page"
     return next((why for p in call.parts if (why := _refuses_part(p, q_dtype))), None)
 
 
