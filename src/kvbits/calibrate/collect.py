@@ -227,7 +227,7 @@ def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[di
     found = {}
     for i, g in enumerate(layers):
         for side, what, spec in zip("kv", ("keys", "values"), scheme.for_layer(i, len(layers)), strict=True):
-            if spec.has_codebook:
+            if "codebook" in spec.calibrates:
                 known = QParams(static[i][f"{side}_scale"], static[i].get(f"{side}_bias")) if spec.static else None
                 found[i, side] = Levels(spec, g.num_kv_heads, scheme.page_size, known, f"{what} of layer {i}")
     return found
@@ -236,7 +236,7 @@ def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[di
 def moments_of(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> dict[int, Moments]:
     """One pair of moments per layer whose keys are stored in a calibrated basis."""
     keys = (scheme.for_layer(i, len(layers))[0] for i in range(len(layers)))
-    return {i: Moments(key, layers[i], scheme.page_size, f"layer {i}") for i, key in enumerate(keys) if key.basis == "klt"}
+    return {i: Moments(key, layers[i], scheme.page_size, f"layer {i}") for i, key in enumerate(keys) if "basis" in key.calibrates}
 
 
 def _see_queries(model: Any, prompts: list[histograms.Prompt], targets: list[Target], moments: list[dict[int, Moments]], progress: bool) -> None:

@@ -85,11 +85,10 @@ def calibrate(
         require_file(path, "--out")
         if path.exists() and not force:
             _may_replace(path, model, one.name)
-    from ..evaluate.calibrator import has_basis
     from ..evaluate.texts import mixed, read_text
 
     given = [read_text(one) for one in text or []]
-    source = mixed(given or [read_text(one) for one in ("novel", "code")[: 1 + any(has_basis(one) for _, one in chosen)]])
+    source = mixed(given or [read_text(one) for one in ("novel", "code")[: 1 + any("basis" in one.calibrates for _, one in chosen)]])
     how = {"percentile": percentile, "skip_tokens": skip_tokens, "weights": weights, "per_head": per_head, "checkpointing": checkpointing}
     sample = _sample(model, [one for _, one in chosen], windows, length, device, how)
     set_threads(threads)
@@ -157,7 +156,7 @@ def _measure(
     chosen = [schemes.for_layers(one, layer_geometries(lm.config)) for one in named]
     calibrator = Calibrator(lm, tokenizer, text, sample=sample)
     prompts = calibrator.windows(chosen, seed=seed)
-    if any(one.key.has_codebook or one.value.has_codebook for one in chosen):
+    if any("codebook" in one.calibrates for one in chosen):
         when_stopped(f"what codebooks have seen lies in {out}.partial; the same command goes on from there")
     found = calibrator.measure(chosen, prompts, resume=out.with_name(out.name + ".partial"), **how)
     got, size = sum(len(p) for p in prompts), prompts[0].shape[1]

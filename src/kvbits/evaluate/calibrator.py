@@ -42,14 +42,9 @@ QUICK, USUAL = Sample(4, 512), Sample(32, 512)
 
 def thorough(scheme: Scheme) -> Sample:
     """What a calibration that is kept takes."""
-    if _has_codebook([scheme]):
+    if "codebook" in scheme.calibrates:
         return Sample(16, 2048)
-    return Sample(16, 1024) if has_basis(scheme) else Sample(128, 256)
-
-
-def has_basis(scheme: Scheme) -> bool:
-    """Whether any keys are in a calibrated basis."""
-    return any(key.basis == "klt" for key in (scheme.key, *(o.key for o in scheme.overrides)))
+    return Sample(16, 1024) if "basis" in scheme.calibrates else Sample(128, 256)
 
 
 def require_positions(sample: Sample, config: Any) -> None:
@@ -80,10 +75,6 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
 def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibration | None:
     """The calibration that was made for this model and scheme, or None."""
     return next((one for one in given if one.fits(config, scheme)), None)
-
-
-def _has_codebook(schemes: Sequence[Scheme]) -> bool:
-    return any(spec.has_codebook for s in schemes for spec in (s.key, s.value))
 
 
 def windows_of(tokenizer: Any, text: Text, sample: Sample, *, seed: int = 0, batch_size: int = 1) -> list[torch.Tensor]:
@@ -133,7 +124,7 @@ class Calibrator:
         if self.text is None:
             raise UnsupportedError(f"scheme {schemes[0].name!r} needs calibration; give --calibration-text FILE or novel, never a text you evaluate on")
         require_positions(self.sample, self.model.config)
-        return windows_of(self.tokenizer, self.text, self.sample, seed=seed, batch_size=1 if _has_codebook(schemes) else 4)
+        return windows_of(self.tokenizer, self.text, self.sample, seed=seed, batch_size=1 if any("codebook" in s.calibrates for s in schemes) else 4)
 
     def measure(
         self, schemes: Sequence[Scheme], windows: Sequence[torch.Tensor], *, resume: str | os.PathLike[str] | None = None, **how: Any

@@ -137,7 +137,7 @@ class Fit:
 def widths(scheme: Scheme, count: int, side: str) -> list[float]:
     """Bits of one code of each layer's keys or values, the mean where bands differ."""
     specs = [scheme.for_layer(i, count)[SIDES.index(side)] for i in range(count)]
-    return [RAW if s.is_raw else sum(s.bands) / len(s.bands) if s.is_banded else s.bits for s in specs]
+    return [RAW if s.is_raw else s.mean_bits for s in specs]
 
 
 def _uniform(name: str, key: Any, value: Any, overrides: tuple[Override, ...] = ()) -> Scheme:
@@ -238,7 +238,7 @@ class _Search:
         """Presets that take at most `limit` bytes, those of the most: (bytes, scheme)."""
         found = []
         for name, preset in presets.PRESETS.items():
-            if preset.tiers or (preset.needs_calibration and not (self.known.calibrated and preset.key.basis == "klt")):
+            if preset.tiers or (preset.needs_calibration and not (self.known.calibrated and "basis" in preset.calibrates)):
                 continue
             try:
                 scheme = presets.for_layers(name, self.goal.layers)

@@ -184,7 +184,7 @@ class Bench:
         if self.bases is None:
             raise SpecError(f"scheme {scheme.name!r} needs a calibration, and none was made")
         specs = [scheme.for_layer(i, len(self.layers))[0] for i in range(len(self.layers))]
-        static = [self._basis(layer, key) if key.basis == "klt" else {} for layer, key in enumerate(specs)]
+        static = [self._basis(layer, key) if "basis" in key.calibrates else {} for layer, key in enumerate(specs)]
         return Calibration(static, fingerprint(self.model.config, scheme), {"scheme": scheme.name})
 
     def _basis(self, layer: int, key: QuantSpec) -> dict[str, torch.Tensor]:

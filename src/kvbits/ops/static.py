@@ -21,15 +21,9 @@ _accepted = WeakIdKeyDictionary()
 
 def calibrated(spec: QuantSpec, side: str, num_kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the calibrated tensors that a side ("k", "v") of a layer needs."""
-    shape = (num_kv_heads, *spec.scale_shape(0, head_dim)) if spec.static else ()
-    names = {f"{side}_scale": shape} if spec.static else {}
-    if spec.static and spec.has_bias:
-        names[f"{side}_bias"] = shape
-    if spec.has_codebook:
-        names[f"{side}_codebook"] = (num_kv_heads, 2**spec.bits)
-    if spec.basis == "klt":
-        names[f"{side}_basis"] = (num_kv_heads, head_dim, head_dim)
-    return names
+    shared = spec.scale_shape(0, head_dim) if spec.static else ()
+    shapes = {"scale": shared, "bias": shared, "codebook": (2**spec.bits,), "basis": (head_dim, head_dim)}
+    return {f"{side}_{name}": (num_kv_heads, *shapes[name]) for name in spec.calibrates}
 
 
 def read_with(layout: PageLayout) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from ..spec import KEY_TILE, VALUE_BLOCK, VALUE_TOKEN_ORDER, NumberFormat, plane_row_bytes
+from ..spec import KEY_TILE, VALUE_BLOCK, VALUE_TOKEN_ORDER, NumberFormat, QuantSpec, plane_row_bytes
 from .banded import plane_fields
 
 
@@ -62,6 +62,18 @@ def unpack_banded(planes: list[torch.Tensor], widths: tuple[int, ...], kind: str
 
 
 @functools.lru_cache(maxsize=64)
+def pack_side(codes: torch.Tensor, spec: QuantSpec, kind: str) -> list[torch.Tensor]:
+    """Stored bytes of each plane of keys ("k") or values ("v") of a format; codes uint8 [..., tokens, head_dim]."""
+    return pack_banded(codes, spec.widths(codes.shape[-1]), kind) if spec.is_banded else pack(codes, spec.number_format, kind)
+
+
+def unpack_side(planes: list[torch.Tensor], spec: QuantSpec, kind: str, tokens: int, head_dim: int) -> torch.Tensor:
+    """Codes uint8 [..., tokens, head_dim] from the stored bytes of each plane of keys or values of a format."""
+    if spec.is_banded:
+        return unpack_banded(planes, spec.widths(head_dim), kind, tokens, head_dim)
+    return unpack(planes, spec.number_format, kind, tokens, head_dim)
+
+
 def row_positions(tokens: int, row_bytes: int, kind: str) -> torch.Tensor:
     """int64 [tokens, row_bytes]: where a stored plane of keys ("k") or values ("v") has each byte of each token's row. No two tokens share a byte."""
     rows = torch.arange(tokens * row_bytes, device="cpu").view(tokens, row_bytes)

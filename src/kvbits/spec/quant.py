@@ -243,8 +243,13 @@ class QuantSpec:
         return self.scale_dtype if self.scale_dtype in DTYPE_BYTES else "float16"
 
     def widths(self, head_dim: int) -> tuple[int, ...]:
-        """Bits of each band of banded codes."""
-        return banding.widths(self.bands, head_dim)
+        """Bits of each band of banded codes; () for others."""
+        return banding.widths(self.bands, head_dim) if self.is_banded else ()
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits of a code, the mean where bands differ."""
+        return sum(self.bands) / len(self.bands) if self.is_banded else self.bits
 
     def planes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
         """(bits, channels) of each stored plane, high bits first: all channels, or of banded codes those of the bands whose width has that plane."""
@@ -273,8 +278,14 @@ class QuantSpec:
         return bool(self.outliers) and self.static
 
     @property
+    def calibrates(self) -> tuple[str, ...]:
+        """Names of the tensors that calibration makes for such keys or values: "scale", "bias", "codebook", "basis"."""
+        needed = {"scale": self.static, "bias": self.static and self.has_bias, "codebook": self.has_codebook, "basis": self.basis == "klt"}
+        return tuple(name for name, is_needed in needed.items() if is_needed)
+
+    @property
     def needs_calibration(self) -> bool:
-        return self.static or self.has_codebook or self.basis == "klt"
+        return bool(self.calibrates)
 
     @property
     def needs_rotary(self) -> bool:

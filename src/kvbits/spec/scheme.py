@@ -177,8 +177,13 @@ class Scheme:
         return self
 
     @property
+    def calibrates(self) -> set[str]:
+        """Names of the tensors that calibration makes for some layer's keys or values (`QuantSpec.calibrates`)."""
+        return {name for s in self._specs for name in s.calibrates}
+
+    @property
     def needs_calibration(self) -> bool:
-        return any(s.needs_calibration for s in self._specs)
+        return bool(self.calibrates)
 
     @property
     def needs_rotary(self) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ...errors import DataError
 from ...spec import KEY_TILE, LowLayout, PageLayout
-from ..descriptor import FORMATS, STATIC, TORCH_DTYPES, Side, describe, low_plane
+from ..descriptor import FORMATS, LEVELS, STATIC, TORCH_DTYPES, Side, describe, low_plane
 from ..types import LowStore, PageStore, PageTable
 from .library import StoreStruct, TableStruct, TensorStruct, unavailable
 
@@ -94,7 +94,7 @@ def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep
             given = _given(static, f"{kind}_{name}", (heads, side.groups), "num_kv_heads, groups", keep)
             keep.append(given.repeat_interleave(side.group, dim=1).contiguous())
             setattr(t, f"static_{name}", keep[-1].data_ptr())
-    if side.has_codebook:
+    if side.levels == LEVELS["codebook"]:
         t.codebook = _given(static, f"{kind}_codebook", (heads, 2 ** sum(side.planes)), "num_kv_heads, entries", keep).data_ptr()
     if side.widths:
         keep.append(torch.tensor(side.widths, dtype=torch.uint8, device="cpu"))

@@ -12,7 +12,7 @@ import torch
 from ...quant.basis import into_basis
 from ...quant.nested import PLANES, low_codes
 from ...quant.outliers import worst
-from ...quant.packing import pack, pack_banded
+from ...quant.packing import pack, pack_side
 from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normalize, quantize, require_finite, rounded, rounded_scale, stored
 from ...quant.rotary import turn_pages_back
 from ...spec import LowLayout, PageLayout, QuantSpec
@@ -95,8 +95,7 @@ def close_nested(
         as_stored[kind] = rows_as_stored(x, spec, static, starts)
         found = encode_side(as_stored[kind], kind, spec, static)
         saturated[kind] = found.saturated
-        packed = pack_banded(found.codes, spec.widths(layout.head_dim), kind) if spec.is_banded else pack(found.codes, spec.number_format, kind)
-        _store(pages, layout, kind, packed)
+        _store(pages, layout, kind, pack_side(found.codes, spec, kind))
         for name, t in found.stored.items():
             if (s := layout.sections.get(f"{kind}_{name}")) is not None:
                 section(pages, layout, s.name).copy_(stored(t, s.dtype))

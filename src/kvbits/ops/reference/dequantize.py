@@ -10,7 +10,7 @@ import torch
 from ...errors import DataError
 from ...quant.basis import out_of_basis
 from ...quant.nested import PLANES
-from ...quant.packing import unpack, unpack_banded
+from ...quant.packing import unpack, unpack_side
 from ...quant.qparams import TORCH_DTYPES, QParams, dequantize
 from ...quant.qparams import read as read_stored
 from ...quant.rotary import turn
@@ -105,10 +105,8 @@ def _codes(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, fmt: 
 def page_codes(pages: torch.Tensor, layout: PageLayout, kind: str) -> torch.Tensor:
     """Codes uint8 [n, H, page_size, head_dim] of keys ("k") or values ("v") of pages [n, H, head_bytes]."""
     spec = layout.key if kind == "k" else layout.value
-    if not spec.is_banded:
-        return _codes(pages, layout, kind, spec.number_format)
     planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(spec.planes(layout.head_dim)))]
-    return unpack_banded(planes, spec.widths(layout.head_dim), kind, layout.page_size, layout.head_dim)
+    return unpack_side(planes, spec, kind, layout.page_size, layout.head_dim)
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 from .....errors import DataError
 from .....spec import LowLayout, PageLayout
-from ....descriptor import TORCH_DTYPES, describe
+from ....descriptor import LEVELS, TORCH_DTYPES, describe
 from ....types import LowStore, PageStore
 from ...engine.runtime import driver
 from ...engine.side import as_float32, low_arguments, side_arguments, turns_on, widened
@@ -47,7 +47,7 @@ def extra_arguments(layout: PageLayout, kind: str) -> str:
     """Template arguments of struct Extras: codebook, stretch, outliers and rotary embedding of keys ("k") or values ("v")."""
     side = describe(layout, kind)
     values = [
-        int(side.has_codebook), int(side.stretch_offset is not None), side.stretch_offset or 0, side.outliers, side.index_bytes,
+        int(side.levels == LEVELS["codebook"]), int(side.stretch_offset is not None), side.stretch_offset or 0, side.outliers, side.index_bytes,
         side.outlier_index_offset or 0, side.outlier_value_offset or 0, int(side.turned),
     ]  # fmt: skip
     return ", ".join(map(str, values))
