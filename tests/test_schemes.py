@@ -23,7 +23,6 @@ BITS = {  # head_dim 128, counted by hand from docs/formats.md: codes + scales +
     "int4_centered": 4 + 32 / 32 + 16 / 64 / 2,
     "int4_rotated": 4 + 32 / 64 + 16 / 64 / 2,
     "int8k_int4v": (8 + 16 / 64 + 4 + 16 / 32) / 2,
-    "nvfp4": 4 + 8 / 16 + 64 * 8 / (2 * 64 * 128),  # the two page scales lie 16 bytes apart, and the struct ends at the next multiple of 64
     "kivi4": 4 + 32 / 32,
     "kivi2": 2 + 32 / 32,
     **{f"nuq{bits}": bits + (32 / 64 + 32 / 128) / 2 for bits in (4, 3, 2)},
@@ -58,7 +57,7 @@ def test_presets_are_named_described_and_fit_common_heads(name):
         CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=head_dim),))
 
 
-@pytest.mark.parametrize("name", ["int8_per_channel", "nvfp4", "kivi4", "kivi2", "int8_centered", "int4_centered", "fp8", "fp8_e5m2_keys", "int4"])
+@pytest.mark.parametrize("name", ["int8_per_channel", "kivi4", "kivi2", "int8_centered", "int4_centered", "fp8", "fp8_e5m2_keys", "int4"])
 def test_published_methods_link_their_paper(name):
     assert PRESETS[name].source.startswith("https://")
 

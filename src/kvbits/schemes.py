@@ -19,13 +19,11 @@ _KIVI = "https://arxiv.org/abs/2402.02750"
 _FP8 = "https://arxiv.org/abs/2209.05433"
 _SMOOTH_K = "https://arxiv.org/abs/2410.02367"
 _GROUPED = "https://arxiv.org/abs/2303.06865"
-_NVFP4_TEXT = "https://arxiv.org/abs/2509.25149"
 _QUAROT = "https://arxiv.org/abs/2404.00456"
 _KVQUANT = "https://arxiv.org/abs/2401.18079"
 
 _INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
 _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
-_NVFP4 = QuantSpec(format="fp4_e2m1", granularity=PerGroup(16), scale_dtype="float8_e4m3")
 _INT4_OF_64 = QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False)
 
 
@@ -116,10 +114,6 @@ PRESETS: dict[str, Scheme] = {
         Scheme(
             name="int8k_int4v", key=_INT8, value=_INT4, residual_length=64,
             description="INT8 keys, grouped INT4 values: the fallback when 4-bit keys cost too much",
-        ),
-        Scheme(
-            name="nvfp4", key=_NVFP4, value=_NVFP4, source=_NVFP4_TEXT, residual_length=64,
-            description="E2M1 in groups of 16 with scales in E4M3 and one float32 a page and head, Blackwell's 4-bit floats: for models without a key bias",
         ),
         _kivi(4),
         _kivi(2),

@@ -22,7 +22,7 @@ MODELS = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models"))
 
 
 def test_weak_schemes_share_few_steps_between_the_channels_of_a_key():
-    assert {name for name, s in PRESETS.items() if weak_to_key_bias(s)} == {"int4", "int4_centered", "nvfp4", "fp8", "fp8_e5m2_keys"}
+    assert {name for name, s in PRESETS.items() if weak_to_key_bias(s)} == {"int4", "int4_centered", "fp8", "fp8_e5m2_keys"}
     assert not weak_to_key_bias(PRESETS[RECOMMENDED])
 
 

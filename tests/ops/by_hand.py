@@ -11,13 +11,8 @@ SLOT_TOKENS = (0, 1, 4, 5, 2, 3, 6, 7)
 NUMPY_DTYPES = {"float16": np.float16, "float32": np.float32}
 
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
 def float_values(name: str) -> np.ndarray:
     """What every code of a float format is worth, from its definition."""
-    if name == "fp4_e2m1":
-        return E2M1
     exponent_bits, mantissa_bits, bias = (4, 3, 7) if name == "fp8_e4m3" else (5, 2, 15)
     codes = np.arange(256)
     sign = np.where(codes & 128, -1.0, 1.0)
@@ -30,8 +25,6 @@ def numbers(raw: np.ndarray, dtype: str) -> np.ndarray:
     """float64 values of stored bytes."""
     if dtype == "bfloat16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    if dtype == "float8_e4m3":
-        return float_values("fp8_e4m3")[raw]
     return raw.view(NUMPY_DTYPES[dtype]).astype(np.float64)
 
 
@@ -78,8 +71,6 @@ def values(struct: np.ndarray, layout: PageLayout, kind: str, spec: QuantSpec, s
     c = codes(struct, layout, kind, spec)
     x = float_values(spec.format)[c] if spec.number_format.kind == "float" else (c - spec.zero).astype(np.float64)
     x = np.broadcast_to(x * spread(stored("scale")), (n, d)).copy()
-    if (page_scale := stored("page_scale")) is not None:
-        x *= page_scale
     if (bias := stored("bias")) is not None:
         x += spread(bias)
     if (mean := stored("mean")) is not None:

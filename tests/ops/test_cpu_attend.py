@@ -46,7 +46,7 @@ def judge(q, call, positions):
 @pytest.mark.parametrize("fmt", [*FORMATS, "raw"])
 def test_layout_documented_is_layout_read(fmt):
     """The judge decodes bytes from docs/formats.md, sharing no code with packing.py."""
-    for spec in [RAW] if fmt == "raw" else (*specs_of(fmt, group=16)[:4], *(s for s in specs_of(fmt) if s.has_page_scale)):
+    for spec in [RAW] if fmt == "raw" else specs_of(fmt, group=16)[:4]:
         for head_dim, page_size in ((64, 64), (80, 32)):
             q, call, positions = random_call(spec, spec, head_dim=head_dim, page_size=page_size, pages=2, group=1, dtype=torch.float32)
             assert_close(cpu.attend(q, call, positions), by_hand.attention(q, call, positions), NOISE[fmt])
@@ -94,7 +94,7 @@ def test_kvquant_presets(tier, fmt, head_dim):
 @pytest.mark.parametrize("fmt", [*CODEBOOKS, *FORMATS])
 def test_keys_before_the_rotary_embedding(tier, fmt):
     """Whatever the keys are stored as; positions at which angles in fp32 would be off by 0.008 radians. With AVX-512 codes of few bits meet integer queries."""
-    specs = [s for s in specs_of(fmt) if not s.has_page_scale] if fmt in FORMATS else kvquant_specs(fmt)
+    specs = specs_of(fmt) if fmt in FORMATS else kvquant_specs(fmt)
     for i, spec in enumerate(specs):
         key = dataclasses.replace(spec, pre_rope=True)
         case = random_call(key, RAW, head_dim=(64, 96, 128)[i % 3], group=5, tokens=1 + i % 3, first=(0, 131_000)[i % 2])
@@ -443,7 +443,7 @@ def test_random_combinations(data):
         *(s for f in (*CODEBOOKS, "int8", "int4", "int3", "int2") for s in kvquant_specs(f, 16)),
     ]
     key, value = (draw(st.sampled_from(known)) for _ in range(2))
-    if not key.is_raw and not key.has_page_scale and draw(st.booleans()):  # a page's scale and rotary keys exclude each other
+    if not key.is_raw and draw(st.booleans()):
         key = dataclasses.replace(key, pre_rope=True)
     case = random_call(
         key, value, head_dim=head_dim, heads=draw(st.integers(1, 3)), group=draw(st.integers(1, 9)), batch=draw(st.integers(1, 3)),

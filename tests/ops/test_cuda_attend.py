@@ -91,19 +91,6 @@ def cases():
     yield Case(key=spec("int4", PerChannel(), static=True, symmetric=False), value=spec("int4", PerChannel()), **zones)
     yield Case(key=spec("int4"), value=spec("int8"), **zones | {"low": (4, 0)})
     yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **zones | {"low": (0, 4)})
-    nvfp4 = both("fp4_e2m1", PerGroup(16), scale_dtype="float8_e4m3")
-    for options in (
-        {},
-        {"head_dim": 64, "group": 8},
-        {"head_dim": 96, "window": 300},
-        {"group": 16, "dtype": torch.float16},
-        {"softcap": 20.0, "magnitude": 50.0},
-    ):
-        yield Case(**nvfp4, lengths=LENGTHS, tail=20, sinks=4, **options)
-    yield Case(**nvfp4, lengths=(1000, 70), magnitude=1e-3, page_size=256, crop=13)
-    yield Case(**nvfp4, lengths=(700, 130), num_queries=64, tail=20)
-    yield Case(key=spec("fp4_e2m1", PerChannel()), value=spec("fp4_e2m1", PerGroup(32)), lengths=LENGTHS, tail=20)
-    yield Case(key=spec("fp4_e2m1", center="channel"), value=spec("int4", PerGroup(32), scale_dtype="float8_e4m3"), lengths=LENGTHS, tail=20)
     for name in ("klt4", "klt3", "klt2"):
         klt = {"key": schemes.get(name).key, "value": schemes.get(name).value}
         for d in (64, 128, 256):

@@ -17,7 +17,7 @@ from kvbits.ops.cuda.families.plain.unpack import Unpacker, refuses_layout
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
-from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 RAW = QuantSpec.raw()
@@ -30,9 +30,6 @@ def cases():
         yield Case(**both(f), **small)
         yield Case(**both(f, PerToken()), **small, head_dim=80, dtype=torch.float16)
         yield Case(**both(f, PerChannel()), **small)
-    nvfp4 = {"granularity": PerGroup(16), "scale_dtype": "float8_e4m3"}
-    yield Case(**both("fp4_e2m1", **nvfp4), **small)
-    yield Case(**both("fp4_e2m1", PerToken()), **small, head_dim=80, dtype=torch.float16)
     for f in INTEGERS:
         yield Case(key=spec(f, PerChannel(), symmetric=False), value=spec(f, PerToken(), symmetric=False), **small)
         yield Case(**both(f, center="channel", scale_dtype="float32"), **small)

@@ -36,9 +36,6 @@ def pairs():
         yield spec(f, PerToken()), spec(f, PerToken()), 96, 128
     yield spec("fp8_e4m3"), spec("fp8_e5m2", PerToken()), 128, 64
     yield spec("fp8_e5m2", PerChannel()), spec("fp8_e4m3", PerChannel()), 64, 64
-    for f in ("fp4_e2m1", "int4"):
-        yield spec(f, PerGroup(16), scale_dtype="float8_e4m3"), spec(f, PerToken(), scale_dtype="float8_e4m3"), 128, 64
-    yield spec("fp4_e2m1", center="channel"), spec("fp4_e2m1", PerChannel()), 64, 64
     yield RAW, RAW, 128, 64
     yield RAW, spec("int4"), 128, 64
     yield spec("int4", PerChannel(), static=True), spec("int8", static=True, symmetric=False), 128, 64

@@ -77,7 +77,6 @@ def variants():
     few = [
         (spec("int8"), spec("int8"), {}), (spec("int4"), spec("int4"), {}), (spec("int2"), spec("int2"), {}), (spec("fp8_e4m3"), spec("fp8_e4m3"), {}),
         (spec("int2", PerChannel(), symmetric=False), spec("int2", symmetric=False), {}), (raw, raw, {}), (spec("int4"), spec("int4"), {"columns": 64}),
-        (spec("fp4_e2m1", PerGroup(16), scale_dtype="float8_e4m3"), spec("fp4_e2m1", PerGroup(16), scale_dtype="float8_e4m3"), {}),
         (spec("int2", PerGroup(32)), spec("int2", PerGroup(32)), {}), (spec("int3"), spec("int3"), {}), (spec("int3", PerToken()), spec("int3", PerToken()), {"head_dim": 80}),
     ]  # fmt: skip
     if not ALL:

@@ -88,13 +88,6 @@ def cases():
     yield Case(**both("int3", PerGroup(32), symmetric=False), **few, head_dim=64, group=8)
     yield Case(key=spec("int3", PerChannel()), value=spec("int3", PerToken()), **few, head_dim=96)
     yield Case(key=spec("int3", PerChannel(), symmetric=False), value=spec("int3", PerToken(), symmetric=False), **few, head_dim=80)
-    nvfp4 = both("fp4_e2m1", PerGroup(16), scale_dtype="float8_e4m3")
-    yield Case(**nvfp4, lengths=(333, 0, 70), tail=20, sinks=1)
-    yield Case(**nvfp4, **whole, head_dim=64)
-    yield Case(key=spec("fp4_e2m1", PerChannel()), value=spec("fp4_e2m1", PerGroup(32)), **few)
-    yield Case(key=spec("fp4_e2m1", center="channel"), value=spec("int4", PerGroup(32), scale_dtype="float8_e4m3"), **few)
-    yield Case(**nvfp4, lengths=(333, 70), tail=20, head_dim=96, group=8, num_queries=2, magnitude=50.0)
-    yield Case(**nvfp4, lengths=(333, 70), tail=20, group=5, num_queries=11, page_size=256)  # three column tiles
     yield from banded()
     if os.environ.get("KVBITS_TEST_ALL_KERNELS"):
         yield from (dataclasses.replace(c, lengths=(500 if c.window else 333, 70)) for c in direct())

@@ -66,7 +66,7 @@ def test_a_side_says_where_the_layout_has_its_sections(name):
     layout = layout_of(scheme.key, scheme.value, scheme.page_size)
     for kind in "kv":
         side = describe(layout, kind)
-        named = {f"{kind}_{n}": getattr(side, f"{n}_offset") for n in ("scale", "page_scale", "bias", "mean", "stretch", "outlier_index", "outlier_value")}
+        named = {f"{kind}_{n}": getattr(side, f"{n}_offset") for n in ("scale", "bias", "mean", "stretch", "outlier_index", "outlier_value")}
         named |= {f"{kind}_raw" if side.is_raw else f"{kind}_plane{i}": offset for i, offset in enumerate(side.plane_offset)}
         assert {n: s.offset for n, s in layout.sections.items() if n.startswith(kind)} == {n: o for n, o in named.items() if o is not None}
 

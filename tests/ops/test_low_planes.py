@@ -173,7 +173,7 @@ def test_cpu_reads_every_granularity_as_precisely_as_int8(tier):
 @needs_library
 def test_cpu_turns_what_it_refined(tier):
     """Keys before the rotary embedding with a low plane: the bytes of the reference, and read as precisely as INT8."""
-    for i, spec in enumerate(s for s in specs_of("int4", group=16) if not s.has_page_scale):
+    for i, spec in enumerate(specs_of("int4", group=16)):
         key, head_dim = dataclasses.replace(spec, pre_rope=True), (64, 80, 128)[i % 3]
         page, (low,) = layouts(key, spec, [(4, 4)], head_dim=head_dim)
         static, starts = static_params(key, spec, 2, head_dim), np.array([7, 131_000, 64])

@@ -3,7 +3,7 @@
     base      the stock Transformers cache in the model's own dtype ("16-bit", or "32-bit" for a float32 model)
     presets   `KVCache` with a named scheme, through the real packed pages
     stock     the quantized caches that Transformers ships (quanto, HQQ, fp8)
-    simulated presets quantized and dequantized into a dense cache, to compare with the packed one
+    simulated presets quantized and dequantized into a dense cache, to compare with the packed one; NVFP4, which no page stores
 
 A factory makes fresh caches; `held_bytes` counts what any of them really holds.
 """
@@ -22,8 +22,8 @@ from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
 from ..integrations.models import scheme_for
-from ..spec import Scheme, to_dict
-from .simulated import SimulatedCache
+from ..spec import CacheSpec, Scheme, to_dict
+from .simulated import Nvfp4Layer, SimulatedCache
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -38,7 +38,11 @@ STOCK: dict[str, dict[str, Any]] = {
 }
 """Transformers' own quantized caches, with the axes its documentation gives each backend; groups of 64 and a residual of 128 are its defaults."""
 
-GROUPS = {"all": tuple(presets.PRESETS), "stock": tuple(STOCK)}
+NVFP4 = "nvfp4"
+"""4-bit floats in a dense cache (`simulated.nvfp4`), on the pages of `int4`: there to be compared with."""
+OTHERS = {*STOCK, NVFP4}
+"""Names that are no scheme of ours."""
+GROUPS = {"all": tuple(presets.PRESETS), "stock": tuple(STOCK), NVFP4: (NVFP4,)}
 """What an evaluation knows by name (see `schemes.expand`)."""
 
 
@@ -94,6 +98,8 @@ def factory(
     """
     if isinstance(name, str) and name in STOCK:
         return _stock(model, name)
+    if name == NVFP4:
+        return _nvfp4(model)
     layers = layer_geometries(model.config)
     scheme = scheme_for(model, name)
     found = None
@@ -115,6 +121,17 @@ def factory(
     static = store.static
     SimulatedCache(spec, static, store.device)  # refuses what cannot be simulated
     return CacheFactory(f"{scheme.name}-simulated", "simulated", lambda batch, tokens: SimulatedCache(spec, static, store.device), info, scheme)
+
+
+def _nvfp4(model: Any) -> CacheFactory:
+    layers = layer_geometries(model.config)
+    if narrow := [g.head_dim for g in layers if g.head_dim % 16]:
+        raise UnsupportedError(f"{NVFP4} has groups of 16 channels, which do not divide head_dim={narrow[0]}")
+    spec = CacheSpec(scheme=scheme_for(model, "int4"), layers=layers)
+    numbers = [g.num_kv_heads * g.head_dim for g in layers]
+    pages = sum(n * 32 / (spec.scheme.page_size * g.head_dim) for n, g in zip(numbers, layers, strict=True)) / sum(numbers)
+    info = {"bits_per_element": 4 + 8 / 16 + pages, "source": "https://arxiv.org/abs/2509.25149"}
+    return CacheFactory(NVFP4, "simulated", lambda batch, tokens: SimulatedCache(spec, None, model.device, Nvfp4Layer), info)
 
 
 def _stock(model: Any, name: str) -> CacheFactory:

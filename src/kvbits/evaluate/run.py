@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..progress import bar
 from ..spec import CacheSpec, Scheme, to_dict
-from .caches import GROUPS, STOCK, CacheFactory, base_factory, factory
+from .caches import GROUPS, OTHERS, CacheFactory, base_factory, factory
 from .calibrator import USUAL, Calibrator, Sample, fitting, require_other_text
 from .results import ResultFile, model_facts, new_run, require_same
 from .tasks import Context, Options, Task, load
@@ -107,7 +107,7 @@ def require_possible(
         SpecError, DataError, UnsupportedError: as `evaluate`.
     """
     layers = layer_geometries(config)
-    chosen = [presets.for_layers(given, layers) for given in presets.expand(schemes, GROUPS) if given not in STOCK]
+    chosen = [presets.for_layers(given, layers) for given in presets.expand(schemes, GROUPS) if given not in OTHERS]
     for scheme in chosen:
         CacheSpec(scheme=scheme, layers=layers)
     require_other_text(calibrations, texts)
@@ -135,10 +135,10 @@ def _factories(
 ) -> list[CacheFactory]:
     """The base and every cache of `schemes`, calibrated in one pass."""
     layers = layer_geometries(model.config)
-    calibrator.prepare([presets.for_layers(one, layers) for one in schemes if one not in STOCK])
+    calibrator.prepare([presets.for_layers(one, layers) for one in schemes if one not in OTHERS])
     found = [base_factory(model)]
     for wanted in schemes:
-        ours = wanted not in STOCK
+        ours = wanted not in OTHERS
         for simulated in (False, True) if simulate and ours else (False,):
             try:
                 found.append(factory(model, wanted, calibration=calibrator, backend=backend, simulate=simulated))

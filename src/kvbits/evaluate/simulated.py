@@ -50,21 +50,24 @@ class SimulatedLayer(DynamicLayer):
         return (self.keys, self.values) if key_states.shape[2] == 1 else (keys, values)
 
     def _close(self, all_keys: torch.Tensor, all_values: torch.Tensor, due: int) -> None:
-        group, static = self.group, self.static
+        group = self.group
         first = group.num_sink_tokens + self.pages * group.page_size
         where = slice(first, group.num_sink_tokens + due * group.page_size)
         starts = np.arange(first, where.stop, group.page_size)
-        order = self.order if group.key.needs_rotary else None
         for row in range(len(all_keys)):
             k, v = (x[row, :, where].unflatten(1, (len(starts), -1)).transpose(0, 1) for x in (all_keys, all_values))
-            k = rotated_keys(k) if group.key.rotated else k
-            pages, _ = close_pages(k if order is None else k[..., order], v, group.layouts["closed"], static, starts)
-            stored, values = dequantize_pages(pages, group.layouts["closed"], static, torch.float32, starts=starts)
-            stored = rotated_back(stored) if group.key.rotated else stored
-            keys = stored if order is None else torch.empty_like(stored).index_copy_(-1, order, stored)
-            for to, x in ((all_keys, keys), (all_values, values)):
+            for to, x in zip((all_keys, all_values), self._given_back(k, v, starts), strict=True):
                 to[row, :, where] = x.transpose(0, 1).flatten(1, 2).to(to.dtype)
         self.pages = due
+
+    def _given_back(self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [pages, heads, page_size, head_dim] as their pages give them back; the first tokens are at `starts`."""
+        layout, order = self.group.layouts["closed"], self.order if self.group.key.needs_rotary else None
+        k = rotated_keys(k) if self.group.key.rotated else k
+        pages, _ = close_pages(k if order is None else k[..., order], v, layout, self.static, starts)
+        stored, values = dequantize_pages(pages, layout, self.static, torch.float32, starts=starts)
+        stored = rotated_back(stored) if self.group.key.rotated else stored
+        return stored if order is None else torch.empty_like(stored).index_copy_(-1, order, stored), values
 
     def reset(self) -> None:
         super().reset()
@@ -74,18 +77,42 @@ class SimulatedLayer(DynamicLayer):
         raise UnsupportedError("a simulated cache cannot take tokens back; use the packed one")
 
 
+def nvfp4(x: torch.Tensor) -> torch.Tensor:
+    """`x` [.., tokens, head_dim] as NVFP4 gives it back, float32 (arXiv:2509.25149): E2M1 numbers in groups of 16 channels, a scale in E4M3 for each group, and
+    one float32 scale for the last two dimensions, by which the largest number gets the largest scale. head_dim must be a multiple of 16."""
+    groups = x.float().unflatten(-1, (-1, 16))
+    largest = groups.abs().amax(-1, keepdim=True)
+    page = largest.amax((-3, -2, -1), keepdim=True) / (6 * 448)
+    scale = (largest / 6 / page).nan_to_num().to(torch.float8_e4m3fn).float() * page
+    size = (groups / scale).nan_to_num().abs().clamp(max=6)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return ((size / step).round() * step * scale).copysign(groups).flatten(-2)
+
+
+class Nvfp4Layer(SimulatedLayer):
+    """A layer whose pages are NVFP4's."""
+
+    def _given_back(self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return nvfp4(k), nvfp4(v)
+
+
 class SimulatedCache(Cache):
     """A Transformers cache that simulates `spec`. One prompt or prompts of one length: padding would be quantized like tokens.
+
+    Args:
+        kind: what its layers are; `Nvfp4Layer` takes from `spec` only when which tokens become a page.
 
     Raises:
         UnsupportedError: a scheme with tiers, whose pages change as they age.
     """
 
-    def __init__(self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None, device: torch.device) -> None:
+    def __init__(
+        self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None, device: torch.device, kind: type[SimulatedLayer] = SimulatedLayer
+    ) -> None:
         if spec.scheme.tiers:
             raise UnsupportedError(f"scheme {spec.scheme.name!r} has tiers, whose pages lose bits as they age; only the packed cache does that")
         parameters.check(spec, static)
         shared = parameters.shared(spec, static or [{} for _ in spec.layers], device)
         orders = parameters.orders(spec, device)
         groups = {layer: group for group in spec.groups for layer in group.layers}
-        super().__init__(layers=[SimulatedLayer(groups[i], shared[i], orders.get(i)) for i in range(len(spec.layers))])
+        super().__init__(layers=[kind(groups[i], shared[i], orders.get(i)) for i in range(len(spec.layers))])

@@ -81,7 +81,6 @@ class Side:
     row_bytes: tuple[int, ...]
     plane_offset: tuple[int, ...]
     scale_offset: int | None
-    page_scale_offset: int | None
     bias_offset: int | None
     mean_offset: int | None
     stretch_offset: int | None
@@ -128,7 +127,7 @@ def describe(layout: PageLayout, kind: str) -> Side:
         turned=spec.pre_rope, widths=spec.widths(d), basis=spec.basis,
         row_bytes=tuple(plane_row_bytes(channels, bits) for bits, channels in planes) or (d * DTYPE_BYTES[layout.raw_dtype],),
         plane_offset=tuple(layout.sections[f"{kind}_{name}"].offset for name in stored),
-        scale_offset=offset("scale"), page_scale_offset=offset("page_scale"), bias_offset=offset("bias"),
+        scale_offset=offset("scale"), bias_offset=offset("bias"),
         mean_offset=offset("mean"), stretch_offset=offset("stretch"),
         outliers=spec.num_outliers(layout.page_size, d), index_bytes=2 if layout.outlier_index_dtype == "uint16" else 4,
         outlier_index_offset=offset("outlier_index"), outlier_value_offset=offset("outlier_value"),

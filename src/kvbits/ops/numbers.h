@@ -2,12 +2,12 @@
 #pragma once
 
 // Dtypes of raw rows, scales, biases, means.
-enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT8_E4M3 = 3, FLOAT8_E5M3 = 4, NUM_RAW_DTYPES = 3 };
+enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT8_E5M3 = 3, NUM_RAW_DTYPES = 3 };
 // What a code stands for.
-enum LevelKind { INTEGER = 0, E4M3 = 1, E5M2 = 2, E2M1 = 3, RAW = 4, CODEBOOK = 5, BANDED = 6 };
+enum LevelKind { INTEGER = 0, E4M3 = 1, E5M2 = 2, RAW = 3, CODEBOOK = 4, BANDED = 5 };
 // Who shares a scale.
 enum ScaleKind { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };
-enum Format { FORMAT_RAW = 0, FORMAT_INT8 = 1, FORMAT_INT4 = 2, FORMAT_INT3 = 3, FORMAT_INT2 = 4, FORMAT_FP8_E4M3 = 5, FORMAT_FP8_E5M2 = 6, FORMAT_FP4_E2M1 = 7, FORMAT_NUQ4 = 8, FORMAT_NUQ3 = 9, FORMAT_NUQ2 = 10, FORMAT_BANDED = 11, NUM_FORMATS = 12 };
+enum Format { FORMAT_RAW = 0, FORMAT_INT8 = 1, FORMAT_INT4 = 2, FORMAT_INT3 = 3, FORMAT_INT2 = 4, FORMAT_FP8_E4M3 = 5, FORMAT_FP8_E5M2 = 6, FORMAT_NUQ4 = 7, FORMAT_NUQ3 = 8, FORMAT_NUQ2 = 9, FORMAT_BANDED = 10, NUM_FORMATS = 11 };
 // Banded codes: channels of a band, positions of a frame (quant/banded.py).
 enum Banding { BAND = 16, FRAME = 256 };
 
@@ -25,7 +25,6 @@ constexpr NumberFormat number_format(int format) {
         {INTEGER, 2, 0, 0, 0, 0.0f, 0.0f},  // int2
         {E4M3, 8, 0, 4, 3, 448.0f, 464.0f},  // fp8_e4m3
         {E5M2, 8, 0, 5, 2, 57344.0f, 61440.0f},  // fp8_e5m2
-        {E2M1, 4, 0, 2, 1, 6.0f, 7.0f},  // fp4_e2m1
         {CODEBOOK, 4, 0, 0, 0, 0.0f, 0.0f},  // nuq4
         {CODEBOOK, 2, 1, 0, 0, 0.0f, 0.0f},  // nuq3
         {CODEBOOK, 2, 0, 0, 0, 0.0f, 0.0f},  // nuq2

@@ -2,11 +2,9 @@
 
 Symmetric:   scale = max|x| / q_max, codes in [1, 2**b - 1] around zero = 2**(b-1)      (arXiv 2512 INT8 paper, eq. 6 to 8, shifted by `zero`)
 Asymmetric:  bias = min(x), scale = (max(x) - bias) / (2**b - 1), codes in [0, 2**b - 1]  (KIVI, arXiv:2402.02750)
-Floats:      scale = max|x| / largest finite value, codes are the bits of the nearest float (FP8, FP4), half to even
+Floats:      scale = max|x| / largest finite value, codes are the bits of the nearest float (FP8), half to even
 Banded:      scale fitted per token, widths by band of channels   (`quant.banded`)
 Codebook:    bias = (min + max) / 2, scale = max|x - bias|, codes number the nearest entry to (x - bias) / scale  (KVQuant, arXiv:2401.18079)
-
-Scales in float8_e4m3 are products, s * page_scale: page_scale = max|x of the page| / q_max / 448 in float32, s the scale / page_scale (NVFP4).
 
 With outliers the ranges leave out the elements that widen them most (`quant.outliers`).
 
@@ -15,7 +13,7 @@ down, so nothing falls below code 0, and a subnormal float16 scale is rounded up
 Codes round half to even from x * (1 / scale) in float32. A group without spread stores the smallest scale and decodes to its bias: readers
 that round weights times scales against the largest of a page (the CPU kernels) lose nothing to it.
 
-Error of one element (u = 2**-11 for float16, 2**-8 for bfloat16, 2**-24 for float32, 2**-4 for float8_e4m3):
+Error of one element (u = 2**-11 for float16, 2**-8 for bfloat16, 2**-24 for float32):
 
     |x - x'| <= scale * (0.5 + q_max * u) + u * |bias|
 """
@@ -23,7 +21,6 @@ Error of one element (u = 2**-11 for float16, 2**-8 for bfloat16, 2**-24 for flo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,20 +28,15 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import DataError
-from ..spec import SCALE_8BIT, NumberFormat, PerChannel, PerToken, QuantSpec
+from ..spec import SCALE_8BIT, PerChannel, PerToken, QuantSpec
 from . import banded
 from .nested import levels, refine
 from .outliers import trimmed_ends
 
-TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "uint8", "uint16", "int32")} | {
-    SCALE_8BIT: torch.uint8, "float8_e4m3": torch.float8_e4m3fn,
-}  # fmt: skip
+TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "uint8", "uint16", "int32")} | {SCALE_8BIT: torch.uint8}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float8_e4m3": 2.0**-4}
-SMALLEST_PAGE_SCALE = 2.0**-100
-"""So that products with the smallest scale in 8 bits have float32 reciprocals."""
-LARGEST_E4M3 = 448.0
-SMALLEST_SCALE = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float8_e4m3": 2.0**-9}
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+SMALLEST_SCALE = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126}
 """Smallest scale of each storage dtype: subnormal float16 numbers have float32 reciprocals, those of the others would be infinite."""
 
 
@@ -52,8 +44,7 @@ SMALLEST_SCALE = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-1
 class QParams:
     """Scale, bias, mean and stretch of a run of pages, already rounded to storage precision, as float32, and the codebook.
 
-    Shapes after the leading page and head dimensions: scale and bias as `QuantSpec.scale_shape` says, mean [head_dim], stretch [tokens], page_scale [1].
-    Scales with a page scale are the products, in float32.
+    Shapes after the leading page and head dimensions: scale and bias as `QuantSpec.scale_shape` says, mean [head_dim], stretch [tokens].
     The codebook is [num_kv_heads, 2**bits], ascending.
     """
 
@@ -62,13 +53,10 @@ class QParams:
     mean: torch.Tensor | None = None
     stretch: torch.Tensor | None = None
     codebook: torch.Tensor | None = None
-    page_scale: torch.Tensor | None = None
 
     def stored(self) -> dict[str, torch.Tensor]:
         """What a page holds of them, by section name without the side's prefix."""
-        units = {} if self.page_scale is None else {"scale": self.scale / self.page_scale.unsqueeze(-1)}  # exact to half a unit of 4 bits
-        found = {name: t for name in ("scale", "bias", "mean", "stretch", "page_scale") if (t := getattr(self, name)) is not None}
-        return found | units
+        return {name: t for name in ("scale", "bias", "mean", "stretch") if (t := getattr(self, name)) is not None}
 
 
 def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = None, codebook: torch.Tensor | None = None) -> QParams:
@@ -92,8 +80,6 @@ def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = No
     if spec.is_banded:
         return QParams(banded.fitted_scales(x, spec).unsqueeze(-2), None, mean)
     low, high = _ends(_grouped(x, spec), spec, spec.num_outliers(*x.shape[-2:]))
-    if spec.has_page_scale:
-        return _page_scaled(divided(torch.maximum(-low, high), spec.q_max), spec)
     if not spec.has_bias:
         return QParams(rounded_scale(divided(torch.maximum(-low, high), spec.q_max), spec.scale_dtype), None, mean, None, codebook)
     if spec.has_codebook:
@@ -101,13 +87,6 @@ def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = No
         return QParams(rounded_scale(torch.maximum(high - bias, bias - low), spec.scale_dtype), bias, mean, None, codebook)
     bias = _rounded_down(low, spec.scale_dtype)
     return QParams(rounded_scale(divided(high - bias, spec.q_max), spec.scale_dtype), bias, mean)
-
-
-def _page_scaled(scale: torch.Tensor, spec: QuantSpec) -> QParams:
-    """Scales [.., groups, tokens] as products of 8 bits and the page's own number."""
-    page = divided(scale.amax((-2, -1)), LARGEST_E4M3).clamp(min=SMALLEST_PAGE_SCALE).unsqueeze(-1)
-    units = rounded_scale(scale / page.unsqueeze(-1), spec.scale_dtype)
-    return QParams(units * page.unsqueeze(-1), page_scale=rounded(page, "float32"))
 
 
 def _ends(groups: torch.Tensor, spec: QuantSpec, num_outliers: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,35 +107,13 @@ def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.
         return codes, torch.zeros_like(codes, dtype=torch.bool)
     scaled = normalize(x, spec, qparams)
     if spec.number_format.kind == "float":
-        return _float_codes(scaled, spec.number_format), scaled.abs() >= spec.number_format.saturates_at
+        codes = scaled.clamp(-spec.q_max, spec.q_max).to(FP8_DTYPES[spec.format]).view(torch.uint8)
+        return codes, scaled.abs() >= spec.number_format.saturates_at
     if spec.has_codebook:
         return _nearest(scaled, qparams.codebook), scaled.abs() > 1 + 2 * UNIT_ROUNDOFF[spec.scale_dtype]
     codes = scaled.round() + spec.zero
     low, high = spec.code_range
     return codes.clamp(low, high).to(torch.uint8), (codes < low) | (codes > high)
-
-
-def _float_codes(x: torch.Tensor, fmt: NumberFormat) -> torch.Tensor:
-    """Bits of the nearest floats of a format, uint8, half to even, past the ends the largest finite number."""
-    x = x.clamp(-fmt.max_value, fmt.max_value)
-    if fmt.name in FP8_DTYPES:
-        return x.to(FP8_DTYPES[fmt.name]).view(torch.uint8)
-    size = x.abs()
-    steps = float_levels(fmt, x.device, torch.float32)[: 2 ** (fmt.bits - 1)]
-    codes = torch.zeros_like(x, dtype=torch.uint8)
-    for i, middle in enumerate((steps[:-1] + steps[1:]) / 2):
-        codes += size >= middle if i % 2 else size > middle
-    return codes | (torch.signbit(x).to(torch.uint8) << (fmt.bits - 1))
-
-
-@functools.lru_cache(maxsize=16)
-def float_levels(fmt: NumberFormat, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """[2**bits]: what every code of a float format without infinities stands for, by its bits."""
-    codes = torch.arange(2 ** (fmt.bits - 1), device="cpu")
-    exponent, fraction = codes >> fmt.mantissa_bits, codes & (2**fmt.mantissa_bits - 1)
-    size = (fraction + torch.where(exponent > 0, 2**fmt.mantissa_bits, 0)).double()
-    size = size * 2.0 ** (exponent.clamp(min=1) - (2 ** (fmt.exponent_bits - 1) - 1) - fmt.mantissa_bits)
-    return torch.cat([size, -size]).to(device, dtype)
 
 
 def _nearest(scaled: torch.Tensor, codebook: torch.Tensor | None) -> torch.Tensor:
@@ -173,8 +130,6 @@ def _levels(codes: torch.Tensor, spec: QuantSpec, codebook: torch.Tensor | None,
     """What codes stand for before the scale."""
     if spec.format in FP8_DTYPES:
         return codes.view(FP8_DTYPES[spec.format]).to(dtype)
-    if spec.number_format.kind == "float":
-        return float_levels(spec.number_format, codes.device, dtype)[codes.long()]
     if not spec.has_codebook:
         return codes.to(dtype) - spec.zero
     if codebook is None:
@@ -295,12 +250,10 @@ def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Scales as a storage dtype holds them, in float32: subnormal ones of float16 and float8_e4m3 rounded up, none below `SMALLEST_SCALE`, 0 included."""
+    """Scales as a storage dtype holds them, in float32: subnormal ones of float16 rounded up, none below `SMALLEST_SCALE`, 0 included."""
     y = rounded(scale, dtype)
     if dtype == "float16":
         y = torch.where(scale < 2.0**-14, torch.ceil(scale * 2.0**24) * 2.0**-24, y)
-    if dtype == "float8_e4m3":
-        y = torch.where(scale < 2.0**-6, torch.ceil(scale * 2.0**9) * 2.0**-9, y)
     return y.clamp(min=SMALLEST_SCALE[dtype])
 
 

@@ -54,7 +54,7 @@ class PageLayout:
     """Byte layout of one page of one layer: `num_kv_heads` identical structs, one after the other.
 
     Sections appear in this order, each aligned to 16 bytes, the struct padded to 64 bytes:
-    key planes, value planes, then key scale, page scale, bias, mean, stretch, outlier indices, outlier values, and the same of the values.
+    key planes, value planes, then key scale, bias, mean, stretch, outlier indices, outlier values, and the same of the values.
     """
 
     key: QuantSpec
@@ -93,8 +93,6 @@ class PageLayout:
             if not spec.static:
                 shape = spec.scale_shape(self.page_size, self.head_dim)
                 add(f"{prefix}_scale", spec.scale_dtype, SCALE_BYTES[spec.scale_dtype], shape)
-                if spec.has_page_scale:
-                    add(f"{prefix}_page_scale", "float32", 4, (1,))
                 if spec.has_bias:
                     add(f"{prefix}_bias", spec.offset_dtype, itemsize, shape)
             if spec.center:

@@ -13,9 +13,7 @@ from .codec import choice, serialisable, whole
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 SCALE_8BIT = "float8_e5m3"
 """Scales of banded codes: 5 bits of exponent, 3 of mantissa, no sign; the byte is bits 7 to 14 of the same number in float16."""
-SCALE_IN_UNITS = "float8_e4m3"
-"""Scales that count in units of one float32 number for each page and kv head, `page_scale`."""
-SCALE_BYTES = DTYPE_BYTES | {SCALE_IN_UNITS: 1, SCALE_8BIT: 1}
+SCALE_BYTES = DTYPE_BYTES | {SCALE_8BIT: 1}
 MAX_OUTLIERS = 0.125
 MAX_GROUP = 65_536
 BASES = (None, "hadamard", "klt")
@@ -52,7 +50,6 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="int2", planes=(2,), kind="int"),
         NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", exponent_bits=4, mantissa_bits=3, max_value=448.0, saturates_at=464.0),
         NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", exponent_bits=5, mantissa_bits=2, max_value=57344.0, saturates_at=61440.0),
-        NumberFormat(name="fp4_e2m1", planes=(4,), kind="float", exponent_bits=2, mantissa_bits=1, max_value=6.0, saturates_at=7.0),
         NumberFormat(name="nuq4", planes=(4,), kind="codebook"),
         NumberFormat(name="nuq3", planes=(2, 1), kind="codebook"),
         NumberFormat(name="nuq2", planes=(2,), kind="codebook"),
@@ -104,7 +101,7 @@ class QuantSpec:
 
         x ~ level(code) * scale * stretch + bias + mean + outlier
 
-    `level` is code - zero for integers (`zero` is 2**(bits - 1) if symmetric, else 0), the float itself for fp8 and fp4, and an entry of the
+    `level` is code - zero for integers (`zero` is 2**(bits - 1) if symmetric, else 0), the float itself for fp8, and an entry of the
     calibrated codebook, in [-1, 1], for nuq formats (KVQuant, arXiv:2401.18079, section 3.4). `bias` exists for asymmetric specs, `mean`
     for `center="channel"`, `outlier` for the listed elements of a page, `stretch` per token for static per-channel specs with outliers.
 
@@ -112,8 +109,7 @@ class QuantSpec:
         format: one of `FORMATS`; "raw" keeps the model's own 16-bit (or 32-bit) values.
         granularity: who shares a scale (and a bias).
         symmetric: integers only; False adds a float `bias` beside each scale.
-        scale_dtype: storage dtype of scale, bias and mean. "float8_e4m3" (NVFP4's): a scale is the product of 8 bits and of one float32 number for the
-            page and head, max|x| / (448 * the format's largest level); only for symmetric scales that are the page's own and belong to tokens.
+        scale_dtype: storage dtype of scale, bias and mean.
         static: scales come from a `Calibration` instead of from the page, and are not stored in it.
         center: "channel" keeps each channel's mean over the page apart, so that a constant offset (a key bias) costs no
             code range. A score then gains q . mean once per page and head.
@@ -170,13 +166,6 @@ class QuantSpec:
             raise SpecError(f"{self.format} has a wide range of its own and takes no outliers; use outliers=0")
         if self.outliers and self.static and not (self.has_codebook and isinstance(self.granularity, PerChannel)):
             raise SpecError("calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats (nuq) can; use static=False")
-        if self.has_page_scale and (self.static or self.center or self.outliers or self.pre_rope or not self.symmetric or self.has_codebook):
-            raise SpecError(
-                "scales in float8_e4m3 count in units of the page's largest number and have no room for offsets; with static=True, center, outliers, pre_rope, "
-                "codebooks or symmetric=False use scale_dtype='float16'"
-            )
-        if self.has_page_scale and isinstance(self.granularity, PerChannel):
-            raise SpecError("scales in float8_e4m3 belong to tokens; use PerGroup(16), or scale_dtype='float16' per channel")
         if self.rotated and (self.needs_calibration or self.pre_rope):
             raise SpecError(
                 "rotated keys take their scales from the page, after the rotary embedding; use rotated=False with static scales, codebooks or pre_rope"
@@ -268,11 +257,6 @@ class QuantSpec:
         return self.number_format.kind == "codebook"
 
     @property
-    def has_page_scale(self) -> bool:
-        """True where scales are stored in 8 bits, in units of one float32 number for each page and kv head."""
-        return self.scale_dtype == SCALE_IN_UNITS
-
-    @property
     def has_stretch(self) -> bool:
         """True where a page cannot fit the scale to its own numbers: each token then has a factor, so that none is cut off."""
         return bool(self.outliers) and self.static
@@ -299,7 +283,7 @@ class QuantSpec:
         That is where scales belong to a token alone or come from calibration. A mean (`center`) is the page's own, but any number does for it: one fixed when
         the page opens. Codebooks, outliers, keys before the rotary embedding and banded codes are left to whole pages.
         """
-        if self.has_codebook or self.outliers or self.pre_rope or self.has_page_scale or self.is_banded:
+        if self.has_codebook or self.outliers or self.pre_rope or self.is_banded:
             return False
         return self.is_raw or self.static or not isinstance(self.granularity, PerChannel)
 

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
@@ -33,7 +33,7 @@ class TensorStruct(Structure):
         ("format", c_int32), ("raw_dtype", c_int32), ("scale_dtype", c_int32), ("symmetric", c_int32),
         ("per_channel", c_int32), ("group_size", c_int32), ("plane_offset", c_int32 * 4),
         ("scale_offset", c_int32), ("bias_offset", c_int32), ("mean_offset", c_int32), ("stretch_offset", c_int32),
-        ("num_outliers", c_int32), ("outlier_index_offset", c_int32), ("outlier_value_offset", c_int32), ("page_scale_offset", c_int32),
+        ("num_outliers", c_int32), ("outlier_index_offset", c_int32), ("outlier_value_offset", c_int32),
         ("static_scale", c_void_p), ("static_bias", c_void_p),
         ("hadamard", c_int32), ("bands", c_void_p), ("from_basis", c_void_p), ("to_basis", c_void_p),
         ("codebook", c_void_p), ("inv_freq", c_void_p), ("turns", c_void_p),

@@ -79,7 +79,7 @@ def _encoded(side: Side) -> TensorStruct:
     )  # fmt: skip
     for i, offset in enumerate(side.plane_offset):
         t.plane_offset[i] = offset
-    for name in ("scale", "page_scale", "bias", "mean", "stretch", "outlier_index", "outlier_value"):
+    for name in ("scale", "bias", "mean", "stretch", "outlier_index", "outlier_value"):
         offset = getattr(side, f"{name}_offset")
         setattr(t, f"{name}_offset", -1 if offset is None else offset)
     return t
@@ -158,7 +158,7 @@ def low_struct(store: LowStore) -> StoreStruct:
     tensors = []
     for kind in "kv":
         bits, offset = low_plane(layout, kind)
-        t = TensorStruct(format=LOW_FORMATS[bits], scale_offset=-1, page_scale_offset=-1, bias_offset=-1, mean_offset=-1)
+        t = TensorStruct(format=LOW_FORMATS[bits], scale_offset=-1, bias_offset=-1, mean_offset=-1)
         t.plane_offset[0] = offset
         tensors.append(t)
     address, pages, stride = _slabs(store)

@@ -36,9 +36,7 @@ def stored_qparams(pages: torch.Tensor, layout: PageLayout, kind: str, static: d
     scale = read("scale")
     if scale is None:
         raise KeyError(f"{kind}_scale is neither stored in the page nor calibrated")
-    if (page_scale := read("page_scale")) is not None:
-        scale = scale * page_scale.unsqueeze(-1)
-    return QParams(scale, read("bias"), read("mean"), read("stretch"), static.get(f"{kind}_codebook"), page_scale)
+    return QParams(scale, read("bias"), read("mean"), read("stretch"), static.get(f"{kind}_codebook"))
 
 
 def require_starts(starts: np.ndarray | None, num_pages: int) -> np.ndarray:

@@ -15,13 +15,13 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 13 };
+enum { KVBITS_ABI_VERSION = 14 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
   int32_t format;        // Format of numbers.h
   int32_t raw_dtype;     // Dtype of raw rows
-  int32_t scale_dtype;   // Dtype of scales, biases and means; 8 bits of scales only: FLOAT8_E4M3 with a page_scale, FLOAT8_E5M3 with means of FLOAT16
+  int32_t scale_dtype;   // Dtype of scales, biases and means; FLOAT8_E5M3 of scales only, with means of FLOAT16
   int32_t symmetric;     // 0: integer codes start at 0 and a bias is added
   int32_t per_channel;   // 1: one scale per channel of the page; 0: [groups, page_size]
   int32_t group_size;    // channels sharing a scale when !per_channel (head_dim for per token)
@@ -33,7 +33,6 @@ typedef struct {
   int32_t num_outliers;          // listed in every page, indices token * head_dim + channel ascending; 0: none
   int32_t outlier_index_offset;  // uint16, or int32 where page_size * head_dim exceeds 65536
   int32_t outlier_value_offset;  // scale_dtype: what the dense number lacks
-  int32_t page_scale_offset;     // float32 of the page that scales in FLOAT8_E4M3 are multiplied with; -1: none
   const float* static_scale;  // [num_kv_heads, head_dim], widened from groups to channels; null unless static
   const float* static_bias;   // same shape; null unless static and asymmetric
   int32_t hadamard;           // 1: banded, and times a Hadamard matrix

@@ -51,16 +51,8 @@ struct Octet {
     }
 };
 
-/// Codes of E2M1: even multiples of its steps, half to even, past the ends the largest number.
-DEVICE u32 to_e2m1(float x) {
-    const float size = fminf(fabsf(x), 6.f);
-    const float code = size < 2.f ? rintf(size * 2.f) : size < 4.f ? rintf(size) + 2.f : rintf(size * 0.5f) + 4.f;
-    return u32(code) | (__float_as_uint(x) >> 31) << 3;
-}
-
 template <int FLOAT>
 DEVICE unsigned char to_float_code(float x) {
-    if (FLOAT == E2M1) return (unsigned char)to_e2m1(x);
 #if __CUDA_ARCH__ >= 890
     return (unsigned char)(FLOAT == E4M3 ? to_e4m3(x) : to_e5m2(x));
 #else

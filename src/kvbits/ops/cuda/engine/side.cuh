@@ -22,33 +22,24 @@ DEVICE float float_of(u32 code) {
 
 /// What one of keys and values is stored as.
 template <int FLOAT_, int BITS0_, int BITS1_, int SCALE_, int GROUP_, int ZERO_, int BIAS_, int MEAN_, int TYPE_, int OFFSET0_, int OFFSET1_, int SCALE_OFFSET_,
-          int BIAS_OFFSET_, int MEAN_OFFSET_, int PAGE_SCALE_OFFSET_, bool VALUES_>
+          int BIAS_OFFSET_, int MEAN_OFFSET_, bool VALUES_>
 struct Side {
     static constexpr int FLOAT = FLOAT_, BITS0 = BITS0_, BITS1 = BITS1_, SCALE = SCALE_, GROUP = GROUP_, ZERO = ZERO_, TYPE = TYPE_;
     static constexpr bool HAS_BIAS = BIAS_, HAS_MEAN = MEAN_, VALUES = VALUES_;
-    static constexpr int OFFSET0 = OFFSET0_, OFFSET1 = OFFSET1_, SCALE_OFFSET = SCALE_OFFSET_, BIAS_OFFSET = BIAS_OFFSET_, MEAN_OFFSET = MEAN_OFFSET_, PAGE_SCALE_OFFSET = PAGE_SCALE_OFFSET_;
+    static constexpr int OFFSET0 = OFFSET0_, OFFSET1 = OFFSET1_, SCALE_OFFSET = SCALE_OFFSET_, BIAS_OFFSET = BIAS_OFFSET_, MEAN_OFFSET = MEAN_OFFSET_;
     static constexpr int BITS = BITS0_ + BITS1_, GROUPS = D / GROUP_;
     static constexpr int LOW = ZERO ? 1 : 0, HIGH = (1 << (BITS > 8 ? 8 : BITS)) - 1;
-    static constexpr bool IS_FLOAT = float_format(FLOAT).exponent_bits > 0, HAS_PAGE_SCALE = TYPE == FLOAT8_E4M3;
+    static constexpr bool IS_FLOAT = float_format(FLOAT).exponent_bits > 0;
     static constexpr float Q_MAX = IS_FLOAT ? float_format(FLOAT).max_value : ZERO ? float(ZERO - 1) : float(HIGH);
     static constexpr float SATURATES = float_format(FLOAT).saturates_at;
     // A scale taken from the page and rounded by at most 2**-11 cannot push a code half a step past its range.
     static constexpr bool NEVER_SATURATES = FLOAT == INTEGER && SCALE != SCALE_STATIC && TYPE != BFLOAT16;
-    static_assert(!HAS_PAGE_SCALE || (SCALE == SCALE_GROUP && !HAS_BIAS && !HAS_MEAN), "scales in 8 bits belong to tokens");
     static constexpr int SCALES = SCALE == SCALE_CHANNEL ? D : GROUPS * PAGE;  // of a page
 };
 
 template <int TYPE>
 DEVICE float load_value(const void* p, i64 i) {
     if (TYPE == FLOAT32) return static_cast<const float*>(p)[i];
-    if (TYPE == FLOAT8_E4M3) return float_of<E4M3>(static_cast<const unsigned char*>(p)[i]);
     u16 h = static_cast<const u16*>(p)[i];
     return TYPE == FLOAT16 ? f16_to_float(h) : bf16_to_float(h);
-}
-
-/// Scale number `i` of a page: with a page scale the product.
-template <class S>
-DEVICE float load_scale(const unsigned char* page, i64 i) {
-    const float scale = load_value<S::TYPE>(page + S::SCALE_OFFSET, i);
-    return S::HAS_PAGE_SCALE ? __fmul_rn(scale, *reinterpret_cast<const float*>(page + S::PAGE_SCALE_OFFSET)) : scale;
 }

@@ -37,7 +37,7 @@ def side_arguments(layout: PageLayout, kind: str) -> str:
     side = describe(layout, kind)
     values = [
         side.levels, side.plane(0)[0] or 8, side.plane(1)[0], side.scale, side.group, side.zero, int(side.has_bias), int(side.has_mean), side.scale_dtype,
-        side.plane_offset[0], side.plane(1)[2], *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset, side.page_scale_offset)),
+        side.plane_offset[0], side.plane(1)[2], *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset)),
     ]  # fmt: skip
     return ", ".join(map(str, values))
 
@@ -71,7 +71,6 @@ def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, i
         f"{name}_SCALE_OFFSET": side.scale_offset or 0,
         f"{name}_BIAS_OFFSET": side.bias_offset or 0,
         f"{name}_MEAN_OFFSET": side.mean_offset or 0,
-        f"{name}_PAGE_SCALE_OFFSET": side.page_scale_offset or 0,
     }
 
 

@@ -23,12 +23,6 @@ DEVICE float stored_scale(float scale) {
     if (TYPE == FLOAT16 && scale < 6.103515625e-05f) r = ceilf(scale * 16777216.f) * 5.9604644775390625e-08f;
     return r < SMALLEST ? SMALLEST : r;  // not fmaxf, which would hide a NaN
 }
-/// A positive scale in units of a page scale as E4M3 bits: half to even, subnormal ones up, none is 0.
-DEVICE u32 e4m3_scale(float units) {
-    if (units < 0.015625f) return max(u32(ceilf(units * 512.f)), 1u);
-    const u32 w = __float_as_uint(units);
-    return min((w + 0x7ffffu + (w >> 20 & 1) >> 20) - (120u << 3), 0x7eu);
-}
 /// Largest value of the storage type that is not above x; never -0: which zero of a range is the smallest?
 template <int TYPE>
 DEVICE float stored_bias(float x) {

@@ -59,7 +59,6 @@ int32_t check_tensor(const kvbits_tensor& t, bool is_key, const kvbits_store& s,
   if (const int32_t bad = check_bands(t, is_key, head_dim)) return bad;
   if (t.num_outliers < 0 || t.num_outliers > static_cast<int64_t>(s.page_size) * head_dim) return KVBITS_BAD_OUTLIERS;
   if (!t.static_scale && t.scale_offset < 0) return KVBITS_BAD_FORMAT;
-  if ((t.scale_dtype == FLOAT8_E4M3) != (t.page_scale_offset >= 0) || (t.page_scale_offset >= 0 && (t.per_channel || t.static_scale))) return KVBITS_BAD_FORMAT;
   if (t.per_channel || t.static_scale) return 0;
   if (t.group_size < 4 || t.group_size % 4 || head_dim % t.group_size || head_dim / t.group_size > MAX_GROUPS) return KVBITS_BAD_GROUP;
   return 0;

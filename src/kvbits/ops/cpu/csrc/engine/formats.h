@@ -21,35 +21,7 @@ constexpr int num_planes(int format) { return codes_of(format).bits1 ? 2 : 1; }
 constexpr int plane_bits(int format, int plane) { return plane ? codes_of(format).bits1 : codes_of(format).bits0; }
 constexpr int exponent_bias(int format) { return (1 << codes_of(format).exponent_bits) / 2 - 1; }
 
-// Floats of at most 4 bits count in whole steps, the smallest of them. Their codes enter integer dot products by way of a table of 16 bytes.
-constexpr bool is_looked_up(int format) { return is_float(format) && code_bits(format) <= 4; }
-constexpr bool has_int_dots(int format) { return is_int(format) || is_looked_up(format) || format == NESTED; }
-constexpr int exponent_of(int format, int code) { return (code & ((1 << (code_bits(format) - 1)) - 1)) >> codes_of(format).mantissa_bits; }
-constexpr int steps_of(int format, int code) {
-  const int bits = codes_of(format).mantissa_bits, exponent = exponent_of(format, code), fraction = (code & ((1 << bits) - 1)) | (exponent ? 1 << bits : 0);
-  const int steps = fraction << (exponent ? exponent - 1 : 0);
-  return code >> (code_bits(format) - 1) ? -steps : steps;
-}
-constexpr int most_steps(int format) { return steps_of(format, (1 << (code_bits(format) - 1)) - 1); }
-// Size of a step: 2^(1 - bias - mantissa bits).
-constexpr float step_size(int format) { return is_looked_up(format) ? 2.0f / (float)(1 << (exponent_bias(format) + codes_of(format).mantissa_bits)) : 1.0f; }
-// The largest byte that a field of `bits` bits becomes. Keys' tables are steps + most_steps, which is never negative, values' the steps.
-constexpr int largest_key(int format, int bits) { return is_looked_up(format) ? 2 * most_steps(format) : (1 << bits) - 1; }
-constexpr int largest_value(int format, int bits) { return is_looked_up(format) ? most_steps(format) : (1 << bits) - 1; }
-
-struct StepTable {
-  alignas(16) int8_t at[16];
-};
-constexpr StepTable make_steps(int format, int zero) {
-  StepTable t = {};
-  if (is_looked_up(format))
-    for (int code = 0; code < 1 << code_bits(format); code++) t.at[code] = (int8_t)(steps_of(format, code) + zero);
-  return t;
-}
-template <int FMT>
-constexpr StepTable key_steps = make_steps(FMT, is_looked_up(FMT) ? most_steps(FMT) : 0);
-template <int FMT>
-constexpr StepTable value_steps = make_steps(FMT, 0);
+constexpr bool has_int_dots(int format) { return is_int(format) || format == NESTED; }
 
 // Plain integers of a width that banded values have, -1 where there are none of 2 to 4 bits.
 constexpr int integers_of_bits(int bits) { return bits == 2 ? FORMAT_INT2 : bits == 3 ? FORMAT_INT3 : bits == 4 ? FORMAT_INT4 : -1; }

@@ -27,7 +27,6 @@ static bool make_params(PageBuffers& b, const kvbits_tensor& t, uint8_t* head, i
   if (t.num_outliers) (bias ? trimmed_ranges<true> : trimmed_ranges<false>)(b, page_size, head_dim, head_dim / groups, by_token, t.num_outliers);
   else if (by_token) range_by_token(b, page_size, head_dim, groups);
   else range_by_channel(b, page_size, head_dim);
-  if (t.page_scale_offset >= 0) return choose_page_scaled(b, groups * page_size, q_max_of(t), head + t.scale_offset, head + t.page_scale_offset);
   return choose_params<DTYPE>(b, by_token ? groups * page_size : head_dim, q_max_of(t), is_codebook(t.format), head + t.scale_offset, bias) && ok;
 }
 

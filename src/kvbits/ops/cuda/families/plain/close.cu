@@ -36,25 +36,6 @@ struct Shared {
     float mean[D];
 };
 
-/// Scales of a side with a page scale, from those in shared.inverse, of which this thread made some, none above `most`.
-template <class S>
-DEVICE void page_scaled(float most, unsigned char* out, Shared& shared, bool& overflow) {
-    for (int mask = 1; mask < 32; mask *= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, mask));
-    static_assert(THREADS / 32 <= D, "a warp's largest scale lies where a mean would");
-    if (threadIdx.x % 32 == 0) shared.mean[threadIdx.x / 32] = most;
-    __syncthreads();
-    for (int warp = 0; warp < THREADS / 32; ++warp) most = fmaxf(most, shared.mean[warp]);
-    const float page = fmaxf(__fdiv_rn(most, 448.f), 7.888609052210118e-31f);  // 2**-100
-    overflow |= !finite(page);
-    if (threadIdx.x == 0) *reinterpret_cast<uint4*>(out + S::PAGE_SCALE_OFFSET) = {__float_as_uint(page), 0, 0, 0};  // what follows to the next section is 0
-    for (int at = threadIdx.x; at < S::SCALES; at += THREADS) {
-        const u32 bits = e4m3_scale(__fdiv_rn(shared.inverse[at], page));
-        out[S::SCALE_OFFSET + at] = (unsigned char)bits;
-        shared.inverse[at] = __fdiv_rn(1.f, __fmul_rn(float_of<E4M3>(bits), page));
-        shared.bias[at] = 0.f;
-    }
-}
-
 /// Scales (and biases) of every group or channel, stored and, as reciprocals, in shared memory. x: this thread's values, less `mean`.
 template <class S>
 DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int team, int octet, bool works, unsigned char* out, Shared& shared, bool& overflow) {
@@ -85,7 +66,6 @@ DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int te
         }
     }
     __syncthreads();
-    float most = 0.f;  // of a side with a page scale
     for (int at = threadIdx.x; at < S::SCALES; at += THREADS) {
         // [channel] over teams, or [group][token] over the group's octets
         constexpr int COUNT = BY_CHANNEL ? (TEAMS < PAGE ? TEAMS : PAGE) : S::GROUP / 8, STEP = BY_CHANNEL ? D : 1;
@@ -95,11 +75,6 @@ DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int te
             if (S::HAS_BIAS) lo = fminf(lo, low[first + i * STEP]);
             hi = fmaxf(hi, high[first + i * STEP]);
         }
-        if (S::HAS_PAGE_SCALE) {
-            shared.inverse[at] = __fdiv_rn(hi, S::Q_MAX);
-            most = fmaxf(most, shared.inverse[at]);
-            continue;
-        }
         float scale, bias;
         parameters_of<S>(lo, hi, scale, bias, overflow);
         store<S::TYPE>(out + S::SCALE_OFFSET, at, scale);
@@ -107,7 +82,6 @@ DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int te
         shared.inverse[at] = __fdiv_rn(1.f, scale);
         shared.bias[at] = bias;
     }
-    if (S::HAS_PAGE_SCALE) page_scaled<S>(most, out, shared, overflow);
     __syncthreads();  // codes overwrite the extremes
 }
 

@@ -80,7 +80,7 @@ struct Reader {
         const float stretch = E::STRETCH ? load_value<S::TYPE>(page + E::STRETCH_OFFSET, token) : 1.f;
         for (int k = 0; k < 4; ++k) {
             int place = S::SCALE == SCALE_CHANNEL ? ch + k : ch / S::GROUP * PAGE + token;
-            x[k] *= S::SCALE == SCALE_STATIC ? scale[ch + k] : load_scale<S>(page, place);
+            x[k] *= S::SCALE == SCALE_STATIC ? scale[ch + k] : load_value<S::TYPE>(page + S::SCALE_OFFSET, place);
             if (E::STRETCH) x[k] *= stretch;
             if (S::HAS_BIAS) x[k] += S::SCALE == SCALE_STATIC ? bias[ch + k] : load_value<S::TYPE>(page + S::BIAS_OFFSET, place);
             if (S::HAS_MEAN) x[k] += load_value<S::TYPE>(page + S::MEAN_OFFSET, ch + k);

@@ -17,8 +17,6 @@ from ...engine.runtime import driver
 from ...engine.shape import RAW_TOKENS, RING_BYTES, WIDE, Ask, Kernel, Shape
 from . import close, unpack
 
-FLOATS = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
-"""Floats that packed_codes.cuh makes matrix operands of."""
 LOW_BITS = 4
 """Width of the low planes that packed.cu reads, and of the codes they refine."""
 
@@ -40,10 +38,6 @@ class Plain(Family):
         if op in ("close", "step"):
             return close.refuses_layout(layout, dtype)
         return _refuses_attention(layout) or next((why for x in low if (why := _refuses_low(layout, x))), None)
-
-    def may_unpack(self, layout: PageLayout) -> bool:
-        """Floats of 4 bits and scales in units of a page's."""
-        return any(s.has_page_scale or (s.number_format.kind == "float" and s.bits < 8) for s in (layout.key, layout.value))
 
     def is_wide(self, layout: PageLayout) -> bool:
         """One plane, no terms that count weights or scale queries by page."""
@@ -117,13 +111,11 @@ def _refuses_attention(layout: PageLayout) -> str | None:
         return f"head_dim={d} is above 256"
     if key.is_raw or value.is_raw:
         return "one of keys and values is raw and the other is not"
-    if unknown := [s.format for s in (key, value) if s.number_format.kind == "float" and s.format not in FLOATS]:
-        return f"{unknown[0]} codes have no matrix operands yet; there are those of {', '.join(FLOATS)}"
     if len(walked_planes(value, d)) > 1 and scale_kind(value) == CHANNEL:
         return f"head_dim={d}: {value.format} values with a scale per channel need more registers than a thread has; per token or per group they fit"
     if d > 128 and _two_planes(layout):
         return f"3-bit codes at head_dim={d} need more registers than a thread has; at most 128, or a multiple of 32"
-    for kind, spec, step in (("key", key, 16), ("value", value, 16 if _scales_codes(layout) else 32)):
+    for kind, spec, step in (("key", key, 16), ("value", value, 32)):
         if scale_kind(spec) != GROUP:
             continue
         size = d // spec.num_groups(d)
@@ -143,12 +135,6 @@ def _refuses_low(layout: PageLayout, low: LowLayout) -> str | None:
         if bits and (spec.format, bits) != (f"int{LOW_BITS}", LOW_BITS):
             return f"a low plane of {bits} bits under {spec.format} codes; the CUDA kernels read {LOW_BITS} bits under int{LOW_BITS}"
     return shape.refuses_pieces(layout, (low,))
-
-
-def _scales_codes(layout: PageLayout) -> bool:
-    """Whether values' scales are multiplied onto the codes, not onto the weights (ValueTraits::SCALES_CODES): groups may then be as small as 16 channels."""
-    value, d = layout.value, layout.head_dim
-    return value.format == "fp4_e2m1" and value.has_page_scale and d == 16 * value.num_groups(d)
 
 
 def _joins_raw(layout: PageLayout, cols: int) -> bool:

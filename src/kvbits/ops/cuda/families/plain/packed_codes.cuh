@@ -10,9 +10,6 @@
 // A 3-bit code lies in a 2-bit and a 1-bit plane. Where a token's bytes in the second are half of those in the first (head_dim a multiple of 32), field f of
 // byte r there is field 2 f of the second plane's byte r, or field 2 f + 1 of byte r - LOW_ROW. Two bitwise selections join words of both planes to one of
 // fields 0 and 2 and one of fields 1 and 3, at bits 1 and 5 of every byte, and there is one walk, over 3-bit fields. Elsewhere each plane has its own.
-//
-// A 4-bit float (E2M1) is a float16 number times 2**-14 once its sign lies at bit 15 and the other three bits at 9 to 11: a shift by three and a selection bring
-// both to their places for a field of all four bytes at once.
 #pragma once
 #include "config.cuh"
 
@@ -37,8 +34,8 @@ struct Plane {
     static constexpr int ROUNDS = FIELDS * PAIRS;
     static constexpr int LOW_ROW = ROW / 2;                    // bytes of one token in the joined plane
 
-    /// A field's operands are codes times 2**exponent; of a 4-bit float they are alike in both fields.
-    static constexpr int exponent(int field) { return FLOAT == E2M1 ? 0 : JOINED ? 1 + field / 2 * 4 : BITS * field - LOW_BITS; }
+    /// A field's operands are codes times 2**exponent.
+    static constexpr int exponent(int field) { return JOINED ? 1 + field / 2 * 4 : BITS * field - LOW_BITS; }
     /// The operand of a code alike in all channels.
     static DEVICE u32 constant(u32 code, int field) {
         if (JOINED) return code * 0x00010001u << exponent(field);
@@ -52,10 +49,6 @@ DEVICE u32 operand(u32 even, u32 odd, int is_odd, int field) {
     if (FLOAT == E4M3) {
         u32 x = is_odd ? odd : even << 8;
         return ((x >> 1) & 0x3f803f80u) | (x & 0x80008000u);  // value * 2**-8
-    }
-    if (FLOAT == E2M1) {
-        const u32 x = field ? select_bits(0x80808080u, even, even >> 3) : select_bits(0x80808080u, even << 4, even << 1);
-        return (is_odd ? x : x << 8) & 0x8e008e00u;  // value * 2**-14
     }
     if (BITS == 8) return is_odd ? permute_bytes(odd, 0, 0x4341) : even & 0x00ff00ffu;
     return (is_odd ? odd : even) & (((1u << BITS) - 1) * 0x00010001u << BITS * field);
@@ -83,15 +76,9 @@ struct Fields {
     }
 };
 
-constexpr int operand_exponent(int is_float) { return is_float == INTEGER ? 24 : is_float == E2M1 ? 14 : is_float == E4M3 ? 8 : 0; }
+constexpr int operand_exponent(int is_float) { return is_float == INTEGER ? 24 : is_float == E4M3 ? 8 : 0; }
 
-/// Scales in E5M3 are bits 7 to 14 of float16 numbers. Those in E4M3 are read as float16 numbers of the same bits, which are scales times 2**-8; whoever reads
-/// them multiplies by the page's scale and this.
-constexpr float E4M3_UNIT = 256.f;
-/// A page's scale times E4M3_UNIT: the factor of what is read of its scales; 1 for other scales.
-template <int TYPE, int OFFSET>
-DEVICE float page_scale(const unsigned char* slot) { return TYPE == FLOAT8_E4M3 ? *reinterpret_cast<const float*>(slot + OFFSET) * E4M3_UNIT : 1.f; }
-
+/// Scales in E5M3 are bits 7 to 14 of float16 numbers.
 template <int TYPE>
 DEVICE void load_scales4(float (&s)[4], const unsigned char* section, int index) {
     if (TYPE == FLOAT32) {
@@ -101,11 +88,6 @@ DEVICE void load_scales4(float (&s)[4], const unsigned char* section, int index)
     }
     if (TYPE == FLOAT8_E5M3) {
         const u32 w = *reinterpret_cast<const u32*>(section + index), even = (w & 0x00ff00ffu) << 7, odd = w >> 1 & 0x7f807f80u;
-        s[0] = low_f16(even); s[1] = low_f16(odd); s[2] = high_f16(even); s[3] = high_f16(odd);
-        return;
-    }
-    if (TYPE == FLOAT8_E4M3) {
-        const u32 w = *reinterpret_cast<const u32*>(section + index), even = (w & 0x007f007fu) << 7, odd = w >> 1 & 0x3f803f80u;
         s[0] = low_f16(even); s[1] = low_f16(odd); s[2] = high_f16(even); s[3] = high_f16(odd);
         return;
     }
@@ -123,9 +105,9 @@ DEVICE void load_pairs8(u32 (&p)[4], const unsigned char* section, int index) {
         p[2] = permute_bytes(w.y, w.w, 0x5410); p[3] = permute_bytes(w.y, w.w, 0x7632);
         return;
     }
-    if (TYPE == FLOAT8_E4M3 || TYPE == FLOAT8_E5M3) {
+    if (TYPE == FLOAT8_E5M3) {
         const uint2 w = *reinterpret_cast<const uint2*>(section + index);
-        for (int j = 0; j < 4; ++j) p[j] = permute_bytes(w.x, w.y, (4 + j) << 12 | j << 4) >> 1 & (TYPE == FLOAT8_E5M3 ? 0x7f807f80u : 0x3f803f80u);
+        for (int j = 0; j < 4; ++j) p[j] = permute_bytes(w.x, w.y, (4 + j) << 12 | j << 4) >> 1 & 0x7f807f80u;
         return;
     }
     float a[4], b[4];
@@ -138,14 +120,8 @@ DEVICE void load_pairs8(u32 (&p)[4], const unsigned char* section, int index) {
 struct ValueTraits {
     using First = Plane<V_BITS0, V_OFFSET0, V_BITS1, V_JOINED_OFFSET, V_FLOAT>;
     using Second = Plane<V_BITS1, V_OFFSET1, 0>;
-    // Groups of 16: rows of one operand are channels of two. Each lane multiplies its rows' scales onto the operands, exactly (2 bits times 4 within float16's 11),
-    // and only the page's scale is multiplied onto the weights.
-    static constexpr bool SCALES_CODES = V_FLOAT == E2M1 && V_SCALE == SCALE_GROUP && V_SCALE_TYPE == FLOAT8_E4M3 && V_GROUP == 16;
-    static constexpr int WEIGHTS = SCALES_CODES ? 1 : V_GROUPS;             // sets of weights
-    // Scaled operands are value * 2**-7 and the weights have a page scale times 2**9 (scales are below 2**9).
-    static constexpr int EXPONENT = SCALES_CODES ? -2 : operand_exponent(V_FLOAT);
-    static constexpr float PAGE_UNIT = 512.f / E4M3_UNIT;
-    static constexpr u32 CODE_UNIT = 0x78007800u;                           // 2**15: of scales * 2**-8, to be multiplied with values * 2**-14
+    static constexpr int WEIGHTS = V_GROUPS;                                // sets of weights
+    static constexpr int EXPONENT = operand_exponent(V_FLOAT);
     static constexpr bool PER_CHUNK = V_SCALE == SCALE_CHANNEL;             // outputs are scaled once per chunk
     static constexpr bool WEIGHT_SUMS = V_HAS_MEAN || (PER_CHUNK && V_HAS_BIAS);  // a chunk's sum of weights multiplies a channel vector
     static constexpr bool BIAS_SUMS = V_HAS_BIAS && V_SCALE == SCALE_GROUP;  // weights times biases of groups, added at the end

@@ -290,7 +290,7 @@ struct KeySide {
             const float times = page_operands(scaled, slot, lane);
             f(PageKeys{scaled, times, sum});
         } else {
-            f(PageKeys{operands, factor * page_scale<K_SCALE_TYPE, K_PAGE_SCALE_OFFSET>(slot), sum});
+            f(PageKeys{operands, factor, sum});
         }
     }
     /// What every score of the page in `slot` has added.

@@ -43,11 +43,10 @@ struct Values {
             const LowBlock low(slot, 16 * block + 4 * quarter);
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
-                const RowScales scales(slot, pair, (tile * UNITS + u) * 32 + 8 * c, g);
                 const int quad = (tile * UNITS + u) * 8 + 2 * c;
                 const uint4 first = *reinterpret_cast<const uint4*>(p + quad * 4 * width), second = *reinterpret_cast<const uint4*>(p + (quad + 1) * 4 * width);
-                quad_of(first, low.load(quad), low.second, weights, scales, u, 0, pair);
-                quad_of(second, low.load(quad + 1), low.second, weights, scales, u, 1, pair);
+                quad_of(first, low.load(quad), low.second, weights, u, 0, pair);
+                quad_of(second, low.load(quad + 1), low.second, weights, u, 1, pair);
             }
         }
     }
@@ -68,36 +67,14 @@ struct Values {
             return *reinterpret_cast<const uint4*>(p + quad * 4 * width);
         }
     };
-    /// Scales of the groups that a lane's rows are of, for eight tokens, if they are multiplied onto codes.
-    struct RowScales {
-        static constexpr int N = ValueTraits::SCALES_CODES && ValuePlane::FIELDS ? ValuePlane::FIELDS : 1;
-        u32 pairs[N][4];
-
-        DEVICE RowScales(const unsigned char* slot, int pair, int token, int g) {
-            if (!ValueTraits::SCALES_CODES) return;
-#pragma unroll
-            for (int f = 0; f < ValuePlane::FIELDS; ++f) {
-                if (!used(f, pair)) continue;
-                const int group = min((f * ValuePlane::ROW + 32 * pair) / 16 + g / 4, V_GROUPS - 1);  // past the row: any group
-                load_pairs8<V_SCALE_TYPE>(pairs[f % N], slot + V_SCALE_OFFSET, group * CHUNK + token);
-                for (int j = 0; j < 4; ++j) pairs[f % N][j] = mul_f16x2(pairs[f % N][j], ValueTraits::CODE_UNIT);
-            }
-        }
-        /// An operand of two tokens, of `quad`'s first or second pair.
-        DEVICE u32 times(u32 operand, int f, int quad, int odd) const {
-            return ValueTraits::SCALES_CODES ? mul_f16x2(operand, pairs[f % N][2 * quad + odd]) : operand;
-        }
-    };
     template <class Weights>
-    DEVICE void quad_of(const uint4& w, const uint4& low, int second, const Weights& weights, const RowScales& scales, int u, int which, int pair) {
+    DEVICE void quad_of(const uint4& w, const uint4& low, int second, const Weights& weights, int u, int which, int pair) {
         const Fields<ValuePlane, V_FLOAT> x(w.x, low.x, second), y(w.y, low.y, second), z(w.z, low.z, second), w3(w.w, low.w, second);
 #pragma unroll
         for (int f = 0; f < ValuePlane::FIELDS; ++f) {
             if (!used(f, pair)) continue;
-            const u32 a0 = scales.times(x.operand(0, f), f, which, 0), a1 = scales.times(y.operand(0, f), f, which, 0);
-            const u32 a2 = scales.times(x.operand(1, f), f, which, 1), a3 = scales.times(y.operand(1, f), f, which, 1);
-            const u32 c0 = scales.times(z.operand(0, f), f, which, 0), c1 = scales.times(w3.operand(0, f), f, which, 0);
-            const u32 c2 = scales.times(z.operand(1, f), f, which, 1), c3 = scales.times(w3.operand(1, f), f, which, 1);
+            const u32 a0 = x.operand(0, f), a1 = y.operand(0, f), a2 = x.operand(1, f), a3 = y.operand(1, f);
+            const u32 c0 = z.operand(0, f), c1 = w3.operand(0, f), c2 = z.operand(1, f), c3 = w3.operand(1, f);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 const u32 (&b)[2] = weights[group_of(f, pair)][n][u][which];
@@ -148,17 +125,13 @@ struct ValueSide {
     template <bool MASKED>
     DEVICE u32 scales(u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4], const unsigned char* slot, int t, int visible, int c) const {
         if (V_SCALE != SCALE_GROUP) return 0;
-        const float unit = page_scale<V_SCALE_TYPE, V_PAGE_SCALE_OFFSET>(slot) * (ValueTraits::SCALES_CODES ? ValueTraits::PAGE_UNIT : 1.f);
-        const u32 of_page = pack_f16(unit, unit);
         u32 largest = 0;
 #pragma unroll
         for (int gr = 0; gr < ValueTraits::WEIGHTS; ++gr)
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 int token = (t * UNITS + u) * 32 + 8 * c;
-                if (!ValueTraits::SCALES_CODES) load_pairs8<V_SCALE_TYPE>(pairs[gr][u], slot + V_SCALE_OFFSET, gr * CHUNK + token);
-                if (V_SCALE_TYPE == FLOAT8_E4M3)
-                    for (int j = 0; j < 4; ++j) pairs[gr][u][j] = ValueTraits::SCALES_CODES ? of_page : mul_f16x2(pairs[gr][u][j], of_page);
+                load_pairs8<V_SCALE_TYPE>(pairs[gr][u], slot + V_SCALE_OFFSET, gr * CHUNK + token);
                 if (MASKED) mask_pairs(pairs[gr][u], token, visible);
                 for (int j = 0; j < 4; ++j) largest = max_f16x2(largest, pairs[gr][u][j]);
             }

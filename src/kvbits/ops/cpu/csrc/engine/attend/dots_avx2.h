@@ -64,11 +64,6 @@ INLINE __m256i widen_sums(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_e
 INLINE __m256i nested_code(__m256i high, __m256i low) { return _mm256_add_epi8(_mm256_sub_epi8(_mm256_slli_epi32(high, 4), high), low); }
 
 INLINE __m256i code_field(__m256i v, __m128i shift, __m256i mask) { return _mm256_and_si256(_mm256_srl_epi32(v, shift), mask); }
-// What codes stand for where they are looked up.
-template <int FMT>
-INLINE __m256i look_up(__m256i codes, const StepTable& steps) {
-  return is_looked_up(FMT) ? _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)steps.at)), codes) : codes;
-}
 
 // 8-bit keys: 256 channels of 255 * 32639 are the most that 32 bits hold.
 template <int FMT, int NH>
@@ -108,7 +103,7 @@ INLINE void key_sums_narrow(const KeyArgs& a, int t, int half, int c0, int c1, v
   for (int h = 0; h < NH; h++) acc[h] = _mm256_setzero_si256();
   for (int plane = 0; plane < num_planes(FMT); plane++) {
     const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];
-    const int run = 32767 / (2 * 127 * largest_key(FMT, bits));
+    const int run = 32767 / (2 * 127 * ((1 << bits) - 1));
     if (plane)
       for (int h = 0; h < NH; h++) acc[h] = _mm256_slli_epi32(acc[h], bits);
     const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
@@ -122,7 +117,7 @@ INLINE void key_sums_narrow(const KeyArgs& a, int t, int half, int c0, int c1, v
         for (int h = 0; h < NH; h++) part[h] = _mm256_setzero_si256();
         for (int n = left < run ? left : run; n > 0; n--, src += 64, q += 4) {
           fetch(src + a.ahead);
-          const __m256i v = look_up<FMT>(code_field(_mm256_loadu_si256((const __m256i*)src), shift, mask), key_steps<FMT>);
+          const __m256i v = code_field(_mm256_loadu_si256((const __m256i*)src), shift, mask);
 #pragma GCC unroll 8
           for (int h = 0; h < NH; h++) part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(v, broadcast_word(q + h * Q_STRIDE)));
         }
@@ -184,13 +179,13 @@ INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int ch
     }
     return;
   }
-  const int run = 32767 / (2 * 255 * largest_value(FMT, bits));
+  const int run = 32767 / (2 * 255 * ((1 << bits) - 1));
   for (int left = quads; left > 0; left -= run) {
     __m256i part[NH];
     for (int h = 0; h < NH; h++) part[h] = _mm256_setzero_si256();
     for (int n = left < run ? left : run; n > 0; n--, src += 4 * width, p += 4) {
       fetch(src + a.ahead);
-      const __m256i v = look_up<FMT>(code_field(load_codes(src, channels), shift, mask), value_steps<FMT>);
+      const __m256i v = code_field(load_codes(src, channels), shift, mask);
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++) part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(broadcast_word(p + h * 2 * BLOCK), v));
     }
@@ -248,7 +243,7 @@ static void value_three_bits(const ValueArgs& a) {
 // The outputs gain two neighbouring fields of a plane's bytes: what is loaded of codes and of p serves both. All channels are of one group.
 template <int FMT, int NH>
 INLINE void value_two_fields(const ValueArgs& a, int plane, int field, float weight) {
-  const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane], quads = round_up(a.tokens, 8) / 4, run = 32767 / (2 * 255 * largest_value(FMT, bits));
+  const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane], quads = round_up(a.tokens, 8) / 4, run = 32767 / (2 * 255 * ((1 << bits) - 1));
   const __m128i first = _mm_cvtsi32_si128(field * bits), second = _mm_cvtsi32_si128((field + 1) * bits);
   const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
   const int64_t ahead = field ? 0 : a.ahead;  // every line is fetched once
@@ -263,7 +258,7 @@ INLINE void value_two_fields(const ValueArgs& a, int plane, int field, float wei
       for (int n = left < run ? left : run; n > 0; n--, src += words.quad_bytes, p += 4) {
         fetch(src + ahead);
         const __m256i v = _mm256_loadu_si256((const __m256i*)src);
-        const __m256i x = look_up<FMT>(code_field(v, first, mask), value_steps<FMT>), y = look_up<FMT>(code_field(v, second, mask), value_steps<FMT>);
+        const __m256i x = code_field(v, first, mask), y = code_field(v, second, mask);
 #pragma GCC unroll 8
         for (int h = 0; h < NH; h++) {
           const __m256i w = broadcast_word(p + h * 2 * BLOCK);

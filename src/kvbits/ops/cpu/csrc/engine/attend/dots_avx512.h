@@ -25,12 +25,6 @@ INLINE __m512i centered_nibble(__m512i v) {
   return _mm512_ternarylogic_epi32(SHIFT ? v : _mm512_slli_epi32(v, 4), mask, sign, 0x6a);  // (v & mask) ^ sign
 }
 
-// What codes stand for where they are looked up.
-template <int FMT>
-INLINE __m512i look_up(__m512i codes, const StepTable& steps) {
-  return is_looked_up(FMT) ? _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)steps.at)), codes) : codes;
-}
-
 // 15 * high + low, byte by byte.
 INLINE __m512i nested_code(__m512i high, __m512i low) { return _mm512_add_epi8(_mm512_sub_epi8(_mm512_slli_epi32(high, 4), high), low); }
 
@@ -244,7 +238,7 @@ INLINE void key_words(const KeyArgs& a, __m512i (&acc)[T][NH][P], const uint8_t*
     for (int i = 0; i < T; i++) {
       const uint8_t* at = src + i * tile_bytes;
       fetch(at + a.ahead);
-      v[i] = look_up<FMT>(code_field<SHIFT>(_mm512_loadu_si512(at), count, mask, bits), key_steps<FMT>);
+      v[i] = code_field<SHIFT>(_mm512_loadu_si512(at), count, mask, bits);
       if (FMT != NESTED) continue;
       fetch(at + a.low + a.low_ahead);
       v[i] = nested_code(v[i], code_field<SHIFT>(_mm512_loadu_si512(at + a.low), count, mask, bits));
@@ -351,7 +345,7 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
       const uint8_t* at = src + i * block_stride;
       fetch(at + a.ahead);
       v[i] = NB > 1 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(whole, at);
-      v[i] = FMT == FORMAT_INT4 ? centered_nibble<SHIFT>(v[i]) : look_up<FMT>(code_field<SHIFT>(v[i], shift, mask, bits), value_steps<FMT>);
+      v[i] = FMT == FORMAT_INT4 ? centered_nibble<SHIFT>(v[i]) : code_field<SHIFT>(v[i], shift, mask, bits);
       if (FMT != NESTED) continue;
       fetch(at + a.low + a.low_ahead);
       const __m512i low = NB > 1 ? _mm512_loadu_si512(at + a.low) : _mm512_maskz_loadu_epi32(whole, at + a.low);

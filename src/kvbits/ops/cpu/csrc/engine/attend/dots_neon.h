@@ -36,12 +36,6 @@ INLINE int8x16_t signed_codes(uint8x16_t v, int shift) {
   return vreinterpretq_s8_u8(vandq_u8(vshlq_u8(v, vdupq_n_s8((int8_t)-shift)), vdupq_n_u8((1 << BITS) - 1)));
 }
 
-// What codes stand for where they are looked up.
-template <int FMT>
-INLINE int8x16_t look_up(int8x16_t codes, const StepTable& steps) {
-  return is_looked_up(FMT) ? vqtbl1q_s8(vld1q_s8(steps.at), vreinterpretq_u8_s8(codes)) : codes;
-}
-
 // 15 * high + low - 128 of the field of two planes.
 INLINE int8x16_t nested_codes(const uint8_t* p, int64_t low, int shift) {
   const int8x16_t right = vdupq_n_s8((int8_t)-shift);
@@ -97,7 +91,7 @@ INLINE void key_plane(const KeyArgs& a, const uint8_t* plane, int rb, int tile, 
     for (int n = (end - first) / 4; n > 0; n--, src += 64, q += 4) {
       fetch(src + a.ahead);
       if (FMT == NESTED) fetch(src + a.low + a.low_ahead);
-      const int8x16_t v = FMT == NESTED ? nested_codes(src, a.low, field * BITS) : look_up<FMT>(signed_codes<BITS>(vld1q_u8(src), field * BITS), key_steps<FMT>);
+      const int8x16_t v = FMT == NESTED ? nested_codes(src, a.low, field * BITS) : signed_codes<BITS>(vld1q_u8(src), field * BITS);
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++)
 #pragma GCC unroll 2
@@ -141,7 +135,7 @@ INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int g,
   for (int n = round_up(a.tokens, 8) / 4; n > 0; n--, src += 4 * width, p += 4) {
     fetch(src + a.ahead);
     if (FMT == NESTED) fetch(src + a.low + a.low_ahead);
-    const int8x16_t v = FMT == NESTED ? nested_codes(src, a.low, shift) : look_up<FMT>(signed_codes<BITS>(vld1q_u8(src), shift), value_steps<FMT>);
+    const int8x16_t v = FMT == NESTED ? nested_codes(src, a.low, shift) : signed_codes<BITS>(vld1q_u8(src), shift);
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++)
       for (int k = 0; k < P_PIECES; k++) acc[h][k] = vdotq_s32(acc[h][k], v, broadcast_word(p + h * 2 * BLOCK + k * BLOCK));

@@ -48,7 +48,7 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   d.decoded = t.codebook || t.turns;
   d.stretched = t.stretch_offset >= 0;
   d.integer = has_int_dots(t.format) && !d.decoded;
-  d.unit = nested ? 1.0f / LOW_LEVELS : d.decoded ? 1.0f : step_size(t.format);
+  d.unit = nested ? 1.0f / LOW_LEVELS : 1.0f;
   const bool is_static = t.static_scale != nullptr;
   d.channel_scales = !d.raw && (t.per_channel || is_static);
   d.page_channels = d.channel_scales && !is_static;
@@ -57,7 +57,7 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   d.group_channels = d.token_scales ? t.group_size : head_dim;
   d.groups = head_dim / d.group_channels;
   d.zero = is_int(t.format) ? int_zero(t.format) * (nested ? LOW_LEVELS : 1.0f) : 0.0f;
-  const float middle = nested ? 128.0f : is_looked_up(t.format) ? (float)most_steps(t.format) : d.zero;  // 15 * 8 + 8: the low plane brings its own
+  const float middle = nested ? 128.0f : d.zero;  // 15 * 8 + 8: the low plane brings its own
   d.dot_zero = is_wide(d.format) && DOTS_CENTER_INT8 ? 0.0f : middle;
   for (int i = 0; i < 2; i++) d.row_bytes[i] = d.raw ? 0 : row_bytes_of(head_dim, plane_bits(t.format, i));
   return d;
@@ -65,8 +65,7 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
 
 // What values' kernels take off `dot_zero` by themselves.
 static Tensor as_values(Tensor d) {
-  if (is_looked_up(d.format)) d.dot_zero = 0.0f;
-  else if (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4) d.dot_zero -= int_zero(FORMAT_INT4);
+  if (DOTS_CENTER_INT4_VALUES && d.integer && d.format == FORMAT_INT4) d.dot_zero -= int_zero(FORMAT_INT4);
   return d;
 }
 
@@ -117,8 +116,7 @@ static void widen_params(float* to, const uint8_t* from, int n, int dtype, int64
 static void token_params(const Tensor& d, const uint8_t* page, int page_size, int token, int n, int64_t ahead, float (*scale)[BLOCK], float (*bias)[BLOCK]) {
   const kvbits_tensor& t = *d.t;
   const int size = dtype_bytes(t.scale_dtype);
-  float unit = d.unit;
-  if (t.page_scale_offset >= 0) unit *= *(const float*)(page + t.page_scale_offset);
+  const float unit = d.unit;
   for (int g = 0; g < d.groups; g++) {
     const int64_t at = ((int64_t)g * page_size + token) * size;
     widen_params(scale[g], page + t.scale_offset + at, n, t.scale_dtype, ahead);

@@ -207,9 +207,6 @@ INLINE vf from_fp16(const uint16_t* p) {
 }
 #endif
 
-// E4M3 floats in the low bytes of 32-bit lanes: one exact multiply moves the exponent, subnormals included.
-INLINE vf from_e4m3(vi bits) { return (vf)((vi)((vf)((bits & 0x7f) << 20) * 0x1p120f) | ((bits & 0x80) << 24)); }
-
 // Bits 7 to 14 of float16 numbers, in 32-bit lanes.
 INLINE vf from_e5m3(vi bits) { return (vf)(bits << 20) * 0x1p112f; }
 
@@ -218,12 +215,11 @@ template <int DTYPE>
 INLINE vf load_as(const void* base, int64_t i) {
   if (DTYPE == FLOAT32) return load((const float*)base + i);
   if (DTYPE == FLOAT16) return from_fp16((const uint16_t*)base + i);
-  if (DTYPE == FLOAT8_E4M3) return from_e4m3(load_bytes((const uint8_t*)base + i));
   if (DTYPE == FLOAT8_E5M3) return from_e5m3(load_bytes((const uint8_t*)base + i));
   return from_bf16((const uint16_t*)base + i);
 }
 
-INLINE int dtype_bytes(int dtype) { return dtype == FLOAT32 ? 4 : dtype == FLOAT8_E4M3 || dtype == FLOAT8_E5M3 ? 1 : 2; }
+INLINE int dtype_bytes(int dtype) { return dtype == FLOAT32 ? 4 : dtype == FLOAT8_E5M3 ? 1 : 2; }
 
 // The first n < VL elements, zeros behind them: the last piece of an array that must not be read past its end.
 template <int DTYPE>
@@ -251,7 +247,6 @@ static void widen_as(float* to, const void* from, int n) {
 INLINE void widen(float* to, const void* from, int n, int dtype) {
   if (dtype == FLOAT32) widen_as<FLOAT32>(to, from, n);
   else if (dtype == FLOAT16) widen_as<FLOAT16>(to, from, n);
-  else if (dtype == FLOAT8_E4M3) widen_as<FLOAT8_E4M3>(to, from, n);
   else if (dtype == FLOAT8_E5M3) widen_as<FLOAT8_E5M3>(to, from, n);
   else widen_as<BFLOAT16>(to, from, n);
 }

@@ -17,7 +17,7 @@ static void fill_levels(float* to, const kvbits_tensor& t, int kv_head) {
   const int entries = 1 << code_bits(t.format);
   for (int i = 0; i < LEVELS; i++) {
     const int code = i % entries;
-    to[i] = t.codebook ? t.codebook[(int64_t)kv_head * entries + code] : is_float(t.format) ? (float)steps_of(t.format, code) * step_size(t.format) : (float)code - int_zero(t.format);
+    to[i] = t.codebook ? t.codebook[(int64_t)kv_head * entries + code] : (float)code - int_zero(t.format);
   }
 }
 

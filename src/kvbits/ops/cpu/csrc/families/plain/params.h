@@ -128,31 +128,6 @@ static bool choose_params(PageBuffers& b, int n, float q_max, bool middle, uint8
   return ok;
 }
 
-// n scales as products of 8 bits and the page's own number, stored, and kept as in choose_params. False on overflow.
-static bool choose_page_scaled(PageBuffers& b, int n, float q_max, uint8_t* scale_to, uint8_t* page_scale_to) {
-  float largest = 0.0f;
-  for (int i = 0; i < n; i++) {
-    const float spread = -b.low[i] > b.high[i] ? -b.low[i] : b.high[i];
-    b.scale[i] = spread / q_max;
-    largest = b.scale[i] > largest ? b.scale[i] : largest;
-  }
-  const float most = codes_of(FORMAT_FP8_E4M3).max_value, page = largest / most > 0x1p-100f ? largest / most : 0x1p-100f;
-  __builtin_memcpy(page_scale_to, &page, 4);
-  const CodeRange range = {-most, most, codes_of(FORMAT_FP8_E4M3).saturates_at};
-  vi saturated = vi{};
-  for (int i = 0; i < n; i += VL) {
-    const vf units = load(b.scale + i) / page, steps = units * 0x1p9f;
-    vf up = (steps + 8388608.0f) - 8388608.0f;  // subnormal ones are rounded up, none is 0
-    up = vmax(select(up < steps, up + 1.0f, up), splat(1.0f));
-    const vi bits = (vi)select(units < splat(0x1p-6f), (vf)__builtin_convertvector(up, vi), (vf)code_of<FORMAT_FP8_E4M3>(units, range, saturated));
-    for (int k = 0; k < VL && i + k < n; k++) scale_to[i + k] = (uint8_t)bits[k];
-    const vf scale = from_e4m3(bits) * page;
-    store(b.scale + i, scale);
-    store(b.inverse + i, 1.0f / scale);
-  }
-  return __builtin_isfinite(page);
-}
-
 static float q_max_of(const kvbits_tensor& t) {
   if (is_codebook(t.format)) return 1.0f;
   if (is_float(t.format)) return codes_of(t.format).max_value;
