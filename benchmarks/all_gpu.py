@@ -11,7 +11,7 @@ done only where both were measured in one session, on one machine. With --limit 
 
     KVBITS_COMMIT      the commit, where there is no .git
     KVBITS_VLLM_SITE   a folder of packages that only the parts of vLLM see; KVBITS_PEERS_SITE: only the others, such as FlashAttention-3 and FlashInfer
-    KVBITS_MODELS      a folder of models (docs/evaluation.md): accuracy is measured on those of it
+    KVBITS_MODELS      a folder of models (docs/results/evaluation.md): accuracy is measured on those of it
     KVBITS_TEXTS       a folder with wiki.test.raw and wiki.valid.tokens: evaluated and calibrated on; the shipped novel if not given
     KVBITS_DISK        a folder on a disk for the store's files; the folder of temporary files if not given
 

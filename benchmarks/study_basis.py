@@ -4,7 +4,7 @@
     python benchmarks/study_basis.py MODEL --text wiki.test.raw --calibration wiki.valid.tokens --calibration cpython311_inspect.py --schemes klt3,klt2
 
 TurboQuant's recipe, simulated, is there by the names turboquant4, turboquant3 and turboquant2. Several --calibration texts measure what another domain costs, several --prompts (as 2x1024 or 16x512) what more tokens give. Codebooks are fitted without gradients,
-which on these models is as good (docs/schemes.md). The last line is one JSON object; it is added to --out.
+which on these models is as good (docs/results/schemes.md). The last line is one JSON object; it is added to --out.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from kvbits.report.kernels import graphed
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
-DOCUMENTS = ("docs/benchmarks.md", "docs/evaluation.md", "docs/serving.md", "docs/store.md", "docs/tiers.md")
+DOCUMENTS = ("docs/results/benchmarks.md", "docs/results/evaluation.md", "docs/internals/serving.md", "docs/internals/store.md", "docs/internals/tiers.md")
 PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 OTHERS = ("int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%")
 KERNELS = {"cudnn": "cuDNN", "fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}

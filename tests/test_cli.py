@@ -356,7 +356,7 @@ def test_schemes_lists_every_preset():
 def test_schemes_at_a_table_s_head_dim_print_the_table_s_bits():
     """The table of every cache is of a model with heads of 64 channels, the README's of heads of 128, and both say so."""
     root = Path(__file__).parents[1]
-    readme = (root / "docs" / "evaluation.md").read_text()
+    readme = (root / "docs" / "results" / "evaluation.md").read_text()
     dim = int(re.search(r"at long context; both on \S+ \(`kvbits schemes --head-dim (\d+)`\)", readme)[1])
     printed = {r["scheme"]: f"{r['bits_per_element']:.2f}" for r in run_json("schemes", "--head-dim", dim)["rows"]}
     table = readme[readme.index("| bits held | bits |") :]
@@ -392,7 +392,7 @@ def test_every_environment_variable_is_listed_and_documented():
     code = "".join(p.read_text() for kind in ("*.py", "*.cpp", "*.h") for p in Path(kvbits.__file__).parent.rglob(kind))
     read = set(re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\()\s*["'](\w+)["']""", code))
     assert read == set(ENVIRONMENT) and "KVBITS_CPU_TIER" in read
-    documented = (root / "docs" / "building.md").read_text()
+    documented = (root / "docs" / "internals" / "building.md").read_text()
     assert all(f"`{name}`" in documented for name in ENVIRONMENT)
 
 

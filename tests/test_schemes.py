@@ -9,7 +9,7 @@ from kvbits.errors import SpecError
 from kvbits.schemes import PRESETS
 from kvbits.spec import CacheSpec, LayerGeometry, QuantSpec, Tier
 
-BITS = {  # head_dim 128, counted by hand from docs/formats.md: codes + scales + biases + means
+BITS = {  # head_dim 128, counted by hand from docs/reference/formats.md: codes + scales + biases + means
     "raw": 16,
     "int8": 8 + 16 / 64,
     "int8_per_channel": 8 + 32 / 64,

@@ -30,7 +30,7 @@ GROUPS = {"all": (*DENSE, *presets.PRESETS)}
 """What a plan knows by name (see `schemes.expand`)."""
 
 SHOWN = ("bf16", "int8_centered", "kivi4", "klt4", "klt3")
-"""What a plan lists if nobody names schemes: 16 bits, and the recommended presets (docs/evaluation.md)."""
+"""What a plan lists if nobody names schemes: 16 bits, and the recommended presets (docs/results/evaluation.md)."""
 
 ENGINES = ("transformers", "vllm")
 """What serves the cache."""

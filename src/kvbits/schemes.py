@@ -143,7 +143,7 @@ WIDE_BANDS: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {
     ((6, 6, 5, 5, 4, 4, 3, 3), 256): (8, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2, 2),
 }
 """Widths of bands by those of a preset and head_dim, where they are not dealt out anew. At 256 the first 16 channels are a sixteenth of a head; with 6 bits
-more than half of Gemma-3-270M's expected error is theirs, and 8 bits there, for one less in two other bands, take a third of `klt4`'s KL off (docs/schemes.md).
+more than half of Gemma-3-270M's expected error is theirs, and 8 bits there, for one less in two other bands, take a third of `klt4`'s KL off.
 With 3 and 2 bits, and in smaller heads, those bits are worth more where they are."""
 
 
@@ -187,7 +187,7 @@ def key_bias_note(scheme: Scheme, of: str) -> str | None:
     fit = "kivi4" if scheme.key.bits <= 4 else RECOMMENDED
     return (
         f"scheme {scheme.name!r} is unfit for {of}: a channel with a constant offset takes the steps of a scale from the channels that share it "
-        f"(docs/evaluation.md has what that costs); take {fit!r}, and see `kvbits check`"
+        f"(docs/results/evaluation.md has what that costs); take {fit!r}, and see `kvbits check`"
     )
 
 

@@ -1,7 +1,7 @@
 """Figures in README and docs belong to a run: a table stands in a generated block or beside the result file or command that it is of, and a number with a measured
 unit is in a committed result (rounded as it is printed) or in figures_allowed.txt with the reason why not.
 
-Dated logs (docs/log.md, docs/log-gpu.md) are history: they say what was seen on the day, and are left out.
+Dated logs (docs/results/log/2026-11.md, docs/results/log/gpu-kernels.md) are history: they say what was seen on the day, and are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCS = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").glob("*.md")) if not p.name.startswith("log"))]
+DOCS = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent.name != "log")]
 ALLOWED = Path(__file__).with_name("figures_allowed.txt")
 
 UNITS = r"(?:ms|us|µs|nats|tokens/s|tokens a second|%|x)"
@@ -55,15 +55,15 @@ def sections(text: str) -> list[tuple[int, str, str]]:
 REFERENCE = re.compile(r"(?:benchmarks/results|results)/[\w./*-]*\w|[\w.*-]+\.json")
 
 
-LINK = re.compile(r"\]\((?:docs/)?((?!log)\w+\.md)\)")
+LINK = re.compile(r"\]\(((?!\S*log/)[\w./-]+\.md)\)")
 
 
-def files(text: str, linked: bool = True) -> set[Path]:
-    """Result files and folders that a text names, as they lie under benchmarks/results, and those that documents it links to name."""
+def files(text: str, folder: Path = ROOT / "docs", linked: bool = True) -> set[Path]:
+    """Result files and folders that a text of a document in `folder` names, as they lie under benchmarks/results, and those that documents it links to name."""
     found: set[Path] = set()
     for name in LINK.findall(text) if linked else ():
-        if (ROOT / "docs" / name).exists():
-            found |= files((ROOT / "docs" / name).read_text(), linked=False)
+        if (folder / name).exists():
+            found |= files((folder / name).read_text(), linked=False)
     for name in REFERENCE.findall(text):
         inner = name.removeprefix("benchmarks/").removeprefix("results/")
         found.update(p for pattern in (inner, f"**/{inner}") for p in RESULTS.glob(pattern))
@@ -71,7 +71,7 @@ def files(text: str, linked: bool = True) -> set[Path]:
 
 
 def over_bf16(rows: list[dict]) -> list[float]:
-    """Ratios as docs/serving.md prints them: a cache of vLLM's over bf16 at the same geometry and context, at the same or at each one's largest batch."""
+    """Ratios as docs/internals/serving.md prints them: a cache of vLLM's over bf16 at the same geometry and context, at the same or at each one's largest batch."""
     base = [r for r in rows if r.get("kv_cache_dtype") == "bf16"]
     alike = [(r, b) for r in rows if "geometry" in r for b in base if all(r[k] == b[k] for k in ("geometry", "gpus", "context", "mode"))]
     names = ("step_ms", "tokens_per_s", "capacity_tokens", "ttft_ms", "tpot_p99_ms", "tpot_ms")
@@ -143,7 +143,7 @@ def unsupported(document: Path) -> list[tuple[int, str]]:
     """(line, figure) of every figure that no result which its section names has."""
     text, found = written(document.read_text()), []
     for first, own, whole in sections(text):
-        known = files(whole)
+        known = files(whole, document.parent)
         found += [(first + line - 1, f"{number} {unit}") for line, number, unit in figures(own) if not in_results(number, unit, known)]
     return found
 
@@ -167,13 +167,13 @@ def test_every_table_of_figures_names_what_it_is_of(document):
     for first, own, whole in sections(text):
         rows = [line for line in own.splitlines() if line.startswith("|") and CELL.search(line)]
         rows = [r for r in rows if any((str(document.relative_to(ROOT)), f"{n} cell") not in allowed() for n in CELL.findall(r))]
-        assert not rows or files(whole) or "`kvbits " in whole or "benchmarks/" in whole, f"{document.name}:{first}: {rows[0]}"
+        assert not rows or files(whole, document.parent) or "`kvbits " in whole or "benchmarks/" in whole, f"{document.name}:{first}: {rows[0]}"
 
 
 def test_what_a_section_names_must_be_there():
     for document in DOCS:
         for name in REFERENCE.findall(written(document.read_text())):
-            if name.startswith(("benchmarks/results/", "results/")):
+            if name.startswith(("benchmarks/results/", "results/")) and not (ROOT / "docs" / name).exists() and not name.endswith((".md", ".html")):
                 assert files(name), f"{document.name} names {name}, which is not under benchmarks/results"
 
 

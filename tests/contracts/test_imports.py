@@ -61,7 +61,7 @@ def imported_parts(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_module_imports_from_a_layer_above_its_own(path):
     mine = part_of(path)
-    assert mine in LEVEL, f"{mine} has no place in the import order; docs/architecture.md lists it"
+    assert mine in LEVEL, f"{mine} has no place in the import order; docs/internals/architecture.md lists it"
     above = {p for p in imported_parts(path) if LEVEL.get(p, 99) > LEVEL[mine]}
     assert not above, f"{path.relative_to(ROOT)} imports {', '.join(sorted(above))} from above its layer"
 

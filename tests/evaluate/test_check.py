@@ -126,7 +126,9 @@ def test_the_code_it_prints_makes_the_advised_scheme():
         assert dataclasses.replace(made, name=advised.name) == advised
 
 
-@pytest.mark.skipif(not (MODELS / "qwen2.5-coder-1.5b-instruct").is_dir(), reason="no qwen2.5-coder-1.5b-instruct in KVBITS_MODELS (docs/evaluation.md)")
+@pytest.mark.skipif(
+    not (MODELS / "qwen2.5-coder-1.5b-instruct").is_dir(), reason="no qwen2.5-coder-1.5b-instruct in KVBITS_MODELS (docs/results/evaluation.md)"
+)
 def test_qwen_1_5b_with_per_token_int4_is_caught():
     """Its key bias makes per-token 4-bit keys useless (perplexity 9.3 becomes tens of thousands), and the screen must say so."""
     import kvbits

@@ -125,4 +125,4 @@ def test_the_documents_output_is_of_the_committed_result():
     for part in demo.shown(result):
         printed.print(part, highlight=False)
     text = "\n".join(line.rstrip() for line in printed.export_text().splitlines())
-    assert f"```\n{text}\n```" in (root / "docs" / "evaluation.md").read_text()
+    assert f"```\n{text}\n```" in (root / "docs" / "results" / "evaluation.md").read_text()

@@ -1,4 +1,4 @@
-"""Tiny models of the families in Transformers' registry, and what a KVCache says to each: the table of docs/models.md.
+"""Tiny models of the families in Transformers' registry, and what a KVCache says to each: the table of docs/reference/models.md.
 
 python tests/integrations/families.py      # writes it anew
 """
@@ -18,7 +18,7 @@ import transformers
 from kvbits.errors import KvbitsError
 from kvbits.integrations.huggingface import KVCache
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 TOKENS = 40
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97,

@@ -1,4 +1,4 @@
-"""Every family of the registry that `for_model` takes decodes the stock cache's tokens, every other one is refused with a way out: docs/models.md says the same."""
+"""Every family of the registry that `for_model` takes decodes the stock cache's tokens, every other one is refused with a way out: docs/reference/models.md says the same."""
 
 import pytest
 import torch

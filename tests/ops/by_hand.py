@@ -1,4 +1,4 @@
-"""Pages decoded from the words of docs/formats.md alone, in plain numpy: an independent judge of what kernels read and write."""
+"""Pages decoded from the words of docs/reference/formats.md alone, in plain numpy: an independent judge of what kernels read and write."""
 
 from __future__ import annotations
 

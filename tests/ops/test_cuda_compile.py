@@ -167,7 +167,7 @@ def test_kernels_that_join_raw_tokens_spill_no_more_than_stated(key, value, opti
     assert 4 * values["HEAD_DIM"] * kernel.raw_tokens <= values["SLOT_BYTES"]
     resources = compiled(kernel.source.name, values, capability).resources("attend")
     # Where all 255 registers are taken, a few values of a segment's set-up: head_dim 256 (also without raw tokens) and three column tiles. At 2 bits raw tokens
-    # come in steps of 8, and what they share with packed steps does not all fit (docs/log-gpu.md: within 1 % on an H200).
+    # come in steps of 8, and what they share with packed steps does not all fit (docs/results/log/gpu-kernels.md: within 1 % on an H200).
     full = options.get("head_dim") == 256 or options.get("columns") == 64
     spilt("attend", resources.spill_bytes, 32 if full else 16 if key.format == value.format == "int2" else 0)
     assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"

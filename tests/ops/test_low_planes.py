@@ -38,7 +38,7 @@ def closed(spec: QuantSpec, widths, *, head_dim: int = 64, page_size: int = 64):
 
 
 def test_literal_bytes():
-    """docs/formats.md, by hand: scale 1, values 16 channels wide, one token that counts in 15ths."""
+    """docs/reference/formats.md, by hand: scale 1, values 16 channels wide, one token that counts in 15ths."""
     spec = QuantSpec(format="int4", granularity=PerToken(), scale_dtype="float32")
     page, (low,) = layouts(spec, spec, [(4, 4)], head_dim=8, page_size=32, heads=1)
     x = torch.zeros(1, 1, 32, 8)

@@ -1,4 +1,4 @@
-"""Closing pages and reading them back: the sections of docs/formats.md hold what the formulas say."""
+"""Closing pages and reading them back: the sections of docs/reference/formats.md hold what the formulas say."""
 
 import itertools
 

@@ -151,7 +151,7 @@ def loop_planes(codes, bands):
 
 
 def key_bytes(rows):
-    """docs/formats.md: byte (t, r) of keys."""
+    """docs/reference/formats.md: byte (t, r) of keys."""
     stored = np.zeros(rows.size, np.uint8)
     for t in range(rows.shape[0]):
         for r in range(rows.shape[1]):
@@ -219,7 +219,7 @@ def test_the_fitted_scale_beats_every_other_one_that_is_tried_and_the_maximum():
 
 
 def test_tokens_with_a_few_large_channels_get_the_scales_far_above_the_first_guess():
-    """Their scales are 7 and 8 eighths of an octave above: rare, nothing in a mean squared error, and most of klt4's KL on SmolLM2 (docs/log-gpu.md)."""
+    """Their scales are 7 and 8 eighths of an octave above: rare, nothing in a mean squared error, and most of klt4's KL on SmolLM2 (docs/results/log/gpu-kernels.md)."""
     of = schemes.get("klt4", head_dim=64).key
     top = torch.tensor([2.0**b - 1 for b in of.widths(64)]).repeat_interleave(16)
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""Byte order of docs/formats.md: every code survives, literal bytes are pinned, and the formulas are checked with plain loops."""
+"""Byte order of docs/reference/formats.md: every code survives, literal bytes are pinned, and the formulas are checked with plain loops."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def loop_rows(fields, bits):
 
 
 def loop_store(rows, kind):
-    """The two `byte (t, r) ->` formulas of docs/formats.md."""
+    """The two `byte (t, r) ->` formulas of docs/reference/formats.md."""
     tokens, row_bytes = rows.shape
     stored = np.full(tokens * row_bytes, 0, np.uint8)
     written = np.zeros(tokens * row_bytes, int)
@@ -106,7 +106,7 @@ def test_padding_channels_are_code_zero_and_never_read(bits):
         assert torch.equal(unpack_rows(poisoned, bits, head_dim), torch.full((1, head_dim), 2**bits - 1, dtype=torch.uint8))
 
 
-# -- literal bytes, counted by hand from docs/formats.md ---------------------------------------------------------------
+# -- literal bytes, counted by hand from docs/reference/formats.md ---------------------------------------------------------------
 
 
 def test_rows_of_head_dim_64_are_pinned():

@@ -211,7 +211,7 @@ def test_a_table_is_replaced_between_its_markers(folder):
         markdown.put_into("nothing", part)
 
 
-REPORT = "run: kvbits report benchmarks/results/eval --benchmarks benchmarks/results --readme README.md --table docs/evaluation.md --html docs/report.html"
+REPORT = "run: kvbits report benchmarks/results/eval --benchmarks benchmarks/results --readme README.md --table docs/results/evaluation.md --html docs/results/report.html"
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ REPORT = "run: kvbits report benchmarks/results/eval --benchmarks benchmarks/res
     [
         ("README.md", lambda: markdown.preset_table(collect(RESULTS), BENCHMARKS)),
         ("README.md", lambda: markdown.milliseconds_table(BENCHMARKS)),
-        ("docs/evaluation.md", lambda: markdown.scheme_table(collect(RESULTS), BENCHMARKS)),
-        ("docs/evaluation.md", lambda: markdown.length_table(BENCHMARKS)),
+        ("docs/results/evaluation.md", lambda: markdown.scheme_table(collect(RESULTS), BENCHMARKS)),
+        ("docs/results/evaluation.md", lambda: markdown.length_table(BENCHMARKS)),
     ],
     ids=["presets", "milliseconds", "schemes", "lengths"],
 )
@@ -399,7 +399,7 @@ def test_passkeys_are_counted():
 
 
 def test_the_committed_page_is_of_the_committed_results():
-    path = ROOT / "docs" / "report.html"
+    path = ROOT / "docs" / "results" / "report.html"
     if not path.exists() or not RESULTS.is_dir():
         pytest.skip("no committed page or results")
     found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.S)

@@ -1,4 +1,4 @@
-"""One blob: pages of all layers of a run of tokens, behind a header of 128 bytes that says what they are (docs/formats.md has the bytes).
+"""One blob: pages of all layers of a run of tokens, behind a header of 128 bytes that says what they are (docs/reference/formats.md has the bytes).
 
 The same blob is a part of a saved cache, an object of a prefix store and a message on the wire: what arrives is what attention reads.
 
@@ -100,7 +100,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The first 128 bytes (docs/formats.md). Sizes are bytes; `start` and `tokens` are positions of the sequence."""
+    """The first 128 bytes (docs/reference/formats.md). Sizes are bytes; `start` and `tokens` are positions of the sequence."""
 
     kind: Kind
     identity: Identity

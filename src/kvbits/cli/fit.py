@@ -39,7 +39,7 @@ def fit(
     max_kl: Annotated[float | None, typer.Option(help="Largest KL divergence from the 16-bit cache, nats. If not given, the least that fits.")] = None,
     text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Formats of the klt presets, whose keys need a calibration: made, and saved beside.")] = False,
-    token_local: Annotated[bool, typer.Option("--token-local", help="Formats that a token has by itself: what vLLM can serve (docs/serving.md).")] = False,
+    token_local: Annotated[bool, typer.Option("--token-local", help="Formats that a token has by itself: what vLLM can serve.")] = False,
     windows: Annotated[int, typer.Option(help="Windows of each half of the text.", min=1)] = SIZES[0],
     dtype: Dtype = "auto",
     device: Device = None,

@@ -20,7 +20,7 @@ ENVIRONMENT = {
     "KVBITS_SESSION": "name that ties runs of several benchmarks together",
     "XDG_CACHE_HOME": "the user's cache folder; ~/.cache if not set",
 }
-"""Every environment variable that this library reads (docs/building.md; a test compares both with the code)."""
+"""Every environment variable that this library reads (docs/internals/building.md; a test compares both with the code)."""
 
 
 @command()

@@ -82,7 +82,7 @@ def _chosen(subject: Subject, engine: str, given: list[str] | None, changed: boo
     names = None if given is None else names_of("--schemes", given)
     if engine == "vllm":
         if changed:
-            raise SpecError("--sinks, --residual and --page-size are of Transformers' caches; for vLLM see raw_newest in docs/serving.md")
+            raise SpecError("--sinks, --residual and --page-size are of Transformers' caches; for vLLM see raw_newest in docs/internals/serving.md")
         chosen = planner.served(names or planner.VLLM_SHOWN)
         refused = {
             n: why for one in chosen if (n := one if isinstance(one, str) else one.name) not in planner.VLLM_DENSE and (why := _not_in_vllm(subject, one))
@@ -193,9 +193,7 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
     if calibrated := [r.scheme for r in found.rows if r.scheme in PRESETS and PRESETS[r.scheme].needs_calibration]:
         notes.append(f"Calibrated first, with `kvbits calibrate`: {', '.join(calibrated)}.")
     if subject.config is not None and found.engine == "transformers" and (weak := _weak(found, subject.config)):
-        notes.append(
-            f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them (docs/evaluation.md); {RECOMMENDED} and kivi4 do not."
-        )
+        notes.append(f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them; {RECOMMENDED} and kivi4 do not.")
     return notes + _speed(found)
 
 

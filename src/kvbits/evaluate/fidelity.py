@@ -24,7 +24,7 @@ from ..spec import CacheSpec
 DECODING_CHUNK = 16
 """Tokens of a pass that reads much as decoding does: few tokens are its own, which are exact, and it begins at every quarter of a page of 64. A pass of 128
 always begins where the same tokens wait for their page to fill, and reads up to 127 of its own: klt3 and klt2 then show two thirds of their KL
-(docs/evaluation.md)."""
+(docs/results/evaluation.md)."""
 LOST = 1.0
 """Nats of KL from which on a prediction is another one: a mean hides few of them."""
 BINS_PER_OCTAVE = 32

@@ -136,7 +136,7 @@ class KVCache(Cache):
         """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until `detach`.
 
         `model.generate_batch` and static caches need the model's own attention: call `detach` before them. A forward pass that is given the cache and does not
-        fill it raises UnsupportedError from then on. docs/models.md lists the families of models that are taken.
+        fill it raises UnsupportedError from then on. docs/reference/models.md lists the families of models that are taken.
 
         Args:
             model: a Transformers decoder model.
@@ -148,7 +148,7 @@ class KVCache(Cache):
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
             budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low planes, the finest and oldest first, as it
-                fills (docs/tiers.md). For schemes with tiers, and instead of `max_tokens`.
+                fills (docs/internals/tiers.md). For schemes with tiers, and instead of `max_tokens`.
 
         Warns:
             KvbitsWarning: the scheme is known to be unfit for this model, whose keys have a bias (`models.unfit_for`).

@@ -31,7 +31,7 @@ STEP = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.030
 OFFSETS = ((1,), (-4, 4), (-2, 2), (-1, 1))
 """Which 8-bit floats are tried, counted from s0, then from the best so far. 7 of the 15 from 6 below to 8 above: on keys of SmolLM2-135M the squared
 error is 0.2 % above that of trying 13 (values: none). Those 7 and 8 above are few tokens' and matter: without them the squared error stays, but `klt4`'s
-KL on SmolLM2 is two to five times as large (docs/log-gpu.md)."""
+KL on SmolLM2 is two to five times as large (docs/results/log/gpu-kernels.md)."""
 TURNED_OFFSETS = ((0,), (-2, 2), (-1, 1))
 """Those of a Gaussian of 128 channels miss the least squared error by less than 0.02 % with 2 and 3 bits, 0.13 % with 4."""
 SMALLEST_CODE, LARGEST_CODE = 1, 247

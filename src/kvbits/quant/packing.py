@@ -1,4 +1,4 @@
-"""Codes to bytes and back, in the stored order of docs/formats.md.
+"""Codes to bytes and back, in the stored order of docs/reference/formats.md.
 
 A code's bit planes are packed into rows (one token, one plane), then rows are interleaved: keys in tiles of 16 tokens,
 values in blocks of 16 bytes by four tokens. All functions keep leading dimensions and copy.

@@ -142,7 +142,7 @@ def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
             made = [data["runs"][r["run"]] for r in members]
             machine = f"vLLM {made[0]['versions'].get('vllm', '')}, {geometry}, {gpus} x {_machine(made[0])}{', compiled' if compiled else ''}"
             where = f"{machine}: {words.format(batch=batch, context=context)}"
-            note = f"Serving with {where}; random weights. vLLM's own caches in orange; benchmarks/bench_serve_vllm.py, docs/serving.md; {dated(made)}."
+            note = f"Serving with {where}; random weights. vLLM's own caches in orange; benchmarks/bench_serve_vllm.py; {dated(made)}."
             found.append({"title": where, "unit": unit, "note": note, "bars": bars})
     return found
 

@@ -1,7 +1,7 @@
 """Markdown tables, and which scheme to take: all of it computed from results, by rules that stand here.
 
-The README's table is what `preset_table` gives for benchmarks/results, those of docs/evaluation.md what `scheme_table` and `length_table` give; `kvbits
-report DIR --benchmarks .. --readme README.md --table docs/evaluation.md` puts them there, and a test holds them equal.
+The README's table is what `preset_table` gives for benchmarks/results, those of docs/results/evaluation.md what `scheme_table` and `length_table` give; `kvbits
+report DIR --benchmarks .. --readme README.md --table docs/results/evaluation.md` puts them there, and a test holds them equal.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _notes(models: dict[str, Model]) -> list[str]:
     found = [f"{', '.join(titles) if len(alike) > 1 or len(models) == 1 else 'All models'}: {how}." for how, titles in alike.items()]
     cells = [(c, m.tasks["fidelity"]) for m in models.values() for c in m.tasks["fidelity"].values() if c.summary]
     if unmoved := list(dict.fromkeys(f"`{c.scheme}`" for c, all_of in cells if _still_raw(c, all_of))):
-        found.append(f"Not in the table: {', '.join(unmoved)}, whose raw zone is longer than these windows, so that nothing was quantized; see docs/tiers.md.")
+        found.append(f"Not in the table: {', '.join(unmoved)}, whose raw zone is longer than these windows, so that nothing was quantized.")
     floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
     dtypes = " and ".join(dict.fromkeys(m.facts["dtype"] for m in models.values() if m.title in floor))
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of {dtypes}." if floor else ""

@@ -1,7 +1,7 @@
 """WHAT is stored: number formats, who shares a scale, schemes, and the exact bytes of everything.
 
 Arithmetic only (no tensors, no torch). Every size in the library comes from here, so the planner's figure and the pool's
-allocation cannot drift apart. docs/formats.md pictures the byte layouts that `PageLayout` describes.
+allocation cannot drift apart. docs/reference/formats.md pictures the byte layouts that `PageLayout` describes.
 
     QuantSpec   how one tensor (keys or values) becomes codes           spec.quant
     PageLayout  the bytes of one page                                   spec.layout

@@ -1,4 +1,4 @@
-"""The bytes of one page (docs/formats.md)."""
+"""The bytes of one page (docs/reference/formats.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import SpecError
 from .quant import DTYPE_BYTES, SCALE_BYTES, QuantSpec
 
 FORMATS_VERSION = 1
-"""Version of the byte layouts in docs/formats.md. Saved files and format ids carry it."""
+"""Version of the byte layouts in docs/reference/formats.md. Saved files and format ids carry it."""
 
 _INDEX_BYTES = {"uint16": 2, "int32": 4}
 STRUCT_ALIGNMENT = 64
@@ -20,7 +20,7 @@ KEY_TILE = 16
 VALUE_BLOCK = 16
 """Byte positions interleaved in a value block: one 512-bit register holds 4 tokens of each."""
 VALUE_TOKEN_ORDER = (0, 1, 4, 5, 2, 3, 6, 7)
-"""Slot s of every eight value tokens holds token VALUE_TOKEN_ORDER[s] (docs/formats.md says why)."""
+"""Slot s of every eight value tokens holds token VALUE_TOKEN_ORDER[s] (docs/reference/formats.md says why)."""
 
 
 def _round_up(n: int, multiple: int) -> int:

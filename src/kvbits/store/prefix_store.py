@@ -4,8 +4,8 @@
     store.put(cache, ids)                        # after a prompt went through the model
     store.load(empty_cache, ids)                 # -> tokens that need not be computed again
 
-Files are blobs (docs/formats.md) named by what their tokens hash to, so equal prefixes of equal models and schemes are stored once and found by anybody. What
-is loaded is what was put, byte for byte; what cannot be read, or is not what it says, is set aside and computed again (docs/store.md).
+Files are blobs (docs/reference/formats.md) named by what their tokens hash to, so equal prefixes of equal models and schemes are stored once.
+What is loaded is what was put, byte for byte; what cannot be read, or is not what it says, is set aside and computed again (docs/internals/store.md).
 """
 
 from __future__ import annotations

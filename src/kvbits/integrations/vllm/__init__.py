@@ -11,9 +11,9 @@
     announce   what vLLM's help and log say about the dtypes
     selector   the backend chosen by the dtype, so that nothing else must be typed
 
-A block of vLLM is a page of kvbits: 64 tokens of a token-local format (docs/formats.md), quantized one by one as they are written. Every block is complete
-at every moment, so prefix caching, preemption, chunked prefill, speculative decoding and transfers of blocks work as they do for any other dtype
-(docs/serving.md).
+A block of vLLM is a page of kvbits: 64 tokens of a token-local format (docs/reference/formats.md), quantized one by one as they are written. Every block is
+complete at every moment, so prefix caching, preemption, chunked prefill, speculative decoding and transfers of blocks work as they do for any other dtype
+(docs/internals/serving.md).
 
 vLLM loads `register` as a plugin (entry point `vllm.general_plugins`) in every process. It imports no CUDA and may run more than once.
 """

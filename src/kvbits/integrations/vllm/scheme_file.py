@@ -1,4 +1,4 @@
-"""`--kv-cache-dtype kvbits_scheme`: what each layer stores, from a scheme file (`Scheme.to_json`; docs/schemes.md)."""
+"""`--kv-cache-dtype kvbits_scheme`: what each layer stores, from a scheme file (`Scheme.to_json`; docs/results/schemes.md)."""
 
 from __future__ import annotations
 

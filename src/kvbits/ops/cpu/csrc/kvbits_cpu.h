@@ -1,5 +1,5 @@
 // Plain C ABI of the CPU kernels. Python (library.py) mirrors these structs with ctypes; `kvbits_abi_version`
-// guards against a stale build. Byte layouts: docs/formats.md. All offsets are bytes from the start of a head struct.
+// guards against a stale build. Byte layouts: docs/reference/formats.md. All offsets are bytes from the start of a head struct.
 #pragma once
 #include <stdint.h>
 
@@ -152,7 +152,7 @@ KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
 KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
 KVBITS_EXPORT int32_t kvbits_append(kvbits_append_call* call);
 
-// Checksums (docs/formats.md, "Blobs") of `count` runs of `nbytes` bytes, a multiple of 8. On the calling thread.
+// Checksums (docs/reference/formats.md, "Blobs") of `count` runs of `nbytes` bytes, a multiple of 8. On the calling thread.
 KVBITS_EXPORT int32_t kvbits_checksums(const uint8_t* bytes, int64_t count, int64_t nbytes, uint64_t* sums);
 // Reads pages and checks them while they are in the core's cache, on the calling thread and others that end with the call; ends soon after a bad one.
 KVBITS_EXPORT int32_t kvbits_read_pages(kvbits_read_call* call);

@@ -1,7 +1,7 @@
 // 16-bit pages (sinks, newest tokens, raw layers): up to 32 tokens per step, straight from memory into operand registers, or from the ring (packed_raw.cuh).
 //
 // Lane (g, c) holds, for 8 E tokens, the scores of tokens E g .. E g + E - 1, so that keys need 16-byte loads of E rows and values 2 E. E = 4 is the packed
-// pages' own order (docs/formats.md); where a chunk is of fewer tokens, because a slot of the ring has room for no more, a step takes as much less. Loads past
+// pages' own order (docs/reference/formats.md); where a chunk is of fewer tokens, because a slot of the ring has room for no more, a step takes as much less. Loads past
 // the visible length give 0: such memory may hold anything, NaN included.
 #pragma once
 #include "segments.cuh"

@@ -1,6 +1,6 @@
 """Shapes of attention kernels, whatever their pages hold: how chunks are cut from pages, how many warps and slots of the ring fit, what merging takes.
 
-The numbers of warps and slots are the measured best on Hopper (docs/log-gpu.md); other chips get what fits their shared memory.
+The numbers of warps and slots are the measured best on Hopper (docs/results/log/gpu-kernels.md); other chips get what fits their shared memory.
 """
 
 from __future__ import annotations

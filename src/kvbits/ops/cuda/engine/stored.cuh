@@ -48,7 +48,7 @@ DEVICE u32 row_word(const Shared& shared, int token, int r) {
     return w;
 }
 
-/// Rows of `ROW` bytes of a plane as docs/formats.md orders them; word(token, r): four bytes of a token's row from byte r on.
+/// Rows of `ROW` bytes of a plane as docs/reference/formats.md orders them; word(token, r): four bytes of a token's row from byte r on.
 template <bool VALUES, int ROW, class Word>
 DEVICE void write_rows(unsigned char* plane, const Word& word) {
     constexpr int WORDS = ROW / 4;

@@ -1,8 +1,8 @@
 """Many query tokens over packed history on a GPU: pages are unpacked once to 16-bit rows, a bounded number at a time, and a dense kernel reads those.
 
 The decode kernel unpacks a page for every 16 query columns, which is right for a few tokens and four times slower than 16-bit attention for a chunk of
-hundreds (docs/log-gpu.md). Softmax does not care about the order of keys, so pages of all formats go to one run of rows per sequence; sequences of a batch
-share a launch, and a history longer than `MAX_ROWS` is attended in slices that are merged.
+hundreds (docs/results/log/gpu-kernels.md). Softmax does not care about the order of keys, so pages of all formats go to one run of rows per sequence; sequences
+of a batch share a launch, and a history longer than `MAX_ROWS` is attended in slices that are merged.
 """
 
 from __future__ import annotations

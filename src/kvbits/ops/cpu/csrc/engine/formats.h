@@ -1,4 +1,4 @@
-// Number formats and stored order, as docs/formats.md has them.
+// Number formats and stored order, as docs/reference/formats.md has them.
 #pragma once
 #include "engine/vec/vec.h"
 #include "kvbits_cpu.h"

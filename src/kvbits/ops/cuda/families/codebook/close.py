@@ -21,7 +21,7 @@ from ..plain.unpack import extra_arguments
 
 ELEMENTS_PER_THREAD = 32
 RESIDENT_THREADS = 1024
-"""Threads per multiprocessor that `__launch_bounds__` reserves registers for. 768 and 512 spill less and are slower (docs/log-gpu.md)."""
+"""Threads per multiprocessor that `__launch_bounds__` reserves registers for. 768 and 512 spill less and are slower (docs/results/log/gpu-kernels.md)."""
 SPARE_CANDIDATES = 512
 """How many more errors than are listed the choice is made among at most."""
 

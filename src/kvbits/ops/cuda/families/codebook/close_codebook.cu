@@ -1,4 +1,4 @@
-// Raw keys and values to pages of KVQuant's formats in one launch: one block per (page, kv head, keys or values). docs/formats.md says what is stored,
+// Raw keys and values to pages of KVQuant's formats in one launch: one block per (page, kv head, keys or values). docs/reference/formats.md says what is stored,
 // kvbits/quant/qparams.py and outliers.py in which order numbers are rounded; every sum, product and quotient below is rounded like theirs.
 //
 // A thread loads, turns back and codes eight channels of four tokens: four neighbouring channels and their rotary partners. In between the page lies

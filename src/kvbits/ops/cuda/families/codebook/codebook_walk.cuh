@@ -1,7 +1,7 @@
 // One warp's walk over pages whose codes number levels of a table (KVQuant): keys with a scale per channel, values per token.
 //
 // Score:  stretch_t * sum_d level * scale * q  +  bias . q  +  listed elements, everything turned to the token's position P + t.
-//   - A byte holds the codes of channels d and d + D/2 (docs/formats.md), a rotary pair. One look-up gives both levels as a float16 pair; every lane has
+//   - A byte holds the codes of channels d and d + D/2 (docs/reference/formats.md), a rotary pair. One look-up gives both levels as a float16 pair; every lane has
 //     its own copy of the table in its own bank, so look-ups never meet. One PRMT makes the address.
 //   - Position P + t = P + (4g + 32u) + m, m < 4. The query comes turned back by each m. A lane's rows are tokens 4g + m and 4g + m + 32: what is left of
 //     the turn is the same for all m, so a page's scales and biases go into it, once for four tokens. Two fused multiply-adds of pairs make an operand.

@@ -14,7 +14,7 @@ DEVICE int scale_code(float x) { return min(max(to_f16(fminf(x, 65504.f)) + 64 >
 template <class S>
 constexpr bool in_lanes(int bits) { return plane_row<S>(bits) * 8 == S::channels(bits) * bits && (plane_row<S>(bits) % 16 == 0 || plane_row<S>(bits) <= 8); }
 
-/// Stores a word of a token's row as docs/formats.md orders them, from threads that have the words of eight tokens: 4 j + lane of a token.
+/// Stores a word of a token's row as docs/reference/formats.md orders them, from threads that have the words of eight tokens: 4 j + lane of a token.
 template <bool VALUES, int WORDS>
 DEVICE void write_word(unsigned char* plane, u32 w, int token, int word, bool writes) {
     if (VALUES) w = transposed(w, token);

@@ -57,7 +57,7 @@ static_assert(THREADS % (PAGE * LANES / TOKENS) == 0 && D % BAND == 0 && PAGE % 
 using Token = float[BANDS][4];
 DEVICE int thread_token(int r) { return int(threadIdx.x) / 32 * 16 + r * 8 + int(threadIdx.x) % 32 / LANES; }
 
-/// Where a word of a token's row is among a plane's words, as docs/formats.md orders them; of values one that is `transposed`.
+/// Where a word of a token's row is among a plane's words, as docs/reference/formats.md orders them; of values one that is `transposed`.
 template <bool VALUES, int WORDS>
 DEVICE int word_place(int token, int word) {
     if (!VALUES) return (token / 16 * WORDS + word) * 16 + token % 16;

@@ -1,4 +1,4 @@
-// Raw keys and values to pages of banded codes in one launch: a block closes keys or values of one page or several of a kv head. docs/formats.md says what is
+// Raw keys and values to pages of banded codes in one launch: a block closes keys or values of one page or several of a kv head. docs/reference/formats.md says what is
 // stored, kvbits/quant/{basis,banded}.py define it.
 //
 // Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back, and so that

@@ -2,7 +2,7 @@
 //
 // A thread holds eight neighbouring channels of ROWS tokens in registers, as they came. Extremes (and means) meet in shared memory, the chosen scales are rounded to
 // their storage type and written, codes are taken against the ROUNDED scales in float32 exactly as kvbits/quant/qparams.py does, and go to shared memory
-// as bytes [token][channel], from which whole stored words are put together (docs/formats.md has the order).
+// as bytes [token][channel], from which whole stored words are put together (docs/reference/formats.md has the order).
 #include "octets.cuh"
 #include "step.cuh"
 

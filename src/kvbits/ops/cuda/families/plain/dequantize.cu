@@ -1,9 +1,9 @@
 // Packed pages to 16-bit rows, for attention of many queries: one block per (page, kv head), keys then values.
 //
-// A code is looked up where docs/formats.md puts it: four neighbouring channels of a key are one word, those of four value tokens are 16 bytes. Values are
+// A code is looked up where docs/reference/formats.md puts it: four neighbouring channels of a key are one word, those of four value tokens are 16 bytes. Values are
 // (code - zero) * scale + bias + mean in float32, rounded once.
 //
-// A low plane (docs/formats.md) adds (code - 2**(bits - 1)) / (2**bits - 1) to what the page's code counts.
+// A low plane (docs/reference/formats.md) adds (code - 2**(bits - 1)) / (2**bits - 1) to what the page's code counts.
 //
 // Listed elements and keys from before the rotary embedding need a page's other numbers: such sides are decoded to a float32 tile in shared memory, get
 // their listed elements added (an index is listed once, so without atomics), and are turned as they are written.

@@ -15,7 +15,7 @@
 
 constexpr int TOKENS = 4 * UNITS;        // of a lane in a step
 constexpr u32 WORD_ONES = 0x3c003c00u;  // (1, 1) in float16
-// A low plane counts in fifteenths of the code's step (docs/formats.md): its products meet the same operands, and are divided where they are few.
+// A low plane counts in fifteenths of the code's step (docs/reference/formats.md): its products meet the same operands, and are divided where they are few.
 constexpr int LOW_MIDDLE = 16;           // twice the code that means 0
 constexpr float LOW_STEP = 1.f / 15.f;
 

@@ -1,4 +1,4 @@
-// What the words of a checksum are multiplied with: c[i] = C[i % 4096] * D[i / 4096], all odd (docs/formats.md).
+// What the words of a checksum are multiplied with: c[i] = C[i % 4096] * D[i / 4096], all odd (docs/reference/formats.md).
 #pragma once
 #include <stdint.h>
 

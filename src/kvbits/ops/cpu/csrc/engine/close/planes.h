@@ -1,4 +1,4 @@
-// Codes to the bytes of a page: bit planes, tiles of keys and quads of values (docs/formats.md, src/kvbits/quant/packing.py); raw rows as they are.
+// Codes to the bytes of a page: bit planes, tiles of keys and quads of values (docs/reference/formats.md, src/kvbits/quant/packing.py); raw rows as they are.
 #pragma once
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-// Pages of banded codes (docs/formats.md): rows to the basis that they are stored in, fitted scales, codes of a width for each band.
+// Pages of banded codes (docs/reference/formats.md): rows to the basis that they are stored in, fitted scales, codes of a width for each band.
 // The definition is src/kvbits/quant/{basis,banded}.py. Rows times a Hadamard matrix match it bit for bit; products with a calibrated basis are sums in
 // float64 as there, in another order.
 #pragma once

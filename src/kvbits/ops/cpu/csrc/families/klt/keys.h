@@ -1,4 +1,4 @@
-// Keys of banded codes (docs/formats.md).
+// Keys of banded codes (docs/reference/formats.md).
 //
 // A code is the sum of its planes' fields, each times 2^shift. A band's fields are joined to codes before one integer dot product; a band or two neighbours
 // of the same width have one scale of the query's 8-bit integers:
