@@ -45,7 +45,7 @@ def judge(q, call, positions):
 
 @pytest.mark.parametrize("fmt", [*FORMATS, "raw"])
 def test_layout_documented_is_layout_read(fmt):
-    """The judge decodes bytes from docs/formats.md, sharing no code with packing.py."""
+    """The judge decodes bytes from docs/reference/formats.md, sharing no code with packing.py."""
     for spec in [RAW] if fmt == "raw" else specs_of(fmt, group=16)[:4]:
         for head_dim, page_size in ((64, 64), (80, 32)):
             q, call, positions = random_call(spec, spec, head_dim=head_dim, page_size=page_size, pages=2, group=1, dtype=torch.float32)
