@@ -16,7 +16,7 @@ import torch
 from kvbits.errors import DataError, SpecError
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
-from kvbits.ops.descriptor import TORCH_DTYPES
+from kvbits.ops.descriptor import TORCH_NUMBERS
 
 PRINTED = ("naive", "tiled", "coarsened", "vectorized")
 KERNELS = (*PRINTED, "persistent", "fast")
@@ -47,7 +47,7 @@ class _Args(ctypes.Structure):
 def defines(dtype: torch.dtype, columns: int) -> dict[str, int]:
     """Macros of one instantiation: 16-byte vectors where rows are whole vectors, single elements otherwise."""
     vector = 16 // dtype.itemsize
-    return {"X_TYPE": TORCH_DTYPES[dtype], "VECTOR": vector if columns % vector == 0 else 1}
+    return {"X_TYPE": TORCH_NUMBERS[dtype], "VECTOR": vector if columns % vector == 0 else 1}
 
 
 @functools.lru_cache(maxsize=64)
@@ -95,7 +95,7 @@ def _check(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: t
 
 def compute_scales(x: torch.Tensor, *, kernel: str = "fast") -> torch.Tensor:
     """float32 [columns]: the scale of each column of x [rows, columns]; 1 for a column of zeros."""
-    _check("x", x, tuple(TORCH_DTYPES))
+    _check("x", x, tuple(TORCH_NUMBERS))
     if kernel not in SCALE_KERNELS:
         raise SpecError(f"unknown kernel {kernel!r}; known: {', '.join(SCALE_KERNELS)}")
     scales, largest = torch.empty(x.shape[1], device=x.device), torch.zeros(x.shape[1], device=x.device)
@@ -107,7 +107,7 @@ def compute_scales(x: torch.Tensor, *, kernel: str = "fast") -> torch.Tensor:
 
 def quantize(x: torch.Tensor, scales: torch.Tensor, *, kernel: str = "fast", out: torch.Tensor | None = None) -> torch.Tensor:
     """int8 [rows, columns] of x with scales float32 [columns]."""
-    _check("x", x, tuple(TORCH_DTYPES))
+    _check("x", x, tuple(TORCH_NUMBERS))
     _check("scales", scales, (torch.float32,), (x.shape[1],))
     out = torch.empty(x.shape, dtype=torch.int8, device=x.device) if out is None else out
     _check("out", out, (torch.int8,), tuple(x.shape))
@@ -123,7 +123,7 @@ def dequantize(
     _check("q", q, (torch.int8,))
     _check("scales", scales, (torch.float32,), (q.shape[1],))
     out = torch.empty(q.shape, dtype=dtype, device=q.device) if out is None else out
-    _check("out", out, tuple(TORCH_DTYPES), tuple(q.shape))
+    _check("out", out, tuple(TORCH_NUMBERS), tuple(q.shape))
     args = _Args(q=q.data_ptr(), y=out.data_ptr(), scales=scales.data_ptr(), rows=q.shape[0], columns=q.shape[1])
     _launch(_name("dequantize", kernel), out.dtype, args, q.device, persistent=kernel == "persistent")
     return out
@@ -131,7 +131,7 @@ def dequantize(
 
 def quantize_with_scales(x: torch.Tensor, *, out: torch.Tensor | None = None, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes int8 [rows, columns], scales float32 [columns]): maxima in one pass over x, codes in a second that starts where the first ended."""
-    _check("x", x, tuple(TORCH_DTYPES))
+    _check("x", x, tuple(TORCH_NUMBERS))
     out = torch.empty(x.shape, dtype=torch.int8, device=x.device) if out is None else out
     scales = torch.empty(x.shape[1], device=x.device) if scales is None else scales
     _check("out", out, (torch.int8,), tuple(x.shape))
@@ -145,7 +145,7 @@ def quantize_with_scales(x: torch.Tensor, *, out: torch.Tensor | None = None, sc
 
 def quantize_groups(x: torch.Tensor, size: int, bits: int = 8, *, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scales float32 [rows, columns / size]); layouts as in `reference.quantize_groups`. `size` is a multiple of 16."""
-    _check("x", x, tuple(TORCH_DTYPES))
+    _check("x", x, tuple(TORCH_NUMBERS))
     rows, columns = x.shape
     if bits not in (4, 8) or size < 16 or size % 16 or columns % size or (bits == 4 and columns // size % 2):
         raise SpecError(f"groups of {size} columns in {bits} bits: bits is 4 or 8, the size a multiple of 16 that divides columns={columns}, evenly for 4")

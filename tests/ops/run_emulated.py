@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 from ops.cpu_cases import CODEBOOKS, FORMATS, NOISE, RAW, kvquant, kvquant_specs, random_call, specs_of, static_params  # noqa: E402
 
 from kvbits.ops.cpu.structs import low_struct, rotations, store_struct  # noqa: E402
-from kvbits.ops.descriptor import DTYPES, TORCH_DTYPES  # noqa: E402
+from kvbits.ops.descriptor import DTYPES, TORCH_NUMBERS  # noqa: E402
 from kvbits.ops.reference import attend as attend_reference  # noqa: E402
 from kvbits.ops.reference.close import close_nested  # noqa: E402
 from kvbits.ops.types import LowStore, PageStore  # noqa: E402
@@ -77,7 +77,7 @@ def attend_case(noise: float, *args: object, young_only: bool = False, **kwargs:
         call = dataclasses.replace(call, parts=call.parts[1:2])
     out, lse = attend_reference.attend(q, call, positions, torch.float64)
     h = call.parts[0].store.layout.num_kv_heads
-    data = ints(1, q.shape[0], q.shape[1], q.shape[2], h, q.shape[3], TORCH_DTYPES[q.dtype], call.sliding_window or 0, len(call.parts))
+    data = ints(1, q.shape[0], q.shape[1], q.shape[2], h, q.shape[3], TORCH_NUMBERS[q.dtype], call.sliding_window or 0, len(call.parts))
     data += struct.pack("<3d", call.scaling, call.softcap or 0.0, noise) + blob(q) + blob(positions) + blob(out.float()) + blob(lse.float())
     for part in call.parts:
         t = part.table

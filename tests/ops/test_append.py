@@ -11,7 +11,7 @@ from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.cpu import append as cpu
 from kvbits.ops.cpu import library
 from kvbits.ops.cpu.structs import store_struct
-from kvbits.ops.descriptor import TORCH_DTYPES
+from kvbits.ops.descriptor import TORCH_NUMBERS
 from kvbits.ops.reference import append as reference
 from kvbits.ops.reference.dequantize import section
 from kvbits.ops.types import PageStore, SlotMapping
@@ -128,7 +128,7 @@ def test_the_library_checks_runs_itself():
     k, _ = tokens_of(store, torch.bfloat16)
     strides = (*k.stride()[:3], *k.stride()[:3])
 
-    def call(run: list[int], dtype: int = TORCH_DTYPES[torch.bfloat16]) -> None:
+    def call(run: list[int], dtype: int = TORCH_NUMBERS[torch.bfloat16]) -> None:
         import ctypes
 
         runs = np.array([run])

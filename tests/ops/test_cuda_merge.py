@@ -21,7 +21,7 @@ def device(request, tmp_path, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("dtype", merge.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", merge.MATRIX_DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim, parts", [(128, 2), (64, 3), (80, 8), (256, 11)])
 def test_it_is_the_reference(device, dtype, head_dim, parts):
     gen = torch.Generator().manual_seed(parts)

@@ -25,7 +25,7 @@ def hadamard(n: int) -> torch.Tensor:
     return torch.tensor([[1.0 - 2.0 * ((i & j).bit_count() % 2) for j in range(n)] for i in range(n)], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dtype", rotate.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", rotate.MATRIX_DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim, heads, kv_heads, tokens", [(128, 7, 2, 3), (64, 4, 4, 5), (256, 2, 1, 1)])
 def test_it_is_the_matrix_product(device, dtype, head_dim, heads, kv_heads, tokens):
     gen = torch.Generator().manual_seed(head_dim)

@@ -85,5 +85,5 @@ def test_kinds_of_scales():
 
 
 def test_dtypes_have_one_number_whatever_names_them():
-    named = {str(t).removeprefix("torch."): n for t, n in descriptor.TORCH_DTYPES.items()}
+    named = {str(t).removeprefix("torch."): n for t, n in descriptor.TORCH_NUMBERS.items()}
     assert named.items() <= DTYPES.items() and sorted(named.values()) == [0, 1, 2], "tensors have the first numbers, storage of scales the rest"

@@ -116,10 +116,10 @@ class LayerRunner:
         out, lse = self.choices[key].run(q, k, v, f.positions, scaling, call.sliding_window, softcap)
         if call.parts:
             past = self._attend(place, q, call, f)
-            outs, key = [past[0], out], ("merge", q.shape[3], past[0].dtype, out.dtype)
-            if key not in self.choices:
-                self.choices[key] = dispatch.choose("merge", outs)
-            out, lse = self.choices[key].run(outs, [past[1], lse])
+            outs, merge = [past[0], out], ("merge", q.shape[3], past[0].dtype, out.dtype)
+            if merge not in self.choices:
+                self.choices[merge] = dispatch.choose("merge", outs)
+            out, lse = self.choices[merge].run(outs, [past[1], lse])
         self._write(place, k, v, f)
         return out, lse
 

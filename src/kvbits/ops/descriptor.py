@@ -22,7 +22,10 @@ from ..spec.quant import FORMATS as NUMBER_FORMATS
 
 DTYPES = {name: i for i, name in enumerate(SCALE_BYTES)}
 """Numbers of dtypes: raw rows (the first ones), scales, biases and means."""
-TORCH_DTYPES = {getattr(torch, name): DTYPES[name] for name in DTYPE_BYTES}
+TORCH_NUMBERS = {getattr(torch, name): DTYPES[name] for name in DTYPE_BYTES}
+"""The same of raw rows by torch's dtype."""
+MATRIX_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+"""Dtypes whose numbers matrix units of GPUs multiply, by name."""
 FORMATS = {name: i for i, name in enumerate(["raw", *(n for n in NUMBER_FORMATS if n != "raw")])}
 _FLOATS = [f.name for f in NUMBER_FORMATS.values() if f.kind == "float"]
 _KINDS = ("int", *_FLOATS, "raw", "codebook", "banded")

@@ -185,10 +185,15 @@ class LowLayout:
         return found
 
     @functools.cached_property
+    def used_bytes(self) -> int:
+        """Bytes of one kv head's struct up to its padding."""
+        last = list(self.sections.values())[-1]
+        return last.offset + last.nbytes
+
+    @functools.cached_property
     def head_bytes(self) -> int:
         """Bytes of one kv head's struct, padding included."""
-        last = list(self.sections.values())[-1]
-        return _round_up(last.offset + last.nbytes, STRUCT_ALIGNMENT)
+        return _round_up(self.used_bytes, STRUCT_ALIGNMENT)
 
     @property
     def page_size_bytes(self) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from ...errors import DataError
 from ...quant.qparams import require_finite
-from ..descriptor import TORCH_DTYPES
+from ..descriptor import TORCH_NUMBERS
 from ..reference.append import open_pages
 from ..types import PageStore, SlotMapping
 from .library import AppendStruct, check, library
@@ -29,7 +29,7 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
     """
     slot_mapping.check(k, v, store)
     layout = store.layout
-    if k.dtype not in TORCH_DTYPES:
+    if k.dtype not in TORCH_NUMBERS:
         raise DataError(f"k is {k.dtype}; the CPU kernels take float32, float16 and bfloat16")
     if not len(slot_mapping.runs):
         return {} if layout.is_raw else {kind: 0 for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw}
@@ -38,7 +38,7 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
         open_pages(k, v, store, slot_mapping)
     batch, tokens, heads, head_dim = k.shape
     struct = AppendStruct(
-        ctypes.addressof(store_struct(store)), slot_mapping.address, len(slot_mapping.runs), batch, tokens, heads, head_dim, TORCH_DTYPES[k.dtype],
+        ctypes.addressof(store_struct(store)), slot_mapping.address, len(slot_mapping.runs), batch, tokens, heads, head_dim, TORCH_NUMBERS[k.dtype],
         torch.get_num_threads(), k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
     )  # fmt: skip
     if layout.is_raw:

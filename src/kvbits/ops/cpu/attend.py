@@ -12,7 +12,7 @@ import ctypes
 import torch
 
 from ...errors import DataError, UnsupportedError
-from ..descriptor import TORCH_DTYPES
+from ..descriptor import TORCH_NUMBERS
 from ..types import AttendCall, check_call
 from .library import AttendStruct, PartStruct, check, library, unavailable
 from .structs import MAX_QUERY_GROUP, low_struct, refuses_layout, refuses_low, store_struct, table_struct
@@ -28,7 +28,7 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return f"queries are on {q.device}, not on the CPU"
     if reason := unavailable():
         return reason
-    if q.dtype not in TORCH_DTYPES:
+    if q.dtype not in TORCH_NUMBERS:
         return f"queries are {q.dtype}; the CPU kernels take float32, float16 and bfloat16"
     for part in call.parts:
         layout = part.store.layout
@@ -74,7 +74,7 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tupl
         DataError: shapes, dtypes or tables that do not fit together.
         UnsupportedError: pages that `refuses` names.
     """
-    if q.dim() != 4 or q.dtype not in TORCH_DTYPES or q.device.type != "cpu":
+    if q.dim() != 4 or q.dtype not in TORCH_NUMBERS or q.device.type != "cpu":
         raise DataError(f"q must be [B, T, Hq, D] fp32, fp16 or bf16 on the CPU, got {q.dtype} {list(q.shape)} on {q.device}")
     batch, tokens, heads, head_dim = q.shape
     if q_positions.shape != (batch, tokens) or q_positions.dtype != torch.int64 or q_positions.device.type != "cpu":
@@ -88,7 +88,7 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tupl
     lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device="cpu")
     parts = _parts(call)
     struct = AttendStruct(
-        ctypes.addressof(parts), len(parts), batch, tokens, heads, kv_heads, head_dim, TORCH_DTYPES[q.dtype], torch.get_num_threads(),
+        ctypes.addressof(parts), len(parts), batch, tokens, heads, kv_heads, head_dim, TORCH_NUMBERS[q.dtype], torch.get_num_threads(),
         q.data_ptr(), q.stride()[:3], positions.data_ptr(), call.scaling, call.softcap or 0.0, call.sliding_window or 0, out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     check(library().kvbits_attend(struct))

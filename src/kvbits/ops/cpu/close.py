@@ -16,7 +16,7 @@ from ...errors import DataError, UnsupportedError
 from ...quant.basis import frames
 from ...quant.qparams import require_finite
 from ...quant.rotary import page_turns, step_turns
-from ..descriptor import TORCH_DTYPES
+from ..descriptor import TORCH_NUMBERS
 from ..reference.dequantize import require_starts
 from ..types import LowStore, PageStore, check_closing, wider_scales
 from .library import CloseStruct, check, library
@@ -55,11 +55,11 @@ def close(
     ids, *low_ids = check_closing(store, page_ids, low)
     shape = (len(ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
     for name, x in (("k", k), ("v", v)):
-        if tuple(x.shape) != shape or x.dtype != k.dtype or x.dtype not in TORCH_DTYPES or x.device.type != "cpu":
+        if tuple(x.shape) != shape or x.dtype != k.dtype or x.dtype not in TORCH_NUMBERS or x.device.type != "cpu":
             raise DataError(f"{name} must be {k.dtype} {list(shape)} on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     struct = CloseStruct(
-        ctypes.addressof(store_struct(store)), ids.ctypes.data, None, None, len(ids), layout.num_kv_heads, layout.head_dim, TORCH_DTYPES[k.dtype],
+        ctypes.addressof(store_struct(store)), ids.ctypes.data, None, None, len(ids), layout.num_kv_heads, layout.head_dim, TORCH_NUMBERS[k.dtype],
         torch.get_num_threads(), (k.data_ptr(), v.data_ptr()), (k.stride()[:3], v.stride()[:3]),
     )  # fmt: skip
     for (fine, _), fine_ids in zip(low, low_ids, strict=True):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ...errors import DataError
 from ...spec import KEY_TILE, LowLayout, PageLayout
-from ..descriptor import FORMATS, LEVELS, STATIC, TORCH_DTYPES, Side, describe, low_plane
+from ..descriptor import FORMATS, LEVELS, STATIC, TORCH_NUMBERS, Side, describe, low_plane
 from ..types import LowStore, PageStore, PageTable
 from .library import StoreStruct, TableStruct, TensorStruct, unavailable
 
@@ -30,7 +30,7 @@ def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
         return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
     if reason := unavailable():
         return reason
-    if k.dtype not in TORCH_DTYPES:
+    if k.dtype not in TORCH_NUMBERS:
         return f"keys are {k.dtype}; the CPU kernels take float32, float16 and bfloat16"
     return refuses_layout(store.layout)
 

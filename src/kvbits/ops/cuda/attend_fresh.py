@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..chunk_attention import refuses_flash, without_padding
+from ..descriptor import MATRIX_DTYPES
 from .engine.dense import attention
 
 MOST_HEAD_DIM = 256
@@ -20,7 +21,7 @@ def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | No
         return f"queries are on {q.device}, not on a GPU"
     if torch.version.hip is not None or torch.cuda.get_device_capability(q.device) < (8, 0):
         return "FlashAttention needs an NVIDIA GPU of compute capability 8.0"
-    if q.dtype not in (torch.float16, torch.bfloat16):
+    if q.dtype not in MATRIX_DTYPES:
         return f"queries are {q.dtype}; FlashAttention takes float16 and bfloat16"
     if q.shape[3] % 8 or q.shape[3] > MOST_HEAD_DIM:
         return f"head_dim={q.shape[3]} is not a multiple of 8 up to {MOST_HEAD_DIM}"

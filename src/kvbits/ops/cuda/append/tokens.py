@@ -18,7 +18,7 @@ from ....errors import DataError
 from ....later import upload
 from ....quant.qparams import require_finite
 from ....spec import PageLayout, QuantSpec
-from ...descriptor import DTYPES, STATIC, TORCH_DTYPES, scale_kind
+from ...descriptor import DTYPES, STATIC, TORCH_NUMBERS, scale_kind
 from ...reference.append import STATUS_FIELDS, check_tokens
 from ...types import PageStore, SlotMapping
 from ..engine.runtime import driver
@@ -37,7 +37,7 @@ def refuses(k: torch.Tensor, store: PageStore) -> str | None:
     """Why tokens like k [B, T, H, D] cannot be written to pages of this store here, or None."""
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
-    if k.dtype not in TORCH_DTYPES:
+    if k.dtype not in TORCH_NUMBERS:
         return f"keys are {k.dtype}; the kernel takes float32, float16 and bfloat16"
     if why := driver.refuses(k.device):
         return why
@@ -136,7 +136,7 @@ def defines(layout: PageLayout, dtype: torch.dtype, tokens: int) -> dict[str, in
     image = max(_image_bytes(layout, kind, s) for kind, s in (("k", layout.key), ("v", layout.value)))
     union = max(8 * threads // span * d if layout.is_centered else 8, tokens * (d + 4))
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "TOKENS": tokens, "SPAN": span, "X_TYPE": TORCH_DTYPES[dtype],
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "TOKENS": tokens, "SPAN": span, "X_TYPE": TORCH_NUMBERS[dtype],
         "RAW_TYPE": DTYPES[layout.raw_dtype], "USED_BYTES": -(-layout.used_bytes // 4) * 4,
         "K_SIDE": side_arguments(layout, "k"), "V_SIDE": side_arguments(layout, "v"),
         "SHARED_BYTES": -(-union // 16) * 16 + (16 + 8 * max(1, groups)) * tokens + (4 * d if layout.is_centered else 4) + image + 4 * tokens + 112,

@@ -17,9 +17,10 @@ import torch
 from ....errors import DataError, UnsupportedError
 from ....later import upload
 from ....spec import LowLayout, PageLayout
+from ...descriptor import MATRIX_DTYPES
 from ..families import family_of
 from .host_plan import Args, PartArgs
-from .kernels import DTYPES, LEAST_CAPABILITY, MAX_PARTS, check_query, columns, folds, indexed, kernel_for, load_kernel, query_columns, window_of
+from .kernels import LEAST_CAPABILITY, MAX_PARTS, check_query, columns, folds, indexed, kernel_for, load_kernel, query_columns, window_of
 from .runtime import driver
 from .schedule import SEGMENT_COST, SEGMENT_FIELDS
 from .shape import Ask
@@ -43,7 +44,7 @@ def refuses_plan(
     layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, low: Low = (), shared_limit: int | None = None
 ) -> str | None:
     """The part of `refuses` that needs no GPU."""
-    if dtype not in DTYPES:
+    if dtype not in MATRIX_DTYPES:
         return f"queries are {dtype}, not float16 or bfloat16"
     if not 1 <= len(layouts) <= MAX_PARTS:
         return f"{len(layouts)} parts; the kernel takes 1 to {MAX_PARTS}"
@@ -111,14 +112,16 @@ class DevicePlan:
         if batch_size > MAX_BATCH:
             raise UnsupportedError(f"a plan for {batch_size} sequences; one takes at most {MAX_BATCH}")
         packed = next((x for x in layouts if not x.key.is_raw), None)
-        raw_dtype = next((x.raw_dtype for x in layouts if x.key.is_raw), DTYPES[dtype])
+        raw_dtype = next((x.raw_dtype for x in layouts if x.key.is_raw), MATRIX_DTYPES[dtype])
         group = num_q_heads // heads
         main = packed or first  # what the kernel is made for
         cols = columns([main], num_queries * group, fine is not None)
         column_blocks = -(-num_queries * group // cols)
         limit = driver.shared_limit(torch.cuda.get_device_capability(self.device))
         has_raw = any(x.key.is_raw for x in layouts)
-        ask = Ask(d, cols, DTYPES[dtype], raw_dtype, softcap is not None, limit, fold=folds(main, num_queries * group), low=fine, raw=has_raw, tables=True)
+        ask = Ask(
+            d, cols, MATRIX_DTYPES[dtype], raw_dtype, softcap is not None, limit, fold=folds(main, num_queries * group), low=fine, raw=has_raw, tables=True
+        )
         self.kernel = kernel_for(main, ask)
         self._attend, self._threads = load_kernel(self.kernel, self.device.index), self.kernel.threads
         self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count

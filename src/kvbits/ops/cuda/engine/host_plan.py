@@ -19,10 +19,11 @@ from ....errors import UnsupportedError
 from ....later import upload
 from ....spec import LowLayout, PageLayout
 from ...break_even import small_on_gpu
+from ...descriptor import MATRIX_DTYPES
 from ...types import AttendCall, Part, check_call, last_positions
 from ..families import family_of
 from . import unpack_then_flash
-from .kernels import DTYPES, LEAST_CAPABILITY, MAX_PARTS, check_query, check_static, columns, folds, indexed, kernel_for, load_kernel, query_columns, window_of
+from .kernels import LEAST_CAPABILITY, MAX_PARTS, check_query, check_static, columns, folds, indexed, kernel_for, load_kernel, query_columns, window_of
 from .runtime import driver
 from .schedule import PartWork, chunks_per_sequence, schedule
 from .shape import MAX_PIECES, Ask, Kernel, Shape
@@ -36,8 +37,8 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
     if why := driver.refuses(q.device, LEAST_CAPABILITY):
         return why
     limit = driver.shared_limit(torch.cuda.get_device_capability(q.device))
-    why = refuses_call(call, q.shape[2], DTYPES.get(q.dtype, str(q.dtype)), limit, q.shape[1])
-    if why and _may_unpack(call) and q.dtype in DTYPES:
+    why = refuses_call(call, q.shape[2], MATRIX_DTYPES.get(q.dtype, str(q.dtype)), limit, q.shape[1])
+    if why and _may_unpack(call) and q.dtype in MATRIX_DTYPES:
         return _refuses_unpacked(call, q.shape[2], q.dtype)
     return why
 
@@ -54,7 +55,7 @@ def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) 
 
 def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit: int | None = None, num_queries: int = 1) -> str | None:
     """The part of `refuses` that needs no GPU, of the kernel that reads packed pages; `shared_limit`: bytes of shared memory of a block, if known."""
-    if q_dtype not in DTYPES.values():
+    if q_dtype not in MATRIX_DTYPES.values():
         return f"queries are {q_dtype}, not float16 or bfloat16"
     if len(call.parts) > MAX_PARTS:
         return f"{len(call.parts)} parts are more than {MAX_PARTS}"
@@ -140,7 +141,7 @@ class Plan:
         self, call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1,
         layer_strides: tuple[int, ...] | None = None, shape: Shape | None = None,
     ) -> None:  # fmt: skip
-        if why := refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), num_queries=num_queries):
+        if why := refuses_call(call, num_q_heads, MATRIX_DTYPES.get(q_dtype, str(q_dtype)), num_queries=num_queries):
             raise UnsupportedError(f"attend_pages on cuda: {why}")
         check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
         device = indexed(device)
@@ -158,10 +159,10 @@ class Plan:
         self.lse = torch.zeros(batch, num_queries, num_q_heads, dtype=torch.float32, device=device)
         self.q_positions = self._upload(last_positions(call, batch, num_queries))
 
-        raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), DTYPES[q_dtype])
+        raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), MATRIX_DTYPES[q_dtype])
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
         low = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
-        ask = Ask(d, cols, DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
+        ask = Ask(d, cols, MATRIX_DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
         raw = any(p.store.layout.key.is_raw for p in call.parts)  # the first kernel reads such parts
         kernels = [
             kernel_for(x, dataclasses.replace(ask, fold=folds(x, num_queries * group), low=low.get(x), raw=raw and i == 0)) for i, x in enumerate(layouts)
@@ -303,7 +304,7 @@ def plan(
     unpacks = unpack_then_flash.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
     if not unpacks and _may_unpack(call) and (num_queries == 1 or history_only):
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
-        packed = refuses_call(call, num_q_heads, DTYPES.get(q_dtype, str(q_dtype)), limit, num_queries) is None
+        packed = refuses_call(call, num_q_heads, MATRIX_DTYPES.get(q_dtype, str(q_dtype)), limit, num_queries) is None
         unpacks = not packed and _refuses_unpacked(call, num_q_heads, q_dtype) is None
     if unpacks:
         return ChunkPlan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)

@@ -14,8 +14,6 @@ from ..families import family_of
 from .runtime import driver
 from .shape import FOLD_COLUMNS, Ask, Kernel
 
-DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-"""Dtypes of queries."""
 LEAST_CAPABILITY = (8, 0)
 """Compute capability that attention kernels need."""
 MAX_PARTS = 4

@@ -106,8 +106,7 @@ def chunk_layout(layout: PageLayout | LowLayout, tokens: int) -> PageLayout | Lo
 
 def used_bytes(layout: PageLayout | LowLayout) -> int:
     """Bytes of a kv head's struct that sections take, rounded up to 16."""
-    last = list(layout.sections.values())[-1]
-    return -(-(last.offset + last.nbytes) // 16) * 16
+    return -(-layout.used_bytes // 16) * 16
 
 
 def chunk_tokens(layout: PageLayout) -> int:

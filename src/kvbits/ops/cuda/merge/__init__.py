@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from ...descriptor import TORCH_DTYPES
+from ...descriptor import MATRIX_DTYPES, TORCH_NUMBERS
 from ..engine.runtime import driver
 
 MOST_PARTS = 8
 THREADS = 256
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 class _Partial(ctypes.Structure):
@@ -34,7 +33,7 @@ class _Args(ctypes.Structure):
 
 def defines(head_dim: int, dtype: torch.dtype) -> dict[str, int | str]:
     """Macros of one instantiation."""
-    return {"HEAD_DIM": head_dim, "TYPE": TORCH_DTYPES[dtype], "MOST_PARTS": MOST_PARTS, "THREADS": THREADS}
+    return {"HEAD_DIM": head_dim, "TYPE": TORCH_NUMBERS[dtype], "MOST_PARTS": MOST_PARTS, "THREADS": THREADS}
 
 
 @functools.lru_cache(maxsize=32)
@@ -45,7 +44,7 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
 def refuses(outs: Sequence[torch.Tensor]) -> str | None:
     """Why results like these are not merged here, or None."""
     out = outs[0]
-    if out.dtype not in DTYPES or out.shape[-1] % 8:
+    if out.dtype not in MATRIX_DTYPES or out.shape[-1] % 8:
         return f"results are {out.dtype} of head_dim {out.shape[-1]}; the kernel takes float16 and bfloat16, and multiples of 8"
     if len(dtypes := {x.dtype for x in outs}) > 1:
         return f"results are of {len(dtypes)} dtypes; the kernel merges those of one"

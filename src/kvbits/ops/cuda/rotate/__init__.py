@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 from ....errors import DataError
-from ...descriptor import TORCH_DTYPES
+from ...descriptor import MATRIX_DTYPES, TORCH_NUMBERS
 from ..engine.runtime import driver
 from ..engine.side import with_aligned_rows
 
 THREADS = 128
 HEAD_DIMS = (64, 128, 256)
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 class _Rows(ctypes.Structure):
@@ -35,7 +34,7 @@ class _Args(ctypes.Structure):
 
 def defines(head_dim: int, dtype: torch.dtype) -> dict[str, int | str]:
     """Macros of one instantiation."""
-    return {"HEAD_DIM": head_dim, "TYPE": TORCH_DTYPES[dtype], "THREADS": THREADS}
+    return {"HEAD_DIM": head_dim, "TYPE": TORCH_NUMBERS[dtype], "THREADS": THREADS}
 
 
 @functools.lru_cache(maxsize=32)
@@ -45,7 +44,7 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
 
 def refuses(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why queries and keys of this kind are not rotated here, or None."""
-    if dtype not in DTYPES or head_dim not in HEAD_DIMS:
+    if dtype not in MATRIX_DTYPES or head_dim not in HEAD_DIMS:
         return f"rows are {dtype} of head_dim {head_dim}; the kernel takes float16 and bfloat16 of {', '.join(map(str, HEAD_DIMS))}"
     return driver.refuses(device)
 

@@ -12,7 +12,7 @@ import torch
 from .....later import upload
 from .....quant.rotary import page_turns, step_turns
 from .....spec import PageLayout, PerChannel
-from ....descriptor import TORCH_DTYPES
+from ....descriptor import TORCH_NUMBERS
 from ....reference.dequantize import require_starts
 from ....types import PageStore
 from ...engine.runtime import driver
@@ -28,7 +28,7 @@ SPARE_CANDIDATES = 512
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages of this layout cannot be closed from `dtype`, or None."""
-    if dtype is None or dtype not in TORCH_DTYPES:
+    if dtype is None or dtype not in TORCH_NUMBERS:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     count = layout.page_size * layout.head_dim
     if layout.head_dim % 16 or layout.page_size % 16 or count % 1024 or count > 512 * ELEMENTS_PER_THREAD:
@@ -62,12 +62,11 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     ranges = max(_ranges(layout, kind) for kind in ("key", "value"))
     most = max(spec.num_outliers(page, d) for spec in (layout.key, layout.value))
     candidates = most + SPARE_CANDIDATES if most else 1
-    last = list(layout.sections.values())[-1]
     shared = page * (d + 4) * 4 + 4096 + 12 * ranges + 4 * page + 8 * threads + 4 * candidates + 1024 + threads // 4 + 256
     return {
         "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "RESIDENT": max(1, RESIDENT_THREADS // threads),
-        "X_TYPE": TORCH_DTYPES[dtype], "RANGES": ranges, "LIST": candidates,
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 16) * 16, "SHARED_BYTES": shared,
+        "X_TYPE": TORCH_NUMBERS[dtype], "RANGES": ranges, "LIST": candidates,
+        "USED_BYTES": -(-layout.used_bytes // 16) * 16, "SHARED_BYTES": shared,
         "K_SIDE": side_arguments(layout, "k"), "V_SIDE": side_arguments(layout, "v"),
         "K_EXTRAS": extra_arguments(layout, "k"), "V_EXTRAS": extra_arguments(layout, "v"),
     }  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 from .....errors import DataError
 from .....later import upload
 from .....spec import PageLayout
-from ....descriptor import TORCH_DTYPES
+from ....descriptor import TORCH_NUMBERS
 from ....reference.dequantize import require_starts
 from ....types import PageStore
 from ...engine.close_step import STEP_FIELDS
@@ -30,7 +30,7 @@ from .operands import banded_arguments, column_powers, columns_as_operands, colu
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages of this layout cannot be closed from `dtype`, or None."""
-    if dtype not in TORCH_DTYPES:
+    if dtype not in TORCH_NUMBERS:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     if why := refuses_bands(layout):
         return why
@@ -66,10 +66,9 @@ def pages_each(num_pages: int, num_kv_heads: int, places: int) -> int:
 def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False, warpgroups: bool = False) -> dict[str, int | str]:
     """Macros of one instantiation of close_banded.cu; `appends`: of a decode step; `warpgroups`: see `takes_warpgroups`."""
     d, threads = layout.head_dim, layout.page_size * 2
-    last = list(layout.sections.values())[-1]
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": resident(layout), "X_TYPE": TORCH_DTYPES[dtype],
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups), "APPENDS": int(appends),
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": resident(layout), "X_TYPE": TORCH_NUMBERS[dtype],
+        "USED_BYTES": -(-layout.used_bytes // 4) * 4, "SHARED_BYTES": shared_bytes(layout, warpgroups), "APPENDS": int(appends),
         "WARPGROUPS": int(warpgroups), "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip

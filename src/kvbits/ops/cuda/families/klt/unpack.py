@@ -12,7 +12,7 @@ import torch
 
 from .....errors import DataError
 from .....spec import PageLayout
-from ....descriptor import TORCH_DTYPES
+from ....descriptor import MATRIX_DTYPES, TORCH_NUMBERS
 from ....types import PageStore
 from ...engine.runtime import driver
 from ...engine.side import as_float32, turns_on
@@ -21,7 +21,7 @@ from .operands import banded_arguments, column_powers, columns_as_operands, refu
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages of banded codes cannot be unpacked to `dtype`, or None."""
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
     return refuses_bands(layout)
 
@@ -31,7 +31,7 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     d, threads = layout.head_dim, layout.page_size * 2
     return {
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": resident(layout),
-        "OUT_TYPE": TORCH_DTYPES[dtype], "SHARED_BYTES": 12 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
+        "OUT_TYPE": TORCH_NUMBERS[dtype], "SHARED_BYTES": 12 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 
 from .....errors import DataError
 from .....spec import LowLayout, PageLayout, PerChannel
-from ....descriptor import DTYPES, TORCH_DTYPES
+from ....descriptor import DTYPES, TORCH_NUMBERS
 from ....types import PageStore, check_low
 from ...engine.close_step import STEP_FIELDS
 from ...engine.runtime import driver
@@ -21,7 +21,7 @@ ROWS_PER_THREAD = 8
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages of this layout cannot be closed from `dtype`, or None."""
-    if dtype not in TORCH_DTYPES:
+    if dtype not in TORCH_NUMBERS:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     if layout.page_size * layout.head_dim > 512 * 8 * ROWS_PER_THREAD:
         return f"a page of {layout.page_size} x {layout.head_dim} numbers does not fit one block"
@@ -53,12 +53,11 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
     threads = max(128, min(512, -(-page * octets // 4 // 32) * 32), -(-page * octets // ROWS_PER_THREAD // 32) * 32)
     teams = threads // octets
     scales = max(d, *(page * s.num_groups(d) for s in (layout.key, layout.value) if not isinstance(s.granularity, PerChannel)), 0)
-    last = list(layout.sections.values())[-1]
     union = max(8 * max(page * octets, teams * d), 8 * teams * d, page * (d + 4))
     return {
-        "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TORCH_DTYPES[dtype], "RAW_TYPE": DTYPES[layout.raw_dtype],
+        "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TORCH_NUMBERS[dtype], "RAW_TYPE": DTYPES[layout.raw_dtype],
         "GROUP_SCALES": scales,
-        "USED_BYTES": -(-(last.offset + last.nbytes) // 4) * 4, "K_SIDE": side_arguments(layout, "k"),
+        "USED_BYTES": -(-layout.used_bytes // 4) * 4, "K_SIDE": side_arguments(layout, "k"),
         "V_SIDE": side_arguments(layout, "v"), "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
         "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16, "APPENDS": int(appends),
     }  # fmt: skip

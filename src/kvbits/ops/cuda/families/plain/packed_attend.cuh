@@ -1,5 +1,5 @@
-// Attention (packed.cu, banded.cu: they choose the walk) of a few query columns over pages of packed tokens, low planes and 16-bit tokens among them: one persistent block per multiprocessor, balanced by
-// bytes.
+// Attention of a few query columns over pages of packed tokens, low planes and 16-bit tokens among them: one persistent block per multiprocessor, balanced
+// by bytes. The kernel that includes this chooses the walk.
 //
 // A block walks its segments (runs of chunks of one sequence, kv head and part). Chunk t of the block belongs to consumer warp t % WARPS, which reads
 // it from slot t % SLOTS of a ring; one producer warp fills the ring with bulk copies, so memory stays busy across segment ends. Warps share

@@ -1,4 +1,4 @@
-// One warp's walk over packed chunks: 32 or 64 tokens per step, scores, softmax, outputs. KeySide: of packed_keys.cuh or banded_keys.cuh.
+// One warp's walk over packed chunks: 32 or 64 tokens per step, scores, softmax, outputs. KeySide: of packed_keys.cuh, or a family's own.
 #pragma once
 #include "columns.cuh"
 #include "packed_values.cuh"

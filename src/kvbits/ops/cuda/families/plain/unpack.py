@@ -11,7 +11,7 @@ import torch
 
 from .....errors import DataError
 from .....spec import LowLayout, PageLayout
-from ....descriptor import LEVELS, TORCH_DTYPES, describe
+from ....descriptor import LEVELS, MATRIX_DTYPES, TORCH_NUMBERS, describe
 from ....types import LowStore, PageStore
 from ...engine.runtime import driver
 from ...engine.side import as_float32, low_arguments, side_arguments, turns_on, widened
@@ -22,7 +22,7 @@ MAX_HEADS = 65_535
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages cannot be unpacked to `dtype`, or None."""
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
     if layout.head_dim % 4:
         return f"head_dim={layout.head_dim} is no multiple of 4"
@@ -65,7 +65,7 @@ class _Args(ctypes.Structure):
 def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> dict[str, int | str]:
     """Macros of one instantiation of dequantize.cu."""
     return {
-        "HEAD_DIM": layout.head_dim, "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TORCH_DTYPES[dtype],
+        "HEAD_DIM": layout.head_dim, "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TORCH_NUMBERS[dtype],
         "K_SIDE": side_arguments(layout, "k"), "V_SIDE": side_arguments(layout, "v"),
         "K_EXTRAS": extra_arguments(layout, "k"), "V_EXTRAS": extra_arguments(layout, "v"),
         "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
