@@ -111,7 +111,7 @@ def made_up(key: QuantSpec, value: QuantSpec, h: int, d: int) -> dict[str, torch
         if spec.has_codebook:
             levels = torch.erfinv(torch.linspace(-0.97, 0.97, 2**spec.bits))
             static[f"{kind}_codebook"] = (levels / levels.max()).expand(h, -1).contiguous()
-        if spec.basis == "klt":
+        if spec.basis == "calibrated":
             static[f"{kind}_basis"] = torch.linalg.qr(torch.randn(h, d, d)).Q / banded.steps(spec, d)
             static[f"{kind}_inverse"] = inverse(static[f"{kind}_basis"])
         if spec.needs_rotary:

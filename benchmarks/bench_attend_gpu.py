@@ -68,7 +68,7 @@ def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
         if spec.static:
             static[f"{kind}_scale"] = torch.full((layout.num_kv_heads, layout.head_dim), 2.6, device="cuda")
             static[f"{kind}_bias"] = torch.zeros(layout.num_kv_heads, layout.head_dim, device="cuda")
-        if spec.basis == "klt":
+        if spec.basis == "calibrated":
             static[f"{kind}_basis"] = made_up_basis(spec, layout.num_kv_heads, layout.head_dim)
             static[f"{kind}_inverse"] = inverse(static[f"{kind}_basis"])
         if spec.needs_rotary:

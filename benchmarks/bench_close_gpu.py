@@ -76,7 +76,7 @@ def bench(key: QuantSpec, value: QuantSpec, low_bits: int) -> dict[str, Any]:
         launches[-1]()
         static = {name: x.cpu() for name, x in store.static.items()}
         want, _ = reference.close_nested(k[:CHECKED].cpu(), v[:CHECKED].cpu(), layout, static, low, starts[:CHECKED])
-        if not all(same_pages(s[:CHECKED].cpu(), w, x, key.basis == "klt") for s, w, x in zip(slabs, want, (layout, *low), strict=True)):
+        if not all(same_pages(s[:CHECKED].cpu(), w, x, key.basis == "calibrated") for s, w, x in zip(slabs, want, (layout, *low), strict=True)):
             raise ValueError("other bytes than the reference's; a wrong kernel has no speed")
     moved = 2 * PAGES * HEADS * PAGE * HEAD_DIM * 2 + sum(s.numel() for s in slabs)
     return {"time_us": time_us(launches * 4), "bytes": moved}

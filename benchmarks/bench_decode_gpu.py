@@ -40,7 +40,7 @@ def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | 
     """What calibration would give for normal numbers: even codebooks; a basis of another direction for each channel, no longer than a step."""
     if not scheme.needs_calibration:
         return None
-    if scheme.key.basis == "klt":
+    if scheme.key.basis == "calibrated":
         return [{"k_basis": made_up_basis(scheme.key, KV_HEADS, HEAD_DIM)} for _ in range(layers)]
     book = torch.linspace(-1, 1, 2**scheme.key.bits, device="cuda").expand(KV_HEADS, -1).contiguous()
     return [{"k_codebook": book, "v_codebook": book} for _ in range(layers)]

@@ -84,7 +84,7 @@ def test_changed_fields_are_validated():
 
 
 def test_only_static_and_codebook_presets_need_calibration():
-    wanted = [n for n, s in PRESETS.items() if any(x.static or x.format.startswith("nuq") or x.basis == "klt" for x in (s.key, s.value))]
+    wanted = [n for n, s in PRESETS.items() if any(x.static or x.format.startswith("nuq") or x.basis == "calibrated" for x in (s.key, s.value))]
     assert [n for n, s in PRESETS.items() if s.needs_calibration] == wanted
     assert PRESETS["int8_static"].needs_calibration and PRESETS["nuq4-1%"].needs_calibration
 

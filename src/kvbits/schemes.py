@@ -48,7 +48,8 @@ def _nuq(bits: int, outliers: float) -> Scheme:
 def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
     value = QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(bits,) * len(bands))
     return Scheme(
-        name=f"klt{bits}", key=dataclasses.replace(value, basis="klt", bands=bands, center="channel"), value=value, num_sink_tokens=4, residual_length=128,
+        name=f"klt{bits}", key=dataclasses.replace(value, basis="calibrated", bands=bands, center="channel"), value=value,
+        num_sink_tokens=4, residual_length=128,
         description=f"integers in a calibrated basis: keys of {min(bands)} to {max(bands)} bits by importance, values of {bits} bits turned by a Hadamard, one "
         "8-bit scale per token",
     )  # fmt: skip
@@ -108,7 +109,8 @@ PRESETS: dict[str, Scheme] = {
             description="asymmetric int4 in groups of 32 with each page's channel means of the keys kept apart",
         ),
         Scheme(
-            name="int4_rotated", key=dataclasses.replace(_INT4_OF_64, center="channel", rotated=True), value=_INT4_OF_64, source=_QUAROT, residual_length=64,
+            name="int4_rotated", key=dataclasses.replace(_INT4_OF_64, center="channel", basis="hadamard"), value=_INT4_OF_64, source=_QUAROT,
+            residual_length=64,
             description="asymmetric int4 in groups of 64, keys rotated by a Hadamard matrix and centred: 4 bits where head_dim is a power of two",
         ),
         Scheme(
@@ -173,7 +175,7 @@ def weak_to_key_bias(scheme: Scheme) -> bool:
     key projection have it, then takes the steps from all others. Keys per channel do not know this, 8-bit integers bear it, and
     a rotation spreads it over all channels."""
     key = scheme.key
-    return not key.is_raw and not isinstance(key.granularity, PerChannel) and not key.rotated and (key.bits <= 4 or key.number_format.kind == "float")
+    return not key.is_raw and not isinstance(key.granularity, PerChannel) and not key.is_rotated and (key.bits <= 4 or key.number_format.kind == "float")
 
 
 def key_bias_note(scheme: Scheme, of: str) -> str | None:

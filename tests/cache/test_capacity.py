@@ -35,7 +35,7 @@ def statics(spec):
                     layer[f"{kind}_bias"] = torch.full(shape, -1.0)
             if s.has_codebook:
                 layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
-            if s.basis == "klt":
+            if s.basis == "calibrated":
                 layer[f"{kind}_basis"] = torch.eye(geometry.head_dim).repeat(geometry.num_kv_heads, 1, 1)
         found.append(layer)
     return found

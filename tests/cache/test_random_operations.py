@@ -26,7 +26,7 @@ KEYS_AND_VALUES = [
     (QuantSpec(format="fp8_e5m2", granularity=PerToken()), QuantSpec(format="fp8_e4m3", granularity=PerChannel(), scale_dtype="float32")),
     (QuantSpec(format="int8", granularity=PerTensor(), static=True), QuantSpec(format="int4", granularity=PerGroup(8), static=True, symmetric=False)),
     (
-        QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, center="channel", basis="klt", bands=(3,)),
+        QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, center="channel", basis="calibrated", bands=(3,)),
         QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(2,)),
     ),
     (RAW, QuantSpec(format="int4", granularity=PerGroup(8))),
@@ -53,7 +53,7 @@ def made_up_static(spec):
                     layer[f"{kind}_bias"] = torch.full(shape, -2.0)
             if s.has_codebook:
                 layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
-            if s.basis == "klt":
+            if s.basis == "calibrated":
                 layer[f"{kind}_basis"] = torch.eye(geometry.head_dim) + 0.2 * torch.randn(geometry.num_kv_heads, geometry.head_dim, geometry.head_dim)
         found.append(layer)
     return found

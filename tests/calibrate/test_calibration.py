@@ -142,7 +142,7 @@ def rewrite(path, metadata=None, **tensors):
     ("metadata", "tensors", "message"),
     [
         ({"format": "other"}, {}, "not a kvbits calibration"),
-        ({"version": "9"}, {}, "version 9, this kvbits reads 2"),
+        ({"version": "9"}, {}, "version 9, this kvbits reads 3"),
         ({"fingerprint": "{"}, {}, "damaged metadata"),
         ({"fingerprint": json.dumps({"specs": [{"k": {"type": "Nothing"}}], "geometry": [{"num_kv_heads": 1}]})}, {}, "damaged metadata"),
         ({"info": None}, {}, "damaged metadata"),

@@ -18,8 +18,6 @@ SHARED = sorted(
 EXCEPTIONS = {
     "ops/descriptor.py": "says what every format's bytes are",
     "ops/static.py": "names and shapes of what is calibrated",
-    "cache/parameters.py": "a way out by the name of a spec's basis",
-    "integrations/rotary.py": "ways out by the name of a spec's basis",
     "integrations/vllm/scheme_file.py": "a refusal that says what a spec may not have",
     "integrations/vllm/selector.py": "a class of vLLM's is called so",
 }

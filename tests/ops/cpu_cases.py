@@ -89,7 +89,7 @@ def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int) -
             found[f"{kind}_codebook"] = 2 * (steps - steps[:, :1]) / (steps[:, -1:] - steps[:, :1]) - 1
         if spec.needs_rotary:
             found[f"{kind}_inv_freq"] = inverse_frequencies(head_dim)
-        if spec.basis == "klt":
+        if spec.basis == "calibrated":
             found[f"{kind}_basis"] = (torch.eye(head_dim) + torch.randn(heads, head_dim, head_dim) / (2 * head_dim**0.5)) / band_steps(spec, head_dim)
             found[f"{kind}_inverse"] = inverse(found[f"{kind}_basis"])
     return found

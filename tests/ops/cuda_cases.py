@@ -145,7 +145,7 @@ def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dic
         if spec.has_codebook:
             levels = torch.rand(layout.num_kv_heads, 2**spec.bits, generator=gen, device=device) * 2 - 1
             static[f"{prefix}_codebook"] = levels.sort(-1).values
-        if spec.basis == "klt":
+        if spec.basis == "calibrated":
             d = layout.head_dim
             basis = torch.eye(d, device=device) + torch.randn(layout.num_kv_heads, d, d, generator=gen, device=device) / (2 * d**0.5)
             static["k_basis"] = basis / (band_steps(spec, d).to(device) * case.magnitude)

@@ -68,7 +68,7 @@ def test_options(tier, options):
 def test_every_width_of_keys(tier):
     """All planes, in every order; 8 bits are two fields of 4."""
     for bands in ((8, 6, 5, 4), (0, 1, 8, 3), (3, 0, 0, 6), (1, 1, 1, 1), (2, 5, 0, 8), (0, 0, 0, 4)):
-        for basis in (None, "hadamard", "klt"):
+        for basis in (None, "hadamard", "calibrated"):
             assert_agrees(random_call(banded(*bands, basis=basis, center="channel"), RAW, group=5, dtype=torch.float32))
     assert_agrees(random_call(banded(8, 3, 1, 2, 4), RAW, head_dim=72))
 
@@ -90,7 +90,7 @@ def test_beside_other_formats(tier):
         assert_agrees(random_call(spec, value, group=4))
 
 
-@pytest.mark.parametrize("basis", [None, "hadamard", "klt"])
+@pytest.mark.parametrize("basis", [None, "hadamard", "calibrated"])
 @pytest.mark.parametrize("attend", [cpu.attend, reference.attend])
 def test_levels_are_those_of_the_documents(attend, basis):
     """Keys and values as dequantizing reads them, against plain softmax: the reference's own way in the basis is not asked."""

@@ -109,7 +109,7 @@ def assert_references(key, value, k, v, device, ties=8):
     read = [dequantize_pages(p, layout, static, torch.float64, starts=starts, in_basis=True) for p in (ours, theirs)]
     on_hopper = cuda_banded.takes_warpgroups(layout, torch.device(device)) and k.dtype != torch.float32
     for kind, rows, spec, x, y in zip("kv", (k, v), (key, value), *read, strict=True):
-        product = spec.basis == "klt" or (on_hopper and spec.basis == "hadamard")
+        product = spec.basis == "calibrated" or (on_hopper and spec.basis == "hadamard")
         equal_means = torch.ones(k.shape[:2], dtype=torch.bool)
         stored = reference.rows_as_stored(rows, spec, static, starts)
         if spec.center:
@@ -245,7 +245,7 @@ def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page
             bound = torch.finfo(dtype).eps / 2 * expected.abs() + 1e-5 * expected.abs().amax(-1, keepdim=True) + 1e-6
             assert bool(((here - expected).abs() <= bound).all())
             assert bool((found[row + count : row + page_size] == 7).all())
-    if key.basis == "klt":
+    if key.basis == "calibrated":
         with pytest.raises(DataError, match="need k_inverse"):
             unpacker.run(*out, 1, {})
 

@@ -90,7 +90,7 @@ def test_planes_hold_the_channels_of_the_bands_that_have_them():
     assert spec((5, 3, 2, 0)).planes(64) == ((4, 16), (2, 32), (1, 32))
     assert spec((8, 6)).planes(32) == ((8, 16), (4, 16), (2, 16))
     assert spec((3, 1)).planes(24) == ((2, 16), (1, 24))  # the last band is narrower
-    layout = PageLayout(key=spec((5, 3, 2, 0), "klt", "channel"), value=spec((2,) * 4, "hadamard"), page_size=64, num_kv_heads=1, head_dim=64)
+    layout = PageLayout(key=spec((5, 3, 2, 0), "calibrated", "channel"), value=spec((2,) * 4, "hadamard"), page_size=64, num_kv_heads=1, head_dim=64)
     assert {n: (s.offset, s.nbytes, s.dtype, s.shape) for n, s in layout.sections.items()} == {
         "k_plane0": (0, 512, "uint8", (64, 8)),
         "k_plane1": (512, 512, "uint8", (64, 8)),
@@ -112,7 +112,7 @@ def test_planes_hold_the_channels_of_the_bands_that_have_them():
         ({"granularity": PerChannel()}, "one fitted 8-bit scale per token"),
         ({"scale_dtype": "float16"}, "one fitted 8-bit scale per token"),
         ({"outliers": 0.01}, "no outliers"),
-        ({"basis": "pca"}, "unknown basis 'pca'; known: None, hadamard, klt"),
+        ({"basis": "pca"}, "unknown basis 'pca'; known: None, hadamard, calibrated"),
         ({"format": "int4"}, "belong to format='banded', not to 'int4'"),
     ],
 )
@@ -123,7 +123,7 @@ def test_specs_that_cannot_be_are_refused(change, message):
 
 def test_values_have_no_calibrated_basis():
     preset = schemes.get("klt2")
-    with pytest.raises(SpecError, match="basis='klt' is of keys"):
+    with pytest.raises(SpecError, match="basis='calibrated' is of keys"):
         Scheme(name="a", key=preset.key, value=preset.key)
     with pytest.raises(SpecError, match="token_local=True, but"):
         schemes.get("klt2", token_local=True, residual_length=0)
@@ -256,7 +256,7 @@ def test_hadamard_is_orthonormal_symmetric_and_spreads_one_channel_over_its_bloc
 @pytest.mark.parametrize("start", [0, 4, 252, 260, 4100, 131_072 - 64])
 def test_scores_stay_exact_in_the_basis_at_any_position(start):
     """q . k = (q turned back by the frame, times the inverse transposed) . y, with nothing quantized."""
-    shared, s = static(64), spec((4,) * 4, "klt")
+    shared, s = static(64), spec((4,) * 4, "calibrated")
     k, q = torch.randn(1, 2, 64, 64), torch.randn(2, 64, dtype=torch.float64)
     y = into_basis(k, s, shared, np.array([start])).double()
     frame = int(frames(np.array([start]))[0])

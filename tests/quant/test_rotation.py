@@ -10,8 +10,8 @@ import torch
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import SpecError
+from kvbits.quant.basis import rotated_back, rotated_keys, rotated_queries, rotated_turn, rotations
 from kvbits.quant.rotary import turn_by, turned_by
-from kvbits.quant.rotation import rotated_back, rotated_keys, rotated_queries, rotated_turn, rotations
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, QuantSpec, Rotary, Scheme
 
 FINE = QuantSpec(format="int8", granularity=schemes.PerGroup(32), symmetric=False, scale_dtype="float32")
@@ -52,7 +52,7 @@ def attend(q, k, v):
 @pytest.mark.parametrize("changes", [{"num_sink_tokens": 4, "residual_length": 32}, {"token_local": True}, {"center": True}], ids=str)
 def test_a_cache_of_rotated_keys_attends_like_the_model_and_gives_its_keys_back(changes):
     """Chunks, single tokens, sinks, tail, closed and packed pages."""
-    key = dataclasses.replace(FINE, rotated=True, center="channel" if changes.get("center") or changes.get("token_local") else None)
+    key = dataclasses.replace(FINE, basis="hadamard", center="channel" if changes.get("center") or changes.get("token_local") else None)
     more = {n: x for n, x in changes.items() if n != "center"}
     scheme = Scheme(name="rotated", key=key, value=FINE, **more)
     cache = PagedCache(CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=2, head_dim=64, rotary=ROTARY),), raw_dtype="float32"))
@@ -72,11 +72,14 @@ def test_a_cache_of_rotated_keys_attends_like_the_model_and_gives_its_keys_back(
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: dataclasses.replace(FINE, rotated=True, static=True), "static scales"),
-        (lambda: QuantSpec(format="nuq4", granularity=PerChannel(), symmetric=False, rotated=True), "codebooks"),
-        (lambda: dataclasses.replace(FINE, rotated=True, pre_rope=True), "pre_rope"),
-        (lambda: Scheme(name="x", key=FINE, value=dataclasses.replace(FINE, rotated=True)), "belongs to the key spec"),
-        (lambda: PageLayout(key=dataclasses.replace(FINE, rotated=True), value=FINE, page_size=64, num_kv_heads=1, head_dim=96), "no power of two"),
+        (lambda: dataclasses.replace(FINE, basis="hadamard", static=True), "static scales"),
+        (lambda: QuantSpec(format="nuq4", granularity=PerChannel(), symmetric=False, basis="hadamard"), "codebooks"),
+        (lambda: dataclasses.replace(FINE, basis="hadamard", pre_rope=True), "pre_rope"),
+        (lambda: Scheme(name="x", key=FINE, value=dataclasses.replace(FINE, basis="hadamard")), "of banded codes"),
+        (
+            lambda: PageLayout(key=dataclasses.replace(FINE, basis="hadamard"), value=FINE, page_size=64, num_kv_heads=1, head_dim=96),
+            "a power of two, and head_dim=96 is none",
+        ),
     ],
 )
 def test_what_cannot_be_rotated_is_refused(make, says):
@@ -91,7 +94,7 @@ def test_rotation_keeps_four_bit_keys_with_an_outlying_channel():
     k[..., 5] *= 10
     wrong = {}
     for rotated in (False, True):
-        key = dataclasses.replace(schemes.get("int4_rotated").key, rotated=rotated)
+        key = dataclasses.replace(schemes.get("int4_rotated").key, basis="hadamard" if rotated else None)
         scheme = Scheme(name="x", key=key, value=QuantSpec.raw())
         cache = PagedCache(CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=2, head_dim=64),), raw_dtype="float32"))
         cache.append(0, k[:, :-1], v[:, :-1])

@@ -10,7 +10,7 @@ from ..errors import DataError
 from ..ops import dispatch
 from ..ops.reference.dequantize import dequantize_pages
 from ..ops.types import LowStore, PageStore
-from ..quant.rotation import rotated_back
+from ..quant.basis import rotated_back
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
@@ -66,7 +66,7 @@ class LayerStores:
         """Keys [B, T, H, D] as the place stores them, rotated or with their channels in another order, and queries [B, T, Hq, D] that score with them as `q`
         with the keys.
         """
-        if self.groups[place.group].group.key.rotated:
+        if self.groups[place.group].group.key.is_rotated:
             asked, stored = self._rotation(k).run(q.flatten(0, 1), k.flatten(0, 1))
             return asked.view(q.shape), stored.view(k.shape)
         order = self._order(place)
@@ -84,7 +84,7 @@ class LayerStores:
 
     def _as_given(self, place: Place, k: torch.Tensor) -> torch.Tensor:
         """Keys of which `as_stored` made `k`."""
-        if self.groups[place.group].group.key.rotated:
+        if self.groups[place.group].group.key.is_rotated:
             return rotated_back(k)
         order = self._order(place)
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)

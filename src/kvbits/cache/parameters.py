@@ -9,9 +9,8 @@ import torch
 from ..errors import SpecError
 from ..ops.static import calibrated
 from ..ops.static import check as check_tensors
-from ..quant.basis import inverse
+from ..quant.basis import inverse, rotated_turn
 from ..quant.rotary import turn_by
-from ..quant.rotation import rotated_turn
 from ..spec import CacheSpec
 
 
@@ -50,7 +49,7 @@ def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch
             if geometry.rotary is None:
                 raise SpecError(
                     f"scheme {spec.scheme.name!r} turns keys back by the rotary embedding, but layer {layer} has none in its geometry; "
-                    "build the cache with KVCache.for_model, give LayerGeometry(rotary=...), or use a scheme without pre_rope and basis='klt'"
+                    "build the cache with KVCache.for_model, give LayerGeometry(rotary=...), or use a scheme without pre_rope and basis='calibrated'"
                 )
             found[-1]["k_inv_freq"] = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32, device=device)
     return found
@@ -73,7 +72,7 @@ def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
     for group in spec.groups:
         if group.token_local and group.key.center and (rotary := group.geometry.rotary) is not None:
             turn = turn_by(rotary, group.geometry.head_dim, group.page_size)
-            found |= dict.fromkeys(group.layers, (rotated_turn(turn) if group.key.rotated else turn).to(device))
+            found |= dict.fromkeys(group.layers, (rotated_turn(turn) if group.key.is_rotated else turn).to(device))
     return found
 
 

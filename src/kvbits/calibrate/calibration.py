@@ -28,7 +28,7 @@ from ..ops.static import calibrated
 from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
 
 FORMAT = "kvbits-calibration"
-VERSION = 2
+VERSION = 3
 
 _MODEL_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "hidden_activation",

@@ -1,4 +1,4 @@
-"""Calibrated bases of keys (`basis="klt"`, quant/basis.py) from two second moments of each kv head, no gradients.
+"""Calibrated bases of keys (`basis="calibrated"`, quant/basis.py) from two second moments of each kv head, no gradients.
 
     H = sum of q_f q_f^T                              q_f: a query turned back by the frame of a page that it reads, once for each such page,
                                                       over the query heads of the kv head
@@ -32,7 +32,7 @@ class Moments:
     """Second moments of the queries and keys of one layer.
 
     Args:
-        spec: of the keys, with `basis="klt"`.
+        spec: of the keys, with `basis="calibrated"`.
         geometry: of the layer, with its rotary embedding.
         page_size: tokens of a page.
         what: names the layer in messages.

@@ -86,7 +86,7 @@ def formats(layers: tuple[LayerGeometry, ...], calibrated: bool, token_local: bo
         values = {b: presets.get(f"klt{b}").value for b in (4, 3, 2)} | {8: eight}
     elif token_local:
         rotated = all(g.head_dim & (g.head_dim - 1) == 0 for g in layers)
-        key = QuantSpec(format="int8", granularity=PerGroup(size), symmetric=False, center="channel", rotated=rotated)
+        key = QuantSpec(format="int8", granularity=PerGroup(size), symmetric=False, center="channel", basis="hadamard" if rotated else None)
         keys = {b: dataclasses.replace(key, format=f"int{b}") for b in widths}
         values = {b: QuantSpec(format=f"int{b}", granularity=PerGroup(size), symmetric=False) for b in widths}
     else:

@@ -43,11 +43,11 @@ def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeo
     name = type(model).__name__
     if _sections(config):
         raise UnsupportedError(
-            f"{name} turns channels by several positions (M-RoPE), so its keys cannot be turned back; use a scheme without pre_rope and basis='klt'"
+            f"{name} turns channels by several positions (M-RoPE), so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'"
         )
     found = _frequencies(model)
     if not found:
-        raise UnsupportedError(f"{name} has no rotary embedding, so its keys cannot be turned back; use a scheme without pre_rope and basis='klt'")
+        raise UnsupportedError(f"{name} has no rotary embedding, so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'")
     pairs = _pairs(model, name)
     kinds = layer_types(config)
     return tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=found.get(kind, found[""]), pairs=pairs)) for g, kind in zip(layers, kinds, strict=True))
@@ -80,7 +80,7 @@ def _pairs(model: Any, name: str) -> str:
     )
     rotary = next((m for path, m in model.named_modules() if path.rpartition(".")[2] == "rotary_emb"), None)
     if apply is None or rotary is None:
-        raise UnsupportedError(f"{name} turns its keys in a way kvbits cannot see; use a scheme without pre_rope and basis='klt'")
+        raise UnsupportedError(f"{name} turns its keys in a way kvbits cannot see; use a scheme without pre_rope and basis='calibrated'")
     buffer = next(b for n, b in rotary.named_buffers(recurse=False) if n.endswith("inv_freq"))
     size = 2 * len(buffer)
     units = torch.eye(size, device=buffer.device)[None, None]
@@ -93,4 +93,4 @@ def _pairs(model: Any, name: str) -> str:
         for pairs, partner in (("half", size // 2), ("interleaved", 1)):
             if turned[0].nonzero().flatten().tolist() in ([0, partner], [0]) and turned[0, partner] != 0:
                 return pairs
-    raise UnsupportedError(f"{name} turns channels neither in halves nor in neighbours; use a scheme without pre_rope and basis='klt'")
+    raise UnsupportedError(f"{name} turns channels neither in halves nor in neighbours; use a scheme without pre_rope and basis='calibrated'")

@@ -1,6 +1,6 @@
-"""Other bases for banded codes: a calibrated one for keys, Hadamard matrices for values.
+"""Other bases: a calibrated one for banded keys, Hadamard matrices for banded values and for keys of integers.
 
-**Keys** ("klt", after the Karhunen-Loeve transform). Per kv head, with moments of the model (`calibrate.moments`)
+**Banded keys** ("calibrated", after the Karhunen-Loeve transform). Per kv head, with moments of the model (`calibrate.moments`)
 
     H = E[q q^T] of the queries,  S = covariance of keys inside a page,  both in the frame of a page
     U, lam = eigenvectors and eigenvalues of H^(1/2) S H^(1/2), largest first
@@ -12,13 +12,20 @@ Scores stay exact:  q . k = q_f . k_f = (q_f A^-T) . y,  so a reader multiplies 
 **Frame.** The moments hold where the rotary embedding does not turn keys on and on: k_f is the key of a page turned back by the largest multiple
 of `spec.FRAME` positions up to the page's first token. So a page's keys lie where those of the first positions lie, at any context length.
 
-**Values** ("hadamard"): v H with H the Sylvester matrix of the largest power of two that divides head_dim, over sqrt of its size (several blocks where it
-is smaller than head_dim). Outputs are turned back once per query: (p V H) H = p V. The products are sums and differences in the order of strides 1, 2, 4 ..,
+**Banded values** ("hadamard"): v H with H the Sylvester matrix of the largest power of two that divides head_dim, over sqrt of its size (several
+blocks where it is smaller than head_dim).
+Outputs are turned back once per query: (p V H) H = p V. The products are sums and differences in the order of strides 1, 2, 4 ..,
 and one multiplication at the end, so that kernels can store the same bytes.
+
+**Keys of integers** ("hadamard"). Whoever stores keys multiplies them, and queries alike, so that no channel sticks out of its group and scores stay:
+(q H) . (k H) = q . k. Four bits with one scale per group of channels need it (QuaRot, arXiv:2404.00456, and SpinQuant, arXiv:2405.16406, do the same after the
+rotary embedding). The factor 1 / head_dim of the two products is split into powers of two, so that both matrices are exact in 16 bits and a product rounds
+once, like any matrix product of the model.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -26,7 +33,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..spec import FRAME, QuantSpec
-from .rotary import turn
+from .rotary import turn, turned_by
 
 _inverses = WeakIdKeyDictionary()
 
@@ -40,12 +47,12 @@ def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor]
     """Keys or values `x` [n, H, tokens, head_dim], float32, of pages as banded codes store them, float32: by definition products in float64, rounded.
 
     Args:
-        static: for "klt" `k_basis` [H, head_dim, head_dim] and `k_inv_freq` [head_dim / 2].
-        starts: for "klt" int64 [n], position of each page's first token.
+        static: for "calibrated" `k_basis` [H, head_dim, head_dim] and `k_inv_freq` [head_dim / 2].
+        starts: for "calibrated" int64 [n], position of each page's first token.
     """
-    if spec.basis == "hadamard":
+    if spec.inner_basis == "hadamard":
         return hadamard(x)
-    if spec.basis is None:
+    if spec.inner_basis is None:
         return x
     assert starts is not None
     return (turn(x.double(), _positions(starts), static["k_inv_freq"], back=True) @ static["k_basis"].to(x.device, torch.float64)).float()
@@ -53,9 +60,9 @@ def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor]
 
 def out_of_basis(y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:
     """The inverse of `into_basis`, with `k_inverse` [H, head_dim, head_dim], see `inverse`."""
-    if spec.basis == "hadamard":
+    if spec.inner_basis == "hadamard":
         return hadamard(y)
-    if spec.basis is None:
+    if spec.inner_basis is None:
         return y
     assert starts is not None
     return turn(y @ static["k_inverse"].to(y), _positions(starts), static["k_inv_freq"])
@@ -92,14 +99,45 @@ def conditions(basis: torch.Tensor) -> torch.Tensor:
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """`x` [..., head_dim] times the Hadamard matrix, its own inverse."""
-    head_dim = x.shape[-1]
-    size = head_dim & -head_dim
-    stride = 1
+    return _sums(x) * (1 / math.sqrt(x.shape[-1] & -x.shape[-1]))
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """`x` [..., head_dim] times the matrix of signs."""
+    stride, size = 1, x.shape[-1] & -x.shape[-1]
     while stride < size:
         a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
         x = torch.stack([a + b, a - b], -2).flatten(-3)
         stride *= 2
-    return x * (1 / math.sqrt(size))
+    return x
+
+
+@functools.lru_cache(maxsize=16)
+def rotations(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(for keys, for queries), each [head_dim, head_dim] of `dtype`: keys @ queries.T is the identity. head_dim is a power of two."""
+    signs, bits = _sums(torch.eye(head_dim, dtype=torch.float64, device="cpu")), head_dim.bit_length() - 1
+    return tuple((signs * 2.0**-n).to(device, dtype) for n in (bits // 2, bits - bits // 2))  # type: ignore[return-value]
+
+
+def rotated_keys(k: torch.Tensor) -> torch.Tensor:
+    """Keys [..., head_dim] as pages of rotated keys hold them, in their own dtype."""
+    return k @ rotations(k.shape[-1], k.dtype, k.device)[0]
+
+
+def rotated_queries(q: torch.Tensor) -> torch.Tensor:
+    """Queries [..., head_dim] whose products with rotated keys are those of `q` with the keys."""
+    return q @ rotations(q.shape[-1], q.dtype, q.device)[1]
+
+
+def rotated_back(k: torch.Tensor) -> torch.Tensor:
+    """What `rotated_keys` was given, up to rounding."""
+    return k @ rotations(k.shape[-1], k.dtype, k.device)[1].T
+
+
+def rotated_turn(turn: torch.Tensor) -> torch.Tensor:
+    """float32 [head_dim, head_dim], on the CPU: what turning by `turn` (`quant.rotary.turn_by`) is for rotated keys."""
+    eye = torch.eye(turn.shape[1], device="cpu")
+    return rotated_keys(rotated_back(eye.double()) @ turned_by(eye, turn.cpu()).double()).float()
 
 
 def _positions(starts: np.ndarray) -> torch.Tensor:

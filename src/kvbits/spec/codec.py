@@ -78,6 +78,10 @@ def from_dict(data: Any) -> Any:
     choice("spec type", name, _TYPES)
     known = {f.name for f in dataclasses.fields(_TYPES[name])}
     if unknown := set(fields) - known:
+        if "rotated" in unknown:
+            raise SpecError(
+                "the spec was written by an older kvbits: leave out `rotated` (where it is true write basis='hadamard'), and write basis='calibrated' for 'klt'"
+            )
         raise SpecError(f"{name} has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     if name == "QuantSpec" and fields.get("format") == "raw":
         return _TYPES[name].raw()  # type: ignore[attr-defined]

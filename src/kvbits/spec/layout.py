@@ -66,8 +66,8 @@ class PageLayout:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
-        if self.key.rotated and self.head_dim & (self.head_dim - 1):
-            raise SpecError(f"rotated keys are multiplied by a Hadamard matrix, and head_dim={self.head_dim} is no power of two; use rotated=False")
+        if self.key.is_rotated and self.head_dim & (self.head_dim - 1):
+            raise SpecError(f"keys in basis='hadamard' are multiplied by a matrix of a power of two, and head_dim={self.head_dim} is none; use basis=None")
 
     @functools.cached_property
     def sections(self) -> dict[str, Section]:

@@ -16,7 +16,7 @@ SCALE_8BIT = "float8_e5m3"
 SCALE_BYTES = DTYPE_BYTES | {SCALE_8BIT: 1}
 MAX_OUTLIERS = 0.125
 MAX_GROUP = 65_536
-BASES = (None, "hadamard", "klt")
+BASES = (None, "hadamard", "calibrated")
 FRAME = 256
 """Positions of a frame, in which a calibrated basis holds: a page's keys are turned back by the largest multiple of it up to the page's first token."""
 
@@ -117,10 +117,10 @@ class QuantSpec:
             (`scale_dtype` each), so that they do not widen the range of the others (KVQuant, section 3.5).
         pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them again when it reads
             (KVQuant, section 3.2).
-        rotated: keys only; a page stores keys multiplied by an orthonormal Hadamard matrix, and attention multiplies queries alike, so scores stay what they
-            were and no channel sticks out of its group (QuaRot, arXiv:2404.00456, section 4). head_dim must be a power of two.
-        basis: of banded codes (quant/basis.py). "klt" (keys only): a calibrated basis of each kv head, in the frame of the page's `FRAME` positions, whose
-            channels are uncorrelated, the most important first. "hadamard": channels turned by a Hadamard matrix, no calibration.
+        basis: what keys or values are multiplied by before they become codes (quant/basis.py). "hadamard": a Hadamard matrix, no calibration; keys of integers
+            and floats are multiplied before they are stored, raw ones too, and queries alike (QuaRot, arXiv:2404.00456, section 4; head_dim a power of two),
+            banded codes where their page closes. "calibrated" (banded keys): a basis of each kv head, in the frame of the page's `FRAME` positions, whose
+            channels are uncorrelated, the most important first.
         bands: of banded codes: bits of each band of 16 neighbouring channels (0 to 6, or 8). A code of b bits means code - (2**b - 1) / 2 steps, so that no
             level is 0; a band of 0 bits reads as its mean. Heads with another number of bands get as many bits in the mean, see `widths`.
 
@@ -136,7 +136,6 @@ class QuantSpec:
     center: str | None = None
     outliers: float = 0.0
     pre_rope: bool = False
-    rotated: bool = False
     basis: str | None = None
     bands: tuple[int, ...] = ()
 
@@ -166,27 +165,27 @@ class QuantSpec:
             raise SpecError(f"{self.format} has a wide range of its own and takes no outliers; use outliers=0")
         if self.outliers and self.static and not (self.has_codebook and isinstance(self.granularity, PerChannel)):
             raise SpecError("calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats (nuq) can; use static=False")
-        if self.rotated and (self.needs_calibration or self.pre_rope):
+        if self.is_rotated and (self.needs_calibration or self.pre_rope):
             raise SpecError(
-                "rotated keys take their scales from the page, after the rotary embedding; use rotated=False with static scales, codebooks or pre_rope"
+                "keys in basis='hadamard' take their scales from the page, after the rotary embedding; use basis=None with static scales, codebooks or pre_rope"
             )
         if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
             raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
 
     def _check_banded(self) -> None:
         if not self.is_banded:
-            if self.bands or self.basis is not None or self.scale_dtype == SCALE_8BIT:
-                raise SpecError(f"bands, basis and scale_dtype={SCALE_8BIT!r} belong to format='banded', not to {self.format!r}")
+            if self.bands or self.basis == "calibrated" or self.scale_dtype == SCALE_8BIT:
+                raise SpecError(f"bands, basis='calibrated' and scale_dtype={SCALE_8BIT!r} belong to format='banded', not to {self.format!r}")
             return
         for width in self.bands:
             choice("width of a band", width, banding.WIDTHS)
         if not any(self.bands):
             raise SpecError(f"bands={self.bands} hold no bits; give one width for each {banding.BAND} channels, such as (5, 3, 2, 0) for head_dim 64")
         usual = isinstance(self.granularity, PerToken) and self.symmetric and self.scale_dtype == SCALE_8BIT
-        if not usual or self.static or self.outliers or self.pre_rope or self.rotated:
+        if not usual or self.static or self.outliers or self.pre_rope:
             raise SpecError(
                 f"banded codes have one fitted 8-bit scale per token: granularity=PerToken(), symmetric=True, scale_dtype={SCALE_8BIT!r}, no static scales, no "
-                "outliers, no pre_rope, not rotated"
+                "outliers, no pre_rope"
             )
 
     @classmethod
@@ -257,6 +256,16 @@ class QuantSpec:
         return self.number_format.kind == "codebook"
 
     @property
+    def is_rotated(self) -> bool:
+        """True where keys are multiplied by a Hadamard matrix before they are stored, and queries alike before attention: operations see no basis."""
+        return self.basis == "hadamard" and not self.is_banded
+
+    @property
+    def inner_basis(self) -> str | None:
+        """The basis that operations multiply by: that of banded codes."""
+        return self.basis if self.is_banded else None
+
+    @property
     def has_stretch(self) -> bool:
         """True where a page cannot fit the scale to its own numbers: each token then has a factor, so that none is cut off."""
         return bool(self.outliers) and self.static
@@ -264,7 +273,7 @@ class QuantSpec:
     @property
     def calibrates(self) -> tuple[str, ...]:
         """Names of the tensors that calibration makes for such keys or values: "scale", "bias", "codebook", "basis"."""
-        needed = {"scale": self.static, "bias": self.static and self.has_bias, "codebook": self.has_codebook, "basis": self.basis == "klt"}
+        needed = {"scale": self.static, "bias": self.static and self.has_bias, "codebook": self.has_codebook, "basis": self.basis == "calibrated"}
         return tuple(name for name, is_needed in needed.items() if is_needed)
 
     @property
@@ -274,7 +283,7 @@ class QuantSpec:
     @property
     def needs_rotary(self) -> bool:
         """True where keys are turned back by positions before they are stored, so that the cache must know the rotary embedding."""
-        return self.pre_rope or self.basis == "klt"
+        return self.pre_rope or self.basis == "calibrated"
 
     @property
     def token_local(self) -> bool:

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...errors import UnsupportedError
 from ...ops import dispatch
-from ...quant.rotation import rotated_turn
+from ...quant.basis import rotated_turn
 from ...spec import PageLayout
 from . import formats
 from .options import options_of, refuses_copies

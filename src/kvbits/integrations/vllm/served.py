@@ -31,7 +31,7 @@ class Format:
 
     @property
     def rotated(self) -> bool:
-        return self.scheme.key.rotated
+        return self.scheme.key.is_rotated
 
     def layout(self, num_kv_heads: int, head_dim: int, raw_dtype: str = "bfloat16") -> PageLayout:
         """Pages of one layer.

@@ -66,7 +66,7 @@ def close(
         struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data
     if layout.key.needs_rotary:
         inv_freq, first = store.static["k_inv_freq"], require_starts(starts, len(ids))
-        if layout.key.basis == "klt":
+        if layout.key.basis == "calibrated":
             first = frames(first)
             if "k_basis" not in store.static:
                 raise DataError("keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim] to close pages; calibrate first")

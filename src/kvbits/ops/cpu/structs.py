@@ -99,13 +99,13 @@ def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep
     if side.widths:
         keep.append(torch.tensor(side.widths, dtype=torch.uint8, device="cpu"))
         t.bands = keep[-1].data_ptr()
-    if side.turned or side.basis == "klt":
+    if side.turned or side.basis == "calibrated":
         inv_freq = _given(static, f"{kind}_inv_freq", (d // 2,), "head_dim / 2", keep)
         t.inv_freq = inv_freq.data_ptr()
     if side.turned:
         keep.append(rotations(inv_freq.numpy().tobytes(), layout.page_size))
         t.turns = keep[-1].data_ptr()
-    if side.basis == "klt":
+    if side.basis == "calibrated":
         inverse = _given(static, f"{kind}_inverse", (heads, d, d), "num_kv_heads, head_dim, head_dim", keep)
         keep.append(F.pad(inverse.mT, (0, -d % 16)).unflatten(-1, (-1, 16)).transpose(1, 2).contiguous())
         t.from_basis = keep[-1].data_ptr()

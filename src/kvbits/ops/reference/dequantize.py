@@ -89,7 +89,7 @@ def dequantize_pages(
         if spec.pre_rope:
             first = torch.from_numpy(require_starts(starts, len(x)))
             x = turn(x, (first[:, None] + torch.arange(layout.page_size, device="cpu"))[:, None], static["k_inv_freq"])
-        elif spec.basis is not None and not in_basis:
+        elif spec.inner_basis is not None and not in_basis:
             x = out_of_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None)
         found.append(x)
     return found[0], found[1]

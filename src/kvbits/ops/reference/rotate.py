@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...quant.rotation import rotated_keys, rotated_queries, rotations
+from ...quant.basis import rotated_keys, rotated_queries, rotations
 
 
 def prepare(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:

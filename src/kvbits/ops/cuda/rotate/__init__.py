@@ -1,4 +1,4 @@
-"""Queries and keys of a step times a Hadamard matrix on a GPU, in one launch: what two matrix products (`quant.rotation`) do, rounded once as they are."""
+"""Queries and keys of a step times a Hadamard matrix on a GPU, in one launch: what two matrix products (`quant.basis`) do, rounded once as they are."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def prepare(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quant.rotation.rotated_queries(q)` and `rotated_keys(k)`.
+    """`quant.basis.rotated_queries(q)` and `rotated_keys(k)`.
 
     Args:
         q, k: [M, Hq, D] and [N, H, D] of one 16-bit dtype that `refuses` lets pass; copied first if rows do not lie at multiples of 16 bytes.

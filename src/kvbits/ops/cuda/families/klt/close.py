@@ -48,7 +48,7 @@ def shared_bytes(layout: PageLayout, warpgroups: bool = False) -> int:
 
 def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
     """Whether the product of a page's keys runs on Hopper's matrix units, which take four warps at once and read the basis from shared memory."""
-    fits = layout.key.basis == "klt" and layout.head_dim == 128 and layout.page_size == 64
+    fits = layout.key.basis == "calibrated" and layout.head_dim == 128 and layout.page_size == 64
     return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -102,12 +102,12 @@ def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: boo
 
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
     """int32 [num_pages] positions of the pages' first tokens on `device`; None where no side asks for them."""
-    return upload(require_starts(starts, num_pages).astype(np.int32), device) if store.layout.key.basis == "klt" else None
+    return upload(require_starts(starts, num_pages).astype(np.int32), device) if store.layout.key.basis == "calibrated" else None
 
 
 def set_static(args: Args, store: PageStore, starts: torch.Tensor | None) -> None:
     """Points `args` to the basis and the rotary embedding of a layer and to positions (see struct Args)."""
-    if store.layout.key.basis != "klt":
+    if store.layout.key.basis != "calibrated":
         return
     if "k_basis" not in store.static or starts is None:
         raise DataError("keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim], and the pages' positions, to close; calibrate first")

@@ -77,7 +77,7 @@ class Klt(Family):
         return shape.kernel(source, defines, chosen, pieces, raw_joins=raw_joins, raw_in_ring=raw_joins, raw_tokens=raw_tokens, makers=makers)
 
     def static_pointers(self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
-        if layout.key.basis != "klt":
+        if layout.key.basis != "calibrated":
             return {}
         return {"turns": turns_on(static["k_inv_freq"], device).data_ptr(), "k_inverse": basis_on(static["k_inverse"], device).data_ptr()}
 
@@ -111,8 +111,8 @@ def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:
         return f"head_dim={d} is above 256"
     if not (key.is_banded and value.is_banded):
         return f"banded codes of one of keys and values beside {value.format if key.is_banded else key.format}; the CUDA kernel reads both as banded codes"
-    if key.basis != "klt":
-        return f"banded keys with basis={key.basis!r}; the CUDA kernel reads those with basis='klt'"
+    if key.basis != "calibrated":
+        return f"banded keys with basis={key.basis!r}; the CUDA kernel reads those with basis='calibrated'"
     if len(widths := set(value.widths(d))) > 1 or widths - {2, 3, 4}:
         return f"banded values of {', '.join(map(str, sorted(widths)))} bits; the CUDA kernel reads 2, 3 or 4, the same in every band"
     if value.center:

@@ -27,14 +27,14 @@ def banded_sides(layout: PageLayout) -> str | None:
 def banded_arguments(layout: PageLayout, kind: str) -> str:
     """Template arguments of struct Banded of bands.cuh but the last: keys (kind "k") or values ("v") of a layout."""
     side = describe(layout, kind)
-    basis = {None: "NO_BASIS", "hadamard": "HADAMARD", "klt": "CALIBRATED"}[side.basis]
+    basis = {None: "NO_BASIS", "hadamard": "HADAMARD", "calibrated": "CALIBRATED"}[side.basis]
     values = [side.scale_offset, side.mean_offset or 0, *(side.offset_of_plane(bits) for bits in BAND_PLANES)]
     return f"{side.packed_widths:#x}ull, {basis}, {int(side.has_mean)}, " + ", ".join(map(str, values))
 
 
 def refuses_bands(layout: PageLayout) -> str | None:
     """Why the kernels that close and unpack banded pages do not take a layout, or None."""
-    d, step = layout.head_dim, 32 if layout.key.basis == "klt" else BAND
+    d, step = layout.head_dim, 32 if layout.key.basis == "calibrated" else BAND
     for kind, spec in (("keys", layout.key), ("values", layout.value)):
         if not spec.is_banded:
             return f"{spec.format} {kind} beside banded codes have no CUDA kernel"

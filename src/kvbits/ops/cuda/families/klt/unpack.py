@@ -77,7 +77,7 @@ class BandedUnpacker:
         """
         args, device = self._args, self._device
         static = self._store.static if static is None else static
-        if self._store.layout.key.basis == "klt":
+        if self._store.layout.key.basis == "calibrated":
             if "k_inverse" not in static:
                 raise DataError("keys in a calibrated basis need k_inverse of [num_kv_heads, head_dim, head_dim] to be read; calibrate first")
             inverse = static["k_inverse"]
