@@ -122,7 +122,7 @@ def bench_preset(name: str, batch: int, q_heads: int, tokens: int, product: Any)
     if decode is None:  # a scheme that the host leads: the plan of a step, made once
         found["led_by"] = cache.led_by_host
         return found | host_led(cache, q, scheme, layers, repeat)
-    (group,) = decode.groups
+    (group,) = decode.stepper.groups
     run = group.attention.run
     out = torch.empty_like(q)
     launches = [lambda i=i: run(q, i, out=out) for i in range(layers)] * repeat

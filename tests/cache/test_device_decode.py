@@ -17,9 +17,10 @@ from ops import test_cuda_emulated, test_paged_attention
 from ops.emulated_build import build, put_sources
 
 from kvbits import schemes
-from kvbits.cache import device_decode
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError
+from kvbits.ops import decode
+from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda import paged_attention as paged_attention_cuda
 from kvbits.ops.cuda.engine import close as close_cuda
 from kvbits.ops.cuda.engine import device_plan
@@ -82,8 +83,8 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
         return made
 
     for target, name, value in (
-        (device_plan, "load_kernel", attend), (close_plain, "load", close), (close_banded, "load", close_bands), (device_decode, "load_advance", advance), (paged_attention_cuda, "paged_attention", host_plan),
-        (device_plan, "refuses", lambda *_: None), (close_cuda, "refuses_on", lambda *_: None), (device_decode, "DEVICE", "cpu"),
+        (device_plan, "load_kernel", attend), (close_plain, "load", close), (close_banded, "load", close_bands), (decode_cuda, "load_advance", advance), (paged_attention_cuda, "paged_attention", host_plan),
+        (device_plan, "refuses", lambda *_: None), (close_cuda, "refuses_on", lambda *_: None), (decode, "BACKENDS", {"cpu": "cuda"}),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=3)),
         (torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0)), (torch.cuda, "is_current_stream_capturing", lambda: False),

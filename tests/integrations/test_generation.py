@@ -18,6 +18,7 @@ from kvbits.cache import device_decode
 from kvbits.errors import KvbitsWarning
 from kvbits.integrations import generation, graphs
 from kvbits.integrations.huggingface import KVCache
+from kvbits.ops import decode
 
 list_library = test_graphs.list_library
 emulated_list = test_graphs.emulated_list
@@ -145,7 +146,7 @@ def test_copies_of_a_model_ask_for_themselves_and_no_model_is_kept(model, how):
 
 def test_a_cache_that_keeps_its_past_is_not_captured(model, monkeypatch):
     monkeypatch.setattr(device_decode, "refuses", lambda *_: None)
-    monkeypatch.setattr(device_decode, "DEVICE", "cpu")
+    monkeypatch.setattr(decode, "BACKENDS", {"cpu": "cuda"})
     cache = fixed(model)
     assert cache.is_compileable
     cache.activate_past_recording()  # a draft of assisted generation

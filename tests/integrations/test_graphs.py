@@ -248,11 +248,11 @@ def test_a_capture_that_fails_leaves_the_cache_as_it_was(model, graph, error, ex
                 model(**inputs, past_key_values=used)
                 used.store.expect_tokens()
                 model(token, past_key_values=used)
-            lengths, left = cache.store.decoding.groups[0].numbers.clone(), cache.store.decoding.steps_left
+            lengths, left = cache.store.decoding.stepper.groups[0].numbers.clone(), cache.store.decoding.steps_left
             with pytest.raises(expected, match=r"cannot be captured in a CUDA graph \(operation not permitted\)" if expected is UnsupportedError else None):
                 model(token, past_key_values=cache)
             assert cache.store.decoding.steps_left == left and not cache.store.in_pass and cache.get_seq_length() == 31
-        cache.store.decoding.groups[0].numbers.copy_(lengths)  # what capturing launches runs on a CPU
+        cache.store.decoding.stepper.groups[0].numbers.copy_(lengths)  # what capturing launches runs on a CPU
         assert torch.equal(model(token, past_key_values=cache).logits, model(token, past_key_values=clean).logits)
 
 

@@ -24,9 +24,8 @@ import torch
 
 import kvbits
 from kvbits import schemes
-from kvbits.cache import device_decode
 from kvbits.errors import KernelError, SpecError
-from kvbits.ops.cuda import merge, place, rotate
+from kvbits.ops.cuda import decode, merge, place, rotate
 from kvbits.ops.cuda.append import tokens
 from kvbits.ops.cuda.engine import device_plan, kernels
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
@@ -69,7 +68,7 @@ def cases(capability: tuple[int, int], names: list[str]) -> Iterator[Case]:
             yield f"rotate {head_dim} {dtype}", "rotate.cu", rotate.defines(head_dim, dtype)
     yield "place", "place.cu", place.defines()
     yield "append", "append.cu", tokens.DEFINES
-    yield "advance", "advance.cu", {"THREADS": device_decode.THREADS}
+    yield "advance", "advance.cu", {"THREADS": decode.THREADS}
     for parts in (1, 2, 3, 4):
         yield f"work_list {parts}", "work_list.cu", {"THREADS": device_plan.THREADS, "NUM_PARTS": parts}
 

@@ -15,8 +15,7 @@ import torch
 
 import kvbits
 from kvbits import schemes
-from kvbits.cache import device_decode
-from kvbits.ops.cuda import merge, place, rotate
+from kvbits.ops.cuda import decode, merge, place, rotate
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import device_plan as attend_plan
 from kvbits.ops.cuda.engine import kernels
@@ -325,7 +324,7 @@ def examples():
     int8, nuq, klt = layout_of(spec("int8"), spec("int8")), *(layout_of(s.key, s.value) for s in map(schemes.get, ("nuq4-1%", "klt4")))
     attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq, klt)]
     return {kernel.source.name: dict(kernel.defines) for kernel in attention} | {
-        "advance.cu": {"THREADS": device_decode.THREADS},
+        "advance.cu": {"THREADS": decode.THREADS},
         "append.cu": append_cuda.DEFINES,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
         "close_banded.cu": close_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
@@ -367,7 +366,7 @@ def test_kernels_that_lead_decoding_spill_no_more_than_stated(parts, capability,
     if not ALL and parts != 2:
         pytest.skip("two parts by default")
     listed = compiled("work_list.cu", {"THREADS": attend_plan.THREADS, "NUM_PARTS": parts}, capability).resources("work_list")
-    moved = compiled("advance.cu", {"THREADS": device_decode.THREADS}, capability).resources("advance")
+    moved = compiled("advance.cu", {"THREADS": decode.THREADS}, capability).resources("advance")
     spilt("advance", moved.spill_bytes, 0)
     spilt("work_list", listed.spill_bytes, 256)  # 128 bytes stored and loaded at 48 registers: around calls, not for want of registers
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import CacheStateError, DataError, counted
+from ..ops import decode
 from ..ops.paged_attention import PagedAttention, plan
 from ..spec import PageLayout
 from . import device_decode
@@ -85,11 +86,11 @@ class DecodeSwitch:
         Raises:
             CacheStateError: the step is captured in a graph, but cannot be.
         """
-        if self._device.type != device_decode.DEVICE or self._found is not None:
+        if not decode.leads(self._device) or self._found is not None:
             return
-        capturing = torch.cuda.is_current_stream_capturing()
-        if (decode := self.decoding) is not None:
-            if capturing or (decode.steps_left and decode.key == (q.shape[2], q.dtype, scaling, softcap)):
+        capturing = decode.backend_of(self._device).capturing()
+        if (now := self.decoding) is not None:
+            if capturing or (now.steps_left and now.key == (q.shape[2], q.dtype, scaling, softcap)):
                 return
             self.settle()
             self._single_passes = 2  # on with other pages
@@ -116,12 +117,12 @@ class DecodeSwitch:
             DataError: `valid` of another shape; what closing found some tokens ago.
             CacheStateError: the step is captured in a graph, but the cache grows.
         """
-        if (decode := self.decoding) is None:
+        if (now := self.decoding) is None:
             return None
-        capturing = torch.cuda.is_current_stream_capturing()
+        capturing = decode.backend_of(self._device).capturing()
         if capturing and self._groups[0].pools["closed"].fixed_capacity is None:
             raise CacheStateError("a cache that grows assigns pages from the host again and again, so its steps cannot be captured; build it with max_tokens")
-        if not decode.steps_left and not capturing:
+        if not now.steps_left and not capturing:
             self.settle()
             return None
         if valid is not None:
@@ -131,10 +132,10 @@ class DecodeSwitch:
                 valid = None if bool(valid.all()) else valid.to(self._device)
             elif valid.dtype != torch.bool:
                 valid = valid.bool()
-        if not capturing and decode.steps_taken % LOOK_EVERY == 0 and (found := decode.look()) is not None:
+        if not capturing and now.steps_taken % LOOK_EVERY == 0 and (found := now.look()) is not None:
             raise found
-        decode.begin(valid)
-        return decode
+        now.begin(valid)
+        return now
 
     def host_begins(self, num_tokens: int) -> None:
         """The host leads a pass of `num_tokens` tokens a sequence."""

@@ -1,83 +1,42 @@
-"""Decoding on a GPU without the host: lengths, page numbers and what closes live on the device, pages are assigned ahead.
+"""Decoding on a device without the host: pages are assigned ahead, and the device moves lengths on by itself (`ops.decode`).
 
-While a cache decodes one token after the other, a `DeviceDecode` stands in for the page lists of its sequences. A step is one launch per layer group
-(`advance.cu`: lengths, slots, what closes), one for its work list, and two per layer: `close.cu` (quantize the page that is full, store the token) and
-attention. Nothing is uploaded, nothing waits, so a step can be captured in a CUDA graph and replayed over page closings.
-
-`settle` turns the device's state back into page lists: before anything else touches the sequences, and when the pages assigned ahead are used up.
+While a cache decodes one token after the other, a `DeviceDecode` stands in for the page lists of its sequences. `settle` turns the device's state back into
+page lists: before anything else touches the sequences, and when the pages assigned ahead are used up.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import DataError, PoolFullError, counted
-from ..later import Later, upload
-from ..ops import paged_attention
-from ..ops.cuda.append import tokens as append_cuda
-from ..ops.cuda.engine import close as close_cuda
-from ..ops.cuda.engine import device_plan
-from ..ops.cuda.engine.runtime import driver
-from ..ops.cuda.engine.side import with_aligned_rows
-from ..ops.types import PageStore, wider_scales
+from ..later import Later
+from ..ops import decode
+from ..ops.decode import CLOSED, FIELDS, FIRST, LENGTH, PARTS, TAIL
+from ..ops.paged_attention import PagedAttention
+from ..ops.types import wider_scales
 from .group import GroupState
 from .layer_stores import LayerStores
 from .sequence import Sequence
 
-DEVICE = "cuda"
 AHEAD = 128
 """Tokens that a growing cache assigns pages for at once."""
 MOST_AHEAD = 1 << 20
-THREADS = 256
-TAIL, CLOSED, FIRST, TAIL_START, LENGTH, FIELDS = range(6)  # rows of the state, as in advance.cu
-PARTS = ("sink", "closed", "tail")
-NOWHERE = 1
-"""NOWHERE of runs.cuh."""
-
-
-class _Pages(ctypes.Structure):
-    _fields_ = [("table", ctypes.c_void_p), ("offset", ctypes.c_void_p), ("stride", ctypes.c_int64), ("width", ctypes.c_int)]
-
-
-class _AdvanceArgs(ctypes.Structure):
-    """struct Args of advance.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("state", "before", "residual", "valid", "runs", "closings", "query_lens", "slots", "previous")),
-        ("tail", _Pages), ("closed", _Pages), *((name, ctypes.c_int) for name in ("batch", "page_size", "ring", "valid_stride")),
-    ]  # fmt: skip
-
-
-def load_advance(device_index: int) -> driver.Kernel:
-    """The kernel that moves lengths on."""
-    return driver.load(Path(device_plan.__file__).parent, "advance.cu", "advance", {"THREADS": THREADS}, device_index)
 
 
 def refuses(stores: LayerStores, backend: str, num_q_heads: int, dtype: torch.dtype) -> str | None:
     """Why a cache that was built for `backend` cannot decode on the device, whatever its sequences hold, or None."""
-    if stores.device.type != DEVICE:
+    if not decode.leads(stores.device):
         return f"the pages are on {stores.device.type}"
-    if backend not in ("auto", "cuda"):
+    if backend not in ("auto", decode.BACKENDS[stores.device.type]):
         return f"backend={backend!r} was asked for"
     if any(g.group.tiers for g in stores.groups):
         return "zones are followed on the host"
-    for state in stores.groups:
-        g = state.group
-        layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.fills_pages]
-        if why := device_plan.refuses(layouts, num_q_heads, dtype, 1, stores.device):
-            return why
-        if not g.fills_pages and (why := close_cuda.refuses_on(g.layouts["closed"], dtype, stores.device)):
-            return why
-        if g.raw_dtype != str(dtype).removeprefix("torch."):
-            return f"raw pages are {g.raw_dtype}, queries {dtype}"
-    return None
+    return decode.backend_of(stores.device).refuses([state.group for state in stores.groups], num_q_heads, dtype, stores.device)
 
 
 def _refuses_sequence(state: GroupState, s: Sequence) -> str | None:
@@ -99,77 +58,38 @@ class _Row:
     tail: list[int]  # of groups that quantize: a ring
 
 
-class _StoreStep:
-    """`close_cuda.DecodeStep` for pages that are filled token by token: nothing closes, and what a token replaces nobody sees."""
-
-    def __init__(self, store: PageStore, dtype: torch.dtype, slots: torch.Tensor, previous: torch.Tensor, status: torch.Tensor) -> None:
-        append_cuda.prepare(store.layout, dtype, store.device)
-        self._store, self._slots, self._status = store, slots, status
-        self._previous = previous if store.layout.is_centered else None
-
-    def run(self, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
-        to, k, v = self._store, with_aligned_rows(k), with_aligned_rows(v)
-        append_cuda.store_tokens(
-            k, v, to.slabs[0], to.layout, self._slots, static=to.static, previous_page=self._previous, turn=to.turn, status=self._status
-        )  # fmt: skip
-
-    def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
-        """Nothing to do."""
-
-
 @dataclass
-class _Group:
-    """One layer group on the device."""
+class _Lent:
+    """One layer group whose pages the device has."""
 
     state: GroupState
     rows: list[_Row]
-    numbers: torch.Tensor  # int32 [FIELDS, B]
-    before: torch.Tensor
-    attention: paged_attention.PagedAttention
-    args: _AdvanceArgs
-    tables: list[torch.Tensor]
-    tokens: list[torch.Tensor]
-    starts: list[torch.Tensor | None]
-    offsets: list[torch.Tensor | None]
-    query_lens: torch.Tensor
-    status: torch.Tensor  # int32 [layers, STATUS_FIELDS]
-    writers: list[close_cuda.DecodeStep | _StoreStep]
-    nothing_closes: torch.Tensor
-    keep: list[Any] = field(default_factory=list)
 
 
 class DeviceDecode:
-    """A cache that decodes on the device. Made by `enter`; knows nothing of the cache itself, which a cycle would keep alive with its pages."""
+    """A cache that decodes on the device. Made by `enter`; knows nothing of the cache itself, which a cycle would keep alive with its pages.
 
-    def __init__(self, stores: LayerStores, steps: int, groups: list[_Group], key: tuple[Any, ...]) -> None:
-        self.steps_left, self.groups, self.key = steps, groups, key
-        self._device, self._scheme = stores.device, stores.spec.scheme.name
-        self.steps_taken = 0
-        self.of_layer: dict[int, tuple[_Group, int]] = {}
-        for g in groups:
-            for i, layer in enumerate(g.state.group.layers):
-                self.of_layer[layer] = (g, i)
-        self._advance = load_advance(-1 if stores.device.index is None else stores.device.index)
-        self._statuses = [g.status for g in groups]
+    Attributes:
+        steps_left: tokens that pages are assigned for.
+        steps_taken: tokens since `enter`.
+        key: num_q_heads, dtype, scaling and softcap that every step has.
+        stepper: what carries steps out.
+    """
+
+    def __init__(self, stores: LayerStores, steps: int, lent: list[_Lent], stepper: decode.Stepper, key: tuple[Any, ...]) -> None:
+        self.steps_left, self.steps_taken, self.key, self.stepper = steps, 0, key, stepper
+        self._lent, self._scheme, self._backend = lent, stores.spec.scheme.name, decode.backend_of(stores.device)
         self._status = Later()
-        self._valid: torch.Tensor | None = None
         self._captured = False  # the step under way is recorded, not run
-        self._stream = 0  # of the step under way
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def begin(self, valid: torch.Tensor | None) -> None:
         """Move all groups on by a token: valid bool [B, 1] on the device, None for all."""
-        self._captured = torch.cuda.is_current_stream_capturing()
+        self._captured = self._backend.capturing()
         if not self._captured:
             self.count(1)
-        self._valid = valid  # kept as long as the launch may read it
-        self._stream = stream = driver.current_stream(self._device)
-        for g in self.groups:
-            g.args.valid = None if valid is None else valid.data_ptr()
-            g.args.valid_stride = 0 if valid is None else valid.stride(0)
-            self._advance.launch(1, THREADS, g.args, stream)
-            g.attention.update(g.tables, g.tokens, starts=g.starts, offsets=g.offsets, query_lens=g.query_lens)
+        self.stepper.begin(valid)
 
     def count(self, steps: int) -> None:
         """Note that `steps` steps are about to run.
@@ -182,35 +102,23 @@ class DeviceDecode:
         self.steps_left -= steps
         self.steps_taken += steps
 
-    def step(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-        """Store the tokens k, v [B, 1, H, D] of a layer and attend with q [B, 1, Hq, D]."""
-        g, i = self.of_layer[layer]
-        g.writers[i].run(k, v, self._stream)
-        return g.attention.run(q, i, lse=lse)
-
     def take_back(self, layers: set[int]) -> None:
-        """Undo the step under way, of which `layers` have been through: rows that fresh tokens replaced, then lengths. A captured one has not run."""
-        if self._captured:
-            return
-        stream = driver.current_stream(self._device)
-        for layer in layers:
-            g, i = self.of_layer[layer]
-            g.writers[i].put_back(g.nothing_closes, stream)
-        for g in self.groups:
-            g.numbers.copy_(g.before)
-        self.steps_left += 1
-        self.steps_taken -= 1
+        """Undo the step under way, of which `layers` have been through. A captured one has not run."""
+        if not self._captured:
+            self.stepper.take_back(layers)
+            self.steps_left += 1
+            self.steps_taken -= 1
 
     # -- what closing found -----------------------------------------------------------------------------------------
 
     def look(self) -> DataError | None:
         """What closing had found when last asked, if it was bad; asks again. Never waits."""
-        found = self._status.ask(torch.cat(self._statuses))
+        found = self._status.ask(self.stepper.status())
         return None if found is None else self._judge(found)
 
     def _judge(self, found: torch.Tensor) -> DataError | None:
         rows = iter(found.tolist())
-        for g in self.groups:
+        for g in self._lent:
             for layer, row in zip(g.state.group.layers, rows, strict=False):
                 for i, name in enumerate(("keys", "values")):
                     way_out = "The page's numbers are unusable: crop or free the sequences, or reset()"
@@ -230,7 +138,7 @@ class DeviceDecode:
     # -- back to page lists -----------------------------------------------------------------------------------------
 
     def settle(self, saturated: list[dict[str, int]]) -> DataError | None:
-        """Give the sequences their page lists again, and the pools what was assigned ahead and not used. Waits for the GPU.
+        """Give the sequences their page lists again, and the pools what was assigned ahead and not used. Waits for the device.
 
         Args:
             saturated: of every layer, added to: elements of keys and values that were clamped.
@@ -238,14 +146,13 @@ class DeviceDecode:
         Returns:
             What closing found, if it was bad.
         """
-        for g in self.groups:
-            numbers = g.numbers.cpu().numpy()
+        for g, numbers in zip(self._lent, self.stepper.numbers(), strict=True):
             for b, (s, row) in enumerate(zip(g.state.sequences, g.rows, strict=True)):
                 _settle(g.state, s, row, numbers[:, b])
             g.state.forget_tables()
-        found = torch.cat(self._statuses).cpu()
+        found = self.stepper.status().cpu()
         rows = iter(found.tolist())
-        for g in self.groups:
+        for g in self._lent:
             for layer, row in zip(g.state.group.layers, rows, strict=False):
                 for kind, n in zip("kv", row[:2], strict=True):
                     saturated[layer][kind] += n
@@ -269,7 +176,7 @@ def _settle(state: GroupState, s: Sequence, row: _Row, numbers: np.ndarray) -> N
 
 
 def enter(
-    stores: LayerStores, plan: Callable[..., paged_attention.PagedAttention], num_q_heads: int, dtype: torch.dtype, scaling: float, softcap: float | None
+    stores: LayerStores, plan: Callable[..., PagedAttention], num_q_heads: int, dtype: torch.dtype, scaling: float, softcap: float | None
 ) -> DeviceDecode | str:
     """Assign pages ahead and put what decoding needs on the device; or why the sequences, as they are, cannot be decoded there.
 
@@ -289,14 +196,15 @@ def enter(
         return "no pages are left to assign ahead"
     before = [state.snapshot() for state in stores.groups]
     try:
-        groups = [_enter_group(stores, plan, state, steps, num_q_heads, dtype, scaling, softcap) for state in stores.groups]
+        lent, pages = zip(*(_lend(stores, plan, state, steps, num_q_heads, dtype, scaling, softcap) for state in stores.groups), strict=True)
+        stepper = decode.backend_of(stores.device).stepper(list(pages), dtype, stores.device)
     except BaseException as error:
         for state, was in zip(stores.groups, before, strict=True):
             state.restore(was)
         if isinstance(error, PoolFullError):  # rings of sequences with other residual lengths
             return str(error)
         raise
-    return DeviceDecode(stores, steps, groups, (num_q_heads, dtype, scaling, softcap))
+    return DeviceDecode(stores, steps, list(lent), stepper, (num_q_heads, dtype, scaling, softcap))
 
 
 def _closings(state: GroupState, s: Sequence, steps: int) -> int:
@@ -352,13 +260,6 @@ def _enter_row(state: GroupState, s: Sequence, steps: int) -> _Row:
     return _Row(closed, s.tail + _take(state, "tail", max(0, want - len(s.tail))))
 
 
-def _table(rows: list[list[int]], width: int) -> np.ndarray:
-    found = np.full((len(rows), width), -1, np.int32)
-    for b, pages in enumerate(rows):
-        found[b, : len(pages)] = pages
-    return found
-
-
 def _assign(state: GroupState, steps: int) -> tuple[list[_Row], int]:
     """Pages of every sequence for `steps` tokens more, and how many raw pages each uses in turn (0 where pages are filled token by token)."""
     for name, n in _missing(state, steps).items():
@@ -385,86 +286,23 @@ def _numbers(state: GroupState) -> list[np.ndarray]:
     return [numbers, closed_start, sinks, np.array([s.residual_length for s in state.sequences], np.int32)]
 
 
-@dataclass
-class _Moved:
-    """What `advance.cu` writes for the launches after it, [B] rows each."""
-
-    runs: torch.Tensor
-    closings: torch.Tensor
-    query_lens: torch.Tensor
-    slots: torch.Tensor
-    previous: torch.Tensor
-
-    @classmethod
-    def empty(cls, batch: int, device: torch.device) -> _Moved:
-        runs, closings = (torch.empty(batch, n, dtype=torch.int64, device=device) for n in (5, 2))
-        slots, previous = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
-        return cls(runs, closings, torch.empty(batch, dtype=torch.int32, device=device), slots, previous)
-
-
-def _writers(
-    stores: LayerStores, state: GroupState, names: list[str], attention: paged_attention.PagedAttention, dtype: torch.dtype, moved: _Moved,
-    status: torch.Tensor, undo: torch.Tensor, tail_starts: torch.Tensor,
-) -> list[close_cuda.DecodeStep | _StoreStep]:  # fmt: skip
-    """What stores the token of each layer, whose pages attention is told of."""
+def _lend(
+    stores: LayerStores, plan: Callable[..., PagedAttention], state: GroupState, steps: int, num_q_heads: int, dtype: torch.dtype, scaling: float,
+    softcap: float | None,
+) -> tuple[_Lent, decode.Pages]:  # fmt: skip
+    """Assign pages ahead in a layer group and hand all over."""
     g = state.group
-    found: list[close_cuda.DecodeStep | _StoreStep] = []
-    for i, layer in enumerate(g.layers):
-        of_pool = {name: stores.of_layer(layer, name) for name in names}
-        packed = of_pool.get("closed", of_pool["tail"])
-        attention.bind(i, [of_pool[name].slabs for name in names], packed.static)
-        if g.fills_pages and not g.is_raw:
-            found.append(_StoreStep(packed, dtype, moved.slots, moved.previous, status[i]))
-        else:
-            found.append(close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status[i], undo[i], tail_starts))
-    return found
-
-
-def _enter_group(
-    stores: LayerStores, plan: Callable[..., paged_attention.PagedAttention], state: GroupState, steps: int, num_q_heads: int, dtype: torch.dtype,
-    scaling: float, softcap: float | None,
-) -> _Group:  # fmt: skip
-    g, device, batch = state.group, stores.device, len(state.sequences)
     rows, ring = _assign(state, steps)
-    numbers = _numbers(state)
-    names = [name for name in PARTS if name == "tail" or (numbers[2].any() if name == "sink" else any(r.closed for r in rows))]
-    pages = {"sink": [s.sink for s in state.sequences], "closed": [r.closed for r in rows], "tail": [r.tail for r in rows]}
+    numbers, closed_start, sinks, residual = _numbers(state)
+    names = [name for name in PARTS if name == "tail" or (sinks.any() if name == "sink" else any(r.closed for r in rows))]
+    held = {"sink": [s.sink for s in state.sequences], "closed": [r.closed for r in rows], "tail": [r.tail for r in rows]}
+    ids = {name: held[name] for name in names}
     # Widths in steps, so that one plan serves many times.
-    max_pages = {name: ring if name == "tail" and ring else 1 if name == "sink" else _rounded_up(max(map(len, pages[name]))) for name in names}
-    tables = [_table([x * 2 for x in pages[n]] if n == "tail" and ring else pages[n], max_pages[n] * (2 if n == "tail" and ring else 1)) for n in names]
-    flat = [*numbers, *tables]
-    whole = upload(np.concatenate([x.ravel() for x in flat]), device)  # one upload
-    parts = [x.view(y.shape) for x, y in zip(whole.split([y.size for y in flat]), flat, strict=True)]
-    state_d, closed_start_d, sinks_d, residual_d = parts[:4]
-    on_device = dict(zip(names, parts[4:], strict=True))
-    tokens = {"sink": sinks_d, "closed": state_d[CLOSED], "tail": state_d[TAIL]}
-    starts = {"sink": None, "closed": closed_start_d, "tail": state_d[TAIL_START]}
-    offsets = {"sink": None, "closed": None, "tail": state_d[FIRST] if ring else None}
-    layouts = tuple(g.layouts[name] for name in names)
-    attention = plan(layouts, tuple(max_pages.values()), num_q_heads, dtype, scaling, g.geometry.sliding_window, softcap)
-
-    before, moved = torch.empty_like(state_d), _Moved.empty(batch, device)
-    args = _AdvanceArgs(
-        state=state_d.data_ptr(), before=before.data_ptr(), residual=None if g.fills_pages else residual_d.data_ptr(), runs=moved.runs.data_ptr(),
-        closings=moved.closings.data_ptr(), query_lens=moved.query_lens.data_ptr(), slots=moved.slots.data_ptr(), previous=moved.previous.data_ptr(),
-        batch=batch, page_size=g.page_size, ring=ring,
-    )  # fmt: skip
-    keep: list[Any] = [whole, moved]
-    for name, of_pool in (("tail", args.tail), ("closed", args.closed)):
-        if name not in names:
-            continue
-        slabs = state.pools[name].slabs
-        of_pool.table, of_pool.width, of_pool.stride = on_device[name].data_ptr(), on_device[name].shape[1], slabs[0].stride(0)
-        if (offsets_of_pages := device_plan.page_offsets(slabs, device)) is not None:
-            of_pool.offset = offsets_of_pages.data_ptr()
-            keep.append(offsets_of_pages)
-    status = torch.zeros(len(g.layers), append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
-    undo = torch.empty(len(g.layers), 2, batch, g.geometry.num_kv_heads, g.geometry.head_dim, dtype=dtype, device=device)
-    writers = _writers(stores, state, names, attention, dtype, moved, status, undo, state_d[TAIL_START])
-    return _Group(
-        state, rows, state_d, before, attention, args, [on_device[n] for n in names], [tokens[n] for n in names], [starts[n] for n in names],
-        [offsets[n] for n in names], moved.query_lens, status, writers, torch.full_like(moved.closings, NOWHERE), keep,
-    )  # fmt: skip
+    max_pages = {name: ring if name == "tail" and ring else 1 if name == "sink" else _rounded_up(max(map(len, ids[name]))) for name in names}
+    attention = plan(tuple(g.layouts[name] for name in names), tuple(max_pages.values()), num_q_heads, dtype, scaling, g.geometry.sliding_window, softcap)
+    slabs = {name: state.pools[name].slabs for name in names}
+    of_layers = [{name: stores.of_layer(layer, name) for name in names} for layer in g.layers]
+    return _Lent(state, rows), decode.Pages(g, numbers, closed_start, sinks, residual, ids, max_pages, ring, slabs, of_layers, attention)
 
 
 def _rounded_up(pages: int) -> int:

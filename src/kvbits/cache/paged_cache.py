@@ -26,7 +26,6 @@ from ..ops.types import PageStore
 from ..spec import MOST_TOKENS, CacheSpec, whole
 from . import capacity, explain, parameters, saved, serialize, swap
 from .arrivals import Arrivals
-from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
 from .explain import Explanation
 from .group import GroupState
@@ -85,9 +84,8 @@ class PagedCache:
         self.held_groups += capacity.allocate(spec, *self.built_for, self.device, self.budget)
         self._inputs = InputCheck(spec, self.device, nonfinite)
         self._layers = LayerRunner(self._stores, backend, self.saturated)
-        self._switch = DecodeSwitch(self._stores, backend, self.saturated)
         self.arrivals = Arrivals(len(spec.layers), self.device)
-        self._passes = Passes(self.held_groups, self._stores.places, self._switch, self.saturated, self.budget, self.arrivals)
+        self._passes = Passes(self._stores, backend, self.saturated, self.budget, self.arrivals)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -100,7 +98,7 @@ class PagedCache:
     def seq_lens(self) -> list[int]:
         """Tokens of each sequence, those that left a sliding window included."""
         self._passes.heal()
-        self._switch.settle()
+        self._passes.switch.settle()
         return [s.length for s in self.held_groups[0].sequences]
 
     @property
@@ -114,7 +112,7 @@ class PagedCache:
         FileFormatError where pages that were on their way are damaged: `reset()`, or `free()` their sequence."""
         self._passes.heal()
         self.arrivals.wait_for_all()
-        self._switch.settle()
+        self._passes.switch.settle()
         return self.held_groups
 
     @property
@@ -133,7 +131,7 @@ class PagedCache:
         """
         self._passes.require_none(what)
         self.arrivals.wait_for_all()
-        self._switch.settle()
+        self._passes.switch.settle()
         return self._passes.change(what)
 
     @property
@@ -148,7 +146,7 @@ class PagedCache:
 
     def explain(self) -> Explanation:
         """What is stored, who serves each op and why the others do not, and where the bytes are: a dict, which prints as a few lines."""
-        ops = {str(c) for c in self._layers.choices.values()} | self._switch.explain()
+        ops = {str(c) for c in self._layers.choices.values()} | self._passes.switch.explain()
         notes = [f"single tokens are led by the host: {self.led_by_host}"] if self.led_by_host else []
         notes += [] if self.budget is None else self.budget.notes(self.groups)
         return explain.facts(self.spec, self.groups, self.built_for, self.saturated, ops, notes)
@@ -207,10 +205,8 @@ class PagedCache:
             self._inputs.check_queries(layer, q, valid)
             self._passes.require_beginning(layer)
             if q.shape[1] == 1:
-                if self._passes.forward is None and not self.arrivals.under_way:
-                    self._switch.enter(q, scaling, softcap)
-                    if self._switch.decoding is not None:
-                        self.begin(q.shape[0], 1, valid)
+                if self._passes.begins_on_device(q, scaling, softcap):
+                    self.begin(q.shape[0], 1, valid)
                 if (f := self._passes.forward) is not None and f.device is not None:
                     return self._step_on_device(f, f.device, layer, q, k, v, scaling, softcap, sink_logits)
             k, v, f = self._enter(layer, k, v, valid)
@@ -259,7 +255,7 @@ class PagedCache:
         place = self._stores.places[layer]
         q, k = self._stores.as_stored(place, q, k)
         lse = None if sink_logits is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        out = decode.step(layer, q, k, v, lse)
+        out = decode.stepper.step(layer, q, k, v, lse)
         self._passes.leave(layer, f)
         return out if sink_logits is None or lse is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
 
@@ -268,20 +264,20 @@ class PagedCache:
     @property
     def decoding(self) -> DeviceDecode | None:
         """What decodes single tokens on the device, while it does. A step captured under one cannot be replayed under another."""
-        return self._switch.decoding
+        return self._passes.switch.decoding
 
     @property
     def led_by_host(self) -> str | None:
         """Why the last single token was not decoded on the device, or None."""
-        return self._switch.led_by_host
+        return self._passes.switch.led_by_host
 
     def cannot_decode_on_device(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
         """Why single tokens are led by the host, whatever the sequences hold, or None."""
-        return self._switch.refuses(num_q_heads, dtype)
+        return self._passes.switch.refuses(num_q_heads, dtype)
 
     def expect_tokens(self) -> None:
         """Take the next single token for the beginning of many: decode on the device from it on, not from the third in a row."""
-        self._switch.expect_tokens()
+        self._passes.switch.expect_tokens()
 
     def count_replays(self, steps: int) -> None:
         """Call before a captured decode step is replayed `steps` times: the host cannot see replays.
@@ -293,7 +289,7 @@ class PagedCache:
         """
         if self.in_pass and self.decoding is not None:
             self._passes.require_none("replaying a step")
-        self._switch.count_replays(steps)
+        self._passes.switch.count_replays(steps)
 
     def store_of(self, layer: int, pool: str) -> PageStore:
         """A layer's pages of one pool."""
@@ -303,7 +299,7 @@ class PagedCache:
     def __getstate__(self) -> dict[str, Any]:
         self._passes.require_none("copying or pickling a cache")
         self.arrivals.wait_for_all()
-        self._switch.settle()
+        self._passes.switch.settle()
         return self.__dict__
 
     # -- sequences --------------------------------------------------------------------------------------------------
@@ -423,15 +419,15 @@ class PagedCache:
         (row,) = self._rows([row])
         self.arrivals.forget(row)
         self.arrivals.wait_for_all()
-        self._switch.settle()
+        self._passes.switch.settle()
         self._passes.free(row)
 
     def reset(self) -> None:
         """Forget all sequences. Allocated pages stay, free."""
         self.arrivals.forget()
-        self._switch.settle()
+        self._passes.switch.settle()
         self._passes.reset()
-        self._switch.forget_found()
+        self._passes.switch.forget_found()
 
     def swap_out(self, row: int) -> swap.SwappedSequence:
         """Move a sequence to host memory and free its pages; its row stays, empty."""
@@ -490,5 +486,5 @@ class PagedCache:
         (row,) = self._rows([row])
         require_layer(self.spec, layer)
         self.arrivals.wait(layer)
-        self._switch.settle()
+        self._passes.switch.settle()
         return self._stores.dequantize(layer, row, dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ from .arrivals import Arrivals
 from .budget import Budget, OverBudgetError
 from .decode_switch import DecodeSwitch
 from .device_decode import DeviceDecode
-from .group import GroupState, Snapshot
+from .group import Snapshot
+from .layer_stores import LayerStores
 from .step import Step
 from .undo import Undo
 
@@ -128,19 +129,22 @@ class Passes:
     """The forward pass of a cache that is under way, if one is.
 
     Args:
-        layers: that every pass goes through.
-        switch: leads single tokens on the device, where that can be done.
+        stores: the pages of all layers, which every pass goes through.
+        backend: "auto", or the one that every op was forced to.
         saturated: of every layer, what its passes count; put back when one is taken back.
         budget: bytes that all pools share, or None.
         arrivals: pages that a layer may have to wait for.
 
+    Attributes:
+        switch: leads single tokens on the device, where that can be done.
     """
 
     def __init__(
-        self, groups: list[GroupState], layers: Iterable[int], switch: DecodeSwitch, saturated: list[dict[str, int]], budget: Budget | None,
+        self, stores: LayerStores, backend: str, saturated: list[dict[str, int]], budget: Budget | None,
         arrivals: Arrivals,
     ) -> None:  # fmt: skip
-        self._groups, self._layers, self._switch, self._saturated, self._budget = groups, frozenset(layers), switch, saturated, budget
+        self._groups, self._layers, self._saturated, self._budget = stores.groups, frozenset(stores.places), saturated, budget
+        self.switch = DecodeSwitch(stores, backend, saturated)
         self._arrivals = arrivals
         self._now = _Now()
         self._awaited: set[int] = set()  # layers that a pass which lost all its sequences was waiting for
@@ -189,6 +193,13 @@ class Passes:
         undo.take_back()
         self._now = self._now._replace(undo=None)
 
+    def begins_on_device(self, q: torch.Tensor, scaling: float, softcap: float | None) -> bool:
+        """A single token with queries q [B, 1, Hq, D] comes: whether it begins a pass that the device leads."""
+        if self.forward is not None or self._arrivals.under_way:
+            return False
+        self.switch.enter(q, scaling, softcap)
+        return self.switch.decoding is not None
+
     def begin(self, batch_size: int, num_tokens: int, valid: torch.Tensor | None) -> None:
         """Plan a pass, see `PagedCache.begin`.
 
@@ -196,21 +207,21 @@ class Passes:
             PoolFullError: pages are missing; nothing changed.
         """
         self.heal()
-        self._switch.raise_found()
+        self.switch.raise_found()
         self._refuse(batch_size, num_tokens)
-        if num_tokens == 1 and (device := self._switch.begin(valid)) is not None:
+        if num_tokens == 1 and (device := self.switch.begin(valid)) is not None:
             undo = Undo("a token", [], None, self._saturated)
             f = Forward(1, [1] * batch_size, None, _NO_POSITIONS, [], False, set(self._layers), self.changes, undo, device=device)
             self._now = _Now(self.changes, f, None)
             return
-        self._switch.host_begins(num_tokens)
+        self.switch.host_begins(num_tokens)
         if valid is not None:
             valid = valid.to("cpu", torch.bool)
             if valid.shape != (batch_size, num_tokens):
                 raise DataError(f"valid has shape {tuple(valid.shape)}, expected {(batch_size, num_tokens)}")
             valid = None if bool(valid.all()) else valid
         counts = [num_tokens] * batch_size if valid is None else valid.sum(1).tolist()
-        self._switch.settle()
+        self.switch.settle()
         ranks = torch.arange(1, num_tokens + 1, device="cpu").expand(batch_size, -1) if valid is None else valid.cumsum(1)
         with self.change("planning a forward pass") as undo:
             lengths, steps = self._with_room(counts, num_tokens > 1, undo)
@@ -373,7 +384,7 @@ class Passes:
             CacheStateError: in the middle of a pass.
         """
         self.heal()
-        self._switch.interrupt()
+        self.switch.interrupt()
         if self.forward is not None:
             left = counted(len(self.forward.pending), "layer")
             raise CacheStateError(f"{what} in the middle of a forward pass ({left} to go); finish it, or call reset() or abandon()")

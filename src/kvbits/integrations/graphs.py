@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import ModelOutput
 
-from ..cache import device_decode, explain
+from ..cache import explain
+from ..cache.device_decode import DeviceDecode
 from ..errors import CacheStateError, DataError, KvbitsError, UnsupportedError, counted
+from ..ops import decode
 from .masks import NAME, is_ours
 from .models import require_loaded
 
@@ -188,7 +190,7 @@ class GraphDecoder:
             warnings.warn(f"tokens run eagerly for now, in no graph: {why or 'something touches the cache between tokens'}", RuntimeWarning, stacklevel=2)
         return out
 
-    def _replay(self, kwargs: dict[str, Any], decoding: device_decode.DeviceDecode) -> Any:
+    def _replay(self, kwargs: dict[str, Any], decoding: DeviceDecode) -> Any:
         columns = self.cache.columns
         kwargs, tensors, mask = _split(kwargs, self.cache.get_seq_length(), self._weight.device)
         known = None if mask is None else columns.known(mask, 1)
@@ -285,7 +287,7 @@ class _Captured:
     graph: CapturedWork
 
     def __init__(
-        self, decoding: device_decode.DeviceDecode, key: tuple[Any, ...], tensors: dict[str, torch.Tensor], known: torch.Tensor | None
+        self, decoding: DeviceDecode, key: tuple[Any, ...], tensors: dict[str, torch.Tensor], known: torch.Tensor | None
     ) -> None:  # fmt: skip
         self.decoding, self.key = decoding, key
         with torch.inference_mode(False):
@@ -337,7 +339,7 @@ def _check(model: Any, cache: KVCache) -> None:
     if is_compiled(model):
         raise UnsupportedError("graphed() takes the model itself, not what torch.compile made of it; a graph needs no compiler")
     store, config = cache.store, model.config.get_text_config(decoder=True)
-    if store.device.type != device_decode.DEVICE:
+    if not decode.leads(store.device):
         raise UnsupportedError(f"graphed() is for NVIDIA GPUs, but the cache is on {store.device}; leave it out there: the same calls run without it")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:

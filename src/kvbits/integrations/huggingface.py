@@ -22,11 +22,11 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import schemes
-from ..cache import device_decode
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries
+from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
 from . import generation, prefix, tensor_parallel
@@ -379,7 +379,7 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
 
 def _can_be_captured(store: PagedCache, num_q_heads: int) -> bool:
     dtype = getattr(torch, store.spec.raw_dtype)
-    return store.device.type == device_decode.DEVICE and store.max_tokens is not None and store.cannot_decode_on_device(num_q_heads, dtype) is None
+    return decode.leads(store.device) and store.max_tokens is not None and store.cannot_decode_on_device(num_q_heads, dtype) is None
 
 
 def use_kvbits_attention(model: Any) -> None:

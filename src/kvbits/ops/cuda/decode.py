@@ -1,0 +1,221 @@
+"""Decoding on NVIDIA GPUs (`ops.decode`): lengths, page numbers and what closes live on the GPU.
+
+A step is one launch per layer group (`advance.cu`: lengths, slots, what closes), one for its work list, and two per layer: `close.cu` (quantize the page that
+is full, store the token) and attention. Nothing is uploaded, nothing waits, so a step can be captured in a CUDA graph and replayed over page closings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...later import upload
+from ...spec import LayerGroup
+from ..decode import CLOSED, FIRST, PARTS, TAIL, TAIL_START, Pages
+from ..paged_attention import PagedAttention
+from ..types import PageStore
+from .append import tokens as append_cuda
+from .engine import close as close_cuda
+from .engine import device_plan
+from .engine.runtime import driver
+from .engine.side import with_aligned_rows
+
+THREADS = 256
+NOWHERE = 1
+"""NOWHERE of runs.cuh."""
+
+
+class _PagesStruct(ctypes.Structure):
+    _fields_ = [("table", ctypes.c_void_p), ("offset", ctypes.c_void_p), ("stride", ctypes.c_int64), ("width", ctypes.c_int)]
+
+
+class _AdvanceArgs(ctypes.Structure):
+    """struct Args of advance.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("state", "before", "residual", "valid", "runs", "closings", "query_lens", "slots", "previous")),
+        ("tail", _PagesStruct), ("closed", _PagesStruct), *((name, ctypes.c_int) for name in ("batch", "page_size", "ring", "valid_stride")),
+    ]  # fmt: skip
+
+
+def load_advance(device_index: int) -> driver.Kernel:
+    """The kernel that moves lengths on."""
+    return driver.load(Path(device_plan.__file__).parent, "advance.cu", "advance", {"THREADS": THREADS}, device_index)
+
+
+def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold, or None."""
+    for g in groups:
+        layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.fills_pages]
+        if why := device_plan.refuses(layouts, num_q_heads, dtype, 1, device):
+            return why
+        if not g.fills_pages and (why := close_cuda.refuses_on(g.layouts["closed"], dtype, device)):
+            return why
+        if g.raw_dtype != str(dtype).removeprefix("torch."):
+            return f"raw pages are {g.raw_dtype}, queries {dtype}"
+    return None
+
+
+def capturing() -> bool:
+    """Whether the current stream is captured in a graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+class _StoreStep:
+    """`close_cuda.DecodeStep` for pages that are filled token by token: nothing closes, and what a token replaces nobody sees."""
+
+    def __init__(self, store: PageStore, dtype: torch.dtype, slots: torch.Tensor, previous: torch.Tensor, status: torch.Tensor) -> None:
+        append_cuda.prepare(store.layout, dtype, store.device)
+        self._store, self._slots, self._status = store, slots, status
+        self._previous = previous if store.layout.is_centered else None
+
+    def run(self, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
+        to, k, v = self._store, with_aligned_rows(k), with_aligned_rows(v)
+        append_cuda.store_tokens(
+            k, v, to.slabs[0], to.layout, self._slots, static=to.static, previous_page=self._previous, turn=to.turn, status=self._status
+        )  # fmt: skip
+
+    def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
+        """Nothing to do."""
+
+
+@dataclass
+class _Group:
+    """One layer group on the device."""
+
+    layers: tuple[int, ...]
+    numbers: torch.Tensor  # int32 [FIELDS, B]
+    before: torch.Tensor
+    attention: PagedAttention
+    args: _AdvanceArgs
+    tables: list[torch.Tensor]
+    tokens: list[torch.Tensor]
+    starts: list[torch.Tensor | None]
+    offsets: list[torch.Tensor | None]
+    query_lens: torch.Tensor
+    status: torch.Tensor  # int32 [layers, STATUS_FIELDS]
+    writers: list[close_cuda.DecodeStep | _StoreStep]
+    nothing_closes: torch.Tensor
+    keep: list[Any]
+
+
+class _Stepper:
+    """`ops.decode.Stepper` of a GPU."""
+
+    def __init__(self, groups: list[_Group], device: torch.device) -> None:
+        self.groups, self._device = groups, device
+        self._of_layer = {layer: (g, i) for g in groups for i, layer in enumerate(g.layers)}
+        self._advance = load_advance(-1 if device.index is None else device.index)
+        self._statuses = [g.status for g in groups]
+        self._valid: torch.Tensor | None = None
+        self._stream = 0  # of the step under way
+
+    def begin(self, valid: torch.Tensor | None) -> None:
+        self._valid = valid  # kept as long as the launch may read it
+        self._stream = stream = driver.current_stream(self._device)
+        for g in self.groups:
+            g.args.valid = None if valid is None else valid.data_ptr()
+            g.args.valid_stride = 0 if valid is None else valid.stride(0)
+            self._advance.launch(1, THREADS, g.args, stream)
+            g.attention.update(g.tables, g.tokens, starts=g.starts, offsets=g.offsets, query_lens=g.query_lens)
+
+    def step(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+        g, i = self._of_layer[layer]
+        g.writers[i].run(k, v, self._stream)
+        return g.attention.run(q, i, lse=lse)
+
+    def take_back(self, layers: set[int]) -> None:
+        stream = driver.current_stream(self._device)
+        for layer in layers:
+            g, i = self._of_layer[layer]
+            g.writers[i].put_back(g.nothing_closes, stream)
+        for g in self.groups:
+            g.numbers.copy_(g.before)
+
+    def status(self) -> torch.Tensor:
+        return torch.cat(self._statuses)
+
+    def numbers(self) -> list[np.ndarray]:
+        return [g.numbers.cpu().numpy() for g in self.groups]
+
+
+def stepper(groups: list[Pages], dtype: torch.dtype, device: torch.device) -> _Stepper:
+    """Put what decoding needs on the GPU."""
+    return _Stepper([_uploaded(pages, dtype, device) for pages in groups], device)
+
+
+def _table(rows: list[list[int]], width: int, times: int) -> np.ndarray:
+    """int32 [B, width * times] of page ids, each row's `times` times, -1 after them."""
+    found = np.full((len(rows), width * times), -1, np.int32)
+    for b, pages in enumerate(rows):
+        found[b, : len(pages) * times] = pages * times
+    return found
+
+
+@dataclass
+class _Moved:
+    """What `advance.cu` writes for the launches after it, [B] rows each."""
+
+    runs: torch.Tensor
+    closings: torch.Tensor
+    query_lens: torch.Tensor
+    slots: torch.Tensor
+    previous: torch.Tensor
+
+    @classmethod
+    def empty(cls, batch: int, device: torch.device) -> _Moved:
+        runs, closings = (torch.empty(batch, n, dtype=torch.int64, device=device) for n in (5, 2))
+        slots, previous = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
+        return cls(runs, closings, torch.empty(batch, dtype=torch.int32, device=device), slots, previous)
+
+
+def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
+    g, ring, batch, names = pages.group, pages.ring, pages.numbers.shape[1], list(pages.ids)
+    tables = [_table(pages.ids[n], pages.max_pages[n], 2 if n == "tail" and ring else 1) for n in names]  # of a ring, any part that wraps is one run
+    flat = [pages.numbers, pages.closed_start, pages.sinks, pages.residual, *tables]
+    whole = upload(np.concatenate([x.ravel() for x in flat]), device)  # one upload
+    parts = [x.view(y.shape) for x, y in zip(whole.split([y.size for y in flat]), flat, strict=True)]
+    state_d, closed_start_d, sinks_d, residual_d = parts[:4]
+    on_device = dict(zip(names, parts[4:], strict=True))
+    tokens = {"sink": sinks_d, "closed": state_d[CLOSED], "tail": state_d[TAIL]}
+    starts = {"sink": None, "closed": closed_start_d, "tail": state_d[TAIL_START]}
+    offsets = {"sink": None, "closed": None, "tail": state_d[FIRST] if ring else None}
+    before, moved = torch.empty_like(state_d), _Moved.empty(batch, device)
+    args = _AdvanceArgs(
+        state=state_d.data_ptr(), before=before.data_ptr(), residual=None if g.fills_pages else residual_d.data_ptr(), runs=moved.runs.data_ptr(),
+        closings=moved.closings.data_ptr(), query_lens=moved.query_lens.data_ptr(), slots=moved.slots.data_ptr(), previous=moved.previous.data_ptr(),
+        batch=batch, page_size=g.page_size, ring=ring,
+    )  # fmt: skip
+    keep: list[Any] = [whole, moved]
+    for name, of_pool in (("tail", args.tail), ("closed", args.closed)):
+        if name not in names:
+            continue
+        slabs = pages.slabs[name]
+        of_pool.table, of_pool.width, of_pool.stride = on_device[name].data_ptr(), on_device[name].shape[1], slabs[0].stride(0)
+        if (offsets_of_pages := device_plan.page_offsets(slabs, device)) is not None:
+            of_pool.offset = offsets_of_pages.data_ptr()
+            keep.append(offsets_of_pages)
+    status = torch.zeros(len(g.layers), append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
+    undo = torch.empty(len(g.layers), 2, batch, g.geometry.num_kv_heads, g.geometry.head_dim, dtype=dtype, device=device)
+    writers = [_writer(pages, i, dtype, moved, status[i], undo[i], state_d[TAIL_START]) for i in range(len(g.layers))]
+    return _Group(
+        tuple(g.layers), state_d, before, pages.attention, args, [on_device[n] for n in names], [tokens[n] for n in names], [starts[n] for n in names],
+        [offsets[n] for n in names], moved.query_lens, status, writers, torch.full_like(moved.closings, NOWHERE), keep,
+    )  # fmt: skip
+
+
+def _writer(
+    pages: Pages, i: int, dtype: torch.dtype, moved: _Moved, status: torch.Tensor, undo: torch.Tensor, tail_starts: torch.Tensor
+) -> close_cuda.DecodeStep | _StoreStep:
+    """What stores the token of the group's layer `i`, whose pages attention is told of."""
+    of_pool = pages.stores[i]
+    packed = of_pool.get("closed", of_pool["tail"])
+    pages.attention.bind(i, [of_pool[name].slabs for name in pages.ids], packed.static)
+    if pages.group.fills_pages and not pages.group.is_raw:
+        return _StoreStep(packed, dtype, moved.slots, moved.previous, status)
+    return close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status, undo, tail_starts)

@@ -1,0 +1,95 @@
+"""Decoding on a device without its host: what a cache hands over, and what a backend that leads single tokens gives back.
+
+A backend takes part with a module `decode` in its folder that is a `Backend`. The cache assigns pages ahead and reads lengths back; structs, launches and
+streams are the backend's alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from ..spec import LayerGroup
+from .paged_attention import PagedAttention
+from .types import PageStore
+
+BACKENDS = {"cuda": "cuda"}
+"""Folder of the backend that leads single tokens, by the type of the device."""
+PARTS = ("sink", "closed", "tail")
+TAIL, CLOSED, FIRST, TAIL_START, LENGTH, FIELDS = range(6)
+"""Rows of a group's numbers: tokens in tail pages, tokens in closed pages, index of the ring's first page, position of the first tail token, tokens."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of one layer group, handed over with what was assigned ahead.
+
+    Attributes:
+        numbers: int32 [FIELDS, B].
+        closed_start, sinks, residual: int32 [B]: position of the first closed token, sink tokens, newest tokens that stay raw.
+        ids: of each part that is there ("sink", "closed", "tail"), the pages of every sequence.
+        max_pages: width of each part's block table.
+        ring: raw pages that each sequence uses in turn; 0 where pages are filled token by token.
+        slabs: memory of each part's pages, of all layers.
+        stores: of each layer of the group, the pages of each part.
+        attention: the plan that reads them.
+    """
+
+    group: LayerGroup
+    numbers: np.ndarray
+    closed_start: np.ndarray
+    sinks: np.ndarray
+    residual: np.ndarray
+    ids: dict[str, list[list[int]]]
+    max_pages: dict[str, int]
+    ring: int
+    slabs: dict[str, list[torch.Tensor]]
+    stores: list[dict[str, PageStore]]
+    attention: PagedAttention
+
+
+class Stepper(Protocol):
+    """Leads single tokens of all layer groups on a device, one step after the other, without waiting."""
+
+    def begin(self, valid: torch.Tensor | None) -> None:
+        """Move all groups on by a token: valid bool [B, 1] on the device, None for all."""
+
+    def step(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+        """Store the tokens k, v [B, 1, H, D] of a layer and attend with q [B, 1, Hq, D]: [B, 1, Hq, D]. `lse`: float32 [B, 1, Hq], written to if given."""
+
+    def take_back(self, layers: set[int]) -> None:
+        """Undo the step that began last, of which `layers` have been through: rows that fresh tokens replaced, then lengths."""
+
+    def status(self) -> torch.Tensor:
+        """int32 [layers of all groups, fields] on the device: saturated elements of keys and values, scales that overflowed, numbers that are none."""
+
+    def numbers(self) -> list[np.ndarray]:
+        """int32 [FIELDS, B] of each group as they are now. Waits for the device."""
+
+
+class Backend(Protocol):
+    """What a backend's module `decode` has."""
+
+    def refuses(self, groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why single tokens of these layer groups cannot be led on the device, whatever their sequences hold, or None."""
+
+    def capturing(self) -> bool:
+        """Whether launches are recorded now, not run."""
+
+    def stepper(self, groups: list[Pages], dtype: torch.dtype, device: torch.device) -> Stepper:
+        """Put what decoding needs on the device."""
+
+
+def leads(device: torch.device) -> bool:
+    """Whether a backend leads single tokens on such a device."""
+    return device.type in BACKENDS
+
+
+def backend_of(device: torch.device) -> Backend:
+    """The backend that leads single tokens on a device that one `leads` on."""
+    module: Any = importlib.import_module(f"{__package__}.{BACKENDS[device.type]}.decode")
+    return cast(Backend, module)
