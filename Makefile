@@ -34,8 +34,8 @@ demo: setup
 	$(BIN)/kvbits demo
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks examples studies
-	$(BIN)/ruff format --check src tests benchmarks examples studies
+	$(BIN)/ruff check src tests benchmarks examples studies docs
+	$(BIN)/ruff format --check src tests benchmarks examples studies docs/make_reference.py docs
 	$(BIN)/mypy
 
 quick: lint
