@@ -6,7 +6,7 @@ A backend is a folder of this package with a module for each op, named like the 
     prepare(*args)          what must be there before a CUDA graph is captured
     plan                    for backends that plan once a step and then only launch
     FUNCTION_later          the op, but what it would return or raise stays on the device
-    refuses_layout(layout)  the part of `refuses` that pages alone decide, without a device: `table` asks it
+    refuses_layout(layout)  the part of `refuses` that pages alone decide, without a device or a built library: `natives` asks it
 
 The order of the list is the order of preference; the reference is last. A backend is skipped only for a reason it states, never because it raised.
 `python -m kvbits.ops.dispatch` prints who serves which family of formats.
@@ -17,14 +17,17 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from .. import schemes
 from ..errors import SpecError, UnsupportedError
+from ..spec import PageLayout
 
 BACKENDS = {
     "attend_pages": ("cpu", "cuda", "reference"), "attend_fresh": ("cpu", "cuda", "reference"),
@@ -36,6 +39,9 @@ FUNCTIONS = {
     "attend_pages": ("attend", "attend"), "close_pages": ("close", "close"), "merge": ("merge", "merge_partials"), "dequantize": ("dequantize", "Rows"),
 }  # fmt: skip
 """(module, function) of an op that is not named like both."""
+
+SAMPLES = {"raw": "raw", "plain: int8_centered": "int8_centered", "plain: int4": "int4", "klt: klt4": "klt4", "codebook: nuq4-1%": "nuq4-1%"}
+"""A preset or two of each family of formats."""
 
 
 @dataclass(frozen=True)
@@ -96,3 +102,44 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
     if backend == "auto":
         raise UnsupportedError(f"{op}: " + "; ".join(f"{name}: {why}" for name, why in refusals.items()))
     raise SpecError(f"{op}: backend {backend!r} refuses this call: {refusals[backend]}; use backend='auto'")
+
+
+OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
+    "decode": ("attend_pages", {}), "chunk": ("attend_pages", {"num_queries": 512}), "close": ("close_pages", {}), "append": ("append", {}),
+    "paged_attention": ("paged_attention", {}), "store_tokens": ("store_tokens", {}), "dequantize": ("dequantize", {}),
+}  # fmt: skip
+"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and three operations for pages of other engines. The op of
+each, and what `refuses_layout` is asked beside the layout."""
+
+
+def natives(layout: PageLayout) -> dict[str, dict[str, str | None]]:
+    """Of each of OPERATIONS that a layout has and each backend with kernels: None where they serve it, or why not. Asks no device.
+
+    Raw pages are not closed; only token-local ones take tokens one by one.
+    """
+    found: dict[str, dict[str, str | None]] = {}
+    for name, (op, options) in OPERATIONS.items():
+        if (op == "close_pages" and layout.is_raw) or (op in ("append", "store_tokens") and not layout.token_local):
+            continue
+        modules = {backend: _module(backend, op) for backend in BACKENDS[op] if backend != "reference"}
+        found[name] = {backend: "not part of this installation" if m is None else m.refuses_layout(layout, **options) for backend, m in modules.items()}
+    return found
+
+
+def table(names: Mapping[str, str], head_dim: int = 128) -> str:
+    """Schemes (by title) x operations x backends: "native", "-" where a backend has none and the reference serves, or the number of a refusal, listed below."""
+    refusals: dict[str, int] = {}
+    lines = [f"{'':24}{'':18}{'cpu':10}cuda"]
+    for title, name in names.items():
+        scheme = schemes.get(name, head_dim=head_dim)
+        layout = PageLayout(key=scheme.key, value=scheme.value, page_size=scheme.page_size, num_kv_heads=8, head_dim=head_dim)
+        for i, (operation, answers) in enumerate(natives(layout).items()):
+            cells = {b: f"[{refusals.setdefault(why, len(refusals) + 1)}]" if why else "native" for b, why in answers.items()}
+            lines.append(f"{'' if i else title:24}{operation:18}{cells.get('cpu', '-'):10}{cells.get('cuda', '-')}")
+    asked = {op for op, _ in OPERATIONS.values()}
+    others = [f"{op} ({', '.join(backends[:-1])})" for op, backends in BACKENDS.items() if op not in asked]
+    return "\n".join([*lines, *(f"[{n}] {why}" for why, n in refusals.items()), f"Native whatever the format: {', '.join(others)}."])
+
+
+if __name__ == "__main__":
+    print(table({name: name for name in sys.argv[1:]} or SAMPLES))

@@ -113,6 +113,11 @@ class PageTable:
     def num_pages(self) -> int:
         return len(self.page_ids)
 
+    @classmethod
+    def empty(cls) -> PageTable:
+        """Of no sequences."""
+        return cls(np.zeros(1, np.int64), *(np.zeros(0, dtype) for dtype in (np.int64, np.int64, np.int32)))
+
     def check(self, batch: int, store: PageStore, low: Sequence[LowStore] = ()) -> None:
         """Refuse a table that is not for `batch` sequences or leads out of the stores; one that passed is not looked at again.
 

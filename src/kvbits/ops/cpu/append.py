@@ -8,18 +8,25 @@ import torch
 
 from ...errors import DataError
 from ...quant.qparams import require_finite
+from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..reference.append import open_pages
 from ..types import PageStore, SlotMapping
+from . import structs
 from .library import AppendStruct, check, library
 from .structs import refuses_writing, store_struct
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
     """Why tokens like k [B, T, H, D] cannot be written to pages of this store here, or None."""
-    if not store.layout.token_local:
-        return f"tokens cannot be stored one by one as {store.layout.key}, {store.layout.value}"
-    return refuses_writing(k, store)
+    return refuses_layout(store.layout) or refuses_writing(k, store)
+
+
+def refuses_layout(layout: PageLayout) -> str | None:
+    """The part of `refuses` that a layout decides."""
+    if not layout.token_local:
+        return f"tokens cannot be stored one by one as {layout.key}, {layout.value}"
+    return structs.refuses_layout(layout)
 
 
 def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:

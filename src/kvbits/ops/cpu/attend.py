@@ -12,10 +12,12 @@ import ctypes
 import torch
 
 from ...errors import DataError, UnsupportedError
+from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..types import AttendCall, check_call
+from . import structs
 from .library import AttendStruct, PartStruct, check, library, unavailable
-from .structs import MAX_QUERY_GROUP, low_struct, refuses_layout, refuses_low, store_struct, table_struct
+from .structs import MAX_QUERY_GROUP, low_struct, refuses_low, store_struct, table_struct
 
 
 def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
@@ -36,11 +38,16 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
             return reason
         if part.store.slabs and part.store.device.type != "cpu":
             return f"pages are on {part.store.device}, not on the CPU"
-        if reason := refuses_layout(layout):
+        if reason := structs.refuses_layout(layout):
             return reason
         if q.shape[2] // layout.num_kv_heads > MAX_QUERY_GROUP:
             return f"{q.shape[2] // layout.num_kv_heads} query heads per kv head; the CPU kernels take up to {MAX_QUERY_GROUP}"
     return None
+
+
+def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:
+    """The part of `refuses` that a layout decides."""
+    return structs.refuses_layout(layout)
 
 
 def _parts(call: AttendCall) -> ctypes.Array[PartStruct]:

@@ -20,14 +20,12 @@ from ..descriptor import TORCH_NUMBERS
 from ..reference.dequantize import require_starts
 from ..types import LowStore, PageStore, check_closing, wider_scales
 from .library import CloseStruct, check, library
-from .structs import low_struct, refuses_low, refuses_writing, store_struct
+from .structs import low_struct, refuses_layout, refuses_low, refuses_writing, store_struct
 
 
 def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
-    if reason := refuses_low(store.layout, [s.layout for s in low], closing=True):
-        return reason
-    return refuses_writing(k, store)
+    return refuses_low(store.layout, [s.layout for s in low], closing=True) or refuses_layout(store.layout) or refuses_writing(k, store)
 
 
 def close(

@@ -25,14 +25,14 @@ MAX_QUERY_GROUP = 64
 
 
 def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
-    """Why keys and values like k cannot be written to pages of this store by the kernels, or None."""
+    """Why keys and values like k cannot be written by the kernels where this store's pages are, or None."""
     if k.device.type != "cpu" or store.device.type != "cpu":
         return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
     if reason := unavailable():
         return reason
     if k.dtype not in TORCH_NUMBERS:
         return f"keys are {k.dtype}; the CPU kernels take float32, float16 and bfloat16"
-    return refuses_layout(store.layout)
+    return None
 
 
 def refuses_layout(layout: PageLayout) -> str | None:

@@ -11,14 +11,19 @@ from .families import family_of
 from .families.plain.family import Plain
 from .families.plain.unpack import Unpacker, prepare
 
-__all__ = ["Rows", "prepare", "refuses"]
+__all__ = ["Rows", "prepare", "refuses", "refuses_layout"]
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why pages of this layout are not unpacked to `dtype` here, or None."""
+    return refuses_layout(layout, dtype) or driver.refuses(device)
+
+
+def refuses_layout(layout: PageLayout, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """The part of `refuses` that needs no device."""
     if not isinstance(family_of(layout), Plain):
         return f"{layout.key.format}/{layout.value.format} pages are unpacked with positions, which this operation is not given"
-    return driver.refuses(device) or family_of(layout).refuses("unpack", layout, dtype=dtype)
+    return family_of(layout).refuses("unpack", layout, dtype=dtype)
 
 
 class Rows:

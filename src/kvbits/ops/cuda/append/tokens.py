@@ -44,7 +44,7 @@ def refuses(k: torch.Tensor, store: PageStore) -> str | None:
     return None if store.layout.is_raw else refuses_layout(store.layout, torch.cuda.get_device_capability(k.device))
 
 
-def refuses_layout(layout: PageLayout, capability: tuple[int, int]) -> str | None:
+def refuses_layout(layout: PageLayout, capability: tuple[int, int] = (9, 0)) -> str | None:
     """Why tokens cannot be stored one by one in pages of this layout on a device of this compute capability, or None."""
     if not layout.token_local:
         return f"tokens cannot be stored one by one as {layout.key}, {layout.value}"

@@ -36,10 +36,14 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
     """Why this backend does not take a call, or None. q: [B, T, Hq, D]."""
     if why := driver.refuses(q.device, LEAST_CAPABILITY):
         return why
-    limit = driver.shared_limit(torch.cuda.get_device_capability(q.device))
-    why = refuses_call(call, q.shape[2], MATRIX_DTYPES.get(q.dtype, str(q.dtype)), limit, q.shape[1])
-    if why and _may_unpack(call) and q.dtype in MATRIX_DTYPES:
-        return _refuses_unpacked(call, q.shape[2], q.dtype)
+    return refuses_on(call, q.shape[2], q.dtype, q.shape[1], driver.shared_limit(torch.cuda.get_device_capability(q.device)))
+
+
+def refuses_on(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_queries: int, shared_limit: int | None = None) -> str | None:
+    """The part of `refuses` that needs no GPU; `shared_limit`: bytes of shared memory of a block, if known."""
+    why = refuses_call(call, num_q_heads, MATRIX_DTYPES.get(q_dtype, str(q_dtype)), shared_limit, num_queries)
+    if why and _may_unpack(call) and q_dtype in MATRIX_DTYPES:
+        return _refuses_unpacked(call, num_q_heads, q_dtype)
     return why
 
 
@@ -54,7 +58,7 @@ def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) 
 
 
 def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit: int | None = None, num_queries: int = 1) -> str | None:
-    """The part of `refuses` that needs no GPU, of the kernel that reads packed pages; `shared_limit`: bytes of shared memory of a block, if known."""
+    """`refuses_on`, of the kernel that reads packed pages."""
     if q_dtype not in MATRIX_DTYPES.values():
         return f"queries are {q_dtype}, not float16 or bfloat16"
     if len(call.parts) > MAX_PARTS:

@@ -1,0 +1,59 @@
+"""Every scheme of the core is served by native kernels on CPUs and on GPUs: decoding, chunks past the pages, pages that close, tokens that are appended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvbits import schemes
+from kvbits.errors import SpecError, UnsupportedError
+from kvbits.ops import dispatch
+from kvbits.spec import PageLayout, PerGroup, QuantSpec
+
+CORE = ("raw", "int8", "int8_centered", "int4", "int4_rotated", "klt4", "klt3", "klt2")
+NATIVE = {"decode", "chunk", "close", "append"}
+
+
+def layout_of(name, head_dim=128, raw_dtype="bfloat16"):
+    scheme = schemes.get(name, head_dim=head_dim)
+    return PageLayout(key=scheme.key, value=scheme.value, page_size=scheme.page_size, num_kv_heads=8, head_dim=head_dim, raw_dtype=raw_dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", CORE)
+def test_core_schemes_are_native_on_both_backends(name, head_dim):
+    layout = layout_of(name, head_dim)
+    found = {op: answers for op, answers in dispatch.natives(layout).items() if op in NATIVE}
+    assert {"decode", "chunk"} < found.keys() and found.keys() & {"close", "append"}
+    by_reference = {(op, backend): why for op, answers in found.items() for backend, why in answers.items() if why}
+    assert not by_reference, dispatch.table({name: name})
+    assert all(answers.keys() == {"cpu", "cuda"} for answers in found.values())
+
+
+def test_the_table_gives_reasons():
+    spec = QuantSpec(format="int4", granularity=PerGroup(2))
+    answers = dispatch.natives(PageLayout(key=spec, value=spec, page_size=64, num_kv_heads=1, head_dim=64))
+    assert "groups of 2 channels" in answers["decode"]["cpu"] and "2 channels" in answers["close"]["cuda"]
+    assert "float32" in dispatch.natives(layout_of("raw", raw_dtype="float32"))["decode"]["cuda"]
+    assert "append" not in dispatch.natives(layout_of("klt4")) and "close" not in dispatch.natives(layout_of("raw"))
+
+
+def test_it_is_printed_without_a_gpu():
+    out = subprocess.run([sys.executable, "-m", "kvbits.ops.dispatch"], capture_output=True, text=True, check=True).stdout
+    assert all(family in out for family in ("raw", "plain", "klt", "codebook")) and "native" in out and "[1]" in out
+
+
+def test_choices_say_why():
+    device = torch.device("cpu")
+    choice = dispatch.choose("place", device)
+    assert choice.backend == "reference" and str(choice) == f"place by reference (cuda: {choice.refusals['cuda']})"
+    choice.prepare()
+    with pytest.raises(UnsupportedError, match=r"place: cuda: .*; reference: the block tables are on meta; the reference reads them on the host"):
+        dispatch.choose("place", torch.device("meta"))
+    with pytest.raises(SpecError, match=r"place: backend 'cuda' refuses this call: .*; use backend='auto'"):
+        dispatch.choose("place", device, backend="cuda")
+    with pytest.raises(SpecError, match="unknown backend 'gpu' for place; known: auto, cuda, reference"):
+        dispatch.choose("place", device, backend="gpu")
