@@ -20,7 +20,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
@@ -68,7 +68,7 @@ class AttendStruct(Structure):
         ("parts", c_void_p), ("num_parts", c_int32), ("batch", c_int32), ("num_tokens", c_int32), ("num_heads", c_int32),
         ("num_kv_heads", c_int32), ("head_dim", c_int32), ("q_dtype", c_int32), ("num_threads", c_int32),
         ("q", c_void_p), ("q_stride", c_int64 * 3), ("q_positions", c_void_p), ("scaling", c_float), ("softcap", c_float),
-        ("sliding_window", c_int64), ("out", c_void_p), ("lse", c_void_p), ("page_lse", c_void_p),
+        ("sliding_window", c_int64), ("out", c_void_p), ("lse", c_void_p),
     ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 14 };
+enum { KVBITS_ABI_VERSION = 15 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -84,7 +84,6 @@ typedef struct {
   int64_t sliding_window;      // 0: none
   float* out;                  // [batch, num_tokens, num_heads, head_dim]
   float* lse;                  // [batch, num_tokens, num_heads], natural logarithm
-  float* page_lse;             // null, or [entries of all parts][num_tokens, num_heads], filled with -inf by the caller: that of each page alone
 } kvbits_attend_call;
 
 // Quantizes and packs raw pages: source[0] keys, source[1] values, [num_pages, num_kv_heads, page_size, head_dim], last dim dense.

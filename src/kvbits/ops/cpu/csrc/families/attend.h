@@ -76,7 +76,6 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     load_rows(w.chunks[i], call, *item, first, left < per_chunk ? left : per_chunk);
   }
   const uint8_t* after = next ? first_page(call, *next) : nullptr;
-  float* page_lse = call.page_lse;
   int64_t flat = 0;
   for (int i = 0; i < call.num_parts; i++) {
     const kvbits_part& pages = call.parts[i];
@@ -89,9 +88,8 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
       const kvbits_store &store = *pages.store, *low = pages.low;
       Part part = {call, pages, item->kv_head, chunks, describe(store.key, low ? &low->key : nullptr, call.head_dim, hi - lo),
                    describe_values(store.value, low ? &low->value : nullptr, call.head_dim, hi - lo), w.chunks, w.block, false, false};
-      attend_part(part, {begin + lo, begin + hi, after, page_lse}, w);
+      attend_part(part, {begin + lo, begin + hi, after}, w);
     }
-    if (page_lse) page_lse += table.num_entries * call.num_tokens * call.num_heads;
   }
   for (int i = 0; i < chunks; i++) store_rows(w.chunks[i], *plan, *item, i * per_chunk);
 }

@@ -28,7 +28,6 @@ struct Part {
 struct Entries {
   int64_t first, end;
   const uint8_t* after;  // the page that the thread reads afterwards, or null
-  float* page_lse;       // of the part's first entry, or null
 };
 
 // From scores to what the value kernel multiplies with.
@@ -90,17 +89,6 @@ static void settle_channels(const Part& p, Chunk& c) {
       for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel_bias + i) * b.p_sum[h]);
 }
 
-// Log-sum-exp of one page alone, for the rows that see any of it; a page may come in several blocks.
-static void add_page_lse(const Chunk& c, const Block& b, float* to, const int* first, const int* end) {
-  for (int h = 0; h < c.rows; h++) {
-    if (first[h] >= end[h]) continue;
-    vf total = vf{};
-    for (int t = 0; t < BLOCK; t += VL) total += load(b.s[h] + t);
-    const float x = (c.m[h] + __builtin_log2f(sum(total))) * 0.69314718056f, y = to[c.out_row[h]], top = x > y ? x : y;
-    to[c.out_row[h]] = y > -__builtin_inff() ? top + __builtin_logf(__builtin_expf(x - top) + __builtin_expf(y - top)) : x;
-  }
-}
-
 // One block of tokens for one chunk of rows.
 template <class Path>
 static void attend_block(Path& path, Chunk& c, const PageView& at, int token, int n, int64_t position) {
@@ -111,7 +99,6 @@ static void attend_block(Path& path, Chunk& c, const PageView& at, int token, in
   path.scores(c, at, token, n);
   mask_scores(c, b, first, end, p.call.softcap, p.call.head_dim, p.value.token_scales ? p.value.groups : 0);
   weigh_chunk(c, b, p.value, p.value_bias);
-  if (at.page_lse) add_page_lse(c, b, at.page_lse, first, end);
   path.outputs(c, at, token, n);
   settle_channels(p, c);
 }
@@ -149,7 +136,7 @@ INLINE void attend_pages(Path& path, const Entries& entries) {
   auto page_of = [&](int64_t e) { return page_address(&store, table.page_ids[e]) + p.kv_head * store.head_bytes; };
   auto low_page = [&](int64_t e) { return page_address(p.pages.low, p.pages.low_ids[e]) + p.kv_head * p.pages.low->head_bytes; };
   const int64_t lookahead = store.head_bytes >= FETCH_AHEAD_BYTES ? 1 : (FETCH_AHEAD_BYTES + store.head_bytes - 1) / store.head_bytes;
-  const int64_t window = p.call.sliding_window, rows = (int64_t)p.call.num_tokens * p.call.num_heads;
+  const int64_t window = p.call.sliding_window;
   int64_t oldest, newest;
   row_positions(p, oldest, newest);
   for (int64_t e = entries.first; e < entries.end; e++) {
@@ -158,7 +145,7 @@ INLINE void attend_pages(Path& path, const Entries& entries) {
     if (start > newest || (window && start + length <= oldest - window + 1)) continue;
     const uint8_t* page = page_of(e);
     const uint8_t* coming = e + lookahead < entries.end ? page_of(e + lookahead) : entries.after ? entries.after : page;
-    PageView at = {page, p.pages.low ? low_page(e) : nullptr, coming - page, 0, entries.page_lse ? entries.page_lse + e * rows : nullptr};
+    PageView at = {page, p.pages.low ? low_page(e) : nullptr, coming - page, 0};
     if (at.low && e + lookahead < entries.end) at.low_ahead = low_page(e + lookahead) - at.low;
     path.begin_page(at, start);
     for (int token = 0; token < length; token += BLOCK) {

@@ -30,7 +30,6 @@ struct Tensor {
 struct PageView {
   const uint8_t *page, *low;  // the head structs; low is null without low planes
   int64_t ahead, low_ahead;   // to those of the page to come
-  float* page_lse;            // of this page, or null
 };
 
 // Reordering q and the outputs pays from a few pages on.
