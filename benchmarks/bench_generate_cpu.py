@@ -67,7 +67,7 @@ def fill(cache: Any, contents: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Put keys and values [1, H, T, D] of every layer into a cache."""
     for layer, (k, v) in enumerate(contents):
         if isinstance(cache, kvbits.KVCache):
-            cache.store.append(layer, k.transpose(1, 2), v.transpose(1, 2))
+            cache.pages.append(layer, k.transpose(1, 2), v.transpose(1, 2))
         else:
             cache.update(k, v, layer)
     if isinstance(cache, kvbits.KVCache):

@@ -170,7 +170,7 @@ def fill(cache: Any, batch: int, tokens: int) -> None:
         raise KvbitsError("--filled is for presets, fa3 and the stock cache")
     k, v = (torch.randn(batch, tokens, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     for layer in range(LAYERS):
-        cache.store.append(layer, k, v)
+        cache.pages.append(layer, k, v)
     cache.columns.seen = tokens
 
 
@@ -325,7 +325,7 @@ def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
         else:
             with compiled_forward(model) if mode == "compiled" else nullcontext():
                 found = decode(model, cache, batch, context, 20 if row == "stock_flash" and mode == "eager" else watched)
-        on_device = cache.store.decoding is not None if isinstance(cache, KVCache) else None
+        on_device = cache.pages.decoding is not None if isinstance(cache, KVCache) else None
     return {
         "scheme": row, "mode": mode, "batch": batch, "context": context, "through": "forward", "on_device": on_device, **prompt,
         "peak_bytes": torch.cuda.max_memory_allocated(), **found, **({"chunk": chunk} if chunk else {}), **({"grows": True} if args.grow else {}),

@@ -315,7 +315,7 @@ def on_model(name: str) -> dict[str, Any]:
     cpu_seconds = {what: statistics.median(r[2] for r in found) for what, found in runs.items()}
     if args.stock:
         seconds["stock"] = stock_seconds(model, ids)
-    nbytes, raw = store.nbytes, cache.store.spec.raw_nbytes(ids.shape[1])
+    nbytes, raw = store.nbytes, cache.pages.spec.raw_nbytes(ids.shape[1])
     shutil.rmtree(args.where / "model")
     return {
         "scheme": name, "model": Path(args.model).name, "dtype": str(model.dtype)[6:], "threads": args.threads, "tokens": ids.shape[1], "bytes": nbytes, "entries": raw / nbytes,

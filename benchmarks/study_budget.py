@@ -54,7 +54,7 @@ def main() -> None:
 
     def look(tokens: int) -> None:
         advance(tokens)
-        s = caches["budget"].store.groups[0].sequences[0]
+        s = caches["budget"].pages.groups[0].sequences[0]
         planes.append([sum(low[i] is not None for low in s.low) for i in range(len(s.closed))])
 
     with bar("tokens", args.length, enabled=True) as advance:
@@ -71,7 +71,7 @@ def main() -> None:
         )
     append(
         rows, args.out, benchmark="study_budget", model=Path(args.model.rstrip("/")).name, text=text.name, tokens=args.length, budget=budget,
-        held=caches["budget"].nbytes, given_back=caches["budget"].store.budget.given_back, int8_context=planner.max_context(eight["int8"], budget, 1),
+        held=caches["budget"].nbytes, given_back=caches["budget"].pages.budget.given_back, int8_context=planner.max_context(eight["int8"], budget, 1),
         widest_bytes=elastic.nbytes(args.length),
     )  # fmt: skip
 

@@ -23,4 +23,4 @@ for _ in range(12):
     with torch.no_grad():
         logits = model(token, past_key_values=cache).logits[:, -1]
     token = torch.multinomial(logits.softmax(-1), 1)
-print(f"after 12 different tokens each {cache.nbytes:,} bytes, lengths {cache.store.seq_lens}")
+print(f"after 12 different tokens each {cache.nbytes:,} bytes, lengths {cache.pages.seq_lens}")

@@ -195,7 +195,7 @@ def test_every_nuq_preset_serves_real_models(name, family):
         got = torch.cat([model(piece, past_key_values=cache).logits for piece in ids.split([100, 100, 1, 59], dim=1)], 1)
     error = (got - want).square().mean().sqrt() / want.std()
     assert error < {"nuq4": 0.2, "nuq3": 0.35, "nuq2": 0.7}[name[:4]]
-    assert not any(s["k"] or s["v"] for s in cache.store.saturated)
+    assert not any(s["k"] or s["v"] for s in cache.pages.saturated)
     generated = model.generate(ids[:, :20], past_key_values=KVCache.for_model(model, name, calibration=calibration), max_new_tokens=80, do_sample=False)
     assert generated.shape == (2, 100)
 

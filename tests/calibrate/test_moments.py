@@ -177,11 +177,11 @@ def test_the_cache_says_who_serves_and_why(model, calibrations):
     with torch.no_grad():
         for piece in torch.randint(3, 60, (1, 300)).split([220, 60, 20], 1):
             model(piece, past_key_values=cache)
-    ops = cache.store.explain()["ops"]
+    ops = cache.pages.explain()["ops"]
     if library.unavailable() is None:
         assert any(x.startswith("attend_pages by cpu") for x in ops)
         assert any(x.startswith("close_pages by cpu") for x in ops)
-    assert cache.nbytes == cache.store.spec.nbytes(300)
+    assert cache.nbytes == cache.pages.spec.nbytes(300)
 
 
 def test_a_raw_layer_is_an_exception_as_elsewhere(model):
@@ -192,7 +192,7 @@ def test_a_raw_layer_is_an_exception_as_elsewhere(model):
     cache = KVCache.for_model(model, mine, calibration=found)
     with torch.no_grad():
         out = [model(piece, past_key_values=cache).logits for piece in torch.randint(3, 60, (1, 300)).split(150, 1)]
-    assert torch.isfinite(out[1]).all() and len(cache.store.spec.groups) == 2
+    assert torch.isfinite(out[1]).all() and len(cache.pages.spec.groups) == 2
 
 
 def test_a_saved_cache_brings_its_basis_along(model, calibrations, tmp_path):

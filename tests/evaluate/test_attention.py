@@ -59,8 +59,8 @@ def test_the_output_error_is_that_of_the_real_op(model):
     got = measure(inputs, cache)[0]["output_error"]
     x = inputs[0]
     other = factory(model, "int4").make(1, 300)
-    other.store.append(0, x.k[None, :236], x.v[None, :236])
-    k, v = (torch.cat([s, fresh[236:]]) for s, fresh in zip(other.store.dequantize(0, 0), (x.k, x.v), strict=True))
+    other.pages.append(0, x.k[None, :236], x.v[None, :236])
+    k, v = (torch.cat([s, fresh[236:]]) for s, fresh in zip(other.pages.dequantize(0, 0), (x.k, x.v), strict=True))
     outs = []
     for kk, vv in ((x.k, x.v), (k, v)):
         s = torch.einsum("qhd,khd->hqk", x.q[236:], kk.repeat_interleave(2, 1)) * x.scaling

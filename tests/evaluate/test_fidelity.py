@@ -95,13 +95,13 @@ class Counting:
         self.cache, self.shares = cache, []
 
     def feed(self, model, ids, start, end):
-        groups = self.cache.store.groups
-        before = [self.closed(g) for g in groups] if groups and groups[0].sequences else [(0, 0)] * len(self.cache.store.spec.groups)
+        groups = self.cache.pages.groups
+        before = [self.closed(g) for g in groups] if groups and groups[0].sequences else [(0, 0)] * len(self.cache.pages.spec.groups)
         with torch.no_grad():
             model(ids[None, start:end], past_key_values=self.cache, use_cache=True)
-        read = before if end - start > 1 else [self.closed(g) for g in self.cache.store.groups]
+        read = before if end - start > 1 else [self.closed(g) for g in self.cache.pages.groups]
         for p in range(start, end):
-            for spec, (first, last) in zip(self.cache.store.spec.groups, read, strict=True):
+            for spec, (first, last) in zip(self.cache.pages.spec.groups, read, strict=True):
                 seen = spec.first_visible(p)
                 self.shares += [1 - max(0, last - max(first, seen)) / (p + 1 - seen)] * len(spec.layers)
 
@@ -127,7 +127,7 @@ def test_what_was_read_raw_is_what_the_page_lists_say(scheme, chunk, window):
     for start in range(0, length - 1, chunk):
         counting.feed(model, ids, start, min(start + chunk, length - 1))
     want = sum(counting.shares) / len(counting.shares)
-    assert read_raw(counting.cache.store.spec, length, chunk=chunk) == pytest.approx(want, rel=1e-9) and 0.5 < want < 1
+    assert read_raw(counting.cache.pages.spec, length, chunk=chunk) == pytest.approx(want, rel=1e-9) and 0.5 < want < 1
 
 
 def test_the_share_read_raw_of_presets_is_what_an_audit_counted():

@@ -214,8 +214,8 @@ def test_every_door_takes_the_file_and_stores_the_plain_scheme(tmp_path):
     cache = KVCache.for_model(model, path)
     fitted = schemes.read(path)
     assert isinstance(fitted, FittedScheme) and fitted == FittedScheme.from_json(fitted.to_json())
-    assert type(cache.store.spec.scheme) is Scheme and cache.store.spec.scheme == fitted.plain
-    assert KVCache.for_model(model, fitted).store.spec.format_id == KVCache.for_model(model, fitted.plain).store.spec.format_id
+    assert type(cache.pages.spec.scheme) is Scheme and cache.pages.spec.scheme == fitted.plain
+    assert KVCache.for_model(model, fitted).pages.spec.format_id == KVCache.for_model(model, fitted.plain).pages.spec.format_id
     assert schemes.for_layers(path, fitted.layers) == fitted.plain
     shared = planner.rank(fitted.layers, 2)
     assert planner.plan(shared, [fitted], context=512).rows[0].scheme == "mine"

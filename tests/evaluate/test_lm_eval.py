@@ -113,8 +113,8 @@ def test_the_backend_takes_one_more_argument_and_refuses_padded_batches():
     object.__setattr__(lm.factory, "make", lambda *a: made.append(real(*a)) or made[-1])
     ids = torch.randint(3, 60, (1, 400))
     logits = lm._model_call(ids)
-    assert logits.shape == (1, 400, model.config.vocab_size) and made[0].store.seq_lens == [400]
-    assert made[0].store.bytes_by_kind()["codes"] > 0  # most tokens were read from closed pages
+    assert logits.shape == (1, 400, model.config.vocab_size) and made[0].pages.seq_lens == [400]
+    assert made[0].pages.bytes_by_kind()["codes"] > 0  # most tokens were read from closed pages
     exact = model(ids).logits
     assert 1e-6 < (logits - exact).abs().mean() < 0.3
     with pytest.raises(SpecError, match="batch_size=4"):

@@ -245,7 +245,7 @@ def test_held_bytes_of_known_caches(model):
     model(torch.zeros(1, 10, dtype=torch.int64), past_key_values=cache, use_cache=True)
     assert held_bytes(cache) == 2 * 2 * 2 * 64 * 10 * 4
     ours = factory(model, "int4").make(1, 300)
-    assert held_bytes(ours) == ours.store.spec.nbytes(300)
+    assert held_bytes(ours) == ours.pages.spec.nbytes(300)
 
 
 def test_names():

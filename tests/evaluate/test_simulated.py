@@ -60,7 +60,7 @@ def test_it_holds_what_pages_give_back_token_by_token(model):
     a, b = packed.make(1, 700), simulated.make(1, 700)
     for cache in (a, b):
         Rows(model, cache, [IDS[:600]], 100)
-    k, v = a.store.dequantize(0, 0)  # in later layers a rounding of the layer before may flip a code
+    k, v = a.pages.dequantize(0, 0)  # in later layers a rounding of the layer before may flip a code
     assert torch.allclose(k, b.layers[0].keys[0].transpose(0, 1), atol=1e-5) and torch.allclose(v, b.layers[0].values[0].transpose(0, 1), atol=1e-5)
     assert [b.layers[0].pages, b.layers[1].pages] == [(600 - 128 - 1) // 32] * 2
 

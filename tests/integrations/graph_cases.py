@@ -18,7 +18,7 @@ def prompts(lengths, seed=1, vocab=97, device="cpu"):
 @contextmanager
 def eagerly(model, cache):
     """Decoding on the device from the first token on, as inside graphed(): other kernels round otherwise."""
-    hook = model.register_forward_pre_hook(lambda *_: cache.store.expect_tokens())
+    hook = model.register_forward_pre_hook(lambda *_: cache.pages.expect_tokens())
     try:
         yield
     finally:

@@ -81,7 +81,7 @@ def main(folder: Path) -> dict[str, object]:
         found[f"{name}_loaded"] = [
             tokens(m, KVCache.load(folder / f"{name}_{by}.kvbits", m), longer, 12) for m in (whole, model) for by in ("one", "ranks")
         ]  # fmt: skip
-        one, ranks = (KVCache.load(folder / f"{name}_{by}.kvbits", whole).store for by in ("one", "ranks"))
+        one, ranks = (KVCache.load(folder / f"{name}_{by}.kvbits", whole).pages for by in ("one", "ranks"))
         found[f"{name}_same"] = one.seq_lens == ranks.seq_lens and one.built_for == ranks.built_for and max(
             float((a - b).norm() / b.norm()) for layer in range(2) for row in range(2) for a, b in zip(one.dequantize(layer, row), ranks.dequantize(layer, row), strict=True)
         ) < 1e-3  # fmt: skip

@@ -95,7 +95,7 @@ def test_a_loaded_quantized_prefix_goes_on_like_the_one_that_was_saved(tmp_path,
     for cache in (saved, loaded):
         cache.batch_repeat_interleave(3)
         found.append(ours(model, whole, cache=cache, max_new_tokens=8, **options))
-    assert torch.equal(*found) and loaded.store.seq_lens == [211] * 3
+    assert torch.equal(*found) and loaded.pages.seq_lens == [211] * 3
 
 
 def test_a_prefix_of_fixed_capacity_is_loaded_to_grow_for_beams(tmp_path):
@@ -150,7 +150,7 @@ def test_a_prefix_of_other_weights_is_refused_unless_asked_for(tmp_path):
     model, other = tiny("llama"), tiny("llama")
     filled(model, tmp_path / "c")
     assert weights_fingerprint(model) == weights_fingerprint(other)
-    assert KVCache.load(tmp_path / "c", other).store.seq_lens == [70]
+    assert KVCache.load(tmp_path / "c", other).pages.seq_lens == [70]
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight.mul_(1.01)
     with pytest.raises(FileFormatError, match="same shape with other weights.*check_weights=False"):
@@ -172,12 +172,12 @@ def test_a_prefix_of_another_dtype_is_refused(tmp_path):
 def test_files_that_do_not_say_whose_they_are_still_load(tmp_path):
     model, other = tiny("llama"), tiny("llama")
     cache = filled(model, tmp_path / "with")
-    cache.store.made_for = None
+    cache.pages.made_for = None
     cache.save(tmp_path / "without")
     assert PagedCache.load(tmp_path / "with").made_for == weights_fingerprint(model) and PagedCache.load(tmp_path / "without").made_for is None
     with torch.no_grad():
         other.lm_head.weight.add_(1)
-    assert KVCache.load(tmp_path / "without", other).store.seq_lens == [70]
+    assert KVCache.load(tmp_path / "without", other).pages.seq_lens == [70]
 
 
 def test_a_fingerprint_follows_values_shapes_and_names():

@@ -144,7 +144,7 @@ def test_copies_are_caches_of_their_own():
         want = model(second, past_key_values=copy.deepcopy(cache)).logits
         for made in copies[:2]:
             assert torch.equal(call(second, past_key_values=made).logits, want)
-            assert (made.get_seq_length(), cache.get_seq_length()) == (31, 30) and made.store.seq_lens == [31]
+            assert (made.get_seq_length(), cache.get_seq_length()) == (31, 30) and made.pages.seq_lens == [31]
         assert torch.equal(call(second, past_key_values=cache).logits, want)
         assert copies[2].get_seq_length() == 31  # a shallow one is the same cache
         with torch.inference_mode():
@@ -159,7 +159,7 @@ def test_compiled_code_keeps_no_cache_alive():
     cache = KVCache.for_model(model, "int8")
     with torch.no_grad():
         call(**prompts([9, 5]), past_key_values=cache)
-    store = weakref.ref(cache.store)
+    store = weakref.ref(cache.pages)
     del cache
     gc.collect()
     assert store() is None
@@ -173,7 +173,7 @@ def test_errors_are_the_caches_own_and_leave_it_as_it_was():
         cache = KVCache.for_model(model, "int8", max_tokens=64)
         with pytest.raises(PoolFullError, match="a cache built for 1 sequence of 64 tokens, now empty, was given 1 x 200 tokens more"):
             call(**prompts([200]), past_key_values=cache)
-        assert cache.get_seq_length() == 0 and not cache.store.in_pass
+        assert cache.get_seq_length() == 0 and not cache.pages.in_pass
         call(**prompts([30]), past_key_values=cache)
         with pytest.raises(UnsupportedError, match="attention_mask hides tokens that are already cached"):
             call(two, attention_mask=torch.tensor([[0] + [1] * 31], device=DEVICE), past_key_values=cache)
@@ -184,7 +184,7 @@ def test_errors_are_the_caches_own_and_leave_it_as_it_was():
         weight.fill_(torch.nan)
         with pytest.raises(DataError, match="keys of layer 1"):  # of single tokens a GPU finds it out when their page closes
             call(two, past_key_values=cache)
-        assert cache.get_seq_length() == 30 and cache.columns.numbers[1] == 30 and not cache.store.in_pass
+        assert cache.get_seq_length() == 30 and cache.columns.numbers[1] == 30 and not cache.pages.in_pass
         weight.copy_(before)
         want = model(one, past_key_values=copy.deepcopy(cache)).logits
         assert torch.equal(call(one, past_key_values=cache).logits, want)
@@ -236,7 +236,7 @@ def test_logits_of_the_gpu_kernels(backend, capacity):
         with torch.no_grad():
             model(ids[:, :150], past_key_values=cache)
             out = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(150, 350)]
-        assert cache.store.decoding is not None and cache.get_seq_length() == 350
+        assert cache.pages.decoding is not None and cache.get_seq_length() == 350
         return torch.stack(out).float()
 
     want = run()

@@ -50,7 +50,7 @@ def test_longrope_begins_the_cache_again_where_the_model_computes_anew(family, l
     rows = len(lengths) * WAYS[way].get("num_beams", 1)
     for cache in (KVCache.for_model(model, "raw"), KVCache.for_model(model, "raw", max_tokens=160, batch_size=rows)):
         assert torch.equal(ours(model, inputs, cache=cache, max_new_tokens=24, **WAYS[way]), want)
-        assert cache.store.seq_lens == [n + 23 for n in lengths for _ in range(rows // len(lengths))]
+        assert cache.pages.seq_lens == [n + 23 for n in lengths for _ in range(rows // len(lengths))]
 
 
 @pytest.mark.parametrize("lengths", [[90], [50], [60, 33]], ids=["beyond", "crosses", "padded"])
@@ -67,7 +67,7 @@ def test_a_second_turn_crosses_the_limit():
     first = ours(model, inputs, cache=cache, do_sample=False)
     turn = {"input_ids": torch.cat([first, prompts([30], seed=3)["input_ids"]], 1)}
     second = ours(model, turn, cache=cache, do_sample=False)
-    assert torch.equal(second, stock(model, turn, do_sample=False)) and cache.store.seq_lens == [99]
+    assert torch.equal(second, stock(model, turn, do_sample=False)) and cache.pages.seq_lens == [99]
 
 
 def test_embeddings_of_a_prompt_cannot_be_computed_anew_from_its_answer():
@@ -75,7 +75,7 @@ def test_embeddings_of_a_prompt_cannot_be_computed_anew_from_its_answer():
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     cache = KVCache.for_model(model, "raw")
     model.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=8, do_sample=False)  # its own ids alone decide: stays as it is
-    assert cache.store.seq_lens == [67]
+    assert cache.pages.seq_lens == [67]
     whole = torch.cat([inputs["input_ids"], prompts([8], seed=2)["input_ids"]], 1)
     cache = KVCache.for_model(model, "raw")
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_embeddings_of_a_prompt_cannot_be_computed_anew_from_its_answer():
     call = {"past_key_values": cache, "attention_mask": torch.ones(1, 200, dtype=torch.long)}
     with pytest.raises(UnsupportedError, match=r"computes all tokens anew here .*, but 132 of them were not passed; pass the whole sequence"):
         model.prepare_inputs_for_generation(whole, **call)
-    assert cache.store.seq_lens == [60]
+    assert cache.pages.seq_lens == [60]
 
 
 def test_a_prefix_store_refuses_prompts_whose_rotation_changes(tmp_path):
@@ -91,7 +91,7 @@ def test_a_prefix_store_refuses_prompts_whose_rotation_changes(tmp_path):
 
     model, store = longrope("phi3"), kvbits.PrefixStore(tmp_path)
     short = prompts([40])["input_ids"]
-    assert KVCache.from_prefix(model, short, store=store, scheme="raw").store.seq_lens == [39]
+    assert KVCache.from_prefix(model, short, store=store, scheme="raw").pages.seq_lens == [39]
     with pytest.raises(UnsupportedError, match=r"a prompt of 90 tokens.*original_max_position_embeddings=64.*for_model"):
         KVCache.from_prefix(model, prompts([90])["input_ids"], store=store, scheme="raw")
 
@@ -125,7 +125,7 @@ def test_a_forward_pass_that_leaves_the_cache_out_is_said(forgetful, layers):
     said = rf"Forgetful was given a KVCache, but {layers} of its 3 layers stored their tokens in it.*KVCache\.detach"
     with torch.no_grad(), pytest.raises(UnsupportedError, match=said):
         forgetful(**inputs, past_key_values=cache)
-    assert not cache.store.in_pass and cache.get_seq_length() == 0
+    assert not cache.pages.in_pass and cache.get_seq_length() == 0
     with pytest.raises(UnsupportedError, match=said):
         forgetful.generate(**inputs, past_key_values=cache, max_new_tokens=3)
     forgetful(**inputs)
@@ -167,7 +167,7 @@ def test_a_model_wrapped_in_another_is_checked_once_for_each():
     generation.attach(outer)
     with torch.no_grad():
         assert torch.equal(outer(**prompts([9]), past_key_values=cache).logits, model(**prompts([9]), past_key_values=KVCache.for_model(model, "raw")).logits)
-    assert cache.store.seq_lens == [9]
+    assert cache.pages.seq_lens == [9]
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")

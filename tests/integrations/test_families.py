@@ -28,7 +28,7 @@ def test_raw_decodes_the_stock_tokens_or_the_refusal_has_a_way_out(family):
         mask[1, :20] = 0
         call = {"input_ids": ids * mask, "attention_mask": mask, "max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
         got = model.generate(**call, past_key_values=cache)
-        assert cache.store.seq_lens == [50 + TOKENS - 1, 30 + TOKENS - 1]
+        assert cache.pages.seq_lens == [50 + TOKENS - 1, 30 + TOKENS - 1]
         KVCache.detach(model)
         want = model.generate(**call)
     assert torch.equal(got, want) and len(set(want[0, 50:].tolist())) > 5  # no model that says one thing for ever

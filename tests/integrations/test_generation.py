@@ -65,7 +65,7 @@ def test_its_tokens_are_replays_and_those_of_the_eager_cache(model, decoders, le
         want = generate(model, inputs, eager, 40, disable_compile=True, **options)
     assert not decoders
     got = generate(model, inputs, cache, 40, **options)
-    assert torch.equal(got, want) and cache.store.seq_lens == eager.store.seq_lens
+    assert torch.equal(got, want) and cache.pages.seq_lens == eager.pages.seq_lens
     assert (decoders[-1].captures, decoders[-1].replays) == (1, 38)
     turn = {"input_ids": torch.cat([got, got[:, -7:]], 1), "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(batch, 47, dtype=torch.long)], 1)}
     with eagerly(model, eager):

@@ -95,7 +95,7 @@ def test_codebooks_of_each_layer_run_through_gpu_kernels_alone(model, name):
     books = [{f"{kind}_codebook": (torch.rand(2, entries, generator=gen) * 2 - 1).sort(-1).values for kind in "kv"} for _ in range(3)]
     int8 = schemes.get("int8").key
     overrides = (Override(layers=(1,), key=int8, value=int8),) if mixed else ()
-    scheme = schemes.for_layers(name, KVCache.for_model(model, "raw").store.spec.layers, overrides=overrides)
+    scheme = schemes.for_layers(name, KVCache.for_model(model, "raw").pages.spec.layers, overrides=overrides)
     calibration = Calibration(books, fingerprint(model.config, scheme))
     ids = torch.randint(2, 211, (3, 400), generator=torch.Generator().manual_seed(5)).to("cuda")
     mask = torch.ones(3, 400, dtype=torch.long, device="cuda")
@@ -114,7 +114,7 @@ def test_generation_runs_on_the_gpu(model):
     cache = KVCache.for_model(model, "int8")
     out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=100, do_sample=False)
     assert out.shape == (2, 300)
-    assert cache.store.seq_lens == [299, 299]
+    assert cache.pages.seq_lens == [299, 299]
 
 
 def feed_layers(cache, batch, count, seed, spoil=None, valid=None):

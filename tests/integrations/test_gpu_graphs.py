@@ -72,7 +72,7 @@ def both(model, inputs, scheme, batch, count, calibration=None, **options):
         got = generate(model, inputs, cache, count, **options)
     assert (decoder.captures, decoder.replays) == (1, count - 2)
     assert torch.equal(got, want), f"differs first at {(got != want).any(0).nonzero()[0].item() - inputs['input_ids'].shape[1]}"
-    assert cache.store.seq_lens == eager.store.seq_lens
+    assert cache.pages.seq_lens == eager.pages.seq_lens
     return want
 
 
@@ -118,7 +118,7 @@ def test_a_configuration_of_the_compilers_compiles(model, mode):
     with eagerly(model, eager):
         want = generate(model, inputs, eager, 40, **options)
     got = generate(model, inputs, cache, 40, disable_compile=False, compile_config=CompileConfig(mode=mode), **options)
-    assert cache.store.seq_lens == eager.store.seq_lens
+    assert cache.pages.seq_lens == eager.pages.seq_lens
     same = next((i for i in range(40) if got.sequences[0, 100 + i] != want.sequences[0, 100 + i]), 39)  # other kernels round otherwise, and tokens follow
     assert same > 0
     for a, b in zip(got.logits[: same + 1], want.logits, strict=False):
@@ -152,7 +152,7 @@ def test_logits_are_the_eager_ones_and_nothing_waits(model, compile):
                     finally:
                         torch.cuda.set_sync_debug_mode("default")
     assert decoder.replays == 299
-    assert cache.store.seq_lens == eager.store.seq_lens
+    assert cache.pages.seq_lens == eager.pages.seq_lens
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
         assert (a - b).norm() / a.norm() < 0.03 if compile else torch.equal(a, b), i  # compiled code rounds less often
     torch.compiler.reset()
@@ -204,7 +204,7 @@ def test_the_capacity_ends_in_a_sentence(model):
     cache = fixed(model, tokens=256)
     with graphed(model, cache) as decoder, pytest.raises(PoolFullError, match="built for 1 sequence of 256 tokens"):
         generate(model, prompts([200]), cache, 400)
-    assert decoder.replays > 40 and cache.store.seq_lens[0] >= 256 and cache.get_seq_length() == cache.store.seq_lens[0]
+    assert decoder.replays > 40 and cache.pages.seq_lens[0] >= 256 and cache.get_seq_length() == cache.pages.seq_lens[0]
 
 
 def test_a_forward_pass_that_waits_is_refused_and_the_cache_stays(model):
@@ -213,7 +213,7 @@ def test_a_forward_pass_that_waits_is_refused_and_the_cache_stays(model):
     with torch.no_grad():
         for used in (cache, clean):
             model(**inputs, past_key_values=used)
-            used.store.expect_tokens()
+            used.pages.expect_tokens()
             model(token, past_key_values=used)
         hook = model.model.layers[2].register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
         with graphed(model, cache), pytest.raises(UnsupportedError, match="LlamaForCausalLM for one token cannot be captured in a CUDA graph"):
@@ -248,6 +248,6 @@ def test_nothing_of_a_generation_stays(model, monkeypatch):
     monkeypatch.setattr(graphs, "GraphDecoder", Noted)
     cache = fixed(model)
     generate(model, prompts([100]), cache, 20, disable_compile=False)
-    store = weakref.ref(cache.store)
+    store = weakref.ref(cache.pages)
     del cache
     assert made[0]() is None and store() is None  # at once, not when the garbage collector comes by

@@ -95,8 +95,8 @@ def test_tokens_are_those_of_the_eager_cache(model, graph, lengths, options):
         got = generate(model, inputs, cache, 40, **options)
     assert torch.equal(got, want)
     assert (decoder.captures, decoder.replays) == (1, 38)  # the prompt gives a token, the first one after it is eager
-    assert cache.get_seq_length() == eager.get_seq_length() and cache.store.seq_lens == eager.store.seq_lens
-    for a, b in zip(cache.store.dequantize(0, batch - 1), eager.store.dequantize(0, batch - 1), strict=True):
+    assert cache.get_seq_length() == eager.get_seq_length() and cache.pages.seq_lens == eager.pages.seq_lens
+    for a, b in zip(cache.pages.dequantize(0, batch - 1), eager.pages.dequantize(0, batch - 1), strict=True):
         assert torch.equal(a, b)
 
 
@@ -131,7 +131,7 @@ def test_outputs_are_the_callers_own_and_positions_need_not_be_given(model, grap
         for used in (eager, cache):
             with graphs.graphed(model, cache):
                 model(**inputs, past_key_values=used)
-                used.store.expect_tokens()
+                used.pages.expect_tokens()
                 steps = [model(torch.tensor([[i + 5]]), past_key_values=used, output_hidden_states=True) for i in range(6)]
             outputs.append(steps)
     assert [type(x) for x in outputs[1]] == [type(x) for x in outputs[0]]
@@ -186,7 +186,7 @@ def test_the_capacity_ends_in_a_sentence_and_the_cache_stays(model, graph):
         with pytest.raises(PoolFullError):
             model(token, past_key_values=cache)
         assert decoder.replays > 10
-        assert cache.get_seq_length() == 50 + done == cache.store.seq_lens[0]
+        assert cache.get_seq_length() == 50 + done == cache.pages.seq_lens[0]
         cache.reset()
         model(**inputs, past_key_values=cache)
 
@@ -200,7 +200,7 @@ def test_bad_inputs_are_refused_and_change_nothing(model, graph):
     with torch.no_grad(), graphs.graphed(model, cache) as decoder:
         for used in (cache, clean):
             model(**inputs, past_key_values=used)
-            used.store.expect_tokens()
+            used.pages.expect_tokens()
             for _ in range(2):
                 model(token, past_key_values=used)
         replays = decoder.replays
@@ -246,13 +246,13 @@ def test_a_capture_that_fails_leaves_the_cache_as_it_was(model, graph, error, ex
         with graphs.graphed(model, cache):
             for used in (cache, clean):
                 model(**inputs, past_key_values=used)
-                used.store.expect_tokens()
+                used.pages.expect_tokens()
                 model(token, past_key_values=used)
-            lengths, left = cache.store.decoding.stepper.groups[0].numbers.clone(), cache.store.decoding.steps_left
+            lengths, left = cache.pages.decoding.stepper.groups[0].numbers.clone(), cache.pages.decoding.steps_left
             with pytest.raises(expected, match=r"cannot be captured in a CUDA graph \(operation not permitted\)" if expected is UnsupportedError else None):
                 model(token, past_key_values=cache)
-            assert cache.store.decoding.steps_left == left and not cache.store.in_pass and cache.get_seq_length() == 31
-        cache.store.decoding.stepper.groups[0].numbers.copy_(lengths)  # what capturing launches runs on a CPU
+            assert cache.pages.decoding.steps_left == left and not cache.pages.in_pass and cache.get_seq_length() == 31
+        cache.pages.decoding.stepper.groups[0].numbers.copy_(lengths)  # what capturing launches runs on a CPU
         assert torch.equal(model(token, past_key_values=cache).logits, model(token, past_key_values=clean).logits)
 
 
@@ -267,7 +267,7 @@ def test_an_interrupted_eager_pass_is_taken_back(model, graph):
     with torch.no_grad(), graphs.graphed(model, cache):
         for used in (cache, clean):
             model(**inputs, past_key_values=used)
-            used.store.expect_tokens()
+            used.pages.expect_tokens()
         hook = model.model.layers[1].register_forward_pre_hook(die)
         for bad in (token, torch.tensor([[5, 6, 7]])):
             with pytest.raises(KeyboardInterrupt):

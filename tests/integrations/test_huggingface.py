@@ -196,9 +196,9 @@ def test_bad_arguments_are_named():
 def test_fixed_capacity_holds_exactly_the_planned_bytes():
     model = tiny("gemma3")
     cache = KVCache.for_model(model, "int8_per_token", batch_size=2, max_tokens=160)
-    planned = cache.store.spec.nbytes(160, 2)
+    planned = cache.pages.spec.nbytes(160, 2)
     ours(model, prompts([140, 120]), cache=cache, do_sample=False)
-    assert cache.nbytes == planned == sum(cache.store.bytes_by_kind().values())
+    assert cache.nbytes == planned == sum(cache.pages.bytes_by_kind().values())
 
 
 def test_a_dropped_cache_frees_its_pages_at_once():
@@ -208,7 +208,7 @@ def test_a_dropped_cache_frees_its_pages_at_once():
         model(**prompts([40]), past_key_values=cache)
     gc.disable()
     try:
-        watch = weakref.ref(cache.store)
+        watch = weakref.ref(cache.pages)
         del cache
         assert watch() is None
     finally:
@@ -263,7 +263,7 @@ def test_a_saved_cache_of_fixed_capacity_can_be_loaded_to_grow(tmp_path):
             model(input_ids=more, past_key_values=KVCache.load(tmp_path / "c", model))
         grown = KVCache.load(tmp_path / "c", model, grow=True)
         model(input_ids=more, past_key_values=grown)
-    assert grown.store.seq_lens == [213]
+    assert grown.pages.seq_lens == [213]
 
 
 def test_a_cache_of_another_shape_is_not_loaded(tmp_path):
@@ -418,8 +418,8 @@ def test_a_default_device_is_not_where_the_host_keeps_its_numbers(scheme, tmp_pa
         cache.crop(-1)
         cache.save(tmp_path / "cache.kvbits")
         loaded = KVCache.load(tmp_path / "cache.kvbits", model)
-        assert loaded.store.seq_lens == cache.store.seq_lens == [71, 51]
-        loaded.store.dequantize(1, 1)
+        assert loaded.pages.seq_lens == cache.pages.seq_lens == [71, 51]
+        loaded.pages.dequantize(1, 1)
 
 
 def gradients(model, ids, cache, past):
@@ -439,7 +439,7 @@ def test_gradients_are_right_in_a_first_chunk_and_refused_behind_it():
         cache = KVCache.for_model(model, "raw")
         with pytest.raises(UnsupportedError, match=r"gradients do not reach keys and values that are stored.* run the model under torch.no_grad\(\)"):
             gradients(model, ids, cache, past)
-        assert not cache.store.in_pass and cache.get_seq_length() == past
+        assert not cache.pages.in_pass and cache.get_seq_length() == past
         with torch.no_grad():
             model(ids[:, past:], past_key_values=cache)
         assert cache.get_seq_length() == 30

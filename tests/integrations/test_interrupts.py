@@ -29,7 +29,7 @@ def forward(model, cache, start, end):
 
 def lengths(cache):
     """Positions that Transformers counts, and tokens that pages hold."""
-    return cache.get_seq_length(), cache.store.seq_lens
+    return cache.get_seq_length(), cache.pages.seq_lens
 
 
 WORK = {
@@ -52,7 +52,7 @@ def test_counts_of_columns_and_of_pages_never_disagree(model, name):
     states = {str((lengths(c), c.columns.valid)): c for c in (cache, after)}
     hit = 0
     for at, tried in interrupted(lambda: copy.deepcopy(cache), lambda c: work(model, c), most):
-        if tried.store.in_pass:
+        if tried.pages.in_pass:
             with pytest.raises(CacheStateError, match=r"call abandon\(\)"):
                 forward(model, tried, 70, 71)
             tried.abandon()

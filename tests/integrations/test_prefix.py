@@ -33,11 +33,11 @@ def test_a_stored_prompt_generates_what_it_generated_when_it_was_computed(tmp_pa
     )
     store = PrefixStore(tmp_path, blob_tokens=64)
     first = KVCache.from_prefix(model, ids, store=store, scheme=scheme, chunk=48)
-    assert first.store.seq_lens == [199]
+    assert first.pages.seq_lens == [199]
     answer = model.generate(ids, past_key_values=first, max_new_tokens=20, do_sample=False)
     again = KVCache.from_prefix(model, ids, store=store, scheme=scheme, chunk=48)
     fresh = KVCache.from_prefix(model, ids, store=PrefixStore(tmp_path / "other"), scheme=scheme, chunk=48)
-    assert bytes_of(again.store) == bytes_of(fresh.store)
+    assert bytes_of(again.pages) == bytes_of(fresh.pages)
     assert torch.equal(model.generate(ids, past_key_values=again, max_new_tokens=20, do_sample=False), answer)
 
 
@@ -69,7 +69,7 @@ def test_a_conversation_that_goes_on_is_exactly_the_cache_that_went_on(tmp_path)
     with torch.no_grad():
         model.base_model(input_ids=ids[:, 150:259], past_key_values=cache)
     loaded = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
-    assert bytes_of(loaded.store) == bytes_of(cache.store)
+    assert bytes_of(loaded.pages) == bytes_of(cache.pages)
 
 
 def test_models_with_windows_share_beginnings_too(tmp_path):
@@ -78,11 +78,11 @@ def test_models_with_windows_share_beginnings_too(tmp_path):
     scheme = scheme_of("int8_centered")
     first = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
     again = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
-    assert bytes_of(again.store) == bytes_of(first.store)
+    assert bytes_of(again.pages) == bytes_of(first.pages)
     model.base_model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
     other = torch.cat([ids[:, :150], ids_of(50, 2)], 1)
     cache = KVCache.from_prefix(model, other, store=store, scheme=scheme)
-    assert cache.store.seq_lens == [199]
+    assert cache.pages.seq_lens == [199]
     assert 199 - 132 <= sum(seen) <= 199
     assert model.generate(other, past_key_values=cache, max_new_tokens=5, do_sample=False).shape == (1, 205)
 
@@ -100,9 +100,9 @@ def test_weights_that_changed_find_nothing(tmp_path):
 def test_nothing_is_put_unless_it_is_wanted_and_bad_calls_say_why(tmp_path):
     model = tiny("llama")
     store = PrefixStore(tmp_path)
-    assert KVCache.from_prefix(model, ids_of(50), store=store, put=False).store.seq_lens == [49]
+    assert KVCache.from_prefix(model, ids_of(50), store=store, put=False).pages.seq_lens == [49]
     assert store.nbytes == 0
-    assert KVCache.from_prefix(model, ids_of(1), store=store).store.batch_size <= 1
+    assert KVCache.from_prefix(model, ids_of(1), store=store).pages.batch_size <= 1
     with pytest.raises(DataError, match="a prompt of no tokens"):
         KVCache.from_prefix(model, [], store=store)
     with pytest.raises(DataError, match="store one sequence at a time"):

@@ -76,7 +76,7 @@ def test_a_fine_pre_rope_cache_gives_the_models_own_logits(model):
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
         got = torch.cat([model(piece, past_key_values=cache).logits for piece in ids.split([70, 1, 1, 50, 28], dim=1)], 1)
-    assert cache.store.groups[0].tables()
+    assert cache.pages.groups[0].tables()
     assert (got - want).square().mean().sqrt() <= 0.03 * want.std()
 
 
@@ -140,5 +140,5 @@ def test_saved_caches_keep_the_rotary_embedding(tmp_path):
     cache.save(tmp_path / "cache.safetensors")
     again = KVCache.load(tmp_path / "cache.safetensors", model)
     for layer in range(2):
-        for a, b in zip(cache.store.dequantize(layer, 0), again.store.dequantize(layer, 0), strict=True):
+        for a, b in zip(cache.pages.dequantize(layer, 0), again.pages.dequantize(layer, 0), strict=True):
             assert torch.equal(a, b)

@@ -59,8 +59,8 @@ def test_assisted_generation_is_plain_generation(model, seed, warm, length=200):
     behind = torch.stack([(x.max() - x[token]) / x.std() for x, token in zip(logits, got[0, length:], strict=True)])
     assert behind.max() < 0.05 or warm == 64
     assert (behind == 0).float().mean() > 0.8
-    assert any(isinstance(c, KVCache) and c is not assisted and c.store.spec.scheme.name == "int4" for c in made), "the draft's cache is low-bit"
-    ours, theirs = (c.store.groups[0].sequences[0] for c in (assisted, plain))
+    assert any(isinstance(c, KVCache) and c is not assisted and c.pages.spec.scheme.name == "int4" for c in made), "the draft's cache is low-bit"
+    ours, theirs = (c.pages.groups[0].sequences[0] for c in (assisted, plain))
     for s in (ours, theirs):
         assert sum(x is not None for x in s.low[0]) <= warm // 32 + 1, "no plane outlives the speculation by more than the page for it"
     assert ([x is None for x in theirs.low[0]].count(True) >= 3) == (warm == 64), "pages were demoted"
@@ -84,7 +84,7 @@ def test_zones_change_while_generating(model):
     cache = KVCache.for_model(model, TIERED)
     inputs = prompts([200, 180])
     out = generate(model, inputs, cache)
-    store = cache.store
+    store = cache.pages
     used = store.groups[0].pools["low0"].allocator.num_used
     store.set_zones(0, [0])
     assert store.groups[0].pools["low0"].allocator.num_used == used - 2

@@ -287,7 +287,7 @@ def test_a_model_goes_on_with_a_damaged_prefix_as_without_or_says_so(tmp_path, r
     store, other = PrefixStore(tmp_path / "a", blob_tokens=64), PrefixStore(tmp_path / "b", blob_tokens=64)
     KVCache.from_prefix(model, ids[:, : 301 - rest], store=store, scheme=scheme)
     path = sorted((p for p in (tmp_path / "a").rglob("*") if p.is_file()), key=lambda p: Header.parse(p.read_bytes(), "").start)[1]
-    layers = len(KVCache.for_model(model, scheme).store.spec.layers)
+    layers = len(KVCache.for_model(model, scheme).pages.spec.layers)
     flip(path, layers - 1, layers)
     if rest == 1:
         cache = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
@@ -298,12 +298,12 @@ def test_a_model_goes_on_with_a_damaged_prefix_as_without_or_says_so(tmp_path, r
         flip(path, layers - 1, layers)
         with pytest.warns(UserWarning, match=path.name):
             whole = KVCache.from_prefix(model, ids, store=store, scheme=scheme, wait=True, put=False)
-        assert whole.store.seq_lens == [299], "what is damaged is computed"
+        assert whole.pages.seq_lens == [299], "what is damaged is computed"
     with pytest.warns(UserWarning, match=path.name) if rest > 1 else warnings.catch_warnings():
         again = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
     short = PrefixStore(tmp_path / "b", blob_tokens=64)
     KVCache.from_prefix(model, ids[:, : 4 + 64 + 33], store=other, scheme=scheme)
     fresh = KVCache.from_prefix(model, ids, store=short, scheme=scheme)
-    assert again.store.seq_lens == fresh.store.seq_lens == [299]
+    assert again.pages.seq_lens == fresh.pages.seq_lens == [299]
     a, b = (model.generate(ids, past_key_values=x, max_new_tokens=5, do_sample=False) for x in (again, fresh))
     assert torch.equal(a, b)

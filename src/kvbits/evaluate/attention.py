@@ -91,10 +91,10 @@ def measure(inputs: list[LayerInputs], cache: Any, *, queries: int = QUERIES) ->
     stored: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
     if isinstance(cache, KVCache):
         for i, x in enumerate(inputs):
-            cache.store.append(i, x.k[None, :history], x.v[None, :history])
-        held = [tuple(s.float() for s in cache.store.dequantize(i, 0)) for i in range(len(inputs))]
+            cache.pages.append(i, x.k[None, :history], x.v[None, :history])
+        held = [tuple(s.float() for s in cache.pages.dequantize(i, 0)) for i in range(len(inputs))]
         for i, x in enumerate(inputs):
-            out = cache.store.step(i, x.q[None, history:], x.k[None, history:], x.v[None, history:], scaling=x.scaling, softcap=x.softcap)[0]
+            out = cache.pages.step(i, x.q[None, history:], x.k[None, history:], x.v[None, history:], scaling=x.scaling, softcap=x.softcap)[0]
             gone = history - len(held[i][0])  # tokens that left a sliding window
             new = [torch.cat([pad(s, gone), fresh[history:].float()]) for s, fresh in zip(held[i], (x.k, x.v), strict=True)]
             stored.append((new[0], new[1], out.float()))
@@ -105,7 +105,7 @@ def measure(inputs: list[LayerInputs], cache: Any, *, queries: int = QUERIES) ->
             k, v = cache.update(*(s[None, history:].transpose(1, 2) for s in (x.k, x.v)), i)
             gone = len(x.k) - k.shape[2]
             stored.append((pad(k[0].transpose(0, 1).float(), gone), pad(v[0].transpose(0, 1).float(), gone), None))
-    saturated = cache.store.saturated if isinstance(cache, KVCache) else [{} for _ in inputs]
+    saturated = cache.pages.saturated if isinstance(cache, KVCache) else [{} for _ in inputs]
     return [_layer(x, k, v, out, history) | {"saturated": dict(s)} for x, (k, v, out), s in zip(inputs, stored, saturated, strict=True)]
 
 

@@ -111,7 +111,7 @@ def factory(
     def make(batch: int | None, tokens: int | None) -> KVCache:
         return KVCache.for_model(model, scheme, batch_size=batch, max_tokens=tokens, calibration=found, backend=backend)
 
-    store = make(1, 1).store
+    store = make(1, 1).pages
     spec = store.spec
     head_dims = list(dict.fromkeys(g.head_dim for g in layers))
     info = {"bits_per_element": spec.bits_per_element, "scheme": to_dict(scheme), "head_dims": head_dims}

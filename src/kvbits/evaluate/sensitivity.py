@@ -221,7 +221,7 @@ class Bench:
         """Log-probabilities [windows x SCORED, vocabulary] behind the prefix as `scheme` stores it."""
         cache = KVCache.for_model(self.model, scheme, calibration=self.calibration(scheme))
         for layer, (k, v) in enumerate(self._prefix):
-            cache.store.append(layer, k, v)
+            cache.pages.append(layer, k, v)
         cache.columns.seen = self.probes.shape[1] - SCORED
         logits = self.model(self.probes[:, -SCORED:], past_key_values=cache, use_cache=True).logits
         return torch.log_softmax(logits.flatten(0, 1).float(), -1)

@@ -25,7 +25,7 @@ def attend(
     if columns.rehearsed:
         return torch.empty_like(q)
     columns.begin(q.shape[1], known)
-    out = columns.store.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid)
+    out = columns.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid)
     columns.note(layer, q.shape[1], known)
     return out
 

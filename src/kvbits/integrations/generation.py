@@ -91,7 +91,7 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if columns.captured or columns.begun.pop(id(module), None) != columns.passes:
         return
     layers, of = len(columns.been), len(cache.layers)
-    if columns.store.in_pass:
+    if columns.pages.in_pass:
         cache.abandon()
     raise UnsupportedError(
         f"{type(module).__name__} was given a KVCache, but {layers} of its {counted(of, 'layer')} stored their tokens in it: the model, or what wraps it "

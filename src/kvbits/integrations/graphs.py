@@ -7,7 +7,7 @@
 Inside, `model.forward` is replaced. A pass of one token per sequence with this cache is replayed; prompts, chunks, and calls with other caches go the usual
 way. The first token after anything else runs eagerly, which moves decoding to the device (`cache/device_decode`); the second is captured. What a replay needs
 of the caller's tensors is copied into buffers that the graph reads; lengths, pages and what closes are the device's own. Whatever takes the pages back from the
-device (a prompt, `crop`, `reset`, `store.seq_lens`) voids the graph: the next tokens capture another.
+device (a prompt, `crop`, `reset`, `pages.seq_lens`) voids the graph: the next tokens capture another.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class GraphDecoder:
 
     def __init__(self, model: Any, cache: KVCache, compile: bool = False) -> None:
         _check(model, cache)
-        self._name, self.cache, self._store = type(model).__name__, cache, cache.store
+        self._name, self.cache, self._pages = type(model).__name__, cache, cache.pages
         self._weight = next(model.parameters())
         self._placed = self._weight.data_ptr()
         self.eager: Callable[..., Any] = model.forward
@@ -149,17 +149,17 @@ class GraphDecoder:
         if tokens.shape[1] != 1:
             self._fresh = True
             return self._run_eagerly(kwargs)
-        decoding = self._store.decoding
+        decoding = self._pages.decoding
         if decoding is None or not decoding.steps_left:
             return self._token_eagerly(kwargs)
         return self._replay(kwargs, decoding)
 
     def _check_tokens(self, tokens: torch.Tensor) -> None:
-        store, weight = self._store, self._weight
-        if store.batch_size and tokens.shape[0] != store.batch_size:
+        pages, weight = self._pages, self._weight
+        if pages.batch_size and tokens.shape[0] != pages.batch_size:
             raise CacheStateError(
-                f"the cache holds {counted(store.batch_size, 'sequence')} but was given {tokens.shape[0]}; "
-                f"{explain.other_batch(store.batch_size, tokens.shape[0])}"
+                f"the cache holds {counted(pages.batch_size, 'sequence')} but was given {tokens.shape[0]}; "
+                f"{explain.other_batch(pages.batch_size, tokens.shape[0])}"
             )
         if tokens.device != weight.device:
             raise DataError(f"inputs on {tokens.device} for a model on {weight.device}; move them there")
@@ -173,18 +173,18 @@ class GraphDecoder:
             with torch.no_grad():  # as in a graph
                 return self.eager(**kwargs)
         except BaseException:
-            if self._store.in_pass:
+            if self._pages.in_pass:
                 self.cache.abandon()
             raise
 
     def _token_eagerly(self, kwargs: dict[str, Any]) -> Any:
         """A token that decoding on the device begins with, or one that the host must lead."""
         if self._fresh:
-            self._store.expect_tokens()
+            self._pages.expect_tokens()
         self._fresh = False
         out = self._run_eagerly(kwargs)
-        self._eager_tokens = 0 if self._store.decoding is not None else self._eager_tokens + 1
-        why = self._store.led_by_host
+        self._eager_tokens = 0 if self._pages.decoding is not None else self._eager_tokens + 1
+        why = self._pages.led_by_host
         if self._eager_tokens >= EAGER_TOKENS and why not in self._told:
             self._told.add(why)
             warnings.warn(f"tokens run eagerly for now, in no graph: {why or 'something touches the cache between tokens'}", RuntimeWarning, stacklevel=2)
@@ -203,7 +203,7 @@ class GraphDecoder:
         if self._captured is None:
             captured.graph = self._capture(kwargs | captured.inputs)
             self._captured = captured
-        self._store.count_replays(1)
+        self._pages.count_replays(1)
         captured.graph.replay()
         columns.replayed(known)
         self.replays += 1
@@ -228,7 +228,7 @@ class GraphDecoder:
                 self._rehearse(inputs)
             graph = CapturedWork(work, device)
         except BaseException as error:
-            self._store.abandon()
+            self._pages.abandon()
             if not isinstance(error, RuntimeError) or isinstance(error, KvbitsError):
                 raise
             reason = str(error).strip().partition("\n")[0]
@@ -338,23 +338,23 @@ def _check(model: Any, cache: KVCache) -> None:
         raise DataError(f"graphed() needs the KVCache that the model decodes with, not {type(cache).__name__}; KVCache.for_model(model, ..) makes one")
     if is_compiled(model):
         raise UnsupportedError("graphed() takes the model itself, not what torch.compile made of it; a graph needs no compiler")
-    store, config = cache.store, model.config.get_text_config(decoder=True)
-    if not decode.leads(store.device):
-        raise UnsupportedError(f"graphed() is for NVIDIA GPUs, but the cache is on {store.device}; leave it out there: the same calls run without it")
+    pages, config = cache.pages, model.config.get_text_config(decoder=True)
+    if not decode.leads(pages.device):
+        raise UnsupportedError(f"graphed() is for NVIDIA GPUs, but the cache is on {pages.device}; leave it out there: the same calls run without it")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         raise NotCapturedError(f"the model is spread over {', '.join(sorted(map(str, devices)))}; a graph holds the work of one GPU: load it on one")
-    if devices.pop().type != store.device.type:
-        raise DataError(f"the model is on {model.device}, the cache on {store.device}; build the cache again with KVCache.for_model")
-    if store.max_tokens is None:
+    if devices.pop().type != pages.device.type:
+        raise DataError(f"the model is on {model.device}, the cache on {pages.device}; build the cache again with KVCache.for_model")
+    if pages.max_tokens is None:
         raise UnsupportedError("a cache that grows is assigned pages by the host again and again; build it with max_tokens (and batch_size) for graphed()")
     if config._attn_implementation != NAME:
         raise UnsupportedError(f"the model's attention implementation is {config._attn_implementation!r}; call model.set_attn_implementation({NAME!r})")
-    if str(model.dtype) != f"torch.{store.spec.raw_dtype}":
-        raise DataError(f"the model is {model.dtype}, but the cache was built for {store.spec.raw_dtype}; build the cache again with KVCache.for_model")
+    if str(model.dtype) != f"torch.{pages.spec.raw_dtype}":
+        raise DataError(f"the model is {model.dtype}, but the cache was built for {pages.spec.raw_dtype}; build the cache again with KVCache.for_model")
     if len(cache.layers) != config.num_hidden_layers:
         raise DataError(f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}; build it with KVCache.for_model(model, ..)")
-    if why := store.cannot_decode_on_device(config.num_attention_heads, model.dtype):
-        raise UnsupportedError(f"scheme {store.spec.scheme.name!r} is not decoded on the device, which a graph needs: {why}; decode without graphed()")
+    if why := pages.cannot_decode_on_device(config.num_attention_heads, model.dtype):
+        raise UnsupportedError(f"scheme {pages.spec.scheme.name!r} is not decoded on the device, which a graph needs: {why}; decode without graphed()")
     if not {"position_ids", "kwargs"} & set(inspect.signature(model.forward).parameters):
         raise NotCapturedError(f"the forward pass of {type(model).__name__} takes no position_ids, so positions would be captured; decode without graphed()")

@@ -53,12 +53,12 @@ class KVLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, store: PagedCache, columns: Columns, index: int) -> None:
+    def __init__(self, pages: PagedCache, columns: Columns, index: int) -> None:
         super().__init__()
-        self.store = store
+        self.pages = pages
         self.columns = columns
         self.index = index
-        self.sliding_window = store.spec.layers[index].sliding_window
+        self.sliding_window = pages.spec.layers[index].sliding_window
 
     @property
     def seen(self) -> int:
@@ -103,22 +103,22 @@ class KVCache(Cache):
     Works wherever a `DynamicCache` is passed: greedy, sampling, beam search, assisted decoding, chunked prefill, several turns, `copy.deepcopy`.
 
     Attributes:
-        store: the `PagedCache` underneath.
+        pages: the `PagedCache` underneath.
         columns: positions seen, padding included.
     """
 
     layers: list[KVLayer]
 
-    def __init__(self, store: PagedCache, ranks: Ranks = Ranks(), num_q_heads: int | None = None) -> None:  # noqa: B008 - frozen
-        self.store, self._ranks = store, ranks
-        self._captured = ranks.size == 1 and num_q_heads is not None and _can_be_captured(store, num_q_heads)
-        lengths = torch.tensor(store.seq_lens or [0], device="cpu")
+    def __init__(self, pages: PagedCache, ranks: Ranks = Ranks(), num_q_heads: int | None = None) -> None:  # noqa: B008 - frozen
+        self.pages, self._ranks = pages, ranks
+        self._captured = ranks.size == 1 and num_q_heads is not None and _can_be_captured(pages, num_q_heads)
+        lengths = torch.tensor(pages.seq_lens or [0], device="cpu")
         seen = int(lengths.max())
         ragged = bool((lengths != seen).any())
         valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
-        self.columns = Columns(store, _now=(seen, valid))
+        self.columns = Columns(pages, _now=(seen, valid))
         self._recording = False
-        super().__init__(layers=[KVLayer(store, self.columns, i) for i in range(len(store.spec.layers))])
+        super().__init__(layers=[KVLayer(pages, self.columns, i) for i in range(len(pages.spec.layers))])
 
     @classmethod
     def for_model(
@@ -180,11 +180,11 @@ class KVCache(Cache):
         elif chosen.needs_calibration:
             raise CalibrationError(f"scheme {chosen.name!r} needs calibrated parameters; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)")
         use_kvbits_attention(model)
-        store = PagedCache(
+        pages = PagedCache(
             spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
         )
-        store.made_for = weights_fingerprint(model)
-        return cls(store, ranks, config.num_attention_heads)
+        pages.made_for = weights_fingerprint(model)
+        return cls(pages, ranks, config.num_attention_heads)
 
     @classmethod
     def from_prefix(
@@ -243,9 +243,9 @@ class KVCache(Cache):
         Where ranks share the model, all call it; the file is that of one process and loads under any number of ranks.
         """
         if self._ranks.size > 1:
-            tensor_parallel.save(self.store, self._ranks, path)
+            tensor_parallel.save(self.pages, self._ranks, path)
         else:
-            self.store.save(path)
+            self.pages.save(path)
 
     @classmethod
     def load(cls, path: str | Path, model: Any = None, *, grow: bool = False, check_weights: bool = True) -> KVCache:
@@ -260,37 +260,37 @@ class KVCache(Cache):
         require_loaded(model)
         config, ranks = model.config.get_text_config(decoder=True), Ranks.of(model)
         layers = layer_geometries(config)
-        store = PagedCache.load(path, device=model.device if ranks.size == 1 else "cpu", grow=grow)
-        layers = stored_layers(layers, store.spec.scheme, model)
-        if store.spec.layers != layers:
+        pages = PagedCache.load(path, device=model.device if ranks.size == 1 else "cpu", grow=grow)
+        layers = stored_layers(layers, pages.spec.scheme, model)
+        if pages.spec.layers != layers:
             raise FileFormatError(
-                f"{path} holds {len(store.spec.layers)} layers of another shape than this model's {len(layers)}; load it with the model it was made for"
+                f"{path} holds {len(pages.spec.layers)} layers of another shape than this model's {len(layers)}; load it with the model it was made for"
             )
-        if str(model.dtype) != f"torch.{store.spec.raw_dtype}":
-            raise FileFormatError(f"{path} holds a cache of a {store.spec.raw_dtype} model, this one is {model.dtype}; load the model in that dtype")
-        if check_weights and store.made_for is not None and store.made_for != weights_fingerprint(model):
+        if str(model.dtype) != f"torch.{pages.spec.raw_dtype}":
+            raise FileFormatError(f"{path} holds a cache of a {pages.spec.raw_dtype} model, this one is {model.dtype}; load the model in that dtype")
+        if check_weights and pages.made_for is not None and pages.made_for != weights_fingerprint(model):
             raise FileFormatError(
                 f"{path} was filled by a model of the same shape with other weights, so its keys and values mean nothing to this one; "
                 "load that model, or pass check_weights=False if they are near enough"
             )
         use_kvbits_attention(model)
-        return cls(store if ranks.size == 1 else tensor_parallel.cut(store, ranks, model.device), ranks, config.num_attention_heads)
+        return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, model.device), ranks, config.num_attention_heads)
 
     @property
     def nbytes(self) -> int:
         """Bytes really allocated for the cache."""
-        return self.store.nbytes
+        return self.pages.nbytes
 
     def explain(self) -> Explanation:
         """Scheme, backends with reasons, bytes by kind, as a dict that prints as a few lines (see `PagedCache.explain`)."""
-        return self.store.explain()
+        return self.pages.explain()
 
     def __repr__(self) -> str:
-        return f"KVCache(scheme={self.store.spec.scheme.name!r}, seq_lens={self.store.seq_lens}, nbytes={self.nbytes})"
+        return f"KVCache(scheme={self.pages.spec.scheme.name!r}, seq_lens={self.pages.seq_lens}, nbytes={self.nbytes})"
 
     @property
     def batch_size(self) -> int:
-        return self.store.batch_size or -1
+        return self.pages.batch_size or -1
 
     @property
     def is_compileable(self) -> bool:
@@ -303,34 +303,34 @@ class KVCache(Cache):
         columns = self.columns
         if -n > columns.seen:
             raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")
-        if self.store.batch_size:
-            lengths, valid = torch.tensor(self.store.seq_lens, device="cpu"), columns.valid
+        if self.pages.batch_size:
+            lengths, valid = torch.tensor(self.pages.seq_lens, device="cpu"), columns.valid
             if n:
                 lengths = lengths + n if valid is None else lengths - valid[:, n:].sum(1).cpu()
             with columns.becoming(columns.seen + n, valid if valid is None or not n else valid[:, :n]):
-                self.store.crop(lengths.tolist())
+                self.pages.crop(lengths.tolist())
         if self._recording:
-            self.store.keep_past()
+            self.pages.keep_past()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Sequence i becomes the old beam_idx[i]; pages are shared, not copied."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.store.batch_size:
+        if self.pages.batch_size:
             valid = self.columns.valid
             with self.columns.becoming(self.columns.seen, None if valid is None else valid[indices.to(valid.device)]):
-                self.store.select(indices.tolist())
+                self.pages.select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.store.batch_size:
+        if self.pages.batch_size:
             valid = self.columns.valid
             with self.columns.becoming(self.columns.seen, None if valid is None else valid.repeat_interleave(repeats, 0)):
-                self.store.repeat(repeats)
+                self.pages.repeat(repeats)
 
     def reset(self) -> None:
         with self.columns.becoming(0, None):
-            self.store.reset()
+            self.pages.reset()
         self._recording = False
 
     def begin_again(self) -> None:
@@ -342,12 +342,12 @@ class KVCache(Cache):
 
     def abandon(self) -> None:
         """Take back a forward pass that was interrupted between its layers (see `PagedCache.abandon`): the cache is what it was before it."""
-        self.store.abandon()
+        self.pages.abandon()
         self.columns.settle()
 
     def activate_past_recording(self) -> None:
         self._recording = True
-        self.store.keep_past()
+        self.pages.keep_past()
 
 
 @contextmanager
@@ -377,9 +377,9 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
         del model._prepare_cache_for_generation
 
 
-def _can_be_captured(store: PagedCache, num_q_heads: int) -> bool:
-    dtype = getattr(torch, store.spec.raw_dtype)
-    return decode.leads(store.device) and store.max_tokens is not None and store.cannot_decode_on_device(num_q_heads, dtype) is None
+def _can_be_captured(pages: PagedCache, num_q_heads: int) -> bool:
+    dtype = getattr(torch, pages.spec.raw_dtype)
+    return decode.leads(pages.device) and pages.max_tokens is not None and pages.cannot_decode_on_device(num_q_heads, dtype) is None
 
 
 def use_kvbits_attention(model: Any) -> None:

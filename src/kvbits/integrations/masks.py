@@ -53,7 +53,7 @@ class Columns:
     between them would keep pages alive until the garbage collector comes by).
 
     Attributes:
-        store: the cache that has seen them.
+        pages: the cache that has seen them.
         numbers: int64 [2] on the host: the number by which `numbered` finds this, and `seen`. All that compiled code is given of a cache, so that nothing
             which changes is a Python number to it.
         new, been: positions of the pass under way, and the layers that have been through it.
@@ -62,11 +62,11 @@ class Columns:
         captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every replay).
         rehearsed: the pass under way runs for the compiler alone: it stores nothing and attends to nothing.
 
-    A pass or operation is noted before the store is asked for it, and kept when the store says that it has ended well (`PagedCache.changes`): whatever an
+    A pass or operation is noted before the cache is asked for it, and kept when the cache says that it has ended well (`PagedCache.changes`): whatever an
     interrupt leaves out, the two never disagree.
     """
 
-    store: PagedCache
+    pages: PagedCache
     new: int = 0
     been: set[int] = field(default_factory=set)
     mask: torch.Tensor | None = None
@@ -78,7 +78,7 @@ class Columns:
     _later: Later = field(default_factory=Later)
     _passes: int = 0
     _now: tuple[int, torch.Tensor | None] = (0, None)  # seen, valid
-    _next: tuple[int, int, torch.Tensor | None] | None = None  # `store.changes` before what is under way; seen and valid behind it
+    _next: tuple[int, int, torch.Tensor | None] | None = None  # `pages.changes` before what is under way; seen and valid behind it
 
     def __post_init__(self) -> None:
         self._enter()
@@ -117,10 +117,10 @@ class Columns:
 
     def settle(self) -> None:
         """Keep what was under way if it has ended well, forget it if it was taken back."""
-        if self._next is None or self.store.in_pass:
+        if self._next is None or self.pages.in_pass:
             return
         changes, seen, valid = self._next
-        if self.store.changes != changes:
+        if self.pages.changes != changes:
             self._keep(seen, valid)
         self.new, self.mask = 0, None
         self.been.clear()
@@ -128,9 +128,9 @@ class Columns:
 
     @contextmanager
     def becoming(self, seen: int, valid: torch.Tensor | None) -> Iterator[None]:
-        """What this becomes by an operation of the store."""
+        """What this becomes by an operation of the cache."""
         self.settle()
-        self._next = self.store.changes, seen, valid
+        self._next = self.pages.changes, seen, valid
         try:
             yield
         finally:
@@ -180,7 +180,7 @@ class Columns:
         """A layer is about to store `new` positions per sequence; `mask` bool [B, seen + new], None for all real. The same for all layers of a pass."""
         if not self.captured and not self.been:
             self.settle()
-            self._next = self.store.changes, *self._after(new, mask)
+            self._next = self.pages.changes, *self._after(new, mask)
 
     def _after(self, new: int, mask: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
         """Seen and valid once a pass is over."""

@@ -44,7 +44,7 @@ def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int
             f"a prompt of {len(tokens)} tokens for {type(model).__name__}, which turns all its keys by other angles past "
             f"original_max_position_embeddings={limit}, so no shorter prompt's pages are its beginning; use KVCache.for_model for it"
         )
-    known, wanted = cache.store, tokens[:-1]
+    known, wanted = cache.pages, tokens[:-1]
     loaded = _load(cache, store, wanted, wait)
     spec = known.spec
     windows = [g.sliding_window for g in spec.layers if g.sliding_window is not None]
@@ -79,5 +79,5 @@ def _rotation_limit(model: Any) -> int | None:
 
 
 def _load(cache: KVCache, store: PrefixStore, wanted: np.ndarray, wait: bool) -> int:
-    cache.columns.seen = loaded = store.load(cache.store, wanted, wait=wait)
+    cache.columns.seen = loaded = store.load(cache.pages, wanted, wait=wait)
     return loaded

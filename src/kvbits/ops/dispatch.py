@@ -78,6 +78,10 @@ def _module(backend: str, op: str) -> ModuleType | None:
     return None if importlib.util.find_spec(path) is None else importlib.import_module(path)
 
 
+def _nothing() -> None:
+    """What a backend without `prepare` prepares; a name, so that a cache's choices can be pickled."""
+
+
 def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
     """The first backend that takes a call like `args`, or the one named.
 
@@ -96,7 +100,7 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
         why = "not part of this installation" if module is None else module.refuses(*args) if hasattr(module, "refuses") else None
         if module is not None and why is None:
             function = FUNCTIONS.get(op, (op, op))[1]
-            prepare = functools.partial(module.prepare, *args) if hasattr(module, "prepare") else lambda: None
+            prepare = functools.partial(module.prepare, *args) if hasattr(module, "prepare") else _nothing
             return Choice(op, name, getattr(module, function), refusals, prepare, getattr(module, "plan", None), getattr(module, f"{function}_later", None))
         refusals[name] = str(why)
     if backend == "auto":

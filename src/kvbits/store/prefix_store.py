@@ -468,7 +468,7 @@ def calibration_of(cache: PagedCache) -> bytes:
 
 
 def paged(cache: Any) -> PagedCache:
-    found = getattr(cache, "store", cache)
+    found = getattr(cache, "pages", cache)
     if not isinstance(found, PagedCache):
         raise DataError(f"{type(cache).__name__} is neither a KVCache nor a PagedCache")
     return found

@@ -75,9 +75,9 @@ class FidelityTask(Task):
         found = f.record() | {"bytes_held": held_bytes(cache)}
         found["kl_worst"] += self._start
         if isinstance(cache, KVCache):
-            spec = cache.store.spec
+            spec = cache.pages.spec
             found |= {"bytes_planned": spec.nbytes(self._length), "read_raw": read_raw(spec, self._length, chunk=self._scored_chunk, start=self._start)}
-            found |= {"saturated": sum(n for layer in cache.store.saturated for n in layer.values())}
+            found |= {"saturated": sum(n for layer in cache.pages.saturated for n in layer.values())}
         return found
 
     @property
