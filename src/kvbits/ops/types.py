@@ -116,7 +116,7 @@ class PageTable:
     @classmethod
     def empty(cls) -> PageTable:
         """Of no sequences."""
-        return cls(np.zeros(1, np.int64), *(np.zeros(0, dtype) for dtype in (np.int64, np.int64, np.int32)))
+        return cls(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))
 
     def check(self, batch: int, store: PageStore, low: Sequence[LowStore] = ()) -> None:
         """Refuse a table that is not for `batch` sequences or leads out of the stores; one that passed is not looked at again.
