@@ -68,3 +68,14 @@ def test_headers_of_all_rooms_have_names_of_their_own():
     """Headers are found by name: a kernel's own folder, then `compile.FOLDERS`."""
     names = [p.name for p in (ROOT / "ops/cuda").rglob("*.cuh")]
     assert len(names) == len(set(names))
+
+
+def test_rooms_of_the_cpu_enter_the_engine_and_plain_alone():
+    """Only the files of a tier, which put everything together, include families from the engine."""
+    for path in (ROOT / "ops/cpu/csrc").rglob("*.*"):
+        room = path.relative_to(ROOT / "ops/cpu/csrc").parts
+        entered = set(re.findall(r'#include "families/(\w+)/', path.read_text()))
+        if room[0] == "engine" and path.suffix == ".h":
+            assert not entered, path
+        if room[0] == "families" and len(room) > 2:
+            assert entered <= {"plain"}, path

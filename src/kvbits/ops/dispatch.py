@@ -9,7 +9,7 @@ A backend is a folder of this package with a module for each op, named like the 
     refuses_layout(layout)  the part of `refuses` that pages alone decide, without a device or a built library: `natives` asks it
 
 The order of the list is the order of preference; the reference is last. A backend is skipped only for a reason it states, never because it raised.
-`python -m kvbits.ops.dispatch` prints who serves which family of formats.
+`python -m kvbits.ops.dispatch` prints who serves which kind of format.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ FUNCTIONS = {
     "attend_pages": ("attend", "attend"), "close_pages": ("close", "close"), "merge": ("merge", "merge_partials"), "dequantize": ("dequantize", "Rows"),
 }  # fmt: skip
 """(module, function) of an op that is not named like both."""
-
-SAMPLES = {"raw": "raw", "plain: int8_centered": "int8_centered", "plain: int4": "int4", "klt: klt4": "klt4", "codebook: nuq4-1%": "nuq4-1%"}
-"""A preset or two of each family of formats."""
 
 
 @dataclass(frozen=True)
@@ -146,4 +143,7 @@ def table(names: Mapping[str, str], head_dim: int = 128) -> str:
 
 
 if __name__ == "__main__":
-    print(table({name: name for name in sys.argv[1:]} or SAMPLES))
+    first: dict[str, str] = {}  # preset of each kind of number
+    for preset, scheme in schemes.PRESETS.items():
+        first.setdefault(scheme.key.number_format.kind, preset)
+    print(table({name: name for name in sys.argv[1:]} or {f"{kind}: {preset}": preset for kind, preset in first.items()}))

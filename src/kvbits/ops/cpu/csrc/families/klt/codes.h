@@ -8,7 +8,6 @@
 #include "engine/close/plan.h"
 #include "engine/close/planes.h"
 #include "engine/close/stored_bits.h"
-#include "families/codebook/ranges.h"
 #include "families/plain/params.h"
 #include "hadamard.h"
 
