@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import AttentionInterface
+from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..cache.paged_cache import PagedCache
 from ..errors import UnsupportedError
 from .compiled import attend, cached_attention
-from .masks import NAME, Mask, NotATensor
-
-if TYPE_CHECKING:
-    from .huggingface import KVLayer
+from .masks import NAME, Columns, Mask, NotATensor
 
 
 class Handle(NotATensor):
@@ -28,6 +27,57 @@ class Handle(NotATensor):
     def __init__(self, layer: KVLayer, k: torch.Tensor, v: torch.Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
         self.stored = False
+
+
+class KVLayer(CacheLayerMixin):
+    """One layer of a `KVCache`: counts tokens; the bytes are the cache's."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, pages: PagedCache, columns: Columns, index: int) -> None:
+        super().__init__()
+        self.pages = pages
+        self.columns = columns
+        self.index = index
+        self.sliding_window = pages.spec.layers[index].sliding_window
+
+    @property
+    def seen(self) -> int:
+        """Positions so far, padding included."""
+        return self.columns.seen_by(self.index)
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.sliding_window is not None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: pages are allocated by the cache."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Hand keys and values [B, H, T, D] on to the attention function."""
+        handle = Handle(self, key_states, value_states)
+        return handle, handle
+
+    def get_seq_length(self) -> int:
+        """Positions so far; a tensor [] in compiled code."""
+        return self.columns.numbers[1] if torch.compiler.is_compiling() else self.seen  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if torch.compiler.is_compiling():  # no mask is built
+            return query_length, 0
+        if self.sliding_window is None:
+            return self.seen + query_length, 0
+        return min(self.seen, self.sliding_window - 1) + query_length, max(self.seen - self.sliding_window + 1, 0)
+
+    def get_max_length(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    def _whole_cache_only(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError("a layer of a KVCache cannot be changed alone; call the same method on the cache")
+
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = _whole_cache_only
 
 
 def attention(

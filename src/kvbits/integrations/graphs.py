@@ -17,7 +17,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
@@ -26,11 +26,8 @@ from ..cache import explain
 from ..cache.device_decode import DeviceDecode
 from ..errors import CacheStateError, DataError, KvbitsError, UnsupportedError, counted
 from ..ops import decode
-from .masks import NAME, is_ours
+from .masks import NAME, HoldsPages, is_ours
 from .models import require_loaded
-
-if TYPE_CHECKING:
-    from .huggingface import KVCache
 
 BUFFERED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "token_type_ids")
 """Tensor arguments that have the same shape for every token; the mask grows and is treated apart."""
@@ -44,7 +41,7 @@ class NotCapturedError(UnsupportedError):
 
 
 @contextmanager
-def graphed(model: Any, cache: KVCache, *, compile: bool = False) -> Iterator[GraphDecoder]:
+def graphed(model: Any, cache: HoldsPages, *, compile: bool = False) -> Iterator[GraphDecoder]:
     """Inside, `model` decodes with `cache` in a CUDA graph: in `generate` (greedy, sampling, streamers, left-padded batches) or called with one token.
 
     Beam search and assisted generation move pages between tokens, so they run eagerly, with a warning. Hooks on the model's parts do not run in replays. The
@@ -68,7 +65,7 @@ def graphed(model: Any, cache: KVCache, *, compile: bool = False) -> Iterator[Gr
         decoder.forget()
 
 
-def leads(model: Any, cache: KVCache) -> bool:
+def leads(model: Any, cache: HoldsPages) -> bool:
     """Whether `model` is inside `graphed` with this cache."""
     forward = model.__dict__.get("forward")
     while (decoder := getattr(forward, "decoder", None)) is not None:
@@ -91,7 +88,7 @@ class GraphDecoder:
         replays, captures: passes that were replayed, and graphs made for them.
     """
 
-    def __init__(self, model: Any, cache: KVCache, compile: bool = False) -> None:
+    def __init__(self, model: Any, cache: HoldsPages, compile: bool = False) -> None:
         _check(model, cache)
         self._name, self.cache, self._pages = type(model).__name__, cache, cache.pages
         self._weight = next(model.parameters())
@@ -331,7 +328,7 @@ def _copy(x: Any) -> Any:
     return tuple(map(_copy, x)) if isinstance(x, tuple) else x
 
 
-def _check(model: Any, cache: KVCache) -> None:
+def _check(model: Any, cache: HoldsPages) -> None:
     """Refuse what can never be captured, before anything runs."""
     require_loaded(model)
     if not is_ours(cache):

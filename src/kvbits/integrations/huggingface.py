@@ -16,10 +16,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from .. import schemes
 from ..cache.explain import Explanation
@@ -30,7 +30,7 @@ from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
 from . import generation, prefix, tensor_parallel
-from .attention import Handle
+from .attention import KVLayer
 from .masks import NAME, Columns
 from .models import require_loaded, scheme_for, unfit_for, weights_fingerprint
 from .rotary import stored_layers
@@ -44,57 +44,6 @@ _CHANGES_CACHED = {"diffllama": "splits its values in halves after caching them"
 """Models by `model_type` whose attention changes what the cache gave it."""
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
-
-
-class KVLayer(CacheLayerMixin):
-    """One layer of a `KVCache`: counts tokens; the bytes are the cache's."""
-
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, pages: PagedCache, columns: Columns, index: int) -> None:
-        super().__init__()
-        self.pages = pages
-        self.columns = columns
-        self.index = index
-        self.sliding_window = pages.spec.layers[index].sliding_window
-
-    @property
-    def seen(self) -> int:
-        """Positions so far, padding included."""
-        return self.columns.seen_by(self.index)
-
-    @property
-    def is_sliding(self) -> bool:
-        return self.sliding_window is not None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: pages are allocated by the cache."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Hand keys and values [B, H, T, D] on to the attention function."""
-        handle = Handle(self, key_states, value_states)
-        return handle, handle
-
-    def get_seq_length(self) -> int:
-        """Positions so far; a tensor [] in compiled code."""
-        return self.columns.numbers[1] if torch.compiler.is_compiling() else self.seen  # type: ignore[return-value]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if torch.compiler.is_compiling():  # no mask is built
-            return query_length, 0
-        if self.sliding_window is None:
-            return self.seen + query_length, 0
-        return min(self.seen, self.sliding_window - 1) + query_length, max(self.seen - self.sliding_window + 1, 0)
-
-    def get_max_length(self) -> int:
-        return -1 if self.sliding_window is None else self.sliding_window
-
-    def _whole_cache_only(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError("a layer of a KVCache cannot be changed alone; call the same method on the cache")
-
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = _whole_cache_only
 
 
 class KVCache(Cache):

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from transformers import AttentionMaskInterface
@@ -203,6 +203,23 @@ class Columns:
         """A captured pass of one token has run; `mask` bool [B, seen + 1] as `known` gave it, None for all real."""
         self.settle()
         self._keep(*self._after(1, mask))
+
+
+class HoldsPages(Protocol):
+    """What a `KVCache` is to the modules that it is made of."""
+
+    pages: PagedCache
+    columns: Columns
+    layers: list[Any]
+
+    def get_seq_length(self) -> int:
+        """Positions so far, padding included."""
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+
+    def abandon(self) -> None:
+        """Take back a pass that not all layers have been through."""
 
 
 def is_ours(cache: Any) -> bool:

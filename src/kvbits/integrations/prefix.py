@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,15 +12,13 @@ from ..geometry import text_config
 from ..store import keys
 from ..store.loading import DamagedError
 from ..store.prefix_store import PrefixStore
-
-if TYPE_CHECKING:
-    from .huggingface import KVCache
+from .masks import HoldsPages
 
 CHUNK = 512
 """Tokens that go through the model together."""
 
 
-def fill(cache: KVCache, model: Any, ids: Any, store: PrefixStore, *, chunk: int, put: bool, wait: bool) -> int:
+def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: int, put: bool, wait: bool) -> int:
     """Load the longest prefix of a prompt into an empty cache of one sequence, and compute the rest of it but the last token.
 
     Args:
@@ -78,6 +76,6 @@ def _rotation_limit(model: Any) -> int | None:
     return getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
 
 
-def _load(cache: KVCache, store: PrefixStore, wanted: np.ndarray, wait: bool) -> int:
+def _load(cache: HoldsPages, store: PrefixStore, wanted: np.ndarray, wait: bool) -> int:
     cache.columns.seen = loaded = store.load(cache.pages, wanted, wait=wait)
     return loaded

@@ -36,7 +36,7 @@ class KVBitsBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type:
-        from .metadata import KVBitsMetadataBuilder
+        from .builder import KVBitsMetadataBuilder
 
         return KVBitsMetadataBuilder
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -17,40 +15,11 @@ from ...ops import dispatch
 from ...quant.basis import rotated_turn
 from ...spec import PageLayout
 from . import formats
+from .metadata import KVBitsMetadata
 from .options import options_of, refuses_copies
-from .prefill import Scratch, scratch_for
+from .prefill import call_for, scratch_for
 from .rotary import page_turn, rope_parameters
 from .scheme_file import layer_formats
-
-if TYPE_CHECKING:
-    from .metadata import KVBitsMetadata
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """What layers must have in common to be planned together.
-
-    Attributes:
-        num_heads: query heads of this rank.
-        dtype: of the model.
-        scratch: 16-bit rows that histories are unpacked to, shared by layers of one shape.
-        fa_version: of FlashAttention, on a GPU.
-        raw: layout of copies of pages, None where there are none.
-    """
-
-    layout: PageLayout
-    num_heads: int
-    dtype: torch.dtype
-    scaling: float
-    sliding_window: int | None
-    softcap: float | None
-    scratch: Scratch
-    fa_version: int | None
-    raw: PageLayout | None
-
-
-call_for = functools.lru_cache(maxsize=256)(Call)
-"""The one `Call` of these fields."""
 
 
 class KVBitsImpl(AttentionImpl):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from ...ops.reference.dequantize import section
 from ...ops.reference.place import Copies
 from ...spec import PageLayout
 from .formats import PAGE_SIZE
-
-if TYPE_CHECKING:
-    from .impl import Call
 
 MAX_HISTORY = 1 << 16
 """Rows of history unpacked at a time: 268 MB of keys and values at 8 kv heads of 128. Longer ones are read in slices."""
@@ -40,6 +37,33 @@ class Scratch:
     @property
     def rows(self) -> int:
         return len(self.keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What layers must have in common to be planned together.
+
+    Attributes:
+        num_heads: query heads of this rank.
+        dtype: of the model.
+        scratch: 16-bit rows that histories are unpacked to, shared by layers of one shape.
+        fa_version: of FlashAttention, on a GPU.
+        raw: layout of copies of pages, None where there are none.
+    """
+
+    layout: PageLayout
+    num_heads: int
+    dtype: torch.dtype
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    scratch: Scratch
+    fa_version: int | None
+    raw: PageLayout | None
+
+
+call_for = functools.lru_cache(maxsize=256)(Call)
+"""The one `Call` of these fields."""
 
 
 def scratch_for(layout: PageLayout, dtype: torch.dtype, device: torch.device, max_model_len: int, max_tokens: int, sliding_window: int | None) -> Scratch:

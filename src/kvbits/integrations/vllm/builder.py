@@ -1,0 +1,133 @@
+"""Makes the metadata of each step, and owns the plans of a KV-cache group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from ...errors import UnsupportedError
+from ...later import upload
+from ...ops import dispatch
+from ...ops.cuda.engine.device_plan import MAX_QUERIES
+from ...ops.reference.place import Copies, Places
+from .formats import PAGE_SIZE
+from .impl import KVBitsImpl
+from .metadata import Decode, KVBitsMetadata, Ragged
+from .options import options_of
+from .prefill import Prefill
+
+
+class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
+    """Owns the decode plans of a KV-cache group, of fixed size."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int | None
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        threshold = self.reorder_batch_threshold or 1
+        if threshold > MAX_QUERIES:
+            self.reorder_batch_threshold = threshold = 1
+        if vllm_config.parallel_config.use_ubatching:
+            raise UnsupportedError("kvbits' attention backend unpacks histories of one batch at a time; drop --enable-dbo")
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+        impls = [layer.impl for layer in layers.values()]
+        for impl in impls:
+            if not isinstance(impl, KVBitsImpl):
+                raise UnsupportedError(f"a layer of kvbits' backend has the implementation {type(impl).__name__}")
+            if impl.call.layout.head_bytes != kv_cache_spec.state_content_bytes * PAGE_SIZE:
+                raise UnsupportedError(
+                    f"vLLM allocated {kv_cache_spec.state_content_bytes} bytes per token and head where {impl.kv_cache_dtype} needs "
+                    f"{impl.call.layout.head_bytes // PAGE_SIZE}; this is a bug of the kvbits plugin"
+                )
+        self.calls = list(dict.fromkeys(impl.call for impl in impls))
+        config = vllm_config.scheduler_config
+        rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
+        max_pages = -(-vllm_config.model_config.max_model_len // PAGE_SIZE)
+        self._places = self._make_places(impls, rows, max(config.max_num_batched_tokens, rows * threshold), device)
+        copies = self._places.copies if self._places else None
+        self._decodes = {n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
+
+    def _make_places(self, impls: list[KVBitsImpl], rows: int, tokens: int, device: torch.device) -> Places | None:
+        """None where no page has a mean and none is copied."""
+        config = self.vllm_config
+        options, copied = options_of(config), any(impl.call.raw for impl in impls)
+        centered = any(c.layout.is_centered for c in self.calls)
+        if not centered and not copied:
+            return None
+        self._placer = dispatch.choose("place", device)
+        self._placer.prepare()
+        sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": config.cache_config.num_gpu_blocks or 1, "device": device}
+        first, requests = bool(options.raw_first), config.scheduler_config.max_num_seqs
+        copies = Copies.empty(options.newest_pages, first, requests=requests, rows=rows, **sizes) if copied else None
+        return Places.empty(PAGE_SIZE, previous=centered, copies=copies, **sizes)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        from vllm.v1.attention.backend import max_decode_query_len
+
+        wide = max_decode_query_len(vllm_config) > MAX_QUERIES
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if wide else AttentionCGSupport.UNIFORM_BATCH
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> KVBitsMetadata:
+        """The step's metadata; launches only, waits for nothing."""
+        m = common_attn_metadata
+        if m.causal is not True:
+            raise UnsupportedError("kvbits' attention is causal; this model asks for attention in both directions")
+        threshold = self.reorder_batch_threshold or 1
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
+        num_queries = num_decode_tokens // num_decodes if num_decodes else 1
+        lens = m.query_start_loc_cpu[: num_decodes + 1].diff()
+        uniform = num_queries in self._decodes and bool(((lens == num_queries) | (lens == 0)).all()) and num_queries * num_decodes == num_decode_tokens
+        ragged = None if uniform or not num_decodes else self._ragged(m, num_decodes, num_decode_tokens, threshold)
+        n, places = m.num_actual_tokens, self._places
+        if places:
+            self._place(places, m)
+        before = places.previous[:n] if places and places.previous is not None else None
+        found = KVBitsMetadata(n, num_decode_tokens, m.slot_mapping[:n], before, places.copies.slots[:n] if places and places.copies else None)
+        if num_decodes:
+            found.decodes = self._decodes[num_queries if uniform else threshold]
+            for decode in found.decodes.values():
+                decode.update(m.block_table_tensor[:num_decodes], m.seq_lens[:num_decodes], ragged)
+        if num_prefills:
+            query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
+            table = m.block_table_tensor[num_decodes : m.num_reqs]
+            copies = places.copies if places else None
+            found.prefills = {c: Prefill(query_lens, seq_lens, table, c.sliding_window, c.scratch, copies if c.raw else None) for c in self.calls}
+        return found
+
+    def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [rows] query and sequence lengths of the rows from `first` on; on the host, where they are exact for these rows."""
+        starts = m.query_start_loc_cpu[: m.num_reqs + 1].numpy().astype(np.int64)
+        bound = m.seq_lens_cpu_upper_bound
+        if bound is None:
+            raise UnsupportedError("this model runner gives attention backends no lengths on the host; use vLLM's default runner")
+        return np.diff(starts)[first:], bound[first : m.num_reqs].numpy().astype(np.int64)
+
+    def _ragged(self, m: CommonAttentionMetadata, rows: int, tokens: int, num_queries: int) -> Ragged:
+        starts, places = m.query_start_loc[: rows + 1].long(), torch.arange(num_queries, device=self.device)
+        token_of = (starts[:-1, None] + places).clamp_(max=tokens - 1).view(-1)
+        row = self._row_of_each(m, rows, tokens)
+        return Ragged(starts.diff().int(), token_of, row * num_queries + torch.arange(tokens, device=self.device) - starts[row])
+
+    def _row_of_each(self, m: CommonAttentionMetadata, rows: int, tokens: int) -> torch.Tensor:
+        """int64 [tokens]: the row of each token; the last one's for padding."""
+        each = torch.arange(tokens, device=self.device, dtype=torch.int32)
+        return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
+
+    def _place(self, places: Places, m: CommonAttentionMetadata) -> None:
+        """Pages before those that open, and copies: one launch."""
+        rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
+        owners = None
+        if places.copies and m.req_idx is not None:  # the V2 runner's; rows of its V1 move when others end, and then lose copies
+            padded = np.full(rows, len(places.copies.holds), np.int32)  # of padding: nobody
+            padded[: len(m.req_idx)] = m.req_idx[:rows]
+            owners = upload(padded, self.device)
+        self._placer.run(places, m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners)
