@@ -30,15 +30,16 @@ from transformers import DynamicCache
 import kvbits
 from kvbits import schemes
 from kvbits.calibrate import Calibration, fingerprint, prompts_from_text
-from kvbits.calibrate.codebooks import PRIOR
-from kvbits.calibrate.collect import levels_of, ranges_of
-from kvbits.calibrate.fisher import backward, watched
-from kvbits.calibrate.histograms import as_stored
+from kvbits.calibrate.collect import ranges_of
+from kvbits.calibrate.target import as_stored
 from kvbits.evaluate.fidelity import Fidelity, compare
 from kvbits.evaluate.texts import Text, read_text
 from kvbits.evaluate.texts import windows as text_windows
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.rotary import with_rotary
+from kvbits.literature.codebooks import PRIOR
+from kvbits.literature.fisher import backward, watched
+from kvbits.literature.histograms import levels_of
 from kvbits.progress import bar
 from kvbits.spec import PerChannel, PerToken, QuantSpec, Scheme
 

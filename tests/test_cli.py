@@ -22,7 +22,6 @@ from kvbits import planner, schemes
 from kvbits.cli import app
 from kvbits.errors import DataError
 from kvbits.planner import uniform
-from kvbits.report import markdown
 from kvbits.spec import CacheSpec, LayerGeometry
 
 GEOMETRY = ["--layers", "4", "--kv-heads", "2", "--head-dim", "64"]
@@ -153,7 +152,7 @@ def test_plan_reads_a_model_directory(tmp_path):
         (["--layers", 2], "missing: --kv-heads, --head-dim"),
         (["/no/such/model"], "no such file or directory: '/no/such/model'"),
         (["model", "--layers", 2], "already says what --layers says"),
-        ([*GEOMETRY, "--scheme", "int5"], "unknown scheme 'int5'; did you mean int8 or int4? known: all, fp32"),
+        ([*GEOMETRY, "--scheme", "int5"], "unknown scheme 'int5'; did you mean int8 or int4? known: all, core, literature, fp32"),
         ([*GEOMETRY, "--scheme", "KIVI-4"], "unknown scheme 'KIVI-4'; did you mean kivi4 or kivi2?"),
         ([*GEOMETRY, "--scheme", "zzz"], "unknown scheme 'zzz'; known: all"),
         ([*GEOMETRY, "--scheme", "none.json"], "cannot read a scheme from none.json: No such file or directory; a file is written by Path"),
@@ -344,7 +343,7 @@ def test_a_folder_and_numbers_are_planned_without_torch_and_transformers(tmp_pat
 def test_schemes_lists_every_preset():
     data = run_json("schemes", "--head-dim", 64)
     assert data["head_dim"] == 64 and sorted(r["scheme"] for r in data["rows"]) == sorted(schemes.PRESETS)
-    assert tuple(r["scheme"] for r in data["rows"][:7]) == markdown.SHOWN, "the README's presets come first"
+    assert [r["scheme"] for r in data["rows"] if r["ring"] == "core"] == [r["scheme"] for r in data["rows"][:8]] == list(schemes.CORE), "the core comes first"
     for r in data["rows"]:
         assert r["bits_per_element"] == schemes.get(r["scheme"]).bits_per_element(64) and r["description"]
         assert {"source", "page_size", "residual_length", "needs_calibration", "key", "value"} <= set(r)
@@ -549,7 +548,7 @@ def test_a_file_of_another_scheme_is_refused_before_torch_is_imported(loader, tm
         ({"--text": "binary.txt"}, "binary.txt is not UTF-8"),
         ({"--text": "empty.txt"}, "empty.txt holds no text"),
         ({"--out": "nowhere/x.safetensors"}, "nowhere does not exist"),
-        ({"--scheme": "int8"}, "schemes that need calibration: int8_static"),
+        ({"--scheme": "int8"}, "schemes that need calibration: klt4, klt3"),
         ({"--scheme": "int9"}, "unknown scheme 'int9'"),
         ({"--scheme": "int8_static,nuq4"}, "2 schemes go into a file each, and --out out.safetensors names one; write {scheme} where"),
         ({"--scheme": "int8_static,nuq4", "--out": "{scheme}.s"}, "these schemes take 128 windows of 256 tokens (int8_static) and 16 windows of 2,048 tokens"),

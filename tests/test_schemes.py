@@ -70,7 +70,7 @@ def test_get_returns_the_preset_or_a_changed_copy():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(SpecError, match="unknown scheme 'int5'; did you mean int8 or int4. known: raw, int8, int8_per_channel"):
+    with pytest.raises(SpecError, match="unknown scheme 'int5'; did you mean int8 or int4. known: raw, int8, int8_centered"):
         schemes.get("int5")
     with pytest.raises(SpecError, match=r"no field residual; known: .*residual_length"):
         schemes.get("int4", residual=3)

@@ -26,7 +26,7 @@ from .units import human_bytes
 DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Plain dense caches and their bytes per element."""
 
-GROUPS = {"all": (*DENSE, *presets.PRESETS)}
+GROUPS = presets.GROUPS | {"all": (*DENSE, *presets.PRESETS)}
 """What a plan knows by name (see `schemes.expand`)."""
 
 SHOWN = ("bf16", "int8_centered", "kivi4", "klt4", "klt3")

@@ -1,4 +1,4 @@
-"""Named schemes, each a few lines with its source. `get("int4")` finds one; `get(..., residual_length=128)` changes fields.
+"""Named schemes of the core, each a few lines with its source, and the table of all. `get("int4")` finds one; `get(..., residual_length=128)` changes fields.
 
 Bits per element with all metadata: `kvbits schemes`.
 """
@@ -12,37 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SpecError, unknown
+from .literature import schemes as literature
 from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme, Tier
 
-_PAPER = "https://github.com/MaanasTaneja/cuda-kv-cache-compression"
-_KIVI = "https://arxiv.org/abs/2402.02750"
-_FP8 = "https://arxiv.org/abs/2209.05433"
 _SMOOTH_K = "https://arxiv.org/abs/2410.02367"
 _GROUPED = "https://arxiv.org/abs/2303.06865"
 _QUAROT = "https://arxiv.org/abs/2404.00456"
-_KVQUANT = "https://arxiv.org/abs/2401.18079"
 
 _INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
 _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
 _INT4_OF_64 = QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False)
-
-
-def _kivi(bits: int) -> Scheme:
-    spec = QuantSpec(format=f"int{bits}", granularity=PerChannel(), symmetric=False)
-    return Scheme(
-        name=f"kivi{bits}", key=spec, value=dataclasses.replace(spec, granularity=PerGroup(32)), residual_length=128, page_size=32, source=_KIVI,
-        description=f"{bits}-bit asymmetric, keys per channel over 32 tokens, values per token in groups of 32, newest 128 tokens raw",
-    )  # fmt: skip
-
-
-def _nuq(bits: int, outliers: float) -> Scheme:
-    value = QuantSpec(format=f"nuq{bits}", granularity=PerToken(), symmetric=False, outliers=outliers)
-    listed = f", {outliers:.0%} outliers in 16 bits" if outliers else ""
-    return Scheme(
-        name=f"nuq{bits}" + (f"-{outliers:.0%}" if outliers else ""), key=dataclasses.replace(value, granularity=PerChannel(), pre_rope=True),
-        value=value, num_sink_tokens=1, residual_length=128, source=_KVQUANT,
-        description=f"KVQuant: {bits}-bit calibrated codebooks, keys per channel of a page before the rotary embedding, values per token{listed}",
-    )  # fmt: skip
 
 
 def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
@@ -55,15 +34,7 @@ def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
     )  # fmt: skip
 
 
-def _tiered(name: str, hot: int, warm: int, purpose: str) -> Scheme:
-    return Scheme(
-        name=name, key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
-        value=QuantSpec(format="int4", granularity=PerToken(), symmetric=False), num_sink_tokens=4, residual_length=hot, tiers=(Tier(num_tokens=warm),),
-        description=f"{purpose}: 4 sinks and the newest {hot:,} tokens raw, the next {warm:,} with 8 bits, the rest with 4; planes are dropped as tokens age",
-    )  # fmt: skip
-
-
-PRESETS: dict[str, Scheme] = {
+CORE: dict[str, Scheme] = {
     s.name: s
     for s in (
         Scheme(name="raw", key=QuantSpec.raw(), value=QuantSpec.raw(), description="the model's own 16-bit values on pages: lossless"),
@@ -71,63 +42,30 @@ PRESETS: dict[str, Scheme] = {
             name="int8", key=_INT8, value=_INT8, source="", description="per head and group of 64, symmetric, float16 scales: for models without a key bias"
         ),
         Scheme(
-            name="int8_per_channel", key=QuantSpec(format="int8", granularity=PerChannel(), scale_dtype="float32"),
-            value=QuantSpec(format="int8", granularity=PerChannel(), scale_dtype="float32"), source=_PAPER,
-            description="one float32 scale per channel over a page, symmetric",
-        ),
-        Scheme(
-            name="int8_per_token", key=QuantSpec(format="int8", granularity=PerToken()), value=QuantSpec(format="int8", granularity=PerToken()),
-            description="one scale per token and head, symmetric",
-        ),
-        Scheme(
-            name="int8_asym", key=QuantSpec(format="int8", granularity=PerToken(), symmetric=False),
-            value=QuantSpec(format="int8", granularity=PerToken(), symmetric=False), description="one scale and offset per token and head",
-        ),
-        Scheme(
             name="int8_centered", key=dataclasses.replace(_INT8, center="channel"), value=_INT8, source=_SMOOTH_K,
             description="int8 with each page's channel means of the keys kept apart: the safe choice, key bias or not",
-        ),
-        Scheme(
-            name="int8_static", key=dataclasses.replace(_INT8, static=True), value=dataclasses.replace(_INT8, static=True),
-            description="int8 with calibrated scales per layer, head and group of 64",
-        ),
-        Scheme(
-            name="fp8", key=QuantSpec(format="fp8_e4m3", granularity=PerToken()), value=QuantSpec(format="fp8_e4m3", granularity=PerToken()),
-            source=_FP8, description="E4M3 with one scale per token and head",
-        ),
-        Scheme(
-            name="fp8_e5m2_keys", key=QuantSpec(format="fp8_e5m2", granularity=PerToken()),
-            value=QuantSpec(format="fp8_e4m3", granularity=PerToken()), source=_FP8, description="E5M2 keys, E4M3 values, one scale per token and head",
         ),
         Scheme(
             name="int4", key=_INT4, value=_INT4, source=_GROUPED, residual_length=64,
             description="per head and group of 32, symmetric: for models without a key bias",
         ),
         Scheme(
-            name="int4_centered", key=dataclasses.replace(_INT4, center="channel", symmetric=False),
-            value=dataclasses.replace(_INT4, symmetric=False), source=_SMOOTH_K, residual_length=64,
-            description="asymmetric int4 in groups of 32 with each page's channel means of the keys kept apart",
-        ),
-        Scheme(
             name="int4_rotated", key=dataclasses.replace(_INT4_OF_64, center="channel", basis="hadamard"), value=_INT4_OF_64, source=_QUAROT,
             residual_length=64,
             description="asymmetric int4 in groups of 64, keys rotated by a Hadamard matrix and centred: 4 bits where head_dim is a power of two",
         ),
-        Scheme(
-            name="int8k_int4v", key=_INT8, value=_INT4, residual_length=64,
-            description="INT8 keys, grouped INT4 values: the fallback when 4-bit keys cost too much",
-        ),
-        _kivi(4),
-        _kivi(2),
-        *(_nuq(bits, outliers) for bits in (4, 3, 2) for outliers in (0.01, 0.0)),
         _klt(4, (6, 6, 5, 5, 4, 4, 3, 3)),
         _klt(3, (6, 5, 4, 4, 3, 3, 2, 1)),
         _klt(2, (6, 4, 3, 2, 2, 2, 1, 0)),
-        _tiered("tiered", 2048, 14336, "the zones of the 32k example"),
-        _tiered("tiered_8k", 512, 2048, "zones for contexts of 8k, small models and edge devices"),
     )
 }  # fmt: skip
 
+"""What README recommends: every operation has native kernels, and no other format here is more accurate at equal bits and needs as much of a model."""
+
+PRESETS: dict[str, Scheme] = CORE | literature.PRESETS
+"""Every preset, the core's first."""
+GROUPS: dict[str, tuple[str, ...]] = {"all": tuple(PRESETS), "core": tuple(CORE), "literature": tuple(literature.PRESETS)}
+"""Names that stand for several presets."""
 
 ELASTIC = Scheme(
     name="elastic", key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
@@ -208,12 +146,12 @@ def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | 
 
     Args:
         names: names known here, names of groups, files that `Scheme.to_json` wrote (whatever ends in .json), schemes.
-        groups: name of a group -> the names it stands for; what is in no group is unknown. None: `all`, the presets.
+        groups: name of a group -> the names it stands for; what is in no group is unknown. None: `GROUPS`.
 
     Raises:
         SpecError: an unknown name, a file that holds no scheme, or a scheme of one's own that is called like another.
     """
-    groups = {"all": PRESETS} if groups is None else groups
+    groups = GROUPS if groups is None else groups
     known = list(dict.fromkeys(name for members in groups.values() for name in members))
     found: dict[str, str | Scheme] = {}
     for given in names:

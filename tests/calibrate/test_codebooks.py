@@ -9,10 +9,10 @@ import transformers
 
 from kvbits import schemes
 from kvbits.calibrate import Calibration, calibrate, calibrate_all
-from kvbits.calibrate.codebooks import BINS, Levels, _exact
-from kvbits.calibrate.fisher import backward, watched
 from kvbits.errors import CalibrationError, DataError, SpecError
 from kvbits.integrations.huggingface import KVCache
+from kvbits.literature.codebooks import BINS, Levels, _exact
+from kvbits.literature.fisher import backward, watched
 from kvbits.spec import PerChannel, PerToken, QuantSpec
 
 SIZES = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_the_cached_tensors_summed_over_query_heads(check
 def test_a_calibration_resumes_where_it_stopped(tmp_path, monkeypatch):
     model, texts = tiny(), prompts()
     want = calibrate(model, texts, "nuq3-1%")
-    from kvbits.calibrate import fisher
+    from kvbits.literature import fisher
 
     calls, real = [], fisher.backward
 
@@ -131,7 +131,7 @@ def test_a_calibration_resumes_where_it_stopped(tmp_path, monkeypatch):
 
 def test_without_weights_there_is_no_backward_pass(tmp_path, monkeypatch):
     """And what the forward pass shows is what the backward pass watches, its gradients left out: keys as a cache stores them."""
-    from kvbits.calibrate import fisher
+    from kvbits.literature import fisher
 
     model, texts = tiny(), prompts()
     slopes = []
@@ -152,7 +152,7 @@ def test_without_weights_there_is_no_backward_pass(tmp_path, monkeypatch):
 
 
 def test_schemes_calibrated_together_get_what_each_gets_alone(monkeypatch):
-    from kvbits.calibrate import fisher
+    from kvbits.literature import fisher
 
     model, texts = tiny(), prompts()
     static = schemes.get("nuq3")

@@ -197,7 +197,7 @@ def test_a_calibration_that_another_run_replaced_is_said(model, tmp_path, monkey
 
 
 def test_all_schemes_are_calibrated_in_one_pass(model, tmp_path, monkeypatch):
-    from kvbits.calibrate import fisher
+    from kvbits.literature import fisher
 
     calls, real = [], fisher.backward
     monkeypatch.setattr(fisher, "backward", lambda *a: calls.append(1) or real(*a))

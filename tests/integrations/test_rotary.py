@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.calibrate.histograms import as_stored
+from kvbits.calibrate.target import as_stored
 from kvbits.errors import SpecError, UnsupportedError
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.huggingface import KVCache

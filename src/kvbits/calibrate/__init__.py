@@ -4,7 +4,7 @@ calibration.py   Calibration: scales per layer, fingerprint, safetensors file
 ranges.py        Ranges: exact percentiles of a stream in bounded memory
 collect.py       calibrate(), calibrate_all(): run a model over prompts, keep what the schemes need
 observe.py       ObservingCache: every key and value where the cache is written
-histograms.py    codebook histograms, weighted by gradients or not
+target.py        what is calibrated, and keys and values as its pages hold them
 moments.py       second moments of queries and keys, and the basis that follows from them
 
 Only collect.py and observe.py need transformers; their names load when first used, so that a saved calibration can be read without it.

@@ -21,15 +21,13 @@ from ..errors import CalibrationError, DataError, SpecError
 from ..geometry import layer_geometries
 from ..integrations.rotary import with_rotary
 from ..progress import bar
-from ..quant.qparams import QParams
 from ..spec import CacheSpec, LayerGeometry, QuantSpec, Scheme
-from . import histograms
 from .calibration import Calibration, fingerprint
-from .codebooks import Levels
-from .histograms import Target, as_stored
 from .moments import Moments
 from .observe import evaluating, forward, forward_with_queries
 from .ranges import Ranges, require_percentile
+from .target import Place, Target, as_stored
+from .target import Prompt as Batch
 
 Prompt = torch.Tensor | Sequence[int] | Mapping[str, torch.Tensor]
 
@@ -140,15 +138,13 @@ def calibrate_all(
         found.append([{} for _ in target.layers])
         for (layer, side), r in measured.items():
             found[-1][layer] |= {f"{side}_{name}": t for name, t in r.qparams().items()}
-        target.levels.update(levels_of(target.scheme, target.layers, found[-1]))
     moments = [moments_of(t.scheme, t.layers) for t in targets]
     if any(moments):
         _see_queries(model, batches, targets, moments, progress)
     for static, measured_bases in zip(found, moments, strict=True):
         for layer, m in measured_bases.items():
             static[layer]["k_basis"] = m.basis()
-    if any(t.levels for t in targets):
-        histograms.collect(model, batches, [t for t in targets if t.levels], weights == "fisher", checkpointing, resume, progress)
+    _fill_codebooks(model, batches, targets, found, weights == "fisher", checkpointing, resume, progress)
     for target, static in zip(targets, found, strict=True):
         for (layer, side), fit in target.levels.items():
             static[layer][f"{side}_codebook"] = fit.fit(per_head)
@@ -222,15 +218,22 @@ def ranges_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int
     return found
 
 
-def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[dict[str, torch.Tensor]]) -> dict[tuple[int, str], Levels]:
-    """One histogram per layer and side that has a codebook."""
-    found = {}
-    for i, g in enumerate(layers):
-        for side, what, spec in zip("kv", ("keys", "values"), scheme.for_layer(i, len(layers)), strict=True):
-            if "codebook" in spec.calibrates:
-                known = QParams(static[i][f"{side}_scale"], static[i].get(f"{side}_bias")) if spec.static else None
-                found[i, side] = Levels(spec, g.num_kv_heads, scheme.page_size, known, f"{what} of layer {i}")
-    return found
+def _has_codebook(target: Target) -> bool:
+    return any("codebook" in target.spec((i, side)).calibrates for i in range(len(target.layers)) for side in "kv")
+
+
+def _fill_codebooks(
+    model: Any, prompts: list[Batch], targets: list[Target], found: list[list[dict[str, torch.Tensor]]], weighted: bool, checkpointing: bool,
+    resume: str | os.PathLike[str] | None, progress: bool,
+) -> None:  # fmt: skip
+    """Fill `levels` of the targets whose schemes have codebooks."""
+    having = [(t, static) for t, static in zip(targets, found, strict=True) if _has_codebook(t)]
+    if having:
+        from ..literature import histograms
+
+        for target, static in having:
+            target.levels.update(histograms.levels_of(target.scheme, target.layers, static))
+        histograms.collect(model, prompts, [t for t, _ in having], weighted, checkpointing, resume, progress)
 
 
 def moments_of(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> dict[int, Moments]:
@@ -239,7 +242,7 @@ def moments_of(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> dict[int, M
     return {i: Moments(key, layers[i], scheme.page_size, f"layer {i}") for i, key in enumerate(keys) if "basis" in key.calibrates}
 
 
-def _see_queries(model: Any, prompts: list[histograms.Prompt], targets: list[Target], moments: list[dict[int, Moments]], progress: bool) -> None:
+def _see_queries(model: Any, prompts: list[Batch], targets: list[Target], moments: list[dict[int, Moments]], progress: bool) -> None:
     """Fill `moments`; targets whose tokens and pages are the same have the same ones, so one of them looks."""
     layers = {layer for wanted in moments for layer in wanted}
     first: dict[tuple[int, int, frozenset[int]], int] = {}
@@ -262,7 +265,7 @@ def _see_queries(model: Any, prompts: list[histograms.Prompt], targets: list[Tar
             m.take(moments[one][layer])
 
 
-def _run(model: Any, prompts: list[histograms.Prompt], targets: list[Target], ranges: list[dict[histograms.Place, Ranges]], progress: bool) -> None:
+def _run(model: Any, prompts: list[Batch], targets: list[Target], ranges: list[dict[Place, Ranges]], progress: bool) -> None:
     layers = {layer for wanted in ranges for layer, _ in wanted}
     with evaluating(model), bar("calibrating", sum(len(ids) for ids, _ in prompts), enabled=progress) as advance:
         for i, (ids, mask) in enumerate(prompts):

@@ -209,7 +209,7 @@ Device = Annotated[str | None, typer.Option(help="Device to run on, like cuda; t
 Dtype = Annotated[str, typer.Option(help="Dtype of the model: auto, bf16, fp16, or fp32, which takes the rounding noise of bf16 out of KL.")]
 Schemes = Annotated[
     list[str] | None,
-    typer.Option("--schemes", "--scheme", help="Schemes, comma-separated or repeated: presets, files of your own (.json), or all.", show_default=False),
+    typer.Option("--schemes", "--scheme", help="Schemes, comma-separated or repeated: presets, files (.json), core, literature or all.", show_default=False),
 ]
 
 

@@ -81,7 +81,7 @@ def evaluate(
     """What each cache costs on a model: perplexity, KL, retrieval, benchmarks, speed, beside the 16-bit cache on the same tokens.
 
     Every scheme runs through the real packed cache and the real attention op. Results are JSON files; `kvbits report` draws them.
-    Schemes are every preset if none is named; `stock` adds Transformers' own quantized caches (quanto, HQQ, fp8).
+    Schemes are the core presets if none is named; `literature` adds formats of papers, `stock` Transformers' own quantized caches (quanto, HQQ, fp8).
     """
     require_model(model)
     require_folder(out, "--out", writable=True)
@@ -150,7 +150,7 @@ def _schemes(given: list[str] | None) -> list[str | Scheme]:
     from .. import schemes
     from ..evaluate.caches import GROUPS
 
-    return schemes.expand(names_of("--schemes", given or "all"), GROUPS)
+    return schemes.expand(names_of("--schemes", given or "core"), GROUPS)
 
 
 def _texts(

@@ -1,4 +1,4 @@
-"""`kvbits schemes`: the presets."""
+"""`kvbits schemes`: the presets, the core's first."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ def list_schemes(
     """The named schemes, with bits per element (scales, offsets and padding included), description and paper link."""
     from .. import schemes
     from ..errors import SpecError
-    from ..report.markdown import SHOWN  # those of the README's table come first
     from ..spec import LayerGeometry, to_dict
 
     LayerGeometry(num_kv_heads=1, head_dim=head_dim)  # refuses a head_dim that no cache has
     found, unfit = [], {}
-    for name in (*SHOWN, *(n for n in schemes.PRESETS if n not in SHOWN)):
+    for name in schemes.PRESETS:
         scheme = schemes.get(name, head_dim=head_dim)
         try:
             found.append((scheme, scheme.bits_per_element(head_dim)))
@@ -31,7 +30,8 @@ def list_schemes(
     if as_json:
         rows = [
             {
-                "scheme": s.name, "bits_per_element": bits, "description": s.description, "source": s.source,
+                "scheme": s.name, "ring": "core" if s.name in schemes.CORE else "literature", "bits_per_element": bits,
+                "description": s.description, "source": s.source,
                 "page_size": s.page_size, "num_sink_tokens": s.num_sink_tokens, "residual_length": s.residual_length,
                 "needs_calibration": s.needs_calibration, "key": to_dict(s.key), "value": to_dict(s.value),
             }
@@ -39,14 +39,16 @@ def list_schemes(
         ]  # fmt: skip
         print_json({"head_dim": head_dim, "rows": rows, "unfit": unfit})
         return
-    table = new_table(f"Schemes at head_dim {head_dim}", "scheme", "bits/element", "newest raw", "page", "description", "source")
-    for column in table.columns[4:]:
-        column.justify = "left"
+    tables = {True: f"Schemes at head_dim {head_dim}", False: "Literature: formats of papers and their neighbours, kept to compare with"}
+    shown = {core: new_table(title, "scheme", "bits/element", "newest raw", "page", "description", "source") for core, title in tables.items()}
+    for table in shown.values():
+        for column in table.columns[4:]:
+            column.justify = "left"
     for s, bits in found:
-        table.add_row(s.name, f"{bits:.3f}", f"{s.residual_length}", f"{s.page_size}", s.description, s.source)
+        shown[s.name in schemes.CORE].add_row(s.name, f"{bits:.3f}", f"{s.residual_length}", f"{s.page_size}", s.description, s.source)
     notes = [
         f"bits/element: closed pages in heads of {head_dim} channels (--head-dim for other models), all metadata included.",
         "newest raw: tokens always kept at 16 bits; besides them the unfinished page is, so with 0 still up to `page` tokens.",
         *(f"not listed: {name}: {why}" for name, why in unfit.items()),
     ]
-    show(table, "\n".join(notes))
+    show(*shown.values(), "\n".join(notes))

@@ -42,7 +42,7 @@ NVFP4 = "nvfp4"
 """4-bit floats in a dense cache (`simulated.nvfp4`), on the pages of `int4`: there to be compared with."""
 OTHERS = {*STOCK, NVFP4}
 """Names that are no scheme of ours."""
-GROUPS = {"all": tuple(presets.PRESETS), "stock": tuple(STOCK), NVFP4: (NVFP4,)}
+GROUPS = presets.GROUPS | {"stock": tuple(STOCK), NVFP4: (NVFP4,)}
 """What an evaluation knows by name (see `schemes.expand`)."""
 
 

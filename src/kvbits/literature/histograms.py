@@ -5,54 +5,30 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..calibrate.calibration import read_file, write_file
+from ..calibrate.observe import evaluating, forward
+from ..calibrate.target import Place, Prompt, Target, as_stored
 from ..errors import CalibrationError
 from ..progress import bar
-from ..quant.rotary import turn
-from ..spec import LayerGeometry, QuantSpec, Scheme, to_dict
+from ..quant.qparams import QParams
+from ..spec import LayerGeometry, Scheme, to_dict
 from . import fisher
-from .calibration import read_file, write_file
 from .codebooks import Levels
-from .observe import evaluating, forward
-
-Prompt = tuple[torch.Tensor, torch.Tensor | None]
-"""Ids [B, T], attention mask [B, T] or None."""
-Place = tuple[int, str]
-"""Layer, and side: "k" or "v"."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """A scheme to calibrate.
-
-    Attributes:
-        layers: the model's geometry, with rotary embeddings where the scheme needs them.
-        tokens: for each prompt, bool [B, T]: tokens to look at.
-        levels: what is collected.
-    """
-
-    scheme: Scheme
-    layers: tuple[LayerGeometry, ...]
-    skip: int
-    tokens: list[torch.Tensor]
-    levels: dict[Place, Levels] = field(default_factory=dict)
-
-    def spec(self, place: Place) -> QuantSpec:
-        return self.scheme.for_layer(place[0], len(self.layers))["kv".index(place[1])]
-
-
-def as_stored(x: torch.Tensor, geometry: LayerGeometry, spec: QuantSpec) -> torch.Tensor:
-    """Keys or values [B, T, H, D] of tokens 0 to T - 1 as pages store them: turned back, channels in stored order. Also for gradients."""
-    if not spec.pre_rope:
-        return x
-    assert geometry.rotary is not None
-    order = torch.tensor(geometry.rotary.order(geometry.head_dim), device=x.device)
-    inv_freq = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32)
-    return turn(x[..., order].float().transpose(1, 2), torch.arange(x.shape[1]), inv_freq, back=True).transpose(1, 2)
+def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[dict[str, torch.Tensor]]) -> dict[Place, Levels]:
+    """One histogram per layer and side that has a codebook."""
+    found = {}
+    for i, g in enumerate(layers):
+        for side, what, spec in zip("kv", ("keys", "values"), scheme.for_layer(i, len(layers)), strict=True):
+            if "codebook" in spec.calibrates:
+                known = QParams(static[i][f"{side}_scale"], static[i].get(f"{side}_bias")) if spec.static else None
+                found[i, side] = Levels(spec, g.num_kv_heads, scheme.page_size, known, f"{what} of layer {i}")
+    return found
 
 
 def collect(
