@@ -13,7 +13,6 @@ from kvbits.errors import SpecError, UnsupportedError
 from kvbits.ops import dispatch
 from kvbits.spec import PageLayout, PerGroup, QuantSpec
 
-CORE = ("raw", "int8", "int8_centered", "int4", "int4_rotated", "klt4", "klt3", "klt2")
 NATIVE = {"decode", "chunk", "close", "append"}
 
 
@@ -23,7 +22,7 @@ def layout_of(name, head_dim=128, raw_dtype="bfloat16"):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", schemes.CORE)
 def test_core_schemes_are_native_on_both_backends(name, head_dim):
     layout = layout_of(name, head_dim)
     found = {op: answers for op, answers in dispatch.natives(layout).items() if op in NATIVE}
@@ -31,6 +30,10 @@ def test_core_schemes_are_native_on_both_backends(name, head_dim):
     by_reference = {(op, backend): why for op, answers in found.items() for backend, why in answers.items() if why}
     assert not by_reference, dispatch.table({name: name})
     assert all(answers.keys() == {"cpu", "cuda"} for answers in found.values())
+
+
+def test_the_core_is_small():
+    assert len(schemes.CORE) <= 9
 
 
 def test_the_table_gives_reasons():
