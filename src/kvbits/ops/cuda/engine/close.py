@@ -49,7 +49,7 @@ class DecodeStep:
         store: pages that close, or `tail` again where nothing does.
         tail: raw pages.
         closings: int64 [B, 2] on the device, struct Closing of runs.cuh; runs: int64 [B, 5], struct Run. Bytes count from the first slab of each store.
-        status: int32 [6] on the device, added to (see `Family.close`).
+        status: int32 [6] on the device, added to (see `family.Close`).
         undo: [2, B, H, D] of `dtype`, dense: takes the rows that tokens replace, for `put_back`.
         tail_starts: int32 [B] on the device, position of the first token of the raw pages that stay, for keys in the frame of their page.
     """
@@ -127,7 +127,7 @@ def close(
 def close_later(
     k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
 ) -> torch.Tensor | None:
-    """`close` without waiting: int32 [6] on the device, see `Family.close`; None for no pages.
+    """`close` without waiting: int32 [6] on the device, see `family.Close`; None for no pages.
 
     Raises:
         DataError, UnsupportedError: as `close`, for all that needs no look at numbers.

@@ -16,14 +16,49 @@ from .side import widened
 
 Op = Literal["attend", "close", "step", "unpack"]
 """What kernels do with pages: attention over them, closing them from the host, closing them in a decode step on the device, unpacking to 16-bit rows."""
-Low = tuple[LowLayout, torch.Tensor]
-"""Layout of low planes, and int64 [n] on the device: byte addresses of their first structs."""
+
+
+class Close(Protocol):
+    """Closes pages without waiting.
+
+    Args:
+        k, v: [n, H, page_size, head_dim], 16-byte aligned rows.
+        page_address: int64 [n] on the device: byte addresses of the pages' first structs.
+        status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite inputs.
+        first: what `Family.first` gave.
+        low: layout of the pages' low planes, and int64 [n] on the device: byte addresses of their first structs.
+    """
+
+    def __call__(
+        self, k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
+        low: tuple[LowLayout, torch.Tensor] | None = None,
+    ) -> None: ...  # fmt: skip
 
 
 class Unpacks(Protocol):
-    """Pages of one store, ready to be unpacked for every layer of a group."""
+    """Pages of one store, ready to be unpacked for every layer of the group; launches only.
 
-    def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None: ...
+    Args:
+        page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
+        rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
+        layer_stride: bytes from a page of one layer to the same page of the next.
+        starts: int32 [n] on the device: position of each page's first token, for keys that are turned back.
+        low: the store of the pages' low planes, and int64 [n] on the device: bytes of their first structs, layer 0.
+    """
+
+    def __init__(
+        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor | None = None,
+        low: tuple[LowStore, torch.Tensor] | None = None,
+    ) -> None: ...  # fmt: skip
+
+    def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says."""
+
+
+class Refuses(Protocol):
+    """Why pages cannot be closed from, or unpacked to, rows of a dtype, or None."""
+
+    def __call__(self, layout: PageLayout, dtype: torch.dtype | None) -> str | None: ...
 
 
 class Family:
@@ -31,9 +66,17 @@ class Family:
 
     Attributes:
         folds: its attention kernel does as much again with half of its columns where there are at most `shape.FOLD_COLUMNS`.
+        steps: None, or why its pages are not closed in decode steps on the device.
+        always_unpacks: whether pages are unpacked to 16-bit rows where the attention kernel refuses them.
     """
 
     folds = False
+    steps: str | None = None
+    always_unpacks = False
+    refuses_closing: Refuses
+    refuses_unpacking: Refuses
+    close: Close
+    unpacker: type[Unpacks]
 
     def serves(self, layout: PageLayout) -> bool:
         """Whether a layout belongs to this family; the first of `families.FAMILIES` that says so has it."""
@@ -51,11 +94,20 @@ class Family:
             num_columns: attention: query columns of a kv head (query tokens times heads).
             shared_limit: attention: bytes of shared memory of a block, if known.
         """
-        raise NotImplementedError
+        if low and (why := self.refuses_low(op, layout, low)):
+            return why
+        if op == "attend":
+            return self.refuses_attention(layout, num_columns, shared_limit)
+        if op == "unpack":
+            return self.refuses_unpacking(layout, dtype)
+        return (self.steps if op == "step" else None) or self.refuses_closing(layout, dtype)
 
-    def may_unpack(self, layout: PageLayout) -> bool:
-        """Whether pages are unpacked to 16-bit rows where the attention kernel refuses them."""
-        return False
+    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
+        """Why an operation does not take low planes under pages of a layout, or None."""
+        return f"low planes under {layout.key.format}/{layout.value.format} pages have no CUDA kernel"
+
+    def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
+        raise NotImplementedError
 
     def is_wide(self, layout: PageLayout) -> bool:
         """Whether the attention kernel has registers for `shape.WIDE` columns a warp."""
@@ -81,37 +133,8 @@ class Family:
         """What `close` needs to know of the positions `starts` [num_pages] of pages' first tokens, on `device`; None where it needs nothing."""
         return None
 
-    def close(
-        self, k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
-        low: Low | None = None,
-    ) -> None:  # fmt: skip
-        """Close pages without waiting.
-
-        Args:
-            k, v: [n, H, page_size, head_dim], 16-byte aligned rows.
-            page_address: int64 [n] on the device: byte addresses of the pages' first structs.
-            status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite inputs.
-            first: what `first` gave.
-        """
-        raise NotImplementedError
-
     def step(
         self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
     ) -> tuple[driver.Kernel, int, Any]:
         """The closing kernel of a decode step, threads of its blocks, and its arguments (with `STEP_FIELDS`), what the format alone has set."""
-        raise NotImplementedError
-
-    def unpacker(
-        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor,
-        low: tuple[LowStore, torch.Tensor] | None = None,
-    ) -> Unpacks:  # fmt: skip
-        """Pages ready to be unpacked; launches only.
-
-        Args:
-            page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
-            rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
-            layer_stride: bytes from a page of one layer to the same page of the next.
-            starts: int32 [n] on the device: position of each page's first token.
-            low: the store of the pages' low planes, and int64 [n] on the device: bytes of their first structs, layer 0.
-        """
         raise NotImplementedError

@@ -49,7 +49,7 @@ def refuses_on(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_que
 
 def _may_unpack(call: AttendCall) -> bool:
     """Whether the pages have a format that some layouts of are read unpacked only."""
-    return any(family_of(p.store.layout).may_unpack(p.store.layout) for p in call.parts)
+    return any(family_of(p.store.layout).always_unpacks for p in call.parts)
 
 
 def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) -> str | None:

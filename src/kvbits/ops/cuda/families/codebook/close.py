@@ -11,7 +11,7 @@ import torch
 
 from .....later import upload
 from .....quant.rotary import page_turns, step_turns
-from .....spec import PageLayout, PerChannel
+from .....spec import LowLayout, PageLayout, PerChannel
 from ....descriptor import TORCH_NUMBERS
 from ....reference.dequantize import require_starts
 from ....types import PageStore
@@ -101,8 +101,11 @@ def _by_twos(turns: np.ndarray, head_dim: int) -> torch.Tensor:
     return x.unflatten(-1, (head_dim // 8, 2, 2)).transpose(-3, -2).contiguous()
 
 
-def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None) -> None:
-    """Close pages without waiting for the GPU; arguments as of `Family.close`, and what `first_angles` gave."""
+def launch(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
+    low: tuple[LowLayout, torch.Tensor] | None = None,
+) -> None:  # fmt: skip
+    """See `engine.family.Close`; there are no low planes."""
     layout, static, device = store.layout, store.static, k.device
     args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
     args.num_pages = len(page_address)

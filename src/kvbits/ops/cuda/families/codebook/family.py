@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from .....spec import LowLayout, PageLayout
 from ....descriptor import GROUP, scale_kind
-from ....types import LowStore, PageStore
 from ...engine import shape
-from ...engine.family import Family, Low, Op, Unpacks
+from ...engine.family import Family, Op
 from ...engine.shape import RAW_TOKENS, Ask, Kernel, Shape
 from ...engine.side import as_float32, turns_on
 from ..plain import unpack
@@ -25,30 +23,22 @@ BARRIERS = 40
 class Codebook(Family):
     """See above."""
 
-    folds = True
+    folds = always_unpacks = True
+    steps = "pages of KVQuant's formats are closed from the host"
+    refuses_closing, refuses_unpacking = staticmethod(close.refuses_layout), staticmethod(unpack.refuses_layout)
+    close, first, unpacker = staticmethod(close.launch), staticmethod(close.first_angles), unpack.Unpacker
 
     def serves(self, layout: PageLayout) -> bool:
         return format.extras(layout) is not None
 
-    def refuses(
-        self, op: Op, layout: PageLayout, *, dtype: torch.dtype | None = None, low: Sequence[LowLayout] = (), num_columns: int = 1,
-        shared_limit: int | None = None,
-    ) -> str | None:  # fmt: skip
-        if low:
-            return f"{format.extras(layout)}: low planes have no CUDA kernel"
-        if op == "unpack":
-            return unpack.refuses_layout(layout, dtype)
-        if op == "step":
-            return "pages of KVQuant's formats are closed from the host"
-        if op == "close":
-            return close.refuses_layout(layout, dtype)
+    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
+        return f"{format.extras(layout)}: low planes have no CUDA kernel"
+
+    def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         why = format.refuses(layout)
         if not why and shared_limit and _choose_shape(layout, 8, shared_limit, False) is None:
             why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
         return why and f"{format.extras(layout)}: {why}"
-
-    def may_unpack(self, layout: PageLayout) -> bool:
-        return True
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel | None:
         wide = ask.shared_limit >= format.WIDE_FROM
@@ -80,21 +70,6 @@ class Codebook(Family):
         if layout.key.pre_rope:
             found["turns"] = turns_on(static["k_inv_freq"], device).data_ptr()
         return found
-
-    def first(self, store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
-        return close.first_angles(store, starts, num_pages, device)
-
-    def close(
-        self, k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
-        low: Low | None = None,
-    ) -> None:  # fmt: skip
-        close.launch(k, v, store, page_address, status, first)
-
-    def unpacker(
-        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor,
-        low: tuple[LowStore, torch.Tensor] | None = None,
-    ) -> Unpacks:  # fmt: skip
-        return unpack.Unpacker(store, dtype, page_address, rows, layer_stride, starts)
 
 
 def _choose_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) -> Shape | None:

@@ -18,7 +18,7 @@ import torch
 
 from .....errors import DataError
 from .....later import upload
-from .....spec import PageLayout
+from .....spec import LowLayout, PageLayout
 from ....descriptor import TORCH_NUMBERS
 from ....reference.dequantize import require_starts
 from ....types import PageStore
@@ -118,14 +118,17 @@ def set_static(args: Args, store: PageStore, starts: torch.Tensor | None) -> Non
     args.turns = turns_on(store.static["k_inv_freq"], device).data_ptr()
 
 
-def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, starts: torch.Tensor | None) -> None:
-    """Close pages without waiting for the GPU; arguments as of `Family.close`, and what `first_positions` gave."""
+def launch(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
+    low: tuple[LowLayout, torch.Tensor] | None = None,
+) -> None:  # fmt: skip
+    """See `engine.family.Close`; there are no low planes."""
     layout, device = store.layout, k.device
     args = Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
     args.num_pages, args.pages_each = len(page_address), pages_each(len(page_address), layout.num_kv_heads, places(layout, device))
     for i, x in enumerate((k, v)):
         args.x[i] = x.data_ptr()
         args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])
-    set_static(args, store, starts)
+    set_static(args, store, first)
     kernel, threads = load(layout, k.dtype, -1 if device.index is None else device.index)
     kernel.launch(2 * layout.num_kv_heads * -(-args.num_pages // args.pages_each), threads, args, driver.current_stream(device) if device.type == "cuda" else 0)

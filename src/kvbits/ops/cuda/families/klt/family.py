@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from .....spec import LowLayout, PageLayout, plane_row_bytes
 from ....descriptor import LEVELS, describe
-from ....types import LowStore, PageStore
+from ....types import PageStore
 from ...engine import shape
-from ...engine.family import Family, Low, Op, Unpacks
+from ...engine.family import Family, Op
 from ...engine.runtime import driver
 from ...engine.shape import RAW_TOKENS, Ask, Kernel
 from ...engine.side import turns_on
@@ -33,23 +32,18 @@ MOST_WARPS = 11
 class Klt(Family):
     """See above."""
 
-    folds = True
+    folds = always_unpacks = True
+    refuses_closing, refuses_unpacking = staticmethod(close.refuses_layout), staticmethod(unpack.refuses_layout)
+    close, first, unpacker = staticmethod(close.launch), staticmethod(close.first_positions), unpack.BandedUnpacker
 
     def serves(self, layout: PageLayout) -> bool:
         return layout.key.is_banded or layout.value.is_banded
 
-    def refuses(
-        self, op: Op, layout: PageLayout, *, dtype: torch.dtype | None = None, low: Sequence[LowLayout] = (), num_columns: int = 1,
-        shared_limit: int | None = None,
-    ) -> str | None:  # fmt: skip
-        if low:
-            return f"{banded_sides(layout)} with low planes have no CUDA kernel"
-        if op == "unpack":
-            return unpack.refuses_layout(layout, dtype)
-        return _refuses_attention(layout, num_columns) if op == "attend" else close.refuses_layout(layout, dtype)
+    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
+        return f"{banded_sides(layout)} with low planes have no CUDA kernel"
 
-    def may_unpack(self, layout: PageLayout) -> bool:
-        return True
+    def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
+        return _refuses_attention(layout, num_columns)
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
         d, chunk = ask.head_dim, ask.shape.chunk if ask.shape else shape.chunk_tokens(layout)
@@ -81,27 +75,12 @@ class Klt(Family):
             return {}
         return {"turns": turns_on(static["k_inv_freq"], device).data_ptr(), "k_inverse": basis_on(static["k_inverse"], device).data_ptr()}
 
-    def first(self, store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
-        return close.first_positions(store, starts, num_pages, device)
-
-    def close(
-        self, k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
-        low: Low | None = None,
-    ) -> None:  # fmt: skip
-        close.launch(k, v, store, page_address, status, first)
-
     def step(
         self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
     ) -> tuple[driver.Kernel, int, Any]:
         args = close.StepArgs(num_pages=num_sequences, pages_each=1)
         close.set_static(args, store, tail_starts)
         return *close.load(store.layout, dtype, device_index, True), args
-
-    def unpacker(
-        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor,
-        low: tuple[LowStore, torch.Tensor] | None = None,
-    ) -> Unpacks:  # fmt: skip
-        return unpack.BandedUnpacker(store, dtype, page_address, rows, layer_stride, starts)
 
 
 def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:

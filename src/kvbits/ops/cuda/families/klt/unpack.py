@@ -13,7 +13,7 @@ import torch
 from .....errors import DataError
 from .....spec import PageLayout
 from ....descriptor import MATRIX_DTYPES, TORCH_NUMBERS
-from ....types import PageStore
+from ....types import LowStore, PageStore
 from ...engine.runtime import driver
 from ...engine.side import as_float32, turns_on
 from .operands import banded_arguments, column_powers, columns_as_operands, refuses_bands, resident
@@ -53,16 +53,14 @@ def load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[dri
 
 
 class BandedUnpacker:
-    """Pages of one store, ready to be unpacked for every layer of the group; launches only; same use as `Unpacker`.
+    """See `engine.family.Unpacks`; there are no low planes."""
 
-    Args:
-        page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
-        rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
-        layer_stride: bytes from a page of one layer to the same page of the next.
-        starts: int32 [n] on the device: position of each page's first token.
-    """
-
-    def __init__(self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor) -> None:
+    def __init__(
+        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor | None = None,
+        low: tuple[LowStore, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        if starts is None:
+            raise DataError("pages of banded codes were given no starts; pass each page's first position")
         layout, self._device = store.layout, page_address.device
         self._store, self._layer_stride, self._keep = store, layer_stride, (page_address, rows, starts)
         self._kernel, self._threads = load(layout, dtype, -1 if self._device.index is None else self._device.index)

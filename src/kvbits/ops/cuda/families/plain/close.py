@@ -79,9 +79,10 @@ def set_static(args: _Args, store: PageStore) -> None:
 
 
 def launch(
-    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, low: tuple[LowLayout, torch.Tensor] | None = None
-) -> None:
-    """See `Family.close`."""
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
+    low: tuple[LowLayout, torch.Tensor] | None = None,
+) -> None:  # fmt: skip
+    """See `engine.family.Close`."""
     layout = store.layout
     if low:
         if len(low) != 2 or not isinstance(low[0], LowLayout) or len(low[1]) != len(page_address):

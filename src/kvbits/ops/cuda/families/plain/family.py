@@ -10,9 +10,9 @@ import torch
 
 from .....spec import LowLayout, PageLayout, QuantSpec, plane_row_bytes
 from ....descriptor import CHANNEL, GROUP, STATIC, scale_kind
-from ....types import LowStore, PageStore
+from ....types import PageStore
 from ...engine import shape
-from ...engine.family import Family, Low, Op, Unpacks
+from ...engine.family import Family, Op
 from ...engine.runtime import driver
 from ...engine.shape import RAW_TOKENS, RING_BYTES, WIDE, Ask, Kernel, Shape
 from . import close, unpack
@@ -24,20 +24,19 @@ LOW_BITS = 4
 class Plain(Family):
     """See above."""
 
+    refuses_closing, refuses_unpacking = staticmethod(close.refuses_layout), staticmethod(unpack.refuses_layout)
+    close, unpacker = staticmethod(close.launch), unpack.Unpacker
+
     def serves(self, layout: PageLayout) -> bool:
         return True
 
-    def refuses(
-        self, op: Op, layout: PageLayout, *, dtype: torch.dtype | None = None, low: Sequence[LowLayout] = (), num_columns: int = 1,
-        shared_limit: int | None = None,
-    ) -> str | None:  # fmt: skip
+    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
         if len(low) > 1:
             return f"pages with {len(low)} low planes each; the CUDA kernels take one"
-        if op == "unpack":
-            return unpack.refuses_layout(layout, dtype)
-        if op in ("close", "step"):
-            return close.refuses_layout(layout, dtype)
-        return _refuses_attention(layout) or next((why for x in low if (why := _refuses_low(layout, x))), None)
+        return _refuses_low(layout, low[0]) if op == "attend" else None
+
+    def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
+        return _refuses_attention(layout)
 
     def is_wide(self, layout: PageLayout) -> bool:
         """One plane, no terms that count weights or scale queries by page."""
@@ -74,24 +73,12 @@ class Plain(Family):
             raw_in_ring=raw_in_ring, raw_tokens=raw_tokens,
         )  # fmt: skip
 
-    def close(
-        self, k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
-        low: Low | None = None,
-    ) -> None:  # fmt: skip
-        close.launch(k, v, store, page_address, status, low)
-
     def step(
         self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
     ) -> tuple[driver.Kernel, int, Any]:
         args = close.StepArgs()
         close.set_static(args, store)
         return *close.load(store.layout, dtype, device_index, None, True), args
-
-    def unpacker(
-        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor,
-        low: tuple[LowStore, torch.Tensor] | None = None,
-    ) -> Unpacks:  # fmt: skip
-        return unpack.Unpacker(store, dtype, page_address, rows, layer_stride, starts, low)
 
 
 def walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:

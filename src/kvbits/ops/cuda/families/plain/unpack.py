@@ -83,15 +83,7 @@ def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> Non
 
 
 class Unpacker:
-    """Pages of one store, ready to be unpacked for every layer of the group; launches only.
-
-    Args:
-        page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
-        rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
-        layer_stride: bytes from a page of one layer to the same page of the next.
-        starts: int32 [n] on the device: position of each page's first token, for keys from before the rotary embedding.
-        low: the store of the pages' low planes, and int64 [n] on the device: bytes of their first structs, layer 0.
-    """
+    """See `engine.family.Unpacks`."""
 
     def __init__(
         self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor | None = None,
@@ -129,7 +121,6 @@ class Unpacker:
             args.turns = turns_on(static["k_inv_freq"], device).data_ptr()
 
     def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says."""
         self._set_static(self._store.static if static is None else static)
         self._args.out[0], self._args.out[1], self._args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self.layer_stride
         self._args.low_layer_offset = layer * self._low_stride

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from .....spec import LowLayout, PageLayout
 from ...engine import shape
 from ...engine.family import Op
@@ -20,20 +18,13 @@ class Raw(Plain):
     def serves(self, layout: PageLayout) -> bool:
         return layout.is_raw
 
-    def refuses(
-        self, op: Op, layout: PageLayout, *, dtype: torch.dtype | None = None, low: Sequence[LowLayout] = (), num_columns: int = 1,
-        shared_limit: int | None = None,
-    ) -> str | None:  # fmt: skip
-        if low:
-            return "low planes under raw pages"
-        if op != "attend":
-            return super().refuses(op, layout, dtype=dtype)
+    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
+        return "low planes under raw pages"
+
+    def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         if layout.head_dim > 256:
             return f"head_dim={layout.head_dim} is above 256"
         return "raw pages are float32; the kernel multiplies float16 and bfloat16" if layout.raw_dtype == "float32" else None
-
-    def may_unpack(self, layout: PageLayout) -> bool:
-        return False
 
     def is_wide(self, layout: PageLayout) -> bool:
         return False
