@@ -16,7 +16,6 @@ SHARED = sorted(
     for path in (ROOT / folder).glob(kind)
 )
 EXCEPTIONS = {
-    "ops/dispatch.py": "names a preset of each family for the table that it prints",
     "ops/descriptor.py": "says what every format's bytes are",
     "ops/static.py": "names and shapes of what is calibrated",
     "integrations/vllm/scheme_file.py": "a refusal that says what a spec may not have",
