@@ -39,7 +39,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 quick: lint
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/test_*.py tests/quant tests/contracts tests/ops/test_cpu_*.py --durations=10
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not literature" tests/test_*.py tests/quant tests/contracts tests/ops/test_cpu_*.py --durations=10
 
 test: setup lint
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10

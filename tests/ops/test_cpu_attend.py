@@ -76,6 +76,7 @@ def test_long_raw_parts(tier, head_dim):
             assert_close(cpu.attend(*case), judge(*case), max(NOISE[key.format], NOISE[value.format]))
 
 
+@pytest.mark.literature
 @pytest.mark.parametrize("fmt", [*CODEBOOKS, "int8", "int4", "int3", "int2"])
 def test_codebooks_and_outliers(tier, fmt):
     for spec in kvquant_specs(fmt):
@@ -83,6 +84,7 @@ def test_codebooks_and_outliers(tier, fmt):
         assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
 
 
+@pytest.mark.literature
 @pytest.mark.parametrize("fmt", CODEBOOKS)
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 80, 96, 128, 256, 512])
 def test_kvquant_presets(tier, fmt, head_dim):
@@ -91,6 +93,7 @@ def test_kvquant_presets(tier, fmt, head_dim):
         assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
 
 
+@pytest.mark.literature
 @pytest.mark.parametrize("fmt", [*CODEBOOKS, *FORMATS])
 def test_keys_before_the_rotary_embedding(tier, fmt):
     """Whatever the keys are stored as; positions at which angles in fp32 would be off by 0.008 radians. With AVX-512 codes of few bits meet integer queries."""
@@ -102,6 +105,7 @@ def test_keys_before_the_rotary_embedding(tier, fmt):
         assert_close(cpu.attend(*case), judge(*case), 1.5e-3 if in_pairs else 1e-5)
 
 
+@pytest.mark.literature
 def test_pairs_of_unlike_channels(tier):
     """A key bias a hundred times the rest, and queries that are large in one channel: what the integers are taken against."""
     key, value = kvquant("nuq4")
@@ -118,6 +122,7 @@ def test_pairs_of_unlike_channels(tier):
         assert_close(cpu.attend(q, alone, positions), judge(q, alone, positions), NOISE["nuq4"])
 
 
+@pytest.mark.literature
 @pytest.mark.parametrize(("query", "outlier"), [(1, 1000), (30, 100), (100, 300), (1000, 1000)])
 def test_large_outliers_beside_a_query_large_elsewhere(tier, query, outlier):
     """A row's integers are in units of its longest pair: they would lose the query that the outlier meets."""
@@ -134,6 +139,7 @@ def test_large_outliers_beside_a_query_large_elsewhere(tier, query, outlier):
         assert_close(cpu.attend(q, alone, positions), judge(q, alone, positions), NOISE[fmt])
 
 
+@pytest.mark.literature
 @pytest.mark.parametrize("options", [
     {"window": 70}, {"softcap": 20.0}, {"window": 130, "softcap": 30.0, "tokens": 9}, {"tokens": 83, "pages": 4}, {"page_size": 32}, {"page_size": 160},
     {"page_size": 256, "head_dim": 512, "pages": 1}, {"heads": 1, "group": 16, "pages": 70, "batch": 1}, {"sinks": 0, "dtype": torch.float32},
@@ -144,6 +150,7 @@ def test_kvquant_options(tier, options):
         assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
 
 
+@pytest.mark.literature
 def test_outliers_are_not_trusted(tier):
     """Indices of a damaged page: past its end, or not ascending. The result is another one, but no memory outside the page's own elements is touched."""
     q, call, positions = random_call(*kvquant("nuq4"), sinks=0)
@@ -155,6 +162,7 @@ def test_outliers_are_not_trusted(tier):
             assert cpu.attend(q, call, positions)[0].shape == q.shape
 
 
+@pytest.mark.literature
 def test_missing_calibration_is_named():
     q, call, positions = random_call(*kvquant("nuq4"))
     part = call.parts[0]

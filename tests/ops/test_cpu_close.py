@@ -76,6 +76,7 @@ def test_dtypes(tier, dtype, scale_dtype):
             assert torch.equal(got, want) and counts[0] == counts[1]
 
 
+@pytest.mark.literature
 @pytest.mark.parametrize("fmt", [*CODEBOOKS, "int8", "int4", "int3", "int2"])
 def test_kvquant_same_bytes_as_reference(tier, fmt):
     """Codebooks and outliers, every way to share scales, keys before the rotary embedding: half the channels in whole vectors and not."""
@@ -89,6 +90,7 @@ def test_kvquant_same_bytes_as_reference(tier, fmt):
             assert counts[0] == counts[1]
 
 
+@pytest.mark.literature
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("fmt", CODEBOOKS)
 def test_kvquant_presets_same_bytes_as_reference(tier, fmt, static):
@@ -103,6 +105,7 @@ def test_kvquant_presets_same_bytes_as_reference(tier, fmt, static):
             assert section(got[[4, 0, 3], :2], layout, "k_stretch").float().max() > 1
 
 
+@pytest.mark.literature
 def test_ties_and_wide_indices(tier):
     """Pages of few different numbers, where which element is listed is a matter of order, and indices past 65,535."""
     for fmt, granularity in (("nuq4", PerToken()), ("nuq2", PerChannel()), ("int3", PerGroup(32))):
@@ -116,6 +119,7 @@ def test_ties_and_wide_indices(tier):
                 assert torch.equal(got, want) and counts[0] == counts[1]
 
 
+@pytest.mark.literature
 def test_kvquant_bad_input_is_refused():
     key, value = kvquant("nuq4")
     layout = PageLayout(key=key, value=value, page_size=32, num_kv_heads=2, head_dim=64)

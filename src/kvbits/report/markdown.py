@@ -16,7 +16,7 @@ from .. import schemes
 from ..errors import SpecError
 from ..evaluate.fidelity import DECODING_CHUNK, read_raw
 from ..runs import dated, read
-from ..schemes import PRESETS, weak_to_key_bias
+from ..schemes import GROUPS, PRESETS, weak_to_key_bias
 from ..spec import CacheSpec, LayerGeometry
 from .collect import Cell, Model, Results, bits, collect, held_bits, long_bits
 from .kernels import gpu_latest, gpu_rows, gpu_speeds, graphed, newest_tokens
@@ -562,7 +562,9 @@ def scheme_table(results: Results, benchmarks: Path | None = None) -> str:
     columns, rows, notes = scheme_rows(results, benchmarks)
     chosen = recommendations(results, benchmarks)
     rest = [n for n in notes if n not in (LEGEND, *chosen)]
-    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, [r.cells for r in rows]), " ".join(rest), runs_note(results)]
+    core, papers = ([r.cells for r in rows if (r.scheme in GROUPS["literature"]) is of_papers] for of_papers in (False, True))
+    literature = ["**Literature**: formats of papers ([what they are](../reference/literature.md)).", table(columns, papers)] if papers else []
+    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, core), *literature, " ".join(rest), runs_note(results)]
     return _between(SCHEMES, "\n\n".join(parts))
 
 

@@ -15,6 +15,8 @@ from kvbits.literature.codebooks import BINS, Levels, _exact
 from kvbits.literature.fisher import backward, watched
 from kvbits.spec import PerChannel, PerToken, QuantSpec
 
+pytestmark = pytest.mark.literature
+
 SIZES = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 VALUE = QuantSpec(format="nuq2", granularity=PerToken(), symmetric=False, scale_dtype="float32")
 

@@ -12,6 +12,8 @@ from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.quant.outliers import trimmed_ends, worst
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
 
+pytestmark = pytest.mark.literature
+
 
 def test_the_elements_that_widen_ranges_most_leave_them():
     groups = torch.tensor([[[0.0, 1.0, 2.0, 100.0], [0.0, 1.0, 2.0, 3.0], [-50.0, 0.0, 1.0, 60.0]]])
