@@ -60,7 +60,7 @@ CORE: dict[str, Scheme] = {
     )
 }  # fmt: skip
 
-"""What README recommends: every operation has native kernels, and no other format here is more accurate at equal bits and needs as much of a model."""
+"""What has native kernels for every operation and is meant to be used (docs/internals/architecture.md has the rule)."""
 
 PRESETS: dict[str, Scheme] = CORE | literature.PRESETS
 """Every preset, the core's first."""

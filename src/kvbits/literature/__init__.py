@@ -1,4 +1,4 @@
-"""The second ring: formats of papers and their neighbours, kept to compare with. A core format beats each of them at equal bits.
+"""The second ring: formats of papers and their neighbours, kept to compare with (docs/results/evaluation.md).
 
 schemes.py      the presets, with their sources
 codebooks.py    codebooks of KVQuant's formats, by weighted k-means
