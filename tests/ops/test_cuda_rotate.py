@@ -74,5 +74,8 @@ def test_what_does_not_fit_together_is_refused():
 def test_it_compiles_without_spills():
     if why := cuda_compile.missing():
         pytest.skip(why)
-    resources = cuda_compile.compile_source(Path(rotate.__file__).parent, "rotate.cu", rotate.defines(256, torch.bfloat16), "sm_90").resources("rotate")
+    binary = cuda_compile.compile_source(Path(rotate.__file__).parent, "rotate.cu", rotate.defines(256, torch.bfloat16), "sm_90")
+    if "Compiling entry function" not in binary.log:
+        pytest.skip("this NVRTC does not say what kernels use")
+    resources = binary.resources("rotate")
     assert resources.spill_bytes == 0 and resources.registers <= 40
