@@ -54,6 +54,7 @@ CORE: dict[str, Scheme] = {
             residual_length=64,
             description="asymmetric int4 in groups of 64, keys rotated by a Hadamard matrix and centred: 4 bits where head_dim is a power of two",
         ),
+        literature.kivi(4),
         _klt(4, (6, 6, 5, 5, 4, 4, 3, 3)),
         _klt(3, (6, 5, 4, 4, 3, 3, 2, 1)),
         _klt(2, (6, 4, 3, 2, 2, 2, 1, 0)),

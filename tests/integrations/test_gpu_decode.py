@@ -176,7 +176,7 @@ def test_tokens_of_the_kernel_just_ahead_are_never_read_early(scheme):
     keys = torch.randn(64, *k.shape, generator=gen, device="cuda").bfloat16()
     values = torch.randn(64, *v.shape, generator=gen, device="cuda").bfloat16()
     decode = cache.decoding
-    (group,) = decode.groups
+    (group,) = decode.stepper.groups
     state = group.numbers.clone()
 
     def one(i):
@@ -186,7 +186,7 @@ def test_tokens_of_the_kernel_just_ahead_are_never_read_early(scheme):
     want = []
     for i in range(64):
         group.numbers.copy_(state)
-        decode.begin(None)
+        decode.stepper.begin(None)
         group.writers[0].run(keys[i], values[i], torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
         want.append(group.attention.run(q, 0))

@@ -16,7 +16,8 @@ _INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
 _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
 
 
-def _kivi(bits: int) -> Scheme:
+def kivi(bits: int) -> Scheme:
+    """KIVI's recipe; with 4 bits it is one of the core."""
     spec = QuantSpec(format=f"int{bits}", granularity=PerChannel(), symmetric=False)
     return Scheme(
         name=f"kivi{bits}", key=spec, value=dataclasses.replace(spec, granularity=PerGroup(32)), residual_length=128, page_size=32, source=_KIVI,
@@ -79,8 +80,7 @@ PRESETS: dict[str, Scheme] = {
             name="int8k_int4v", key=_INT8, value=_INT4, residual_length=64,
             description="INT8 keys, grouped INT4 values: the fallback when 4-bit keys cost too much",
         ),
-        _kivi(4),
-        _kivi(2),
+        kivi(2),
         *(_nuq(bits, outliers) for bits in (4, 3, 2) for outliers in (0.01, 0.0)),
         _tiered("tiered", 2048, 14336, "the zones of the 32k example"),
         _tiered("tiered_8k", 512, 2048, "zones for contexts of 8k, small models and edge devices"),
