@@ -35,7 +35,7 @@ demo: setup
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples studies docs
-	$(BIN)/ruff format --check src tests benchmarks examples studies docs/make_reference.py docs
+	$(BIN)/ruff format --check src tests benchmarks examples studies docs
 	$(BIN)/mypy
 
 quick: lint

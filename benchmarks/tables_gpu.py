@@ -1,22 +1,19 @@
-"""The tables of the documents that hold figures of a GPU, from benchmarks/results (README's are written by `kvbits report`): each between two comments, `<!-- gpu:NAME -->` and `<!-- /gpu:NAME -->`.
-
-    python benchmarks/tables_gpu.py            prints them
-    python benchmarks/tables_gpu.py --write    puts them into the documents; a test holds them equal
+"""The tables of the documents that hold figures of a GPU, from benchmarks/results: each between two comments, `<!-- gpu:NAME -->` and `<!-- /gpu:NAME -->`. `python docs/make_tables.py` writes them.
 
 Figures that are compared with each other are of one session on one machine, the newest that has them; every table says when and with which commit it was measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from speeds import graphed
+
 from kvbits import runs
 from kvbits.evaluate.results import read as read_evaluation
-from kvbits.report.kernels import graphed
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -153,25 +150,25 @@ def serving() -> str:
     order = sorted(found, key=lambda key: (key[0] != "decode", key[1], key[2] == "largest", [-n if isinstance(n, int) else 0 for n in key[2:]]))
     lines = []
     for key in order:
-        mode, compiled, *shape = key
-        rows, field = found[key], "ttft_ms" if mode == "prefill" else "tokens_per_s" if shape == ["largest"] else "step_ms"
+        mode, compiled, *at = key
+        by_dtype, field = found[key], "ttft_ms" if mode == "prefill" else "tokens_per_s" if at == ["largest"] else "step_ms"
         title = (
-            "largest batch of 8,192 each, tokens/s" if shape == ["largest"] else f"first token of a prompt of {shape[1]:,}, ms" if mode == "prefill"
-            else f"{shape[0]} x {shape[1]:,}, a step in ms{', torch.compile' if compiled else ''}"
+            "largest batch of 8,192 each, tokens/s" if at == ["largest"] else f"first token of a prompt of {at[1]:,}, ms" if mode == "prefill"
+            else f"{at[0]} x {at[1]:,}, a step in ms{', torch.compile' if compiled else ''}"
         )  # fmt: skip
         cells = []
         for d in dtypes:
-            r = rows.get(d)
-            share = f" ({r[field] / rows['bf16'][field]:.2f}x)" if r and d != "bf16" else ""
-            prefix = f"{r['batch']}: " if r and shape == ["largest"] else ""
+            r = by_dtype.get(d)
+            share = f" ({r[field] / by_dtype['bf16'][field]:.2f}x)" if r and d != "bf16" else ""
+            prefix = f"{r['batch']}: " if r and at == ["largest"] else ""
             cells.append(f"{prefix}{r[field]:,.0f}{share}" if r and r[field] >= 100 else f"{r[field]:.2f}{share}" if r else "")
         lines.append([title, *cells])
-        if shape == ["largest"]:
-            base = rows["bf16"]["capacity_tokens"]
+        if at == ["largest"]:
+            base = by_dtype["bf16"]["capacity_tokens"]
             lines.append(
                 [
                     "capacity, tokens",
-                    *(f"{rows[d]['capacity_tokens'] / base:.2f}x" if d in rows and d != "bf16" else f"{base:,}" if d == "bf16" else "" for d in dtypes),
+                    *(f"{by_dtype[d]['capacity_tokens'] / base:.2f}x" if d in by_dtype and d != "bf16" else f"{base:,}" if d == "bf16" else "" for d in dtypes),
                 ]
             )
     stock = found.get(("decode", False, 48, 8192), {})
@@ -258,7 +255,8 @@ def store() -> str:
 
 def accuracy() -> str:
     """KL through the kernels of a GPU: windows in chunks of 16, and tokens decoded one by one."""
-    lines, made = [], {}
+    lines: list[list[str]] = []
+    made: Row = {}
     for folder in sorted((RESULTS / "eval").iterdir()):
         for name in PRESETS:
             cells = [f"{folder.name}, `{name}`"]
@@ -284,22 +282,3 @@ def filled(text: str) -> str:
         return f"<!-- gpu:{found[1]} -->\n{BLOCKS[found[1]]()}\n<!-- /gpu:{found[1]} -->"
 
     return re.sub(r"<!-- gpu:(\w+) -->\n.*?<!-- /gpu:\1 -->", block, text, flags=re.DOTALL)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args()
-    if not args.write:
-        for name, make in BLOCKS.items():
-            print(f"## {name}\n\n{make()}\n")
-        return
-    for name in DOCUMENTS:
-        before = (ROOT / name).read_text()
-        if (after := filled(before)) != before:
-            (ROOT / name).write_text(after)
-            print(f"wrote {name}")
-
-
-if __name__ == "__main__":
-    main()

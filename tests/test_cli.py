@@ -625,10 +625,6 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "eval"
     [
         (["report", RESULTS, "--html", "folder"], "--html 'folder' is a directory; name a file in it"),
         (["report", RESULTS, "--html", "nowhere/x.html"], "--html nowhere/x.html: the directory nowhere does not exist"),
-        (["report", RESULTS, "--readme", "folder"], "--readme 'folder' is a directory"),
-        (["report", RESULTS, "--readme", "missing.md"], "--readme missing.md: no such file"),
-        (["report", RESULTS, "--png", "file"], "--png file: file is a file; name a folder"),
-        (["report", RESULTS, "--benchmarks", "nowhere"], "--benchmarks nowhere: no such folder"),
         (["eval", "folder", "--out", "file/x"], "--out file/x: file is a file; name a folder"),
         (["eval", "folder", "--out", "o", "--data", "foo=file"], "data 'foo' belongs to no benchmark; known: humaneval, gsm8k"),
         (["eval", "folder", "--out", "o", "--contexts", "-5"], "--contexts '-5' is no number of tokens"),

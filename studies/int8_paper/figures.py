@@ -1,4 +1,4 @@
-"""The INT8 paper's figures 1 to 5, from a result of `study.run`. Needs matplotlib (`pip install 'kvbits[plot]'`)."""
+"""The INT8 paper's figures 1 to 5, from a result of `study.run`. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from kvbits import runs  # noqa: E402
 @pytest.mark.parametrize("name", tables_gpu.DOCUMENTS)
 def test_a_document_s_tables_are_the_results(name):
     text = (ROOT / name).read_text()
-    assert tables_gpu.filled(text) == text, "python benchmarks/tables_gpu.py --write"
+    assert tables_gpu.filled(text) == text, "run: python docs/make_tables.py"
 
 
 def test_every_table_is_in_one_document():

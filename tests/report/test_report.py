@@ -11,52 +11,33 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import tiny
 from typer.testing import CliRunner
 
 import kvbits
 from kvbits import schemes
 from kvbits.cli import app
 from kvbits.errors import SpecError
-from kvbits.evaluate.run import evaluate
-from kvbits.evaluate.tasks import Options
-from kvbits.evaluate.texts import Text, novel
 from kvbits.planner import DENSE, RESERVE, SHOWN, Cards, _Dense, rank, uniform
 from kvbits.report import arithmetic, markdown
 from kvbits.report.collect import collect, held_bits
-from kvbits.report.kernels import in_words, kernel_groups
-from kvbits.report.page import page, page_data
-from kvbits.runs import FIELDS
+from kvbits.report.page import Beside, page, page_data
 from kvbits.spec import CacheSpec, LayerGeometry
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks" / "results"
-RESULTS = BENCHMARKS / "eval"
+RESULTS = ROOT / "benchmarks" / "results" / "eval"
+BESIDE = Beside(
+    speeds={"kivi4": {"a": 1.5, "b": 2.5}},
+    groups=[
+        {
+            "title": "GPU",
+            "unit": "times as fast",
+            "note": "",
+            "bars": [{"label": "kivi4", "value": 1.5, "kind": "kvbits"}, {"label": "16 bits", "value": 1.0, "kind": "stock"}],
+        }
+    ],
+    marks=[{"name": "other4", "kind": "simulated", "bits": 4.25, "kl": 0.02, "speed": None, "recommended": False, "models": 1}],
+)
 SCRIPT = Path(kvbits.__file__).parent / "report" / "assets" / "report.js"
-
-
-def two_runs() -> dict:
-    """r1, and the newer r2."""
-    known = {"gpu": {"name": "X", "count": 1, "driver": "1"}, "versions": {"vllm": "0.33.0"}, "commit": "0123abcdef", "dirty": False}
-    return {name: dict.fromkeys(FIELDS) | {"id": name, "session": name, "utc": f"2026-01-0{day}T00:00:00Z"} | known for day, name in enumerate(("r1", "r2"), 1)}
-
-
-def made_on(device: str) -> dict:
-    return {name: run | {"device": device, "threads": 1} for name, run in two_runs().items()}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    import torch
-
-    out = tmp_path_factory.mktemp("results")
-    options = Options(windows=2, length=220, chunk=32)
-    for name, dtype in (("tiny", torch.bfloat16), ("tiny", torch.float32)):
-        evaluate(
-            tiny.model(dtype=dtype), tiny.tokenizer(), name=name, schemes=["raw", "int8", "int4", "kivi4", "kivi2"], tasks=["fidelity", "attention"],
-            texts=(Text("t", novel()[:2000]),), out=out, options=options, progress=False,
-        )  # fmt: skip
-    return out
 
 
 # -- tables and rules -----------------------------------------------------------------------------------------------
@@ -134,7 +115,7 @@ def test_a_recommendation_says_what_a_scheme_asks_for():
 
 def test_budgets_are_one_plain_sentence_each_and_name_what_needs_no_setup_first():
     results = collect(RESULTS)
-    eight, four, three = markdown.budgets(results, BENCHMARKS)
+    eight, four, three = markdown.budgets(results)
     assert eight.startswith("**About 8 bits: `int8_centered`** makes the cache 1.9 times smaller; text becomes 0.1% harder to predict for the worst of the 4")
     assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `klt4`" in four and "On a GPU slower" not in four
     assert three.startswith("**Under 4 bits: `klt3`**") and "Needs a calibration" in three
@@ -195,132 +176,18 @@ def test_schemes_whose_windows_stayed_raw_are_no_part_of_the_scheme_table(folder
     )
 
 
-def markers(name: str) -> str:
-    begin, end = markdown._between(name, "old").split("\nold\n")
-    return f"{begin}\nold\n{end}"
-
-
-def test_a_table_is_replaced_between_its_markers(folder):
-    part = markdown.scheme_table(collect(folder))
-    text = f"before\n{markers(markdown.TABLE)}\n{markers(markdown.SCHEMES)}\nafter\n"
-    new = markdown.put_into(text, part)
-    assert new.startswith(f"before\n{markers(markdown.TABLE)}\n<!-- {markdown.SCHEMES}") and new.endswith(f"<!-- /{markdown.SCHEMES} -->\nafter\n")
-    assert new.count("old") == 1
-    assert markdown.put_into(new, part) == new
-    with pytest.raises(SpecError, match="no place for the table"):
-        markdown.put_into("nothing", part)
-
-
-REPORT = "run: kvbits report benchmarks/results/eval --benchmarks benchmarks/results --readme README.md --table docs/results/evaluation.md --html docs/results/report.html"
-
-
-@pytest.mark.parametrize(
-    ("file", "made"),
-    [
-        ("README.md", lambda: markdown.preset_table(collect(RESULTS), BENCHMARKS)),
-        ("README.md", lambda: markdown.milliseconds_table(BENCHMARKS)),
-        ("docs/results/evaluation.md", lambda: markdown.scheme_table(collect(RESULTS), BENCHMARKS)),
-        ("docs/results/evaluation.md", lambda: markdown.length_table(BENCHMARKS)),
-    ],
-    ids=["presets", "milliseconds", "schemes", "lengths"],
-)
-def test_the_committed_tables_are_what_the_command_writes(file, made):
-    text = (ROOT / file).read_text()
-    assert markdown.put_into(text, made()) == text, REPORT
-
-
-def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder, monkeypatch, tmp_path):
-    old = [{"run": "r1", "scheme": "kivi4", "shape": s, "speedup_real_cache": x, "best_16_bit": "cudnn"} for s, x in (("a", 9.0), ("b", 2.0))]
-    new = [{"run": "r2", "scheme": "kivi4", "shape": "a", "speedup_real_cache": 1.2, "best_16_bit": "fa3"}]
-    (tmp_path / "nvidia-x").mkdir()
-    (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps({"runs": two_runs(), "rows": [*new, *old]}))
-    monkeypatch.setattr(markdown, "SHOWN", ("raw", "kivi4"))
-    results = collect(folder)
-    for name in ("tiny", "tiny-float32"):
-        cells, stock = results.models[name].tasks["fidelity"], 10.0 if name == "tiny" else 4.0
-        base = next(c for c in cells.values() if c.kind == "base")
-        speeds = ((base, stock), (cells["kivi4"], 20.0 if name == "tiny" else 30.0))  # the stock cache is faster in bfloat16, kivi4 in float32
-        timed = {c.scheme: dataclasses.replace(c, summary={"tokens_per_s": x}, settings={"context": 99}, runs=made_on("AMD")) for c, x in speeds}
-        results.models[name].tasks["decode"] = timed
-    _, columns, _, raw, kivi, _, *lines, _ = markdown.preset_table(results, tmp_path).splitlines()
-    assert max(map(len, lines)) <= markdown.NOTE_WIDTH
-    notes = " ".join(lines)
-    assert columns == "| preset | bits held at 8,192 tokens | worst KL at 1,024 | worst KL at 8,192 | GPU, worst to best | CPU | vLLM |"
-    summary = results.models["tiny"].tasks["fidelity"]["kivi4"].summary
-    spec = CacheSpec(scheme=schemes.get("kivi4"), layers=(LayerGeometry(num_kv_heads=1, head_dim=128),))
-    assert raw.startswith("| `raw` | 16.00 |") and raw.endswith("| not measured | not measured | not measured | no |")
-    held = f"{spec.nbytes(8192) * 8 / (8192 * 256):.2f}"
-    assert kivi.split(" | ")[1:] == [held, f"{summary['kl_mean']:.4f} (tiny)", "not measured", "1.20-2.00x", "3.00x", "no |"]
-    assert (
-        "GPU: over fa3, cudnn." in notes
-        and "each in the faster of bfloat16 and float32; 1 thread of AMD; the stock cache has 10.0 tokens/s in bfloat16." in notes
-    )
-    assert "GPU of 2026-01-01, 0123abc; of 2026-01-02, 0123abc; CPU of 2026-01-02, 0123abc." in notes and "KL at 8,192" not in notes
-    shutil.copytree(folder / "tiny", tmp_path / markdown.LONG / "tiny")
-    host = {"cpu": "EPYC", "cores": 2, "isa": "avx2", "bfloat16": False, "gpu": False}
-    at = {"run": "r2", "model": "m", "context": 2048, "best_16_bit_dtype": "float32"}
-    timed = (("16-bit", "float32", 10.0, 1.0), ("16-bit", "bfloat16", 5.0, 0.5), ("kivi4", "float32", 11.0, 1.1), ("kivi4", "bfloat16", 12.0, 1.2))
-    turns = [at | {"cache": n, "dtype": d, "tokens_per_s": x, "ratio_vs_best_16bit": y} for n, d, x, y in timed]
-    (tmp_path / "cpu").mkdir()
-    made = {"r2": two_runs()["r2"] | {"host": host, "facts": {"threads": 1}}}
-    (tmp_path / "cpu" / "generate.json").write_text(json.dumps({"runs": made, "rows": turns}))
-    text = markdown.preset_table(results, tmp_path)
-    assert "| CPU, AVX2 |" in text and "| 1.20x |" in text and "1 thread of EPYC, AVX2; stock: 10.0 tokens/s in float32." in text
-    assert f"{summary['kl_mean']:.4f} (tiny) | {summary['kl_mean']:.4f} (tiny) |" in markdown.preset_table(results, tmp_path)
-    monkeypatch.setattr(markdown, "SHOWN", ("nuq4",))
-    with pytest.raises(SpecError, match="nuq4 was not measured on tiny"):
-        markdown.preset_table(results, tmp_path)
-
-
-def test_the_table_of_lengths_has_the_worst_token_and_what_was_read_raw_beside_each_mean(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(markdown, "SHOWN", ("raw", "int4", "nuq4"))
-    for name, model in ((markdown.SHORT, "tiny"), (markdown.LONG, "tiny-float32"), (markdown.LONG, "tiny")):
-        shutil.copytree(folder / model, tmp_path / name / model)
-    arithmetic, measured = markdown.length_table(tmp_path).split("Measured:\n\n")
-    assert "| `int4` | 32% | 35% | 51% | 6% | 7% | 11% |" in arithmetic and "| `raw` | 100% |" in arithmetic
-    columns, _, *rows, _, note, _ = measured.splitlines()
-    assert columns == "| model, tokens of a window | cache | KL | worst KL | at token | above 1 nat | read raw | perplexity |"
-    assert [row.split(" | ")[1] for row in rows] == ["`raw`", "`int4`"] * 2, "the finer dtype where there are two"
-    s = collect(folder).models["tiny"].tasks["fidelity"]["int4"].summary
-    assert rows[1].startswith(f"| tiny, 220 | `int4` | {s['kl_mean']:.5f} | {s['kl_max']:.3f} | {s['kl_worst']} | {s['kl_lost']:.2%} | {s['read_raw']:.2%} | ")
-    assert "tiny, float32: 2 windows of 220 tokens spread over t, fed in chunks of 32, float32. Runs: of " in note
-
-
 def test_no_results_is_an_error(tmp_path):
     with pytest.raises(SpecError, match="holds no results"):
         collect(tmp_path)
 
 
-def test_the_command_writes_every_kind(folder, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(markdown, "SHOWN", ("raw", "int8", "kivi2"))
-    (tmp_path / "R.md").write_text(markers(markdown.TABLE) + markers(markdown.MILLISECONDS))
-    (tmp_path / "T.md").write_text(markers(markdown.SCHEMES) + markers(markdown.LENGTHS))
-    args = [
-        "report",
-        folder,
-        "--html",
-        tmp_path / "r.html",
-        "--markdown",
-        tmp_path / "r.md",
-        "--png",
-        tmp_path / "png",
-        "--readme",
-        tmp_path / "R.md",
-        "--table",
-        tmp_path / "T.md",
-        "--benchmarks",
-        BENCHMARKS,
-        "--json",
-    ]
+def test_the_command_writes_every_kind(folder, tmp_path):
+    args = ["report", folder, "--html", tmp_path / "r.html", "--markdown", tmp_path / "r.md", "--json"]
     out = CliRunner().invoke(app, [str(a) for a in args])
     assert out.exit_code == 0, out.output
     written = json.loads(out.stdout)["written"]
-    assert len(written) == 8 and all(Path(w).stat().st_size > 300 for w in written)
-    assert sorted(p.name for p in (tmp_path / "png").iterdir()) == ["layers-tiny-float32.png", "layers-tiny.png", "pareto-tiny-float32.png", "pareto-tiny.png"]
-    assert "| kivi2 |" in (tmp_path / "r.md").read_text() and "`kivi2`" in (tmp_path / "R.md").read_text() and "| int4 |" in (tmp_path / "T.md").read_text()
-    alone = CliRunner().invoke(app, ["report", str(folder), "--readme", str(tmp_path / "R.md")])
-    assert alone.exit_code == 2 and "give --benchmarks too" in alone.stderr
+    assert written == [str(tmp_path / "r.html"), str(tmp_path / "r.md")] and all(Path(w).stat().st_size > 300 for w in written)
+    assert "| kivi2 |" in (tmp_path / "r.md").read_text()
     bad = CliRunner().invoke(app, ["report", str(folder), "--html", str(tmp_path / "no" / "r.html")])
     assert bad.exit_code == 2 and "create it first" in bad.stderr
 
@@ -338,7 +205,7 @@ class Links(html.parser.HTMLParser):
 
 
 def test_the_page_needs_no_network_and_carries_all_rows(folder):
-    text = page(collect(folder), benchmarks=ROOT / "benchmarks" / "results")
+    text = page(collect(folder), BESIDE)
     links = Links()
     links.feed(text)
     assert all(v.startswith("data:") for v in links.found)
@@ -347,17 +214,17 @@ def test_the_page_needs_no_network_and_carries_all_rows(folder):
     assert [r["scheme"] for r in data["models"]["tiny"]["rows"]][:2] == ["16-bit", "raw"]
     assert len(data["models"]["tiny"]["attention"][0]["tvd"]) == 2
     assert set(data["presets"]) <= set(schemes.PRESETS) and {"int8", "kivi4"} <= set(data["presets"])
-    assert data["kernels"] and all(b["value"] is None or b["value"] > 0 for g in data["kernels"] for b in g["bars"])
+    assert data["kernels"] == list(BESIDE.groups) and data["answer"][-1] == BESIDE.marks[0]
     assert text.index('id="answer"') < text.index("<table") and text.index("KL divergence between") < text.index('id="answer"')
     answer = {p["name"]: p for p in data["answer"]}
     assert (
         {n for n, p in answer.items() if p["kind"] == "kvbits"} == {"raw", "int8", "int4", "kivi4", "kivi2"}
-        and answer["kivi4"]["speed"] > 1
+        and answer["kivi4"]["speed"] == 2.0
         and {n for n, p in answer.items() if p["recommended"]} == set(markdown.recommended(collect(folder)))
     )
 
 
-def test_other_caches_are_marked_where_they_serve_and_recipes_as_simulated(folder, tmp_path):
+def test_other_caches_are_marked_where_they_serve(folder):
     """A cache of others need not serve every model; its bits are those of long context, like ours, and not those of a window's raw tokens."""
     results = collect(folder)
     tiny = results.models["tiny"]
@@ -366,76 +233,18 @@ def test_other_caches_are_marked_where_they_serve_and_recipes_as_simulated(folde
         base, scheme="quanto4", kind="stock", info={"bits_per_element": None, "options": {"nbits": 4}}, summary=base.summary | {"kl_mean": 0.3}
     )
     other = dataclasses.replace(tiny, name="other", tasks={"fidelity": tiny.tasks["fidelity"] | {"quanto4": quanto}})
-    (tmp_path / "basis" / "recipes").mkdir(parents=True)
-    for name, kl in (("a", 0.01), ("b", 0.02)):
-        rows = [{"scheme": "turboquant4", "bits_per_element": 4.25, "kl": kl}]
-        (tmp_path / "basis" / "recipes" / f"{name}.json").write_text(json.dumps({"rows": rows}))
     both = dataclasses.replace(results, models={"tiny": tiny, "other": other})
-    marks = {p["name"]: p for p in page_data(both, tmp_path)["answer"]}
+    marks = {p["name"]: p for p in page_data(both)["answer"]}
     assert (marks["quanto4"]["bits"], marks["quanto4"]["kl"], marks["quanto4"]["models"]) == (4.5, 0.3, 1) and marks["int4"]["models"] == 2
-    assert marks["turboquant4"] == {
-        "name": "turboquant4", "kind": "simulated", "bits": 4.25, "kl": 0.02, "speed": None, "recommended": False, "models": 2,
-    }  # fmt: skip
     rows = markdown.scheme_rows(both)[1]
     assert next(r.cells for r in rows if r.scheme == "quanto4")[2] == "4.50"
-    assert {"klt4", "klt3", "klt2", "nuq2-1%", "quanto2", "hqq2"} <= {p["name"] for p in page_data(collect(RESULTS), BENCHMARKS)["answer"]}
-
-
-def test_recommended_presets_have_a_bar_in_every_speed_chart():
-    recommended = markdown.recommended(collect(RESULTS))
-    groups = [g for g in page_data(collect(RESULTS), BENCHMARKS)["kernels"] if not g["title"].startswith("vLLM")]  # vLLM has names of its own
-    assert any(g["title"].startswith("CPU") for g in groups)
-    assert len(groups) > 6
-    for group in groups:
-        labels = [b["label"] for b in group["bars"]]
-        assert all(sum(label in (name, f"{name}: not measured") for label in labels) == 1 for name in recommended), group["title"]
-        assert [b["label"] for b in group["bars"] if b["value"] is None] == [label for label in labels if label.endswith("not measured")]
+    assert {"klt4", "klt3", "klt2", "nuq2-1%", "quanto2", "hqq2"} <= {p["name"] for p in page_data(collect(RESULTS))["answer"]}
 
 
 def test_passkeys_are_counted():
-    rows = page_data(collect(RESULTS), None)["models"]["smollm2-135m-instruct"]["passkey"]["rows"]
+    rows = page_data(collect(RESULTS))["models"]["smollm2-135m-instruct"]["passkey"]["rows"]
     assert all(c is None or (0 <= c[0] <= c[1] and c[0] / c[1] == v) for r in rows for c, v in zip(r["counts"], r["values"], strict=True))
     assert next(r for r in rows if r["name"] == "16-bit")["counts"][0] == [2, 2]
-
-
-def test_the_committed_page_is_of_the_committed_results():
-    path = ROOT / "docs" / "results" / "report.html"
-    if not path.exists() or not RESULTS.is_dir():
-        pytest.skip("no committed page or results")
-    found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.S)
-    committed, fresh = json.loads(found.group(1)), json.loads(json.dumps(page_data(collect(RESULTS), BENCHMARKS)))
-    assert committed.keys() == fresh.keys()
-    for part, content in fresh.items():
-        assert committed[part] == content, f"{part} differs: {REPORT}"
-
-
-def test_shapes_are_said_in_words():
-    assert in_words("B=8 H=32/8 T=32768 D=128") == "8 sequences of 32,768 tokens, 32 query and 8 kv heads of 128"
-    assert in_words("B=1 H=4/4 T=64 D=80") == "1 sequence of 64 tokens, 4 query and 4 kv heads of 80" and in_words("other") == "other"
-
-
-def test_serving_is_drawn_beside_the_caches_of_vllm(tmp_path):
-    shape = {"geometry": "llama", "gpus": 1, "context": 8192, "compiled": False, "options": {}, "ttft_ms": None, "tpot_p99_ms": None}
-    rows = [
-        shape | {"mode": "decode", "kv_cache_dtype": "bf16", "batch": 96, "largest": True, "step_ms": 29.0, "tokens_per_s": 3300.0},
-        shape | {"mode": "decode", "kv_cache_dtype": "kvbits_int8", "batch": 208, "largest": True, "step_ms": 33.0, "tokens_per_s": 6300.0},
-        shape | {"mode": "decode", "kv_cache_dtype": "bf16", "batch": 48, "largest": False, "step_ms": 17.0, "tokens_per_s": 2800.0},
-        shape
-        | {"mode": "decode", "kv_cache_dtype": "bf16", "batch": 48, "largest": False, "step_ms": 18.0, "tokens_per_s": 2800.0, "options": {"speculate": 0}},
-    ]
-    (tmp_path / "nvidia-x").mkdir()
-    of_another = [r | {"run": "r2"} for r in rows[1:2]]  # newer, and without bf16 beside it
-    (tmp_path / "nvidia-x" / "serve_vllm.json").write_text(json.dumps({"runs": two_runs(), "rows": [*of_another, *({"run": "r1"} | r for r in rows)]}))
-    (group,) = kernel_groups(tmp_path)  # a step of one cache alone is no comparison
-    assert group["bars"] == [
-        {"label": "bf16, 96 sequences", "value": 3300.0, "kind": "stock"},
-        {"label": "kvbits_int8, 208 sequences", "value": 6300.0, "kind": "kvbits"},
-    ]
-    assert "tokens per second" in group["unit"] and "8,192 tokens each" in group["title"]
-
-
-def test_kernel_groups_of_missing_files_are_left_out(tmp_path):
-    assert kernel_groups(tmp_path) == []
 
 
 def cases():
@@ -526,7 +335,7 @@ def test_the_page_draws_in_a_browser(folder, tmp_path, options):
         document.body.dataset.probe = ink.join(" ") + " fits=" + wide + " background=" + getComputedStyle(document.body).backgroundColor;
     }, 500)); addEventListener("error", (e) => document.body.dataset.failed = e.message);</script></head>"""
     path = tmp_path / "page.html"
-    path.write_text(page(collect(folder), benchmarks=ROOT / "benchmarks" / "results").replace("</head>", probe))
+    path.write_text(page(collect(folder), BESIDE).replace("</head>", probe))
     dom = browse(path, tmp_path / "profile", *options)
     assert "data-failed" not in dom and 'data-ready="yes"' in dom
     found = dict(x.split("=") for x in re.search(r'data-probe="([^"]*)"', dom).group(1).replace(", ", ",").split())
@@ -548,18 +357,3 @@ def test_a_phone_needs_no_sideways_scrolling(folder, tmp_path):
     dom = browse(outer, tmp_path / "profile", "--allow-file-access-from-files")
     width = re.search(r'data-width="(\d+) yes"', dom)
     assert width and 300 < int(width.group(1)) <= 390
-
-
-def test_milliseconds_are_of_one_sitting_where_there_is_one(tmp_path):
-    at = {"through": "forward", "batch": 1, "context": 32768}
-    old = [at | {"run": "r1", "scheme": n, "mode": m, "ms_per_token": x} for n, m, x in (("stock_flash", "eager", 22.0), ("klt4", "graph", 7.0))]
-    new = [at | {"run": "r2", "scheme": "klt4", "mode": "graph", "ms_per_token": 6.0}]
-    (tmp_path / "nvidia-x").mkdir()
-    path = tmp_path / "nvidia-x" / "generate.json"
-    path.write_text(json.dumps({"runs": two_runs(), "rows": [*old, *new]}))
-    (row,) = (line for line in markdown.milliseconds_table(tmp_path).splitlines() if line.startswith("| 1 x 32,768 tokens"))
-    assert row.split(" | ")[1:] == ["22.0", *["not measured"] * 3, "7.0", "not measured |"]
-    (group,) = kernel_groups(tmp_path)
-    assert {b["label"]: b["value"] for b in group["bars"]}["klt4"] == round(22 / 7, 2)
-    path.write_text(json.dumps({"runs": two_runs(), "rows": [*old[1:], *new, old[0] | {"run": "r2", "ms_per_token": 20.0}]}))
-    assert "| 20.0 | not measured | not measured | not measured | 6.0 | not measured |" in markdown.milliseconds_table(tmp_path)

@@ -1,40 +1,24 @@
-"""Markdown tables, and which scheme to take: all of it computed from results, by rules that stand here.
-
-The README's table is what `preset_table` gives for benchmarks/results, those of docs/results/evaluation.md what `scheme_table` and `length_table` give; `kvbits
-report DIR --benchmarks .. --readme README.md --table docs/results/evaluation.md` puts them there, and a test holds them equal.
-"""
+"""Markdown tables, and which scheme to take: all of it computed from results, by rules that stand here."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from .. import schemes
 from ..errors import SpecError
-from ..evaluate.fidelity import DECODING_CHUNK, read_raw
-from ..runs import dated, read
-from ..schemes import GROUPS, PRESETS, weak_to_key_bias
-from ..spec import CacheSpec, LayerGeometry
-from .collect import Cell, Model, Results, bits, collect, held_bits, long_bits
-from .kernels import gpu_latest, gpu_rows, gpu_speeds, graphed, newest_tokens
+from ..runs import dated
+from ..schemes import PRESETS, weak_to_key_bias
+from .collect import Cell, Model, Results, bits, held_bits, long_bits
+
+Speeds = Mapping[str, Mapping[str, float]]
+"""preset -> shape -> speed of attention on a GPU over the fastest 16-bit kernel's."""
+UNTIMED: Speeds = {}
 
 LEGEND = (
     "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows, then the KL divergence between the two "
     "caches' next-token probabilities in nats (0: the same)."
 )
-SCHEMES, TABLE, MILLISECONDS, LENGTHS = ("scheme-table", "preset-table", "milliseconds-table", "length-table")
-"""Names of the places for `scheme_table`, `preset_table`, `milliseconds_table` and `length_table`."""
-SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
-"""Presets of `preset_table`: lossless, then by bits."""
-HELD_AT = 8192
-"""Tokens at which `preset_table` states the bits that a cache holds: first and newest tokens in 16 bits among them."""
-HEAD_DIM = 128
-"""Channels of a head for which `preset_table` states bits: most models above a billion parameters."""
-NARROW = 64
-"""Channels of a head of the small models that most is measured on."""
 CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits", 0.0, 3.9))
 """Bits per element at long context that compete with each other for a recommendation."""
 
@@ -76,7 +60,7 @@ def conditions(model: Model, task: str = "fidelity") -> str:
     return f"{which}, fed in chunks of {s['chunk']}, {model.facts['dtype']}"
 
 
-def _measured(model: Model) -> dict[str, Cell]:
+def measured(model: Model) -> dict[str, Cell]:
     """Caches beside the model's own, without those that `_still_raw` says were not measured."""
     cells = model.tasks.get("fidelity", {})
     return {n: c for n, c in cells.items() if c.summary and c.kind != "base" and not _still_raw(c, cells)}
@@ -91,7 +75,7 @@ def _still_raw(cell: Cell, cells: dict[str, Cell]) -> bool:
     return stated < whole <= held
 
 
-def scheme_rows(results: Results, benchmarks: Path | None = None) -> tuple[list[str], list[Row], list[str]]:
+def scheme_rows(results: Results, speeds: Speeds = UNTIMED) -> tuple[list[str], list[Row], list[str]]:
     """(column names, rows by bits, sentences) of the table "which scheme should I take".
 
     Raises:
@@ -103,7 +87,7 @@ def scheme_rows(results: Results, benchmarks: Path | None = None) -> tuple[list[
         raise SpecError(f"no results of the task fidelity, only of {', '.join(tasks)}; run `kvbits eval MODEL --tasks fidelity` into the same folder first")
     first: dict[str, tuple[float, Cell]] = {}
     for m in models.values():
-        for name, c in _measured(m).items():
+        for name, c in measured(m).items():
             first.setdefault(name, (held_bits(c, m.tasks["fidelity"]) or 99.0, c))
     columns = ["cache", "bits held", "bits"]
     for m in models.values():
@@ -113,17 +97,17 @@ def scheme_rows(results: Results, benchmarks: Path | None = None) -> tuple[list[
         stated = long_bits(cell)
         cells = [_named(name, cell), f"{b:.2f}", "" if stated is None else f"{stated:.2f}"]
         for m in models.values():
-            s = _measured(m)[name].summary if name in _measured(m) else None
-            cells.append("" if s is None else f"{_change(s)}, {s['kl_mean']:.4f}")
+            s = measured(m)[name].summary if name in measured(m) else None
+            cells.append("" if s is None else f"{change(s)}, {s['kl_mean']:.4f}")
         rows.append(Row(name, cell.kind, cells))
-    return columns, rows, [*recommendations(results, benchmarks), *_notes(models)]
+    return columns, rows, [*recommendations(results, speeds), *_notes(models)]
 
 
 def _named(name: str, cell: Cell) -> str:
     return f"{name} (Transformers)" if cell.kind == "stock" else name
 
 
-def _change(s: dict[str, Any]) -> str:
+def change(s: dict[str, Any]) -> str:
     change, se = s.get("ppl_change", 0.0), s.get("ppl_change_se")
     return f"{change:+.2%}" + ("" if se is None else f" ± {100 * se:.2f}")
 
@@ -141,7 +125,7 @@ def _notes(models: dict[str, Model]) -> list[str]:
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of {dtypes}." if floor else ""
     made_of = f"Heads of {_head_widths(models)} channels. Weights: {weights_note(models)}."
     return [LEGEND, made_of, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more "
-            f"token costs at long context{_widths(models)}." + noise, *found, *_in_float32(models), *_unfit_notes(models)]  # fmt: skip
+            f"token costs at long context{_widths(models)}." + noise, *found, *_in_float32(models), *unfit_notes(models)]  # fmt: skip
 
 
 def _in_float32(models: dict[str, Model]) -> list[str]:
@@ -153,7 +137,7 @@ def _in_float32(models: dict[str, Model]) -> list[str]:
     return [text] if titles else []
 
 
-def _unfit_notes(models: dict[str, Model], among: tuple[str, ...] = ()) -> list[str]:
+def unfit_notes(models: dict[str, Model], among: tuple[str, ...] = ()) -> list[str]:
     """Which schemes, of `among` if any are named, are unfit for which models, and why."""
     found = {name: titles for name, titles in unfit(models).items() if not among or name in among}
     if not found:
@@ -169,7 +153,7 @@ def _widths(models: dict[str, Model]) -> str:
     widths: dict[str, dict[int, None]] = {}
     seen: set[str] = set()
     for m in models.values():
-        for name, cell in _measured(m).items():
+        for name, cell in measured(m).items():
             if name not in seen and "head_dims" in cell.info:
                 seen.add(name)
                 widths.setdefault(m.title, {}).update(dict.fromkeys(cell.info["head_dims"]))
@@ -179,15 +163,14 @@ def _widths(models: dict[str, Model]) -> str:
     return f"; both on {' and '.join(found)}"
 
 
-def recommendations(results: Results, benchmarks: Path | None = None) -> list[str]:
+def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
     """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one. One that needs no
     calibration comes first where it is usable (`USABLE_KL`), then one that does if it is better; none where even the best passes that limit.
 
     Args:
-        benchmarks: the folder benchmarks/results, for what a preset costs on a GPU; None leaves that out.
+        speeds: of presets that are slower on a GPU than 16 bits, that is said.
     """
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
     found = []
     for title, names in _recommended(models):
         first, *others = names
@@ -206,10 +189,9 @@ def recommended(results: Results) -> tuple[str, ...]:
     return tuple(name for _, names in _recommended(models) for name in names if _worst(models, name, "kl_mean") <= USABLE_KL)
 
 
-def budgets(results: Results, benchmarks: Path | None = None) -> list[str]:
+def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
     """One sentence a budget of bits, without figures that need an explanation."""
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
     found = []
     for title, (first, *others) in _recommended(models):
         if first not in recommended(results):
@@ -225,12 +207,12 @@ def budgets(results: Results, benchmarks: Path | None = None) -> list[str]:
 
 
 def _worst(models: dict[str, Model], scheme: str, figure: str) -> float:
-    return float(max(_measured(m)[scheme].summary[figure] for m in models.values()))
+    return float(max(measured(m)[scheme].summary[figure] for m in models.values()))
 
 
 def _bits(models: dict[str, Model], scheme: str) -> float:
     """The most that a number costs at long context on any of the models."""
-    return max(b for m in models.values() if (b := bits(_measured(m)[scheme], m.tasks["fidelity"])))
+    return max(b for m in models.values() if (b := bits(measured(m)[scheme], m.tasks["fidelity"])))
 
 
 def _costs(results: Results, models: dict[str, Model], scheme: str) -> str:
@@ -243,12 +225,12 @@ def _needs_calibration(scheme: str) -> bool:
     return scheme in PRESETS and PRESETS[scheme].needs_calibration
 
 
-def _price(scheme: str, speeds: dict[str, dict[str, float]]) -> str:
+def _price(scheme: str, speeds: Speeds) -> str:
     """What a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
     return (" Needs a calibration (`kvbits calibrate`)." if _needs_calibration(scheme) else "") + _slow(scheme, speeds)
 
 
-def _slow(scheme: str, speeds: dict[str, dict[str, float]]) -> str:
+def _slow(scheme: str, speeds: Speeds) -> str:
     measured = speeds.get(scheme, {})
     slow = [ratio for ratio in measured.values() if ratio < 1]
     return f" On a GPU slower than 16 bits in {len(slow)} of {len(measured)} shapes (down to {min(slow):.2f} times as fast)." if slow else ""
@@ -270,7 +252,7 @@ def unfit(models: dict[str, Model]) -> dict[str, list[str]]:
     """preset -> models it is unfit for: perplexity or KL past what `kvbits check` lets pass."""
     found: dict[str, list[str]] = {}
     for m in models.values():
-        for name, c in _measured(m).items():
+        for name, c in measured(m).items():
             if c.kind == "kvbits" and (c.summary["kl_mean"] > USABLE_KL or c.summary["ppl_change"] > USABLE_PPL):
                 found.setdefault(name, []).append(m.title)
     return found
@@ -278,7 +260,7 @@ def unfit(models: dict[str, Model]) -> dict[str, list[str]]:
 
 def _least_mass(models: Iterable[Model], scheme: str) -> float | None:
     """The least probability mass matched over those of the models where the scheme was measured."""
-    return min((_measured(m)[scheme].summary["mass_matched"] for m in models if scheme in _measured(m)), default=None)
+    return min((measured(m)[scheme].summary["mass_matched"] for m in models if scheme in measured(m)), default=None)
 
 
 def _floor(results: Results, scheme: str) -> str:
@@ -288,7 +270,7 @@ def _floor(results: Results, scheme: str) -> str:
         found.append(f"the lossless `raw` {raw:.2%}")
     finer = [m for m in results.finer if "fidelity" in m.tasks]
     if (least := _least_mass(finer, scheme)) is not None:
-        dtypes = " and ".join(dict.fromkeys(m.facts["dtype"] for m in finer if scheme in _measured(m)))
+        dtypes = " and ".join(dict.fromkeys(m.facts["dtype"] for m in finer if scheme in measured(m)))
         found.append(f"with less rounding noise, in {dtypes}, {least:.2%}")
     return f" ({'; '.join(found)})" if found else ""
 
@@ -303,11 +285,11 @@ def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
     schemes = ["raw", *(best for _, names in _recommended(sixteen) for best in names)]
     rows = []
     for dtype, models in dtypes.items():
-        rows += [[f"{m.name}, {dtype}", *(_percent(_least_mass([m], s)) for s in schemes)] for m in models]
+        rows += [[f"{m.name}, {dtype}", *(percent(_least_mass([m], s)) for s in schemes)] for m in models]
         least = [f"least, {dtype}"]
         for s in schemes:
-            there = sum(s in _measured(m) for m in models)
-            least.append(_percent(_least_mass(models, s)) + (f" ({there} of {len(models)})" if 0 < there < len(models) else ""))
+            there = sum(s in measured(m) for m in models)
+            least.append(percent(_least_mass(models, s)) + (f" ({there} of {len(models)})" if 0 < there < len(models) else ""))
         rows.append(least)
     noise = " What the lossless `raw` misses is rounding noise, by which two correct kernels differ: float16 has an eighth of bfloat16's, float32 hardly any."
     noise = noise if rows[0][1] else ""
@@ -315,7 +297,7 @@ def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
     return ["model", *schemes], rows, said
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
     return "" if share is None else f"{share:.2%}"
 
 
@@ -327,14 +309,14 @@ def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bo
     """
     found: dict[str, tuple[float, float]] = {}
     for m in models.values():
-        for name, c in _measured(m).items():
+        for name, c in measured(m).items():
             b = bits(c, m.tasks["fidelity"])
             if (
                 c.kind == "kvbits"
                 and (calibrated or not _needs_calibration(name))
                 and b is not None
                 and low <= b < high
-                and all(name in _measured(other) for other in models.values())
+                and all(name in measured(other) for other in models.values())
             ):
                 found[name] = (max(found.get(name, (0.0, 0.0))[0], c.summary["kl_mean"]), b)
     if not found:
@@ -347,104 +329,6 @@ def decoded(results: Results) -> list[Model]:
     """Models whose tokens were timed one by one on a CPU, the caches taking turns."""
     timed = [m for m in results.models.values() if "decode" in m.tasks]
     return [m for m in timed if all("NVIDIA" not in str(c.run.get("device")) for c in m.tasks["decode"].values())]
-
-
-TOKENS = (
-    ("stock", "stock_flash", "eager"), ("FlashAttention-3, graph", "fa3", "graph"), ("`raw`, graph", "raw", "graph"),
-    ("`int8_centered`, graph", "int8_centered", "graph"), ("`klt4`, graph", "klt4", "graph"),
-    ("`int8_centered`, no graph", "int8_centered", "eager"),
-)  # fmt: skip
-TOKEN_SHAPES = ((1, 32768), (32, 8192))
-"""Columns and (sequences, tokens) of `milliseconds_table`."""
-
-
-def milliseconds_table(benchmarks: Path) -> str:
-    """Milliseconds of a token through Transformers on a GPU (benchmarks/bench_generate_gpu.py), between its markers: of one sitting, where one timed the stock
-    cache and a preset in a graph, else the newest of each."""
-    rows: list[list[str]] = []
-    made: list[dict[str, Any]] = []
-    for path in sorted(benchmarks.glob("nvidia-*/generate.json")):
-        data = read(path)
-        sittings = graphed(data)
-        for batch, context in TOKEN_SHAPES:
-            found = sittings.get((batch, context)) or newest_tokens(data, batch, context)
-            cells = [found.get((scheme, mode)) for _, scheme, mode in TOKENS]
-            made += [data["runs"][r["run"]] for r in cells if r]
-            label = f"{batch} x {context:,} tokens"
-            rows.append([label, *(UNMEASURED if r is None else f"{r['ms_per_token']:.1f}" for r in cells)])
-    note = f"Runs: {dated(made)}." if made else ""
-    return _between(MILLISECONDS, "\n\n".join([table(["", *(label for label, *_ in TOKENS)], rows), note]))
-
-
-SHORT, LONG = "eval-1024", "eval-8192"
-"""Folders beside the results, of `kvbits eval --tasks fidelity --length 1024` and `--length 8192`, in chunks of 16."""
-UNMEASURED = "not measured"
-NOTE_WIDTH = 180
-"""Characters of a line of notes under the README's tables."""
-
-
-def preset_table(results: Results, benchmarks: Path) -> str:
-    """The README's table: what a preset keeps, costs and asks for, the lossless one first, and under it what was measured when; between its markers.
-
-    Raises:
-        SpecError: one of `SHOWN` was not measured on every model.
-    """
-    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    at_short, at_length = _models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)
-    count = len({m.name for m in [*at_short, *models.values()]})
-    gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], cpu_speeds(results, benchmarks)
-    columns = [
-        "preset", f"bits held at {HELD_AT:,} tokens", "worst KL at 1,024", f"worst KL at {HELD_AT:,}", "GPU, worst to best", f"CPU{cpu.instructions}", "vLLM",
-    ]  # fmt: skip
-    rows = []
-    made: dict[str, list[dict[str, Any]]] = {}  # column -> runs
-    for name in SHOWN:
-        if missing := [m.title for m in models.values() if name not in _measured(m)]:
-            raise SpecError(f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first")
-        spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
-        held = 16 * spec.nbytes(HELD_AT) / spec.raw_nbytes(HELD_AT)
-        short, of_short = _worst_kl(name, [*at_short, *models.values()], count)
-        long, of_long = _worst_kl(name, at_length, count)
-        speeds = list(gpu.get(name, {}).values())
-        ratios = [r["speedup_real_cache"] for r in speeds]
-        on_gpu = f"{min(ratios):.2f}-{max(ratios):.2f}x" if ratios else UNMEASURED
-        made.setdefault(columns[2], []).extend(of_short)
-        made.setdefault(columns[3], []).extend(of_long)
-        made.setdefault("GPU", []).extend(known[r["run"]] for r in speeds)
-        made.setdefault("CPU", []).extend(cpu.runs.get(name, []))
-        rows.append([f"`{name}`", f"{held:.2f}", short, long, on_gpu, cpu.cells.get(name, UNMEASURED), "yes" if _in_vllm(name) else "no"])
-    rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
-    notes = [
-        *_unfit_notes(models, SHOWN),
-        *([f"GPU: over {rivals}."] if rivals else []), *([cpu.note] if cpu.note else []),
-        "Runs: " + "; ".join(f"{column.removeprefix('worst ')} {dated(some)}" for column, some in made.items() if some) + "."
-    ]  # fmt: skip
-    return _between(TABLE, "\n\n".join([table(columns, rows), textwrap.fill(" ".join(notes), NOTE_WIDTH, break_long_words=False, break_on_hyphens=False)]))
-
-
-def _models_in(benchmarks: Path, name: str) -> list[Model]:
-    """Models of the folder of that name beside the results, and of those below a GPU's, each in every dtype, the one of least rounding noise first."""
-    folders = [folder for folder in sorted([*benchmarks.glob(name), *benchmarks.glob(f"*/{name}")]) if any(folder.glob("*/*/*.json"))]
-    found = [m for folder in folders for m in collect(folder).models.values() if "fidelity" in m.tasks]
-    return sorted(found, key=lambda m: ("float32", "float16", "bfloat16").index(m.facts["dtype"]))
-
-
-def _worst_kl(scheme: str, models: list[Model], count: int) -> tuple[str, list[dict[str, Any]]]:
-    """A cell: the largest KL over models and whose it is, with how many were measured where not all were; and the run it is of.
-
-    Args:
-        models: of several of one name the first that measured the scheme counts.
-        count: how many models there are.
-    """
-    there: dict[str, Cell] = {}
-    for m in models:
-        if scheme in _measured(m):
-            there.setdefault(m.name, _measured(m)[scheme])
-    if not there:
-        return UNMEASURED, []
-    name, worst = max(there.items(), key=lambda pair: pair[1].summary["kl_mean"])
-    some = "" if len(there) == count else f", {len(there)} of {count} models"
-    return f"{worst.summary['kl_mean']:.4f} ({name}{some})", [worst.run]
 
 
 def weights_note(models: dict[str, Model]) -> str:
@@ -462,166 +346,15 @@ def _head_widths(models: dict[str, Model]) -> str:
     """Channels of a head of each model: bits of a preset depend on them a little."""
     widths: dict[str, list[str]] = {}
     for m in models.values():
-        dims = dict.fromkeys(d for c in _measured(m).values() for d in c.info.get("head_dims", []))
+        dims = dict.fromkeys(d for c in measured(m).values() for d in c.info.get("head_dims", []))
         widths.setdefault(" and ".join(map(str, dims)) or "?", []).append(m.name)
     return ", ".join(f"{dims} ({', '.join(names)})" for dims, names in widths.items())
-
-
-def _in_vllm(name: str) -> bool:
-    from ..integrations.vllm.formats import FORMATS
-
-    return f"kvbits_{name}" in FORMATS
-
-
-@dataclass(frozen=True)
-class CpuSpeeds:
-    """Tokens a second of presets on a CPU over the stock cache's, each in its faster dtype.
-
-    Attributes:
-        cells: preset -> "2.25x".
-        runs: preset -> runs that its cell is of, the stock cache's among them.
-        instructions: of the machine, ", AVX2" for instance; empty where nothing was measured.
-        note: what was measured on what.
-    """
-
-    cells: dict[str, str]
-    runs: dict[str, list[dict[str, Any]]]
-    instructions: str = ""
-    note: str = ""
-
-
-_ISA = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "amx": "AMX", "generic": "plain code"}
-
-
-def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
-    """The newest run of bench_generate_cpu.py that timed several dtypes in turn, its first model and shortest context."""
-    files = [read(path) for path in sorted(benchmarks.glob("cpu*/generate*.json"))]
-    timed = [(data["runs"][r["run"]], r) for data in files for r in data["rows"] if "ratio_vs_best_16bit" in r]
-    if not timed:
-        return None
-    run = max((run for run, _ in timed), key=lambda run: (run["utc"], run["id"]))
-    rows = [r for own, r in timed if own is run]
-    rows = [r for r in rows if r["model"] == rows[0]["model"] and r["context"] == min(x["context"] for x in rows if x["model"] == rows[0]["model"])]
-    best: dict[str, dict[str, Any]] = {}
-    for r in rows:
-        best[r["cache"]] = max(best.get(r["cache"], r), r, key=lambda x: x["ratio_vs_best_16bit"])
-    stock = next(r for r in rows if r["cache"] == "16-bit" and r["dtype"] == r["best_16_bit_dtype"])
-    words, threads = _ISA.get((run["host"] or {}).get("isa", ""), ""), run.get("facts", {}).get("threads")
-    dtypes = " and ".join(sorted({r["dtype"] for r in rows}))
-    note = (
-        f"CPU: {stock['model']} after {stock['context']:,} tokens over the stock cache, each in the faster of {dtypes}; "
-        f"{threads} thread{'' if threads == 1 else 's'} of {run['host']['cpu']}, {words}; stock: {stock['tokens_per_s']:.1f} tokens/s in {stock['dtype']}."
-    )
-    cells = {name: f"{r['ratio_vs_best_16bit']:.2f}x" for name, r in best.items()}
-    return CpuSpeeds(cells, {name: [run] for name in best}, f", {words}", note)
-
-
-def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
-    """The newest timing of single tokens on a CPU: of bench_generate_cpu.py where it took several dtypes in turn; else of `results`, and of folders `decode*`
-    beside them that `kvbits eval --tasks decode` wrote, in as many dtypes as were measured on one machine at one context."""
-    if (benchmark := _cpu_benchmark(benchmarks)) is not None:
-        return benchmark
-    everything = [
-        results,
-        *(collect(folder) for folder in sorted([*benchmarks.glob("decode*"), *benchmarks.glob("cpu/decode*")]) if any(folder.glob("*/*/*.json"))),
-    ]
-    groups: dict[tuple[Any, ...], list[tuple[Model, Cell]]] = {}
-    for m in (m for some in everything for m in decoded(some)):
-        for cell in (c for c in m.tasks["decode"].values() if c.summary.get("tokens_per_s")):
-            isa = (cell.run["host"] or {}).get("isa")
-            groups.setdefault((m.name, cell.run["device"], isa, cell.run["threads"], cell.settings["context"]), []).append((m, cell))
-    based = {at: cells for at, cells in groups.items() if any(c.kind == "base" for _, c in cells)}
-    if not based:
-        return CpuSpeeds({}, {})
-    at = max(based, key=lambda key: max(c.run["utc"] for _, c in based[key]))
-    name, device, isa, threads, context = at
-    best: dict[str, tuple[float, str, dict[str, Any]]] = {}
-    for m, c in based[at]:
-        found = (c.summary["tokens_per_s"], m.facts["dtype"], c.run)
-        scheme = "base" if c.kind == "base" else c.scheme
-        best[scheme] = max(best.get(scheme, found), found, key=lambda x: x[0])
-    stock, dtype, run = best.pop("base")
-    dtypes = sorted({m.facts["dtype"] for m, _ in based[at]})
-    only = f" (measured in {dtypes[0]} alone)" if len(dtypes) == 1 else f", each in the faster of {' and '.join(dtypes)}"
-    words = f", {_ISA[isa]}" if isa in _ISA else ""
-    note = (
-        f"CPU: tokens a second of {name} after {context:,} tokens over the stock cache's{only}; {threads} thread{'' if threads == 1 else 's'} of {device}"
-        f"{words}; the stock cache has {stock:.1f} tokens/s in {dtype}."
-    )
-    return CpuSpeeds({n: f"{speed / stock:.2f}x" for n, (speed, *_) in best.items()}, {n: [run, own] for n, (_, _, own) in best.items()}, words, note)
 
 
 def runs_note(results: Results) -> str:
     """The line under a table of all caches: of which day and commit each model's figures are."""
     models = [m for m in results.as_used.values() if "fidelity" in m.tasks]
-    return "Runs: " + "; ".join(f"{m.title} {dated(c.run for c in _measured(m).values())}" for m in models) + "."
-
-
-def scheme_table(results: Results, benchmarks: Path | None = None) -> str:
-    """Every cache on every model and what to take, between its markers."""
-    columns, rows, notes = scheme_rows(results, benchmarks)
-    chosen = recommendations(results, benchmarks)
-    rest = [n for n in notes if n not in (LEGEND, *chosen)]
-    core, papers = ([r.cells for r in rows if (r.scheme in GROUPS["literature"]) is of_papers] for of_papers in (False, True))
-    literature = ["**Literature**: formats of papers ([what they are](../reference/literature.md)).", table(columns, papers)] if papers else []
-    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, core), *literature, " ".join(rest), runs_note(results)]
-    return _between(SCHEMES, "\n\n".join(parts))
-
-
-def length_table(benchmarks: Path) -> str:
-    """What chunks and lengths leave of the raw tokens that are read; then KL as decoding reads, at two lengths, with the worst token and what was read raw
-    beside each mean; between its markers.
-
-    Args:
-        benchmarks: the folder benchmarks/results, with folders `SHORT` and `LONG`; what is not there has no rows.
-    """
-    columns = ["model, tokens of a window", "cache", "KL", "worst KL", "at token", "above 1 nat", "read raw", "perplexity"]
-    rows, how, made = [], [], []
-    texts: dict[str, None] = {}
-    for folder in (benchmarks / name for name in (SHORT, LONG) if (benchmarks / name).is_dir()):
-        for m in collect(folder).finest.values():
-            cells = m.tasks["fidelity"]
-            how.append(f"{m.title}: {conditions(m)}")
-            for name in (name for name in SHOWN if name in cells):
-                s, c = cells[name].summary, cells[name]
-                texts |= {c.info["calibration"]["text"]: None} if "calibration" in c.info else {}
-                made += list(c.runs.values())
-                at = "" if s["kl_worst"] is None else f"{s['kl_worst']:,}"
-                rows.append(
-                    [f"{m.name}, {c.settings['length']:,}", f"`{name}`", f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}", at, _percent(s["kl_lost"]),
-                     _percent(s["read_raw"]), _change(s)]
-                )  # fmt: skip
-    calibrated = f" Calibrated on {', '.join(texts)}." if texts else ""
-    note = f"{'; '.join(how)}.{calibrated} Runs: {dated(made)}." if made else ""
-    said = f"Share of the tokens that attention read in 16 bits, heads of {NARROW}, every layer with full attention (arithmetic, no measurement):"
-    return _between(LENGTHS, "\n\n".join([said, _read_raw(), "Measured:", table(columns, rows), note]))
-
-
-def _read_raw() -> str:
-    """How much of what a window reads is raw, by its length and the tokens of a pass."""
-    passes = {"one by one": 1, f"chunks of {DECODING_CHUNK}": DECODING_CHUNK, "chunks of 128": 128}
-    columns = ["windows of", *(f"{length:,}, {how}" for length in (1024, HELD_AT) for how in passes)]
-    rows = []
-    for name in SHOWN:
-        spec = CacheSpec(scheme=schemes.get(name, head_dim=NARROW), layers=(LayerGeometry(num_kv_heads=1, head_dim=NARROW),))
-        rows.append([f"`{name}`", *(f"{read_raw(spec, length, chunk=chunk):.0%}" for length in (1024, HELD_AT) for chunk in passes.values())])
-    return table(columns, rows)
-
-
-def _between(name: str, part: str) -> str:
-    return f"<!-- {name}: written by `kvbits report` -->\n{part}\n<!-- /{name} -->"
-
-
-def put_into(text: str, part: str) -> str:
-    """`text` with what stands between the markers of `part` replaced by it.
-
-    Raises:
-        SpecError: no markers.
-    """
-    begin, end = part.splitlines()[0], part.splitlines()[-1]
-    if begin not in text or end not in text:
-        raise SpecError(f"the file has no place for the table; put {begin} and {end} where it shall stand")
-    return text[: text.index(begin)] + part + text[text.index(end) + len(end) :]
+    return "Runs: " + "; ".join(f"{m.title} {dated(c.run for c in measured(m).values())}" for m in models) + "."
 
 
 def report(results: Results) -> str:
@@ -663,9 +396,9 @@ def _fidelity(cells: dict[str, Cell]) -> str:
         held, speed = held_bits(c, cells), s.get("speed_ratio")
         rows.append(
             [
-                c.scheme, "" if held is None else f"{held:.2f}", f"{s['bytes_held']:,}", f"{s['ppl']:.3f}", _change(s), f"{s['kl_mean']:.5f}",
-                f"{s['kl_p99']:.4f}", f"{s['kl_max']:.3f}", "" if s.get("kl_worst") is None else f"{s['kl_worst']:,}", _percent(s.get("kl_lost")),
-                _percent(s.get("read_raw")), f"{s['mass_matched']:.2%}", f"{s['top1_agreement']:.2%}", "" if speed is None else f"{speed:.2f}x",
+                c.scheme, "" if held is None else f"{held:.2f}", f"{s['bytes_held']:,}", f"{s['ppl']:.3f}", change(s), f"{s['kl_mean']:.5f}",
+                f"{s['kl_p99']:.4f}", f"{s['kl_max']:.3f}", "" if s.get("kl_worst") is None else f"{s['kl_worst']:,}", percent(s.get("kl_lost")),
+                percent(s.get("read_raw")), f"{s['mass_matched']:.2%}", f"{s['top1_agreement']:.2%}", "" if speed is None else f"{speed:.2f}x",
             ]
         )  # fmt: skip
     return table(columns, rows)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 import importlib.resources
-import json
 import re
 import statistics
 from collections import Counter
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .. import __version__
@@ -17,7 +17,6 @@ from ..planner import RESERVE
 from ..runs import command_of, dated
 from . import arithmetic, markdown
 from .collect import Cell, Model, Results, bits, held_bits
-from .kernels import complete, gpu_speeds, kernel_groups
 
 LINES = ("int8_centered", "int4", "kivi4", "nuq4-1%", "nuq3-1%")
 """Presets of the memory chart; one that does not exist is left out."""
@@ -25,16 +24,30 @@ ACCURACY = {"kl": "KL divergence", "ppl": "perplexity", "mass": "probability mas
 MEASURES = {"tvd": "attention that moved", "output_error": "output error", "logit_error": "1 - logit cosine"}
 
 
-def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbits: what few bits cost") -> str:
-    """The page as HTML text.
+@dataclass(frozen=True)
+class Beside:
+    """What was measured beside the results of `kvbits eval`.
 
-    Args:
-        benchmarks: the folder benchmarks/results, for kernel speeds; None leaves them out.
+    Attributes:
+        speeds: of attention on a GPU; the size of a mark in the first chart.
+        groups: charts of bars, [{title, unit, note, bars: [{label, value, kind}]}].
+        marks: more marks of the first chart, as `_points` makes them.
     """
-    data = page_data(results, benchmarks)
+
+    speeds: markdown.Speeds = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()
+    marks: Sequence[Mapping[str, Any]] = ()
+
+
+NOTHING = Beside()
+
+
+def page(results: Results, beside: Beside = NOTHING) -> str:
+    """The page as HTML text."""
+    data = page_data(results, beside)
     models = list(data["models"])
     sections = [
-        _section("Which cache should I take", _answer(results, benchmarks), "answer-section"),
+        _section("Which cache should I take", _answer(results, beside.speeds), "answer-section"),
         _section(
             "Bits against accuracy",
             _controls(_select("pareto-model", "model", models), _select("pareto-measure", "measure", ACCURACY))
@@ -68,15 +81,16 @@ def page(results: Results, *, benchmarks: Path | None = None, title: str = "kvbi
         chosen = _controls(_select("kernels-group", "measured", groups))
         sections.append(_section("Speed of kernels and of serving", chosen + chart + '<p class="note" id="kernels-note"></p>', "kernels-section"))
     sections.append(_section("Calculator", _calculator(data), "calculator-section"))
-    tables = f"<details><summary>every cache on every model</summary>{markdown_table(results, benchmarks)}</details>"
+    tables = f"<details><summary>every cache on every model</summary>{markdown_table(results, beside.speeds)}</details>"
     sections.append(_section("All figures", tables, "tables-section"))
     sections.append(_section("Where the figures come from", _provenance(results), "provenance"))
     script = "".join(f"<script>{_asset(name)}</script>" for name in ("chart.umd.min.js", "report.js"))
     embedded = to_json(data, compact=True).replace("<", "\\u003c")
+    title = "kvbits: what few bits cost"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{html.escape(title)}</title><link rel="icon" href="data:,"><style>{_asset("report.css")}</style></head><body>'
-        f'<header><div><h1>{html.escape(title)}</h1><p class="soft">{html.escape(_lead(results))}</p></div>'
+        f'<title>{title}</title><link rel="icon" href="data:,"><style>{_asset("report.css")}</style></head><body>'
+        f'<header><div><h1>{title}</h1><p class="soft">{html.escape(_lead(results))}</p></div>'
         f'<button id="theme" type="button">light / dark</button></header><main>{"".join(sections)}</main>'
         f"<footer>kvbits {__version__}. Charts: Chart.js (MIT). Blue is kvbits; orange (triangles) is what it is compared with: Transformers' caches, other "
         "libraries' kernels.</footer>"
@@ -92,36 +106,19 @@ def _asset(name: str) -> str:
 # -- data -----------------------------------------------------------------------------------------------------------
 
 
-def page_data(results: Results, benchmarks: Path | None) -> dict[str, Any]:
+def page_data(results: Results, beside: Beside = NOTHING) -> dict[str, Any]:
     """Everything the script draws, as JSON data."""
     models = {key: _model(m) for key, m in results.models.items() if "fidelity" in m.tasks}
-    chosen = markdown.recommended(results)
-    speeds = [] if benchmarks is None else [*kernel_groups(benchmarks, chosen), *_decoded(results, chosen)]
     return {
         "models": models, "presets": arithmetic.presets(), "shapes": arithmetic.MODELS, "head_dims": list(arithmetic.HEAD_DIMS), "lines": list(LINES),
-        "kernels": speeds, "answer": _points(results, benchmarks),
+        "kernels": list(beside.groups), "answer": [*_points(results, beside.speeds), *beside.marks],
     }  # fmt: skip
 
 
-def _decoded(results: Results, presets: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A group of bars (see `kernel_groups`) for each model whose tokens were timed on a CPU."""
-    found = []
-    for m in markdown.decoded(results):
-        cells = {n: c for n, c in m.tasks["decode"].items() if c.summary.get("speed_ratio")}
-        first = next(iter(cells.values()))
-        bars = [{"label": n, "value": round(c.summary["speed_ratio"], 2), "kind": "kvbits" if c.kind == "kvbits" else "stock"} for n, c in cells.items()]
-        what = f"tokens of {m.title} after {first.settings['context']:,}"
-        note = f"Through Transformers, {what}, {first.run['threads']} thread of {first.run['device']}; Transformers' own caches in orange."
-        found.append({"title": f"CPU, {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
-        complete(found[-1], presets)
-    return found
-
-
-def _points(results: Results, benchmarks: Path | None) -> list[dict[str, Any]]:
+def _points(results: Results, speeds: markdown.Speeds) -> list[dict[str, Any]]:
     """A mark for every preset measured on all models, and every other cache on those that it serves: its bits at long context, the KL of its worst model, its
     speed on a GPU (the middle of the shapes measured)."""
     models = {k: m.tasks["fidelity"] for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    speeds = {} if benchmarks is None else gpu_speeds(benchmarks)
     chosen = markdown.recommended(results)
     found = []
     for name, cell in {n: c for cells in models.values() for n, c in cells.items() if c.summary}.items():
@@ -133,20 +130,7 @@ def _points(results: Results, benchmarks: Path | None) -> list[dict[str, Any]]:
             {"name": name, "kind": cell.kind, "bits": bits(cell, next(cells for cells in models.values() if name in cells)), "kl": max(measured),
              "speed": speed, "recommended": name in chosen, "models": len(measured)}
         )  # fmt: skip
-    return found + _recipes(benchmarks)
-
-
-def _recipes(benchmarks: Path | None) -> list[dict[str, Any]]:
-    """Marks of methods that are simulated only (benchmarks/study_basis.py): rows of `basis/recipes/*.json`, one file for each model."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for path in [] if benchmarks is None else sorted(benchmarks.glob("basis/recipes/*.json")):
-        for r in json.loads(path.read_text())["rows"]:
-            rows.setdefault(r["scheme"], []).append(r)
-    return [
-        {"name": name, "kind": "simulated", "bits": max(r["bits_per_element"] for r in some), "kl": max(r["kl"] for r in some), "speed": None,
-         "recommended": False, "models": len(some)}
-        for name, some in rows.items()
-    ]  # fmt: skip
+    return found
 
 
 def _model(model: Model) -> dict[str, Any]:
@@ -202,7 +186,7 @@ def _lead(results: Results) -> str:
 
 
 def _section(title: str, content: str, name: str) -> str:
-    return f'<section id="{name}"><h2>{html.escape(title)}</h2>{content}</section>'
+    return f'<section id="{name}"><h2>{title}</h2>{content}</section>'
 
 
 def _controls(*controls: str) -> str:
@@ -239,24 +223,24 @@ def _decode(cells: dict[str, Cell]) -> str:
     return f'<p>{lead}</p><div class="wide"><table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _answer(results: Results, benchmarks: Path | None) -> str:
+def _answer(results: Results, speeds: markdown.Speeds) -> str:
     """A picture, and one sentence a budget."""
     plain = (
         "<p>A cache of fewer bits holds more tokens in the same memory and predicts the next token a little differently. How differently is measured by the "
         "KL divergence between its probabilities and the 16-bit cache's: 0 is no difference, and at 0.05 a text is a few percent harder to predict. "
         "Each mark is a cache at its worst of the models measured; a larger mark is faster on a GPU.</p>"
     )
-    said = "".join(f"<li>{_inline(s)}</li>" for s in markdown.budgets(results, benchmarks))
+    said = "".join(f"<li>{_inline(s)}</li>" for s in markdown.budgets(results, speeds))
     picture = _canvas("answer", "Scatter plot: bits per cached number against KL divergence of the worst model; the size of a mark is its speed on a GPU")
     return f'{plain}{picture}<p class="note" id="answer-note"></p><ul>{said}</ul>'
 
 
-def markdown_table(results: Results, benchmarks: Path | None = None) -> str:
+def markdown_table(results: Results, speeds: markdown.Speeds) -> str:
     """The table of `markdown.scheme_rows` as HTML."""
-    columns, rows, notes = markdown.scheme_rows(results, benchmarks)
+    columns, rows, notes = markdown.scheme_rows(results, speeds)
     head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in columns)
     body = "".join("<tr>" + "".join(f"<td{' class=stock' if r.kind == 'stock' else ''}>{html.escape(c)}</td>" for c in r.cells) + "</tr>" for r in rows)
-    chosen = markdown.recommendations(results, benchmarks)
+    chosen = markdown.recommendations(results, speeds)
     lead = "".join(f"<li>{_inline(n)}</li>" for n in chosen)
     text = "".join(f'<p class="note">{_inline(n)}</p>' for n in notes if n not in (markdown.LEGEND, *chosen))
     legend = f'<p class="note">{_inline(markdown.LEGEND)}</p>'

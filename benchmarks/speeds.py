@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..runs import dated, latest, read
-from ..schemes import PRESETS
+from kvbits.runs import dated, latest, read
+from kvbits.schemes import PRESETS
 
 GPU = "nvidia-*/attend_decode*.json"
 """Decode attention of presets in a whole cache (`bench_decode_gpu.py`)."""

@@ -1,0 +1,354 @@
+"""Writes the generated tables of README.md and docs, and docs/results/report.html, from benchmarks/results: `python docs/make_tables.py`. A test compares.
+
+README has `preset_table` and `milliseconds_table`, docs/results/evaluation.md `scheme_table` and `length_table`; benchmarks/tables_gpu.py has the tables
+of one GPU, which are written, too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import tables_gpu  # noqa: E402
+from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_groups, newest_tokens  # noqa: E402
+
+from kvbits import schemes  # noqa: E402
+from kvbits.errors import SpecError  # noqa: E402
+from kvbits.evaluate.fidelity import DECODING_CHUNK, read_raw  # noqa: E402
+from kvbits.integrations.vllm.formats import FORMATS  # noqa: E402
+from kvbits.report.collect import Cell, Model, Results, collect  # noqa: E402
+from kvbits.report.markdown import (  # noqa: E402
+    LEGEND,
+    change,
+    conditions,
+    decoded,
+    measured,
+    percent,
+    recommendations,
+    recommended,
+    runs_note,
+    scheme_rows,
+    table,
+    unfit_notes,
+)  # fmt: skip
+from kvbits.report.page import Beside, page  # noqa: E402
+from kvbits.runs import dated, read  # noqa: E402
+from kvbits.schemes import GROUPS  # noqa: E402
+from kvbits.spec import CacheSpec, LayerGeometry  # noqa: E402
+
+BENCHMARKS = ROOT / "benchmarks" / "results"
+SCHEMES, TABLE, MILLISECONDS, LENGTHS = ("scheme-table", "preset-table", "milliseconds-table", "length-table")
+"""Names of the places for `scheme_table`, `preset_table`, `milliseconds_table` and `length_table`."""
+SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
+"""Presets of `preset_table`: lossless, then by bits."""
+HELD_AT = 8192
+"""Tokens at which `preset_table` states the bits that a cache holds: first and newest tokens in 16 bits among them."""
+HEAD_DIM = 128
+"""Channels of a head for which `preset_table` states bits: most models above a billion parameters."""
+NARROW = 64
+"""Channels of a head of the small models that most is measured on."""
+TOKENS = (
+    ("stock", "stock_flash", "eager"), ("FlashAttention-3, graph", "fa3", "graph"), ("`raw`, graph", "raw", "graph"),
+    ("`int8_centered`, graph", "int8_centered", "graph"), ("`klt4`, graph", "klt4", "graph"),
+    ("`int8_centered`, no graph", "int8_centered", "eager"),
+)  # fmt: skip
+TOKEN_SHAPES = ((1, 32768), (32, 8192))
+"""Columns and (sequences, tokens) of `milliseconds_table`."""
+
+
+def milliseconds_table(benchmarks: Path) -> str:
+    """Milliseconds of a token through Transformers on a GPU (benchmarks/bench_generate_gpu.py), between its markers: of one sitting, where one timed the stock
+    cache and a preset in a graph, else the newest of each."""
+    rows: list[list[str]] = []
+    made: list[dict[str, Any]] = []
+    for path in sorted(benchmarks.glob("nvidia-*/generate.json")):
+        data = read(path)
+        sittings = graphed(data)
+        for batch, context in TOKEN_SHAPES:
+            found = sittings.get((batch, context)) or newest_tokens(data, batch, context)
+            cells = [found.get((scheme, mode)) for _, scheme, mode in TOKENS]
+            made += [data["runs"][r["run"]] for r in cells if r]
+            label = f"{batch} x {context:,} tokens"
+            rows.append([label, *(UNMEASURED if r is None else f"{r['ms_per_token']:.1f}" for r in cells)])
+    note = f"Runs: {dated(made)}." if made else ""
+    return _between(MILLISECONDS, "\n\n".join([table(["", *(label for label, *_ in TOKENS)], rows), note]))
+
+
+SHORT, LONG = "eval-1024", "eval-8192"
+"""Folders beside the results, of `kvbits eval --tasks fidelity --length 1024` and `--length 8192`, in chunks of 16."""
+UNMEASURED = "not measured"
+NOTE_WIDTH = 180
+"""Characters of a line of notes under the README's tables."""
+
+
+def preset_table(results: Results, benchmarks: Path) -> str:
+    """The README's table: what a preset keeps, costs and asks for, the lossless one first, and under it what was measured when; between its markers.
+
+    Raises:
+        SpecError: one of `SHOWN` was not measured on every model.
+    """
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    at_short, at_length = _models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)
+    count = len({m.name for m in [*at_short, *models.values()]})
+    gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], cpu_speeds(results, benchmarks)
+    columns = [
+        "preset", f"bits held at {HELD_AT:,} tokens", "worst KL at 1,024", f"worst KL at {HELD_AT:,}", "GPU, worst to best", f"CPU{cpu.instructions}", "vLLM",
+    ]  # fmt: skip
+    rows = []
+    made: dict[str, list[dict[str, Any]]] = {}  # column -> runs
+    for name in SHOWN:
+        if missing := [m.title for m in models.values() if name not in measured(m)]:
+            raise SpecError(f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first")
+        spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
+        held = 16 * spec.nbytes(HELD_AT) / spec.raw_nbytes(HELD_AT)
+        short, of_short = _worst_kl(name, [*at_short, *models.values()], count)
+        long, of_long = _worst_kl(name, at_length, count)
+        speeds = list(gpu.get(name, {}).values())
+        ratios = [r["speedup_real_cache"] for r in speeds]
+        on_gpu = f"{min(ratios):.2f}-{max(ratios):.2f}x" if ratios else UNMEASURED
+        made.setdefault(columns[2], []).extend(of_short)
+        made.setdefault(columns[3], []).extend(of_long)
+        made.setdefault("GPU", []).extend(known[r["run"]] for r in speeds)
+        made.setdefault("CPU", []).extend(cpu.runs.get(name, []))
+        rows.append([f"`{name}`", f"{held:.2f}", short, long, on_gpu, cpu.cells.get(name, UNMEASURED), "yes" if f"kvbits_{name}" in FORMATS else "no"])
+    rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
+    notes = [
+        *unfit_notes(models, SHOWN),
+        *([f"GPU: over {rivals}."] if rivals else []), *([cpu.note] if cpu.note else []),
+        "Runs: " + "; ".join(f"{column.removeprefix('worst ')} {dated(some)}" for column, some in made.items() if some) + "."
+    ]  # fmt: skip
+    return _between(TABLE, "\n\n".join([table(columns, rows), textwrap.fill(" ".join(notes), NOTE_WIDTH, break_long_words=False, break_on_hyphens=False)]))
+
+
+def _models_in(benchmarks: Path, name: str) -> list[Model]:
+    """Models of the folder of that name beside the results, and of those below a GPU's, each in every dtype, the one of least rounding noise first."""
+    folders = [folder for folder in sorted([*benchmarks.glob(name), *benchmarks.glob(f"*/{name}")]) if any(folder.glob("*/*/*.json"))]
+    found = [m for folder in folders for m in collect(folder).models.values() if "fidelity" in m.tasks]
+    return sorted(found, key=lambda m: ("float32", "float16", "bfloat16").index(m.facts["dtype"]))
+
+
+def _worst_kl(scheme: str, models: list[Model], count: int) -> tuple[str, list[dict[str, Any]]]:
+    """A cell: the largest KL over models and whose it is, with how many were measured where not all were; and the run it is of.
+
+    Args:
+        models: of several of one name the first that measured the scheme counts.
+        count: how many models there are.
+    """
+    there: dict[str, Cell] = {}
+    for m in models:
+        if scheme in measured(m):
+            there.setdefault(m.name, measured(m)[scheme])
+    if not there:
+        return UNMEASURED, []
+    name, worst = max(there.items(), key=lambda pair: pair[1].summary["kl_mean"])
+    some = "" if len(there) == count else f", {len(there)} of {count} models"
+    return f"{worst.summary['kl_mean']:.4f} ({name}{some})", [worst.run]
+
+
+@dataclass(frozen=True)
+class CpuSpeeds:
+    """Tokens a second of presets on a CPU over the stock cache's, each in its faster dtype.
+
+    Attributes:
+        cells: preset -> "2.25x".
+        runs: preset -> runs that its cell is of, the stock cache's among them.
+        instructions: of the machine, ", AVX2" for instance; empty where nothing was measured.
+        note: what was measured on what.
+    """
+
+    cells: dict[str, str]
+    runs: dict[str, list[dict[str, Any]]]
+    instructions: str = ""
+    note: str = ""
+
+
+_ISA = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "amx": "AMX", "generic": "plain code"}
+
+
+def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
+    """The newest run of bench_generate_cpu.py that timed several dtypes in turn, its first model and shortest context."""
+    files = [read(path) for path in sorted(benchmarks.glob("cpu*/generate*.json"))]
+    timed = [(data["runs"][r["run"]], r) for data in files for r in data["rows"] if "ratio_vs_best_16bit" in r]
+    if not timed:
+        return None
+    run = max((run for run, _ in timed), key=lambda run: (run["utc"], run["id"]))
+    rows = [r for own, r in timed if own is run]
+    rows = [r for r in rows if r["model"] == rows[0]["model"] and r["context"] == min(x["context"] for x in rows if x["model"] == rows[0]["model"])]
+    best: dict[str, dict[str, Any]] = {}
+    for r in rows:
+        best[r["cache"]] = max(best.get(r["cache"], r), r, key=lambda x: x["ratio_vs_best_16bit"])
+    stock = next(r for r in rows if r["cache"] == "16-bit" and r["dtype"] == r["best_16_bit_dtype"])
+    words, threads = _ISA.get((run["host"] or {}).get("isa", ""), ""), run.get("facts", {}).get("threads")
+    dtypes = " and ".join(sorted({r["dtype"] for r in rows}))
+    note = (
+        f"CPU: {stock['model']} after {stock['context']:,} tokens over the stock cache, each in the faster of {dtypes}; "
+        f"{threads} thread{'' if threads == 1 else 's'} of {run['host']['cpu']}, {words}; stock: {stock['tokens_per_s']:.1f} tokens/s in {stock['dtype']}."
+    )
+    cells = {name: f"{r['ratio_vs_best_16bit']:.2f}x" for name, r in best.items()}
+    return CpuSpeeds(cells, {name: [run] for name in best}, f", {words}", note)
+
+
+def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
+    """The newest timing of single tokens on a CPU: of bench_generate_cpu.py where it took several dtypes in turn; else of `results`, and of folders `decode*`
+    beside them that `kvbits eval --tasks decode` wrote, in as many dtypes as were measured on one machine at one context."""
+    if (benchmark := _cpu_benchmark(benchmarks)) is not None:
+        return benchmark
+    everything = [
+        results,
+        *(collect(folder) for folder in sorted([*benchmarks.glob("decode*"), *benchmarks.glob("cpu/decode*")]) if any(folder.glob("*/*/*.json"))),
+    ]
+    groups: dict[tuple[Any, ...], list[tuple[Model, Cell]]] = {}
+    for m in (m for some in everything for m in decoded(some)):
+        for cell in (c for c in m.tasks["decode"].values() if c.summary.get("tokens_per_s")):
+            isa = (cell.run["host"] or {}).get("isa")
+            groups.setdefault((m.name, cell.run["device"], isa, cell.run["threads"], cell.settings["context"]), []).append((m, cell))
+    based = {at: cells for at, cells in groups.items() if any(c.kind == "base" for _, c in cells)}
+    if not based:
+        return CpuSpeeds({}, {})
+    at = max(based, key=lambda key: max(c.run["utc"] for _, c in based[key]))
+    name, device, isa, threads, context = at
+    best: dict[str, tuple[float, str, dict[str, Any]]] = {}
+    for m, c in based[at]:
+        found = (c.summary["tokens_per_s"], m.facts["dtype"], c.run)
+        scheme = "base" if c.kind == "base" else c.scheme
+        best[scheme] = max(best.get(scheme, found), found, key=lambda x: x[0])
+    stock, dtype, run = best.pop("base")
+    dtypes = sorted({m.facts["dtype"] for m, _ in based[at]})
+    only = f" (measured in {dtypes[0]} alone)" if len(dtypes) == 1 else f", each in the faster of {' and '.join(dtypes)}"
+    words = f", {_ISA[isa]}" if isa in _ISA else ""
+    note = (
+        f"CPU: tokens a second of {name} after {context:,} tokens over the stock cache's{only}; {threads} thread{'' if threads == 1 else 's'} of {device}"
+        f"{words}; the stock cache has {stock:.1f} tokens/s in {dtype}."
+    )
+    return CpuSpeeds({n: f"{speed / stock:.2f}x" for n, (speed, *_) in best.items()}, {n: [run, own] for n, (_, _, own) in best.items()}, words, note)
+
+
+def scheme_table(results: Results, benchmarks: Path) -> str:
+    """Every cache on every model and what to take, between its markers."""
+    speeds = gpu_speeds(benchmarks)
+    columns, rows, notes = scheme_rows(results, speeds)
+    chosen = recommendations(results, speeds)
+    rest = [n for n in notes if n not in (LEGEND, *chosen)]
+    core, papers = ([r.cells for r in rows if (r.scheme in GROUPS["literature"]) is of_papers] for of_papers in (False, True))
+    literature = ["**Literature**: formats of papers ([what they are](../reference/literature.md)).", table(columns, papers)] if papers else []
+    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, core), *literature, " ".join(rest), runs_note(results)]
+    return _between(SCHEMES, "\n\n".join(parts))
+
+
+def length_table(benchmarks: Path) -> str:
+    """What chunks and lengths leave of the raw tokens that are read; then KL as decoding reads, at two lengths, with the worst token and what was read raw
+    beside each mean; between its markers.
+
+    Args:
+        benchmarks: the folder benchmarks/results, with folders `SHORT` and `LONG`; what is not there has no rows.
+    """
+    columns = ["model, tokens of a window", "cache", "KL", "worst KL", "at token", "above 1 nat", "read raw", "perplexity"]
+    rows, how, made = [], [], []
+    texts: dict[str, None] = {}
+    for folder in (benchmarks / name for name in (SHORT, LONG) if (benchmarks / name).is_dir()):
+        for m in collect(folder).finest.values():
+            cells = m.tasks["fidelity"]
+            how.append(f"{m.title}: {conditions(m)}")
+            for name in (name for name in SHOWN if name in cells):
+                s, c = cells[name].summary, cells[name]
+                texts |= {c.info["calibration"]["text"]: None} if "calibration" in c.info else {}
+                made += list(c.runs.values())
+                at = "" if s["kl_worst"] is None else f"{s['kl_worst']:,}"
+                rows.append(
+                    [f"{m.name}, {c.settings['length']:,}", f"`{name}`", f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}", at, percent(s["kl_lost"]),
+                     percent(s["read_raw"]), change(s)]
+                )  # fmt: skip
+    calibrated = f" Calibrated on {', '.join(texts)}." if texts else ""
+    note = f"{'; '.join(how)}.{calibrated} Runs: {dated(made)}." if made else ""
+    said = f"Share of the tokens that attention read in 16 bits, heads of {NARROW}, every layer with full attention (arithmetic, no measurement):"
+    return _between(LENGTHS, "\n\n".join([said, _read_raw(), "Measured:", table(columns, rows), note]))
+
+
+def _read_raw() -> str:
+    """How much of what a window reads is raw, by its length and the tokens of a pass."""
+    passes = {"one by one": 1, f"chunks of {DECODING_CHUNK}": DECODING_CHUNK, "chunks of 128": 128}
+    columns = ["windows of", *(f"{length:,}, {how}" for length in (1024, HELD_AT) for how in passes)]
+    rows = []
+    for name in SHOWN:
+        spec = CacheSpec(scheme=schemes.get(name, head_dim=NARROW), layers=(LayerGeometry(num_kv_heads=1, head_dim=NARROW),))
+        rows.append([f"`{name}`", *(f"{read_raw(spec, length, chunk=chunk):.0%}" for length in (1024, HELD_AT) for chunk in passes.values())])
+    return table(columns, rows)
+
+
+def _between(name: str, part: str) -> str:
+    return f"<!-- {name}: written by docs/make_tables.py -->\n{part}\n<!-- /{name} -->"
+
+
+def put_into(text: str, part: str) -> str:
+    """`text` with what stands between the markers of `part` replaced by it.
+
+    Raises:
+        SpecError: no markers.
+    """
+    begin, end = part.splitlines()[0], part.splitlines()[-1]
+    if begin not in text or end not in text:
+        raise SpecError(f"the file has no place for the table; put {begin} and {end} where it shall stand")
+    return text[: text.index(begin)] + part + text[text.index(end) + len(end) :]
+
+
+def decoded_groups(results: Results, presets: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A group of bars (see `kernel_groups`) for each model whose tokens were timed on a CPU."""
+    found = []
+    for m in decoded(results):
+        cells = {n: c for n, c in m.tasks["decode"].items() if c.summary.get("speed_ratio")}
+        first = next(iter(cells.values()))
+        bars = [{"label": n, "value": round(c.summary["speed_ratio"], 2), "kind": "kvbits" if c.kind == "kvbits" else "stock"} for n, c in cells.items()]
+        what = f"tokens of {m.title} after {first.settings['context']:,}"
+        note = f"Through Transformers, {what}, {first.run['threads']} thread of {first.run['device']}; Transformers' own caches in orange."
+        found.append({"title": f"CPU, {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
+        complete(found[-1], presets)
+    return found
+
+
+def beside(results: Results, benchmarks: Path) -> Beside:
+    """What the page of the committed results shows of benchmarks."""
+    chosen = recommended(results)
+    return Beside(gpu_speeds(benchmarks), [*kernel_groups(benchmarks, chosen), *decoded_groups(results, chosen)], _recipes(benchmarks))
+
+
+def _recipes(benchmarks: Path) -> list[dict[str, Any]]:
+    """Marks of methods that are simulated only (benchmarks/study_basis.py): rows of `basis/recipes/*.json`, one file for each model."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(benchmarks.glob("basis/recipes/*.json")):
+        for r in json.loads(path.read_text())["rows"]:
+            rows.setdefault(r["scheme"], []).append(r)
+    return [
+        {"name": name, "kind": "simulated", "bits": max(r["bits_per_element"] for r in some), "kl": max(r["kl"] for r in some), "speed": None,
+         "recommended": False, "models": len(some)}
+        for name, some in rows.items()
+    ]  # fmt: skip
+
+
+def write(root: Path, benchmarks: Path) -> list[Path]:
+    """Every generated part below `root`, and the files that have one."""
+    results = collect(benchmarks / "eval")
+    parts = {
+        "README.md": (preset_table(results, benchmarks), milliseconds_table(benchmarks)),
+        "docs/results/evaluation.md": (scheme_table(results, benchmarks), length_table(benchmarks)),
+    }
+    for name, tables in parts.items():
+        text = (root / name).read_text(encoding="utf-8")
+        for part in tables:
+            text = put_into(text, part)
+        (root / name).write_text(text, encoding="utf-8")
+    (root / "docs/results/report.html").write_text(page(results, beside(results, benchmarks)), encoding="utf-8")
+    for name in tables_gpu.DOCUMENTS:
+        (root / name).write_text(tables_gpu.filled((root / name).read_text(encoding="utf-8")), encoding="utf-8")
+    return [root / name for name in dict.fromkeys([*parts, "docs/results/report.html", *tables_gpu.DOCUMENTS])]
+
+
+if __name__ == "__main__":
+    for path in write(ROOT, BENCHMARKS):
+        print(f"wrote {path.relative_to(ROOT)}")
