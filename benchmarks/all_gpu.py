@@ -38,8 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import result_file
-
-from kvbits import runs
+import run_files
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = "all_gpu.json"
@@ -231,7 +230,7 @@ class Session:
         self.end = None if limit is None else machine.clock() + limit
         self.run = machine.record()
         self.gpu = (self.run["gpu"] or {}).get("name")
-        self.state = runs.read(out / STATE) if (out / STATE).exists() else {"runs": {}, "rows": []}
+        self.state = run_files.read(out / STATE) if (out / STATE).exists() else {"runs": {}, "rows": []}
         self.name = next((r["session"] for r in reversed(self.state["runs"].values()) if self._here(r)), self.run["session"])
         self.run["session"] = self.name
 
@@ -279,7 +278,7 @@ class Session:
         run = {key: value for key, value in self.run.items() if key != "facts"} | {"facts": {"boot": self.machine.boot}}
         self.state = {"runs": self.state["runs"] | {run["id"]: run}, "rows": [*self.state["rows"], {"run": run["id"]} | row]}
         self.out.mkdir(parents=True, exist_ok=True)
-        runs.write(self.state, self.out / STATE)
+        run_files.write(self.state, self.out / STATE)
 
     def measure(self, part: Part, chosen: Sequence[Part]) -> tuple[str, float]:
         """(what became of it, seconds)."""
@@ -357,16 +356,16 @@ def take(source: Path, out: Path) -> None:
         to = out / path.relative_to(source)
         to.parent.mkdir(parents=True, exist_ok=True)
         try:
-            theirs = runs.read(path)
+            theirs = run_files.read(path)
         except Exception:  # a file of another kind, such as those of `kvbits eval`: one run each
             to.write_bytes(path.read_bytes())
             print(f"copied {to}")
             continue
-        ours = runs.read(to) if to.exists() else {"runs": {}}
+        ours = run_files.read(to) if to.exists() else {"runs": {}}
         fresh = theirs["runs"].keys() - ours["runs"].keys()
         sections = [name for name in dict.fromkeys([*ours, *theirs]) if name != "runs"]
         whole = {name: [*ours.get(name, []), *(r for r in theirs.get(name, []) if r["run"] in fresh)] for name in sections}
-        runs.write({"runs": ours["runs"] | {k: v for k, v in theirs["runs"].items() if k in fresh}} | whole, to)
+        run_files.write({"runs": ours["runs"] | {k: v for k, v in theirs["runs"].items() if k in fresh}} | whole, to)
         print(f"{to}: {len(fresh)} runs more")
 
 

@@ -3,7 +3,7 @@
     append([{"scheme": "int4", "us": 12.5}, ...], args.out, device="NVIDIA H200", copy_tb_per_s=4.2)
     {"runs": {ID: {"id", "session", "utc", "host", "gpu", "versions", "commit", "dirty", "argv", "facts": {"device", "copy_tb_per_s"}}}, "rows": [{"run": ID, ..}]}
 
-A row is of one run for good. Whoever reads takes `kvbits.runs.latest`, or `kvbits.runs.together` for the sides of a ratio.
+A row is of one run for good. Whoever reads takes `run_files.latest`, or `run_files.together` for the sides of a ratio.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import run_files
 
 from kvbits import runs
 from kvbits.files import to_json
@@ -46,7 +48,7 @@ def append(
     own = {"runs": {run["id"]: run}} | {name: [{"run": run["id"]} | dict(row) for row in entries] for name, entries in lists.items()}
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        runs.add(own, out)
+        run_files.add(own, out)
     print(to_json(own))
     return own
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvbits.runs import dated, latest, read
+from run_files import latest, read
+
+from kvbits.runs import dated
 from kvbits.schemes import PRESETS
 
 GPU = "nvidia-*/attend_decode*.json"

@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import run_files
 from bench_serve_vllm import OUT
 
 from kvbits import runs
@@ -58,9 +59,9 @@ def accuracy(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=OUT)
-    data = runs.read(parser.parse_args().file)
+    data = run_files.read(parser.parse_args().file)
     accurate = "phase" in data["rows"][0]
-    rows = list(runs.latest(data, ACCURACY if accurate else SPEED).values())
+    rows = list(run_files.latest(data, ACCURACY if accurate else SPEED).values())
     for lines in [accuracy(rows)] if accurate else [table(rows, mode) for mode in COLUMNS if any(r["mode"] == mode for r in rows)]:
         print("\n".join([*lines, ""]))
     print(f"{runs.dated(data['runs'][r['run']] for r in rows)}; ratios are of rows of one run or sitting only where these agree")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import run_files
 from speeds import graphed
 
 from kvbits import runs
@@ -31,7 +32,7 @@ Row = dict[str, Any]
 
 
 def read(name: str) -> Row:
-    return runs.read(RESULTS / name)
+    return run_files.read(RESULTS / name)
 
 
 def sitting(data: Row, rows: Iterable[Row], enough: Callable[[list[Row]], bool]) -> list[Row]:
@@ -63,9 +64,9 @@ def decode() -> str:
     """Whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time; presets that README does not name where they are of the newest commit."""
     data: Row = {"runs": {}, "rows": [], "peers": []}
     for path in sorted(RESULTS.glob("attend_decode*.json")):
-        one = runs.read(path)
+        one = run_files.read(path)
         data = {key: (data[key] | one[key]) if key == "runs" else data[key] + one.get(key, []) for key in data}
-    newest = runs.latest({"runs": data["runs"], "rows": [r for r in data["rows"] if "speedup_real_cache" in r]}, ("scheme", "shape"))
+    newest = run_files.latest({"runs": data["runs"], "rows": [r for r in data["rows"] if "speedup_real_cache" in r]}, ("scheme", "shape"))
     rows = {key: r for key, r in newest.items() if key[0] in (*PRESETS, *OTHERS)}
     shapes = list(dict.fromkeys(shape for name, shape in rows if name == "raw"))
     newest_run = max((rows["raw", s]["run"] for s in shapes), key=lambda r: data["runs"][r]["utc"])
@@ -185,10 +186,10 @@ def serving() -> str:
 def close() -> str:
     data = read("close_pages.json")
     names = ("int8_centered", "int4", "kivi4", "fp8", "nuq4-1%", *PRESETS[4:], "tiered")
-    rows = {name: r for (name,), r in runs.latest(data, ("scheme",)).items() if name in names}
+    rows = {name: r for (name,), r in run_files.latest(data, ("scheme",)).items() if name in names}
     lines = [[f"`{n}`", f"{rows[n]['time_us']:.0f} us", f"{rows[n]['share_of_copy']:.2f}"] for n in names if n in rows]
-    more = [f"{a['batch']} sequences {a['cuda_us']:.0f} us (kernel {a['kernel_us']:.1f})" for a in runs.latest(data, ("batch",), "append").values()]
-    stored = runs.latest(data, ("scheme", "tokens"), "store_tokens") if "store_tokens" in data else {}
+    more = [f"{a['batch']} sequences {a['cuda_us']:.0f} us (kernel {a['kernel_us']:.1f})" for a in run_files.latest(data, ("batch",), "append").values()]
+    stored = run_files.latest(data, ("scheme", "tokens"), "store_tokens") if "store_tokens" in data else {}
     said = f"\n\nAppending the newest token of each sequence, one layer: {', '.join(more)}."
     words = [f"`{n}` {t:,} tokens {r['us']:.1f} us" for (n, t), r in stored.items()]
     said += f" Storing tokens packed: {', '.join(words)}." if stored else ""
@@ -233,7 +234,7 @@ def small() -> str:
 
 def tiers() -> str:
     data = read("attend_tiers.json")
-    rows = [r for (name, _, _), r in runs.latest(data, ("scheme", "shape", "warm_pages")).items() if name in ("tiered", "tiered_8k")]
+    rows = [r for (name, _, _), r in run_files.latest(data, ("scheme", "shape", "warm_pages")).items() if name in ("tiered", "tiered_8k")]
     lines = [[f"`{r['scheme']}`, {short(r['shape'])}", f"{r['time_us']:.1f}", f"{r['expected_us']:.1f}"] for r in rows]
     return f"{table(['', 'together', 'each alone, by its share'], lines)}\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --tiers')}"
 
@@ -241,7 +242,7 @@ def tiers() -> str:
 def store() -> str:
     """Seconds to the first token of a stored prompt, 8B geometry."""
     data = read("store.json")
-    rows = [r for r in runs.latest(data, ("scheme", "model", "tokens", "file_system")).values() if r.get("model") == "llama-8b"]
+    rows = [r for r in run_files.latest(data, ("scheme", "model", "tokens", "file_system")).values() if r.get("model") == "llama-8b"]
     current = [r for r in rows if r.get("file_system")] or rows
     lines = []
     for r in current:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import tables_gpu  # noqa: E402
+from run_files import read  # noqa: E402
 from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_groups, newest_tokens  # noqa: E402
 
 from kvbits import schemes  # noqa: E402
@@ -39,7 +40,7 @@ from kvbits.report.markdown import (  # noqa: E402
     unfit_notes,
 )  # fmt: skip
 from kvbits.report.page import Beside, page  # noqa: E402
-from kvbits.runs import dated, read  # noqa: E402
+from kvbits.runs import dated  # noqa: E402
 from kvbits.schemes import GROUPS  # noqa: E402
 from kvbits.spec import CacheSpec, LayerGeometry  # noqa: E402
 

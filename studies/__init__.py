@@ -5,3 +5,8 @@ source_figures    the memory figures that source documents print, recomputed (`p
 
 The C++ is a library of its own: `cmake -S studies -B build/studies && cmake --build build/studies` puts libkvbits_studies.so into this folder.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # run_files

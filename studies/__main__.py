@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import run_files
 import typer
 
 from kvbits import runs
@@ -40,10 +41,10 @@ def paper(
     if figures:
         require_folder(figures, "--figures", writable=True)
     own = _load(data) if data else runs.of_one(_measure(cases, cpu_rows, threads), "errors", "rows")
-    result = runs.newest(own)
+    result = run_files.newest(own)
     if out and not data:
         out.parent.mkdir(parents=True, exist_ok=True)
-        runs.add(own, out)
+        run_files.add(own, out)
     notes = [] if result["device"] else [f"No GPU kernels were measured: {result['gpu_missing']}."]
     if figures:
         from .int8_paper.figures import draw
@@ -66,11 +67,11 @@ def _measure(cases: str, cpu_rows: int, threads: int | None) -> dict[str, Any]:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = runs.read(path)
+        data = run_files.read(path)
     except FileFormatError as e:
         why = f"--from {path}: {e.__cause__}; give a file" if e.__cause__ else f"--from {path} is no result of `python -m studies paper`: {e}; give one"
         raise SpecError(f"{why} that `python -m studies paper --out` wrote") from e
-    if not {"device", "gpu_missing", "cpu", "errors", "rows"} <= set(runs.newest(data)):
+    if not {"device", "gpu_missing", "cpu", "errors", "rows"} <= set(run_files.newest(data)):
         raise SpecError(f"--from {path} is no result of `python -m studies paper --out`")
     return data
 

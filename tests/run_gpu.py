@@ -22,7 +22,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+
+import run_files  # noqa: E402
 
 from kvbits import runs  # noqa: E402
 
@@ -91,7 +93,7 @@ def run(files: list[str], out: Path, options: list[str], argv: list[str]) -> int
     row: dict[str, Any] = {"run": record["id"], "all_files": not files, "exit_code": code, "seconds": round(time.monotonic() - began)}
     row |= {kind: tally.counts[kind] for kind in ("passed", "failed", "skipped")} | {"failures": tally.failures[:LISTED], "skips": dict(tally.reasons)}
     out.parent.mkdir(parents=True, exist_ok=True)
-    runs.add({"runs": {record["id"]: record}, "rows": [row]}, out)
+    run_files.add({"runs": {record["id"]: record}, "rows": [row]}, out)
     where = f"{record['gpu']['name']}, driver {record['gpu']['driver']}" if record["gpu"] else "no GPU"
     print(f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped in {row['seconds']} s on {where} at {record['commit']}: {out}")
     return code

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_files
 
 import kvbits
 from kvbits import runs
@@ -77,25 +78,25 @@ def test_the_newest_run_s_row_is_taken_and_ratios_are_of_one_run():
             {"run": "c", "scheme": "fa3", "us": 9.0}, {"run": "a", "scheme": "int4", "us": 1.5},
         ],
     }  # fmt: skip
-    newest = runs.latest(data, ("scheme",))
+    newest = run_files.latest(data, ("scheme",))
     assert {k: row["us"] for k, row in newest.items()} == {("int4",): 2.0, ("fa3",): 4.0}
-    assert [r["us"] for r in runs.together(data, {"scheme": "int4"}, {"scheme": "fa3"})] == [1.5, 4.0]
-    assert [r["us"] for r in runs.together(data, {"scheme": "int4"}, {"scheme": "fa3"}, by="session")] == [2.0, 4.0]
-    assert runs.together(data, {"scheme": "int4"}, {"scheme": "cudnn"}) is None
+    assert [r["us"] for r in run_files.together(data, {"scheme": "int4"}, {"scheme": "fa3"})] == [1.5, 4.0]
+    assert [r["us"] for r in run_files.together(data, {"scheme": "int4"}, {"scheme": "fa3"}, by="session")] == [2.0, 4.0]
+    assert run_files.together(data, {"scheme": "int4"}, {"scheme": "cudnn"}) is None
 
 
 def test_figures_without_a_run_are_refused(tmp_path):
     sound = {"runs": {"a": run_of("a", "2026-01-01T00:00:00Z")}, "rows": [{"run": "a", "us": 1}], "peers": [{"run": "a"}]}
-    assert runs.problems(sound) == []
-    assert runs.problems({"rows": [{"us": 1}]}) == ["no runs"]
-    assert runs.problems(sound | {"rows": [{"us": 1}]}) == ["rows[0] has no run of this file"]
-    assert runs.problems(sound | {"peers": [{"run": "b"}]}) == ["peers[0] has no run of this file"]
+    assert run_files.problems(sound) == []
+    assert run_files.problems({"rows": [{"us": 1}]}) == ["no runs"]
+    assert run_files.problems(sound | {"rows": [{"us": 1}]}) == ["rows[0] has no run of this file"]
+    assert run_files.problems(sound | {"peers": [{"run": "b"}]}) == ["peers[0] has no run of this file"]
     short = {k: v for k, v in sound["runs"]["a"].items() if k != "commit"}
-    assert runs.problems(sound | {"runs": {"a": short}}) == ["run a has no commit"]
+    assert run_files.problems(sound | {"runs": {"a": short}}) == ["run a has no commit"]
     path = tmp_path / "old.json"
     path.write_text(json.dumps({"command": "x", "rows": [{"us": 1}]}))
     with pytest.raises(FileFormatError, match="without their run: no runs"):
-        runs.read(path)
+        run_files.read(path)
 
 
 def test_benchmarks_append_their_runs(tmp_path):
@@ -107,7 +108,7 @@ def test_benchmarks_append_their_runs(tmp_path):
         subprocess.run([sys.executable, "-c", script, str(out), us], cwd=BENCHMARKS, check=True, capture_output=True, text=True).stdout.splitlines()
         for us in ("1", "nan")
     ]
-    data = runs.read(out)
+    data = run_files.read(out)
     assert len(data["runs"]) == 2 and [r["us"] for r in data["rows"]] == [1.0, 3, None, 3] and len(data["peers"]) == 2
     first, second = data["runs"].values()
     assert first["argv"] == ["python", "benchmarks/bench_a.py", "rows.json", "1"] and first["facts"] == {"device": "X", "extra": 1}

@@ -8,15 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import all_gpu
 import pytest
+import run_files
+
+from kvbits import runs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import all_gpu  # noqa: E402
-
-from kvbits import runs  # noqa: E402
-
 GPU = {"name": "NVIDIA Fake", "count": 1, "driver": "1"}
 
 
@@ -149,7 +147,7 @@ def test_an_unknown_part_is_refused(command, capsys):
 
 def test_the_state_is_a_file_of_runs(command, tmp_path):
     command(Fake("first"), "--only", "close")
-    state = runs.read(tmp_path / "out" / "all_gpu.json")
+    state = run_files.read(tmp_path / "out" / "all_gpu.json")
     assert [r["part"] for r in state["rows"] if not r["part"].startswith("warm")] == ["close"] and state["runs"]["first"]["facts"] == {"boot": "boot a"}
 
 
@@ -163,7 +161,7 @@ def test_results_of_another_machine_are_added(tmp_path, capsys):
         (folder / "a.json").write_text(json.dumps({"runs": {name: record | {"id": name}}, "rows": [{"run": name, "us": 1}]}))
     for _ in range(2):  # the second time changes nothing
         assert all_gpu.main(["--take", str(source), "--out", str(out)], Fake()) == 0
-    assert [r["run"] for r in runs.read(out / "a.json")["rows"]] == ["old", "new"]
+    assert [r["run"] for r in run_files.read(out / "a.json")["rows"]] == ["old", "new"]
     assert json.loads((out / "eval" / "raw.json").read_text()) == {"scheme": "raw"}
 
 

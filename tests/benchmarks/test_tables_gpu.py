@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import tables_gpu
+
+from kvbits import runs
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import tables_gpu  # noqa: E402
-
-from kvbits import runs  # noqa: E402
 
 
 @pytest.mark.parametrize("name", tables_gpu.DOCUMENTS)

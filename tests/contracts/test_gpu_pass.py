@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_files
 import run_gpu
-
-from kvbits import runs
 
 TESTS = """
 import pytest
@@ -48,7 +47,7 @@ def test_passes_are_appended_with_counts_failures_and_reasons(tmp_path):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 1, done.stdout + done.stderr
         assert "2 passed, 2 failed, 1 skipped in" in done.stdout and "at 0123abc" in done.stdout
-    data = runs.read(out)
+    data = run_files.read(out)
     assert len(data["runs"]) == len(data["rows"]) == 2
     for row in data["rows"]:
         assert (row["passed"], row["failed"], row["skipped"], row["exit_code"], row["all_files"]) == (2, 2, 1, 1, False)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import run_files
 
-from kvbits import runs
 from kvbits.evaluate.results import FORMAT, read
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -21,7 +21,7 @@ def test_every_row_and_item_belongs_to_a_run(path):
     data = json.loads(path.read_text())
     if data.get("format") == FORMAT:
         data = {"runs": read(path)["runs"], "items": data["items"]}
-    assert runs.problems(data) == []
+    assert run_files.problems(data) == []
     for run in data["runs"].values():
         assert run["utc"] and run["commit"], (
             "a figure that nobody can repeat; run it again in a checkout, or give KVBITS_COMMIT where the tree travels without git"

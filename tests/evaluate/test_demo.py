@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+import run_files
 import tiny
 from rich.console import Console
 
 from kvbits import embedded as embedded_file
-from kvbits import runs, schemes
+from kvbits import schemes
 from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.evaluate import demo
 from kvbits.evaluate.calibrator import Sample
@@ -120,7 +121,7 @@ def test_a_scheme_of_ones_own_is_shown_as_an_object_and_from_a_file(monkeypatch,
 
 def test_the_documents_output_is_of_the_committed_result():
     root = Path(__file__).parents[2]
-    result = runs.newest(runs.read(root / "benchmarks" / "results" / "demo" / "smollm2-135m-context-1024.json"))
+    result = run_files.newest(run_files.read(root / "benchmarks" / "results" / "demo" / "smollm2-135m-context-1024.json"))
     printed = Console(width=112, record=True, file=io.StringIO())
     for part in demo.shown(result):
         printed.print(part, highlight=False)

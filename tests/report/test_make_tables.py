@@ -6,10 +6,11 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
+import make_tables as tables
 import pytest
+from speeds import in_words, kernel_groups
 
 from kvbits import schemes
 from kvbits.errors import SpecError
@@ -22,11 +23,6 @@ from kvbits.spec import CacheSpec, LayerGeometry
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks" / "results"
 RESULTS = BENCHMARKS / "eval"
-sys.path.append(str(ROOT / "docs"))
-
-import make_tables as tables  # noqa: E402
-from speeds import in_words, kernel_groups  # noqa: E402
-
 RUN = "run: python docs/make_tables.py"
 
 

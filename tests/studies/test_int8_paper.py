@@ -23,10 +23,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_files
 import torch
 from typer.testing import CliRunner
 
-from kvbits import runs
 from kvbits.errors import DataError
 from studies.__main__ import app
 from studies.int8_paper import cpu, reference, study
@@ -126,8 +126,8 @@ def test_attention_error_grows_with_the_square_root_of_d():
 def test_the_command_reports_every_stage_and_kernel(tiny, tmp_path):
     result = CliRunner().invoke(app, ["paper", "--cpu-rows", "100", "--out", str(tmp_path / "r.json"), "--json"])
     assert result.exit_code == 0, result.output
-    data = runs.read(tmp_path / "r.json")
-    found = runs.newest(data)
+    data = run_files.read(tmp_path / "r.json")
+    found = run_files.newest(data)
     assert json.loads(result.stdout) == data and next(iter(data["runs"].values()))["argv"] and [e["case"] for e in found["errors"]] == list(TINY)
     assert [e["error_rows"] for e in found["errors"]] == [64, 100, 100] or found["device"]
     on_cpu = [r for r in found["rows"] if r["device"] == "cpu"]
