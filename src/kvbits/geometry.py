@@ -251,7 +251,8 @@ def query_heads(config: Any) -> int | None:
 
 
 def has_key_bias(config: Any) -> bool:
-    """Whether the models of a configuration add a bias to their keys, as far as it says: Qwen 2 and 2.5 always do, others if `attention_bias` is set."""
+    """Whether the models of a configuration add a bias to their keys, as far as it says: Qwen 2 and 2.5 always do, others if `attention_bias` is set. How large
+    the bias is, only weights say (`integrations.models.key_bias`)."""
     config = text_config(config)
     named = any(getattr(config, name, None) is True for name in ("attention_bias", "qkv_bias", "add_qkv_bias"))
     return named or str(getattr(config, "model_type", "")).startswith("qwen2")

@@ -36,7 +36,7 @@ ENGINES = ("transformers", "vllm")
 """What serves the cache."""
 VLLM_BLOCK = 16
 """Tokens of a block of vLLM's own caches."""
-VLLM_DENSE = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+VLLM_DENSE = DENSE | {"fp8": 1}
 """vLLM's own caches and their bytes per element."""
 VLLM_SHOWN = ("bf16", "fp8", *FORMATS)
 """What a plan for vLLM lists: 16 bits, vLLM's own 8, and what kvbits serves there."""

@@ -16,9 +16,10 @@ from typing import Any
 
 from .errors import SpecError, UnsupportedError
 from .geometry import find_model, load_config, text_config
+from .spec import DTYPE_BYTES
 from .units import dtype_name
 
-_DTYPE_BYTES = {"float64": 8, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_DTYPE_BYTES = DTYPE_BYTES | {"float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _WAY_OUT = "give --weights, like --weights 16GB"
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvbits import schemes
 from kvbits.errors import UnsupportedError
+from kvbits.geometry import has_key_bias
 from kvbits.integrations import vllm
 from kvbits.integrations.vllm import formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
@@ -85,14 +86,14 @@ def test_skipped_layers_are_raw(name):
 
 
 def test_refusals_give_the_way_out():
-    assert "use kvbits_int8_centered or kvbits_int4_rotated" in FORMATS["kvbits_int4"].refuses(128, has_key_bias=True)
+    assert "use kvbits_int8_centered or kvbits_int4_rotated" in FORMATS["kvbits_int4"].refuses(128, key_bias=True)
     assert FORMATS["kvbits_int4"].refuses(128) is None
-    assert FORMATS["kvbits_int8_centered"].refuses(128, has_key_bias=True) is None
+    assert FORMATS["kvbits_int8_centered"].refuses(128, key_bias=True) is None
     assert "no power of two" in FORMATS["kvbits_int4_rotated"].refuses(96)
     assert "--kv-cache-dtype auto" in FORMATS["kvbits_int8"].refuses(512)
-    assert formats.has_key_bias(SimpleNamespace(model_type="qwen2"))
-    assert formats.has_key_bias(SimpleNamespace(attention_bias=True))
-    assert not formats.has_key_bias(SimpleNamespace(model_type="llama", attention_bias=False))
+    assert has_key_bias(SimpleNamespace(model_type="qwen2"))
+    assert has_key_bias(SimpleNamespace(attention_bias=True))
+    assert not has_key_bias(SimpleNamespace(model_type="llama", attention_bias=False))
 
 
 @pytest.mark.parametrize("pairs", ["half", "interleaved"])

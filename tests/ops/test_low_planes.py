@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import bounds
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kvbits.ops.reference import close as close_reference
 from kvbits.ops.reference.close import close_nested, close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages, section, stored_qparams
 from kvbits.ops.types import LowStore, PageStore, PageTable
-from kvbits.quant.qparams import error_bound, expand
+from kvbits.quant.qparams import expand
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 BASES = ["int8", "int4", "int3", "int2"]
@@ -84,7 +85,7 @@ def test_every_plane_refines_within_the_bound(fmt):
             got = dequantize_pages(pages[0], page, static, torch.float64, chain)
             for kind, x, y in (("k", k, got[0]), ("v", v, got[1])):
                 widths = [(y_.key_bits if kind == "k" else y_.value_bits) for _, y_ in chain]
-                bound = error_bound(spec, stored_qparams(pages[0], page, kind, static), 64, widths)
+                bound = bounds.plain(spec, stored_qparams(pages[0], page, kind, static), 64, widths)
                 assert bool(((x.double() - y).abs() <= bound.double() * (1 + 1e-5) + 1e-30).all()), (spec, planes)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import bounds
 import numpy as np
 import pytest
 import torch
@@ -200,7 +201,7 @@ def test_errors_stay_within_the_bound(name, bands):
     top = torch.tensor([2.0**b - 1 for b in bands]).repeat_interleave(16)
     assert (codes <= top).all()
     error = (banded.dequantize(codes, s, scale, torch.float64) - x.double()).abs()
-    assert (error <= banded.error_bound(x, s, scale).double()).all()
+    assert (error <= bounds.banded(x, s, scale).double()).all()
 
 
 def test_the_fitted_scale_beats_every_other_one_that_is_tried_and_the_maximum():
@@ -296,7 +297,7 @@ def test_pages_read_back_within_what_their_codes_allow(name, head_dim):
         mean = section(pages, layout, "k_mean").float().unsqueeze(-2) if kind == "k" else 0.0
         scale = banded.scale_values(section(pages, layout, f"{kind}_scale")).squeeze(-2)
         stored = into_basis(got.float(), side, shared, starts)
-        bound = banded.error_bound(y - mean, side, scale) + 2e-5 * y.abs().max()
+        bound = bounds.banded(y - mean, side, scale) + 2e-5 * y.abs().max()
         assert ((stored - y).abs() <= bound).all()
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import bounds
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvbits.errors import DataError, SpecError
-from kvbits.quant.qparams import QParams, choose_qparams, dequantize, error_bound, expand, quantize, require_finite
+from kvbits.quant.qparams import QParams, choose_qparams, dequantize, expand, quantize, require_finite
 from kvbits.spec import PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 
 U = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
@@ -39,7 +40,7 @@ def spec_id(s):
 
 
 def derived_bound(x, spec, qparams):
-    """Largest allowed |x - x'|, from the storage formats alone (not from `error_bound`).
+    """Largest allowed |x - x'|, from the storage formats alone (not from `bounds.plain`).
 
     Half a step; at the far end, where the rounded scale may be too small by one unit roundoff u, q_max * u steps more; float32 arithmetic of x - bias,
     of the product with the reciprocal and of the decoded sum: a few 2**-24 of the numbers met on the way.
@@ -82,7 +83,7 @@ def check(x, spec):
     bound = derived_bound(x, spec, qparams)
     assert (error <= bound).all(), f"error {error.max()} where {bound.flatten()[(error - bound).argmax()]} is allowed"
     normal = x.double().abs() > 2.0**-120
-    assert (error[normal] <= error_bound(spec, qparams, x.shape[-1]).double().expand(x.shape)[normal] + 2.0**-21 * x.double().abs()[normal]).all()
+    assert (error[normal] <= bounds.plain(spec, qparams, x.shape[-1]).double().expand(x.shape)[normal] + 2.0**-21 * x.double().abs()[normal]).all()
     if spec.scale_dtype == "float16" and spec.number_format.kind == "int":
         assert saturated == 0, "scales taken from the data itself clamp nothing"
 

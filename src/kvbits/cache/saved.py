@@ -33,7 +33,8 @@ from .serialize import FILE_VERSION
 
 MOST_ABOUT = 1 << 28
 """Bytes of the ABOUT blob."""
-MOST_TOKENS = 1 << 40
+MOST_COUNT = 1 << 40
+"""Of pages, tokens and stored numbers."""
 MOST_HEAD_DIM, MOST_PAGE_SIZE, MOST_SINKS, MOST_LAYERS, MOST_HEADS = 1 << 16, 1 << 16, 1 << 20, 1 << 12, 1 << 20
 
 
@@ -241,7 +242,7 @@ def _refuse_constant(name: str) -> None:
 
 def _read_spec(path: Path, about: dict[str, Any], expected: CacheSpec | None) -> CacheSpec:
     spec = about["spec"]
-    limits = {"head_dim": MOST_HEAD_DIM, "page_size": MOST_PAGE_SIZE, "num_sink_tokens": MOST_SINKS, "num_tokens": MOST_TOKENS}
+    limits = {"head_dim": MOST_HEAD_DIM, "page_size": MOST_PAGE_SIZE, "num_sink_tokens": MOST_SINKS, "num_tokens": MOST_COUNT}
     for data in (*spec["layers"], spec["scheme"], *spec["scheme"]["tiers"]):
         for name, most in limits.items():
             if name in data and not (type(data[name]) is int and data[name] <= most):
@@ -259,7 +260,7 @@ def _read_spec(path: Path, about: dict[str, Any], expected: CacheSpec | None) ->
 
 
 def _count(n: object) -> bool:
-    return type(n) is int and 0 <= n <= MOST_TOKENS
+    return type(n) is int and 0 <= n <= MOST_COUNT
 
 
 def _page_counts(group: GroupState, saved: dict[str, Any]) -> dict[str, int]:

@@ -105,8 +105,8 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
     """Why kvbits does not serve a model in vLLM in a format, or None."""
     if subject.refused is not None:
         return subject.refused
-    from ..geometry import PlainLayer, text_config
-    from ..integrations.vllm.served import FORMATS, has_key_bias
+    from ..geometry import PlainLayer, has_key_bias, text_config
+    from ..integrations.vllm.served import FORMATS
 
     text = None if subject.config is None else text_config(subject.config)
     kind = str(getattr(text, "model_type", ""))

@@ -108,14 +108,6 @@ def dequantize(codes: torch.Tensor, spec: QuantSpec, scale: torch.Tensor, dtype:
     return _values(codes.to(dtype), scale.to(dtype).unsqueeze(-1), _of(spec, codes)[0].to(dtype))
 
 
-def error_bound(x: torch.Tensor, spec: QuantSpec, scale: torch.Tensor) -> torch.Tensor:
-    """Largest |x - dequantize(quantize(x))| per element of x [..., tokens, head_dim], whose mean is taken off."""
-    top, step = _of(spec, x)
-    s = scale.unsqueeze(-1)
-    bound = torch.maximum(s * (0.5 + 2.0**-15), x.abs() - s * top / 2)
-    return torch.where(step > 0, bound, x.abs()) + 2.0**-22 * x.abs()
-
-
 @functools.lru_cache(maxsize=64)
 def plane_fields(widths: tuple[int, ...], head_dim: int) -> tuple[tuple[int, torch.Tensor, torch.Tensor], ...]:
     """(bits, channels int64 [n], shifts uint8 [n]) of each stored plane: field j of a token's row is (code of channel j >> shift j) & (2**bits - 1)."""

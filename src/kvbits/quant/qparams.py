@@ -30,7 +30,7 @@ import torch
 from ..errors import DataError
 from ..spec import SCALE_8BIT, PerChannel, PerToken, QuantSpec
 from . import banded
-from .nested import levels, refine
+from .nested import refine
 from .outliers import trimmed_ends
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "uint8", "uint16", "int32")} | {SCALE_8BIT: torch.uint8}
@@ -169,19 +169,6 @@ def dequantize(
     if qparams.mean is not None:
         values = values + qparams.mean.to(dtype).unsqueeze(-2)
     return values
-
-
-def error_bound(spec: QuantSpec, qparams: QParams, head_dim: int, widths: Sequence[int] = ()) -> torch.Tensor:
-    """Largest |x - dequantize(quantize(x))| per element, [..., tokens or 1, head_dim], for scales taken from x itself, with low planes of `widths` bits."""
-    u = UNIT_ROUNDOFF[spec.scale_dtype]
-    scale = expand(qparams.scale, spec, head_dim)
-    if spec.number_format.kind == "float":
-        return scale * spec.number_format.max_value * (2.0 ** -(spec.number_format.mantissa_bits + 1) + u)
-    steps = math.prod(levels(bits) for bits in widths)
-    bound = scale * (0.5 / steps + spec.q_max * (2.0**-21 if widths else u))  # what rounding the scale costs is refined away
-    if qparams.bias is not None:
-        bound = bound + u * expand(qparams.bias, spec, head_dim).abs()
-    return bound + 2.0**-22 * (0 if qparams.mean is None else qparams.mean.abs().unsqueeze(-2))
 
 
 def require_finite(x: torch.Tensor, what: str) -> None:

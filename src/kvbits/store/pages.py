@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..cache.blob import Page
@@ -136,19 +136,6 @@ def end_of(groups: list[GroupState], row: int, cuts: Cuts, blobs: int) -> tuple[
             found += [(Page(g, f"low{i}", start + c), page) for c, page in enumerate(planes) if page is not None]
         state_of.append({"released": s.released, "dropped": s.dropped})
     return found, json.dumps({"groups": state_of}).encode()
-
-
-@dataclass
-class Found:
-    """Pages of a sequence, collected from blobs: which blob each is in, and where in it."""
-
-    at: dict[Page, tuple[int, int]] = field(default_factory=dict)
-
-    def add(self, blob: int, pages: Iterable[Page]) -> None:
-        self.at |= {page: (blob, i) for i, page in enumerate(pages)}
-
-    def missing(self, pages: Iterable[Page]) -> Page | None:
-        return next((p for p in pages if p not in self.at), None)
 
 
 def prefix(groups: Rows[LayerGroup], cuts: Cuts, blobs: int) -> list[tuple[Sequence, list[Page]]]:

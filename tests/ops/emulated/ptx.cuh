@@ -180,8 +180,6 @@ inline u16 to_small_float(float x, float largest) {
 inline u16 to_e4m3(float x) { return to_small_float<3, -6>(x, 448.f); }
 inline u16 to_e5m2(float x) { return to_small_float<2, -14>(x, 57344.f); }
 inline u32 fma_f16x2(u32 a, u32 b, u32 c) { return pack_f16(fmaf(low_f16(a), low_f16(b), low_f16(c)), fmaf(high_f16(a), high_f16(b), high_f16(c))); }
-inline u32 fma_relu_f16x2(u32 a, u32 b, u32 c) { return max_f16x2(fma_f16x2(a, b, c), 0); }
-inline u32 equal_f16x2(u32 a, u32 b) { return pack_f16(low_f16(a) == low_f16(b), high_f16(a) == high_f16(b)); }
 inline u32 low_twice(u32 a) { return (a & 0xffff) * 0x10001u; }
 inline u32 high_twice(u32 a) { return (a >> 16) * 0x10001u; }
 inline u32 low_mul(u32 a, u32 b) { return mul_f16x2(low_twice(a), b); }
@@ -337,16 +335,6 @@ constexpr u32 SHARED_START = 1024;
 inline u32 shared_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - shared) + SHARED_START; }
 template <class T = unsigned char>
 inline T& shared_at(u32 address) { return reinterpret_cast<T&>(shared[address - SHARED_START]); }
-inline uint4 load_matrices(u32 address) {
-  if (address % 16) fail("rows of matrices begin at multiples of 16 bytes", address);
-  my_warp().in[my_lane()][0] = address;
-  together(19, [](Warp& w) {
-    for (int l = 0; l < 32; ++l)
-      for (int m = 0; m < 4; ++m) w.out[l][m] = shared_at<u32>(w.in[m * 8 + l / 4][0] + l % 4 * 4);
-  });
-  const u32(&d)[4] = my_warp().out[my_lane()];
-  return {d[0], d[1], d[2], d[3]};
-}
 template <int OFFSET>
 inline u32 load_shared_at(u32 address) { return shared_at<u32>(address + OFFSET); }
 template <int OFFSET>
@@ -356,7 +344,6 @@ inline void store_shared(u32 address, u32 x) { shared_at<u32>(address) = x; }
 inline int round_to_int(float x) { return x >= 2147483648.f ? 0x7fffffff : x < -2147483648.f ? -0x7fffffff - 1 : int(rintf(x)); }
 inline void pause() { yield(); }
 inline void compute_now(u32&) {}
-inline u32 in_register(u32 x) { return x; }
 inline int lowest_bit(u32 x) { return __builtin_ctz(x); }
 inline int leading_zeros(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline void __trap() { fail("trap", 0); }
@@ -389,8 +376,6 @@ inline void copy_async_arrive(u32 at) { barrier_arrive(at); }
 inline uint4 load_global_once(i64 from, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(from) : uint4{}; }
 template <class T>
 inline T load_global_l2(const T* p) { return *p; }
-inline void copy_16_later(void* to, const void* from) { memcpy(to, from, 16); }
-inline void wait_for_copies() {}
 inline uint2 load_once_8(const void* p) { return *static_cast<const uint2*>(p); }
 inline uint4 load_once_16(const void* p) { return *static_cast<const uint4*>(p); }
 inline double2 load_kept(const double2* p) { return *p; }

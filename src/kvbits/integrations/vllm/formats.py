@@ -10,9 +10,9 @@ import torch
 
 from ...errors import UnsupportedError
 from ...spec import PageLayout, QuantSpec
-from .served import FORMATS, PAGE_SIZE, SCHEME, Format, has_key_bias
+from .served import FORMATS, PAGE_SIZE, SCHEME, Format
 
-__all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "SCHEME", "Format", "has_key_bias"]
+__all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "SCHEME", "Format"]
 
 RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TAGS = {

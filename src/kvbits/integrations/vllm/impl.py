@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...errors import UnsupportedError
+from ...geometry import has_key_bias
 from ...ops import dispatch
 from ...quant.basis import rotated_turn
 from ...spec import PageLayout
@@ -52,7 +53,7 @@ class KVBitsImpl(AttentionImpl):
             layer_formats(config)  # refuses; which layer this is nobody says before the model is there
             return
         form = formats.FORMATS.get(kv_cache_dtype)
-        if form and (why := form.refuses(head_size, formats.has_key_bias(config.model_config.hf_text_config))):
+        if form and (why := form.refuses(head_size, has_key_bias(config.model_config.hf_text_config))):
             raise UnsupportedError(why)
         self._take(form, formats.layout_for(kv_cache_dtype, kv_heads, head_size, dtype))
 

@@ -72,10 +72,6 @@ DEVICE u32 high_fnma(u32 a, u32 b, u32 c) {
     return d;
 }
 DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
-/// The same, 0 where it is below.
-DEVICE u32 fma_relu_f16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
-/// 1 where numbers are equal, else 0.
-DEVICE u32 equal_f16x2(u32 a, u32 b) { u32 d; asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 /// Two signed 16-bit numbers, none below 0 nor above those of `top`.
 DEVICE u32 clamp_i16x2(u32 a, u32 top) {
     u32 d;
@@ -148,13 +144,6 @@ DEVICE void warpgroup_mma(float (&y)[8][2][4], const u32 (&a)[4], u64 b, bool ad
 }
 #endif
 /// Transposes an 8x8 tile of 16-bit values: lane (g, c) gives row g, columns 2c, 2c + 1 and receives column g, rows 2c, 2c + 1.
-/// Four 8x8 matrices of 16-bit numbers from shared memory, rows of 16 bytes: lane i has the address of row i % 8 of matrix i / 8 and gets of each matrix
-/// row lane / 4, columns 2 (lane % 4) and the next.
-DEVICE uint4 load_matrices(u32 address) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-    return v;
-}
 DEVICE u32 transpose_8x8(u32 a) { u32 d; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a)); return d; }
 
 /// Where dynamic shared memory starts: behind what the system takes of a block, if it does.
@@ -215,10 +204,6 @@ DEVICE void copy_async_16(u32 to, i64 from) { asm volatile("cp.async.cg.shared.g
 DEVICE void copy_async_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 #endif
 
-/// 16 bytes to shared memory, at multiples of 16; all of this thread have landed once it has waited.
-DEVICE void copy_16_later(void* to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 /// threadIdx.x, read once more: keeping it in a register through a long loop for what follows cost spills.
 DEVICE int thread_again() { int thread; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); return thread; }
 
@@ -236,8 +221,6 @@ DEVICE void wait_for_previous_kernel() {
 #endif
 }
 
-/// x where the compiler does not know that it is a constant, of blocks in one dimension.
-DEVICE u32 in_register(u32 x) { u32 zero; asm volatile("mov.u32 %0, %%tid.y;" : "=r"(zero)); return x + zero; }
 /// Keeps a running result from being put off: what it is made of would take registers until then.
 DEVICE void compute_now(u32& x) { asm volatile("" : "+r"(x)); }
 

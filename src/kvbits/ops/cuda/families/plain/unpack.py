@@ -17,7 +17,6 @@ from ...engine.runtime import driver
 from ...engine.side import as_float32, low_arguments, side_arguments, turns_on, widened
 
 THREADS = 256
-MAX_HEADS = 65_535
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
