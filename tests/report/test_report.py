@@ -17,6 +17,7 @@ import kvbits
 from kvbits import schemes
 from kvbits.cli import app
 from kvbits.errors import SpecError
+from kvbits.gpus import gpu_memory
 from kvbits.planner import DENSE, RESERVE, SHOWN, Cards, _Dense, rank, uniform
 from kvbits.report import arithmetic, markdown
 from kvbits.report.collect import collect, held_bits
@@ -302,6 +303,19 @@ def test_the_calculator_shares_gpus_as_the_planner_does():
             assert found["kv_heads"] is None
 
 
+def test_the_calculator_s_gpus_are_the_planner_s(folder):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node to run the page's script with")
+    sizes = range(4, 289)
+    script = f"""
+        const {{ gpuMemory }} = require({json.dumps(str(SCRIPT))});
+        const cards = JSON.parse(require("fs").readFileSync(0, "utf8"));
+        console.log(JSON.stringify({list(sizes)}.map((n) => gpuMemory(n, cards))));"""
+    out = subprocess.run([node, "-e", script], input=json.dumps(page_data(collect(folder))["cards"]), capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout) == [gpu_memory(f"{n}GB").nbytes for n in sizes]
+
+
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen2.5-0.5B", "Llama-3.1-8B"])
 def test_the_calculator_s_models_have_their_parameters(name):
     from transformers import LlamaConfig, Qwen2Config
@@ -343,7 +357,7 @@ def test_the_page_draws_in_a_browser(folder, tmp_path, options):
     assert found["fits"] == "true"
     assert found["background"] == ("rgb(18,23,30)" if options else "rgb(255,255,255)")
     assert dom.count("<tr") > 40 and "kivi2" in dom and 'output id="o-context">32,768' in dom
-    assert "The GPU: 80.00 GB − 300.0 MB of weights − 9.60 GB reserve = 70.10 GB for the cache." in dom and "users that fit" in dom
+    assert "The GPU: 84.97 GB − 300.0 MB of weights − 10.20 GB reserve = 74.48 GB for the cache." in dom and "users that fit" in dom
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium (apt-get install chromium)")

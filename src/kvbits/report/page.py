@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import __version__
 from ..files import to_json
+from ..gpus import SIZES, gpu_memory
 from ..planner import RESERVE
 from ..runs import command_of, dated
 from . import arithmetic, markdown
@@ -110,7 +111,8 @@ def page_data(results: Results, beside: Beside = NOTHING) -> dict[str, Any]:
     """Everything the script draws, as JSON data."""
     models = {key: _model(m) for key, m in results.models.items() if "fidelity" in m.tasks}
     return {
-        "models": models, "presets": arithmetic.presets(), "shapes": arithmetic.MODELS, "head_dims": list(arithmetic.HEAD_DIMS), "lines": list(LINES),
+        "models": models, "presets": arithmetic.presets(), "shapes": arithmetic.MODELS, "head_dims": list(arithmetic.HEAD_DIMS),
+        "cards": _cards(), "lines": list(LINES),
         "kernels": list(beside.groups), "answer": [*_points(results, beside.speeds), *beside.marks],
     }  # fmt: skip
 
@@ -131,6 +133,11 @@ def _points(results: Results, speeds: markdown.Speeds) -> list[dict[str, Any]]:
              "speed": speed, "recommended": name in chosen, "models": len(measured)}
         )  # fmt: skip
     return found
+
+
+def _cards() -> dict[str, Any]:
+    """GB -> [bytes, card] of the sizes that cards are called by."""
+    return {str(size): [gpu_memory(f"{size}GB").nbytes, name] for size, name in SIZES.items()}
 
 
 def _model(model: Model) -> dict[str, Any]:
@@ -272,7 +279,7 @@ def _calculator(data: dict[str, Any]) -> str:
         + _slider("context", "context, tokens", 7, 20, 15, 0.25) + _slider("batch", "sequences", 1, 256, 8)
     )  # fmt: skip
     cards = (
-        _slider("memory", "memory of each GPU", 4, 288, 80, 4) + _slider("gpus", "GPUs (tensor parallel)", 0, 4, 0)
+        _slider("memory", "memory of each GPU", 4, 288, 80) + _slider("gpus", "GPUs (tensor parallel)", 0, 4, 0)
         + _slider("weights", "weights", 0, 320, 16, 0.1) + _slider("reserve", "reserve of each GPU", 0, 50, round(100 * RESERVE))
     )  # fmt: skip
     shapes = list(data["shapes"])
@@ -281,7 +288,7 @@ def _calculator(data: dict[str, Any]) -> str:
     note = (
         "What a cache of fixed capacity allocates: whole pages, scales, raw newest tokens and padding; with several GPUs, on each of them. Users that fit: "
         "sequences of this context beside the weights. Reserve: activations, the CUDA context, graphs. No weights and no reserve: memory for the cache "
-        "alone. Bold rows fit. GB is 10⁹ bytes."
+        "alone. Bold rows fit. GB is 10⁹ bytes; a size that cards are called by is what the smallest of them has, as <code>kvbits plan</code> takes it."
     )
     return f'{lead}{first}<p class="note" id="c-left"></p><div class="wide"><table id="calculator"></table></div><p class="note">{note}</p>'
 

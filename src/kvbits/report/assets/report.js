@@ -37,7 +37,9 @@ function perGpu(shape, cards) {
   const share = Math.ceil(weights / gpus), kept = Math.floor(memory * reserve);
   return { share, kept, left: memory - share - kept, kv_heads };
 }
-if (typeof module !== "undefined") module.exports = { nbytes, denseBytes, pagesFor, perGpu };
+// Bytes of a GPU of so many GB: a size that cards are called by is a card's (kvbits/gpus.py).
+const gpuMemory = (gb, cards) => cards[gb] ? cards[gb][0] : gb * 1e9;
+if (typeof module !== "undefined") module.exports = { nbytes, denseBytes, pagesFor, perGpu, gpuMemory };
 
 if (typeof document !== "undefined") (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -235,10 +237,10 @@ if (typeof document !== "undefined") (() => {
   function calculator() {
     const shape = { layers: +$("c-layers").value, kv_heads: +$("c-heads").value, head_dim: data.head_dims[+$("c-dim").value], context: contextOf($("c-context").value), batch: +$("c-batch").value, window: null };
     const gpus = 2 ** Number($("c-gpus").value), reserve = Number($("c-reserve").value) / 100;
-    const cards = { memory: Number($("c-memory").value) * 1e9, weights: Math.round(Number($("c-weights").value) * 1e9), reserve, gpus };
+    const cards = { memory: gpuMemory(Number($("c-memory").value), data.cards), weights: Math.round(Number($("c-weights").value) * 1e9), reserve, gpus };
     const each = perGpu(shape, cards), budget = Math.max(0, each.left);
     $("o-layers").textContent = shape.layers; $("o-heads").textContent = shape.kv_heads; $("o-dim").textContent = shape.head_dim;
-    $("o-context").textContent = shape.context.toLocaleString("en"); $("o-batch").textContent = shape.batch; $("o-memory").textContent = $("c-memory").value + " GB";
+    $("o-context").textContent = shape.context.toLocaleString("en"); $("o-batch").textContent = shape.batch; $("o-memory").textContent = $("c-memory").value + " GB" + (data.cards[$("c-memory").value] ? `, ${data.cards[$("c-memory").value][1]}` : "");
     $("o-gpus").textContent = gpus; $("o-weights").textContent = Number($("c-weights").value).toFixed(1) + " GB"; $("o-reserve").textContent = Math.round(100 * reserve) + " %";
     if (each.kv_heads === null) {
       $("c-left").textContent = `${shape.kv_heads} kv heads cannot be shared by ${gpus} GPUs.`;
