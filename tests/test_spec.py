@@ -180,6 +180,8 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
         (lambda: PerGroup(32.0), ["size=32.0", "whole number"]),
         (lambda: QuantSpec().num_groups(80), ["head_dim=80", "group_size=64", "group_size=16 or per-token scales"]),
         (lambda: QuantSpec().num_groups(72), ["head_dim=72", "group_size=64", "use per-token scales"]),
+        (lambda: Scheme(name="x", key=PRESETS["klt4"].key, value=PRESETS["nuq4"].value), ["nuq4 values", "banded or integer values"]),
+        (lambda: Override(layers=(0,), key=PRESETS["klt4"].key, value=QuantSpec(outliers=0.01)), ["int8 values with outliers=0.01"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=0), ["page_size=0", "from 32", "multiple of 32", "64 or 128"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=-64), ["page_size=-64", "from 32", "multiple of 32"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=48), ["page_size=48", "multiple of 32"]),

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import SpecError
-from .quant import DTYPE_BYTES, SCALE_BYTES, QuantSpec
+from .quant import DTYPE_BYTES, SCALE_BYTES, QuantSpec, require_pair
 
 FORMATS_VERSION = 1
 """Version of the byte layouts in docs/reference/formats.md. Saved files and format ids carry it."""
@@ -66,6 +66,7 @@ class PageLayout:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+        require_pair(self.key, self.value)
         if self.key.is_rotated and self.head_dim & (self.head_dim - 1):
             raise SpecError(f"keys in basis='hadamard' are multiplied by a matrix of a power of two, and head_dim={self.head_dim} is none; use basis=None")
 

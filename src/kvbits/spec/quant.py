@@ -339,3 +339,14 @@ class QuantSpec:
         if self.static or isinstance(self.granularity, PerChannel):
             return (groups,)
         return (groups, page_size)
+
+
+def require_pair(key: QuantSpec, value: QuantSpec) -> None:
+    """Refuse keys and values that no page holds together.
+
+    Raises:
+        SpecError: banded keys beside values with a codebook or outliers.
+    """
+    if key.is_banded and (value.has_codebook or value.outliers):
+        what = f"{value.format} values" + (f" with outliers={value.outliers}" if value.outliers else "")
+        raise SpecError(f"banded keys (klt4, klt3, klt2) are not stored beside {what}; use banded or integer values, as these presets do, or nuq keys")

@@ -9,13 +9,14 @@ from typing import Any
 from ..errors import SpecError
 from .codec import parse, serialisable, to_dict, whole
 from .layout import PageLayout
-from .quant import QuantSpec
+from .quant import QuantSpec, require_pair
 
 
-def _require_specs(key: object, value: object) -> None:
+def _require_specs(key: Any, value: Any) -> None:
     for name, spec in (("key", key), ("value", value)):
         if not isinstance(spec, QuantSpec):
             raise SpecError(f"{name}={spec!r} is not a QuantSpec; pass QuantSpec(format=..), or QuantSpec.raw()")
+    require_pair(key, value)
 
 
 @serialisable

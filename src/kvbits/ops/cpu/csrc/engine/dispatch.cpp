@@ -74,6 +74,7 @@ const TierKernels* active_tier() {
 int32_t check_store(const kvbits_store& store, int head_dim) {
   if (head_dim < 8 || head_dim % 8 || head_dim > MAX_HEAD_DIM) return KVBITS_BAD_HEAD_DIM;
   if (store.page_size < 1) return KVBITS_BAD_PAGE_SIZE;
+  if (store.key.bands && (store.value.codebook || store.value.num_outliers)) return KVBITS_BAD_FORMAT;
   const int32_t bad = check_tensor(store.key, true, store, head_dim);
   return bad ? bad : check_tensor(store.value, false, store, head_dim);
 }

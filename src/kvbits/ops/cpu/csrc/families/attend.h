@@ -35,24 +35,21 @@ static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, 
   return as_values(t.bands ? describe_banded_values(t, head_dim, pages) : describe(t, low, head_dim, pages));
 }
 
-// Keys of klt beside values that `base` reads.
-template <class Base>
-static void attend_klt_keys(Base base, Part& part, const Entries& entries, Scratch& w) {
-  base.begin();
-  KltPart<Base> path = {part, base, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
+// Keys of klt beside values that plain kernels read.
+static void attend_klt_keys(Part& part, const Entries& entries, Scratch& w) {
+  PlainPart values = {part};
+  values.begin();
+  KltPart path = {part, values, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
   path.begin();
   attend_pages(path, entries);
-  base.end();
 }
 
 static void attend_part(Part& part, const Entries& entries, Scratch& w) {
   const bool has_codebook = adds_to_plain(part.key) || adds_to_plain(part.value);
   if (part.value.split) reorder_outputs(part, false);
   if (part.value.t->hadamard) turn_outputs(part);
-  if (part.key.t->bands && has_codebook) {
-    attend_klt_keys(CodebookPart{part, w.decoded, w.angles, w.pairs}, part, entries, w);
-  } else if (part.key.t->bands) {
-    attend_klt_keys(PlainPart{part}, part, entries, w);
+  if (part.key.t->bands) {
+    attend_klt_keys(part, entries, w);
   } else if (has_codebook) {
     CodebookPart path = {part, w.decoded, w.angles, w.pairs};
     path.begin();

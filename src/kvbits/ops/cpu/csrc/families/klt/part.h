@@ -1,10 +1,11 @@
 // Attention to a part whose keys have codes by band: queries in the basis of a page's frame (basis.h) and the dot products of keys.h. Everything else is
-// `base`, the path that reads the part's values.
+// `base`, the plain path, which reads the part's values.
 #pragma once
 #include <stdint.h>
 
 #include "basis.h"
 #include "engine/attend/part.h"
+#include "families/plain/part.h"
 #include "hadamard.h"
 #include "keys.h"
 
@@ -14,10 +15,9 @@ typedef void (*BandKernel)(const BandArgs&);
 constexpr ByRows<BandKernel> band_kernels = {
     {key_banded<1>, key_banded<2>, key_banded<3>, key_banded<4>, key_banded<5>, key_banded<6>, key_banded<7>, key_banded<8>}, true};
 
-template <class Base>
 struct KltPart {
   Part& part;
-  Base& base;
+  PlainPart& base;
   Angles& angles;
   BandPieces& pieces;
   int64_t last_start;  // of the last page

@@ -122,7 +122,6 @@ struct PlainPart {
 
   void scores(Chunk& c, const PageView& at, int token, int n) { plain_scores(part, c, at, token, n); }
   void outputs(Chunk& c, const PageView& at, int token, int n) { plain_outputs(part.value, c, value_args(part, c, at, token, n)); }
-  void end() {}
 };
 
 }  // namespace
