@@ -18,7 +18,7 @@ Rows are presets by name, and:
 
 Mode "graph" is `kvbits.graphed`, or what generate() does by itself; "eager" the plain call; "compiled" `torch.compile` of the forward pass of a token (the prompt runs uncompiled);
 "compiled_graph" that pass captured in a graph: `kvbits.graphed(compile=True)`, and the same done to FlashAttention-3. The cache is filled by the model's own prefill, then tokens are decoded one by one with a padding mask. `ms_per_token` is wall time over
-steps that are not waited for one by one; `slowest_ms` and `median_ms` are of steps that are. Peaks are of the whole process, weights included. Each row is added
+steps that are not waited for one by one; `slowest_ms` and `median_ms` are of steps that are. Peaks are of the whole process, weights included: `bytes_before` is what was allocated before the row's cache. Each row is added
 to --out as it comes. The last line is one JSON object.
 """
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import os
 import statistics
 import time
@@ -99,6 +100,12 @@ class Flash16:
         AttentionInterface.register("bench_fa3", self.attend)
         _fa3[:] = [self]
 
+    @staticmethod
+    def release() -> None:
+        """Nothing global holds the cache any more, so its bytes are in no peak of a later row."""
+        _fa3.clear()
+        AttentionInterface.register("bench_fa3", no_fa3)
+
     def token(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scaling: float | None) -> torch.Tensor:
         """Store and attend with q, k, v [B, 1, H, D]: one call, as those who serve with it do."""
         held = self.kv[layer]
@@ -120,6 +127,10 @@ class Flash16:
 
 
 _fa3: list[Flash16] = []
+
+
+def no_fa3(*_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+    raise KvbitsError("the 16-bit cache of FlashAttention-3 was released")
 
 
 @torch.library.custom_op("bench::token_of_fa3", mutates_args=())
@@ -266,6 +277,7 @@ def prepared(model: LlamaForCausalLM, row: str, batch: int, tokens: int | None, 
         KVCache.detach(model)
         if row == "fa3":
             cache: Any = Flash16(model.config.num_hidden_layers, batch, tokens)
+            stack.callback(Flash16.release)
             model.set_attn_implementation("bench_fa3")
         elif row in ("stock", "stock_flash", "static"):
             model.set_attn_implementation("sdpa")
@@ -308,8 +320,10 @@ def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
     room, chunk, watched = None if args.grow else ROOM, args.chunk, QUICKLY_WATCHED if args.quick else WATCHED
     if not args.filled:
         warm_up(model, row, batch, chunk, room)
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # the weights, and what libraries keep
     with prepared(model, row, batch, room and context + room, mode) as cache:
         prompt: dict[str, Any] = {"filled": True}
         if args.filled:
@@ -328,7 +342,8 @@ def measure(model: LlamaForCausalLM, row: str, mode: str, batch: int, context: i
         on_device = cache.pages.decoding is not None if isinstance(cache, KVCache) else None
     return {
         "scheme": row, "mode": mode, "batch": batch, "context": context, "through": "forward", "on_device": on_device, **prompt,
-        "peak_bytes": torch.cuda.max_memory_allocated(), **found, **({"chunk": chunk} if chunk else {}), **({"grows": True} if args.grow else {}),
+        "bytes_before": before, "peak_bytes": torch.cuda.max_memory_allocated(), **found, **({"chunk": chunk} if chunk else {}),
+        **({"grows": True} if args.grow else {}),
     }  # fmt: skip
 
 

@@ -102,13 +102,13 @@ def generate() -> str:
             cells = [rows.get(key) for rows in found.values()]
             lines.append([words, *(f"{r['ms_per_token']:.2f} ({r['median_ms']:.2f}, {r['slowest_ms']:.2f})" if r else "" for r in cells)])
     for title, field, form in (
-        ("prompt, tokens/s", "prefill_tokens_per_s", lambda x: f"{x:,.0f}"),
-        ("peak memory decoding, GiB", "peak_bytes", lambda x: f"{x / 2**30:.1f}"),
+        ("prompt, tokens/s", "prefill_tokens_per_s", lambda r: f"{r['prefill_tokens_per_s']:,.0f}"),
+        ("peak memory decoding, beside the weights, GiB", "bytes_before", lambda r: f"{(r['peak_bytes'] - r['bytes_before']) / 2**30:.1f}"),
     ):
         for name, words in (("stock_flash", "stock"), ("int8_centered", "`int8_centered`"), ("klt2", "`klt2`")):
-            values = [next((r[field] for (n, _), r in rows.items() if n == name and r.get(field)), None) for rows in found.values()]
-            if any(values):
-                lines.append([f"{title}: {words}", *(form(v) if v else "" for v in values)])
+            cells = [next((form(r) for (n, _), r in rows.items() if n == name and r.get(field)), "") for rows in found.values()]
+            if any(cells):
+                lines.append([f"{title}: {words}", *cells])
     used = [r for rows in found.values() for key, r in rows.items() if key in CACHES]
     return f"{table(header, lines)}\n\n{measured(data, used, 'python benchmarks/bench_generate_gpu.py')}"
 

@@ -27,6 +27,8 @@ from kvbits.integrations.vllm.formats import FORMATS  # noqa: E402
 from kvbits.report.collect import Cell, Model, Results, collect  # noqa: E402
 from kvbits.report.markdown import (  # noqa: E402
     LEGEND,
+    USABLE_KL,
+    USABLE_PPL,
     change,
     conditions,
     decoded,
@@ -37,7 +39,7 @@ from kvbits.report.markdown import (  # noqa: E402
     runs_note,
     scheme_rows,
     table,
-    unfit_notes,
+    unfit,
 )  # fmt: skip
 from kvbits.report.page import Beside, page  # noqa: E402
 from kvbits.runs import dated  # noqa: E402
@@ -109,7 +111,7 @@ def preset_table(results: Results, benchmarks: Path) -> str:
             raise SpecError(f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first")
         spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
         held = 16 * spec.nbytes(HELD_AT) / spec.raw_nbytes(HELD_AT)
-        short, of_short = _worst_kl(name, [*at_short, *models.values()], count)
+        short, of_short = _worst_kl(name, at_short or list(models.values()), count)
         long, of_long = _worst_kl(name, at_length, count)
         speeds = list(gpu.get(name, {}).values())
         ratios = [r["speedup_real_cache"] for r in speeds]
@@ -121,11 +123,29 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         rows.append([f"`{name}`", f"{held:.2f}", short, long, on_gpu, cpu.cells.get(name, UNMEASURED), "yes" if f"kvbits_{name}" in FORMATS else "no"])
     rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
     notes = [
-        *unfit_notes(models, SHOWN),
+        *_unfit_at({"1,024": at_short or list(models.values()), f"{HELD_AT:,}": at_length}),
         *([f"GPU: over {rivals}."] if rivals else []), *([cpu.note] if cpu.note else []),
         "Runs: " + "; ".join(f"{column.removeprefix('worst ')} {dated(some)}" for column, some in made.items() if some) + "."
     ]  # fmt: skip
     return _between(TABLE, "\n\n".join([table(columns, rows), textwrap.fill(" ".join(notes), NOTE_WIDTH, break_long_words=False, break_on_hyphens=False)]))
+
+
+def _unfit_at(of_length: dict[str, list[Model]]) -> list[str]:
+    """Which of `SHOWN` are unfit for which models, in windows of how many tokens.
+
+    Args:
+        of_length: tokens of a window -> models.
+    """
+    where: dict[str, dict[str, list[str]]] = {}
+    for length, models in of_length.items():
+        for name, some in unfit(models).items():
+            for model in dict.fromkeys(m.name for m in some if name in SHOWN):
+                where.setdefault(name, {}).setdefault(model, []).append(length)
+    lengths = [length for length, models in of_length.items() if models]
+    found = {name: ", ".join(m if at == lengths else f"{m} ({' and '.join(at)} only)" for m, at in of_models.items()) for name, of_models in where.items()}
+    listed = "; ".join(f"`{name}` for {models}" for name, models in found.items())
+    limits = f"perplexity more than {USABLE_PPL:.0%} up, or KL above {USABLE_KL} nats"
+    return [f"Unfit at {' and '.join(lengths)} tokens ({limits}): {listed}."] if listed else []
 
 
 def _models_in(benchmarks: Path, name: str) -> list[Model]:

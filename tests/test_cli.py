@@ -249,6 +249,7 @@ def test_a_card_by_its_name_is_said_and_a_size_that_leaves_nothing_names_the_oth
     assert "--gpu-memory: H100: 85.02 GB (79.18 GiB), as torch reports it." in run("plan", *layers, "--weights", "16GB", "--gpu-memory", "H100").stdout
     line = error("plan", *layers, "--weights", "141GB", "--gpu-memory", "160GB")
     assert "if you mean 160GiB (2**30 bytes each), 10.18 GB of each GPU are left for a cache: write that" in line
+    assert error("plan", *layers, "--weights", "16GB", "--gpu-memory", "80GB", "--reserve", "120%").endswith("write 0% to 99%, or bytes like 8GB\n")
 
 
 VLLM = ("plan", "--engine", "vllm")
@@ -470,11 +471,11 @@ def loader(monkeypatch):
 def test_calibrate_says_when_the_text_is_short_and_refuses_windows_past_the_model(loader, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("abc " * 25)
-    options = ("--text", text, "--out", tmp_path / "s", "--windows", 9)
+    options = ("--scheme", "int8_static", "--text", text, "--out", tmp_path / "s", "--windows", 9)
     assert "note: text is short: it gives 3 windows of 32 tokens, not 9 of 32" in run("calibrate", "tiny", *options, "--length", 32).stderr
     text.write_text("abc")
     assert "it gives 1 window of 4 tokens, not 9 of 32" in run("calibrate", "tiny", *options, "--length", 32).stderr
-    assert "note:" not in run("calibrate", "tiny", "--out", tmp_path / "s", "--windows", 2, "--length", 32, "--force").stderr
+    assert "note:" not in run("calibrate", "tiny", "--scheme", "int8_static", "--out", tmp_path / "s", "--windows", 2, "--length", 32, "--force").stderr
     limit = "windows of 5000 tokens pass the model's 2048 positions; give --length, at most 2048"
     assert limit in error("calibrate", "tiny", *options, "--length", 5000)
 
@@ -486,7 +487,7 @@ def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Some words that repeat. " * 100)
     out = tmp_path / "scales.safetensors"
-    options = ("--text", text, "--out", out, "--windows", 5, "--length", 32, "--seed", 3, "--threads", 1)
+    options = ("--scheme", "int8_static", "--text", text, "--out", out, "--windows", 5, "--length", 32, "--seed", 3, "--threads", 1)
     data = run_json("calibrate", "tiny", *options)
     assert (data["prompts"], data["tokens"], data["layers"], data["percentile"], data["model"]) == (5, 160, 2, 99.9, "tiny")
     found = Calibration.load(out)
@@ -497,18 +498,19 @@ def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     assert "160 tokens in 5 windows, maximum" in said and "wrote" in said
     assert run_json("calibrate", "tiny", *options, "--text", "novel")["text"] == "text+novel"
     small = ("--out", tmp_path / "basis.safetensors", "--windows", 3, "--length", 200, "--threads", 1)
-    data = run_json("calibrate", "tiny", "--scheme", "klt3", *small)
+    data = run_json("calibrate", "tiny", *small)
+    assert data["scheme"] == "klt4", "without --scheme what the README recommends"
     assert (data["text"], data["prompts"]) == ("novel+code", 3), "a basis sees what queries look for: in prose and in a program"
     assert Calibration.load(out).id != found.id
 
 
 def test_calibrate_replaces_only_its_own_file(loader, tmp_path):
-    options = ("--out", tmp_path / "c", "--windows", 2, "--length", 32, "--threads", 1)
+    options = ("--out", tmp_path / "c", "--windows", 2, "--length", 32, "--threads", 1, "--scheme", "int8_static")
     first = run_json("calibrate", "tiny", *options)
     assert first["text"] == "novel"
     assert run_json("calibrate", "tiny", *options)["id"] == first["id"]
     before = (tmp_path / "c").read_bytes()
-    assert "calibration of scheme 'int8_static', not 'nuq4'; give another --out, or --force" in error("calibrate", "tiny", *options, "--scheme", "nuq4")
+    assert "calibration of scheme 'int8_static', not 'nuq4'; give another --out, or --force" in error("calibrate", "tiny", *options[:-1], "nuq4")
     assert "calibration of model 'tiny', not 'other'" in error("calibrate", "other", *options)
     assert (tmp_path / "c").read_bytes() == before
     assert run_json("calibrate", "other", *options, "--force")["model"] == "other"
@@ -536,7 +538,7 @@ def test_several_schemes_are_calibrated_in_one_pass(loader, tmp_path, monkeypatc
 
 def test_a_file_of_another_scheme_is_refused_before_torch_is_imported(loader, tmp_path):
     out = tmp_path / "c.safetensors"
-    run("calibrate", "tiny", "--out", out, "--windows", 2, "--length", 32, "--threads", 1)
+    run("calibrate", "tiny", "--scheme", "int8_static", "--out", out, "--windows", 2, "--length", 32, "--threads", 1)
     configured(tmp_path / "m", model_type="llama")
     code = f"import sys\nfrom kvbits.cli import main\nsys.argv[1:] = {['calibrate', str(tmp_path / 'm'), '--out', str(out), '--scheme', 'klt4']!r}\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -555,11 +557,13 @@ def test_a_file_of_another_scheme_is_refused_before_torch_is_imported(loader, tm
         ({"--scheme": "int8_static,nuq4"}, "2 schemes go into a file each, and --out out.safetensors names one; write {scheme} where"),
         ({"--scheme": "int8_static,nuq4", "--out": "{scheme}.s"}, "these schemes take 128 windows of 256 tokens (int8_static) and 16 windows of 2,048 tokens"),
         ({"--percentile": "10"}, "percentile=10.0 is outside"),
+        ({"--percentile": "99"}, "--percentile is of static scales, and klt4 has none; omit it, or give another --scheme"),
+        ({"--weights": "none"}, "--weights is of codebooks, and klt4 has none"),
         ({"--percentile": "200"}, "percentile=200.0 is outside 90 to 100"),
         ({"--weights": "some"}, "weights='some' is not 'fisher' or 'none'"),
         ({"--length": "1"}, "at least 2 is needed"),
         ({"--windows": "0"}, "'--windows'"),
-        ({"--skip-tokens": "256"}, "--skip-tokens 256 leaves nothing of windows of 256 tokens"),
+        ({"--skip-tokens": "1024"}, "--skip-tokens 1024 leaves nothing of windows of 1024 tokens"),
         ({"--device": "nope"}, "unknown device 'nope'"),
     ],
 )

@@ -58,7 +58,10 @@ def test_code_that_a_model_brings_is_neither_run_nor_asked_about(tmp_path, monke
 
 
 def test_what_is_no_configuration_is_refused_in_a_sentence(tmp_path):
-    with pytest.raises(SpecError, match="holds no config.json"):
+    with pytest.raises(SpecError, match="holds no config.json; give the directory"):
+        read_config(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(SpecError, match=r"holds no config.json; give one of its GGUF files: .*model\.gguf"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(SpecError, match="cannot read the configuration of"):

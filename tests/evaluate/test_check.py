@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,10 @@ MODELS = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models"))
 
 def test_a_key_bias_under_grouped_int4_fails_its_layer_and_the_advice_passes():
     model = tiny.model(key_bias=200.0)
-    found = check(model, IDS, "int4", progress=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = check(model, IDS, "int4", progress=False)
+    assert said and not [w for w in said if "advice" in str(w.message)], "what is advised is measured, not warned of"
     assert not found.passed
     assert [bool(v.failures) for v in found.layers] == [True, False]
     assert any("key bias" in c for c in found.layers[0].causes)
@@ -104,6 +108,7 @@ def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, cod
     assert data["passed"] == (code == 0) and len(data["layers"]) == 2 and data["text"] == "novel"
     shown = CliRunner().invoke(app, args).stdout
     assert ("FAIL" in shown) == bool(code) and "logit cosine" in shown and "Bits left: " in shown
+    assert f"which read {data['overall']['read_raw']:.0%} of their history in 16 bits" in " ".join(shown.split())
     verdicts = {
         line.split("  ")[0]: line.split()[1 + line.startswith("whole")]
         for line in shown.splitlines()

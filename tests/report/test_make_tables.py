@@ -67,6 +67,11 @@ def test_the_committed_tables_are_what_the_command_writes(file, made):
     assert tables.put_into(text, made()) == text, RUN
 
 
+def test_a_preset_that_is_unfit_at_either_length_is_named():
+    text = " ".join(tables.preset_table(collect(RESULTS), BENCHMARKS).split())
+    assert "Unfit at 1,024 and 8,192 tokens (perplexity" in text and "`klt2` for smollm2-135m-instruct, gemma3-270m (8,192 only); `int4` for" in text
+
+
 def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder, monkeypatch, tmp_path):
     old = [{"run": "r1", "scheme": "kivi4", "shape": s, "speedup_real_cache": x, "best_16_bit": "cudnn"} for s, x in (("a", 9.0), ("b", 2.0))]
     new = [{"run": "r2", "scheme": "kivi4", "shape": "a", "speedup_real_cache": 1.2, "best_16_bit": "fa3"}]
@@ -105,6 +110,9 @@ def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder
     text = tables.preset_table(results, tmp_path)
     assert "| CPU, AVX2 |" in text and "| 1.20x |" in text and "1 thread of EPYC, AVX2; stock: 10.0 tokens/s in float32." in text
     assert f"{summary['kl_mean']:.4f} (tiny) | {summary['kl_mean']:.4f} (tiny) |" in tables.preset_table(results, tmp_path)
+    shutil.copytree(folder / "tiny", tmp_path / tables.SHORT / "tiny")
+    (tmp_path / tables.SHORT / "tiny" / "fidelity" / "raw.json").unlink()
+    assert "| `raw` | 16.00 | not measured |" in tables.preset_table(results, tmp_path), "no figure of other chunks beside those of chunks of 16"
     monkeypatch.setattr(tables, "SHOWN", ("nuq4",))
     with pytest.raises(SpecError, match="nuq4 was not measured on tiny"):
         tables.preset_table(results, tmp_path)

@@ -1,4 +1,4 @@
-"""`kvbits calibrate`: static scales measured on a model."""
+"""`kvbits calibrate`: bases, static scales and codebooks measured on a model."""
 
 from __future__ import annotations
 
@@ -43,26 +43,27 @@ def calibrate(
         list[str] | None,
         typer.Option(
             help="Text like what the model will read, never what you evaluate on: a file, hub:ID, novel or code (shipped). Several: as many windows of each.",
-            show_default="novel; for a basis novel and code",
+            show_default="novel; for klt presets novel and code",
         ),
     ] = None,
     scheme: Annotated[
         list[str] | None,
         typer.Option(
-            help="Schemes with static scales, codebooks or a basis, comma-separated or repeated: presets, or files of your own (.json). Several share a pass.",
-            show_default="int8_static",
+            help="Schemes with a basis (klt), static scales or codebooks, comma-separated or repeated: presets, or files (.json). Several share a pass.",
+            show_default="klt4",
         ),
     ] = None,
-    windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 128, or 16 for codebooks and bases.", show_default=False, min=1)] = None,
+    windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 16, or 128 for static scales.", show_default=False, min=1)] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of a window: 256, 1,024 for bases, or 2,048 for codebooks.", show_default=False, parser=tokens(2))
+        int | None, typer.Option(help="Tokens of a window: 1,024 for klt, 256 for static scales, 2,048 for codebooks.", show_default=False, parser=tokens(2))
     ] = None,
     percentile: Annotated[
-        float | None, typer.Option(help="Percent of elements inside the range, 90 to 100; 99.9, or all but the scheme's outliers.", show_default=False)
+        float | None,
+        typer.Option(help="Of static scales: percent of elements in the range, 90 to 100; 99.9, or all but the outliers.", show_default=False),
     ] = None,
     weights: Annotated[str, typer.Option(help="Of codebooks: fisher (squared gradients) or none.")] = "fisher",
-    per_head: Annotated[bool, typer.Option("--per-head", help="A codebook for each kv head.")] = False,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in the backward pass: less memory.")] = False,
+    per_head: Annotated[bool, typer.Option("--per-head", help="Of codebooks: one for each kv head.")] = False,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Of codebooks: less memory, by computing activations again.")] = False,
     skip_tokens: Annotated[
         int | None, typer.Option(help="First tokens of each window left out; the scheme's sinks if not given.", show_default=False, min=0)
     ] = None,
@@ -72,14 +73,14 @@ def calibrate(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Measure static scales and codebooks of schemes on a model and save them with a fingerprint: a minute or a few for a small model on a CPU.
+    """Measure on a model what klt presets need (and static scales and codebooks), and save it with a fingerprint: minutes for a small model on a CPU.
 
     Several schemes share one pass over the text. Codebooks take a backward pass per window; stopped, the same command goes on where it was (OUT.partial).
 
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
     require_model(model)
-    chosen = [_with_calibration(name) for name in dict.fromkeys(names_of("--scheme", scheme or ["int8_static"]))]
+    chosen = [_with_calibration(name) for name in dict.fromkeys(names_of("--scheme", scheme or ["klt4"]))]
     outs = _outs(out, [one.name for _, one in chosen])
     for path, (_, one) in zip(outs, chosen, strict=True):
         require_file(path, "--out")
@@ -129,6 +130,7 @@ def _sample(model: str, schemes: list[Scheme], windows: int | None, length: int 
     from ..integrations.models import check_place
 
     check_options(how["percentile"], how["weights"])
+    _require_use(schemes, how)
     check_place("auto", device)
     kinds = {thorough(one): one.name for one in schemes}
     if len(kinds) > 1 and (windows is None or length is None):
@@ -140,6 +142,20 @@ def _sample(model: str, schemes: list[Scheme], windows: int | None, length: int 
     if (skipped := how["skip_tokens"]) is not None and skipped >= sample.length:
         raise SpecError(f"--skip-tokens {skipped} leaves nothing of windows of {sample.length} tokens; take fewer than --length")
     return sample
+
+
+def _require_use(schemes: list[Scheme], how: dict[str, Any]) -> None:
+    """Refuse options that change nothing for any of the schemes."""
+    made = {name for one in schemes for name in one.calibrates}
+    names = ", ".join(one.name for one in schemes)
+    for option, is_given, kind, words in (
+        ("--percentile", how["percentile"] is not None, "scale", "static scales"),
+        ("--weights", how["weights"] != "fisher", "codebook", "codebooks"),
+        ("--per-head", how["per_head"], "codebook", "codebooks"),
+        ("--checkpointing", how["checkpointing"], "codebook", "codebooks"),
+    ):
+        if is_given and kind not in made:
+            raise SpecError(f"{option} is of {words}, and {names} has none; omit it, or give another --scheme")
 
 
 def _measure(

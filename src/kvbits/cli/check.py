@@ -43,12 +43,15 @@ def check(
     model: Model,
     scheme: Annotated[str, typer.Option(help="The one scheme to screen: a preset, or a file of your own (.json).")] = RECOMMENDED,
     text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
-    calibration: Annotated[Path | None, typer.Option(help="File of `kvbits calibrate`, for schemes that need one.", show_default=False)] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File of `kvbits calibrate`, for schemes that need one; with a --text that it was not made on.", show_default=False)
+    ] = None,
     calibration_text: Annotated[
-        str | None, typer.Option(help="Without such a file: calibrate on this text first, which takes minutes for codebooks.", show_default="end of the novel")
+        str | None,
+        typer.Option(help="Without such a file: calibrate on this text first, which takes minutes for klt and codebooks.", show_default="end of the novel"),
     ] = None,
     windows: Annotated[int, typer.Option(help="Windows that confirm; the first is looked into layer by layer.", min=1)] = 2,
-    length: Annotated[int, typer.Option(help="Tokens of a window; 1k is 1,024.", parser=tokens(2))] = 512,
+    length: Annotated[int, typer.Option(help="Tokens of a window; 1k is 1,024. Longer ones read less of their history in 16 bits.", parser=tokens(2))] = 512,
     max_kl: Annotated[float, typer.Option(help="Largest KL divergence that passes, nats.")] = 0.05,
     max_ppl_change: Annotated[float, typer.Option(help="Largest rise of perplexity that passes; 0.02 is 2 %.")] = 0.02,
     dtype: Dtype = "auto",
@@ -170,7 +173,8 @@ def _line(o: dict[str, Any], limits: Limits) -> str:
         f"KL {o['kl_mean']:.5f} nats (at most {limits.kl:g}), worst {o['kl_max']:.3f} at token {position:,} of window {window}, "
         f"{o['kl_lost']:.2%} of tokens above 1; "
         f"perplexity {o['ppl']:.3f}, {o['ppl_change']:+.2%} (at most {limits.ppl_change:+.2%}); "
-        f"top-1 {o['top1_agreement']:.1%}, probability mass matched {o['mass_matched']:.2%}, {o['bits_per_element']:.2f} bits; {o['tokens']:,} tokens"
+        f"top-1 {o['top1_agreement']:.1%}, probability mass matched {o['mass_matched']:.2%}, {o['bits_per_element']:.2f} bits; "
+        f"{o['tokens']:,} tokens, which read {o['read_raw']:.0%} of their history in 16 bits"
     )
 
 

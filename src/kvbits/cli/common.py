@@ -180,7 +180,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Few-bit KV caches for LLM inference: what they cost in memory and accuracy, and static scales for them.",
+    help="Few-bit KV caches for LLM inference: what they cost in memory and accuracy, and the calibrations that some need.",
 )
 
 

@@ -183,13 +183,18 @@ def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:
     show(*tables, f"results in {out}; `kvbits report {out}` draws them")
 
 
-_PERCENT = ("ppl_change", "top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement")
+_PERCENT = ("ppl_change", "top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement", "found_of_base")
 _HIDDEN = ("texts", "windows", "by_layer", "by_head", "heat_map", "by_subject")
 _OF_TEXTS = {"ppl": "ppl", "ppl_change": "change", "kl_mean": "KL", "kl_max": "worst", "kl_lost": "> 1 nat", "read_raw": "read raw", "bytes_held": "bytes",
              "tokens_per_s": "tokens/s"}  # fmt: skip
 _LEFT_OUT = {"fidelity": "tokens_per_s", "decode": "ppl"}
 """What fits a terminal of 80 columns of the tasks that read texts; --json and the files have everything."""
-_NAMES = _OF_TEXTS | {"key_bits": "key bits left", "value_bits": "value bits left"}
+_NAMES = _OF_TEXTS | {
+    "found_of_base": "of what the model's own finds",
+    "base_found": "its own finds",
+    "key_bits": "key bits left",
+    "value_bits": "value bits left",
+}
 _OF_KL = (
     "worst: the largest KL of a token, nats; > 1 nat: share of tokens whose KL is above; read raw: share of the tokens attended to that were still 16-bit, "
     "mean over scored tokens and layers."

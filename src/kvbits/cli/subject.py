@@ -49,6 +49,8 @@ class Subject:
             from ..weights import weights_bytes
 
             nbytes, self.weights_from = weights_bytes(self.model, self.config, say=lambda text: typer.echo(text, err=True))
+        if reserve is not None:
+            _reserve(reserve, memory.nbytes)  # what is no reserve is no matter of GB or GiB
         try:
             return _cards(memory.nbytes, nbytes, gpus, reserve)
         except SpecError as e:

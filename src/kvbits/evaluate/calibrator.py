@@ -68,7 +68,8 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
         seen = {one.info.get("text_sha256"), *one.info.get("mixed_sha256", ())}
         if same := [t.name for t in tests if t.sha256 in seen]:
             raise SpecError(
-                f"--calibration {one.path} was made on {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another --text"
+                f"--calibration {one.path} was made on {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another --text, or omit "
+                "--calibration: the scheme is then calibrated on another part of the novel"
             )
 
 

@@ -125,7 +125,7 @@ def _notes(models: dict[str, Model]) -> list[str]:
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of {dtypes}." if floor else ""
     made_of = f"Heads of {_head_widths(models)} channels. Weights: {weights_note(models)}."
     return [LEGEND, made_of, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more "
-            f"token costs at long context{_widths(models)}." + noise, *found, *_in_float32(models), *unfit_notes(models)]  # fmt: skip
+            f"token costs at long context{_widths(models)}." + noise, *found, *_in_float32(models), *_unfit_notes(models)]  # fmt: skip
 
 
 def _in_float32(models: dict[str, Model]) -> list[str]:
@@ -137,13 +137,12 @@ def _in_float32(models: dict[str, Model]) -> list[str]:
     return [text] if titles else []
 
 
-def unfit_notes(models: dict[str, Model], among: tuple[str, ...] = ()) -> list[str]:
-    """Which schemes, of `among` if any are named, are unfit for which models, and why."""
-    found = {name: titles for name, titles in unfit(models).items() if not among or name in among}
-    if not found:
+def _unfit_notes(models: dict[str, Model]) -> list[str]:
+    """Which schemes are unfit for which models, and why."""
+    if not (found := unfit(models.values())):
         return []
-    listed = "; ".join(f"`{name}` for {', '.join(titles)}" for name, titles in found.items())
-    shared = [f"`{name}`" for name in found if not among and name in PRESETS and weak_to_key_bias(PRESETS[name])]
+    listed = "; ".join(f"`{name}` for {', '.join(m.title for m in some)}" for name, some in found.items())
+    shared = [f"`{name}`" for name in found if name in PRESETS and weak_to_key_bias(PRESETS[name])]
     why = f" {', '.join(shared)}: scales that channels of a key share, which a bias in the keys (Qwen2.5) or few large channels spoil." if shared else ""
     return [f"Unfit (perplexity more than {USABLE_PPL:.0%} up, or KL above {USABLE_KL} nats): {listed}.{why}"]
 
@@ -248,13 +247,13 @@ def _recommended(models: dict[str, Model]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def unfit(models: dict[str, Model]) -> dict[str, list[str]]:
+def unfit(models: Iterable[Model]) -> dict[str, list[Model]]:
     """preset -> models it is unfit for: perplexity or KL past what `kvbits check` lets pass."""
-    found: dict[str, list[str]] = {}
-    for m in models.values():
+    found: dict[str, list[Model]] = {}
+    for m in models:
         for name, c in measured(m).items():
             if c.kind == "kvbits" and (c.summary["kl_mean"] > USABLE_KL or c.summary["ppl_change"] > USABLE_PPL):
-                found.setdefault(name, []).append(m.title)
+                found.setdefault(name, []).append(m)
     return found
 
 
