@@ -175,8 +175,9 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
         (lambda: QuantSpec(granularity=PerToken(), static=True), ["per-token", "PerGroup(size) or PerChannel()"]),
         (lambda: QuantSpec(static=True, center="channel"), ["symmetric=False"]),
         (lambda: QuantSpec(granularity=PerChannel(), symmetric=False, center="channel"), ["drop center"]),
-        (lambda: PerGroup(0), ["size=0", "from 1", "32, 64 and 128"]),
-        (lambda: PerGroup(-8), ["size=-8", "from 1"]),
+        (lambda: PerGroup(0), ["size=0", "from 2", "32, 64 and 128"]),
+        (lambda: PerGroup(1), ["size=1", "from 2"]),  # kernels take one channel for PerChannel(), whose scales lie elsewhere
+        (lambda: PerGroup(-8), ["size=-8", "from 2"]),
         (lambda: PerGroup(32.0), ["size=32.0", "whole number"]),
         (lambda: QuantSpec().num_groups(80), ["head_dim=80", "group_size=64", "group_size=16 or per-token scales"]),
         (lambda: QuantSpec().num_groups(72), ["head_dim=72", "group_size=64", "use per-token scales"]),

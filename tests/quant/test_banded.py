@@ -87,6 +87,14 @@ def test_widths_fall_and_keep_their_mean_to_two_bits_of_a_head(name, head_dim):
     assert sum(found) % 2 == 0 and mean * len(found) - 2 < sum(found) <= mean * len(found)
 
 
+@pytest.mark.parametrize(("bands", "head_dim", "count"), [((8, 5), 160, 10), ((8, 8, 8, 6), 128, 8), ((2, 1), 16, 1), ((1, 0), 8, 1)])
+def test_widths_are_refused_where_their_mean_cannot_be_dealt_out(bands, head_dim, count):
+    """Bands of more bits than a code has, or of none at all, were dealt out without a word."""
+    assert spec(bands).widths(16 * len(bands)) == bands
+    with pytest.raises(SpecError, match=f"head_dim={head_dim} has {count}, .* cannot be dealt out .*; give {count} widths"):
+        PageLayout(key=spec(bands), value=spec((2,)), page_size=64, num_kv_heads=1, head_dim=head_dim).bytes_by_kind()
+
+
 def test_planes_hold_the_channels_of_the_bands_that_have_them():
     assert spec((5, 3, 2, 0)).planes(64) == ((4, 16), (2, 32), (1, 32))
     assert spec((8, 6)).planes(32) == ((8, 16), (4, 16), (2, 16))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 
+from ..errors import SpecError
+
 BAND = 16
 """Channels of a band: those of banded codes that have one width, a step of the matrix units."""
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8)
@@ -26,13 +28,22 @@ def widths(bands: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
     """Bits of each band of a head: `bands` where they are as many as the head has, else as many bits in the mean, dealt out anew.
 
     The last band is narrower where head_dim is no multiple of `BAND`.
+
+    Raises:
+        SpecError: the mean cannot be dealt out: above `MOST_DEALT` bits a band, or less than 2 bits in all.
     """
     count = -(-head_dim // BAND)
     if len(bands) == count:
         return bands
     if len(set(bands)) == 1:
         return bands[:1] * count
-    return _dealt(sum(bands) / len(bands), count)
+    mean = sum(bands) / len(bands)
+    if mean > MOST_DEALT or mean * count < 2:
+        raise SpecError(
+            f"bands={bands} are those of head_dim {len(bands) * BAND}; head_dim={head_dim} has {count}, and {mean:g} bits in the mean cannot be dealt out to "
+            f"them (at most {MOST_DEALT} a band, at least 2 in all); give {count} widths"
+        )
+    return _dealt(mean, count)
 
 
 def _dealt(mean: float, count: int) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ class PerGroup:
     size: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", whole("PerGroup size", self.size, 1, MAX_GROUP, "common sizes are 32, 64 and 128"))
+        object.__setattr__(self, "size", whole("PerGroup size", self.size, 2, MAX_GROUP, "common sizes are 32, 64 and 128"))
 
 
 Granularity = PerTensor | PerToken | PerChannel | PerGroup
