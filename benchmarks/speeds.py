@@ -10,6 +10,7 @@ from typing import Any
 
 from run_files import latest, read
 
+from kvbits.errors import counted
 from kvbits.runs import dated
 from kvbits.schemes import PRESETS
 
@@ -195,14 +196,10 @@ def _graphed(data: dict[str, Any]) -> list[dict[str, Any]]:
         if fa3 := rows.get(("fa3", "graph")):
             bars.append({"label": "16 bits in a graph, FlashAttention-3", "value": round(stock / fa3["ms_per_token"], 2), "kind": "stock"})
         made = [data["runs"][r["run"]] for r in rows.values()]
-        what = f"{_counted(batch, 'sequence')} of {context:,} tokens"
+        what = f"{counted(batch, 'sequence')} of {context:,} tokens"
         note = (
             f"Tokens of Llama-3.1-8B's geometry through Transformers, {what}, in a CUDA graph; the stock cache without, which copies itself at every token. "
             f"benchmarks/bench_generate_gpu.py; {dated(made)}."
         )
         found.append({"title": f"{_machine(made[0])}, tokens: {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
     return found
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -22,16 +22,14 @@ from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_g
 
 from kvbits import schemes  # noqa: E402
 from kvbits.errors import SpecError  # noqa: E402
+from kvbits.evaluate import MAX_KL, MAX_PPL_CHANGE  # noqa: E402
 from kvbits.evaluate.fidelity import DECODING_CHUNK, read_raw  # noqa: E402
 from kvbits.integrations.vllm.formats import FORMATS  # noqa: E402
 from kvbits.report.collect import Cell, Model, Results, collect  # noqa: E402
 from kvbits.report.markdown import (  # noqa: E402
     LEGEND,
-    USABLE_KL,
-    USABLE_PPL,
     change,
     conditions,
-    decoded,
     measured,
     percent,
     recommendations,
@@ -144,7 +142,7 @@ def _unfit_at(of_length: dict[str, list[Model]]) -> list[str]:
     lengths = [length for length, models in of_length.items() if models]
     found = {name: ", ".join(m if at == lengths else f"{m} ({' and '.join(at)} only)" for m, at in of_models.items()) for name, of_models in where.items()}
     listed = "; ".join(f"`{name}` for {models}" for name, models in found.items())
-    limits = f"perplexity more than {USABLE_PPL:.0%} up, or KL above {USABLE_KL} nats"
+    limits = f"perplexity more than {MAX_PPL_CHANGE:.0%} up, or KL above {MAX_KL} nats"
     return [f"Unfit at {' and '.join(lengths)} tokens ({limits}): {listed}."] if listed else []
 
 
@@ -274,7 +272,7 @@ def length_table(benchmarks: Path) -> str:
     rows, how, made = [], [], []
     texts: dict[str, None] = {}
     for folder in (benchmarks / name for name in (SHORT, LONG) if (benchmarks / name).is_dir()):
-        for m in collect(folder).finest.values():
+        for m in _finest(collect(folder)):
             cells = m.tasks["fidelity"]
             how.append(f"{m.title}: {conditions(m)}")
             for name in (name for name in SHOWN if name in cells):
@@ -290,6 +288,12 @@ def length_table(benchmarks: Path) -> str:
     note = f"{'; '.join(how)}.{calibrated} Runs: {dated(made)}." if made else ""
     said = f"Share of the tokens that attention read in 16 bits, heads of {NARROW}, every layer with full attention (arithmetic, no measurement):"
     return _between(LENGTHS, "\n\n".join([said, _read_raw(), "Measured:", table(columns, rows), note]))
+
+
+def _finest(results: Results) -> list[Model]:
+    """Every model in the dtype of the least rounding noise that it was measured in."""
+    last = {m.name: m for m in results.models.values()}
+    return [m for m in results.models.values() if m is last[m.name]]
 
 
 def _read_raw() -> str:
@@ -317,6 +321,12 @@ def put_into(text: str, part: str) -> str:
     if begin not in text or end not in text:
         raise SpecError(f"the file has no place for the table; put {begin} and {end} where it shall stand")
     return text[: text.index(begin)] + part + text[text.index(end) + len(end) :]
+
+
+def decoded(results: Results) -> list[Model]:
+    """Models whose tokens were timed one by one on a CPU, the caches taking turns."""
+    timed = [m for m in results.models.values() if "decode" in m.tasks]
+    return [m for m in timed if all("NVIDIA" not in str(c.run.get("device")) for c in m.tasks["decode"].values())]
 
 
 def decoded_groups(results: Results, presets: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -84,7 +84,7 @@ def test_what_older_files_did_not_note_is_blank_and_not_zero(model, tmp_path):
     for record in items.values():
         for name in ("kl_worst", "kl_lost", "read_raw"):
             del record[name]
-    summary = text_tasks.FidelityTask.summary(None, items, items)
+    summary = text_tasks._summary(items, items)
     assert summary["kl_lost"] is None and summary["kl_worst"] is None and "read_raw" not in summary and summary["kl_max"] > 0
 
 

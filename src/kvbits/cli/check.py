@@ -10,6 +10,7 @@ import typer
 
 from .. import runs
 from ..errors import SpecError
+from ..evaluate import MAX_KL, MAX_PPL_CHANGE
 from ..schemes import RECOMMENDED
 from ..units import dtype_name
 from .common import (
@@ -52,8 +53,8 @@ def check(
     ] = None,
     windows: Annotated[int, typer.Option(help="Windows that confirm; the first is looked into layer by layer.", min=1)] = 2,
     length: Annotated[int, typer.Option(help="Tokens of a window; 1k is 1,024. Longer ones read less of their history in 16 bits.", parser=tokens(2))] = 512,
-    max_kl: Annotated[float, typer.Option(help="Largest KL divergence that passes, nats.")] = 0.05,
-    max_ppl_change: Annotated[float, typer.Option(help="Largest rise of perplexity that passes; 0.02 is 2 %.")] = 0.02,
+    max_kl: Annotated[float, typer.Option(help="Largest KL divergence that passes, nats.")] = MAX_KL,
+    max_ppl_change: Annotated[float, typer.Option(help="Largest rise of perplexity that passes; 0.02 is 2 %.")] = MAX_PPL_CHANGE,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,

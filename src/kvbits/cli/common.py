@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 220
 """Columns where standard output is no terminal: tables are not cut."""
 
-_OPTIONAL = {"transformers": "hf", "huggingface_hub": "hf", "gguf": "hf", "accelerate": "hf", "tokenizers": "hf", "matplotlib": "plot"}
+_OPTIONAL = {"transformers": "hf", "huggingface_hub": "hf", "gguf": "hf", "accelerate": "hf", "tokenizers": "hf", "matplotlib": "test"}
 _UsageError: Any = typer.BadParameter.__base__
 _NO_MEMORY = ("can't allocate memory", "out of memory")
 _JSON = "kvbits.json"

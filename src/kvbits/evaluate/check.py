@@ -29,6 +29,7 @@ from ..geometry import layer_geometries
 from ..integrations.models import scheme_for
 from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
+from . import MAX_KL, MAX_PPL_CHANGE
 from .attention import QUERIES, LayerInputs, measure, observe, statistics
 from .caches import CacheFactory, base_factory, factory
 from .fidelity import DECODING_CHUNK, Fidelity, compare, read_raw
@@ -50,8 +51,8 @@ class Limits:
     tvd: float = 0.12
     output_error: float = 0.35
     saturated: float = 0.005
-    kl: float = 0.05
-    ppl_change: float = 0.02
+    kl: float = MAX_KL
+    ppl_change: float = MAX_PPL_CHANGE
 
     def __post_init__(self) -> None:
         for name in ("logit_cosine", "tvd", "output_error", "saturated", "kl", "ppl_change"):

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from .. import schemes as presets
-from ..errors import DataError
+from ..errors import DataError, counted
 from ..geometry import layer_geometries, max_context
 from ..integrations.models import load_model
 from ..spec import CacheSpec, Scheme
 from ..units import human_bytes
+from . import MAX_KL
 from .calibrator import QUICK
-from .check import Limits
 from .fidelity import DECODING_CHUNK
 from .results import read
 from .run import evaluate
@@ -134,7 +134,7 @@ def _windows(scored: int, limit: int) -> Options:
 
 def _fewest_usable(found: dict[str, dict[str, Any]], specs: dict[str, CacheSpec]) -> str:
     """The scheme of the fewest bits among those that `kvbits check` would let pass by their KL; of all if none would."""
-    near = [name for name in specs if found[name]["kl_mean"] <= Limits().kl] or list(specs)
+    near = [name for name in specs if found[name]["kl_mean"] <= MAX_KL] or list(specs)
     return min(near, key=lambda name: specs[name].bits_per_element)
 
 
@@ -188,7 +188,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
         caption=f"memory: of {result['context'] + result['new_tokens']:,} tokens in a 16-bit model, scales and raw newest tokens included; perplexity and KL "
         f"over {result['scored']:,} tokens: how much worse the text is predicted, and how far predictions lie from the stock cache's (0: the same{worst}); top "
         f"token: how often the likeliest next token is the same; tokens/s: one by one after {result['context']:,}. raw is lossless. {noise}.",
-        title=f"{result['model']}, {result['dtype']}, on {result['device']} with {_counted(result['threads'], 'thread')}", title_justify="left",
+        title=f"{result['model']}, {result['dtype']}, on {result['device']} with {counted(result['threads'], 'thread')}", title_justify="left",
         caption_justify="left",
     )  # fmt: skip
     for heading in ("cache", "bits", "memory", "", "perplexity", "change", "KL, nats", *["worst"] * noted, "top token", "tokens/s"):
@@ -202,7 +202,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
         )  # fmt: skip
     (texts,) = result["texts"]
     (_, mine), (name, theirs) = texts["written"].items()
-    same = "word for word the same" if texts["same_tokens"] == result["new_tokens"] else f"the same for {_counted(texts['same_tokens'], 'token')}"
+    same = "word for word the same" if texts["same_tokens"] == result["new_tokens"] else f"the same for {counted(texts['same_tokens'], 'token')}"
     beside = Table(title=f"... {' '.join(texts['before'].split())}", caption=f"What each cache's model writes next, the likeliest word each time: {same}.")
     beside.title_justify = beside.caption_justify = "left"
     held = next(r for r in ours if r["scheme"] == name)
@@ -210,7 +210,3 @@ def shown(result: dict[str, Any]) -> list[Any]:
     beside.add_column(f"{name}, {held['memory_reduction']:.1f} times smaller", width=COLUMN)
     beside.add_row(" ".join(mine.split()), " ".join(theirs.split()))
     return [t, beside]
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

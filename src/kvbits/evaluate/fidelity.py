@@ -83,11 +83,6 @@ class Fidelity:
         """Share of tokens whose most likely successor is the 16-bit cache's."""
         return self.top1_same / self.num_tokens
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens fed after the first piece, per second of model time."""
-        return self.num_timed / self.seconds if self.seconds else math.nan
-
     def record(self) -> dict[str, Any]:
         """JSON data of one text that adds up over windows: sums, the worst token's KL and position, tokens above 1 nat, and a histogram of KL (bin b holds
         2**(b/32) <= KL < 2**((b+1)/32) nats, "zero" is KL 0)."""

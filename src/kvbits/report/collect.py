@@ -66,11 +66,6 @@ class Results:
         return {k: m for k, m in self.models.items() if best[m.name] == k}
 
     @property
-    def finest(self) -> dict[str, Model]:
-        """Every model in the dtype of the least rounding noise that it was measured in."""
-        return {k: m for k, m in self.models.items() if k == [other for other in self.models if self.models[other].name == m.name][-1]}
-
-    @property
     def finer(self) -> list[Model]:
         """The other runs, which take rounding noise out: float32 and float16 of models that `as_used` has in a coarser dtype."""
         return [m for k, m in self.models.items() if k not in self.as_used]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecError
+from ..evaluate import MAX_KL, MAX_PPL_CHANGE
 from ..runs import dated
 from ..schemes import PRESETS, weak_to_key_bias
 from .collect import Cell, Model, Results, bits, held_bits, long_bits
@@ -22,10 +23,6 @@ LEGEND = (
 CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits", 0.0, 3.9))
 """Bits per element at long context that compete with each other for a recommendation."""
 
-USABLE_KL = 0.05
-"""Nats on its worst model above which the best of its bits is not recommended: a few percent of perplexity."""
-USABLE_PPL = 0.02
-"""Rise of perplexity above which a scheme is unfit for a model; it and `USABLE_KL` are the limits of `kvbits check`."""
 RAW_SHARE = 0.95
 """Share of the raw cache's bits from which on nothing is quantized."""
 TIE_KL = 2e-4
@@ -144,7 +141,7 @@ def _unfit_notes(models: dict[str, Model]) -> list[str]:
     listed = "; ".join(f"`{name}` for {', '.join(m.title for m in some)}" for name, some in found.items())
     shared = [f"`{name}`" for name in found if name in PRESETS and weak_to_key_bias(PRESETS[name])]
     why = f" {', '.join(shared)}: scales that channels of a key share, which a bias in the keys (Qwen2.5) or few large channels spoil." if shared else ""
-    return [f"Unfit (perplexity more than {USABLE_PPL:.0%} up, or KL above {USABLE_KL} nats): {listed}.{why}"]
+    return [f"Unfit (perplexity more than {MAX_PPL_CHANGE:.0%} up, or KL above {MAX_KL} nats): {listed}.{why}"]
 
 
 def _widths(models: dict[str, Model]) -> str:
@@ -164,7 +161,7 @@ def _widths(models: dict[str, Model]) -> str:
 
 def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
     """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one. One that needs no
-    calibration comes first where it is usable (`USABLE_KL`), then one that does if it is better; none where even the best passes that limit.
+    calibration comes first where it is usable (`MAX_KL`), then one that does if it is better; none where even the best passes that limit.
 
     Args:
         speeds: of presets that are slower on a GPU than 16 bits, that is said.
@@ -173,7 +170,7 @@ def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
     found = []
     for title, names in _recommended(models):
         first, *others = names
-        usable = _worst(models, first, "kl_mean") <= USABLE_KL
+        usable = _worst(models, first, "kl_mean") <= MAX_KL
         name = f"`{first}`" if usable else f"none to recommend; the best is `{first}`"
         text = f"**{title}: {name}**. On the worst of these models {_costs(results, models, first)}.{_price(first, speeds)}"
         for other in others:
@@ -185,7 +182,7 @@ def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
 def recommended(results: Results) -> tuple[str, ...]:
     """The schemes that `recommendations` and `budgets` name as usable."""
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    return tuple(name for _, names in _recommended(models) for name in names if _worst(models, name, "kl_mean") <= USABLE_KL)
+    return tuple(name for _, names in _recommended(models) for name in names if _worst(models, name, "kl_mean") <= MAX_KL)
 
 
 def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
@@ -240,7 +237,7 @@ def _recommended(models: dict[str, Model]) -> list[tuple[str, list[str]]]:
     found = []
     for title, low, high in CLASSES:
         best, plain = best_of(models, low, high), best_of(models, low, high, calibrated=False)
-        if plain is not None and best != plain and _worst(models, plain, "kl_mean") <= USABLE_KL:
+        if plain is not None and best != plain and _worst(models, plain, "kl_mean") <= MAX_KL:
             found.append((title, [plain, *([best] if best is not None else [])]))
         elif best is not None:
             found.append((title, [best]))
@@ -252,7 +249,7 @@ def unfit(models: Iterable[Model]) -> dict[str, list[Model]]:
     found: dict[str, list[Model]] = {}
     for m in models:
         for name, c in measured(m).items():
-            if c.kind == "kvbits" and (c.summary["kl_mean"] > USABLE_KL or c.summary["ppl_change"] > USABLE_PPL):
+            if c.kind == "kvbits" and (c.summary["kl_mean"] > MAX_KL or c.summary["ppl_change"] > MAX_PPL_CHANGE):
                 found.setdefault(name, []).append(m)
     return found
 
@@ -322,12 +319,6 @@ def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bo
         return None
     smallest = min(kl for kl, _ in found.values())
     return min((n for n in found if found[n][0] <= smallest + TIE_KL), key=lambda n: (found[n][1], found[n][0]))
-
-
-def decoded(results: Results) -> list[Model]:
-    """Models whose tokens were timed one by one on a CPU, the caches taking turns."""
-    timed = [m for m in results.models.values() if "decode" in m.tasks]
-    return [m for m in timed if all("NVIDIA" not in str(c.run.get("device")) for c in m.tasks["decode"].values())]
 
 
 def weights_note(models: dict[str, Model]) -> str:

@@ -115,7 +115,7 @@ class Task:
         batched: items of equal size run together, up to `batch_size` of them.
         usual_chunk: tokens per forward pass where the options name none.
 
-    A subclass defines `run` or, if it is batched, `run_batch`.
+    A subclass defines `run`, or, if it is batched, `answers` or `run_batch`.
     """
 
     name: ClassVar[str]
@@ -151,7 +151,18 @@ class Task:
 
     def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
         """`run` of several items."""
-        return {key: self.run(key, factories, advance) for key in keys}
+        if not self.batched:
+            return {key: self.run(key, factories, advance) for key in keys}
+        found: dict[str, dict[str, Record]] = {key: {} for key in keys}
+        for name, f in factories.items():
+            for key, record in zip(keys, self.answers(f, keys), strict=True):
+                found[key][name] = record
+            advance(sum(map(self.size, keys)))
+        return found
+
+    def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
+        """One cache's records of several items, which run together."""
+        raise NotImplementedError
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         """Figures of one cache over its items; `base` holds the base cache's records of the same items (empty if it did not run)."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -56,6 +55,21 @@ def drawn(items: list[Any], seed: int) -> list[Any]:
     return random.Random(seed).sample(items, len(items))
 
 
+def completed(task: Task, f: CacheFactory, prompts: list[torch.Tensor], stops: tuple[str, ...]) -> list[tuple[list[int], str]]:
+    """Greedy tokens after each prompt up to a stop, and their text before it."""
+    tokenizer = task.context.tokenizer
+
+    def text(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def ends(tokens: list[int]) -> bool:
+        return tokens[-1] == tokenizer.eos_token_id or any(s in text(tokens[-STOP_TOKENS:]) for s in stops)
+
+    written = generate(task.context.model, f, prompts, MAX_NEW_TOKENS, task.chunk, ends)
+    whole = map(text, written)
+    return [(tokens, one[: min((one.index(s) for s in stops if s in one), default=len(one))]) for tokens, one in zip(written, whole, strict=True)]
+
+
 class HumanEvalTask(Task):
     """HumanEval's JSON lines: task_id, prompt, entry_point, test."""
 
@@ -77,29 +91,16 @@ class HumanEvalTask(Task):
     def item_keys(self) -> list[str]:
         return drawn(list(self._problems), self.context.options.seed)[: self.context.options.limit]
 
-    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+    def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
         tokenizer = self.context.tokenizer
         starts = [self._problems[key][0].rstrip() for key in keys]
         prompts = [torch.tensor([*bos_of(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]) for text in starts]
-
-        def text(tokens: list[int]) -> str:
-            return str(tokenizer.decode(tokens, skip_special_tokens=True))
-
-        def stop(tokens: list[int]) -> bool:
-            return tokens[-1] == tokenizer.eos_token_id or any(s in text(tokens[-STOP_TOKENS:]) for s in STOPS)
-
-        found: dict[str, dict[str, Record]] = {key: {} for key in keys}
-        for name, f in factories.items():
-            written = generate(self.context.model, f, prompts, MAX_NEW_TOKENS, self.chunk, stop)
-            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-                records = pool.map(self._judge, keys, starts, map(text, written))
-                for key, tokens, record in zip(keys, written, records, strict=True):
-                    found[key][name] = record | {"tokens": len(tokens)}
-            advance(len(keys))
-        return found
+        written = completed(self, f, prompts, STOPS)
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            records = list(pool.map(self._judge, keys, starts, [text for _, text in written]))
+        return [record | {"tokens": len(tokens)} for record, (tokens, _) in zip(records, written, strict=True)]
 
     def _judge(self, key: str, start: str, completion: str) -> Record:
-        completion = completion[: min((completion.index(s) for s in STOPS if s in completion), default=len(completion))]
         outcome = run_program(start + completion + "\n\n" + self._problems[key][1])
         return {"passed": outcome.passed, "reason": outcome.reason, "completion": completion, "isolation": list(outcome.isolation)}
 

@@ -16,7 +16,7 @@ from ..caches import CacheFactory
 from ..fidelity import DECODING_CHUNK
 from ..rows import follow, generate
 from . import Record, Task
-from .text import DecodeTask, standard_error, text_of
+from .text import DecodeTask, standard_error
 
 
 class GreedyTask(DecodeTask):
@@ -46,13 +46,8 @@ class GreedyTask(DecodeTask):
         o = self.context.options
         return written if is_base else generate(self.context.model, f, prompts, o.new_tokens, self.chunk)
 
-    def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
-        texts = dict.fromkeys(text_of(k) for k in records)
-        per_text = {t: self._summary([r for k, r in records.items() if text_of(k) == t]) for t in texts}
-        return self._summary(list(records.values())) | ({"texts": per_text} if len(per_text) > 1 else {})
-
-    def _summary(self, records: list[Record]) -> dict[str, Any]:
-        length = self.context.options.new_tokens
+    def _summary(self, by_item: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
+        records, length = list(by_item.values()), self.context.options.new_tokens
         first = [float(r["first_divergence"]) for r in records]
         return {
             "prompts": len(records), "new_tokens": length,

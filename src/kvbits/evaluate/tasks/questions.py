@@ -20,15 +20,14 @@ import torch
 
 from ...errors import SpecError
 from ..caches import CacheFactory
-from ..rows import generate, score
+from ..rows import score
 from ..texts import bos_of
 from . import Context, Record, Task
-from .generation import STOP_TOKENS, data_file, drawn, json_lines
+from .generation import MAX_NEW_TOKENS, completed, data_file, drawn, json_lines
 
 LETTERS = "ABCD"
 NUMBER = re.compile(r"#### (\-?[0-9\.\,]+)")
 STOPS = ("Question:", "\n\n")
-MAX_NEW_TOKENS = 256
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -75,18 +74,11 @@ class QuestionsTask(Task):
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.context.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
-        found: dict[str, dict[str, Record]] = {key: {} for key in keys}
-        for name, f in factories.items():
-            for key, record in zip(keys, self.answer(f, [self.problems[key] for key in keys]), strict=True):
-                found[key][name] = record
-            advance(len(keys))
-        return found
-
-    def answer(self, f: CacheFactory, problems: list[dict[str, Any]]) -> list[Record]:
+    def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
         """By the likelihood of each choice after the prompt and a blank; also divided by the choice's characters."""
         start = bos_of(self.context.tokenizer)
         prompts, continuations = [], []
+        problems = [self.problems[key] for key in keys]
         for p in problems:
             lead = self.encode(p["prompt"])
             whole = [self.encode(f"{p['prompt']} {c}") for c in p["choices"]]
@@ -195,20 +187,11 @@ class Gsm8kTask(QuestionsTask):
     def settings(self) -> dict[str, Any]:
         return super().settings | {"max_new_tokens": MAX_NEW_TOKENS, "stops": list(STOPS), "sampling": "greedy"}
 
-    def answer(self, f: CacheFactory, problems: list[dict[str, Any]]) -> list[Record]:
-        tokenizer = self.context.tokenizer
-
-        def text(tokens: list[int]) -> str:
-            return str(tokenizer.decode(tokens, skip_special_tokens=True))
-
-        def stop(tokens: list[int]) -> bool:
-            return tokens[-1] == tokenizer.eos_token_id or any(s in text(tokens[-STOP_TOKENS:]) for s in STOPS)
-
-        prompts = [torch.tensor([*bos_of(tokenizer), *self.encode(p["prompt"])]) for p in problems]
+    def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
+        problems = [self.problems[key] for key in keys]
+        prompts = [torch.tensor([*bos_of(self.context.tokenizer), *self.encode(p["prompt"])]) for p in problems]
         found = []
-        for p, tokens in zip(problems, generate(self.context.model, f, prompts, MAX_NEW_TOKENS, self.chunk, stop), strict=True):
-            answer = text(tokens)
-            answer = answer[: min((answer.index(s) for s in STOPS if s in answer), default=len(answer))]
+        for p, (tokens, answer) in zip(problems, completed(self, f, prompts, STOPS), strict=True):
             number = NUMBER.search(answer)
             chosen = number[1].replace(",", "") if number else None
             found.append({"right": int(chosen == p["target"].replace(",", "")), "chosen": chosen, "tokens": len(tokens)})

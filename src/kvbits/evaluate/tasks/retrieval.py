@@ -10,9 +10,9 @@ counts as found if each of its tokens is the most likely one, which is when gree
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,7 @@ class RetrievalTask(Task):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        self.prompt = functools.lru_cache(context.options.batch_size)(self._made)  # every cache asks the same
         limit = context.max_context
         if limit is not None and (long := [n for n in context.options.contexts if n + self.ANSWER_ROOM > limit]):
             raise DataError(f"a prompt of {long[0]} tokens and its answer pass the model's {limit} positions; lower --contexts")
@@ -54,7 +55,7 @@ class RetrievalTask(Task):
         """(lead, filler, needle, question, answer); filler may be longer than needed."""
         raise NotImplementedError
 
-    def prompt(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _made(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids of the prompt, exactly LENGTH; ids of the answer)."""
         length, depth, _ = key.split(":")
         tokenizer = self.context.tokenizer
@@ -75,15 +76,9 @@ class RetrievalTask(Task):
         target = whole[len(encode(question)) :]
         return torch.tensor(ids), torch.tensor(target)
 
-    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+    def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
         prompts = [self.prompt(key) for key in keys]
-        found: dict[str, dict[str, Record]] = {key: {} for key in keys}
-        for name, f in factories.items():
-            for some in together(f, len(keys)):
-                for key, record in zip(keys[some], self._answer(f, prompts[some]), strict=True):
-                    found[key][name] = record
-                advance(sum(len(ids) for ids, _ in prompts[some]))
-        return found
+        return [record for some in together(f, len(keys)) for record in self._answer(f, prompts[some])]
 
     def _answer(self, f: CacheFactory, prompts: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Record]:
         """Each answer fed token by token after its prompt, all through one cache."""

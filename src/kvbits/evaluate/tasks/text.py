@@ -90,8 +90,11 @@ class FidelityTask(Task):
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         texts = dict.fromkeys(text_of(k) for k in records)
-        per_text = {t: _summary({k: r for k, r in records.items() if text_of(k) == t}, base) for t in texts}
-        return _summary(records, base) | ({"texts": per_text} if len(per_text) > 1 else {})
+        per_text = {t: self._summary({k: r for k, r in records.items() if text_of(k) == t}, base) for t in texts}
+        return self._summary(records, base) | ({"texts": per_text} if len(per_text) > 1 else {})
+
+    def _summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
+        return _summary(records, base)
 
 
 class DecodeTask(FidelityTask):
