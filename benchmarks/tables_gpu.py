@@ -106,9 +106,9 @@ def generate() -> str:
         ("peak memory decoding, beside the weights, GiB", "bytes_before", lambda r: f"{(r['peak_bytes'] - r['bytes_before']) / 2**30:.1f}"),
     ):
         for name, words in (("stock_flash", "stock"), ("int8_centered", "`int8_centered`"), ("klt2", "`klt2`")):
-            cells = [next((form(r) for (n, _), r in rows.items() if n == name and r.get(field)), "") for rows in found.values()]
-            if any(cells):
-                lines.append([f"{title}: {words}", *cells])
+            texts = [next((form(r) for (n, _), r in rows.items() if n == name and r.get(field)), "") for rows in found.values()]
+            if any(texts):
+                lines.append([f"{title}: {words}", *texts])
     used = [r for rows in found.values() for key, r in rows.items() if key in CACHES]
     return f"{table(header, lines)}\n\n{measured(data, used, 'python benchmarks/bench_generate_gpu.py')}"
 

@@ -12,7 +12,7 @@ from ..errors import SpecError, counted
 from ..files import require_file, require_folder
 from ..units import dtype_name
 from .common import Device, Dtype, Json, Model, Threads, command, new_table, print_json, require_model, say_device, set_threads, show, tokens, when_stopped
-from .subject import require_cards, subject_of
+from .subject import GpuMemory, Gpus, Memory, Reserve, Weights, subject_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +31,11 @@ def fit(
     out: Annotated[Path, typer.Option(help="The scheme file, like mine.json. Measurements lie beside it; a run that stopped goes on.")],
     context: Annotated[int | None, typer.Option(help="Tokens per sequence; 8k is 8,192. If not given, the longest.", parser=tokens())] = None,
     batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.", min=1)] = 1,
-    gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, like 80GB, for weights, activations and cache.")] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism, with --gpu-memory.", min=1)] = 1,
-    weights: Annotated[str | None, typer.Option(help="Weights of the whole model, like 16GB; from MODEL's files if not given.")] = None,
-    reserve: Annotated[str | None, typer.Option(help="Memory of each GPU for everything else: activations, CUDA, graphs.", show_default="12 %")] = None,
-    memory: Annotated[str | None, typer.Option(help="Instead: memory for the cache alone, like 24GB (10**9) or 24GiB (2**30).")] = None,
+    gpu_memory: GpuMemory = None,
+    gpus: Gpus = 1,
+    weights: Weights = None,
+    reserve: Reserve = None,
+    memory: Memory = None,
     max_kl: Annotated[float | None, typer.Option(help="Largest KL divergence from the 16-bit cache, nats. If not given, the least that fits.")] = None,
     text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Formats of the klt presets, whose keys need a calibration: made, and saved beside.")] = False,
@@ -59,14 +59,11 @@ def fit(
     from ..evaluate.fit import Goal, require_room
     from ..evaluate.sensitivity import formats
     from ..spec import LayerGeometry
-    from ..units import parse_bytes
 
     subject = subject_of(model, None, None, None, None)
-    cards = None if gpu_memory is None else subject.cards(gpu_memory, gpus, weights, reserve)
-    require_cards(gpu_memory, memory, {"--gpus": gpus if gpus > 1 else None, "--weights": weights, "--reserve": reserve})
-    limit = cards.cache_bytes if cards is not None else None if memory is None else parse_bytes(memory, "--memory")
+    cards, limit = subject.room(gpu_memory, gpus, weights, reserve, memory)
     layers = planner.rank([g for g in subject.layers if isinstance(g, LayerGeometry)], gpus, subject.query_heads)
-    goal = Goal(layers=layers, context=context, batch=batch, memory_bytes=limit, max_kl=max_kl)
+    goal = Goal(layers=layers, context=context, batch=batch, memory_bytes=limit if cards is None else cards.cache_bytes, max_kl=max_kl)
     known = formats(layers, calibrate, token_local)
     require_room(goal, known)
     kind = "float32" if dtype == "auto" and device in (None, "cpu") else dtype_name(dtype)

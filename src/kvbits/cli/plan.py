@@ -8,7 +8,7 @@ import typer
 
 from ..errors import SpecError, UnsupportedError, counted, unknown
 from .common import Json, Schemes, command, names_of, new_table, print_json, show, tokens
-from .subject import Subject, require_cards, subject_of
+from .subject import GpuMemory, Gpus, Memory, Reserve, Subject, Weights, subject_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,13 +30,11 @@ def plan(
     batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.", min=1)] = 1,
     scheme: Schemes = None,
     engine: Annotated[str, typer.Option(help="What serves the cache: transformers, or vllm, which has formats of its own.")] = "transformers",
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="Each GPU: a card like H100 or 80GB, or bytes like 75GiB; for weights, activations and cache. Adds how many users fit.")
-    ] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism, with --gpu-memory.", min=1)] = 1,
-    weights: Annotated[str | None, typer.Option(help="Weights of the whole model, like 16GB; from MODEL's files or configuration if not given.")] = None,
-    reserve: Annotated[str | None, typer.Option(help="Memory of each GPU for everything else: activations, CUDA, graphs.", show_default="12 %")] = None,
-    memory: Annotated[str | None, typer.Option(help="Instead: memory for the cache alone, like 24GB (10**9) or 24GiB (2**30).")] = None,
+    gpu_memory: GpuMemory = None,
+    gpus: Gpus = 1,
+    weights: Weights = None,
+    reserve: Reserve = None,
+    memory: Memory = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens kept raw, in every preset.", min=0)] = None,
     residual: Annotated[int | None, typer.Option(help="Newest tokens kept raw, in every preset.", min=0)] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens per page, in every preset.")] = None,
@@ -49,18 +47,16 @@ def plan(
     Schemes are 16 bits and the recommended ones if none is named; `--scheme all` lists every one.
     """
     from .. import planner
-    from ..units import parse_bytes
 
     if engine not in planner.ENGINES:
         raise SpecError(unknown("--engine", engine, planner.ENGINES))
     subject = subject_of(model, layers, kv_heads, head_dim, sliding_window, in_16_bits=True)
-    cards = None if gpu_memory is None else subject.cards(gpu_memory, gpus, weights, reserve)
-    require_cards(gpu_memory, memory, {"--gpus": gpus if gpus > 1 else None, "--weights": weights, "--reserve": reserve})
+    cards, limit = subject.room(gpu_memory, gpus, weights, reserve, memory)
     changes = {k: v for k, v in {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}.items() if v is not None}
     chosen, refused = _chosen(subject, engine, scheme, bool(changes))
     found = planner.plan(
         planner.rank(subject.layers, gpus, subject.query_heads), chosen, engine=engine, context=context, batch=batch,
-        memory_bytes=None if memory is None else parse_bytes(memory, "--memory"), cards=cards, raw_dtype=_raw_dtype(raw_dtype), **changes,
+        memory_bytes=limit, cards=cards, raw_dtype=_raw_dtype(raw_dtype), **changes,
     )  # fmt: skip
     if as_json:
         about = {"model": subject.model, "model_max_context": subject.longest, "weights_from": subject.weights_from, "memory_from": subject.memory_from}

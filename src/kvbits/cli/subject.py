@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from ..geometry import PlainLayer
     from ..planner import Cards
     from ..spec import LayerGeometry
+
+
+GpuMemory = Annotated[str | None, typer.Option(help="Each GPU: a card like H100 or 80GB, or bytes like 75GiB; for weights, activations and cache.")]
+Gpus = Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism, with --gpu-memory.", min=1)]
+Weights = Annotated[str | None, typer.Option(help="Weights of the whole model, like 16GB; from MODEL's files or configuration if not given.")]
+Reserve = Annotated[str | None, typer.Option(help="Memory of each GPU for everything else: activations, CUDA, graphs.", show_default="12 %")]
+Memory = Annotated[str | None, typer.Option(help="Instead: memory for the cache alone, like 24GB (10**9) or 24GiB (2**30).")]
 
 
 @dataclass
@@ -35,7 +42,24 @@ class Subject:
     memory_from: str | None = None
     refused: str | None = None
 
-    def cards(self, gpu_memory: str, gpus: int, weights: str | None, reserve: str | None) -> Cards:
+    def room(self, gpu_memory: str | None, gpus: int, weights: str | None, reserve: str | None, memory: str | None) -> tuple[Cards | None, int | None]:
+        """(the GPUs, bytes for the cache alone), as far as they are given.
+
+        Raises:
+            SpecError: both, or options that say nothing without --gpu-memory.
+        """
+        from ..units import parse_bytes
+
+        if gpu_memory is not None:
+            if memory is not None:
+                raise SpecError("--memory is for the cache alone, --gpu-memory holds weights and activations too; give one of them")
+            return self._cards(gpu_memory, gpus, weights, reserve), None
+        others = {"--gpus": gpus if gpus > 1 else None, "--weights": weights, "--reserve": reserve}
+        if unused := [name for name, value in others.items() if value is not None]:
+            raise SpecError(f"{', '.join(unused)} means nothing without --gpu-memory, the memory of each GPU, like --gpu-memory 80GB")
+        return None, None if memory is None else parse_bytes(memory, "--memory")
+
+    def _cards(self, gpu_memory: str, gpus: int, weights: str | None, reserve: str | None) -> Cards:
         from ..gpus import gpu_memory as memory_of
         from ..units import parse_bytes
 
@@ -91,14 +115,6 @@ def _reserve(text: str, memory_bytes: int) -> int:
     if not 0 <= share < 100:
         raise SpecError(f"--reserve {text!r} is no share of a GPU; write 0% to 99%, or bytes like 8GB")
     return int(memory_bytes * share / 100)
-
-
-def require_cards(gpu_memory: str | None, memory: str | None, others: dict[str, Any]) -> None:
-    """Refuse memory that is given twice, and options that say nothing without --gpu-memory."""
-    if gpu_memory is not None and memory is not None:
-        raise SpecError("--memory is for the cache alone, --gpu-memory holds weights and activations too; give one of them")
-    if gpu_memory is None and (unused := [name for name, value in others.items() if value is not None]):
-        raise SpecError(f"{', '.join(unused)} means nothing without --gpu-memory, the memory of each GPU, like --gpu-memory 80GB")
 
 
 def subject_of(
