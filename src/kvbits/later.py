@@ -21,7 +21,7 @@ class Later:
         self._asked: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def ask(self, x: torch.Tensor) -> torch.Tensor | None:
-        """What an earlier call asked for, on the host, if it has arrived by now; `x` is asked for unless another is still on its way."""
+        """The host copy that an earlier call started, if it has arrived; starts a copy of `x` unless one is still under way."""
         found = None
         if self._asked is not None:
             asked, event = self._asked

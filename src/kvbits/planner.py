@@ -30,7 +30,7 @@ GROUPS = presets.GROUPS | {"all": (*DENSE, *presets.PRESETS)}
 """What a plan knows by name (see `schemes.expand`)."""
 
 SHOWN = ("bf16", "int8_centered", "kivi4", "klt4", "klt3")
-"""What a plan lists if nobody names schemes: 16 bits, and the recommended presets (docs/results/evaluation.md)."""
+"""What a plan lists by default: 16 bits, and the recommended presets (docs/results/evaluation.md)."""
 
 ENGINES = ("transformers", "vllm")
 """What serves the cache."""
@@ -126,7 +126,7 @@ class Cards:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One row per scheme, and what they were asked for. With `cards` layers, bytes and memory are those of one GPU."""
+    """One row per scheme, and the question. With `cards` layers, bytes and memory are those of one GPU."""
 
     layers: tuple[LayerGeometry | PlainLayer, ...]
     context: int

@@ -1,4 +1,4 @@
-"""What the commands share: the application, options of one meaning, tables, JSON, errors turned into one line."""
+"""What the commands share: the application, options of one meaning, tables, JSON, errors as one line."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _warnings() -> Iterator[None]:
 
 
 def _usage(error: Any) -> tuple[str, ...]:
-    """What is wrong with options, as a sentence. Help that was not asked for by name is no error."""
+    """What is wrong with options, as a sentence. Help printed because no arguments were given is no error."""
     if type(error).__name__ == "NoArgsIsHelpError":
         raise error
     path = " ".join(["kvbits", *(error.ctx.command_path.split()[1:] if error.ctx is not None else [])])

@@ -156,7 +156,7 @@ def _schemes(given: list[str] | None) -> list[str | Scheme]:
 def _texts(
     given: list[str] | None, calibration: str | None, chosen: list[str | Scheme], calibrated_before: list[Any]
 ) -> tuple[tuple[Text, ...], Text | None, str | None]:
-    """(texts to evaluate on, text to calibrate on, a note): if no text to calibrate on is named, halves of the novel, so that they do not meet.
+    """(texts to evaluate on, text to calibrate on, a note): if no text to calibrate on is named, one half of the novel each, so that they do not overlap.
 
     Args:
         calibrated_before: names of schemes that a file was given for.

@@ -28,7 +28,7 @@ class Subject:
 
     Attributes:
         longest: the model's own longest context.
-        weights_from: where the bytes of its weights were found, once they were asked for.
+        weights_from: where the bytes of its weights were found; None until they are needed.
         memory_from: which memory was taken for that of a GPU, where its name was given.
         refused: why pages of few bits cannot be made of it; `layers` then say what 16 bits hold.
     """

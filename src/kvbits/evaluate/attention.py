@@ -28,7 +28,7 @@ from ..integrations.masks import mask
 OBSERVER = "kvbits_measure"
 """Name of the observing attention in Transformers' registries, while `observe` runs."""
 QUERIES = 64
-"""Newest tokens whose attention is looked at, if nobody says otherwise."""
+"""Newest tokens whose attention is compared, by default."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     3. whole      the choices are measured as whole caches, on other windows, beside the uniform presets of as many bytes
     4. back off   sensitivities drawn towards their mean make milder choices; what was measured best is taken. A preset that is as good wins.
 
-The sum of single layers is no prediction of the whole: errors of layers meet. `Curve` measures by how much where all layers are alike.
+The sum over single layers does not predict the whole cache, because errors of layers interact. `Curve` measures by how much, where all layers are alike.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ GAIN = 0.95
 PRESETS_BESIDE = 4
 """Uniform presets that are measured beside a choice: those of the most bytes that fit."""
 CORRECTIONS = 4
-"""Choices that are measured on the way to a KL that was asked for."""
+"""Choices that are measured on the way to the wanted KL."""
 NOMINAL_CONTEXT = 32_768
-"""Tokens at which bytes are weighed where the context is what is asked for."""
+"""Tokens at which bytes are counted where the context is the unknown."""
 SINKS, RESIDUAL, PAGE = 4, 128, 64
 """Sinks, raw newest tokens and page size of fitted schemes: those of the presets of few bits."""
 
@@ -121,7 +121,7 @@ class Fit:
 
     @property
     def reached(self) -> bool:
-        """Whether the quality that was asked for is there."""
+        """Whether the wanted quality is reached."""
         return self.goal.max_kl is None or self.chosen.kl <= self.goal.max_kl
 
     def to_dict(self) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def fit(bench: Bench, known: Formats, goal: Goal, *, name: str, progress: bool =
     preset = min(found, key=lambda m: m.kl, default=None)
     chosen = fitted if preset is None or fitted.kl <= GAIN * preset.kl else preset
     if goal.max_kl is not None and limit is None and preset is not None and fitted.kl <= goal.max_kl < preset.kl:
-        chosen = fitted  # the quality asked for counts
+        chosen = fitted  # only it reaches the wanted quality
     spec = CacheSpec(scheme=chosen.scheme, layers=goal.layers, raw_dtype=goal.raw_dtype)
     context = goal.context if goal.memory_bytes is None else planner.max_context(spec, goal.memory_bytes, goal.batch)
     return Fit(goal, chosen, fitted, preset, tried, _steps(search, fitted), context, search.alone)
@@ -322,7 +322,7 @@ def _by_memory(search: _Search, limit: int, progress: bool) -> list[Measured]:
 
 
 def _by_quality(search: _Search) -> list[Measured]:
-    """The cheapest choice that holds the KL asked for: predicted, measured, and corrected by what was wrong."""
+    """The cheapest choice within the wanted KL: predicted, measured, and corrected by the error of the prediction."""
     assert search.goal.max_kl is not None
     steps = walk(search.options(1.0))
     wanted, tried = search.goal.max_kl, []

@@ -10,7 +10,7 @@ from ..errors import SpecError
 from ..evaluate.results import read_all
 
 _DTYPES = ("bfloat16", "float16", "float32")
-"""Of models, in the order in which a report takes them."""
+"""Dtypes of models, in the order in which a report takes them."""
 STOCK_GROUP = 64
 """Numbers that share a scale in Transformers' quantized caches, their default."""
 

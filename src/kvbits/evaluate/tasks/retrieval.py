@@ -5,7 +5,7 @@ counts as found if each of its tokens is the most likely one, which is when gree
 
     passkey    a five-digit key in repeated filler                (after arXiv:2305.16300)
     needle     a fact in the text given with --text, a real book
-    entities   many people with a number each, some of them alike, told twice in shuffled order; one is asked for
+    entities   many people with a number each, some of them alike, told twice in shuffled order; the question is one of them
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = ("Anna", "Hanna", "Johanna", "Marta", "Martha", "Jon", "John", "Joan", "
 
 
 class RetrievalTask(Task):
-    """Items are LENGTH:DEPTH:REPEAT. Subclasses say what is hidden where, and how it is asked for."""
+    """Items are LENGTH:DEPTH:REPEAT. Subclasses say what is hidden where, and what the question is."""
 
     batched: ClassVar[bool] = True
     ANSWER_ROOM: ClassVar[int] = 12
@@ -145,7 +145,7 @@ class NeedleTask(RetrievalTask):
 
 
 class EntitiesTask(RetrievalTask):
-    """Alike names with a number each. DEPTH is where the person asked for stands in the first telling."""
+    """Alike names with a number each. DEPTH is the position in the first telling of the person in the question."""
 
     name: ClassVar[str] = "entities"
 
