@@ -16,6 +16,9 @@ class Arrivals:
     Args:
         num_layers: of the model.
         device: of the pages.
+
+    Attributes:
+        under_way: whether there may be layers that are not there yet.
     """
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
@@ -28,16 +31,11 @@ class Arrivals:
         return Arrivals, (self._num_layers, self._device)
 
     def _forget(self) -> None:
-        self._row: int | None = None
+        self.under_way, self._row = False, -1
         self._came: list[tuple[int, torch.cuda.Event | None]] = []  # layers that are there, and what a stream has to wait for
         self._failure: BaseException | None = None
         self._refused: BaseException | None = None
         self._thread: threading.Thread | None = None
-
-    @property
-    def under_way(self) -> bool:
-        """Whether there may be layers that are not there yet."""
-        return self._row is not None
 
     def begin(self, row: int, run: Callable[[], None], stop: Callable[[], None], refuse: Callable[[BaseException], BaseException]) -> None:
         """Bring the pages of a sequence in a thread.
@@ -47,7 +45,7 @@ class Arrivals:
             stop: has it end early.
             refuse: makes of what ended it the error that is raised, in the thread that waits.
         """
-        self._row, self._stop, self._refuse = row, stop, refuse
+        self.under_way, self._row, self._stop, self._refuse = True, row, stop, refuse
         self._thread = threading.Thread(target=run, name="kvbits-loader", daemon=True)
         self._thread.start()
 
@@ -92,7 +90,7 @@ class Arrivals:
 
     def forget(self, row: int | None = None) -> None:
         """The sequence `row` (None: any) is of no use any more. Returns when nothing is written to its pages."""
-        if self._row is None or row not in (None, self._row):
+        if not self.under_way or row not in (None, self._row):
             return
         self._stop()
         if self._thread is not None:

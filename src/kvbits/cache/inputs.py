@@ -97,6 +97,7 @@ class InputCheck:
     def __init__(self, spec: CacheSpec, device: torch.device, nonfinite: str) -> None:
         self._spec, self._device, self._clamps = spec, device, nonfinite == "clamp"
         self._passed: dict[int, tuple[Any, ...]] = {}
+        self._factors: tuple[Any, ...] | None = None
 
     def check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Refuse what does not fit the cache, whatever its numbers.
@@ -131,14 +132,15 @@ class InputCheck:
                 raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {device}; build it with device={str(x.device)!r}")
         self._passed[layer] = given
 
-    @staticmethod
-    def check_scores(q: torch.Tensor, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None) -> None:
+    def check_scores(self, q: torch.Tensor, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None) -> None:
         """Refuse what is done to the scores of queries [B, T, Hq, D], before anything is stored.
 
         Raises:
             DataError: naming the argument and its limits.
         """
-        check_factors(scaling, softcap)
+        if (factors := (type(scaling), scaling, type(softcap), softcap)) != self._factors:
+            check_factors(scaling, softcap)
+            self._factors = factors
         if sink_logits is not None and (not isinstance(sink_logits, torch.Tensor) or tuple(sink_logits.shape) != (q.shape[2],)):
             raise DataError(f"sink_logits must be a tensor [{q.shape[2]}], one number for each query head, got {getattr(sink_logits, 'shape', sink_logits)}")
 

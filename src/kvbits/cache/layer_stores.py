@@ -35,6 +35,7 @@ class LayerStores:
 
     Attributes:
         places: of each layer.
+        changes_keys: layers whose keys `as_stored` changes.
     """
 
     def __init__(self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device, backend: str) -> None:
@@ -43,6 +44,7 @@ class LayerStores:
         self._shared = parameters.shared(spec, static, device)
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
+        self.changes_keys = {layer for group in spec.groups if group.key.is_rotated for layer in group.layers} | set(self._orders)
         self.places = {layer: Place(layer, g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
 
     def store(self, place: Place, pool: str) -> PageStore:

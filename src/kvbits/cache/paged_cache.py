@@ -32,8 +32,7 @@ from .group import GroupState
 from .inputs import InputCheck, chosen_pages, lengths_of, listed, require_layer
 from .layer_runner import LayerRunner
 from .layer_stores import LayerStores
-from .passes import Forward, Passes
-from .undo import Undo
+from .passes import Forward, Passes, Undo
 
 
 class PagedCache:
@@ -97,8 +96,7 @@ class PagedCache:
     @property
     def seq_lens(self) -> list[int]:
         """Tokens of each sequence, those that left a sliding window included."""
-        self._passes.heal()
-        self._passes.switch.settle()
+        self._passes.settle()
         return [s.length for s in self.held_groups[0].sequences]
 
     @property
@@ -112,7 +110,7 @@ class PagedCache:
         FileFormatError where pages that were on their way are damaged: `reset()`, or `free()` their sequence."""
         self._passes.heal()
         self.arrivals.wait_for_all()
-        self._passes.switch.settle()
+        self._passes.settle()
         return self.held_groups
 
     @property
@@ -131,7 +129,7 @@ class PagedCache:
         """
         self._passes.require_none(what)
         self.arrivals.wait_for_all()
-        self._passes.switch.settle()
+        self._passes.settle()
         return self._passes.change(what)
 
     @property
@@ -163,6 +161,11 @@ class PagedCache:
             PoolFullError: pages are missing; nothing changed.
             CacheStateError: the batch size changed, or the pass before was left unfinished.
         """
+        for name, n in (("sequences", batch_size), ("tokens", num_tokens)):
+            whole(f"{name} of a forward pass", n, -MOST_TOKENS, MOST_TOKENS, error=DataError)
+        self._begin(batch_size, num_tokens, valid)
+
+    def _begin(self, batch_size: int, num_tokens: int, valid: torch.Tensor | None) -> None:
         try:
             self._passes.begin(batch_size, num_tokens, valid)
         except PoolFullError as error:
@@ -206,7 +209,7 @@ class PagedCache:
             self._passes.require_beginning(layer)
             if q.shape[1] == 1:
                 if self._passes.begins_on_device(q, scaling, softcap):
-                    self.begin(q.shape[0], 1, valid)
+                    self._begin(q.shape[0], 1, valid)
                 if (f := self._passes.forward) is not None and f.device is not None:
                     return self._step_on_device(f, f.device, layer, q, k, v, scaling, softcap, sink_logits)
             k, v, f = self._enter(layer, k, v, valid)
@@ -239,7 +242,7 @@ class PagedCache:
             valid = self._passes.forward.mask(layer, valid)
         k, v = self._inputs.clean(layer, k, v, valid)
         if self._passes.forward is None:
-            self.begin(k.shape[0], k.shape[1], valid)
+            self._begin(k.shape[0], k.shape[1], valid)
         f = self._passes.arrive(layer, k.shape[0], k.shape[1])
         self._inputs.ask(layer, k, v, f.findings)
         return k, v, f
@@ -252,8 +255,8 @@ class PagedCache:
         if (q.shape[2], q.dtype, scaling, softcap) != decode.key:
             raise DataError(f"layer {layer} attends with {q.shape[2]} heads, scaling {scaling}, softcap {softcap}; this pass began with {decode.key}")
         k, v = self._inputs.clamped(k, v)
-        place = self._stores.places[layer]
-        q, k = self._stores.as_stored(place, q, k)
+        if layer in self._stores.changes_keys:
+            q, k = self._stores.as_stored(self._stores.places[layer], q, k)
         lse = None if sink_logits is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         out = decode.stepper.step(layer, q, k, v, lse)
         self._passes.leave(layer, f)
@@ -299,7 +302,7 @@ class PagedCache:
     def __getstate__(self) -> dict[str, Any]:
         self._passes.require_none("copying or pickling a cache")
         self.arrivals.wait_for_all()
-        self._passes.switch.settle()
+        self._passes.settle()
         return self.__dict__
 
     # -- sequences --------------------------------------------------------------------------------------------------
@@ -419,15 +422,13 @@ class PagedCache:
         (row,) = self._rows([row])
         self.arrivals.forget(row)
         self.arrivals.wait_for_all()
-        self._passes.switch.settle()
+        self._passes.settle()
         self._passes.free(row)
 
     def reset(self) -> None:
         """Forget all sequences. Allocated pages stay, free."""
         self.arrivals.forget()
-        self._passes.switch.settle()
         self._passes.reset()
-        self._passes.switch.forget_found()
 
     def swap_out(self, row: int) -> swap.SwappedSequence:
         """Move a sequence to host memory and free its pages; its row stays, empty."""
@@ -486,5 +487,5 @@ class PagedCache:
         (row,) = self._rows([row])
         require_layer(self.spec, layer)
         self.arrivals.wait(layer)
-        self._passes.switch.settle()
+        self._passes.settle()
         return self._stores.dequantize(layer, row, dtype)

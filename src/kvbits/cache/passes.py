@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,18 +20,52 @@ import torch
 from ..errors import CacheStateError, DataError, counted
 from ..later import Findings, upload
 from ..ops.types import SlotMapping
-from ..spec import MOST_TOKENS, whole
 from . import explain
 from .arrivals import Arrivals
 from .budget import Budget, OverBudgetError
-from .decode_switch import DecodeSwitch
-from .device_decode import DeviceDecode
-from .group import Snapshot
+from .device_decode import DecodeSwitch, DeviceDecode
+from .group import GroupState, Snapshot
 from .layer_stores import LayerStores
 from .step import Step
-from .undo import Undo
 
 _NO_POSITIONS = torch.empty(0, 1, dtype=torch.int64, device="cpu")
+
+
+class Undo:
+    """A cache as it was when this was made: page lists, who holds which page, and bytes that were written over.
+
+    Whoever changes page lists keeps one while it does (`Passes.change`). Taking back can be interrupted too, and done again from its beginning.
+
+    Args:
+        what: the operation, for messages.
+        saturated: of every layer, what is counted in passes.
+
+    Attributes:
+        before: snapshots of the groups.
+        overwritten: pages that held something and were written over since, with the bytes that they had.
+        first: called before anything is taken back: ends what still writes into pages.
+    """
+
+    def __init__(self, what: str, groups: list[GroupState], budget: Budget | None, saturated: list[dict[str, int]]) -> None:
+        self.what, self.thread = what, threading.get_ident()
+        self.before = [g.snapshot() for g in groups]
+        self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.first: Callable[[], None] | None = None
+        self._groups, self._budget, self._counted = groups, budget, saturated
+        self._given_back = [] if budget is None else budget.given_back[:]
+        self._saturated = [dict(s) for s in saturated]
+
+    def take_back(self) -> None:
+        """Put everything back."""
+        if self.first is not None:
+            self.first()
+        for page, was in self.overwritten:
+            page.copy_(was)
+        for g, before in zip(self._groups, self.before, strict=True):
+            g.restore(before)
+        if self._budget is not None:
+            self._budget.given_back[:] = self._given_back
+        self._counted[:] = [dict(s) for s in self._saturated]
 
 
 @dataclass
@@ -193,6 +227,11 @@ class Passes:
         undo.take_back()
         self._now = self._now._replace(undo=None)
 
+    def settle(self) -> None:
+        """Have the page lists on the host, whole: after an interrupt, and taken back from the device, which waits for the GPU."""
+        self.heal()
+        self.switch.settle()
+
     def begins_on_device(self, q: torch.Tensor, scaling: float, softcap: float | None) -> bool:
         """A single token with queries q [B, 1, Hq, D] comes: whether it begins a pass that the device leads."""
         if self.forward is not None or self._arrivals.under_way:
@@ -239,8 +278,6 @@ class Passes:
                 f"the last forward pass never reached layer {missing[0]} ({counted(len(missing), 'layer')} missing), so their pages hold nothing; "
                 "call abandon() to take the pass back, reset(), or free() the sequences"
             )
-        for name, n in (("sequences", batch_size), ("tokens", num_tokens)):
-            whole(f"{name} of a forward pass", n, -MOST_TOKENS, MOST_TOKENS, error=DataError)
         if num_tokens < 1 or batch_size < 1:
             raise DataError(f"a forward pass of {counted(batch_size, 'sequence')} x {counted(num_tokens, 'token')} is empty; pass at least one token")
         held = len(self._groups[0].sequences)
@@ -347,6 +384,7 @@ class Passes:
 
     def reset(self) -> None:
         """All sequences are gone, and with them the pass under way."""
+        self.switch.settle()
         with self.change("reset()", ends_pass=True):
             for g in self._groups:
                 for row in range(len(g.sequences)):
@@ -355,6 +393,7 @@ class Passes:
                 g.settle()
             self._saturated[:] = [{"k": 0, "v": 0} for _ in self._saturated]
         self._awaited = set()
+        self.switch.forget_found()
 
     def require_beginning(self, layer: int) -> None:
         """A layer comes: if no pass is under way, it has to be one that a pass begins with. Its pages are waited for.
@@ -364,12 +403,13 @@ class Passes:
             FileFormatError: its pages were on their way and are damaged.
         """
         self.heal()
-        try:
-            self._arrivals.wait(layer)
-        except BaseException:
-            if self.forward is not None and self._stands(self.forward):
-                self.abandon()
-            raise
+        if self._arrivals.under_way:
+            try:
+                self._arrivals.wait(layer)
+            except BaseException:
+                if self.forward is not None and self._stands(self.forward):
+                    self.abandon()
+                raise
         if self.forward is None and self._awaited:
             if layer in self._awaited:
                 raise CacheStateError(

@@ -13,8 +13,8 @@ from ..errors import CacheStateError, DataError, counted
 from ..spec import CacheSpec
 from .budget import Budget
 from .group import GroupState
+from .passes import Undo
 from .sequence import Sequence
-from .undo import Undo
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..cache.paged_cache import PagedCache
 from ..errors import UnsupportedError
-from .compiled import attend, cached_attention
+from .compiled import cached_attention
 from .masks import NAME, Columns, Mask, NotATensor
 
 
@@ -132,7 +132,7 @@ def _attend(
             "tokens at once to an empty cache (several of them), or use the stock cache for training"
         )
     known, valid = mask.known(layer.columns)
-    return attend(layer.columns, layer.index, q, k, v, known, valid, scaling, softcap, sink_logits)
+    return layer.columns.attend(layer.index, q, k, v, known, valid, scaling, softcap, sink_logits)
 
 
 def _dense_attention(

@@ -10,24 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import CacheStateError, UnsupportedError
-from .masks import Columns, numbered
-
-
-def attend(
-    columns: Columns, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: torch.Tensor | None, valid: torch.Tensor | None,
-    scaling: float, softcap: float | None, sink_logits: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`; neither in a rehearsal (`Columns.rehearsed`).
-
-    Args:
-        known, valid: bool [B, seen + T] and bool [B, T], which tokens are real; None for all.
-    """
-    if columns.rehearsed:
-        return torch.empty_like(q)
-    columns.begin(q.shape[1], known)
-    out = columns.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid)
-    columns.note(layer, q.shape[1], known)
-    return out
+from .masks import numbered
 
 
 def refuse_capture(device: torch.device) -> None:
@@ -50,7 +33,7 @@ def cached_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sink_logits: torch.Tensor | None, numbers: torch.Tensor, layer: int,
     scaling: float, softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`attend` of the cache that `numbers` names: [B, T, Hq, D].
+    """`Columns.attend` of the cache that `numbers` names: [B, T, Hq, D].
 
     Args:
         mask: bool [B, at least seen + T], real tokens; None for all.
@@ -70,7 +53,7 @@ def cached_attention(
     if mask is not None:  # copied once a pass: the compiler uses its memory again
         known = columns.known(mask, q.shape[1]) if columns.captured else columns.mask if columns.been else columns.known(mask, q.shape[1]).clone()
         valid = None if known is None else known[:, -q.shape[1] :]
-    out = attend(columns, layer, q, k, v, known, valid, scaling, softcap, sink_logits)
+    out = columns.attend(layer, q, k, v, known, valid, scaling, softcap, sink_logits)
     numbers[1] = columns.seen
     return out.contiguous()
 

@@ -93,6 +93,22 @@ class Columns:
         with torch.inference_mode(False):  # written inside and outside of it
             self.numbers = torch.tensor([number, self._now[0]], device="cpu")
 
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: torch.Tensor | None, valid: torch.Tensor | None,
+        scaling: float, softcap: float | None, sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`; neither in a rehearsal (`rehearsed`).
+
+        Args:
+            known, valid: bool [B, seen + T] and bool [B, T], which tokens are real; None for all.
+        """
+        if self.rehearsed:
+            return torch.empty_like(q)
+        self.begin(q.shape[1], known)
+        out = self.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid)
+        self.note(layer, q.shape[1], known)
+        return out
+
     @property
     def seen(self) -> int:
         """Positions before the pass under way."""

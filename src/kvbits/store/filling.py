@@ -8,7 +8,7 @@ import torch
 
 from ..cache.budget import Budget
 from ..cache.group import GroupState
-from ..cache.undo import Undo
+from ..cache.passes import Undo
 from .finding import Plan
 from .loading import Loader
 from .shelf import Blob, Shard
