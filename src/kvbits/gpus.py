@@ -39,7 +39,7 @@ class Memory:
     said: str | None = None
 
 
-def gpu_memory(text: str, what: str = "--gpu-memory") -> Memory:
+def gpu_memory(text: str) -> Memory:
     """Memory of a card by its name ("H100", "rtx 4090", "NVIDIA A100-SXM4-80GB"), of the cards that are called by a size ("80GB"), or as said ("75GiB").
 
     Raises:
@@ -55,7 +55,7 @@ def gpu_memory(text: str, what: str = "--gpu-memory") -> Memory:
         exact = f"{size * 1000}MB is {size} x 10**9 bytes, {size}GiB {size} x 2**30"
         return Memory(CARDS[name][1] * MIB, f"{size}GB is taken as the card of that name with least, {name}: {_size(name)}, as torch reports it{more}; {exact}")
     try:
-        return Memory(parse_bytes(text, what))
+        return Memory(parse_bytes(text, "--gpu-memory"))
     except SpecError as e:
         raise SpecError(f"{e}; or name a card: {', '.join(CARDS)}") from None
 

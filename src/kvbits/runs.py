@@ -61,14 +61,13 @@ def record(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_one(result: Mapping[str, Any], *lists: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
+def of_one(result: Mapping[str, Any], *lists: str) -> dict[str, Any]:
     """What a measurement returned as a file of one new run: its lists of rows name the run, whose facts are the rest.
 
     Args:
         lists: names of the lists of rows in `result`.
-        argv: see `record`.
     """
-    run = record(argv) | {"facts": {name: value for name, value in result.items() if name not in lists}}
+    run = record() | {"facts": {name: value for name, value in result.items() if name not in lists}}
     return {"runs": {run["id"]: run}} | {name: [{"run": run["id"]} | row for row in result[name]] for name in lists}
 
 

@@ -29,6 +29,8 @@ OBSERVER = "kvbits_measure"
 """Name of the observing attention in Transformers' registries, while `observe` runs."""
 QUERIES = 64
 """Newest tokens whose attention is compared, by default."""
+SINKS = 4
+"""First tokens, which `statistics` looks at apart."""
 
 
 @dataclass(frozen=True)
@@ -163,33 +165,27 @@ def _bits(exact: torch.Tensor, stored: torch.Tensor) -> list[float | None]:
     return found
 
 
-def _clipped(exact: torch.Tensor, stored: torch.Tensor, page: int = 64) -> list[int]:
-    exact = exact.float()
-    found = []
-    for h in range(exact.shape[1]):
-        count = 0
-        for start in range(0, len(exact), page):
-            a, b = exact[start : start + page, h], stored[start : start + page, h]
-            count += int((a.abs() > 1.02 * b.abs().amax()).sum())
-        found.append(count)
-    return found
+def _clipped(exact: torch.Tensor, stored: torch.Tensor) -> list[int]:
+    """Per head, page by page of 64 tokens."""
+    pages = list(zip(exact.float().split(64), stored.split(64), strict=True))
+    return [sum(int((a[:, h].abs() > 1.02 * b[:, h].abs().amax()).sum()) for a, b in pages) for h in range(exact.shape[1])]
 
 
-def statistics(inputs: list[LayerInputs], *, sinks: int = 4, queries: int = 64) -> list[dict[str, float]]:
+def statistics(inputs: list[LayerInputs]) -> list[dict[str, float]]:
     """What makes a layer hard to quantize, per layer (the worst kv head counts; tokens after the sinks).
 
     key_offset        largest |channel mean| / median channel standard deviation of the keys: how far a constant offset (a key bias) stretches a token's range
     outlier_channels  channels of the keys whose largest magnitude passes 5 times the median channel's
     outlier_share     share of key elements beyond 6 times the head's median magnitude
-    sink_attention    attention of the newest queries to the first `sinks` tokens, mean over heads
+    sink_attention    attention of the newest queries to the first `SINKS` tokens, mean over heads
     sink_key_norm     norm of the first token's key / median norm
     """
     found = []
     for x in inputs:
-        k = x.k[sinks:].float()
+        k = x.k[SINKS:].float()
         mean, spread = k.mean(0), k.std(0)
         top = k.abs().amax(0)
-        history = len(x.k) - min(queries, len(x.k) - 1)
+        history = len(x.k) - min(QUERIES, len(x.k) - 1)
         _, p, _, _ = _attend(x.q[history:], x.k, x.v, x, history)
         norms = x.k.float().norm(dim=-1)
         found.append(
@@ -197,7 +193,7 @@ def statistics(inputs: list[LayerInputs], *, sinks: int = 4, queries: int = 64) 
                 "key_offset": (mean.abs().amax(-1) / spread.median(-1).values.clamp(min=1e-9)).max().item(),
                 "outlier_channels": int((top > 5 * top.median(-1, keepdim=True).values).sum(-1).max()),
                 "outlier_share": (k.abs() > 6 * k.abs().permute(1, 0, 2).flatten(1).median(-1).values[:, None]).float().mean().item(),
-                "sink_attention": p[..., :sinks].sum(-1).mean().item(),
+                "sink_attention": p[..., :SINKS].sum(-1).mean().item(),
                 "sink_key_norm": (norms[0] / norms.median(0).values.clamp(min=1e-9)).mean().item(),
                 "key_max": k.abs().max().item(), "value_max": x.v.float().abs().max().item(),
             }

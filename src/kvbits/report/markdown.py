@@ -44,9 +44,9 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(r) + " |" for r in rows])
 
 
-def conditions(model: Model, task: str = "fidelity") -> str:
+def conditions(model: Model) -> str:
     """What a model's figures were measured on."""
-    cells = model.tasks[task]
+    cells = model.tasks["fidelity"]
     base = next(iter(cells.values()))
     texts = list(dict.fromkeys(k.split("@")[0] for k in base.items))
     s = base.settings

@@ -64,6 +64,10 @@ os._exit(0)
 """
 
 
+MEMORY_BYTES, FILE_BYTES = 1 << 30, 1 << 20
+"""Address space of a program, and the largest file that it may write in its private folder."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a program ended. `reason` is empty if it passed."""
@@ -86,21 +90,18 @@ def namespaces() -> tuple[str, ...]:
     return ()
 
 
-def run_program(program: str, *, seconds: int = 10, memory_bytes: int = 1 << 30, file_bytes: int = 1 << 20) -> Outcome:
+def run_program(program: str, *, seconds: int = 10) -> Outcome:
     """Run a program to its end; it passes if it ends without an exception.
 
     Args:
         program: Python source.
         seconds: CPU time, and wall-clock time, that it may take.
-        memory_bytes: address space.
-        file_bytes: largest file it may write in its private folder.
 
     Raises:
-        DataError: a limit below 1.
+        DataError: `seconds` below 1.
     """
-    for name, n in (("seconds", seconds), ("memory_bytes", memory_bytes), ("file_bytes", file_bytes)):
-        if n < 1:
-            raise DataError(f"{name}={n} must be at least 1")
+    if seconds < 1:
+        raise DataError(f"seconds={seconds} must be at least 1")
     words = namespaces()
     isolation = ("limits", "audit hook", *(("no network",) if "--net" in words else ()), *(("own process ids",) if "--pid" in words else ()))
     secret = secrets.token_hex(16)  # a program that ends the process itself cannot say it passed
@@ -108,7 +109,7 @@ def run_program(program: str, *, seconds: int = 10, memory_bytes: int = 1 << 30,
     try:
         with open(os.path.join(folder, "program.py"), "w", encoding="utf-8", errors="surrogateescape") as f:
             f.write(program)
-        command = [*words, sys.executable, "-I", "-S", "-B", "-c", _RUNNER, str(seconds), str(memory_bytes), str(file_bytes)]
+        command = [*words, sys.executable, "-I", "-S", "-B", "-c", _RUNNER, str(seconds), str(MEMORY_BYTES), str(FILE_BYTES)]
         with subprocess.Popen(
             command, cwd=folder, env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, text=True,
             encoding="utf-8", errors="replace",

@@ -13,11 +13,6 @@ struct Banded {
 
     static DEVICE constexpr int width(int band) { return int(WIDTHS >> 4 * band & 15); }
     static DEVICE constexpr int offset(int plane) { return plane == 8 ? PLANE8 : plane == 4 ? PLANE4 : plane == 2 ? PLANE2 : PLANE1; }
-    static DEVICE constexpr int most_bits() {
-        int found = 0;
-        for (int i = 0; i < D / BAND; ++i) found = width(i) > found ? width(i) : found;
-        return found;
-    }
     /// Channels of the bands that have a plane (all bits: of those that have any).
     static DEVICE constexpr int channels(int plane) {
         int found = 0;
