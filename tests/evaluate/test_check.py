@@ -72,6 +72,7 @@ def test_saturation_of_static_scales_is_seen():
 
     found = check(model, IDS, "int8_static", calibration=tight, progress=False)
     assert not found.passed and any("saturated" in f for v in found.layers for f in v.failures)
+    assert found.advised is None and any("no remedy was tried, each needs a calibration of its own; take more bits" in a for a in found.advice)
 
 
 def test_remedies_are_values_of_the_scheme_and_end_with_raw():

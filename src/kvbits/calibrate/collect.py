@@ -11,13 +11,14 @@ and hands them back: keys are exactly those a cache stores (after rotation and n
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import schemes as presets
-from ..errors import CalibrationError, DataError, SpecError
+from ..errors import CalibrationError, DataError, KvbitsWarning, SpecError, counted
 from ..geometry import layer_geometries
 from ..integrations.rotary import with_rotary
 from ..progress import bar
@@ -144,6 +145,9 @@ def calibrate_all(
     for static, measured_bases in zip(found, moments, strict=True):
         for layer, m in measured_bases.items():
             static[layer]["k_basis"] = m.basis()
+    if weak := list(dict.fromkeys(head for measured_bases in moments for m in measured_bases.values() for head in m.weak)):
+        others = "" if len(weak) == 1 else f", and {counted(len(weak) - 1, 'other head')}"
+        warnings.warn(f"{weak[0]}{others}; such a basis leans on the channels as they are: calibrate on more tokens", KvbitsWarning, stacklevel=3)
     _fill_codebooks(model, batches, targets, found, weights == "fisher", checkpointing, resume, progress)
     for target, static in zip(targets, found, strict=True):
         for (layer, side), fit in target.levels.items():

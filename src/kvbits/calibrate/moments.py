@@ -5,12 +5,10 @@
     S = mean of (k_f - mean)(k_f - mean)^T            over the pages that a cache of the scheme would close, mean: the page's own
 
 Both get a ridge, so that a direction that the calibration text never used costs precision there and not the whole basis. A head whose moments
-say too little (fewer tokens than twice its channels, or nothing but zeros) gets a stronger one and a warning that names it.
+say too little (fewer tokens than twice its channels, or nothing but zeros) gets a stronger one and is named in `Moments.weak`.
 """
 
 from __future__ import annotations
-
-import warnings
 
 import torch
 
@@ -36,6 +34,9 @@ class Moments:
         geometry: of the layer, with its rotary embedding.
         page_size: tokens of a page.
         what: names the layer in messages.
+
+    Attributes:
+        weak: what `basis` found too little for, and why, a kv head each.
     """
 
     def __init__(self, spec: QuantSpec, geometry: LayerGeometry, page_size: int, what: str) -> None:
@@ -46,6 +47,7 @@ class Moments:
         shape = (geometry.num_kv_heads, geometry.head_dim, geometry.head_dim)
         self.queries, self.keys = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
         self.pages = 0
+        self.weak: list[str] = []
 
     def add(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
         """See consecutive tokens of one sequence: q [T, Hq, D] and k [T, H, D] as attention has them, at ascending positions [T].
@@ -85,12 +87,7 @@ class Moments:
             s, weak_s = _ridged(keys / max(self.pages, 1), few, RIDGE["keys"])
             if weak_h or weak_s:
                 why = f"{self.pages} pages of {self.page_size} tokens were seen" if few else "its queries or keys are all zero"
-                warnings.warn(
-                    f"kv head {head} of {self.what}: {why}, too little for a basis of {len(keys)} channels; it leans on the channels as they are. "
-                    "Calibrate on more tokens",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                self.weak.append(f"kv head {head} of {self.what}: {why}, too little for a basis of {len(keys)} channels")
             values, vectors = torch.linalg.eigh(h)
             root = (vectors * values.sqrt()) @ vectors.mT
             spread, directions = torch.linalg.eigh(root @ s @ root)

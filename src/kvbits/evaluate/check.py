@@ -266,13 +266,14 @@ def remedies(key: QuantSpec, value: QuantSpec) -> list[tuple[str, QuantSpec, Qua
 
 
 def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[LayerVerdict], limits: Limits) -> tuple[Scheme | None, list[str]]:
-    """(a scheme that passes on the observed inputs, sentences). Fills in each failed layer's remedy."""
+    """(a scheme that passes on the observed inputs or None, sentences). Fills in each failed layer's remedy."""
     failed = [v.layer for v in judged if v.failures]
     if not failed:
         return None, []
     chosen: dict[int, tuple[float, str, QuantSpec, QuantSpec]] = {}
     whole = len(failed) > len(judged) // 2
     key, value = scheme.for_layer(failed[0], len(judged))
+    any_tried = False
     for text, k, v in remedies(key, value):
         try:
             trial = dataclasses.replace(scheme, overrides=(*scheme.overrides, Override(layers=tuple(failed), key=k, value=v)))
@@ -280,6 +281,7 @@ def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[
             measured = measure(inputs, tried.make(1, len(inputs[0].k)))
         except (SpecError, UnsupportedError):
             continue  # a remedy that does not fit this model's heads, or needs a calibration of its own
+        any_tried = True
         bits = dataclasses.replace(scheme, key=k, value=v, overrides=()).bits_per_element(inputs[0].k.shape[-1])
         for layer in failed:
             m = _means(measured[layer])
@@ -296,14 +298,15 @@ def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[
     for layer in failed:
         judged[layer] = dataclasses.replace(judged[layer], remedy=chosen[layer][1] if layer in chosen else None)
     if hopeless := [layer for layer in failed if layer not in chosen]:
-        notes.append(f"layers {ranges(hopeless)}: none of the remedies tried passes, not even raw")
+        why = "none of the remedies tried passes, not even raw" if any_tried else "no remedy was tried, each needs a calibration of its own; take more bits"
+        notes.append(f"layer{'s' if len(hopeless) > 1 else ''} {ranges(hopeless)}: {why}")
     if whole:
         alike = [s for s in presets.PRESETS.values() if not s.needs_calibration and not s.key.is_raw and s.key.bits == scheme.key.bits]
         better = [s.name for s in alike if s.name != scheme.name]
         notes.append(f"{len(failed)} of {len(judged)} layers fail: rather take another scheme of as many bits, such as {', '.join(better) or 'one of 8 bits'}")
     if any(judged[i].statistics["sink_attention"] > SINK_SHARE for i in failed) and not scheme.num_sink_tokens:
         notes.append("much attention goes to the first tokens: num_sink_tokens=4 would keep them raw (not tried here)")
-    return dataclasses.replace(scheme, name=f"{scheme.name}+advice", overrides=(*scheme.overrides, *overrides)), notes
+    return (dataclasses.replace(scheme, name=f"{scheme.name}+advice", overrides=(*scheme.overrides, *overrides)) if overrides else None), notes
 
 
 # -- confirming -----------------------------------------------------------------------------------------------------
