@@ -129,7 +129,7 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
         *(Part(f"long-{name}", f"{name}: KL in a window of 8,192 tokens", accuracy_at_length(model, environment), f"eval-8192/{name}-float16", 260, 500)
           for name, model in models(environment).items()),
         *serving("a step with vLLM's default compilation", "-compiled", dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")), 90, 240),
-        Part("tiers", "zones", bench("bench_attend_gpu", "--tiers", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
+        Part("tiers", "tiers", bench("bench_attend_gpu", "--tiers", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
         Part("prompts", "prompts through Transformers in chunks of 2,048 tokens",
              bench("bench_generate_gpu", "stock", "int8_centered", "kivi4", "klt4", "--prefill", "--shapes", "0", "--chunk", "2048", out="generate.json"),
              "generate.json", 70, 200),

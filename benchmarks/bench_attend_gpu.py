@@ -1,8 +1,8 @@
-"""Decode attention on a GPU where caches are small, where many queries come at once, and over zones (bench_decode_gpu.py times whole caches): presets beside the 16-bit kernels of the same run.
+"""Decode attention on a GPU where caches are small, where many queries come at once, and over tiers (bench_decode_gpu.py times whole caches): presets beside the 16-bit kernels of the same run.
 
     python benchmarks/bench_attend_gpu.py --small [--out benchmarks/results/<gpu>/attend_small.json]      where 16-bit attention is faster: small batches and contexts
     python benchmarks/bench_attend_gpu.py --prefill [--out .../attend_prefill.json]                       chunks of many query tokens over packed history
-    python benchmarks/bench_attend_gpu.py --tiers [--schemes tiered] [--out .../attend_tiers.json]   zones, against what each zone's bytes cost at its own bandwidth
+    python benchmarks/bench_attend_gpu.py --tiers [--schemes tiered] [--out .../attend_tiers.json]   tiers, against what each tier's bytes cost at its own bandwidth
 
 A row is timed only after its output has been compared with the float64 reference over the same pages. Times are medians of CUDA-graph replays of several
 launches in a row, each on other memory (layers of a cache larger than L2). What a launch must move: all packed pages once. `--quick` replays a third as often.
@@ -250,19 +250,19 @@ def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> Laun
 _PEERS: dict[str, Callable[[torch.Tensor, list[tuple[torch.Tensor, ...]]], Launches]] = {"cudnn": _cudnn, "fa3": _fa3, "flashinfer": _flashinfer}
 
 
-def zones_call(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int) -> tuple[AttendCall, tuple[int, ...], int, int]:
-    """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `zones` by name ("sink", "cold", "warm", "raw") and the tokens they span."""
+def zones_call(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int) -> tuple[AttendCall, tuple[int, ...], int, int]:
+    """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `tiers` by name ("sink", "cold", "warm", "raw") and the tokens they span."""
     sinks, raw, tier = scheme.num_sink_tokens, QuantSpec.raw(), scheme.tiers[0]
     layouts = {name: PageLayout(key=k, value=v, page_size=size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM) for name, (k, v, size) in {
         "sink": (raw, raw, sinks), "cold": (scheme.key, scheme.value, PAGE), "warm": (scheme.key, scheme.value, PAGE), "raw": (raw, raw, PAGE)}.items()}  # fmt: skip
     low = LowLayout(key_bits=tier.key_bits, value_bits=tier.value_bits, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     fine = {name: [low] if name == "warm" else [] for name in layouts}
     static = calibrated(layouts["cold"])
-    counts = {name: batch * (end - start) // layouts[name].page_size for name, (start, end) in zones.items()}
+    counts = {name: batch * (end - start) // layouts[name].page_size for name, (start, end) in tiers.items()}
     nbytes = sum(n * sum(x.page_size_bytes for x in (layouts[name], *fine[name])) for name, n in counts.items())
     layers = max(2, -(-ROTATE_BYTES // nbytes))
     parts, strides = [], []
-    for name, (start, end) in zones.items():
+    for name, (start, end) in tiers.items():
         n, layout, size = counts[name], layouts[name], layouts[name].page_size
         k, v = (torch.randn(256, KV_HEADS, size, HEAD_DIM, device="cuda") for _ in "kv")
         made, _ = close_nested(k, v, layout, static, fine[name], np.zeros(256, np.int64))
@@ -282,39 +282,39 @@ def zones_call(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int) ->
     return AttendCall(tuple(parts), HEAD_DIM**-0.5), tuple(strides), layers, nbytes
 
 
-def time_zones(scheme: Scheme, zones: dict[str, tuple[int, int]], batch: int, q_heads: int) -> dict[str, float]:
-    """Checked and timed decoding over some zones."""
-    call, strides, layers, nbytes = zones_call(scheme, zones, batch)
+def time_tiers(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int, q_heads: int) -> dict[str, float]:
+    """Checked and timed decoding over some tiers."""
+    call, strides, layers, nbytes = zones_call(scheme, tiers, batch)
     q = torch.randn(batch, 1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     plan = cuda.plan(call, q_heads, q.dtype, q.device, layer_strides=strides)
     out, _ = plan.run(q)
     want, _ = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
     error = float((out.double() - want).norm() / want.norm())
     if not error < ERROR_LIMIT:
-        raise SystemExit(f"{zones}: error {error} against float64; a wrong kernel has no speed")
+        raise SystemExit(f"{tiers}: error {error} against float64; a wrong kernel has no speed")
     return {"time_us": time_us(_launches(plan, call, q, layers) * max(1, 12 // layers)), "bytes": nbytes, "error": error}
 
 
 def bench_tiers(args: argparse.Namespace, copy: float) -> None:
-    """One step over the zones of each scheme, and the sum of what the bytes of each zone take at the bandwidth of a whole cache of that zone's format."""
+    """One step over the tiers of each scheme, and the sum of what the bytes of each tier take at the bandwidth of a whole cache of that tier's format."""
     for scheme in map(schemes.get, args.schemes):
         hot, warm, sinks = scheme.residual_length, scheme.tiers[0].num_tokens, scheme.num_sink_tokens
         for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes or range(len(SHAPES))):
             ends = np.array([0, max(tokens - hot - warm, 0), tokens - hot, tokens]) + sinks
             bounds = {name: (int(ends[i]), int(ends[i + 1])) for i, name in enumerate(("cold", "warm", "raw"))}
-            zones = {name: span for name, span in bounds.items() if span[1] > span[0]}
+            tiers = {name: span for name, span in bounds.items() if span[1] > span[0]}
             shape = f"B={batch} H={q_heads}/{KV_HEADS} T={tokens} D={HEAD_DIM}"
-            alone = {name: time_zones(scheme, {name: (0, tokens)}, batch, q_heads) for name in zones}
+            alone = {name: time_tiers(scheme, {name: (0, tokens)}, batch, q_heads) for name in tiers}
             torch.cuda.empty_cache()
-            mixed = time_zones(scheme, {"sink": (0, sinks)} | zones, batch, q_heads)
-            share = {name: (end - start) / tokens for name, (start, end) in zones.items()}
-            expected = sum(share[name] * alone[name]["time_us"] for name in zones)
-            row = {"scheme": scheme.name, "shape": shape, **mixed, "expected_us": expected, "over": mixed["time_us"] / expected - 1, "zones": {
-                name: {"tokens": zones[name][1] - zones[name][0], "whole_cache_us": r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy, "error": r["error"]}
+            mixed = time_tiers(scheme, {"sink": (0, sinks)} | tiers, batch, q_heads)
+            share = {name: (end - start) / tokens for name, (start, end) in tiers.items()}
+            expected = sum(share[name] * alone[name]["time_us"] for name in tiers)
+            row = {"scheme": scheme.name, "shape": shape, **mixed, "expected_us": expected, "over": mixed["time_us"] / expected - 1, "tiers": {
+                name: {"tokens": tiers[name][1] - tiers[name][0], "whole_cache_us": r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy, "error": r["error"]}
                 for name, r in alone.items()}}  # fmt: skip
             rows = [row | {"share_of_copy": mixed["bytes"] / (mixed["time_us"] * 1e-6) / copy}]
-            print(f"{scheme.name} {shape}: {mixed['time_us']:.1f} us, {100 * row['over']:+.1f} % of the {expected:.1f} us of its zones; whole caches: " + ", ".join(
-                f"{n} {z['whole_cache_us']:.1f} us ({z['share_of_copy']:.2f} of copy)" for n, z in row["zones"].items()), flush=True)  # fmt: skip
+            print(f"{scheme.name} {shape}: {mixed['time_us']:.1f} us, {100 * row['over']:+.1f} % of the {expected:.1f} us of its tiers; whole caches: " + ", ".join(
+                f"{n} {z['whole_cache_us']:.1f} us ({z['share_of_copy']:.2f} of copy)" for n, z in row["tiers"].items()), flush=True)  # fmt: skip
             torch.cuda.empty_cache()
             append(rows, args.out, copy_bytes_per_s=copy)
 

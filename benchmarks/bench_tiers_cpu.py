@@ -1,8 +1,8 @@
-"""Mixed zones on the CPU: is one decoding step as fast as each zone's bytes at that zone's own measured rate?
+"""Mixed tiers on the CPU: is one decoding step as fast as each tier's bytes at that tier's own measured rate?
 
     python benchmarks/bench_tiers_cpu.py --context 8192 --threads 1
 
-Four caches hold the same tokens: all raw, all warm (pages with low planes), all cold, and the zones of the scheme. Checks that the step is right against the
+Four caches hold the same tokens: all raw, all warm (pages with low planes), all cold, and the tiers of the scheme. Checks that the step is right against the
 float64 judge first. A step walks over all layers, which are more than the caches hold. Bytes are those that it must read: visible pages, scales and padding
 included. Times are medians over interleaved rounds: CPU time of the thread with one thread, wall time with more. Prints one JSON line.
 """
@@ -28,7 +28,7 @@ from kvbits.spec import CacheSpec, LayerGeometry, Scheme
 SCALING = 0.1
 
 
-def zones(name: str, context: int) -> dict[str, Scheme]:
+def tiers(name: str, context: int) -> dict[str, Scheme]:
     tiered = schemes.get(name)
     warm = tiered.tiers[0]
     everything = -(-context // tiered.page_size) * tiered.page_size
@@ -52,7 +52,7 @@ def filled(scheme: Scheme, context: int, layers: int, heads: int, head_dim: int)
 
 
 def bytes_read(cache: PagedCache) -> dict[str, int]:
-    """Bytes of each zone that one step reads."""
+    """Bytes of each tier that one step reads."""
     g = cache.groups[0]
     found = {"hot": 0, "warm": 0, "cold": 0}
     for (pool, planes), table in g.tables().items():
@@ -76,7 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    caches = {name: filled(s, args.context, args.layers, args.heads, args.head_dim) for name, s in zones(args.scheme, args.context).items()}
+    caches = {name: filled(s, args.context, args.layers, args.heads, args.head_dim) for name, s in tiers(args.scheme, args.context).items()}
     q = torch.randn(1, 1, args.heads * args.group, args.head_dim).bfloat16()
     positions = torch.tensor([[args.context - 1]])
     calls, served = {}, {}
@@ -97,8 +97,8 @@ def main() -> None:
             times[name].append(clock() - began)
     best = {name: statistics.median(t) for name, t in times.items()}
     held = {name: bytes_read(c) for name, c in caches.items()}
-    rate = {zone: sum(held[zone].values()) / best[zone] for zone in ("hot", "warm", "cold")}
-    explained = sum(n / rate[zone] for zone, n in held["tiered"].items())
+    rate = {tier: sum(held[tier].values()) / best[tier] for tier in ("hot", "warm", "cold")}
+    explained = sum(n / rate[tier] for tier, n in held["tiered"].items())
     rows = [
         {"cache": name, "scheme": args.scheme, "context": args.context, "backend": served[name][0], "step_s": best[name], "bytes": held[name]}
         for name in caches

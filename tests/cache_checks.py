@@ -85,13 +85,13 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
             for i, page in enumerate(reversed(pages[len(pages) - len(state.closed) :]), 1):
                 assert torch.equal(cache._stores.store(place, "closed").page(state.closed[-i]), page.pages[0]), "the bytes of a closed page changed"
                 planes = [(f"low{tier}", x[-i]) for tier, x in enumerate(state.low)][::-1]
-                assert [x is not None for _, x in planes] == [n < page.planes for n in range(len(planes))], "a page is not in its zone"
+                assert [x is not None for _, x in planes] == [n < page.planes for n in range(len(planes))], "a page is not in its tier"
                 for (pool, page_id), stored in zip(planes, page.pages[1:], strict=True):
                     assert page_id is None or torch.equal(cache._stores.low_store(place, pool).page(page_id), stored), "the bytes of a low plane changed"
 
 
 def _as_lists(tables: dict[Any, PageTable]) -> dict[Any, list[Any]]:
-    return {zone: [t.indptr.tolist(), t.page_ids.tolist(), t.starts.tolist(), t.lengths.tolist(), *(x.tolist() for x in t.low)] for zone, t in tables.items()}
+    return {tier: [t.indptr.tolist(), t.page_ids.tolist(), t.starts.tolist(), t.lengths.tolist(), *(x.tolist() for x in t.low)] for tier, t in tables.items()}
 
 
 def check_books(cache: PagedCache) -> None:

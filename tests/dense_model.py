@@ -167,7 +167,7 @@ class DenseCache:
             for sequence in row:
                 sequence.crop(n)
 
-    def set_zones(self, row: int, tiers: list[int], residual_length: int) -> None:
+    def set_tiers(self, row: int, tiers: list[int], residual_length: int) -> None:
         for sequence in self.rows[row]:
             sequence.residual_length = residual_length
             if sequence.group.tiers:

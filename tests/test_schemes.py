@@ -30,7 +30,7 @@ BITS = {  # head_dim 128, counted by hand from docs/reference/formats.md: codes 
     **{f"nuq{bits}-1%": bits + (32 / 64 + 32 / 128) / 2 + 2 * 176 * 8 / (64 * 128) for bits in (4, 3, 2)},
     # keys: 36, 28 or 20 bits for each 8 channels of the bands, a mean in 16 bits over 64 tokens; both sides a scale of 8 bits per token
     **{f"klt{bits}": (bits + 0.5 + 16 / 64 + bits) / 2 + 8 / 128 for bits in (4, 3, 2)},
-    "tiered": 4 + (32 / 64 + 32 / 128) / 2,  # the oldest zone
+    "tiered": 4 + (32 / 64 + 32 / 128) / 2,  # the oldest tier
     "tiered_8k": 4 + (32 / 64 + 32 / 128) / 2,
 }
 
@@ -113,7 +113,7 @@ def test_names_and_files_that_are_no_schemes(tmp_path):
 
 
 @pytest.mark.parametrize("budget", [0.35, 0.45, 0.5])
-def test_zones_fill_a_byte_budget(budget):
+def test_tiers_fill_a_byte_budget(budget):
     layers = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3
     scheme = schemes.get("tiered_8k")
     full = CacheSpec(scheme=scheme, layers=layers).raw_nbytes(8192)

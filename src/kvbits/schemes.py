@@ -207,7 +207,7 @@ def for_layers(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], **change
 
 
 def within(scheme: Scheme, layers: tuple[LayerGeometry, ...], memory_bytes: int, *, context: int, batch: int = 1, raw_dtype: str = "bfloat16") -> Scheme:
-    """The tiered scheme `scheme` with its zones sized for a byte budget: each tier as large as fits, the youngest first.
+    """The tiered scheme `scheme` with tiers sized for a byte budget: each as large as fits, the youngest first.
 
     Args:
         scheme: a scheme with tiers; their widths stay, their sizes change.

@@ -444,7 +444,7 @@ def test_counts_and_lists_of_the_wrong_kind_are_refused():
         (lambda: cache.drop_pages(0, [["a", 1]]), "begins at token='a'"), (lambda: cache.select(3), "sequences=3 must be a list"),
         (lambda: cache.select(None), "sequences=None"), (lambda: cache.dequantize([0], 0), r"layer \[0\] does not exist"),
         (lambda: cache.dequantize(0, 0, torch.int32), "float dtype"), (lambda: cache.dequantize(0, 0, "float32"), "float dtype"),
-        (lambda: cache.append(0, None, None), "must be tensors, got NoneType"), (lambda: cache.set_zones(0, 5), "tiers=5 must be a list"),
+        (lambda: cache.append(0, None, None), "must be tensors, got NoneType"), (lambda: cache.set_tiers(0, 5), "tiers=5 must be a list"),
     ]  # fmt: skip
     for call, says in wrong:
         with pytest.raises((DataError, SpecError), match=says):

@@ -50,7 +50,7 @@ def reference(x: torch.Tensor, held: list[list[int]], dropped: int = 0) -> Paged
     cache = PagedCache(ELASTIC)
     append(cache, x)
     for row, kept in enumerate(held):
-        cache.groups[0].set_zones(row, [sum(n > 0 for n in kept)], ELASTIC.scheme.residual_length)
+        cache.groups[0].set_tiers(row, [sum(n > 0 for n in kept)], ELASTIC.scheme.residual_length)
     return cache
 
 

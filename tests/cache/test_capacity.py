@@ -229,7 +229,7 @@ def test_static_per_tensor_scales_allocate_no_scale_bytes():
 
 
 def test_the_tiered_article_s_example_to_the_byte():
-    """32 layers x 32 heads x 128 channels, 32,768 tokens: 17.2 GB at 16 bits, 7.47 GB by the article's zones, less here. Allocated for real with 1 layer of
+    """32 layers x 32 heads x 128 channels, 32,768 tokens: 17.2 GB at 16 bits, 7.47 GB by the article's tiers, less here. Allocated for real with 1 layer of
     1 head, a 1,024th of everything, and filled."""
     scheme = schemes.get("tiered")
     full = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=32, head_dim=128),) * 32)

@@ -53,7 +53,7 @@ def swap_in(cache):
 WORK = {
     "a token": (pass_of(1), 40), "a token that closes pages": (pass_of(1), 40), "a chunk": (pass_of(70), 40), "crop": (lambda c: c.crop([0, 149]), 30),
     "select": (lambda c: c.select([1, 1, 0]), 30), "fork": (lambda c: c.fork(0), 20), "free": (lambda c: c.free(0), 20), "reset": (lambda c: c.reset(), 20),
-    "swap_out": (lambda c: c.swap_out(0), 20), "swap_in": (swap_in, 20), "set_zones": (lambda c: c.set_zones(0, [32]), 20),
+    "swap_out": (lambda c: c.swap_out(0), 20), "swap_in": (swap_in, 20), "set_tiers": (lambda c: c.set_tiers(0, [32]), 20),
     "keep_past": (lambda c: c.keep_past(), 15), "drop_pages": (lambda c: c.drop_pages(0, [x[:2] for x in c.closed_pages(0)]), 20),
 }  # fmt: skip
 

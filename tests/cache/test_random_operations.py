@@ -204,11 +204,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.cache.batch_size and self.cache.spec.scheme.tiers)
     @rule(data=st.data(), pages=st.lists(st.integers(0, 4), min_size=2, max_size=2), residual=st.sampled_from([0, 5, 64]))
-    def other_zones(self, data, pages, residual):
+    def other_tiers(self, data, pages, residual):
         row = self.rows(data)
         tiers = [32 * n for n in pages[: len(self.cache.spec.scheme.tiers)]]
-        self.cache.set_zones(row, tiers, residual_length=residual)
-        self.model.set_zones(row, tiers, residual)
+        self.cache.set_tiers(row, tiers, residual_length=residual)
+        self.model.set_tiers(row, tiers, residual)
         self.fragmented = True
 
     @precondition(lambda self: 0 < self.cache.batch_size < MAX_ROWS)

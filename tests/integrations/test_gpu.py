@@ -49,8 +49,8 @@ def test_gpu_kernels_and_the_reference_give_the_same_logits(model, scheme):
     assert all("by reference" not in op for op in served), served
 
 
-def test_zones_run_through_gpu_kernels_alone(model):
-    """Preset `tiered` with zones that fit 900 tokens: raw, 8-bit and 4-bit pages in every step, long chunks over history, demotions while decoding."""
+def test_tiers_run_through_gpu_kernels_alone(model):
+    """Preset `tiered` with tiers that fit 900 tokens: raw, 8-bit and 4-bit pages in every step, long chunks over history, demotions while decoding."""
     scheme = schemes.get("tiered", residual_length=64, tiers=(Tier(num_tokens=192),))
     ids = torch.randint(2, 211, (3, 800), generator=torch.Generator().manual_seed(3)).to("cuda")
     mask = torch.ones(3, 800, dtype=torch.long, device="cuda")
@@ -66,7 +66,7 @@ def test_zones_run_through_gpu_kernels_alone(model):
     assert all(" by cuda" in op for op in ops) and len(ops) > 3
     (layers,) = fast.explain()["layers"]
     used = {name: pages["used"] for name, pages in layers["pages"].items()}
-    assert all(used.values()) and used["low0"] < used["closed"], "all zones are there"
+    assert all(used.values()) and used["low0"] < used["closed"], "all tiers are there"
 
 
 def test_banded_pages_run_on_the_gpu(model):

@@ -309,7 +309,7 @@ def test_what_can_never_be_captured_is_refused_at_once(model, graph):
 
     refused(KVCache.for_model(model, "int8"), UnsupportedError, "build it with max_tokens")
     refused(DynamicCache(), DataError, "needs the KVCache")
-    refused(fixed(model, "tiered"), UnsupportedError, "'tiered' is not decoded on the device.*zones are followed on the host")
+    refused(fixed(model, "tiered"), UnsupportedError, "'tiered' is not decoded on the device.*tiers are followed on the host")
     refused(KVCache.for_model(model, "int8", max_tokens=64, backend="reference"), UnsupportedError, "backend='reference' was asked for")
     cache = fixed(model)
     other = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG | {"num_hidden_layers": 3}), dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Tiered caches in Transformers: assisted generation with a tiered verifier and a low-bit draft, zones while generating."""
+"""Tiered caches in Transformers: assisted generation with a tiered verifier and a low-bit draft, tiers while generating."""
 
 import dataclasses
 
@@ -32,9 +32,9 @@ def generate(model, inputs, cache, **kwargs):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("warm", [64, 4096])
 def test_assisted_generation_is_plain_generation(model, seed, warm, length=200):
-    """Tokens are speculated, rejected and taken back across zone boundaries and demotions, and leave the zones that decoding the same tokens one by one leaves.
+    """Tokens are speculated, rejected and taken back across tier boundaries and demotions, and leave the tiers that decoding the same tokens one by one leaves.
 
-    That would choose the same tokens, but for ties, where all closed pages have 8 bits. Demotions wait for speculated tokens, so with a 4-bit zone a page
+    That would choose the same tokens, but for ties, where all closed pages have 8 bits. Demotions wait for speculated tokens, so with a 4-bit tier a page
     may be read with 8 bits for a few tokens more, which a random model is sensitive to.
     """
     torch.manual_seed(seed)
@@ -79,14 +79,14 @@ def test_the_draft_gets_its_method_back(model):
     assert "_prepare_cache_for_generation" not in vars(model)
 
 
-def test_zones_change_while_generating(model):
+def test_tiers_change_while_generating(model):
     """Each row has boundaries of its own; shrinking them frees planes at once and the model goes on."""
     cache = KVCache.for_model(model, TIERED)
     inputs = prompts([200, 180])
     out = generate(model, inputs, cache)
     store = cache.pages
     used = store.groups[0].pools["low0"].allocator.num_used
-    store.set_zones(0, [0])
+    store.set_tiers(0, [0])
     assert store.groups[0].pools["low0"].allocator.num_used == used - 2
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 91, dtype=torch.long)], 1)
     more = generate(model, {"input_ids": torch.cat([out, torch.tensor([[5], [6]])], 1), "attention_mask": mask}, cache)
@@ -95,7 +95,7 @@ def test_zones_change_while_generating(model):
     assert rows == [0, 2]
 
 
-def test_the_preset_is_raw_until_its_hot_zone_is_full(model):
+def test_the_preset_is_raw_until_its_hot_tier_is_full(model):
     inputs = prompts([60])
     stock = model.generate(**inputs, do_sample=False, max_new_tokens=20)
     assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=20, past_key_values=KVCache.for_model(model, "tiered")), stock)

@@ -71,9 +71,9 @@ def cases():
             yield Case(**both(f), lengths=(1000, 70), **options)
         yield Case(**both(f), lengths=(1000, 70), num_queries=5, tail=20, group=3, window=500)
         yield Case(**both(f), lengths=(700, 130), num_queries=64, tail=20, group=4)
-    zones = {"lengths": LENGTHS, "tail": 20, "sinks": 4, "low": (4, 4)}
+    tiers = {"lengths": LENGTHS, "tail": 20, "sinks": 4, "low": (4, 4)}
     for d in (64, 80, 128, 256):
-        yield Case(**TIERED, **zones, head_dim=d)
+        yield Case(**TIERED, **tiers, head_dim=d)
     for options in (
         {"window": 300},
         {"crop": 13},
@@ -84,13 +84,13 @@ def cases():
         {"num_queries": 5, "group": 3},
         {"dtype": torch.float16, "group": 1},
     ):
-        yield Case(**TIERED, **zones, **options)
-    yield Case(**both("int4"), **zones)
-    yield Case(**both("int4", PerGroup(32), symmetric=False), **zones, group=8)
-    yield Case(**both("int4", center="channel"), **zones)
-    yield Case(key=spec("int4", PerChannel(), static=True, symmetric=False), value=spec("int4", PerChannel()), **zones)
-    yield Case(key=spec("int4"), value=spec("int8"), **zones | {"low": (4, 0)})
-    yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **zones | {"low": (0, 4)})
+        yield Case(**TIERED, **tiers, **options)
+    yield Case(**both("int4"), **tiers)
+    yield Case(**both("int4", PerGroup(32), symmetric=False), **tiers, group=8)
+    yield Case(**both("int4", center="channel"), **tiers)
+    yield Case(key=spec("int4", PerChannel(), static=True, symmetric=False), value=spec("int4", PerChannel()), **tiers)
+    yield Case(key=spec("int4"), value=spec("int8"), **tiers | {"low": (4, 0)})
+    yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **tiers | {"low": (0, 4)})
     for name in ("klt4", "klt3", "klt2"):
         klt = {"key": schemes.get(name).key, "value": schemes.get(name).value}
         for d in (64, 128, 256):
@@ -146,7 +146,7 @@ def test_more_than_two_column_tiles_share_their_queries(case, columns, monkeypat
 
 
 @needs_gpu
-def test_one_launch_serves_all_zones():
+def test_one_launch_serves_all_tiers():
     call, q, strides = build(Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4), layers=3), "cuda")
     assert len(call.parts) == 4
     plan = cuda.Plan(call, q.shape[2], q.dtype, q.device, layer_strides=tuple(strides))

@@ -100,7 +100,7 @@ def test_many_short_sequences_find_a_share(blocks):
     assert sorted(seen) == [(u, p) for u in range(2500 * 8) for p in range(2)]
 
 
-def test_zones_of_one_sequence_are_two_results():
+def test_tiers_of_one_sequence_are_two_results():
     """Sinks and newest tokens are one walk, pages with and without low planes another: a block that reads all of a unit ends twice."""
     one = np.ones(3, np.int64)
     parts = [PartWork(0 * one, 5 * one, 4000, 0, walk=1), PartWork(5 * one, 9 * one, 8000, 0, walk=1), PartWork(14 * one, one, 100, 0, in_ring=False, walk=0)]

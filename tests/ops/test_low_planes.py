@@ -202,7 +202,7 @@ def test_cpu_head_dims(tier, head_dim):
 @needs_library
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize("bits", [(4, 4), (4, 0), (0, 4)])
-def test_cpu_mixes_zones_in_one_call(tier, group, bits):
+def test_cpu_mixes_tiers_in_one_call(tier, group, bits):
     """Ragged sequences, each with old and young pages, sinks and a raw tail; window and cap."""
     spec = QuantSpec(format="int4", granularity=PerGroup(32), symmetric=False)
     for window, softcap, tokens in ((None, None, 1), (90, 20.0, 1), (None, None, 20)):

@@ -61,7 +61,7 @@ def test_a_prefix_gives_planes_back_where_a_budget_has_no_room_as_computing_it_d
     assert loaded.nbytes <= budget and loaded.budget.given_back[0] > 0
     kept = [[planes is not None for planes in c.groups[0].sequences[0].low[0]] for c in (loaded, computed)]
     assert kept[0] == sorted(kept[0]) and abs(sum(kept[0]) - sum(kept[1])) <= 2
-    donor.set_zones(0, [32 * sum(kept[0])])
+    donor.set_tiers(0, [32 * sum(kept[0])])
     for layer in range(2):
         assert all(torch.equal(a, b) for a, b in zip(loaded.dequantize(layer, 0), donor.dequantize(layer, 0), strict=True))
     check_books(loaded)
@@ -415,7 +415,7 @@ def test_a_sequence_that_waits_leaves_low_planes_first_and_comes_back_with_them(
     before, whole, free = bytes_of(donor), donor.explain()["bytes"], []
     store = PrefixStore(tmp_path, blob_tokens=64)
     assert store.put(donor, ids) == 400
-    donor.set_zones(0, [0])
+    donor.set_tiers(0, [0])
     free.append(donor.explain()["bytes"]["free"])
     low = donor.groups[0].pools["low0"]
     assert low.allocator.num_used == 0

@@ -43,9 +43,9 @@ def test_kvquant_7b_is_in_gib():
 def test_tiered_32k_case():
     assert figure("17.2 GB").nbytes == 17_179_869_184 and figure("17.2 GB").agrees
     total = figure("7.47 GB")
-    zones = [figure(p).nbytes for p in ("1.07 GB", "4.0 GB", "2.4 GB")]
-    assert zones == [1_073_741_824, 3_992_977_408, 2_415_919_104]
-    assert total.nbytes == sum(zones) == 7_482_638_336
+    tiers = [figure(p).nbytes for p in ("1.07 GB", "4.0 GB", "2.4 GB")]
+    assert tiers == [1_073_741_824, 3_992_977_408, 2_415_919_104]
+    assert total.nbytes == sum(tiers) == 7_482_638_336
     assert not total.agrees and "7.48 GB" in total.verdict
 
 

@@ -2,7 +2,7 @@
 
     [ 8 bits ........ ]  ->  [ 4 bits | 8 bits ]  ->  [ 4 bits ...... ]  full
 
-A pass that finds no room is planned again with fewer planes: boundaries (`zones`) come down, planes go back to their pool, slabs that nobody needs then go back
+A pass that finds no room is planned again with fewer planes: boundaries (`tiers`) come down, planes go back to their pool, slabs that nobody needs then go back
 to the system, and other pools take their bytes. Nothing is quantized again. Planes of a slab that is half empty move to free places of others first.
 
 What does not fit even then is refused before anything goes back. Until a pass has ended, what it gave back is kept in host memory beside the budget: a

@@ -38,7 +38,7 @@ def refuses(stores: LayerStores, backend: str, num_q_heads: int, dtype: torch.dt
     if backend not in ("auto", decode.BACKENDS[stores.device.type]):
         return f"backend={backend!r} was asked for"
     if any(g.group.tiers for g in stores.groups):
-        return "zones are followed on the host"
+        return "tiers are followed on the host"
     return decode.backend_of(stores.device).refuses([state.group for state in stores.groups], num_q_heads, dtype, stores.device)
 
 

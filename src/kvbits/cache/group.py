@@ -18,8 +18,8 @@ from . import tables
 from .pool import Pool, PoolBefore
 from .sequence import Sequence
 from .step import Close, Cut, Run, Step, Write
-from .tables import Zone
-from .zones import plan
+from .tables import PartKey
+from .tiers import plan
 
 MAX_SPECULATED_PAGES = 16
 """A growing cache keeps the planes of so many pages more while tokens are speculative; a long prompt under `keep_past` demotes past them."""
@@ -41,7 +41,7 @@ class GroupState:
         self.pools = pools
         self.sequences: list[Sequence] = []
         self.keep_past = False  # speculation: window pages and low planes stay until the next crop
-        self._closed_tables: dict[Zone, PageTable] | None = None  # of closed pages; None after any change to them
+        self._closed_tables: dict[PartKey, PageTable] | None = None  # of closed pages; None after any change to them
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class GroupState:
         """Free what the newest token could not see any more."""
         self._release_invisible(s, self._first_needed(s, s.length - 1))
 
-    # -- zones ------------------------------------------------------------------------------------------------------
+    # -- tiers ------------------------------------------------------------------------------------------------------
 
     def _allowed(self, s: Sequence, closings: int) -> list[int]:
         """Planes each tier may hold after `closings` more pages. While tokens are speculative, as many more as pages closed since, so that they
@@ -260,8 +260,8 @@ class GroupState:
             s.closed_since += closings
         return found.fresh
 
-    def set_zones(self, row: int, boundaries: list[int], residual_length: int) -> None:
-        """Other zone sizes for a sequence from now on: planes past a smaller boundary go back at once, those already given back do not return."""
+    def set_tiers(self, row: int, boundaries: list[int], residual_length: int) -> None:
+        """Other tier sizes for a sequence from now on: planes past a smaller boundary go back at once, those already given back do not return."""
         s = self.sequences[row]
         s.boundaries, s.residual_length = boundaries, residual_length
         self._demote(s, 0)
@@ -390,8 +390,8 @@ class GroupState:
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
-    def tables(self) -> dict[Zone, PageTable]:
-        """Page tables of all sequences as they are now, one per zone that holds anything: closed pages by their low planes, sinks, tail."""
+    def tables(self) -> dict[PartKey, PageTable]:
+        """Page tables of all sequences as they are now, one per tier that holds anything: closed pages by their low planes, sinks, tail."""
         if self._closed_tables is None:
             self._closed_tables = tables.of_closed(self.sequences, len(self.group.tiers))
         return self._closed_tables | tables.of_open(self.sequences, self.group.num_sink_tokens)

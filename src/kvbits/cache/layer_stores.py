@@ -56,7 +56,7 @@ class LayerStores:
         return self.groups[place.group].pools[pool].store(place.index, {})
 
     def low_stores(self, place: Place, planes: int) -> tuple[LowStore, ...]:
-        """Stores of the planes that a page of zone `planes` has: those of the oldest tiers, the oldest first."""
+        """Stores of the planes that a page of tier `planes` has: those of the oldest tiers, the oldest first."""
         names = self.groups[place.group].group.low_pools
         return tuple(self.low_store(place, name) for name in names[len(names) - planes :][::-1])
 

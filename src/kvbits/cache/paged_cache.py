@@ -344,8 +344,8 @@ class PagedCache:
             for g in self.held_groups:
                 g.speculate()
 
-    def set_zones(self, row: int, tiers: Rows[int], *, residual_length: int | None = None) -> None:
-        """Give one sequence zones of its own sizes, from now on.
+    def set_tiers(self, row: int, tiers: Rows[int], *, residual_length: int | None = None) -> None:
+        """Give one sequence tiers of its own sizes, from now on.
 
         Args:
             tiers: tokens of each tier of the scheme, youngest first, in whole pages. Smaller: planes go back to their pool at once. Larger: pages that
@@ -355,7 +355,7 @@ class PagedCache:
         Raises:
             SpecError: sizes that cannot be, or another number of tiers than the scheme has.
         """
-        self._passes.require_none("set_zones")
+        self._passes.require_none("set_tiers")
         (row,) = self._rows([row])
         scheme, tiers = self.spec.scheme, listed("tiers", tiers, error=SpecError)
         if len(tiers) != len(scheme.tiers):
@@ -364,10 +364,10 @@ class PagedCache:
             scheme, tiers=tuple(dataclasses.replace(t, num_tokens=n) for t, n in zip(scheme.tiers, tiers, strict=True)),
             residual_length=scheme.residual_length if residual_length is None else residual_length,
         )  # fmt: skip
-        with self.change("set_zones()"):
+        with self.change("set_tiers()"):
             for g in self.held_groups:
                 sized = dataclasses.replace(g.group, tiers=wanted.tiers if g.group.tiers else ())
-                g.set_zones(row, list(sized.boundaries), g.sequences[row].residual_length if residual_length is None else residual_length)
+                g.set_tiers(row, list(sized.boundaries), g.sequences[row].residual_length if residual_length is None else residual_length)
 
     def closed_pages(self, row: int) -> list[list[int]]:
         """Per layer group, the positions of the first tokens of the closed pages that a sequence holds."""

@@ -1,7 +1,7 @@
 """Pages of one sequence in one layer group: integers only.
 
-A sequence is three runs of pages, in token order: the sink page, closed pages, tail pages. Closed pages of a young zone hold low planes beside them
-(`zones` says which).
+A sequence is three runs of pages, in token order: the sink page, closed pages, tail pages. Closed pages of a young tier hold low planes beside them
+(`tiers` says which).
 
     [ sinks | closed | closed | ... | tail | tail ]
       raw     quantized once          raw, newest tokens
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..spec import LayerGroup
-from .zones import Planes
+from .tiers import Planes
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Sequence:
     Attributes:
         closed: pages in token order; None where a page was dropped: its tokens still count, and later ones keep their positions.
         low: per tier, parallel to `closed`: the page of the tier's low plane, or None.
-        boundaries: low planes that each tier may hold, in pages (see `zones`).
+        boundaries: low planes that each tier may hold, in pages (see `tiers`).
         residual_length: newest tokens that stay raw.
         dropped: closed pages that left in front (sliding windows).
         speculated: tokens that came since `keep_past`.
@@ -52,7 +52,7 @@ class Sequence:
 
     @classmethod
     def empty(cls, group: LayerGroup) -> Sequence:
-        """A sequence of no tokens, with the zones that the scheme says."""
+        """A sequence of no tokens, with the tiers that the scheme says."""
         tiers = len(group.tiers)
         return cls(low=[[] for _ in range(tiers)], boundaries=list(group.boundaries), residual_length=group.residual_length, lost=[0] * tiers)
 

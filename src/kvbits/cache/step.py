@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..ops.types import PageTable
-from .tables import Zone
+from .tables import PartKey
 
 
 class Run(NamedTuple):
@@ -94,6 +94,6 @@ class Step:
     closes: list[Close] = field(default_factory=list)
     copies: list[tuple[str, int, int]] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
-    history: dict[Zone, PageTable] = field(default_factory=dict)
+    history: dict[PartKey, PageTable] = field(default_factory=dict)
     taken: list[tuple[str, int]] = field(default_factory=list)
     reused: list[tuple[str, int]] = field(default_factory=list)

@@ -10,18 +10,18 @@ import numpy as np
 from ..ops.types import PageTable
 from .sequence import Sequence
 
-Zone = tuple[str, int]
+PartKey = tuple[str, int]
 """A pool, and how many low planes (of the oldest tiers) its pages have: pages that attention reads alike."""
 
 
-def of_closed(sequences: list[Sequence], num_tiers: int) -> dict[Zone, PageTable]:
-    """Tables of the closed pages, one per zone that holds any; dropped pages are left out."""
+def of_closed(sequences: list[Sequence], num_tiers: int) -> dict[PartKey, PageTable]:
+    """Tables of the closed pages, one per tier that holds any; dropped pages are left out."""
     whole = _table([(s.closed, s.closed_lengths, s.length - s.tail_tokens - sum(s.closed_lengths)) for s in sequences])
     planes = [np.array([-1 if x is None else x for s in sequences for x in s.low[i]], np.int64) for i in reversed(range(num_tiers))]
-    zone = np.where(whole.page_ids >= 0, sum((x >= 0 for x in planes), np.zeros(whole.num_pages, np.int64)), -1)
-    found: dict[Zone, PageTable] = {}
+    tier = np.where(whole.page_ids >= 0, sum((x >= 0 for x in planes), np.zeros(whole.num_pages, np.int64)), -1)
+    found: dict[PartKey, PageTable] = {}
     for k in range(num_tiers + 1):
-        keep = zone == k
+        keep = tier == k
         if keep.any():
             indptr = np.concatenate([[0], np.cumsum(keep)])[whole.indptr].astype(np.int32)
             low = tuple(x[keep] for x in planes[:k])
@@ -29,9 +29,9 @@ def of_closed(sequences: list[Sequence], num_tiers: int) -> dict[Zone, PageTable
     return found
 
 
-def of_open(sequences: list[Sequence], num_sink_tokens: int) -> dict[Zone, PageTable]:
+def of_open(sequences: list[Sequence], num_sink_tokens: int) -> dict[PartKey, PageTable]:
     """Tables of the pages that are filled token by token: sinks and tail, as far as there are any."""
-    found: dict[Zone, PageTable] = {}
+    found: dict[PartKey, PageTable] = {}
     if any(s.sink for s in sequences):
         found["sink", 0] = _table([(s.sink, [min(s.length, num_sink_tokens)], 0) for s in sequences])
     if any(s.tail for s in sequences):

@@ -82,7 +82,7 @@ PRESETS: dict[str, Scheme] = {
         ),
         kivi(2),
         *(_nuq(bits, outliers) for bits in (4, 3, 2) for outliers in (0.01, 0.0)),
-        _tiered("tiered", 2048, 14336, "the zones of the 32k example"),
-        _tiered("tiered_8k", 512, 2048, "zones for contexts of 8k, small models and edge devices"),
+        _tiered("tiered", 2048, 14336, "the tiers of the 32k example"),
+        _tiered("tiered_8k", 512, 2048, "tiers for contexts of 8k, small models and edge devices"),
     )
 }  # fmt: skip

@@ -262,7 +262,7 @@ class AttendCall:
     """Everything about an attention call but the tensors' contents.
 
     Attributes:
-        parts: closed, sink and tail pages, each with its own format: as many parts as there are zones.
+        parts: closed, sink and tail pages, each with its own format: as many parts as there are tiers.
         scaling: factor on the scores before softmax.
         sliding_window: a query at position p sees keys at positions > p - sliding_window; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None for no cap.

@@ -64,7 +64,7 @@ def measured(model: Model) -> dict[str, Cell]:
 
 
 def _still_raw(cell: Cell, cells: dict[str, Cell]) -> bool:
-    """Whether a scheme of few bits held its windows raw to their ends: they were shorter than its raw zone, so its figures say nothing about its codes."""
+    """Whether a scheme of few bits held its windows raw to their ends: shorter than its run of raw tokens, they say nothing about its codes."""
     stated, held = cell.info.get("bits_per_element"), held_bits(cell, cells)
     if stated is None or held is None:
         return False
@@ -116,7 +116,7 @@ def _notes(models: dict[str, Model]) -> list[str]:
     found = [f"{', '.join(titles) if len(alike) > 1 or len(models) == 1 else 'All models'}: {how}." for how, titles in alike.items()]
     cells = [(c, m.tasks["fidelity"]) for m in models.values() for c in m.tasks["fidelity"].values() if c.summary]
     if unmoved := list(dict.fromkeys(f"`{c.scheme}`" for c, all_of in cells if _still_raw(c, all_of))):
-        found.append(f"Not in the table: {', '.join(unmoved)}, whose raw zone is longer than these windows, so that nothing was quantized.")
+        found.append(f"Not in the table: {', '.join(unmoved)}, whose run of raw tokens is longer than these windows, so that nothing was quantized.")
     floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
     dtypes = " and ".join(dict.fromkeys(m.facts["dtype"] for m in models.values() if m.title in floor))
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of {dtypes}." if floor else ""

@@ -53,18 +53,18 @@ LOW_BITS = (0, 2, 4)
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A zone of closed pages between the raw tail and the rest: each of its pages keeps a low plane.
+    """A tier of closed pages between the raw tail and the rest: each of its pages keeps a low plane.
 
     A plane of b bits holds r = round((2**b - 1) * (what the code misses)), so that with codes q
 
         x ~ (q - zero + r / (2**b - 1)) * scale + bias + mean
 
-    and dropping the plane leaves exactly what the code alone would have stored: a page moves to the next zone by giving back its plane, with no byte
+    and dropping the plane leaves exactly what the code alone would have stored: a page moves to the next tier by giving back its plane, with no byte
     read or written. An odd number of levels, 2**b - 1, spans a code's whole interval of -1/2 .. 1/2 and keeps 0 at 0; of 2**b levels one end would
     be a full step off.
 
     Attributes:
-        num_tokens: size of the zone, in whole pages: the newest tokens that are closed and in no younger zone.
+        num_tokens: size of the tier, in whole pages: the newest tokens that are closed and in no younger tier.
         key_bits, value_bits: width of the plane that keys and values keep here (0, 2 or 4).
     """
 
@@ -91,7 +91,7 @@ class Scheme:
         num_sink_tokens: first tokens of a sequence that stay raw for ever (attention sinks).
         residual_length: newest tokens that are always raw. Up to `page_size` more are raw while they wait for their page.
         page_size: tokens quantized together, once; a multiple of 32.
-        tiers: one zone of closed pages that keep a low plane, or none; older pages are stored as `key` and `value` say. Layers with an override have none.
+        tiers: one tier of closed pages that keep a low plane, or none; older pages are stored as `key` and `value` say. Layers with an override have none.
         token_local: quantize every token as it comes, straight into its slot of a packed page, so that nothing waits raw. Only for specs whose scales belong to
             a token or are calibrated (`QuantSpec.token_local`), without residual_length and tiers. Centred keys take the mean of the page before.
         overrides: exceptions by layer; the last match wins.
@@ -160,7 +160,7 @@ class Scheme:
             if bits and spec.number_format.kind != "int":
                 raise SpecError(
                     f"{spec.format} {name}s have no low planes: only integer codes nest. Codes of unrelated formats would have to be quantized "
-                    f"twice; use an integer format for the oldest zone (int4 with 4-bit planes is the 8-bit zone), or {name}_bits=0"
+                    f"twice; use an integer format for the oldest tier (int4 with 4-bit planes is the 8-bit tier), or {name}_bits=0"
                 )
             if bits and spec.outliers:
                 raise SpecError(f"outliers of {name}s correct one precision, so their pages have no low planes; use outliers=0 or {name}_bits=0")

@@ -106,7 +106,7 @@ def fit(pages: Iterable[Page], groups: Rows[LayerGroup], held: range) -> bool:
 
 
 def is_plain(groups: list[GroupState], row: int) -> bool:
-    """Whether a sequence is what its tokens alone make of it: never cropped into a page, nothing dropped, nothing speculative, zones as the scheme says."""
+    """Whether a sequence is what its tokens alone make of it: never cropped into a page, nothing dropped, nothing speculative, tiers as the scheme says."""
     for state in groups:
         s, g = state.sequences[row], state.group
         closed = len(s.closed) + s.dropped

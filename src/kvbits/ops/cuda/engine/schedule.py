@@ -2,7 +2,7 @@
 
 A unit is one (sequence, kv head, block of query columns). Its chunks, part after part, are laid end to end with those of all other units and the line is
 cut into as many equal pieces as there are blocks. A piece of one unit and part is a segment. Segments of a unit that follow one another in a block and are
-read by one walk (zones of a tiered cache) join: one result for all. A unit with several results gets a slot for each, which
+read by one walk (tiers of a tiered cache) join: one result for all. A unit with several results gets a slot for each, which
 the kernel sums. Starting and ending a walk costs time, so pieces are equal in bytes plus SEGMENT_COST for each: whole units where that is cheaper.
 """
 

@@ -1,8 +1,8 @@
 """Which closed pages keep their low planes: integers only.
 
-Tier i of a sequence may hold `boundaries[i]` planes: those of its own pages and of all younger tiers' (a page of a young zone holds the planes of every
+Tier i of a sequence may hold `boundaries[i]` planes: those of its own pages and of all younger tiers' (a page of a young tier holds the planes of every
 older one, because each plane refines the one before). When pages close and a tier is full, the oldest leave it. What left never comes back, so a page's
-planes are always those of its zone or of an older one.
+planes are always those of its tier or of an older one.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ def plan(low: list[Planes], boundaries: list[int], closings: int) -> Demotions:
     return Demotions(given_back, fresh)
 
 
-def zone_of(low: list[Planes], page: int) -> int:
-    """How many planes closed page `page` holds: 0 in the oldest zone."""
+def planes_of(low: list[Planes], page: int) -> int:
+    """How many planes closed page `page` holds: 0 in the oldest tier."""
     return sum(planes[page] is not None for planes in low)

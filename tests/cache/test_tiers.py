@@ -1,4 +1,4 @@
-"""Zone transitions against a model of the zones: integers only, a million steps of it when asked (KVBITS_HYPOTHESIS=thorough)."""
+"""Tier transitions against a model of the tiers: integers only, a million steps of it when asked (KVBITS_HYPOTHESIS=thorough)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvbits.cache.allocator import Allocator
 from kvbits.cache.group import GroupState
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.cache.zones import plan, zone_of
+from kvbits.cache.tiers import plan, planes_of
 from kvbits.errors import CacheStateError, PoolFullError
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Scheme, Tier
 
@@ -115,7 +115,7 @@ def compare(state, models):
         assert s.length == m.length
         assert s.tail_tokens == m.raw
         assert s.closed_lengths == [n for n, _ in m.pages]
-        assert [zone_of(s.low, j) for j in range(len(s.closed))] == [planes for _, planes in m.pages]
+        assert [planes_of(s.low, j) for j in range(len(s.closed))] == [planes for _, planes in m.pages]
         for young, old in zip(s.low, s.low[1:], strict=False):
             assert all(o is not None for y, o in zip(young, old, strict=True) if y is not None), "a plane without the one that it refines"
         for name, ids in s.pages().items():
@@ -127,13 +127,13 @@ def compare(state, models):
     if not state.keep_past:
         for i, name in enumerate(g.low_pools):
             assert all(sum(x is not None for x in s.low[i]) <= s.boundaries[i] for s in state.sequences)
-            assert len(held[name]) <= sum(s.boundaries[i] for s in state.sequences), "no more planes than the zones hold"
+            assert len(held[name]) <= sum(s.boundaries[i] for s in state.sequences), "no more planes than the tiers hold"
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("tiers", [(Tier(num_tokens=3 * SIZE),), (Tier(num_tokens=0),)])
 def test_transitions_follow_the_model(tiers, fixed):
-    """Appends of any size, rollbacks across boundaries and demotions, forks, changed zones, freed rows: every page is in the zone that the model says."""
+    """Appends of any size, rollbacks across boundaries and demotions, forks, changed tiers, freed rows: every page is in the tier that the model says."""
     rng = random.Random(len(tiers) + 10 * fixed)
     for _ in range(8):
         sinks, residual = rng.choice([0, 4, 40]), rng.choice([0, 5, SIZE, 70])
@@ -149,11 +149,11 @@ def test_transitions_follow_the_model(tiers, fixed):
                 compare(state, models)
         compare(state, models)
         assert seen["append"] > STEPS // 100
-        assert all(seen[x] for x in ("append", "crop", "speculate", "fork", "zones", "free"))
+        assert all(seen[x] for x in ("append", "crop", "speculate", "fork", "tiers", "free"))
 
 
 def walk(rng, state, models, fixed, most):
-    what = rng.choices(["append", "crop", "speculate", "fork", "zones", "free"], [60, 5, 20, 3, 4, 1])[0]
+    what = rng.choices(["append", "crop", "speculate", "fork", "tiers", "free"], [60, 5, 20, 3, 4, 1])[0]
     row = rng.randrange(len(models))
     if what == "append":
         advance(rng, state, models, fixed, most, rng.choice([1, 1, 1, 7, SIZE, 3 * SIZE]), speculating=False)
@@ -166,10 +166,10 @@ def walk(rng, state, models, fixed, most):
     elif what == "fork" and len(models) < 3:
         state.select([*range(len(models)), row])
         models.append(models[row].copy())
-    elif what == "zones":
+    elif what == "tiers":
         boundaries = sorted(rng.randint(0, 4) for _ in state.group.tiers)
         if not fixed:
-            state.set_zones(row, boundaries, rng.choice([0, SIZE]))
+            state.set_tiers(row, boundaries, rng.choice([0, SIZE]))
             models[row].boundaries, models[row].residual = list(boundaries), state.sequences[row].residual_length
             models[row].age()
     elif what == "free":
@@ -283,7 +283,7 @@ def test_demotion_costs_integers_only():
         cold = cache.groups[0].sequences[0].closed[1]
         before, free = cache.groups[0].pools["closed"].block(cold).clone(), pool.allocator.num_free
         with Counting() as ops:
-            cache.set_zones(0, [2 * SIZE])
+            cache.set_tiers(0, [2 * SIZE])
         assert ops.count == 0
         assert pool.allocator.num_free == free + 6, "the planes are allocatable at once"
         assert torch.equal(cache.groups[0].pools["closed"].block(cold), before)
