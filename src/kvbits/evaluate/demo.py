@@ -183,11 +183,12 @@ def shown(result: dict[str, Any]) -> list[Any]:
     stock, *ours = result["rows"]
     noted = all("kl_max" in r for r in result["rows"])  # results of before have no worst token
     worst = ", worst of one token" if noted else ""
-    noise = "The model computes in float32, so a lossless cache differs by nothing" if result["dtype"] == "float32" else "What raw shows is rounding noise"
+    why = "the model computes in float32, so it differs by nothing" if result["dtype"] == "float32" else "what it shows is rounding noise"
+    noise = f" raw is lossless: {why}." if any(r["scheme"] == "raw" for r in ours) else ""
     t = Table(
         caption=f"memory: of {result['context'] + result['new_tokens']:,} tokens in a 16-bit model, scales and raw newest tokens included; perplexity and KL "
         f"over {result['scored']:,} tokens: how much worse the text is predicted, and how far predictions lie from the stock cache's (0: the same{worst}); top "
-        f"token: how often the likeliest next token is the same; tokens/s: one by one after {result['context']:,}. raw is lossless. {noise}.",
+        f"token: how often the likeliest next token is the same; tokens/s: one by one after {result['context']:,}.{noise}",
         title=f"{result['model']}, {result['dtype']}, on {result['device']} with {counted(result['threads'], 'thread')}", title_justify="left",
         caption_justify="left",
     )  # fmt: skip
@@ -195,7 +196,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
         t.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in result["rows"]:
         name = "stock" if r is stock else r["scheme"]
-        less = f"{r['memory_reduction']:.2f}x less" if r["memory_reduction"] > 1 else ""
+        less = "" if r is stock or r["scheme"] == "raw" else _times(r["memory_reduction"], "x less", "x more", 2)
         t.add_row(
             name, f"{r['bits_per_element']:.2f}", human_bytes(r["bytes_16bit"]), less, f"{r['ppl']:.2f}", f"{r['ppl_change']:+.2%}",
             f"{max(r['kl_mean'], 0.0):.4f}", *([f"{r['kl_max']:.2f}"] if noted else []), f"{r['top1_agreement']:.1%}", f"{r['tokens_per_s']:.1f}",
@@ -207,6 +208,11 @@ def shown(result: dict[str, Any]) -> list[Any]:
     beside.title_justify = beside.caption_justify = "left"
     held = next(r for r in ours if r["scheme"] == name)
     beside.add_column("stock", width=COLUMN)
-    beside.add_column(f"{name}, {held['memory_reduction']:.1f} times smaller", width=COLUMN)
+    beside.add_column(f"{name}, {_times(held['memory_reduction'], ' times smaller', ' times larger', 1)}", width=COLUMN)
     beside.add_row(" ".join(mine.split()), " ".join(theirs.split()))
     return [t, beside]
+
+
+def _times(reduction: float, smaller: str, larger: str, digits: int) -> str:
+    """How many times smaller a cache is, or larger: of few tokens a scheme may keep all in 16 bits, in whole pages."""
+    return f"{reduction:.{digits}f}{smaller}" if reduction >= 1 else f"{1 / reduction:.{digits}f}{larger}"
