@@ -102,3 +102,26 @@ def test_what_16_bits_hold_of_latent_attention_is_what_transformers_caches(tmp_p
     cache = transformers.AutoModelForCausalLM.from_config(config)(torch.arange(5).unsqueeze(0), use_cache=True).past_key_values
     held = sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values))
     assert held == 5 * sum(layer.elements for layer in plain_layers(read_config(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**30), ("num_hidden_layers", -1), ("num_hidden_layers", "1e9"), ("num_attention_heads", 0), ("head_dim", float("inf")),
+        ("head_dim", [1]), ("num_key_value_heads", float("nan")), ("num_kv_shared_layers", {"a": 1}), ("sliding_window", -1), ("vocab_size", True),
+        ("attention_chunk_size", ""), ("kv_lora_rank", 0.5), ("layer_types", 7), ("layer_types", [None]), ("quantization_config", 1), ("text_config", "x"),
+    ],
+)  # fmt: skip
+def test_fields_of_another_kind_or_size_are_refused_by_name(tmp_path, field, value):
+    """They ended commands with a traceback, or in a loop over 10**30 layers."""
+    write(tmp_path, **{"model_type": "llama", field: value})
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpu-memory", "80GB"])
+    assert done.exit_code == 2 and f"{field}=" in done.stderr and "of a config.json must be" in done.stderr, done.stderr
+
+
+def test_a_number_for_each_layer_or_none_leaves_counting_to_transformers(tmp_path):
+    for other in ({"intermediate_size": [64, 64]}, {"vocab_size": None}):
+        write(tmp_path, **{"model_type": "llama", "num_hidden_layers": 2, "head_dim": 64.0} | other)
+        assert layer_geometries(read_config(tmp_path))[0].head_dim == 64
+        done = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpu-memory", "80GB"])
+        assert done.exit_code == 2 and done.stderr.splitlines()[-1].startswith("error: "), done.stderr

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import SpecError
 from .geometry import find_model, load_config
+from .spec import MOST_TOKENS
 
 FIELDS = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "global_head_dim", "num_global_key_value_heads",
@@ -28,6 +29,15 @@ FIELDS = (
     "first_k_dense_replace", "decoder_sparse_step", "q_lora_rank", "hidden_size_per_layer_input",
 )  # fmt: skip
 """What is asked of a configuration: of a cache's shape, and of a model's weights."""
+_FLAGS = (
+    "attention_k_eq_v", "use_sliding_window", "is_encoder_decoder", "multi_query", "new_decoder_architecture", "tie_word_embeddings", "attention_bias",
+    "mlp_bias",
+)  # fmt: skip
+_NAMED = ("layer_types", "layers_block_type", "block_types", "kv_sharing_modes")
+"""Lists of a text for each layer."""
+_MAY_DIFFER = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts")
+"""Numbers that some families list for each layer."""
+MOST_LAYERS = 4096
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
 """Families whose config.json may have the fields of its text part beside those of the others."""
 NESTED = ("attn_config",)
@@ -43,11 +53,11 @@ class Fields:
 
     def __init__(self, stated: dict[str, Any]) -> None:
         family = _family(str(stated.get("model_type", "")))
-        self.stated = stated
+        self.stated = stated = _checked(stated)
         self.model_type = str(stated["model_type"])
         self.described = f"a {self.model_type} model"
         for name, value in (family["defaults"] | stated).items():
-            setattr(self, name, Fields._plain(value) if name in NESTED and isinstance(value, dict) else value)
+            setattr(self, name, Fields._plain(_checked(value)) if name in NESTED and isinstance(value, dict) else value)
         for name, called in family.get("alias", {}).items():
             if called in stated or not hasattr(self, name):
                 setattr(self, name, getattr(self, called, None))
@@ -63,7 +73,7 @@ class Fields:
 
     def _but(self, other: dict[str, Any]) -> Any:
         """These fields, with some of them changed."""
-        return Fields._plain({k: v for k, v in self.__dict__.items() if k != "per_layer_config"} | other)
+        return Fields._plain({k: v for k, v in self.__dict__.items() if k != "per_layer_config"} | _checked(other))
 
     @staticmethod
     def _plain(part: dict[str, Any]) -> Any:
@@ -102,6 +112,29 @@ def read_config(model: str | os.PathLike[str]) -> Any:
     if not isinstance(stated, dict) or not stated.get("model_type"):
         raise SpecError(f"{file} has no model_type, so it is not a Transformers config.json")
     return Fields(stated)
+
+
+def _checked(stated: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration says, its whole numbers as int.
+
+    Raises:
+        SpecError: a field that is counted with holds no number of its kind, or more than any model has.
+    """
+    found = dict(stated)
+    for name in (*(f for f in FIELDS if f not in _FLAGS), "kv_n_heads"):
+        least, most = int(name == "num_attention_heads"), MOST_LAYERS if name == "num_hidden_layers" else MOST_TOKENS
+        if (value := stated.get(name)) is None or (isinstance(value, list) and name in _MAY_DIFFER):
+            continue
+        if type(value) not in (int, float) or not least <= value <= most or value != int(value):
+            raise SpecError(f"{name}={str(value)[:60]} of a config.json must be a whole number from {least} to {most}; correct the file")
+        found[name] = int(value)
+    for name in _NAMED:
+        if (value := stated.get(name)) is not None and not (isinstance(value, list) and all(isinstance(x, str) for x in value)):
+            raise SpecError(f"{name}={str(value)[:60]} of a config.json must be a list with a text for each layer; correct the file")
+    for name in ("quantization_config", "text_config"):
+        if (value := stated.get(name)) is not None and not isinstance(value, dict):
+            raise SpecError(f"{name}={str(value)[:60]} of a config.json must be an object; correct the file")
+    return found
 
 
 def _fetched(hub_id: str) -> Path:

@@ -97,6 +97,7 @@ def load_config(model: str | os.PathLike[str]) -> Any:
         SpecError: nothing there, or nothing that Transformers can read.
     """
     path = find_model(model)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
@@ -113,7 +114,7 @@ def load_config(model: str | os.PathLike[str]) -> Any:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=False)  # None would ask whether to run the model's own code
     except SpecError:
         raise
-    except (OSError, ValueError, KeyError, ImportError) as e:
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError, StrictDataclassError) as e:
         reason = (str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__).rstrip(".;, ")
         if "trust_remote_code" in str(e):
             raise SpecError(f"{str(model)!r} needs code that it brings along, which kvbits never runs; give a model that Transformers knows by itself") from e

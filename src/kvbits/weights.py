@@ -176,17 +176,20 @@ COUNTED: dict[str, _Family] = {
 
 
 def counted(config: Any) -> Count | None:
-    """Parameters of a model of text by arithmetic, or None where its family is none of `COUNTED`."""
+    """Parameters of a model of text by arithmetic, or None where its family is none of `COUNTED` or its configuration lacks a number for that."""
     c = text_config(config)
     family = COUNTED.get(str(getattr(c, "model_type", "")))
     if family is None or c is not config:
         return None
-    h, layers, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads
-    norms = layers * family.norms * h + h
-    attention, small = _attention(c, family, h, heads)
-    dense, experts, mlp_small = _feed_forward(c, family, h, layers)
-    embeddings = c.vocab_size * h * (1 if getattr(c, "tie_word_embeddings", False) else 2)
-    return Count(layers * attention + dense, experts, embeddings + norms + layers * small + mlp_small)
+    try:
+        h, layers, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads
+        norms = layers * family.norms * h + h
+        attention, small = _attention(c, family, h, heads)
+        dense, experts, mlp_small = _feed_forward(c, family, h, layers)
+        embeddings = c.vocab_size * h * (1 if getattr(c, "tie_word_embeddings", False) else 2)
+        return Count(layers * attention + dense, experts, embeddings + norms + layers * small + mlp_small)
+    except (AttributeError, TypeError, ZeroDivisionError):  # a field that is not there, null, a list, or a step of 0
+        return None
 
 
 def _attention(c: Any, family: _Family, h: int, heads: int) -> tuple[int, int]:
