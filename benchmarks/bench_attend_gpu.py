@@ -250,7 +250,7 @@ def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> Laun
 _PEERS: dict[str, Callable[[torch.Tensor, list[tuple[torch.Tensor, ...]]], Launches]] = {"cudnn": _cudnn, "fa3": _fa3, "flashinfer": _flashinfer}
 
 
-def zones_call(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int) -> tuple[AttendCall, tuple[int, ...], int, int]:
+def tiers_call(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int) -> tuple[AttendCall, tuple[int, ...], int, int]:
     """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `tiers` by name ("sink", "cold", "warm", "raw") and the tokens they span."""
     sinks, raw, tier = scheme.num_sink_tokens, QuantSpec.raw(), scheme.tiers[0]
     layouts = {name: PageLayout(key=k, value=v, page_size=size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM) for name, (k, v, size) in {
@@ -284,7 +284,7 @@ def zones_call(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int) ->
 
 def time_tiers(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int, q_heads: int) -> dict[str, float]:
     """Checked and timed decoding over some tiers."""
-    call, strides, layers, nbytes = zones_call(scheme, tiers, batch)
+    call, strides, layers, nbytes = tiers_call(scheme, tiers, batch)
     q = torch.randn(batch, 1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     plan = cuda.plan(call, q_heads, q.dtype, q.device, layer_strides=strides)
     out, _ = plan.run(q)
