@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvbits.cache.allocator import Allocator
 from kvbits.cache.group import GroupState
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.cache.tiers import plan, planes_of
+from kvbits.cache.tiers import plan
 from kvbits.errors import CacheStateError, PoolFullError
 from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Scheme, Tier
 
@@ -115,7 +115,7 @@ def compare(state, models):
         assert s.length == m.length
         assert s.tail_tokens == m.raw
         assert s.closed_lengths == [n for n, _ in m.pages]
-        assert [planes_of(s.low, j) for j in range(len(s.closed))] == [planes for _, planes in m.pages]
+        assert [sum(planes[j] is not None for planes in s.low) for j in range(len(s.closed))] == [planes for _, planes in m.pages]
         for young, old in zip(s.low, s.low[1:], strict=False):
             assert all(o is not None for y, o in zip(young, old, strict=True) if y is not None), "a plane without the one that it refines"
         for name, ids in s.pages().items():

@@ -45,8 +45,3 @@ def plan(low: list[Planes], boundaries: list[int], closings: int) -> Demotions:
         given_back[i] = sorted(given_back[i] + leaving)
         gone.update(leaving)
     return Demotions(given_back, fresh)
-
-
-def planes_of(low: list[Planes], page: int) -> int:
-    """How many planes closed page `page` holds: 0 in the oldest tier."""
-    return sum(planes[page] is not None for planes in low)
