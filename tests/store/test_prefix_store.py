@@ -171,6 +171,20 @@ def test_prompts_that_share_nothing_or_too_little_load_nothing(tmp_path):
     assert store.load(cache_of(spec), torch.from_numpy(ids)[None]) == 260
 
 
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(("layers", "short", "long", "load"), [((FULL, SLIDING), 2, 300, 120), ((FULL, FULL), 130, 300, 130)], ids=["windows", "raw end"])
+def test_pages_of_a_blob_that_the_plan_leaves_out_are_not_taken_for_those_of_its_end(tmp_path, layers, short, long, load, wait):
+    """Both were the blob of one number: in a cache with room, where reading begins early, a sequence got page ids of another pool."""
+    spec = spec_of("int4", layers, residual_length=64, num_sink_tokens=0)
+    ids, store = ids_of(long), PrefixStore(tmp_path, blob_tokens=64)
+    for n in (short, long):
+        store.put(cache_of(spec, ids[:n]), ids[:n])
+    cache = cache_of(spec, batch_size=1, max_tokens=400)
+    assert store.load(cache, ids[:load], wait=wait) == short
+    check_books(cache)
+    assert bytes_of(cache) == bytes_of(cache_of(spec, ids[:short]))
+
+
 @given(st.integers(1, 200), st.integers(0, 60), st.sampled_from(["int4", "raw", "int8_centered", "token_local"]))
 @examples(15)
 def test_any_length_goes_through_a_store(tmp_path_factory, n, more, name):

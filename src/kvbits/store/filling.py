@@ -23,9 +23,9 @@ class Filling:
 
     def __init__(self, groups: list[GroupState], row: int, shard: Shard, loader: Loader) -> None:
         self._groups, self._row, self._shard, self._loader = groups, row, shard, loader
-        self._begun: dict[tuple[int, int], int] = {}  # page ids by the number of the blob and of the page in it
+        self._begun: dict[tuple[str, int], int] = {}  # page ids by the name of the blob and the number of the page in it
 
-    def begin(self, number: int, one: Blob) -> None:
+    def begin(self, one: Blob) -> None:
         """A blob was found: if there is room now, take pages for what every prefix that has it needs, and begin to read them.
 
         Raises:
@@ -38,7 +38,7 @@ class Filling:
         wanted = []
         for n, p in held:
             pool = self._groups[p.group].pools[p.pool]
-            self._begun[number, n] = page_id = pool.allocator.allocate()
+            self._begun[one.name, n] = page_id = pool.allocator.allocate()
             wanted.append((n, pool.block(page_id)))
         self._read(one, wanted)
 
@@ -52,7 +52,8 @@ class Filling:
             PoolFullError: pages are missing.
             DamagedError: of some blob.
         """
-        if not self._begun.keys() <= set(plan.at.values()):
+        at = {page: (plan.blobs[i].name, number) for page, (i, number) in plan.at.items()}
+        if not self._begun.keys() <= set(at.values()):
             return False
         sequences = [planned.clone() for planned, _ in plan.made]
         if budget is not None:
@@ -61,12 +62,12 @@ class Filling:
         for state, s, (_, listed) in zip(self._groups, sequences, plan.made, strict=True):
             for name, numbers in s.pages().items():
                 pool, pages = state.pools[name], [page for page in listed if page.pool == name]
-                wanted, ids = [plan.at[pages[i]] for i in numbers], []
-                pool.reserve(sum(at not in self._begun for at in wanted))
-                for at in wanted:
-                    if (page_id := self._begun.get(at)) is None:
-                        page_id = pool.allocator.allocate()
-                        left.setdefault(at[0], []).append((at[1], pool.block(page_id)))
+                wanted, ids = [pages[i] for i in numbers], []
+                pool.reserve(sum(at[page] not in self._begun for page in wanted))
+                for page in wanted:
+                    if (page_id := self._begun.get(at[page])) is None:
+                        page_id, (i, number) = pool.allocator.allocate(), plan.at[page]
+                        left.setdefault(i, []).append((number, pool.block(page_id)))
                     ids.append(page_id)
                 s.renumber(name, ids)
             state.replace(self._row, s)

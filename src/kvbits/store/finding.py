@@ -41,12 +41,12 @@ class Plan:
 
 def find(
     shelf: Shelf, space: str, identity: Identity, groups: Rows[LayerGroup], cuts: Cuts, tokens: np.ndarray,
-    found: Callable[[int, Blob], None] = lambda number, one: None,
+    found: Callable[[Blob], None] = lambda one: None,
 ) -> Plan | None:  # fmt: skip
     """The longest prefix of `tokens` [tokens], or None.
 
     Args:
-        found: told of each blob of closed pages as soon as it is known, with its number in the plan. The plan may end before it, where windows need more.
+        found: told of each blob of closed pages as soon as it is known. The plan may end before it, where windows need more.
     """
     chain = keys.chain(space, tokens, cuts.ends(len(tokens)))
     shelf.fetch(space, [stem_of(key) for key in chain[1:]])
@@ -56,7 +56,7 @@ def find(
         if one is None:
             break
         blobs.append(one)
-        found(i, one)
+        found(one)
     best: Plan | None = None
     for n in range(len(blobs), 0, -1):
         if best := _planned(cuts.end(n), pages.prefix(groups, cuts, n), blobs[:n]):

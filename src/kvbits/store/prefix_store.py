@@ -239,7 +239,7 @@ class PrefixStore:
                     stack.callback(shelf.let_go)
                     loader = stack.enter_context(Loader(functools.partial(shelf.open, space), cache.device, parts if early else None))
                     filling = Filling(groups, row, self.shard, loader)
-                    plan = find(shelf, space, identity, own, cuts, tokens, filling.begin if begin_early else lambda number, one: None)
+                    plan = find(shelf, space, identity, own, cuts, tokens, filling.begin if begin_early else lambda one: None)
                     if plan is None or not filling.complete(plan, cache.budget, undo):
                         raise _NothingTaken
                     self._shelf.use(space, plan.names)

@@ -69,6 +69,11 @@ class Blob:
     shards: list[Shard]
 
     @property
+    def name(self) -> str:
+        """Of its first file: no other blob has it."""
+        return self.sources[0].name
+
+    @property
     def pages(self) -> list[Page]:
         return self.sources[0].table.pages
 
