@@ -185,6 +185,20 @@ def test_pages_of_a_blob_that_the_plan_leaves_out_are_not_taken_for_those_of_its
     assert bytes_of(cache) == bytes_of(cache_of(spec, ids[:short]))
 
 
+@pytest.mark.parametrize("layers", [(FULL, FULL), (FULL, SLIDING)], ids=["full", "windows"])
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 400}], ids=["grows", "fixed"])
+def test_exactly_the_tokens_that_were_put_load_as_they_were_though_a_longer_prompt_closed_all_of_them(tmp_path, layers, options):
+    """At the border of a blob: the closed pages alone would have quantized the newest tokens."""
+    spec = spec_of("int4", layers, num_sink_tokens=0)
+    ids, store = ids_of(300), PrefixStore(tmp_path, blob_tokens=64)
+    for n in (300, 128):
+        store.put(cache_of(spec, ids[:n]), ids[:n])
+    cache = cache_of(spec, **options)
+    assert store.load(cache, ids[:128]) == 128
+    assert bytes_of(cache) == bytes_of(cache_of(spec, ids[:128]))
+    check_books(cache)
+
+
 @given(st.integers(1, 200), st.integers(0, 60), st.sampled_from(["int4", "raw", "int8_centered", "token_local"]))
 @examples(15)
 def test_any_length_goes_through_a_store(tmp_path_factory, n, more, name):

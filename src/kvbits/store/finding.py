@@ -61,12 +61,16 @@ def find(
     for n in range(len(blobs), 0, -1):
         if best := _planned(cuts.end(n), pages.prefix(groups, cuts, n), blobs[:n]):
             break
+    closed = best is not None
     reach = max(g.residual_length for g in groups) + (cuts.blob_pages + 2) * cuts.page_size + cuts.num_sinks
     for n in range(len(blobs), -1, -1):
         if best is not None and cuts.end(n) + reach <= best.length:
             break
-        if longer := _ended(shelf, space, identity, groups, cuts.end(n), tokens, chain[n], blobs[:n], best.length if best else 0):
-            best = longer
+        least = best.length if best else 0
+        if closed and least == len(tokens):
+            least -= 1  # exactly these tokens: their end has the newest ones as they were, raw
+        if ended := _ended(shelf, space, identity, groups, cuts.end(n), tokens, chain[n], blobs[:n], least):
+            best, closed = ended, False
     return best
 
 
