@@ -20,13 +20,13 @@ def demo(
 ) -> None:
     """One text through the 16-bit cache and through each scheme: memory, accuracy, speed, and two texts side by side.
 
-    Schemes are raw, int8_centered (the recommended one), kivi4 and kivi2 if none is named.
+    Schemes are raw, int8_centered (the recommended one) and kivi4 if none is named.
     """
     if model is not None:
         require_model(model)
     from .. import runs, schemes
 
-    chosen = schemes.expand(names_of("--schemes", scheme or f"raw,{schemes.RECOMMENDED},kivi4,kivi2"))  # refuses unknown ones before the model loads
+    chosen = schemes.expand(names_of("--schemes", scheme or f"raw,{schemes.RECOMMENDED},kivi4"))  # refuses unknown ones before the model loads
     from .. import embedded
     from ..evaluate import demo as demonstration
 

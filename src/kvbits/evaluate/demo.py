@@ -32,7 +32,7 @@ from .run import evaluate
 from .tasks import Options
 from .texts import Text, novel, novel_end, novel_start, windows
 
-SCHEMES = ("raw", presets.RECOMMENDED, "kivi4", "kivi2")
+SCHEMES = ("raw", presets.RECOMMENDED, "kivi4")
 MODEL = "SmolLM2-135M-Instruct (embedded)"
 WINDOW = 1024
 """Tokens of a window that is scored."""
