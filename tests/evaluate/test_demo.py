@@ -5,10 +5,8 @@ import importlib.metadata
 import io
 import json
 import re
-from pathlib import Path
 
 import pytest
-import run_files
 import tiny
 from rich.console import Console
 
@@ -122,13 +120,3 @@ def test_a_scheme_of_ones_own_is_shown_as_an_object_and_from_a_file(monkeypatch,
     assert [r["scheme"] for r in result["rows"]] == ["32-bit", "int4", "mine", "theirs"] and base["kl_mean"] == 0
     assert ours["kl_mean"] > 0 and ours["bits_per_element"] == preset["bits_per_element"]
     assert ours["bytes_measured"] == ours["bytes_predicted"] < theirs["bytes_measured"] == theirs["bytes_predicted"] < preset["bytes_measured"]
-
-
-def test_the_documents_output_is_of_the_committed_result():
-    root = Path(__file__).parents[2]
-    result = run_files.newest(run_files.read(root / "benchmarks" / "results" / "demo" / "smollm2-135m-context-1024.json"))
-    printed = Console(width=112, record=True, file=io.StringIO())
-    for part in demo.shown(result):
-        printed.print(part, highlight=False)
-    text = "\n".join(line.rstrip() for line in printed.export_text().splitlines())
-    assert f"```\n{text}\n```" in (root / "docs" / "results" / "evaluation.md").read_text()
