@@ -17,10 +17,12 @@ from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, Pe
 
 _SMOOTH_K = "https://arxiv.org/abs/2410.02367"
 _GROUPED = "https://arxiv.org/abs/2303.06865"
+_KIVI = "https://arxiv.org/abs/2402.02750"
 _QUAROT = "https://arxiv.org/abs/2404.00456"
 
 _INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
 _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
+_INT4_OF_CHANNELS = QuantSpec(format="int4", granularity=PerChannel(), symmetric=False)
 _INT4_OF_64 = QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False)
 
 
@@ -54,7 +56,10 @@ CORE: dict[str, Scheme] = {
             residual_length=64,
             description="asymmetric int4 in groups of 64, keys rotated by a Hadamard matrix and centred: 4 bits where head_dim is a power of two",
         ),
-        literature.kivi(4),
+        Scheme(
+            name="kivi4", key=_INT4_OF_CHANNELS, value=dataclasses.replace(_INT4_OF_CHANNELS, granularity=PerGroup(32)), residual_length=128, page_size=32,
+            source=_KIVI, description="4-bit asymmetric, keys per channel over 32 tokens, values per token in groups of 32, newest 128 tokens raw",
+        ),
         _klt(4, (6, 6, 5, 5, 4, 4, 3, 3)),
         _klt(3, (6, 5, 4, 4, 3, 3, 2, 1)),
         _klt(2, (6, 4, 3, 2, 2, 2, 1, 0)),

@@ -14,15 +14,7 @@ _KVQUANT = "https://arxiv.org/abs/2401.18079"
 
 _INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
 _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
-
-
-def kivi(bits: int) -> Scheme:
-    """KIVI's recipe; with 4 bits it is one of the core."""
-    spec = QuantSpec(format=f"int{bits}", granularity=PerChannel(), symmetric=False)
-    return Scheme(
-        name=f"kivi{bits}", key=spec, value=dataclasses.replace(spec, granularity=PerGroup(32)), residual_length=128, page_size=32, source=_KIVI,
-        description=f"{bits}-bit asymmetric, keys per channel over 32 tokens, values per token in groups of 32, newest 128 tokens raw",
-    )  # fmt: skip
+_INT2 = QuantSpec(format="int2", granularity=PerChannel(), symmetric=False)
 
 
 def _nuq(bits: int, outliers: float) -> Scheme:
@@ -80,7 +72,10 @@ PRESETS: dict[str, Scheme] = {
             name="int8k_int4v", key=_INT8, value=_INT4, residual_length=64,
             description="INT8 keys, grouped INT4 values: the fallback when 4-bit keys cost too much",
         ),
-        kivi(2),
+        Scheme(
+            name="kivi2", key=_INT2, value=dataclasses.replace(_INT2, granularity=PerGroup(32)), residual_length=128, page_size=32, source=_KIVI,
+            description="2-bit asymmetric, keys per channel over 32 tokens, values per token in groups of 32, newest 128 tokens raw",
+        ),
         *(_nuq(bits, outliers) for bits in (4, 3, 2) for outliers in (0.01, 0.0)),
         _tiered("tiered", 2048, 14336, "the tiers of the 32k example"),
         _tiered("tiered_8k", 512, 2048, "tiers for contexts of 8k, small models and edge devices"),
