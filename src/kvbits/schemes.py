@@ -29,7 +29,7 @@ _INT4_OF_64 = QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False
 def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
     value = QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(bits,) * len(bands))
     return Scheme(
-        name=f"klt{bits}", key=dataclasses.replace(value, basis="calibrated", bands=bands, center="channel"), value=value,
+        name=f"klt{bits}", key=dataclasses.replace(value, basis="calibrated", bands=bands, center="calibrated"), value=value,
         num_sink_tokens=4, residual_length=128,
         description=f"integers in a calibrated basis: keys of {min(bands)} to {max(bands)} bits by importance, values of {bits} bits turned by a Hadamard, one "
         "8-bit scale per token",
@@ -60,9 +60,9 @@ CORE: dict[str, Scheme] = {
             name="kivi4", key=_INT4_OF_CHANNELS, value=dataclasses.replace(_INT4_OF_CHANNELS, granularity=PerGroup(32)), residual_length=128, page_size=32,
             source=_KIVI, description="4-bit asymmetric, keys per channel over 32 tokens, values per token in groups of 32, newest 128 tokens raw",
         ),
-        _klt(4, (6, 6, 5, 5, 4, 4, 3, 3)),
-        _klt(3, (6, 5, 4, 4, 3, 3, 2, 1)),
-        _klt(2, (6, 4, 3, 2, 2, 2, 1, 0)),
+        _klt(4, (8, 6, 5, 4, 4, 4, 4, 3)),
+        _klt(3, (6, 5, 5, 4, 4, 3, 2, 1)),
+        _klt(2, (6, 4, 3, 3, 2, 2, 1, 1)),
     )
 }  # fmt: skip
 
@@ -86,7 +86,7 @@ The default of `KVCache.for_model`, `kvbits check`, lm-eval, and the first of fe
 
 
 WIDE_BANDS: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {
-    ((6, 6, 5, 5, 4, 4, 3, 3), 256): (8, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2, 2),
+    ((8, 6, 5, 4, 4, 4, 4, 3), 256): (8, 6, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2),
 }
 """Widths of bands by those of a preset and head_dim, where they are not dealt out anew. At 256 the first 16 channels are a sixteenth of a head; with 6 bits
 more than half of Gemma-3-270M's expected error is theirs, and 8 bits there, for one less in two other bands, take a third of `klt4`'s KL off.

@@ -160,7 +160,7 @@ class GroupState:
                 self._own(s.sink, 0, "sink", step)
             else:
                 s.sink.append(self._allocate("sink", step))
-            step.writes.append(Write("sink", cut.row, s.sink[0], sinks.start, sinks.fresh, sinks.num_tokens))
+            step.writes.append(Write("sink", cut.row, s.sink[0], sinks.start, sinks.fresh, sinks.num_tokens, 0))
         for i, page in enumerate(cut.pages):
             page_id = self._allocate("closed", step)
             low: list[tuple[str, int]] = []
@@ -186,7 +186,8 @@ class GroupState:
                 s.tail.append(self._allocate("tail", step))
                 s.tail_lengths.append(0)
             count = min(end - fresh, size - s.tail_lengths[-1])
-            step.writes.append(Write("tail", cut.row, s.tail[-1], s.tail_lengths[-1], fresh, count, s.tail[-2] if len(s.tail) > 1 else -1))
+            start = cut.tail.start + cut.tail.waiting + fresh - cut.tail.fresh - s.tail_lengths[-1]
+            step.writes.append(Write("tail", cut.row, s.tail[-1], s.tail_lengths[-1], fresh, count, start, s.tail[-2] if len(s.tail) > 1 else -1))
             s.tail_lengths[-1] += count
             fresh += count
 

@@ -9,7 +9,7 @@ import torch
 from ..errors import SpecError
 from ..ops.static import calibrated
 from ..ops.static import check as check_tensors
-from ..quant.basis import inverse, rotated_turn
+from ..quant.basis import inverse, offsets, rotated_turn
 from ..quant.rotary import turn_by
 from ..spec import CacheSpec
 
@@ -35,7 +35,8 @@ def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None
 
 
 def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Per layer what `PageStore.static` holds: the calibration, inverses of its bases and, for keys that are turned back, the rotary embedding's frequencies.
+    """Per layer what `PageStore.static` holds: the calibration, inverses of its bases, offsets and, for keys that are turned back, the rotary embedding's
+    frequencies.
 
     Raises:
         SpecError: the geometry of such a layer has no rotary embedding.
@@ -52,6 +53,8 @@ def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch
                     "build the cache with KVCache.for_model, give LayerGeometry(rotary=...), or use a scheme without pre_rope and basis='calibrated'"
                 )
             found[-1]["k_inv_freq"] = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32, device=device)
+        if (mean := tensors.get("k_mean")) is not None:
+            found[-1]["k_offsets"] = offsets(mean, tensors["k_basis"], found[-1]["k_inv_freq"]).to(device)
     return found
 
 
@@ -70,7 +73,7 @@ def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
     """`PageStore.turn` of the layers that can use one: centred keys stored token by token, of a known rotary embedding."""
     found: dict[int, torch.Tensor] = {}
     for group in spec.groups:
-        if group.token_local and group.key.center and (rotary := group.geometry.rotary) is not None:
+        if group.token_local and group.key.has_mean and (rotary := group.geometry.rotary) is not None:
             turn = turn_by(rotary, group.geometry.head_dim, group.page_size)
             found |= dict.fromkeys(group.layers, (rotated_turn(turn) if group.key.is_rotated else turn).to(device))
     return found

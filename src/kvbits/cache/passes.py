@@ -139,9 +139,9 @@ class Forward:
             for w in self.steps[group].writes:
                 tokens = range(w.fresh, w.fresh + w.count) if real is None else real[w.row][w.fresh : w.fresh + w.count]
                 cuts = [0, *(i for i in range(1, w.count) if tokens[i] != tokens[i - 1] + 1), w.count] if real is not None else [0, w.count]
-                runs.setdefault(w.pool, []).extend((w.row, tokens[a], w.page_id, w.slot + a, b - a, w.before) for a, b in itertools.pairwise(cuts))
+                runs.setdefault(w.pool, []).extend((w.row, tokens[a], w.page_id, w.slot + a, b - a, w.before, w.start) for a, b in itertools.pairwise(cuts))
             tables = {pool: np.array(found, np.int64) for pool, found in runs.items()}
-            self.slots[group] = {pool: SlotMapping(np.ascontiguousarray(x[:, :5]), x[:, 5]) for pool, x in tables.items()}
+            self.slots[group] = {pool: SlotMapping(np.ascontiguousarray(x[:, :5]), x[:, 5], x[:, 6]) for pool, x in tables.items()}
         return self.slots[group]
 
 

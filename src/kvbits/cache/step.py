@@ -68,7 +68,7 @@ class Close:
 class Write:
     """Store `count` fresh tokens of a batch row, from `fresh` on, from slot `slot` of a sink or tail page on: raw, or each quantized by itself.
 
-    `before` is the page before it in the tail, or -1.
+    `start` is the position of the page's first token, `before` the page before it in the tail, or -1.
     """
 
     pool: str
@@ -77,6 +77,7 @@ class Write:
     slot: int
     fresh: int
     count: int
+    start: int
     before: int = -1
 
 

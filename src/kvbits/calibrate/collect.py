@@ -141,10 +141,10 @@ def calibrate_all(
             found[-1][layer] |= {f"{side}_{name}": t for name, t in r.qparams().items()}
     moments = [moments_of(t.scheme, t.layers) for t in targets]
     if any(moments):
-        _see_queries(model, batches, targets, moments, progress)
+        _see_queries(model, given, moments, progress)
     for static, measured_bases in zip(found, moments, strict=True):
         for layer, m in measured_bases.items():
-            static[layer]["k_basis"] = m.basis()
+            static[layer] |= {"k_basis": m.basis()} | ({"k_mean": m.mean()} if "mean" in m.spec.calibrates else {})
     if weak := list(dict.fromkeys(head for measured_bases in moments for m in measured_bases.values() for head in m.weak)):
         others = "" if len(weak) == 1 else f", and {counted(len(weak) - 1, 'other head')}"
         warnings.warn(f"{weak[0]}{others}; such a basis leans on the channels as they are: calibrate on more tokens", KvbitsWarning, stacklevel=3)
@@ -243,30 +243,27 @@ def _fill_codebooks(
 def moments_of(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> dict[int, Moments]:
     """One pair of moments per layer whose keys are stored in a calibrated basis."""
     keys = (scheme.for_layer(i, len(layers))[0] for i in range(len(layers)))
-    return {i: Moments(key, layers[i], scheme.page_size, f"layer {i}") for i, key in enumerate(keys) if "basis" in key.calibrates}
+    return {i: Moments(key, layers[i], f"layer {i}") for i, key in enumerate(keys) if "basis" in key.calibrates}
 
 
-def _see_queries(model: Any, prompts: list[Batch], targets: list[Target], moments: list[dict[int, Moments]], progress: bool) -> None:
-    """Fill `moments`; targets whose tokens and pages are the same have the same ones, so one of them looks."""
-    layers = {layer for wanted in moments for layer in wanted}
-    first: dict[tuple[int, int, frozenset[int]], int] = {}
-    looking = [first.setdefault((t.skip, t.scheme.page_size, frozenset(m)), i) for i, (t, m) in enumerate(zip(targets, moments, strict=True))]
-    with evaluating(model), bar("bases", sum(len(ids) for ids, _ in prompts), enabled=progress) as advance:
-        for i, (ids, mask) in enumerate(prompts):
+def _see_queries(model: Any, prompts: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]], moments: list[dict[int, Moments]], progress: bool) -> None:
+    """Fill `moments`. Those of a layer see the same whatever is stored of it, so the first of them looks."""
+    looking: dict[int, Moments] = {}
+    for wanted in moments:
+        looking = wanted | looking
+    with evaluating(model), bar("bases", sum(len(ids) for ids, _, _ in prompts), enabled=progress) as advance:
+        for ids, mask, valid in prompts:
 
-            def observe(layer: int, q: torch.Tensor, k: torch.Tensor, i: int = i) -> None:
-                for one in set(looking):
-                    if layer in moments[one]:
-                        for row, looked_at in enumerate(targets[one].tokens[i]):
-                            positions = looked_at.nonzero().squeeze(1)
-                            at = positions.to(k.device)
-                            moments[one][layer].add(q[row, at], k[row, at], positions)
+            def observe(layer: int, q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor = valid) -> None:
+                for row, real in enumerate(valid):
+                    positions = real.nonzero().squeeze(1).to(k.device)
+                    looking[layer].add(q[row, positions], k[row, positions], positions)
 
-            forward_with_queries(model, ids, mask, observe, layers)
+            forward_with_queries(model, ids, mask, observe, set(looking))
             advance(len(ids))
-    for one, wanted in zip(looking, moments, strict=True):
+    for wanted in moments:
         for layer, m in wanted.items():
-            m.take(moments[one][layer])
+            m.take(looking[layer])
 
 
 def _run(model: Any, prompts: list[Batch], targets: list[Target], ranges: list[dict[Place, Ranges]], progress: bool) -> None:

@@ -59,6 +59,7 @@ class Side:
         group, groups: channels that share a scale within a token, and how many such groups there are (group 1: a scale for each channel).
         zero: the code that means 0 before biases and means.
         has_bias, has_mean, turned: whether codes are asymmetric, the page is centred, keys are from before the rotary embedding.
+        offsets: whether constants of the model are taken off (`k_offsets`).
         widths, basis: of banded codes, bits of each band of 16 channels (the planes then hold some channels each), and what they are multiplied by.
         row_bytes, plane_offset: of a token in each plane; of raw rows and their section where the tensor is raw.
         outliers, index_bytes: listed elements of a page, and the width of their indices.
@@ -78,6 +79,7 @@ class Side:
     zero: int
     has_bias: bool
     has_mean: bool
+    offsets: bool
     turned: bool
     widths: tuple[int, ...]
     basis: str | None
@@ -126,7 +128,7 @@ def describe(layout: PageLayout, kind: str) -> Side:
     return Side(
         name=spec.format, format=FORMATS[spec.format], levels=levels_of(fmt), exponent_bits=fmt.exponent_bits, mantissa_bits=fmt.mantissa_bits,
         planes=tuple(bits for bits, _ in planes), dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], scale=scale_kind(spec),
-        group=d // groups, groups=groups, zero=spec.zero, has_bias=spec.has_bias, has_mean=spec.center is not None,
+        group=d // groups, groups=groups, zero=spec.zero, has_bias=spec.has_bias, has_mean=spec.has_mean, offsets=spec.has_offsets,
         turned=spec.pre_rope, widths=spec.widths(d), basis=spec.inner_basis,
         row_bytes=tuple(plane_row_bytes(channels, bits) for bits, channels in planes) or (d * DTYPE_BYTES[layout.raw_dtype],),
         plane_offset=tuple(layout.sections[f"{kind}_{name}"].offset for name in stored),

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import SpecError
 from ..quant.basis import conditions
-from ..spec import PageLayout, QuantSpec
+from ..spec import OFFSETS, PageLayout, QuantSpec
 
 MOST_CONDITION = 1e6
 """Largest condition number of a basis: beyond it float32 products lose what codes keep."""
@@ -22,17 +22,19 @@ _accepted = WeakIdKeyDictionary()
 def calibrated(spec: QuantSpec, side: str, num_kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the calibrated tensors that a side ("k", "v") of a layer needs."""
     shared = spec.scale_shape(0, head_dim) if spec.static else ()
-    shapes = {"scale": shared, "bias": shared, "codebook": (2**spec.bits,), "basis": (head_dim, head_dim)}
+    shapes = {"scale": shared, "bias": shared, "codebook": (2**spec.bits,), "basis": (head_dim, head_dim), "mean": (2, head_dim)}
     return {f"{side}_{name}": (num_kv_heads, *shapes[name]) for name in spec.calibrates}
 
 
 def read_with(layout: PageLayout) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what attention needs beside the pages of a layout: what was calibrated, the inverse of a basis instead of the basis, and the
-    frequencies of the rotary embedding where keys were turned back."""
+    """Names and shapes of what attention needs beside the pages of a layout: what was calibrated, but for a basis and mean its inverse and offsets
+    (`quant.basis`), and the frequencies of the rotary embedding where keys were turned back."""
     heads, d = layout.num_kv_heads, layout.head_dim
     found = calibrated(layout.key, "k", heads, d) | calibrated(layout.value, "v", heads, d)
     if found.pop("k_basis", None):
         found["k_inverse"] = (heads, d, d)
+    if found.pop("k_mean", None):
+        found["k_offsets"] = (heads, OFFSETS, d)
     return found | ({"k_inv_freq": (d // 2,)} if layout.key.needs_rotary else {})
 
 
@@ -68,7 +70,7 @@ def _impossible(kind: str, x: torch.Tensor) -> str | None:
         found = conditions(x)
         head = int(found.argmax())
         return None if found[head] <= MOST_CONDITION else f", kv head {head}, has condition number {found[head].item():.3g}, above {MOST_CONDITION:g}"
-    most = {"scale": LARGEST, "bias": LARGEST, "codebook": 1.0}.get(kind, torch.inf)
+    most = {"scale": LARGEST, "bias": LARGEST, "mean": LARGEST, "codebook": 1.0}.get(kind, torch.inf)
     bad = ~torch.isfinite(x) | (x.abs() > most)
     if kind == "scale":
         bad |= x <= 0
@@ -76,7 +78,7 @@ def _impossible(kind: str, x: torch.Tensor) -> str | None:
         place = [int(i) for i in bad.nonzero()[0]]
         value = x[tuple(place)].item()
         within = f"finite numbers up to {LARGEST:g}"
-        only = {"scale": f"positive and {within}", "bias": within, "codebook": "ascending numbers in [-1, 1]"}.get(kind, "finite numbers")
+        only = {"scale": f"positive and {within}", "bias": within, "mean": within, "codebook": "ascending numbers in [-1, 1]"}.get(kind, "finite numbers")
         return f" holds {value:g} at {place}, where only {only} can be"
     if kind == "codebook" and not bool((x.diff() >= 0).all()):
         return " must hold ascending numbers in [-1, 1], as `kvbits calibrate` writes them"

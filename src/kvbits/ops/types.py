@@ -72,7 +72,8 @@ class PageStore(_Slabs):
         layout: byte layout of a page.
         slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids count through them in order.
         static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias`
-            [H, groups or channels], levels [H, entries], and `k_inv_freq` [head_dim / 2], radians per token (`static.read_with` has the names).
+            [H, groups or channels], levels [H, entries], `k_offsets` [H, 5, head_dim], and `k_inv_freq` [head_dim / 2], radians per token
+            (`static.read_with` has the names).
         turn: for centred keys stored token by token, float32 [3, head_dim] or a matrix: how the mean key of a page is turned on to the next one
             (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known, which costs code range and nothing else.
     """
@@ -170,10 +171,12 @@ class SlotMapping:
         runs: int64 [N, 5], dense, on the host. Each row is (sequence of the batch, first token of it, page id, first slot of the page, number of tokens).
             Runs of a sequence follow each other in the order of its tokens.
         previous: int64 [N], needed by centred layouts: the page before each run's page in its sequence, full once this call is over; -1 for none.
+        starts: int64 [N], needed by keys that are turned back: position of the first token (slot 0) of each run's page.
     """
 
     runs: np.ndarray
     previous: np.ndarray | None = None
+    starts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         runs = self.runs
@@ -183,9 +186,11 @@ class SlotMapping:
             raise DataError(f"runs must name nothing above {MOST_COUNTED}, got {runs[(runs > MOST_COUNTED).any(1)][0].tolist()}")
         if len(runs) and (runs.min() < 0 or runs[:, 4].min() < 1):
             raise DataError(f"runs must count at least 1 token each and name nothing below 0, got {runs[(runs < 0).any(1) | (runs[:, 4] < 1)][0].tolist()}")
-        before = self.previous
-        if before is not None and (before.dtype != np.int64 or before.shape != (len(runs),)):
-            raise DataError(f"previous must be int64 [{len(runs)}], a page for each run, got {before.dtype} {list(before.shape)}")
+        for name, what, given in (("previous", "page", self.previous), ("starts", "position", self.starts)):
+            if given is not None and (given.dtype != np.int64 or given.shape != (len(runs),)):
+                raise DataError(f"{name} must be int64 [{len(runs)}], a {what} for each run, got {given.dtype} {list(given.shape)}")
+        if self.starts is not None and len(runs) and not 0 <= self.starts.min() <= self.starts.max() <= MOST_TOKENS:
+            raise DataError(f"starts must be positions from 0 to {MOST_TOKENS}, got {self.starts.min()} to {self.starts.max()}")
 
     @functools.cached_property
     def address(self) -> int:
@@ -194,12 +199,13 @@ class SlotMapping:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """int64 [tokens, 5], of each token in the order of the runs: sequence of the batch, token of it, page id, slot of the page, page before (or -1)."""
+        """int64 [tokens, 6], of each token in the order of the runs: sequence of the batch, token of it, page id, slot of the page, page before (or -1),
+        position of the page's first token (or -1)."""
         row, token, page, slot, count = self.runs.T
         ranks = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
-        before = np.full(len(count), -1) if self.previous is None else self.previous
-        row, token, page, slot, before = (np.repeat(x, count) for x in (row, token, page, slot, before))
-        return np.stack([row, token + ranks, page, slot + ranks, before], 1)
+        before, starts = (np.full(len(count), -1) if x is None else x for x in (self.previous, self.starts))
+        row, token, page, slot, before, starts = (np.repeat(x, count) for x in (row, token, page, slot, before, starts))
+        return np.stack([row, token + ranks, page, slot + ranks, before, starts], 1)
 
     @functools.cached_property
     def tables(self) -> dict[Any, Any]:
@@ -237,6 +243,8 @@ class SlotMapping:
                 raise DataError(f"k is {k.dtype}, v {x.dtype}; both must be of one dtype")
         if layout.is_centered and self.previous is None and len(self.runs):
             raise DataError("centred keys take the mean of the page before when a page opens; give SlotMapping(runs, previous=..)")
+        if layout.key.needs_rotary and self.starts is None and len(self.runs):
+            raise DataError("keys in a calibrated basis are turned back by their page's first position; give SlotMapping(runs, starts=..)")
         has = (k.shape[0], k.shape[1], store.num_pages, layout.page_size)
         if any(n > h for n, h in zip(self._reach, has, strict=True)):
             raise DataError(f"runs reach (sequences, tokens, pages, slots) = {self._reach}, but there are only {has}")

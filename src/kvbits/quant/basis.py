@@ -9,6 +9,14 @@
 the channels of y are uncorrelated, have about the spread that a step of 1 is right for, and a squared error of y D is the squared error of scores.
 Scores stay exact:  q . k = q_f . k_f = (q_f A^-T) . y,  so a reader multiplies a query by A^-T and never a key by anything.
 
+**Offsets.** Keys have a mean that is far from 0 (a key bias, and what all tokens share), and it is a constant of the model: with M the mean key of a run of
+`spec.MEAN_STEP` = 64 positions, turned back to the first of them, a page whose first token is p positions into its frame of 256 stores
+
+    y - m[p // 64],    m[o] = R(64 o) M A,  o = 0 .. 3       and its token at position 0, whose key is a constant of its own (the first token of a text,
+    y - m[4],          m[4] = K0 A                           which nearly all attention that has nowhere to go falls on)
+
+so a token depends on no other token of its page, and a score gains q_f A^-T . m[o] once per page.
+
 **Frame.** The moments hold where the rotary embedding does not turn keys on and on: k_f is the key of a page turned back by the largest multiple
 of `spec.FRAME` positions up to the page's first token. So a page's keys lie where those of the first positions lie, at any context length.
 
@@ -32,7 +40,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..spec import FRAME, QuantSpec
+from ..spec import FRAME, MEAN_STEP, OFFSETS, QuantSpec
 from .rotary import turn, turned_by
 
 _inverses = WeakIdKeyDictionary()
@@ -43,29 +51,52 @@ def frames(starts: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(starts, np.int64) // FRAME * FRAME
 
 
-def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:
-    """Keys or values `x` [n, H, tokens, head_dim], float32, of pages as banded codes store them, float32: by definition products in float64, rounded.
+def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None, places: np.ndarray | None = None) -> torch.Tensor:
+    """Keys or values `x` [n, H, tokens, head_dim], float32, of pages as banded codes store them, float32: by definition products in float64, rounded, less
+    offsets in float32.
 
     Args:
-        static: for "calibrated" `k_basis` [H, head_dim, head_dim] and `k_inv_freq` [head_dim / 2].
+        static: for "calibrated" `k_basis` [H, head_dim, head_dim], `k_inv_freq` [head_dim / 2] and `k_offsets` [H, 5, head_dim].
         starts: for "calibrated" int64 [n], position of each page's first token.
+        places: int64 [n, tokens] in the page; None: all of it.
     """
     if spec.inner_basis == "hadamard":
         return hadamard(x)
     if spec.inner_basis is None:
         return x
     assert starts is not None
-    return (turn(x.double(), _positions(starts), static["k_inv_freq"], back=True) @ static["k_basis"].to(x.device, torch.float64)).float()
+    y = (turn(x.double(), _positions(starts), static["k_inv_freq"], back=True) @ static["k_basis"].to(x.device, torch.float64)).float()
+    return y - offsets_of(static, starts, x.shape[-2], places) if spec.has_offsets else y
 
 
 def out_of_basis(y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:
-    """The inverse of `into_basis`, with `k_inverse` [H, head_dim, head_dim], see `inverse`."""
+    """The inverse of `into_basis`, but for offsets, which `y` has again; with `k_inverse` [H, head_dim, head_dim], see `inverse`."""
     if spec.inner_basis == "hadamard":
         return hadamard(y)
     if spec.inner_basis is None:
         return y
     assert starts is not None
     return turn(y @ static["k_inverse"].to(y), _positions(starts), static["k_inv_freq"])
+
+
+def offset_rows(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """int64: which of the `OFFSETS` a token has by its page's first position and its place in the page (arrays that broadcast)."""
+    return np.where(starts + places == 0, OFFSETS - 1, starts % FRAME // MEAN_STEP + 0 * places)
+
+
+def offsets_of(static: dict[str, torch.Tensor], starts: np.ndarray, tokens: int, places: np.ndarray | None = None) -> torch.Tensor:
+    """float32 [n, H, tokens, head_dim]: what is taken off each token of pages that start at `starts` int64 [n]; `places` as in `into_basis`."""
+    rows = offset_rows(starts[:, None], np.arange(tokens)[None] if places is None else places)
+    return static["k_offsets"][:, torch.from_numpy(rows).to(static["k_offsets"].device)].transpose(0, 1)
+
+
+def offsets(mean: torch.Tensor, basis: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+    """float32 `k_offsets` [H, 5, head_dim] of float16 numbers, from `k_mean` [H, 2, head_dim] (M, K0) and `k_basis`."""
+    at = torch.arange(0, FRAME, MEAN_STEP, device="cpu")
+    means = turn(mean[:, :1].double().cpu().expand(-1, len(at), -1), at, inv_freq)
+    both = torch.cat([means, mean[:, 1:].double().cpu()], 1) @ basis.double().cpu()
+    most = torch.finfo(torch.float16).max
+    return both.clamp(-most, most).half().float().contiguous().to(basis.device)
 
 
 def inverse(basis: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,6 @@ values in blocks of 16 bytes by four tokens. All functions keep leading dimensio
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from ..spec import KEY_TILE, VALUE_BLOCK, VALUE_TOKEN_ORDER, NumberFormat, QuantSpec, plane_row_bytes
@@ -21,13 +19,7 @@ def pack(codes: torch.Tensor, fmt: NumberFormat, kind: str) -> list[torch.Tensor
         codes: uint8 [..., tokens, head_dim]; tokens a multiple of 16 for keys and of 8 for values.
         kind: "k" or "v": which interleaving.
     """
-    stored = []
-    shift = fmt.bits
-    for bits in fmt.planes:
-        shift -= bits
-        rows = pack_rows((codes >> shift) & (2**bits - 1), bits)
-        stored.append(_interleave_keys(rows) if kind == "k" else _interleave_values(rows))
-    return stored
+    return [_interleave(rows, kind) for rows in _rows_of_fields(codes, fmt)]
 
 
 def unpack(planes: list[torch.Tensor], fmt: NumberFormat, kind: str, tokens: int, head_dim: int) -> torch.Tensor:
@@ -42,15 +34,6 @@ def unpack(planes: list[torch.Tensor], fmt: NumberFormat, kind: str, tokens: int
     return codes
 
 
-def pack_banded(codes: torch.Tensor, widths: tuple[int, ...], kind: str) -> list[torch.Tensor]:
-    """Stored bytes of each plane of banded codes: a plane's row holds the channels of the bands that have it, side by side."""
-    stored = []
-    for bits, channels, shifts in plane_fields(widths, codes.shape[-1]):
-        rows = pack_rows((codes[..., channels.to(codes.device)] >> shifts.to(codes.device)) & (2**bits - 1), bits)
-        stored.append(_interleave_keys(rows) if kind == "k" else _interleave_values(rows))
-    return stored
-
-
 def unpack_banded(planes: list[torch.Tensor], widths: tuple[int, ...], kind: str, tokens: int, head_dim: int) -> torch.Tensor:
     """Codes uint8 [..., tokens, head_dim] from the stored bytes of each plane; 0 in bands without bits."""
     codes = torch.zeros(*planes[0].shape[:-1], tokens, head_dim, dtype=torch.uint8, device=planes[0].device)
@@ -61,10 +44,28 @@ def unpack_banded(planes: list[torch.Tensor], widths: tuple[int, ...], kind: str
     return codes
 
 
-@functools.lru_cache(maxsize=64)
 def pack_side(codes: torch.Tensor, spec: QuantSpec, kind: str) -> list[torch.Tensor]:
     """Stored bytes of each plane of keys ("k") or values ("v") of a format; codes uint8 [..., tokens, head_dim]."""
-    return pack_banded(codes, spec.widths(codes.shape[-1]), kind) if spec.is_banded else pack(codes, spec.number_format, kind)
+    return [_interleave(rows, kind) for rows in rows_of_planes(codes, spec)]
+
+
+def rows_of_planes(codes: torch.Tensor, spec: QuantSpec) -> list[torch.Tensor]:
+    """uint8 [..., row_bytes] of each plane, before rows are interleaved; codes uint8 [..., head_dim]. A plane of banded codes holds the channels of the bands
+    that have it, side by side."""
+    if not spec.is_banded:
+        return _rows_of_fields(codes, spec.number_format)
+    fields = plane_fields(spec.widths(codes.shape[-1]), codes.shape[-1])
+    return [pack_rows((codes[..., channels.to(codes.device)] >> shifts.to(codes.device)) & (2**bits - 1), bits) for bits, channels, shifts in fields]
+
+
+def _rows_of_fields(codes: torch.Tensor, fmt: NumberFormat) -> list[torch.Tensor]:
+    """The same of codes that all have the planes of a format."""
+    below = [sum(fmt.planes[i + 1 :]) for i in range(len(fmt.planes))]
+    return [pack_rows((codes >> shift) & (2**bits - 1), bits) for bits, shift in zip(fmt.planes, below, strict=True)]
+
+
+def _interleave(rows: torch.Tensor, kind: str) -> torch.Tensor:
+    return _interleave_keys(rows) if kind == "k" else _interleave_values(rows)
 
 
 def unpack_side(planes: list[torch.Tensor], spec: QuantSpec, kind: str, tokens: int, head_dim: int) -> torch.Tensor:
@@ -77,8 +78,7 @@ def unpack_side(planes: list[torch.Tensor], spec: QuantSpec, kind: str, tokens: 
 def row_positions(tokens: int, row_bytes: int, kind: str) -> torch.Tensor:
     """int64 [tokens, row_bytes]: where a stored plane of keys ("k") or values ("v") has each byte of each token's row. No two tokens share a byte."""
     rows = torch.arange(tokens * row_bytes, device="cpu").view(tokens, row_bytes)
-    stored = _interleave_keys(rows) if kind == "k" else _interleave_values(rows)
-    return stored.argsort().view(tokens, row_bytes)
+    return _interleave(rows, kind).argsort().view(tokens, row_bytes)
 
 
 def pack_rows(fields: torch.Tensor, bits: int) -> torch.Tensor:

@@ -74,7 +74,7 @@ def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = No
             raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
         return dataclasses.replace(static, codebook=codebook)
     mean = None
-    if spec.center:
+    if spec.has_mean:
         mean = rounded(x.double().mean(-2).float(), spec.offset_dtype)
         x = x - mean.unsqueeze(-2)
     if spec.is_banded:

@@ -30,7 +30,7 @@ from .layout import (
     Section,
     plane_row_bytes,
 )
-from .quant import FORMATS, FRAME, SCALE_8BIT, Granularity, NumberFormat, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
+from .quant import FORMATS, FRAME, MEAN_STEP, OFFSETS, SCALE_8BIT, Granularity, NumberFormat, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 from .rotary import Rotary
 from .scheme import MOST_TOKENS, Override, Scheme, Tier
 
@@ -42,7 +42,9 @@ __all__ = [
     "FORMATS_VERSION",
     "FRAME",
     "KEY_TILE",
+    "MEAN_STEP",
     "MOST_TOKENS",
+    "OFFSETS",
     "SCALE_8BIT",
     "SECTION_ALIGNMENT",
     "STRUCT_ALIGNMENT",

@@ -96,7 +96,7 @@ class PageLayout:
                 add(f"{prefix}_scale", spec.scale_dtype, SCALE_BYTES[spec.scale_dtype], shape)
                 if spec.has_bias:
                     add(f"{prefix}_bias", spec.offset_dtype, itemsize, shape)
-            if spec.center:
+            if spec.has_mean:
                 add(f"{prefix}_mean", spec.offset_dtype, itemsize, (self.head_dim,))
             if spec.has_stretch:
                 add(f"{prefix}_stretch", spec.offset_dtype, itemsize, (self.page_size,))
@@ -113,7 +113,7 @@ class PageLayout:
     @property
     def is_centered(self) -> bool:
         """True where a page holds a mean of its keys or values."""
-        return self.key.center is not None or self.value.center is not None
+        return self.key.has_mean or self.value.has_mean
 
     @property
     def token_local(self) -> bool:

@@ -19,6 +19,10 @@ MAX_GROUP = 65_536
 BASES = (None, "hadamard", "calibrated")
 FRAME = 256
 """Positions of a frame, in which a calibrated basis holds: a page's keys are turned back by the largest multiple of it up to the page's first token."""
+MEAN_STEP = 64
+"""Positions of a frame that share a calibrated mean of keys."""
+OFFSETS = FRAME // MEAN_STEP + 1
+"""Calibrated means of a kv head: one for each `MEAN_STEP` positions of a frame, and the key of position 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +115,9 @@ class QuantSpec:
         symmetric: integers only; False adds a float `bias` beside each scale.
         scale_dtype: storage dtype of scale, bias and mean.
         static: scales come from a `Calibration` instead of from the page, and are not stored in it.
-        center: "channel" keeps each channel's mean over the page apart, so that a constant offset (a key bias) costs no
-            code range. A score then gains q . mean once per page and head.
+        center: what is taken off before codes, so that a constant offset (a key bias) costs no code range; a score gains q . mean once per page and head.
+            "channel": each channel's mean over the page, stored in it. "calibrated" (keys in a calibrated basis): a constant of the model by the page's place
+            in its frame, and one for position 0 (quant/basis.py); nothing is stored.
         outliers: share of a page's elements, those that the codes would represent worst, whose error is listed in the page beside the codes
             (`scale_dtype` each), so that they do not widen the range of the others (KVQuant, section 3.5).
         pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them again when it reads
@@ -144,7 +149,7 @@ class QuantSpec:
         choice("number format", self.format, FORMATS)
         choice("scale_dtype", self.scale_dtype, SCALE_BYTES)
         choice("basis", self.basis, BASES)
-        choice("center", self.center, (None, "channel"))
+        choice("center", self.center, (None, "channel", "calibrated"))
         if not isinstance(self.granularity, Granularity):
             raise SpecError(f"granularity={self.granularity!r} is not one of {', '.join(_GRANULARITIES)}()")
         kind = FORMATS[self.format].kind
@@ -174,6 +179,8 @@ class QuantSpec:
 
     def _check_banded(self) -> None:
         if not self.is_banded:
+            if self.center == "calibrated":
+                raise SpecError(f"center='calibrated' is of keys in basis='calibrated', not of {self.format!r}; use center='channel'")
             if self.bands or self.basis == "calibrated" or self.scale_dtype == SCALE_8BIT:
                 raise SpecError(f"bands, basis='calibrated' and scale_dtype={SCALE_8BIT!r} belong to format='banded', not to {self.format!r}")
             return
@@ -186,6 +193,12 @@ class QuantSpec:
             raise SpecError(
                 f"banded codes have one fitted 8-bit scale per token: granularity=PerToken(), symmetric=True, scale_dtype={SCALE_8BIT!r}, no static scales, no "
                 "outliers, no pre_rope"
+            )
+        if self.center == "channel" or (self.center and self.basis != "calibrated"):
+            raise SpecError(
+                f"banded codes with center={self.center!r} and basis={self.basis!r}: a mean of theirs is calibrated with their basis, so that a token can be "
+                "stored by itself; use center='calibrated' with basis='calibrated', or center=None (what kvbits before this stored with a page's own mean must "
+                "be computed again)"
             )
 
     @classmethod
@@ -248,6 +261,16 @@ class QuantSpec:
         return tuple((bits, channels) for bits, channels in counts if channels)
 
     @property
+    def has_mean(self) -> bool:
+        """True where a page stores a mean of its own."""
+        return self.center == "channel"
+
+    @property
+    def has_offsets(self) -> bool:
+        """True where constants of the model are taken off (`center="calibrated"`)."""
+        return self.center == "calibrated"
+
+    @property
     def has_bias(self) -> bool:
         return self.number_format.kind in ("int", "codebook") and not self.symmetric
 
@@ -272,8 +295,11 @@ class QuantSpec:
 
     @property
     def calibrates(self) -> tuple[str, ...]:
-        """Names of the tensors that calibration makes for such keys or values: "scale", "bias", "codebook", "basis"."""
-        needed = {"scale": self.static, "bias": self.static and self.has_bias, "codebook": self.has_codebook, "basis": self.basis == "calibrated"}
+        """Names of the tensors that calibration makes for such keys or values: "scale", "bias", "codebook", "basis", "mean"."""
+        needed = {
+            "scale": self.static, "bias": self.static and self.has_bias, "codebook": self.has_codebook, "basis": self.basis == "calibrated",
+            "mean": self.has_offsets,
+        }  # fmt: skip
         return tuple(name for name, is_needed in needed.items() if is_needed)
 
     @property
@@ -289,10 +315,10 @@ class QuantSpec:
     def token_local(self) -> bool:
         """True where a token's bytes depend on no other token of its page, so that tokens can be stored one by one, quantized as they come.
 
-        That is where scales belong to a token alone or come from calibration. A mean (`center`) is the page's own, but any number does for it: one fixed when
-        the page opens. Codebooks, outliers, keys before the rotary embedding and banded codes are left to whole pages.
+        That is where scales belong to a token alone or come from calibration. A mean (`center="channel"`) is the page's own, but any number does for it: one
+        fixed when the page opens. Codebooks, outliers and keys before the rotary embedding are left to whole pages.
         """
-        if self.has_codebook or self.outliers or self.pre_rope or self.is_banded:
+        if self.has_codebook or self.outliers or self.pre_rope:
             return False
         return self.is_raw or self.static or not isinstance(self.granularity, PerChannel)
 

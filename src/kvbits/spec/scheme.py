@@ -194,7 +194,7 @@ class Scheme:
     @property
     def knows_rotary(self) -> bool:
         """True if the rotary embedding is of use without being needed: centred keys stored token by token start from a mean turned on by it."""
-        return self.token_local and any(s.center for s in self._specs)
+        return self.token_local and any(s.has_mean for s in self._specs)
 
     @property
     def _specs(self) -> list[QuantSpec]:

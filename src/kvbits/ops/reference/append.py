@@ -23,12 +23,13 @@ import numpy as np
 import torch
 
 from ...errors import DataError
-from ...quant.packing import pack_rows, row_positions
+from ...quant.packing import row_positions, rows_of_planes
 from ...quant.qparams import QParams, require_finite, rounded
+from ...quant.qparams import stored as as_stored
 from ...quant.rotary import turned_by
 from ...spec import PageLayout, QuantSpec
 from ..types import PageStore, SlotMapping
-from .close import encode
+from .close import encode, rows_as_stored
 from .dequantize import dequantize_pages, section
 
 STATUS_FIELDS = 7
@@ -58,9 +59,9 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
             for name, x in (("k_raw", k), ("v_raw", v)):
                 section(page, store.layout, name)[:, slot : slot + count] = x[row, token : token + count].transpose(0, 1)
         return {}
-    row, token, pages, slots, before = slot_mapping.tokens.T
+    row, token, pages, slots, before, starts = slot_mapping.tokens.T
     rows, tokens = (torch.from_numpy(np.ascontiguousarray(x)).to(k.device) for x in (row, token))
-    return _Tokens(k[rows, tokens], v[rows, tokens], pages, slots, before).write(store.layout, store.page, store.static, store.turn)
+    return _Tokens(k[rows, tokens], v[rows, tokens], pages, slots, before, starts).write(store.layout, store.page, store.static, store.turn)
 
 
 def store_tokens(
@@ -72,6 +73,7 @@ def store_tokens(
     *,
     static: dict[str, torch.Tensor] | None = None,
     previous_page: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     turn: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
 ) -> None:
@@ -80,14 +82,15 @@ def store_tokens(
     Raises:
         DataError: arguments that do not fit; NaN, infinity or scales that overflow (the kernel notes these in `status`).
     """
-    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, status)
+    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, starts, status)
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     slots = slot_mapping.cpu().numpy()
     wanted = np.flatnonzero((slots >= 0) & (slots < len(pages) * layout.page_size))
     before = np.full(len(slots), -1) if previous_page is None else previous_page.cpu().numpy()
     before = np.where(before < len(pages), before, -1)[wanted]
+    first = (np.full(len(slots), -1) if starts is None else starts.cpu().numpy().astype(np.int64))[wanted]
     index = torch.from_numpy(wanted).to(k.device)
-    tokens = _Tokens(k[index], v[index], slots[wanted] // layout.page_size, slots[wanted] % layout.page_size, before)
+    tokens = _Tokens(k[index], v[index], slots[wanted] // layout.page_size, slots[wanted] % layout.page_size, before, first)
     saturated = tokens.write(layout, lambda i: pages[i], static or {}, turn)
     if status is not None:
         status += torch.tensor([saturated.get("k", 0), saturated.get("v", 0), 0, 0, 0, 0, int((slots >= len(pages) * layout.page_size).sum())], device="cpu")
@@ -99,15 +102,15 @@ def open_pages(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping:
     Raises:
         DataError: NaN or infinity, or a mean that overflows its storage dtype. Nothing is written.
     """
-    row, token, pages, slots, before = slot_mapping.tokens.T
+    row, token, pages, slots, before, starts = slot_mapping.tokens.T
     if len(slots) and slots.all():
         return
     rows, tokens = (torch.from_numpy(np.ascontiguousarray(x)).to(k.device) for x in (row, token))
-    given = _Tokens(k[rows, tokens], v[rows, tokens], pages, slots, before)
+    given = _Tokens(k[rows, tokens], v[rows, tokens], pages, slots, before, starts)
     found = {}
     for kind, spec, x in (("k", store.layout.key, given.k), ("v", store.layout.value, given.v)):
         require_finite(x, "keys" if kind == "k" else "values")
-        if spec.center:
+        if spec.has_mean:
             found[kind] = given.means(kind, spec, store.layout, store.page, store.static, store.turn if kind == "k" else None)
     for kind, means in found.items():
         for page_id, mean in means.items():
@@ -122,6 +125,7 @@ def check_tokens(
     slot_mapping: torch.Tensor,
     static: Any,
     previous_page: torch.Tensor | None,
+    starts: torch.Tensor | None,
     status: torch.Tensor | None,
 ) -> None:
     """Refuse arguments of `store_tokens` that do not fit together."""
@@ -144,7 +148,12 @@ def check_tokens(
             raise DataError(f"{name} must be dense int64 [{count}], one entry for each token, got {numbers.dtype} {list(numbers.shape)}")
     if layout.is_centered and previous_page is None:
         raise DataError("centred keys take the mean of the page before when a page opens; give previous_page")
-    for name, given in (("v", v), ("pages", pages), ("slot_mapping", slot_mapping), ("previous_page", previous_page), ("status", status)):
+    if starts is not None and (starts.dtype != torch.int32 or starts.shape != (count,) or not starts.is_contiguous()):
+        raise DataError(f"starts must be dense int32 [{count}], the position of the first token of each token's page, got {starts.dtype} {list(starts.shape)}")
+    if layout.key.needs_rotary and starts is None:
+        raise DataError("keys in a calibrated basis are turned back by their page's first position; give starts")
+    tensors = {"v": v, "pages": pages, "slot_mapping": slot_mapping, "previous_page": previous_page, "starts": starts, "status": status}
+    for name, given in tensors.items():
         if given is not None and given.device != k.device:
             raise DataError(f"{name} is on {given.device}, k on {k.device}; all must be on one device")
     for kind, spec in (("k", layout.key), ("v", layout.value)):
@@ -163,13 +172,15 @@ def check_tokens(
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """k, v [n, H, D] and for each token its page, its slot there and the page before that page (or -1): int64 [n] on the host."""
+    """k, v [n, H, D] and for each token its page, its slot there, the page before that page (or -1) and the position of the page's first token: int64 [n] on
+    the host."""
 
     k: torch.Tensor
     v: torch.Tensor
     pages: np.ndarray
     slots: np.ndarray
     before: np.ndarray
+    starts: np.ndarray
 
     def write(self, layout: PageLayout, page_of: Callable[[int], torch.Tensor], static: dict[str, torch.Tensor], turn: torch.Tensor | None) -> dict[str, int]:
         """Everything is computed before a byte is written, so that an error leaves the pages as they were."""
@@ -183,9 +194,9 @@ class _Tokens:
             if spec.is_raw:
                 sides.append((kind, spec, x, {}, {}))
                 continue
-            x = x.float()
+            x = rows_as_stored(x.unsqueeze(-2), spec, static, self.starts, self.slots[:, None]).squeeze(-2)
             means: dict[int, torch.Tensor] = {}
-            if spec.center and len(x):
+            if spec.has_mean and len(x):
                 means = self.means(kind, spec, layout, page_of, static, turn if kind == "k" else None)
                 x = x - self._mean_of_each(kind, layout, page_of, means)
             known = QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias")) if spec.static and f"{kind}_scale" in static else None
@@ -256,15 +267,12 @@ def _store(
         raw = section(page, layout, f"{kind}_raw")
         raw[:, slots] = x.transpose(0, 1).to(raw.dtype)
         return
-    shift = spec.bits
-    for i, bits in enumerate(spec.number_format.planes):
-        shift -= bits
-        rows = pack_rows((x >> shift) & (2**bits - 1), bits)
+    for i, rows in enumerate(rows_of_planes(x, spec)):
         positions = row_positions(layout.page_size, rows.shape[-1], kind).to(slots.device)[slots]
         section(page, layout, f"{kind}_plane{i}").flatten(-2)[:, positions] = rows.transpose(0, 1)
     for name, t in stored.items():
         s = section(page, layout, f"{kind}_{name}")  # [H, groups, page_size]
-        s[:, :, slots] = t.squeeze(-1).permute(1, 2, 0).to(s.dtype)
+        s[:, :, slots] = as_stored(t, layout.sections[f"{kind}_{name}"].dtype).squeeze(-1).permute(1, 2, 0)
     if mean is not None:
         s = section(page, layout, f"{kind}_mean")
         s.copy_(mean)

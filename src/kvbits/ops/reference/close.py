@@ -78,7 +78,8 @@ def close_nested(
     Args:
         k, v: finite [n, H, page_size, head_dim], any float dtype.
         static: calibrated float32 `k_scale` .. `v_bias`, [H, groups or channels], for static specs; `k_codebook`, `v_codebook` [H, entries] for
-            codebook formats; `k_inv_freq` [head_dim / 2] for pre-RoPE keys and, with `k_basis` [H, head_dim, head_dim], for those in a calibrated basis.
+            codebook formats; `k_inv_freq` [head_dim / 2] for pre-RoPE keys and, with `k_basis` [H, head_dim, head_dim] and `k_offsets`
+            [H, 5, head_dim], for those in a calibrated basis.
         low: layouts of the low planes that refine the pages, the coarsest first.
         starts: [n] position of each page's first token, for keys that are turned back.
 
@@ -123,12 +124,15 @@ def low_pages(
     return made
 
 
-def rows_as_stored(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:
-    """Keys or values of pages as they are stored: float32, turned back or in their basis where the spec says so. Arguments as of `close_nested`."""
+def rows_as_stored(
+    x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None, places: np.ndarray | None = None
+) -> torch.Tensor:
+    """Keys or values of pages as they are stored: float32, turned back or in their basis where the spec says so. Arguments as of `close_nested`; `places` int64
+    [n, tokens] where x [n, H, tokens, head_dim] are not whole pages."""
     x = x.float()
     if spec.pre_rope:
         return turn_pages_back(x, require_starts(starts, len(x)), static["k_inv_freq"])
-    return x if spec.inner_basis is None else into_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None)
+    return x if spec.inner_basis is None else into_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None, places)
 
 
 def encode_side(as_stored: torch.Tensor, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor]) -> Encoded:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...errors import DataError
-from ...quant.basis import out_of_basis
+from ...quant.basis import offsets_of, out_of_basis
 from ...quant.nested import PLANES
 from ...quant.packing import unpack, unpack_side
 from ...quant.qparams import TORCH_DTYPES, QParams, dequantize
@@ -31,7 +31,7 @@ def stored_qparams(pages: torch.Tensor, layout: PageLayout, kind: str, static: d
         full = f"{kind}_{name}"
         if full in layout.sections:
             return read_stored(section(pages, layout, full), layout.sections[full].dtype)
-        return static.get(full)
+        return static.get(full) if name in ("scale", "bias") else None
 
     scale = read("scale")
     if scale is None:
@@ -89,7 +89,9 @@ def dequantize_pages(
         if spec.pre_rope:
             first = torch.from_numpy(require_starts(starts, len(x)))
             x = turn(x, (first[:, None] + torch.arange(layout.page_size, device="cpu"))[:, None], static["k_inv_freq"])
-        elif spec.inner_basis is not None and not in_basis:
+        if spec.has_offsets:
+            x = x + offsets_of(static, require_starts(starts, len(x)), layout.page_size).to(dtype)
+        if spec.inner_basis is not None and not in_basis:
             x = out_of_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None)
         found.append(x)
     return found[0], found[1]
