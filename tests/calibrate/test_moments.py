@@ -1,6 +1,7 @@
 """Calibrated bases: what the moments say about made-up data, degenerate ones, tiny models from calibration to cache, foreign models, damaged files."""
 
 import dataclasses
+import math
 import re
 import warnings
 
@@ -11,7 +12,7 @@ import torch
 
 from kvbits import schemes
 from kvbits.calibrate import Calibration, calibrate, calibrate_all
-from kvbits.calibrate.moments import Moments
+from kvbits.calibrate.moments import DISTANCES, Moments, far
 from kvbits.errors import CalibrationError, DataError, FileFormatError, SpecError, UnsupportedError
 from kvbits.evaluate.caches import factory
 from kvbits.evaluate.fidelity import compare
@@ -20,7 +21,8 @@ from kvbits.ops.cpu import library
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.quant import banded
-from kvbits.quant.basis import into_basis, inverse
+from kvbits.quant.basis import completed, into_basis, inverse
+from kvbits.quant.rotary import turn
 from kvbits.spec import LayerGeometry, Override, PageLayout, QuantSpec, Rotary
 
 DIM = 64
@@ -37,9 +39,13 @@ def correlated(tokens, heads, seed):
 
 
 def seen(q, k, tokens=None):
-    m = Moments(KEY, GEOMETRY, 64, "layer 3")
+    m = Moments(KEY, GEOMETRY, "layer 3")
     m.add(q, k, torch.arange(len(k))[:tokens])
     return m
+
+
+def shared(m):
+    return completed({"k_basis": m.basis(), "k_mean": m.mean()}, torch.tensor(ROTARY.frequencies(DIM)))
 
 
 def prompts(n=4, length=200, vocab=None):
@@ -49,11 +55,8 @@ def prompts(n=4, length=200, vocab=None):
 
 def test_channels_of_the_basis_are_uncorrelated_sorted_and_as_wide_as_their_steps_want():
     q, k = correlated(1920, 4, 0), correlated(1920, 2, 1)
-    basis = seen(q, k).basis()
-    pages = k.unflatten(0, (30, 64)).transpose(1, 2)
-    shared = {"k_basis": basis, "k_inv_freq": torch.tensor(ROTARY.frequencies(DIM))}
-    y = into_basis(pages, KEY, shared, np.arange(0, 1920, 64)).double()
-    y = (y - y.mean(-2, keepdim=True)).transpose(0, 1).flatten(1, 2)
+    pages = k.unflatten(0, (30, 64)).transpose(1, 2)[1:]
+    y = into_basis(pages, KEY, shared(seen(q, k)), np.arange(64, 1920, 64)).double().transpose(0, 1).flatten(1, 2)
     covariance = y.mT @ y / y.shape[1]
     spread = covariance.diagonal(dim1=-2, dim2=-1).sqrt() * banded.steps(KEY, DIM)
     assert torch.allclose(spread, torch.ones_like(spread), atol=1e-3)
@@ -81,27 +84,56 @@ def test_scores_lose_less_than_in_the_channels_as_they_are():
     plain = torch.diag_embed(1 / (k.unflatten(0, (30, 64)).std(1).mean(0) * banded.steps(KEY, DIM)))
     found = []
     for basis in (seen(q, k).basis(), plain):
-        shared = {"k_basis": basis, "k_inverse": inverse(basis), "k_inv_freq": torch.tensor(ROTARY.frequencies(DIM))}
-        page, start = fresh_k.transpose(0, 1)[None], np.array([0])
-        got, _ = dequantize_pages(close_pages(page, page, layout, shared, start)[0], layout, shared, starts=start)
+        static = completed({"k_basis": basis, "k_mean": seen(q, k).mean()}, torch.tensor(ROTARY.frequencies(DIM)))
+        page, start = fresh_k.transpose(0, 1)[None], np.array([64])
+        got, _ = dequantize_pages(close_pages(page, page, layout, static, start)[0], layout, static, starts=start)
         found.append(torch.einsum("thgd,hkd->hgtk", fresh_q, (got - page)[0]).square().mean().item())
     assert found[0] < found[1] / 5
 
 
-def test_tokens_may_come_in_any_portions_of_whole_pages():
+def test_means_are_those_of_runs_turned_back_to_their_first_token_and_of_position_0():
+    k = correlated(640, 2, 1)
+    m = seen(correlated(640, 4, 0), k)
+    runs = k[64:].unflatten(0, (-1, 64)).permute(2, 0, 1, 3)  # [H, runs, 64, D]
+    want = turn(runs.mean(2).double(), torch.arange(64, 640, 64), m.inv_freq, back=True).mean(1)
+    torch.testing.assert_close(m.mean()[:, 0].double(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(m.mean()[:, 1], k[0])
+    later = Moments(KEY, GEOMETRY, "layer 3")
+    later.add(correlated(640, 4, 0), k, torch.arange(1, 641))
+    assert torch.equal(later.mean()[:, 0], later.mean()[:, 1]), "no text began at position 0"
+
+
+def test_far_queries_are_those_turned_to_every_distance():
+    m = seen(correlated(640, 4, 0), correlated(640, 2, 1))
+    distances = torch.logspace(0, math.log2(500), DISTANCES, base=2, dtype=torch.float64).round()
+    want = torch.zeros_like(m.queries)
+    for d in distances:
+        once = turn(m.queries, d[None], m.inv_freq)
+        want += turn(once.mT, d[None], m.inv_freq) / DISTANCES
+    torch.testing.assert_close(far(m.queries, m.inv_freq, 500), want, rtol=1e-9, atol=1e-9 * want.abs().max().item())
+
+
+def test_a_window_limits_how_far_queries_are():
+    q, k = correlated(640, 4, 0), correlated(640, 2, 1)
+    near = Moments(KEY, dataclasses.replace(GEOMETRY, sliding_window=128), "layer 3")
+    near.add(q, k, torch.arange(640))
+    assert near.farthest == 128 and not torch.allclose(near.basis(), seen(q, k).basis(), rtol=1e-2)
+
+
+def test_texts_may_be_seen_one_after_the_other():
     q, k = correlated(512, 4, 0), correlated(512, 2, 1)
     whole = seen(q, k)
-    again = Moments(KEY, GEOMETRY, 64, "layer 3")
+    again = Moments(KEY, GEOMETRY, "layer 3")
     for _ in range(2):
         again.add(q, k, torch.arange(512))
     assert torch.allclose(again.basis(), whole.basis(), rtol=1e-4, atol=1e-5 * whole.basis().abs().max().item())
-    assert again.pages == 2 * whole.pages == 16
+    assert again.tokens == 2 * whole.tokens == 2 * (512 - 64) and torch.allclose(again.mean(), whole.mean())
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda q, k: (q[:100], k[:100]), r"kv head [01] of layer 3: 1 pages of 64 tokens were seen, too little for a basis of 64 channels"),
+        (lambda q, k: (q[:100], k[:100]), r"kv head [01] of layer 3: 36 tokens were seen, too little for a basis of 64 channels"),
         (lambda q, k: (q, k * torch.tensor([1.0, 0.0])[:, None]), r"kv head 1 of layer 3: its queries or keys are all zero"),
         (lambda q, k: (q * torch.tensor([1.0, 1.0, 0.0, 0.0])[:, None], k), r"kv head 1 of layer 3: its queries or keys are all zero"),
     ],
@@ -136,7 +168,7 @@ def calibrations(model):
 
 def test_a_calibration_holds_one_basis_a_layer_and_comes_back_from_its_file(model, calibrations, tmp_path):
     found = calibrations["klt3"]
-    assert [{k: tuple(v.shape) for k, v in layer.items()} for layer in found.static] == [{"k_basis": (2, 64, 64)}] * 2
+    assert [{k: tuple(v.shape) for k, v in layer.items()} for layer in found.static] == [{"k_basis": (2, 64, 64), "k_mean": (2, 2, 64)}] * 2
     path = tmp_path / "c.safetensors"
     found.save(path)
     again = Calibration.load(path)
@@ -145,7 +177,7 @@ def test_a_calibration_holds_one_basis_a_layer_and_comes_back_from_its_file(mode
 
 
 def test_schemes_calibrated_together_have_what_each_has_alone(model, calibrations):
-    """Moments are looked at once for schemes whose tokens and pages are the same, and again where they are not."""
+    """Moments are looked at once, whatever is stored."""
     short = dataclasses.replace(schemes.get("klt2"), name="short", num_sink_tokens=1, page_size=32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -153,7 +185,7 @@ def test_schemes_calibrated_together_have_what_each_has_alone(model, calibration
         alone = [calibrate(model, prompts(8, 300), s) for s in ("klt3", short, "klt2")]
     for a, b in zip(together, alone, strict=True):
         assert a.id == b.id and a.info == b.info
-    assert together[2].id == calibrations["klt2"].id != together[1].id
+    assert together[2].id == calibrations["klt2"].id == together[1].id
 
 
 def test_attention_is_the_models_own_again_after_calibration(model):
@@ -237,7 +269,7 @@ def test_another_width_is_refused(model, calibrations):
 
 
 def test_a_singular_basis_is_refused_with_its_head(model, calibrations):
-    broken = [{"k_basis": layer["k_basis"].clone()} for layer in calibrations["klt2"].static]
+    broken = [layer | {"k_basis": layer["k_basis"].clone()} for layer in calibrations["klt2"].static]
     broken[1]["k_basis"][1, :, 5] = broken[1]["k_basis"][1, :, 6]
     with pytest.raises(SpecError, match="k_basis of layer 1, kv head 1, has condition number"):
         KVCache.for_model(model, "klt2", calibration=dataclasses.replace(calibrations["klt2"], static=broken))

@@ -41,7 +41,7 @@ def test_the_table_gives_reasons():
     answers = dispatch.natives(PageLayout(key=spec, value=spec, page_size=64, num_kv_heads=1, head_dim=64))
     assert "groups of 2 channels" in answers["decode"]["cpu"] and "2 channels" in answers["close"]["cuda"]
     assert "float32" in dispatch.natives(layout_of("raw", raw_dtype="float32"))["decode"]["cuda"]
-    assert "append" not in dispatch.natives(layout_of("klt4")) and "close" not in dispatch.natives(layout_of("raw"))
+    assert "append" not in dispatch.natives(layout_of("kivi4")) and "close" not in dispatch.natives(layout_of("raw"))
 
 
 def test_it_is_printed_without_a_gpu():

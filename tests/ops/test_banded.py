@@ -12,7 +12,7 @@ from kvbits.ops.reference.attend import attend
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
-from kvbits.quant.basis import inverse
+from kvbits.quant.basis import completed
 from kvbits.spec import SCALE_8BIT, LowLayout, PageLayout
 
 HEADS, GROUP, SIZE = 2, 3, 64
@@ -27,7 +27,7 @@ def made(name, head_dim, starts, lengths):
     """A part of one sequence with pages at `starts`, and the dense keys and values that they read as, in float64."""
     layout = layout_of(name, head_dim)
     basis = torch.eye(head_dim) * 2 + torch.randn(HEADS, head_dim, head_dim) / head_dim**0.5
-    static = {"k_basis": basis, "k_inverse": inverse(basis), "k_inv_freq": 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2))}
+    static = completed({"k_basis": basis, "k_mean": torch.randn(HEADS, 2, head_dim) + 1}, 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2)))
     k, v = torch.randn(2, len(starts), HEADS, SIZE, head_dim)
     pages, _ = close_pages(k + 1, v, layout, static, np.array(starts))
     table = PageTable(np.array([0, len(starts)]), np.arange(len(starts)), np.array(starts), np.array(lengths, np.int32))
@@ -42,7 +42,7 @@ def made(name, head_dim, starts, lengths):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_attention_in_the_basis_is_attention_over_what_the_pages_read_as(name, head_dim, dtype):
     """Pages of three frames, one cut short, in an order that is not the frames'."""
-    starts, lengths = [516, 4, 580, 260, 68], [64, 64, 20, 64, 64]
+    starts, lengths = [516, 0, 580, 260, 68], [64, 64, 20, 64, 64]
     part, held, positions = made(name, head_dim, starts, lengths)
     q = torch.randn(1, 2, HEADS * GROUP, head_dim)
     call = AttendCall((part,), 0.2, None, None)
@@ -65,4 +65,4 @@ def test_a_family_of_its_own_has_kernels_for_banded_codes():
 def test_sides_name_the_planes_of_bands():
     side = describe(layout_of("klt2", 64), "k")
     assert (side.planes, side.row_bytes, side.plane_offset) == ((4, 2, 1), (8, 8, 4), (0, 512, 1024))
-    assert (side.widths, side.scale_dtype, side.levels, side.has_mean) == ((5, 3, 2, 0), DTYPES[SCALE_8BIT], LEVELS["banded"], True)
+    assert (side.widths, side.scale_dtype, side.levels, side.offsets) == ((5, 3, 2, 0), DTYPES[SCALE_8BIT], LEVELS["banded"], True)

@@ -230,6 +230,7 @@ def test_which_presets_are_token_local():
     local = {name for name, s in schemes.PRESETS.items() if s.key.token_local and s.value.token_local}
     assert local == {
         "raw", "int8", "int8_per_token", "int8_asym", "int8_centered", "int8_static", "fp8", "fp8_e5m2_keys", "int4", "int4_centered", "int4_rotated", "int8k_int4v",
+        "klt4", "klt3", "klt2",
     }  # fmt: skip
     assert spec("int8", PerChannel(), static=True).token_local and not spec("int8", PerChannel()).token_local
     assert not spec("int8", outliers=0.01).token_local and not spec("int8", pre_rope=True).token_local

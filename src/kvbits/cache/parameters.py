@@ -9,7 +9,7 @@ import torch
 from ..errors import SpecError
 from ..ops.static import calibrated
 from ..ops.static import check as check_tensors
-from ..quant.basis import inverse, offsets, rotated_turn
+from ..quant.basis import completed, rotated_turn
 from ..quant.rotary import turn_by
 from ..spec import CacheSpec
 
@@ -44,17 +44,15 @@ def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch
     found = []
     for layer, (geometry, tensors) in enumerate(zip(spec.layers, static, strict=True)):
         found.append(dict(tensors))
-        if (basis := tensors.get("k_basis")) is not None:
-            found[-1]["k_inverse"] = inverse(basis).to(device)
-        if layer in _turned(spec):
-            if geometry.rotary is None:
-                raise SpecError(
-                    f"scheme {spec.scheme.name!r} turns keys back by the rotary embedding, but layer {layer} has none in its geometry; "
-                    "build the cache with KVCache.for_model, give LayerGeometry(rotary=...), or use a scheme without pre_rope and basis='calibrated'"
-                )
-            found[-1]["k_inv_freq"] = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32, device=device)
-        if (mean := tensors.get("k_mean")) is not None:
-            found[-1]["k_offsets"] = offsets(mean, tensors["k_basis"], found[-1]["k_inv_freq"]).to(device)
+        if layer not in _turned(spec):
+            continue
+        if geometry.rotary is None:
+            raise SpecError(
+                f"scheme {spec.scheme.name!r} turns keys back by the rotary embedding, but layer {layer} has none in its geometry; "
+                "build the cache with KVCache.for_model, give LayerGeometry(rotary=...), or use a scheme without pre_rope and basis='calibrated'"
+            )
+        inv_freq = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32, device=device)
+        found[-1] = completed(found[-1], inv_freq)
     return found
 
 

@@ -79,6 +79,16 @@ def out_of_basis(y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tenso
     return turn(y @ static["k_inverse"].to(y), _positions(starts), static["k_inv_freq"])
 
 
+def completed(static: dict[str, torch.Tensor], inv_freq: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What pages of keys that are turned back share: a layer's calibration, `k_inv_freq`, and `k_inverse` and `k_offsets` of its basis and mean."""
+    found = static | {"k_inv_freq": inv_freq}
+    if "k_basis" in static:
+        found["k_inverse"] = inverse(static["k_basis"]).to(inv_freq.device)
+    if "k_mean" in static:
+        found["k_offsets"] = offsets(static["k_mean"], static["k_basis"], inv_freq).to(inv_freq.device)
+    return found
+
+
 def offset_rows(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
     """int64: which of the `OFFSETS` a token has by its page's first position and its place in the page (arrays that broadcast)."""
     return np.where(starts + places == 0, OFFSETS - 1, starts % FRAME // MEAN_STEP + 0 * places)

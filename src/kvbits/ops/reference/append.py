@@ -272,7 +272,7 @@ def _store(
         section(page, layout, f"{kind}_plane{i}").flatten(-2)[:, positions] = rows.transpose(0, 1)
     for name, t in stored.items():
         s = section(page, layout, f"{kind}_{name}")  # [H, groups, page_size]
-        s[:, :, slots] = as_stored(t, layout.sections[f"{kind}_{name}"].dtype).squeeze(-1).permute(1, 2, 0)
+        s[:, :, slots] = as_stored(t, layout.sections[f"{kind}_{name}"].dtype).squeeze(-1).permute(1, 2, 0).to(s.dtype)
     if mean is not None:
         s = section(page, layout, f"{kind}_mean")
         s.copy_(mean)
