@@ -14,7 +14,7 @@ from kvbits.errors import DataError, SpecError
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.quant import banded
-from kvbits.quant.basis import conditions, frames, hadamard, into_basis, inverse, out_of_basis
+from kvbits.quant.basis import completed, conditions, frames, hadamard, into_basis, inverse, offset_rows, offsets_of, out_of_basis
 from kvbits.quant.packing import pack_side, unpack_banded
 from kvbits.quant.rotary import turn
 from kvbits.spec import FRAME, SCALE_8BIT, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
@@ -31,7 +31,8 @@ def static(head_dim, heads=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
     basis = torch.eye(head_dim) * 2 + torch.randn(heads, head_dim, head_dim, generator=generator) / head_dim**0.5
     basis = torch.linalg.inv(inverse(basis).double()).float()  # one whose inverse is float16 numbers: nothing is rounded off
-    return {"k_basis": basis, "k_inverse": inverse(basis), "k_inv_freq": 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2))}
+    mean = torch.randn(heads, 2, head_dim, generator=generator) + 3
+    return completed({"k_basis": basis, "k_mean": mean}, 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2)))
 
 
 # -- 8-bit scales -------------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def test_presets_have_the_widths_that_the_documents_name():
 def test_wide_heads_of_klt4_have_eight_bits_where_the_error_is():
     """Said by the spec, so that calibrations and files of the dealt widths are told apart."""
     wide = schemes.get("klt4", head_dim=256).key
-    assert wide.bands == wide.widths(256) == (8, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2, 2) and sum(wide.bands) == 4.5 * 16
+    assert wide.bands == wide.widths(256) == (8, 6, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2) and sum(wide.bands) == 4.75 * 16
     assert wide != schemes.get("klt4").key and sum(schemes.get("klt4").key.widths(256)) == sum(wide.bands)
     assert all(schemes.get(name, head_dim=256) == schemes.get(name) for name in ("klt3", "klt2"))
     assert wide.widths(512) == schemes.get("klt4").key.widths(512), "heads of several sizes: dealt out where they are not 256"
@@ -82,7 +83,7 @@ def test_wide_heads_of_klt4_have_eight_bits_where_the_error_is():
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256, 512])
 def test_widths_fall_and_keep_their_mean_to_two_bits_of_a_head(name, head_dim):
     found = schemes.get(name).key.widths(head_dim)
-    mean = int(name[-1]) + 0.5
+    mean = int(name[-1]) + 0.75
     assert list(found) == sorted(found, reverse=True) and set(found) <= set(WIDTHS)
     assert sum(found) % 2 == 0 and mean * len(found) - 2 < sum(found) <= mean * len(found)
 
@@ -99,17 +100,16 @@ def test_planes_hold_the_channels_of_the_bands_that_have_them():
     assert spec((5, 3, 2, 0)).planes(64) == ((4, 16), (2, 32), (1, 32))
     assert spec((8, 6)).planes(32) == ((8, 16), (4, 16), (2, 16))
     assert spec((3, 1)).planes(24) == ((2, 16), (1, 24))  # the last band is narrower
-    layout = PageLayout(key=spec((5, 3, 2, 0), "calibrated", "channel"), value=spec((2,) * 4, "hadamard"), page_size=64, num_kv_heads=1, head_dim=64)
+    layout = PageLayout(key=spec((5, 3, 2, 0), "calibrated", "calibrated"), value=spec((2,) * 4, "hadamard"), page_size=64, num_kv_heads=1, head_dim=64)
     assert {n: (s.offset, s.nbytes, s.dtype, s.shape) for n, s in layout.sections.items()} == {
         "k_plane0": (0, 512, "uint8", (64, 8)),
         "k_plane1": (512, 512, "uint8", (64, 8)),
         "k_plane2": (1024, 256, "uint8", (64, 4)),
         "v_plane0": (1280, 1024, "uint8", (64, 16)),
         "k_scale": (2304, 64, SCALE_8BIT, (1, 64)),
-        "k_mean": (2368, 128, "float16", (64,)),
-        "v_scale": (2496, 64, SCALE_8BIT, (1, 64)),
+        "v_scale": (2368, 64, SCALE_8BIT, (1, 64)),
     }
-    assert layout.head_bytes == 2560 and layout.bits_per_element == 2.5
+    assert layout.head_bytes == 2432 and layout.bits_per_element == 2.375
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,8 @@ def test_planes_hold_the_channels_of_the_bands_that_have_them():
         ({"outliers": 0.01}, "no outliers"),
         ({"basis": "pca"}, "unknown basis 'pca'; known: None, hadamard, calibrated"),
         ({"format": "int4"}, "belong to format='banded', not to 'int4'"),
+        ({"center": "channel", "basis": "calibrated"}, "use center='calibrated' with basis='calibrated', or center=None"),
+        ({"center": "calibrated"}, "with center='calibrated' and basis=None"),
     ],
 )
 def test_specs_that_cannot_be_are_refused(change, message):
@@ -134,8 +136,8 @@ def test_values_have_no_calibrated_basis():
     preset = schemes.get("klt2")
     with pytest.raises(SpecError, match="basis='calibrated' is of keys"):
         Scheme(name="a", key=preset.key, value=preset.key)
-    with pytest.raises(SpecError, match="token_local=True, but"):
-        schemes.get("klt2", token_local=True, residual_length=0)
+    with pytest.raises(SpecError, match="center='calibrated' is of keys in basis='calibrated', not of 'int4'; use center='channel'"):
+        QuantSpec(format="int4", center="calibrated")
 
 
 # -- codes and bytes --------------------------------------------------------------------------------------------------------
@@ -269,12 +271,29 @@ def test_scores_stay_exact_in_the_basis_at_any_position(start):
     k, q = torch.randn(1, 2, 64, 64), torch.randn(2, 64, dtype=torch.float64)
     y = into_basis(k, s, shared, np.array([start])).double()
     frame = int(frames(np.array([start]))[0])
+    assert torch.equal(
+        into_basis(k, spec((4,) * 4, "calibrated", "calibrated"), shared, np.array([start])).double(),
+        (y.float() - offsets_of(shared, np.array([start]), 64)).double(),
+    )
     assert frame == start // 256 * 256 and FRAME == 256
     q_frame = turn(q[None, :, None], torch.tensor([frame]), shared["k_inv_freq"], back=True)[0]
     scores = (q_frame @ shared["k_inverse"].double().mT) @ y[0].mT
     expected = q[:, None] @ k[0].double().mT
     assert torch.allclose(scores, expected, atol=2e-5 * expected.abs().max().item())
     assert torch.allclose(out_of_basis(y, s, shared, np.array([start])), k.double(), atol=1e-5)
+
+
+def test_a_token_takes_the_mean_of_its_pages_place_in_the_frame_and_position_0_its_own():
+    starts, places = np.array([0, 0, 4, 63, 64, 252, 256, 1000]), np.array([0, 1, 0, 5, 0, 63, 0, 0])
+    assert offset_rows(starts, places).tolist() == [4, 0, 0, 0, 1, 3, 0, 3]
+    shared = static(64)
+    for row, at in enumerate((0, 64, 128, 192)):
+        mean = turn(shared["k_mean"][:, :1].double(), torch.tensor([at]), shared["k_inv_freq"]) @ shared["k_basis"].double()
+        torch.testing.assert_close(shared["k_offsets"][:, row].double(), mean[:, 0], rtol=2**-11, atol=1e-6)
+    torch.testing.assert_close(
+        shared["k_offsets"][:, 4].double(), (shared["k_mean"][:, 1:].double() @ shared["k_basis"].double())[:, 0], rtol=2**-11, atol=1e-6
+    )
+    assert torch.equal(shared["k_offsets"].half().float(), shared["k_offsets"])
 
 
 def test_pages_of_one_frame_are_turned_alike_and_equal_keys_of_other_frames_store_equal_bytes():
@@ -302,10 +321,9 @@ def test_pages_read_back_within_what_their_codes_allow(name, head_dim):
     got_k, got_v = dequantize_pages(pages, layout, shared, torch.float64, starts=starts)
     for x, got, side, kind in ((k + 3, got_k, preset.key, "k"), (v, got_v, preset.value, "v")):
         y = into_basis(x, side, shared, starts)
-        mean = section(pages, layout, "k_mean").float().unsqueeze(-2) if kind == "k" else 0.0
         scale = banded.scale_values(section(pages, layout, f"{kind}_scale")).squeeze(-2)
-        stored = into_basis(got.float(), side, shared, starts)
-        bound = bounds.banded(y - mean, side, scale) + 2e-5 * y.abs().max()
+        stored = into_basis(got.float(), side, shared, starts)  # less offsets, too
+        bound = bounds.banded(y, side, scale) + 2e-5 * y.abs().max()
         assert ((stored - y).abs() <= bound).all()
 
 

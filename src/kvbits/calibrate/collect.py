@@ -255,7 +255,7 @@ def _see_queries(model: Any, prompts: list[tuple[torch.Tensor, torch.Tensor | No
         for ids, mask, valid in prompts:
 
             def observe(layer: int, q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor = valid) -> None:
-                for row, real in enumerate(valid):
+                for row, real in enumerate(valid if layer in looking else ()):
                     positions = real.nonzero().squeeze(1).to(k.device)
                     looking[layer].add(q[row, positions], k[row, positions], positions)
 
