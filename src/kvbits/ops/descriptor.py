@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ..quant.banded import STEP
-from ..spec import BAND, FRAME, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ..spec import BAND, FRAME, MEAN_STEP, OFFSETS, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..spec.quant import DTYPE_BYTES, SCALE_BYTES, NumberFormat
 from ..spec.quant import FORMATS as NUMBER_FORMATS
 
@@ -165,8 +165,8 @@ def header() -> str:
         "// Who shares a scale.",
         _enum("ScaleKind", {f"SCALE_{name.upper()}": i for name, i in SCALES.items()}),
         _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in FORMATS.items()} | {"NUM_FORMATS": len(FORMATS)}),
-        "// Banded codes: channels of a band, positions of a frame (quant/banded.py).",
-        _enum("Banding", {"BAND": BAND, "FRAME": FRAME}),
+        "// Banded codes: channels of a band, positions of a frame and of a mean in it, rows of offsets (quant/banded.py, basis.py).",
+        _enum("Banding", {"BAND": BAND, "FRAME": FRAME, "MEAN_STEP": MEAN_STEP, "OFFSETS": OFFSETS}),
         "",
         "/// Codes lie in one or two bit planes, high bits first (banded ones in those of their widths)."
         " For floats: the bits behind the sign, the largest value, and where rounding passes it.",

@@ -11,8 +11,9 @@ from ...quant.qparams import require_finite
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..reference.append import open_pages
-from ..types import PageStore, SlotMapping
+from ..types import PageStore, SlotMapping, wider_scales
 from . import structs
+from .close import frame_turns
 from .library import AppendStruct, check, library
 from .structs import refuses_writing, store_struct
 
@@ -52,11 +53,14 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
         check(library().kvbits_append(struct))
         return {}
     struct.used_bytes = layout.used_bytes
+    if layout.key.needs_rotary:
+        turns = frame_turns(store, slot_mapping.starts)
+        struct.starts, struct.turn_starts = slot_mapping.starts.ctypes.data, turns.ctypes.data
     check(library().kvbits_append(struct))
     for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
         if struct.nonfinite[i]:
             require_finite(x, name)
             raise DataError(f"{name} are not finite once their page's mean is taken off")
         if struct.overflow[i]:
-            raise DataError(f"a scale or bias of the {name} overflows {spec.scale_dtype}; use scale_dtype='float32' or 'bfloat16'")
+            raise DataError(f"a scale or bias of the {name} overflows {spec.scale_dtype}; {wider_scales(spec) or 'keep the layer raw (an Override)'}")
     return {kind: struct.saturated[i] for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))) if not spec.is_raw}

@@ -28,6 +28,17 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
     return refuses_low(store.layout, [s.layout for s in low], closing=True) or refuses_layout(store.layout) or refuses_writing(k, store)
 
 
+def frame_turns(store: PageStore, starts: np.ndarray) -> np.ndarray:
+    """`page_turns` of the frames of pages that start at `starts`, for keys in a calibrated basis.
+
+    Raises:
+        DataError: a store without the basis.
+    """
+    if "k_basis" not in store.static:
+        raise DataError("keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim] to be stored; calibrate first")
+    return page_turns(frames(starts), store.static["k_inv_freq"])
+
+
 def close(
     k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
 ) -> dict[str, int]:
@@ -64,11 +75,8 @@ def close(
         struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data
     if layout.key.needs_rotary:
         inv_freq, first = store.static["k_inv_freq"], require_starts(starts, len(ids))
-        if layout.key.basis == "calibrated":
-            first = frames(first)
-            if "k_basis" not in store.static:
-                raise DataError("keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim] to close pages; calibrate first")
-        turns = page_turns(first, inv_freq), step_turns(layout.page_size, inv_freq)
+        struct.starts = first.ctypes.data
+        turns = frame_turns(store, first) if layout.key.basis == "calibrated" else page_turns(first, inv_freq), step_turns(layout.page_size, inv_freq)
         struct.turn_starts, struct.turn_steps = (x.ctypes.data for x in turns)
     check(library().kvbits_close(struct))
     for i, (name, x) in enumerate((("keys", k), ("values", v))):

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
@@ -35,7 +35,7 @@ class TensorStruct(Structure):
         ("scale_offset", c_int32), ("bias_offset", c_int32), ("mean_offset", c_int32), ("stretch_offset", c_int32),
         ("num_outliers", c_int32), ("outlier_index_offset", c_int32), ("outlier_value_offset", c_int32),
         ("static_scale", c_void_p), ("static_bias", c_void_p),
-        ("hadamard", c_int32), ("bands", c_void_p), ("from_basis", c_void_p), ("to_basis", c_void_p),
+        ("hadamard", c_int32), ("bands", c_void_p), ("from_basis", c_void_p), ("to_basis", c_void_p), ("offsets", c_void_p),
         ("codebook", c_void_p), ("inv_freq", c_void_p), ("turns", c_void_p),
     ]  # fmt: skip
 
@@ -79,7 +79,7 @@ class CloseStruct(Structure):
         ("store", c_void_p), ("page_ids", c_void_p), ("low", c_void_p), ("low_ids", c_void_p), ("num_pages", c_int64),
         ("num_kv_heads", c_int32), ("head_dim", c_int32),
         ("dtype", c_int32), ("num_threads", c_int32), ("source", c_void_p * 2), ("stride", (c_int64 * 3) * 2),
-        ("turn_starts", c_void_p), ("turn_steps", c_void_p),
+        ("turn_starts", c_void_p), ("turn_steps", c_void_p), ("starts", c_void_p),
         ("saturated", c_int64 * 2), ("nonfinite", c_int64 * 2), ("overflow", c_int32 * 2),
     ]  # fmt: skip
 
@@ -91,7 +91,7 @@ class AppendStruct(Structure):
         ("store", c_void_p), ("runs", c_void_p), ("num_runs", c_int64), ("batch", c_int32), ("num_tokens", c_int32), ("num_kv_heads", c_int32),
         ("head_dim", c_int32), ("dtype", c_int32), ("num_threads", c_int32), ("k", c_void_p), ("v", c_void_p),
         ("k_row", c_int64), ("k_token", c_int64), ("k_head", c_int64), ("v_row", c_int64), ("v_token", c_int64), ("v_head", c_int64),
-        ("used_bytes", c_int64), ("saturated", c_int64 * 2), ("nonfinite", c_int32 * 2), ("overflow", c_int32 * 2),
+        ("used_bytes", c_int64), ("starts", c_void_p), ("turn_starts", c_void_p), ("saturated", c_int64 * 2), ("nonfinite", c_int32 * 2), ("overflow", c_int32 * 2),
     ]  # fmt: skip
 
 

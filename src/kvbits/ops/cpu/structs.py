@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import DataError
-from ...spec import KEY_TILE, LowLayout, PageLayout
+from ...spec import KEY_TILE, OFFSETS, LowLayout, PageLayout
 from ..descriptor import FORMATS, LEVELS, STATIC, TORCH_NUMBERS, Side, describe, low_plane
 from ..types import LowStore, PageStore, PageTable
 from .library import StoreStruct, TableStruct, TensorStruct, unavailable
@@ -109,7 +109,11 @@ def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep
         inverse = _given(static, f"{kind}_inverse", (heads, d, d), "num_kv_heads, head_dim, head_dim", keep)
         keep.append(F.pad(inverse.mT, (0, -d % 16)).unflatten(-1, (-1, 16)).transpose(1, 2).contiguous())
         t.from_basis = keep[-1].data_ptr()
-        if f"{kind}_basis" in static:  # of closing alone
+        if side.offsets:
+            given = _given(static, f"{kind}_offsets", (heads, OFFSETS, d), "num_kv_heads, offsets, head_dim", keep)
+            keep.append(F.pad(given, (0, -d % 16)).contiguous())
+            t.offsets = keep[-1].data_ptr()
+        if f"{kind}_basis" in static:  # of writing alone
             t.to_basis = _given(static, f"{kind}_basis", (heads, d, d), "num_kv_heads, head_dim, head_dim", keep).data_ptr()
     return t
 

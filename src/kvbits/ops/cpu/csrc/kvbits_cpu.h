@@ -15,13 +15,13 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 15 };
+enum { KVBITS_ABI_VERSION = 16 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
   int32_t format;        // Format of numbers.h
   int32_t raw_dtype;     // Dtype of raw rows
-  int32_t scale_dtype;   // Dtype of scales, biases and means; FLOAT8_E5M3 of scales only, with means of FLOAT16
+  int32_t scale_dtype;   // Dtype of scales, biases and means; FLOAT8_E5M3 of scales only
   int32_t symmetric;     // 0: integer codes start at 0 and a bias is added
   int32_t per_channel;   // 1: one scale per channel of the page; 0: [groups, page_size]
   int32_t group_size;    // channels sharing a scale when !per_channel (head_dim for per token)
@@ -38,7 +38,8 @@ typedef struct {
   int32_t hadamard;           // 1: banded, and times a Hadamard matrix
   const uint8_t* bands;       // [head_dim / BAND, rounded up] bits of each band of channels; null unless the format is banded
   const float* from_basis;    // transposed inverse of the keys' basis, 16 columns after the other: [num_kv_heads][head_dim / 16, rounded up][head_dim][16], zeros behind; null for none
-  const float* to_basis;      // [num_kv_heads][head_dim][head_dim] that keys are multiplied with when their page closes; null for none
+  const float* to_basis;      // [num_kv_heads][head_dim][head_dim] that keys are multiplied with when they are stored; null for none
+  const float* offsets;       // [num_kv_heads][OFFSETS][head_dim rounded up to 16, zeros behind]: what is taken off keys in the basis; null for none
   const float* codebook;      // [num_kv_heads, 2^bits] ascending; null unless the format has one
   const float* inv_freq;      // [head_dim / 2] radians per token; null unless keys are stored before the rotary embedding, or in a basis (turned back by their frame)
   const float* turns;         // cos and sin of j * inv_freq for the page's tokens j: [page_size / 16][head_dim / 2][2][16]; null unless keys are stored before the rotary embedding
@@ -99,6 +100,7 @@ typedef struct {
   // For keys that are turned back: cosines, then sines of head_dim / 2 angles, each padded to a multiple of 16.
   const double* turn_starts;  // [num_pages] of each page's first token, or its frame
   const double* turn_steps;   // [page_size] of token j's distance from it
+  const int64_t* starts;      // [num_pages] position of each page's first token
   int64_t saturated[2];     // out: elements clamped to the code range
   int64_t nonfinite[2];     // out: first page * num_kv_heads + head that holds NaN or infinity, -1 for none
   int32_t overflow[2];      // out: a scale, bias or mean overflowed its storage dtype
@@ -114,6 +116,8 @@ typedef struct {
   int64_t stride[2][3];       // elements: sequence, token, head
   // Packed pages only:
   int64_t used_bytes;         // of a head struct; what follows is zeroed where a run begins at slot 0
+  const int64_t* starts;      // [num_runs] position of the first token of each run's page, and its frame's angles as in kvbits_close_call: of keys that are turned back
+  const double* turn_starts;
   int64_t saturated[2];       // out, as in kvbits_close_call
   int32_t nonfinite[2], overflow[2];  // out: whether any number was not finite, any scale too large for its type; such tokens are left half written
 } kvbits_append_call;

@@ -59,6 +59,10 @@ void packed_item(void* context, int64_t i, int64_t, void* scratch) {
     part.count = static_cast<int>(r.count);
     part.source = static_cast<const char*>(call.source[side]) + (r.row * stride[0] + r.token * stride[1] + head * stride[2]) * size;
     part.token_stride = stride[1];
+    if (part.tensor->inv_freq) {
+      part.turn_start = call.turn_starts + i / call.num_kv_heads * ((call.head_dim / 2 + 15) / 16 * 32);
+      part.start = call.starts[i / call.num_kv_heads];
+    }
     part.head = to;
     CloseResult result = {};
     w.kernels->store(part, scratch, result);
@@ -69,7 +73,7 @@ void packed_item(void* context, int64_t i, int64_t, void* scratch) {
 }
 
 bool token_local(const kvbits_tensor& t) {
-  return t.format == FORMAT_RAW || (!t.codebook && !t.bands && !t.num_outliers && !t.inv_freq && (t.static_scale || !t.per_channel));
+  return t.format == FORMAT_RAW || (!t.codebook && !t.num_outliers && (t.bands || !t.inv_freq) && (t.static_scale || !t.per_channel));
 }
 
 bool raw_of(const kvbits_tensor& t, int dtype) { return t.format == FORMAT_RAW && t.raw_dtype == dtype; }
@@ -83,6 +87,7 @@ extern "C" int32_t kvbits_append(kvbits_append_call* call) {
   if (raw ? !raw_of(store.key, call->dtype) || !raw_of(store.value, call->dtype)
           : !token_local(store.key) || !token_local(store.value) || call->used_bytes < 0 || call->used_bytes > store.head_bytes)
     return KVBITS_BAD_RUN;
+  if (!raw && store.key.inv_freq && !(store.key.to_basis && call->turn_starts && call->starts)) return KVBITS_BAD_FORMAT;
   const int64_t pages = num_pages(store);
   int64_t tokens = 0;
   for (int64_t i = 0; i < call->num_runs; i++) {

@@ -42,6 +42,8 @@ static bool params_of_page(PageBuffers& b, const ClosePart& part, int groups, bo
   return make_params<BFLOAT16>(b, t, part.head, part.page_size, part.head_dim, groups, by_token);
 }
 
+static Slots slots_of(const ClosePart& part) { return {part.is_key, part.page_size, 0, part.page_size}; }
+
 // The planes of the codes, the highest bits first.
 static void store_codes_of_page(PageBuffers& b, const ClosePart& part) {
   const kvbits_tensor& t = *part.tensor;
@@ -49,7 +51,7 @@ static void store_codes_of_page(PageBuffers& b, const ClosePart& part) {
   for (int plane = 0; plane < num_planes(t.format); plane++) {
     const int bits = plane_bits(t.format, plane);
     shift -= bits;
-    store_plane(b, part, part.head + t.plane_offset[plane], bits, shift);
+    store_plane(b, slots_of(part), part.head_dim, part.head + t.plane_offset[plane], bits, shift);
   }
 }
 
@@ -64,7 +66,8 @@ static void close_item(const ClosePart& part, void* scratch, CloseResult& result
   }
   if (t.format == FORMAT_RAW) return store_raw_rows(b, part.head + t.plane_offset[0], t.raw_dtype, page_size, head_dim);
   if (t.bands) {
-    result.overflow = !close_bands(b, part);
+    result.overflow = !store_banded(b, {part.tensor, part.is_key, part.kv_head, page_size, head_dim, part.dtype, 0, page_size, part.source, part.token_stride,
+                                        part.turn_start, part.start, part.head});
     return;
   }
   if (part.turn_start) turn_rows_back(b, part.turn_start, part.turn_steps, page_size, head_dim);
@@ -88,7 +91,7 @@ static void close_item(const ClosePart& part, void* scratch, CloseResult& result
   if (!part.low) return;
   const int bits = code_bits(part.low->format);
   low_codes_of_format(b, t, page_size, head_dim, groups, by_token, has_bias, bits);
-  store_plane(b, part, part.low_head + part.low->plane_offset[0], bits, 0);
+  store_plane(b, slots_of(part), head_dim, part.low_head + part.low->plane_offset[0], bits, 0);
 }
 
 }  // namespace

@@ -51,6 +51,7 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
     if (part.tensor->inv_freq) {
       part.turn_start = call.turn_starts + page * turn_row;
       part.turn_steps = call.turn_steps;
+      part.start = call.starts[page];
     }
     part.head = to;
     part.low_head = low;
@@ -71,7 +72,7 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
 extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   const kvbits_store& store = *call->store;
   if (const int32_t bad = check_store(store, call->head_dim)) return bad;
-  if ((store.key.inv_freq || store.value.inv_freq) && !(call->turn_starts && call->turn_steps)) return KVBITS_BAD_FORMAT;
+  if ((store.key.inv_freq || store.value.inv_freq) && !(call->turn_starts && call->turn_steps && call->starts)) return KVBITS_BAD_FORMAT;
   if (store.key.from_basis && !store.key.to_basis) return KVBITS_BAD_FORMAT;
   const int64_t pages = num_pages(store);
   for (int64_t i = 0; i < call->num_pages; i++)

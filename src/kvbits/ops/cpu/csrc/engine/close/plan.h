@@ -13,6 +13,7 @@ struct ClosePart {
   const void* source;    // [page_size, head_dim], rows token_stride elements apart
   int64_t token_stride;
   const double *turn_start, *turn_steps;  // how keys are turned back (kvbits_close_call), or null
+  int64_t start;         // position of the page's first token, of such keys
   uint8_t* head;         // the head struct
   const kvbits_tensor* low;  // the low plane, or null
   uint8_t* low_head;     // its head struct
@@ -25,6 +26,8 @@ struct TokensPart {
   int kv_head, page_size, head_dim, dtype, slot, count;
   const void* source;    // [count, head_dim], rows token_stride elements apart
   int64_t token_stride;
+  const double* turn_start;  // of keys in a basis, as in ClosePart
+  int64_t start;
   uint8_t* head;         // the head struct; its mean, if it has one, is there already
 };
 

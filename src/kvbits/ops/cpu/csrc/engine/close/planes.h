@@ -51,13 +51,38 @@ static void interleave_values(const PageBuffers& b, uint8_t* to, int page_size, 
   }
 }
 
-// One plane of keys or values.
-static void store_plane(PageBuffers& b, const ClosePart& part, uint8_t* to, int bits, int shift) {
-  const int row_bytes = row_bytes_of(part.head_dim, bits);
-  if (row_bytes * 8 / bits > part.head_dim) __builtin_memset(b.rows, 0, (size_t)part.page_size * row_bytes);
-  pack_rows(b, part.page_size, part.head_dim, row_bytes, bits, shift);
-  if (part.is_key) interleave_keys(b, to, part.page_size, row_bytes);
-  else interleave_values(b, to, part.page_size, row_bytes);
+// Neighbouring places of a page, all of them when it closes.
+struct Slots {
+  bool is_key;
+  int page_size, first, count;
+};
+
+static void scatter_rows(const PageBuffers& b, const Slots& s, uint8_t* to, int row_bytes) {
+  for (int t = 0; t < s.count; t++) {
+    const uint8_t* row = b.rows + (int64_t)t * row_bytes;
+    const int place = s.first + t;
+    if (s.is_key) {
+      uint8_t* at = to + place / TILE * TILE * row_bytes + place % TILE * 4;
+      for (int r = 0; r < row_bytes; r += 4) __builtin_memcpy(at + r * TILE, row + r, 4);
+      continue;
+    }
+    const int in = place % 8, quad = place / 8 * 2 + in / 2 % 2, u = in % 2 + in / 4 * 2;  // slots of a group of eight hold tokens 0 1 4 5 2 3 6 7
+    for (int block = 0; block < row_bytes; block += 16) {
+      const int width = row_bytes - block < 16 ? row_bytes - block : 16;
+      uint8_t* at = to + (int64_t)block * s.page_size + quad * 4 * width + u;
+      for (int r = 0; r < width; r++) at[r * 4] = row[block + r];
+    }
+  }
+}
+
+// One plane of keys or values: `channels` fields of each token's codes.
+static void store_plane(PageBuffers& b, const Slots& s, int channels, uint8_t* to, int bits, int shift) {
+  const int row_bytes = row_bytes_of(channels, bits);
+  if (row_bytes * 8 / bits > channels) __builtin_memset(b.rows, 0, (size_t)s.count * row_bytes);
+  pack_rows(b, s.count, channels, row_bytes, bits, shift);
+  if (s.count < s.page_size) scatter_rows(b, s, to, row_bytes);
+  else if (s.is_key) interleave_keys(b, to, s.page_size, row_bytes);
+  else interleave_values(b, to, s.page_size, row_bytes);
 }
 
 template <int DTYPE>

@@ -1,4 +1,4 @@
-// Pages of banded codes (docs/reference/formats.md): rows to the basis that they are stored in, fitted scales, codes of a width for each band.
+// Tokens of banded codes (docs/reference/formats.md): rows to the basis that they are stored in, less offsets, fitted scales, codes of a width for each band.
 // The definition is src/kvbits/quant/{basis,banded}.py. Rows times a Hadamard matrix match it bit for bit; products with a calibrated basis are sums in
 // float64 as there, in another order.
 #pragma once
@@ -10,6 +10,7 @@
 #include "engine/close/stored_bits.h"
 #include "families/plain/params.h"
 #include "hadamard.h"
+#include "offsets.h"
 
 namespace {
 
@@ -17,20 +18,22 @@ constexpr int SMALLEST_SCALE_CODE = 1, LARGEST_SCALE_CODE = 247;
 // Which 8-bit floats are tried around that of a Gaussian token, then in pairs around the best; of turned rows fewer.
 constexpr int SCALE_OFFSETS[7] = {1, -4, 4, -2, 2, -1, 1}, TURNED_OFFSETS[5] = {0, -2, 2, -1, 1};
 
-static void hadamard_rows(PageBuffers& b, int page_size, int head_dim) {
-  for (int t = 0; t < page_size; t++) hadamard(b.x + (int64_t)t * padded_width(head_dim), head_dim);
+static void hadamard_rows(PageBuffers& b, int count, int head_dim) {
+  for (int t = 0; t < count; t++) hadamard(b.x + (int64_t)t * padded_width(head_dim), head_dim);
 }
 
 // Half as many numbers as a vector of floats has, as many doubles as its bytes hold: GCC keeps wider ones in memory.
 typedef double vd_native __attribute__((vector_size(VL * 4)));
 typedef float vf_half __attribute__((vector_size(VL * 2), aligned(4), may_alias));
 
-// Rows turned back by the frame (its cosines and sines as in turn_rows_back), times the basis [head_dim][head_dim].
-static void rows_to_basis(PageBuffers& b, const double* frame, const float* basis, int page_size, int head_dim) {
-  constexpr int R = 8;  // rows that share what is loaded of the basis; pages have a multiple of 32, heads of 8 channels
+// Rows from `first` on, R at a time, turned back by the frame (its cosines and sines as in turn_rows_back), times the basis [head_dim][head_dim]. Rows taken
+// together share what is loaded of the basis. Returns how far it came.
+template <int R>
+static int rows_to_basis(PageBuffers& b, const double* frame, const float* basis, int first, int count, int head_dim) {
   const int width = padded_width(head_dim), half = head_dim / 2, padded = round_up(half, 16);
   double turned[MAX_HEAD_DIM][R];
-  for (int t = 0; t < page_size; t += R) {
+  int t = first;
+  for (; t + R <= count; t += R) {
     for (int r = 0; r < R; r++) {
       const float* x = b.x + (int64_t)(t + r) * width;
       for (int i = 0; i < half; i++) {
@@ -47,6 +50,15 @@ static void rows_to_basis(PageBuffers& b, const double* frame, const float* basi
       }
       for (int r = 0; r < R; r++) *(vf_half*)(b.x + (int64_t)(t + r) * width + c) = __builtin_convertvector(sums[r], vf_half);
     }
+  }
+  return t;
+}
+
+static void subtract_offsets(PageBuffers& b, const TokensPart& part) {
+  const int width = padded_width(part.head_dim);
+  for (int i = 0; i < part.count; i++) {
+    const float* mean = offsets_of(*part.tensor, part.kv_head, part.head_dim, part.start, part.slot + i);
+    for (int c = 0; c < width; c += VL) store(b.x + (int64_t)i * width + c, load(b.x + (int64_t)i * width + c) - load(mean + c));
   }
 }
 
@@ -108,14 +120,14 @@ static int fitted_scale(const float* x, const BandSteps& s, int width, bool turn
 }
 
 // Scales and codes of all tokens. False when a scale overflows.
-static bool code_bands(PageBuffers& b, const ClosePart& part, const BandSteps& steps) {
+static bool code_bands(PageBuffers& b, const TokensPart& part, const BandSteps& steps) {
   const kvbits_tensor& t = *part.tensor;
   const int width = padded_width(part.head_dim);
-  for (int i = 0; i < part.page_size; i++) {
+  for (int i = 0; i < part.count; i++) {
     const float* x = b.x + (int64_t)i * width;
     const int code = fitted_scale(x, steps, width, t.hadamard);
     if (!code) return false;
-    part.head[t.scale_offset + i] = (uint8_t)code;
+    part.head[t.scale_offset + part.slot + i] = (uint8_t)code;
     const vf inverse = 1.0f / splat(scale_of_code(code));
     for (int c = 0; c < width; c += VL)
       store_bytes(b.codes + (int64_t)i * width + c, __builtin_convertvector(band_level(load(x + c), inverse, load(steps.top + c)), vi));
@@ -124,7 +136,7 @@ static bool code_bands(PageBuffers& b, const ClosePart& part, const BandSteps& s
 }
 
 // Each plane as that of a format whose channels are those of the bands that have it.
-static void store_bands(PageBuffers& b, const ClosePart& part) {
+static void store_bands(PageBuffers& b, const TokensPart& part) {
   const kvbits_tensor& t = *part.tensor;
   const int width = padded_width(part.head_dim);
   PageBuffers fields = b;
@@ -133,27 +145,28 @@ static void store_bands(PageBuffers& b, const ClosePart& part) {
     int channels = 0;
     for (int c = 0; c < part.head_dim; c++) channels += (t.bands[c / BAND] & bits) != 0;
     if (!channels) continue;
-    for (int i = 0; i < part.page_size; i++) {
+    for (int i = 0; i < part.count; i++) {
       const uint8_t* from = b.codes + (int64_t)i * width;
       uint8_t* to = fields.codes + (int64_t)i * padded_width(channels);
       for (int c = 0; c < part.head_dim; c++)
         if (t.bands[c / BAND] & bits) *to++ = (uint8_t)(from[c] >> (t.bands[c / BAND] & (bits - 1)));
     }
-    ClosePart plane = part;
-    plane.head_dim = channels;
-    store_plane(fields, plane, part.head + t.plane_offset[stored++], bits, 0);
+    store_plane(fields, {part.is_key, part.page_size, part.slot, part.count}, channels, part.head + t.plane_offset[stored++], bits, 0);
   }
 }
 
-// A page of banded codes from its rows. False when a scale or mean overflows.
-static bool close_bands(PageBuffers& b, const ClosePart& part) {
+// Tokens of banded codes from their rows. False when a scale overflows.
+static bool store_banded(PageBuffers& b, const TokensPart& part) {
   const kvbits_tensor& t = *part.tensor;
-  const int width = padded_width(part.head_dim);
-  for (int i = 0; i < part.page_size; i++)
+  const int width = padded_width(part.head_dim), n = part.count;
+  for (int i = 0; i < n; i++)
     for (int c = part.head_dim; c < width; c++) b.x[(int64_t)i * width + c] = 0.0f;
-  if (t.to_basis) rows_to_basis(b, part.turn_start, t.to_basis + (int64_t)part.kv_head * part.head_dim * part.head_dim, part.page_size, part.head_dim);
-  if (t.hadamard) hadamard_rows(b, part.page_size, part.head_dim);
-  if (t.mean_offset >= 0 && !subtract_mean<FLOAT16>(b, part.head + t.mean_offset, part.page_size, part.head_dim)) return false;
+  if (t.to_basis) {
+    const float* basis = t.to_basis + (int64_t)part.kv_head * part.head_dim * part.head_dim;
+    rows_to_basis<1>(b, part.turn_start, basis, rows_to_basis<8>(b, part.turn_start, basis, 0, n, part.head_dim), n, part.head_dim);
+  }
+  if (t.hadamard) hadamard_rows(b, n, part.head_dim);
+  if (t.offsets) subtract_offsets(b, part);
   BandSteps steps;
   fill_steps(steps, t, part.head_dim);
   if (!code_bands(b, part, steps)) return false;

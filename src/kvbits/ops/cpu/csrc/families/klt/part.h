@@ -8,6 +8,7 @@
 #include "families/plain/part.h"
 #include "hadamard.h"
 #include "keys.h"
+#include "offsets.h"
 
 namespace {
 
@@ -21,6 +22,7 @@ struct KltPart {
   Angles& angles;
   BandPieces& pieces;
   int64_t last_start;  // of the last page
+  int64_t page_start = 0;
   int64_t frame = -1;  // whose queries are in `folded`; -1 for none
   int64_t first_frame = 0;  // of those whose queries are in `in_basis`
   int frames = 0;           // how many
@@ -54,15 +56,31 @@ struct KltPart {
     frame = of_page;
   }
 
+  // What the row of offsets of a token's key adds to the scores of a chunk (quant/basis.py).
+  void add_offsets(Chunk& c, int64_t start, int place) {
+    const int head_dim = part.call.head_dim;
+    for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
+    add_query_bias(c, c.folded[0], offsets_of(*part.key.t, part.kv_head, head_dim, start, place), head_dim);
+  }
+
   void begin_page(const PageView& at, int64_t start) {
     enter_frame(start);
     base.begin_page(at, start);
+    page_start = start;
+    for (int i = 0; i < part.num_chunks && part.key.t->offsets; i++) add_offsets(part.chunks[i], start, 1);
   }
 
   void begin_block(const PageView& at, int token, int n) { base.begin_block(at, token, n); }
 
   void scores(Chunk& c, const PageView& at, int token, int n) {
     band_kernels.of[c.rows - 1]({at.page, token / TILE, n, &c, &pieces, part.block.k_scale[0], part.block.s[0], at.ahead});
+    if (part.key.t->offsets && page_start + token == 0) {  // position 0 has a row of its own, and the page's is added to all
+      float of_page[ROWS];
+      __builtin_memcpy(of_page, c.q_bias, sizeof of_page);
+      add_offsets(c, 0, 0);
+      for (int h = 0; h < c.rows; h++) part.block.s[h][0] += c.q_bias[h] - of_page[h];
+      __builtin_memcpy(c.q_bias, of_page, sizeof of_page);
+    }
   }
 
   void outputs(Chunk& c, const PageView& at, int token, int n) { base.outputs(c, at, token, n); }

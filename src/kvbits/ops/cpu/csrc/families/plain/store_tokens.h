@@ -7,28 +7,11 @@
 #include "engine/close/page_buffers.h"
 #include "engine/close/plan.h"
 #include "engine/close/planes.h"
+#include "families/klt/codes.h"
 #include "kvbits_cpu.h"
 #include "params.h"
 
 namespace {
-
-static void scatter_rows(const PageBuffers& b, const TokensPart& part, uint8_t* to, int row_bytes) {
-  for (int t = 0; t < part.count; t++) {
-    const uint8_t* row = b.rows + (int64_t)t * row_bytes;
-    const int place = part.slot + t;
-    if (part.is_key) {
-      uint8_t* at = to + place / TILE * TILE * row_bytes + place % TILE * 4;
-      for (int r = 0; r < row_bytes; r += 4) __builtin_memcpy(at + r * TILE, row + r, 4);
-      continue;
-    }
-    const int in = place % 8, quad = place / 8 * 2 + in / 2 % 2, u = in % 2 + in / 4 * 2;  // slots of a group of eight hold tokens 0 1 4 5 2 3 6 7
-    for (int block = 0; block < row_bytes; block += 16) {
-      const int width = row_bytes - block < 16 ? row_bytes - block : 16;
-      uint8_t* at = to + (int64_t)block * part.page_size + quad * 4 * width + u;
-      for (int r = 0; r < width; r++) at[r * 4] = row[block + r];
-    }
-  }
-}
 
 // Scales (and biases) of tokens, chosen and put into the page.
 template <int DTYPE>
@@ -80,6 +63,10 @@ static void store_item(const TokensPart& part, void* scratch, CloseResult& resul
     uint8_t* to = part.head + t.plane_offset[0] + (int64_t)part.slot * head_dim * (t.raw_dtype == FLOAT32 ? 4 : 2);
     return store_raw_rows(b, to, t.raw_dtype, n, head_dim);
   }
+  if (t.bands) {
+    result.overflow = !store_banded(b, part);
+    return;
+  }
   const bool by_token = !t.static_scale, has_bias = t.bias_offset >= 0 || t.static_bias;
   const int groups = by_token ? head_dim / t.group_size : 1;
   if (!params_of_tokens(b, part, groups)) {
@@ -89,11 +76,9 @@ static void store_item(const TokensPart& part, void* scratch, CloseResult& resul
   result.saturated = codes_of_format(b, t, n, head_dim, groups, by_token, has_bias);
   int shift = code_bits(t.format);
   for (int plane = 0; plane < num_planes(t.format); plane++) {
-    const int bits = plane_bits(t.format, plane), row_bytes = row_bytes_of(head_dim, bits);
+    const int bits = plane_bits(t.format, plane);
     shift -= bits;
-    if (row_bytes * 8 / bits > head_dim) __builtin_memset(b.rows, 0, (size_t)n * row_bytes);
-    pack_rows(b, n, head_dim, row_bytes, bits, shift);
-    scatter_rows(b, part, part.head + t.plane_offset[plane], row_bytes);
+    store_plane(b, {part.is_key, part.page_size, part.slot, n}, head_dim, part.head + t.plane_offset[plane], bits, shift);
   }
 }
 
