@@ -12,7 +12,7 @@ from kvbits.ops.cpu import library
 from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
-from kvbits.quant.basis import inverse
+from kvbits.quant.basis import completed
 from kvbits.spec import SCALE_8BIT, LowLayout, PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 
 needs_library = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
@@ -91,7 +91,9 @@ def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int) -
             found[f"{kind}_inv_freq"] = inverse_frequencies(head_dim)
         if spec.basis == "calibrated":
             found[f"{kind}_basis"] = (torch.eye(head_dim) + torch.randn(heads, head_dim, head_dim) / (2 * head_dim**0.5)) / band_steps(spec, head_dim)
-            found[f"{kind}_inverse"] = inverse(found[f"{kind}_basis"])
+            if spec.has_offsets:
+                found[f"{kind}_mean"] = torch.randn(heads, 2, head_dim)
+            found = completed(found, found[f"{kind}_inv_freq"])
     return found
 
 

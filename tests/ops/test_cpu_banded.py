@@ -12,15 +12,17 @@ from ops.cpu_cases import NOISE, RAW, banded, inverse_frequencies, needs_library
 
 from kvbits import schemes
 from kvbits.errors import DataError
+from kvbits.ops.cpu import append as append_cpu
 from kvbits.ops.cpu import attend as cpu
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cpu import structs
+from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
-from kvbits.ops.types import PageStore
+from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.quant.banded import scale_values
-from kvbits.quant.basis import inverse
+from kvbits.quant.basis import completed
 from kvbits.spec import PageLayout, PerGroup, PerToken, QuantSpec
 
 pytestmark = needs_library
@@ -68,8 +70,8 @@ def test_options(tier, options):
 def test_every_width_of_keys(tier):
     """All planes, in every order; 8 bits are two fields of 4."""
     for bands in ((8, 6, 5, 4), (0, 1, 8, 3), (3, 0, 0, 6), (1, 1, 1, 1), (2, 5, 0, 8), (0, 0, 0, 4)):
-        for basis in (None, "hadamard", "calibrated"):
-            assert_agrees(random_call(banded(*bands, basis=basis, center="channel"), RAW, group=5, dtype=torch.float32))
+        for basis, center in ((None, None), ("hadamard", None), ("calibrated", None), ("calibrated", "calibrated")):
+            assert_agrees(random_call(banded(*bands, basis=basis, center=center), RAW, group=5, dtype=torch.float32))
     assert_agrees(random_call(banded(8, 3, 1, 2, 4), RAW, head_dim=72))
 
 
@@ -77,7 +79,7 @@ def test_values_of_every_width_that_kernels_take(tier):
     for bits in (2, 3, 4):
         for basis in (None, "hadamard"):
             assert_agrees(random_call(RAW, banded(*[bits] * 4, basis=basis), group=5, dtype=torch.float32))
-            assert_agrees(random_call(RAW, banded(*[bits] * 4, basis=basis, center="channel"), head_dim=80, tokens=3))
+            assert_agrees(random_call(RAW, banded(*[bits] * 4, basis=basis), head_dim=80, tokens=3))
 
 
 def test_beside_other_formats(tier):
@@ -96,10 +98,10 @@ def test_beside_other_formats(tier):
 def test_levels_are_those_of_the_documents(attend, basis):
     """Keys and values as dequantizing reads them, against plain softmax: the reference's own way in the basis is not asked."""
     key, value = sides("klt2")
-    key = dataclasses.replace(key, basis=basis)
+    key = dataclasses.replace(key, basis=basis, center="calibrated" if basis == "calibrated" else None)
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
     basis = torch.eye(64) * 2 + torch.randn(2, 64, 64) / 8
-    static = {"k_basis": basis, "k_inverse": inverse(basis), "k_inv_freq": inverse_frequencies(64)}
+    static = completed({"k_basis": basis, "k_mean": torch.randn(2, 2, 64)}, inverse_frequencies(64))
     q, call, _ = random_call(key, value, batch=1, sinks=0, pages=5, dtype=torch.float32)
     part = call.parts[0]
     pages, _ = close_reference.close_pages(*torch.randn(2, 5, 2, 64, 64), layout, static, part.table.starts)
@@ -119,7 +121,8 @@ def test_queries_large_in_one_direction(tier):
     q[..., 7] += 100
     part = call.parts[0]
     basis = part.store.static["k_basis"] * torch.where(torch.arange(128) == 7, 100, 1)[:, None]
-    part.store.static.update(k_basis=basis, k_inverse=inverse(basis))
+    part.store.static["k_mean"][..., 7] *= 1e-2
+    part.store.static.update(completed(part.store.static | {"k_basis": basis}, part.store.static["k_inv_freq"]))
     k, v = torch.randn(2, len(part.table.page_ids), 2, 64, 128)
     k[..., 7] *= 1e-2
     close_reference.close(k, v, part.store, part.table.page_ids, starts=part.table.starts)
@@ -135,7 +138,7 @@ def test_what_kernels_refuse():
     assert refused(RAW, banded(8, 8, 8, 8)) == "banded values of 8 bits: the CPU kernels take 2, 3 or 4, the same in every band"
     q, call, positions = random_call(*sides("klt2"))
     part = call.parts[0]
-    for name in ("k_inverse", "k_inv_freq"):
+    for name in ("k_inverse", "k_inv_freq", "k_offsets"):
         static = {n: t for n, t in part.store.static.items() if n != name}
         bare = dataclasses.replace(part, store=dataclasses.replace(part.store, static=static))
         with pytest.raises(DataError, match=f"{name} must be"):
@@ -186,10 +189,49 @@ def test_closing_is_the_references_but_for_ties(tier, name, head_dim, page_size)
 
 def test_every_width_closes(tier):
     for bands in ((8, 6, 5, 4), (0, 1, 8, 3), (3, 0, 0, 6), (1, 1, 1, 1), (0, 0, 0, 4)):
-        for key in (banded(*bands), banded(*bands, basis="hadamard", center="channel")):
+        for key in (banded(*bands), banded(*bands, basis="hadamard")):
             x = torch.randn(3, 2, 64, 64)
             ours, theirs, *_ = closed(key, banded(3, 3, 3, 3, basis="hadamard"), x, x.flip(2), 64, 64)
             assert float((ours != theirs).float().mean()) <= 1e-3
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (80, 32), (128, 64)])
+@pytest.mark.parametrize("start", [0, 4, 64, 252, 1000])
+def test_tokens_stored_one_by_one_are_those_of_a_page_that_closes(tier, name, head_dim, page_size, start):
+    """In any runs, byte for byte, position 0 included."""
+    layout = PageLayout(key=sides(name)[0], value=sides(name)[1], page_size=page_size, num_kv_heads=2, head_dim=head_dim)
+    static = static_params(*sides(name), 2, head_dim)
+    k, v = torch.randn(2, 1, page_size, 2, head_dim).to(torch.bfloat16)
+    want = torch.full((1, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
+    close_cpu.close(k.transpose(1, 2), v.transpose(1, 2), PageStore(layout, (want,), static), np.array([0]), starts=np.array([start]))
+    found = torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
+    store = PageStore(layout, (found[:2], found[2:]), static)
+    assert append_cpu.refuses(k, store) is None
+    for first, end in ((9, page_size), (1, 9), (0, 1)):
+        mapping = SlotMapping(np.array([[0, first, 2, first, end - first]]), starts=np.array([start]))
+        assert append_cpu.append(k, v, store, mapping) == {"k": 0, "v": 0}
+    assert torch.equal(found[2:3], want) and bool((found[[0, 1, 3]] == 0xFF).all())
+    again = torch.zeros_like(found)
+    append_reference.append(k, v, PageStore(layout, (again,), static), SlotMapping(np.array([[0, 0, 2, 0, page_size]]), starts=np.array([start])))
+    assert float((again[2] != found[2]).float().mean()) <= 2e-3
+
+
+def test_what_cannot_be_stored_is_named_and_nothing_is_said_of_positions_without_starts(tier):
+    key, value = sides("klt2")
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
+    store = PageStore(layout, (torch.zeros(2, 2, layout.head_bytes, dtype=torch.uint8),), static_params(key, value, 2, 64))
+    x, run = torch.randn(1, 3, 2, 64), np.array([[0, 0, 1, 0, 3]])
+    with pytest.raises(DataError, match=r"turned back by their page's first position; give SlotMapping\(runs, starts=..\)"):
+        append_cpu.append(x, x, store, SlotMapping(run))
+    for bad in (np.array([-1]), np.array([2**31])):
+        with pytest.raises(DataError, match="starts must be positions from 0 to 2147483647"):
+            SlotMapping(run, starts=bad)
+    mapping = SlotMapping(run, starts=np.array([64]))
+    with pytest.raises(DataError, match=r"of the values overflows float8_e5m3; keep the layer raw \(an Override\)"):
+        append_cpu.append(x, x * 1e7, store, mapping)
+    with pytest.raises(DataError, match="keys holds nan"):
+        append_cpu.append(torch.where(x > 1, torch.nan, x), x, store, mapping)
 
 
 def test_what_cannot_be_closed_is_named(tier):

@@ -1,7 +1,8 @@
 #pragma once
 #include <stdint.h>
 
-#include "engine/store.h"
+#include "engine/formats.h"
+#include "engine/vec/vec.h"
 #include "kvbits_cpu.h"
 
 namespace {
