@@ -36,7 +36,9 @@ def run(request, tmp_path, monkeypatch):
 
 def empty(device, newest=2, first=True, copies=True):
     sizes = {"tokens": TOKENS, "num_blocks": BLOCKS, "device": device}
-    return Places.empty(SIZE, previous=True, copies=Copies.empty(newest, first, requests=REQUESTS, rows=REQUESTS, **sizes) if copies else None, **sizes)
+    return Places.empty(
+        SIZE, previous=True, starts=True, copies=Copies.empty(newest, first, requests=REQUESTS, rows=REQUESTS, **sizes) if copies else None, **sizes
+    )
 
 
 class Engine:
@@ -146,6 +148,7 @@ class Engine:
             assert not opened or tail > (min(opened, self.newest) - 1) * SIZE, "pages that opened now are copied"
             for t in range(at, at + n):
                 p = r["done"] - n + t - at
+                assert self.places.starts[t] == p // SIZE * SIZE
                 if p % SIZE == 0:
                     before = int(self.places.previous[t])
                     foreign = t == at and p and any(s // SIZE == r["blocks"][p // SIZE - 1] for s in slots)
@@ -205,6 +208,14 @@ def test_without_copies_only_the_pages_before_are_told(run):
     places = empty(device, copies=False)
     call(places, torch.tensor([9]).int(), torch.tensor([0, 5]).int(), torch.tensor([[3, 7, 5]]).int(), torch.tensor([28, 29, 30, 31, 20]), None)
     assert places.previous[:5].tolist() == [3, -1, -1, -1, 7]
+    assert places.starts[:5].tolist() == [4, 4, 4, 4, 8]
+
+
+def test_nothing_is_told_that_nobody_asks_for(run):
+    call, device = run
+    places = Places.empty(SIZE, tokens=TOKENS, num_blocks=BLOCKS, previous=False, copies=None, device=device)
+    call(places, torch.tensor([9]).int(), torch.tensor([0, 1]).int(), torch.tensor([[3, 7, 5]]).int(), torch.tensor([20]), None)
+    assert places.previous is places.starts is None and places.stamps[5] == 1
 
 
 def test_what_does_not_fit_is_refused():

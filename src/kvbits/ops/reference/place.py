@@ -73,20 +73,24 @@ class Places:
 
     Attributes:
         stamps: int32 [num_blocks]: the last step that stored to a block; `step` counts them.
-        previous: int64 [tokens] as `store_tokens` takes it, or None if nobody asks.
+        previous, starts: int64 and int32 [tokens] as `store_tokens` takes them, each None if nobody asks. Pages of a row lie at multiples of page_size.
         copies: or None.
     """
 
     page_size: int
     stamps: torch.Tensor
     previous: torch.Tensor | None
+    starts: torch.Tensor | None
     copies: Copies | None
     step: int = 0
 
     @classmethod
-    def empty(cls, page_size: int, *, tokens: int, num_blocks: int, previous: bool, copies: Copies | None, device: torch.device) -> Places:
+    def empty(
+        cls, page_size: int, *, tokens: int, num_blocks: int, previous: bool, copies: Copies | None, device: torch.device, starts: bool = False
+    ) -> Places:  # fmt: skip
         before = torch.full((tokens,), -1, dtype=torch.int64, device=device) if previous else None
-        return cls(page_size, torch.zeros(num_blocks, dtype=torch.int32, device=device), before, copies)
+        first = torch.zeros(tokens, dtype=torch.int32, device=device) if starts else None
+        return cls(page_size, torch.zeros(num_blocks, dtype=torch.int32, device=device), before, first, copies)
 
 
 def refuses(device: torch.device) -> str | None:
@@ -109,7 +113,8 @@ def check(places: Places, seq_lens: torch.Tensor, starts: torch.Tensor, table: t
         raise DataError(f"the block table must be int32 [at least {rows}, pages] with dense rows, got {table.dtype} {list(table.shape)}")
     if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
         raise DataError(f"slots must be dense int64 [tokens], got {slots.dtype} {list(slots.shape)}")
-    rooms = [("previous", places.previous, slots), *((n, getattr(places.copies, n), x) for n, x in (("slots", slots), ("head", seq_lens)) if places.copies)]
+    of_tokens = [("previous", places.previous, slots), ("starts", places.starts, slots)]
+    rooms = [*of_tokens, *((n, getattr(places.copies, n), x) for n, x in (("slots", slots), ("head", seq_lens)) if places.copies)]
     for name, room, x in rooms:
         if room is not None and len(room) < len(x):
             raise DataError(f"{name} has room for {len(room)}, the step has {len(x)}")
@@ -136,6 +141,8 @@ def place(places: Places, seq_lens: torch.Tensor, starts: torch.Tensor, table: t
     block, at, page, newest = slots.numpy() // size, slots.numpy() % size, position // size, (lens[row] - 1) // size
     stored = (slots.numpy() >= 0) & (block < len(stamps)) & (position >= 0) & (page < blocks.shape[1])
     stamps[block[stored]] = places.step
+    if places.starts is not None:
+        places.starts.numpy()[:n] = page.clip(min=0) * size
     if places.previous is not None:
         opens = stored & (at == 0) & (page > 0)
         before = np.where(opens, blocks[row, (page - 1).clip(0, blocks.shape[1] - 1)], -1).astype(np.int64)

@@ -21,8 +21,8 @@ class _Args(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "seq_lens", "starts", "table", "slots", "owners", "stamps", "previous", "where", "holds", "copy_slots", "packed", "head", "head_table", "tail",
-                "tail_table",
+                "seq_lens", "starts", "table", "slots", "owners", "stamps", "previous", "page_starts", "where", "holds", "copy_slots", "packed", "head",
+                "head_table", "tail", "tail_table",
             )
         ),
         ("table_stride", ctypes.c_int64),
@@ -57,7 +57,8 @@ def place(places: Places, seq_lens: torch.Tensor, starts: torch.Tensor, table: t
     args = _Args(
         seq_lens=seq_lens.data_ptr(), starts=starts.data_ptr(), table=table.data_ptr(), slots=slots.data_ptr(), stamps=places.stamps.data_ptr(),
         owners=None if owners is None else owners.data_ptr(), previous=None if places.previous is None else places.previous.data_ptr(),
-        table_stride=table.stride(0), rows=len(seq_lens), tokens=len(slots), table_width=table.shape[1], num_blocks=len(places.stamps), step=places.step,
+        page_starts=None if places.starts is None else places.starts.data_ptr(), table_stride=table.stride(0),
+        rows=len(seq_lens), tokens=len(slots), table_width=table.shape[1], num_blocks=len(places.stamps), step=places.step,
         page_size=places.page_size,
     )  # fmt: skip
     if (c := places.copies) is not None:

@@ -7,6 +7,7 @@ struct Args {
     const int* owners;                           // [rows]; null: row b is b's
     int* stamps;                                 // [num_blocks]
     i64* previous;                               // [tokens]; null if nobody asks
+    int* page_starts;                            // [tokens]; null if nobody asks
     int *where, *holds;                          // [num_blocks], [num_copies]; null: no copies
     i64* copy_slots;                             // [tokens]
     int *packed, *head, *head_table, *tail, *tail_table;  // [3, room], [room], [room], [2, room], [room, newest]
@@ -78,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) place(const __grid_constan
     __syncthreads();  // all pages of the step are known now
     for (int t = threadIdx.x; t < a.tokens; t += THREADS) {
         const Token token(a, t);
+        if (a.page_starts) a.page_starts[t] = token.page * a.page_size;
         if (a.previous) {
             i64 before = -1;
             if (token.stored && token.at == 0 && token.page > 0) {
