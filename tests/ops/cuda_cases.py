@@ -10,7 +10,7 @@ import torch
 from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
-from kvbits.quant.basis import inverse
+from kvbits.quant.basis import completed
 from kvbits.spec import LowLayout, PageLayout, PerChannel, QuantSpec
 
 
@@ -149,10 +149,11 @@ def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dic
             d = layout.head_dim
             basis = torch.eye(d, device=device) + torch.randn(layout.num_kv_heads, d, d, generator=gen, device=device) / (2 * d**0.5)
             static["k_basis"] = basis / (band_steps(spec, d).to(device) * case.magnitude)
-            static["k_inverse"] = inverse(static["k_basis"])
+        if spec.has_offsets:
+            static["k_mean"] = torch.randn(layout.num_kv_heads, 2, layout.head_dim, generator=gen, device=device) * case.magnitude
         if spec.needs_rotary:
             d = layout.head_dim // 2
-            static["k_inv_freq"] = 10000.0 ** (-torch.arange(d, device=device) / d)
+            static = completed(static, 10000.0 ** (-torch.arange(d, device=device) / d))
         if spec.static and spec.has_codebook:  # narrow: some tokens are stretched
             static[f"{prefix}_scale"] = (torch.rand(layout.num_kv_heads, layout.head_dim, generator=gen, device=device) + 1.7) * case.magnitude
             static[f"{prefix}_bias"] = torch.randn(layout.num_kv_heads, layout.head_dim, generator=gen, device=device) * case.magnitude

@@ -27,7 +27,7 @@ from kvbits.ops.cuda.engine import device_plan
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
-from kvbits.quant.basis import inverse
+from kvbits.quant.basis import completed
 from kvbits.spec import PerChannel, PerGroup, PerToken
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
@@ -178,7 +178,8 @@ def test_queries_that_a_basis_takes_out_lose_nothing(emulated):
     call, q, _ = build(case, "cpu")
     (part,) = call.parts
     basis = part.store.static["k_basis"] * torch.where(torch.arange(64) == 7, 100, 1)[:, None]
-    part.store.static.update(k_basis=basis, k_inverse=inverse(basis))
+    part.store.static["k_mean"][..., [7, 39]] *= 1e-2  # a pair of the rotary embedding
+    part.store.static.update(completed(part.store.static | {"k_basis": basis}, part.store.static["k_inv_freq"]))
     k, v = torch.randn(2, part.table.num_pages, 2, 64, 64, generator=torch.Generator().manual_seed(1))
     k[..., 7] *= 1e-2
     close_reference.close(k, v, part.store, part.table.page_ids, starts=part.table.starts)

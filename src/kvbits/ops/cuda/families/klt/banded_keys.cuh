@@ -13,9 +13,10 @@ struct BandedFrames {
     u32 number;                  // of the tile that the warp reads
     const FrameTile* tile;
     int first, last;             // of its frames
+    const u16* offsets;          // of the head, [OFFSETS][D] float16: what its pages' keys are stored less (quant/basis.py)
 
     static DEVICE void make(const Args& a, FrameRing& ring, int maker, int lane) { make_queries(a, ring, maker, lane); }
-    DEVICE void start(const Args&, Staged&, Unit, const Part&, int, int) {}
+    DEVICE void start(const Args&, Staged&, Unit u, const Part& part, int, int) { offsets = static_cast<const InverseBasis*>(part.k_inverse)[u.head].offsets[0]; }
     /// A segment's first tile.
     DEVICE void enter(FrameRing& of_block, const Segment& s, int warp) {
         ring = &of_block;
@@ -47,27 +48,35 @@ struct BandedFrames {
         while (frame > last) next_tile(lane);
         return (frame - first) * a.query_columns;
     }
-    /// q times the mean of the page in `slot`, for the lane's columns 2c, 2c + 1.
-    DEVICE void times_mean(float (&result)[2], const unsigned char* slot, int row, int lane) const {
+    /// q times the `which`-th row of offsets, for the lane's columns 2c, 2c + 1.
+    DEVICE void times_offsets(float (&result)[2], int which, int row, int lane) const {
         constexpr int PARTS = FOLD ? 2 : 1;  // with FOLD rows and columns from 4 on are of the second half of the channels
         const int g = lane / 4, c = lane % 4, part = FOLD ? g / 4 : 0;
         const u32* q = &tile->q[row][part * (D / 4) + 4 * c];
-        float acc[2][4] = {};    // of rows 0 to 7 the first counts, of rows 8 to 15 the second: so 16 bytes of a mean are an operand as they lie
+        float acc[2][4] = {};    // of rows 0 to 7 the first counts, of rows 8 to 15 the second: so 16 bytes of offsets are an operand as they lie
 #pragma unroll
-        for (int i = 0; i < D / 32 / PARTS && K_HAS_MEAN; ++i) {
-            const unsigned char* mean = slot + K_MEAN_OFFSET + (part * (D / 2) + 32 * i + 8 * c) * 2;
-            const uint4 w = *reinterpret_cast<const uint4*>(mean), b = *reinterpret_cast<const uint4*>(q + 16 * i);
+        for (int i = 0; i < D / 32 / PARTS; ++i) {
+            const u16* of = offsets + which * D + part * (D / 2) + 32 * i + 8 * c;
+            const uint4 w = *reinterpret_cast<const uint4*>(of), b = *reinterpret_cast<const uint4*>(q + 16 * i);
             mma_f16(acc[0], w.x, w.y, w.z, w.w, b.x, b.y);
             mma_f16(acc[1], w.x, w.y, w.z, w.w, b.z, b.w);
         }
         for (int e = 0; e < 2; ++e) {
             float mean = acc[0][e] + acc[1][2 + e];
-            if (FOLD && K_HAS_MEAN) {  // halves meet where rows and columns are of the same one
+            if (FOLD) {  // halves meet where rows and columns are of the same one
                 mean += __shfl_xor_sync(ALL_LANES, mean, 18);
                 mean = __shfl_sync(ALL_LANES, mean, g / 4 == c / 2 ? lane : lane ^ 2);
             }
             result[e] = mean * tile->unit;
         }
+    }
+    /// What is added to the scores of the chunk's page, and to that of position 0 besides.
+    DEVICE void add_offsets(float (&constant)[2], float (&sink)[2], const Chunk& chunk, int row, int lane) const {
+        times_offsets(constant, chunk.page_position % FRAME / MEAN_STEP, row, lane);
+        sink[0] = sink[1] = 0.f;
+        if (chunk.position) return;
+        times_offsets(sink, OFFSETS - 1, row, lane);
+        for (int e = 0; e < 2; ++e) sink[e] -= constant[e];
     }
 };
 
@@ -79,16 +88,17 @@ struct BandedKeys : BandedFrames {
         float start[2];
         float factor;            // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh)
         float constant[2];       // added to every score
+        float sink[2];           // added to the score of the chunk's first token
 
         DEVICE uint2 step(int i) const { return steps[i * FrameTile::ROWS * 4]; }
     };
 
-    /// f(what scores of the page in `slot`, which starts at `position`, are made of).
+    /// f(what scores of the chunk's page are made of).
     template <class F>
-    DEVICE void with_page(const Args& a, const unsigned char* slot, int position, int lane, F f) {
-        const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, position, lane), row = rows + (g & (columns - 1));
-        Of page = {&tile->steps[0][row][c], {}, tile->unit * power_of_two(24), {}};
-        times_mean(page.constant, slot, row, lane);
+    DEVICE void with_page(const Args& a, const Chunk& chunk, int lane, F f) {
+        const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane), row = rows + (g & (columns - 1));
+        Of page = {&tile->steps[0][row][c], {}, tile->unit * power_of_two(24), {}, {}};
+        add_offsets(page.constant, page.sink, chunk, row, lane);
         for (int e = 0; e < 2; ++e) page.start[e] = tile->start[rows + (2 * c + e & (columns - 1))] * power_of_two(-24);
         f(page);
     }
@@ -109,6 +119,7 @@ struct BandedKeys : BandedFrames {
                 for (int e = 0; e < 2; ++e)
                     s[4 * u + j][0][e] = acc[u][j / 2][j % 2 * 2 + e] * (scale[j] * page.factor) + (SOFTCAP ? page.constant[e] : page.constant[e] - softmax.reference[0][e]);
         }
+        for (int e = 0; e < 2 && t == 0 && g == 0; ++e) s[0][0][e] += page.sink[e];
     }
     /// Codes of a field of bytes 0 and 2, of bytes 1 and 3.
     static DEVICE u32 even(u32 w, u32 field) { return w & field; }
@@ -165,16 +176,17 @@ struct ByteKeys : BandedFrames {
         float factor[2], other[2];  // of this lane's sums and of those of lane c + 2 or c - 2 -> exponent of 2 (or, with a softcap, argument of tanh)
         float start[2];          // added to such sums before a token's scale is multiplied
         float constant[2];       // added to every score
+        float sink[2];           // added to the score of the chunk's first token
 
         DEVICE u32 step(int i) const { return steps[i * (FrameTile::ROWS * 4 * 2)]; }
     };
 
-    /// f(what scores of the page in `slot`, which starts at `position`, are made of).
+    /// f(what scores of the chunk's page are made of).
     template <class F>
-    DEVICE void with_page(const Args& a, const unsigned char* slot, int position, int lane, F f) {
-        const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, position, lane), row = rows + (g & (columns - 1));
+    DEVICE void with_page(const Args& a, const Chunk& chunk, int lane, F f) {
+        const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane), row = rows + (g & (columns - 1));
         Of page = {reinterpret_cast<const u32*>(&tile->steps[0][row][c]) + g / 4};
-        times_mean(page.constant, slot, row, lane);
+        add_offsets(page.constant, page.sink, chunk, row, lane);
         for (int e = 0; e < 2; ++e) {
             const int column = rows + (2 * c + e & (columns - 1));
             page.factor[e] = tile->factor[column] * of_half(256.f, 1.f, c);
@@ -207,6 +219,7 @@ struct ByteKeys : BandedFrames {
                     s[2 * u + i][0][e] = (own * page.factor[e] + (other * page.other[e] + page.start[e])) * of_half(scale[i], scale[2 + i], c) + base[e];
                 }
         }
+        for (int e = 0; e < 2 && t == 0 && g == 0 && c < 2; ++e) s[0][0][e] += page.sink[e];
     }
     /// Adds the products of a plane's steps.
     template <int BITS>

@@ -73,11 +73,12 @@ static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane
 
 DEVICE int frame_of(int position) { return position / FRAME; }
 
-/// A^-1 of a head as side.py's basis_operands lays it out: 16 x 16 tiles as operands, and what belongs to all.
+/// A^-1 of a head as operands.py's basis_operands lays it out: 16 x 16 tiles as operands, what belongs to all, and what keys are stored less.
 struct InverseBasis {
     uint4 tiles[D / 16][D / 16][32];
     float unit, norm;            // what numbers are to be multiplied by; largest sum of a row's squares before that
     float padding[2];
+    u16 offsets[OFFSETS][D];     // float16
 };
 
 /// Rows of queries in the basis: column `row` % columns of frame `first` + `row` / columns.
@@ -89,7 +90,7 @@ struct alignas(16) FrameTile {
     float unit;                  // of products of q -> such exponents
     int first, last;             // frames
     int ends;                    // whether the segment's next frames are none
-    u32 q[ROWS][STRIDE];         // pairs of channels; of four the second and third change places, as means are multiplied
+    u32 q[ROWS][STRIDE];         // pairs of channels; of four the second and third change places, as offsets are multiplied
     uint2 steps[KEY_STEPS][ROWS][4];  // of a lane's four channels upper bytes, lower bytes; or float16 numbers, first and third, second and fourth
 
     static DEVICE int place(int pair) { return pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2; }

@@ -113,12 +113,15 @@ struct ByteWalk {
     ByteKeys keys;
     ByteValues values;
 
-    DEVICE void start(const Args&, Staged&, Unit, const Part&, int, int) { values.clear(); }
+    DEVICE void start(const Args& a, Staged& staged, Unit u, const Part& part, int g, int c) {
+        keys.start(a, staged, u, part, g, c);
+        values.clear();
+    }
 
     /// MASKED: some tokens may be hidden from some column.
     template <bool MASKED, bool LOW>
     DEVICE void add(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int lane) {
-        keys.with_page(a, chunk.slot, chunk.page_position, lane, [&](const ByteKeys::Of& page) {
+        keys.with_page(a, chunk, lane, [&](const ByteKeys::Of& page) {
 #pragma unroll 1
             for (int t = 0; t < CHUNK / (32 * UNITS); ++t) step<MASKED>(a, see, softmax, chunk, t, page, lane / 4, lane % 4);
         });

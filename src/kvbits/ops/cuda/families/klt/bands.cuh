@@ -5,11 +5,11 @@
 enum Basis { NO_BASIS, HADAMARD, CALIBRATED };
 
 /// WIDTHS: bits of each band, four bits a band. PLANE8 .. PLANE1: bytes to the planes of 8, 4, 2 and 1 bits, if the page has them.
-template <u64 WIDTHS, Basis BASIS_, bool MEAN_, int SCALE_OFFSET_, int MEAN_OFFSET_, int PLANE8, int PLANE4, int PLANE2, int PLANE1, bool VALUES_>
+template <u64 WIDTHS, Basis BASIS_, bool OFFSETS_, int SCALE_OFFSET_, int PLANE8, int PLANE4, int PLANE2, int PLANE1, bool VALUES_>
 struct Banded {
     static constexpr Basis BASIS = BASIS_;
-    static constexpr bool HAS_MEAN = MEAN_, VALUES = VALUES_;
-    static constexpr int SCALE_OFFSET = SCALE_OFFSET_, MEAN_OFFSET = MEAN_OFFSET_;
+    static constexpr bool HAS_OFFSETS = OFFSETS_, VALUES = VALUES_;
+    static constexpr int SCALE_OFFSET = SCALE_OFFSET_;
 
     static DEVICE constexpr int width(int band) { return int(WIDTHS >> 4 * band & 15); }
     static DEVICE constexpr int offset(int plane) { return plane == 8 ? PLANE8 : plane == 4 ? PLANE4 : plane == 2 ? PLANE2 : PLANE1; }
@@ -34,6 +34,9 @@ DEVICE float scale_value(int code) { return f16_to_float(u16(code << 7)); }
 /// Bytes of a token in a plane.
 template <class S>
 constexpr int plane_row(int bits) { return (S::channels(bits) * bits + 31) / 32 * 4; }
+
+/// Which row of offsets a token's key is stored less: `start` is the position of the page's first token (quant/basis.py).
+DEVICE int offsets_row(int start, int place) { return start + place ? start % FRAME / MEAN_STEP : OFFSETS - 1; }
 
 constexpr u32 ONE_F16X2 = 0x3c003c00u;
 DEVICE u32 twice_f16(float x) { return pack_f16(x, x); }

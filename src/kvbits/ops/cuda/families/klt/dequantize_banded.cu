@@ -1,7 +1,7 @@
 // Pages of banded codes to 16-bit rows, for attention of many queries: one block per (page, kv head, keys or values), the pages of a head side by side.
 //
 // Threads have tokens as those of close_banded.cu. Codes of a calibrated basis are multiplied with its inverse on the matrix units: halves of odd numbers are exact
-// in float16, the inverse is two float16 numbers, high and low (columns over powers of two first); scale and mean come after. What is written is off by
+// in float16, the inverse is two float16 numbers, high and low (columns over powers of two first); scale and offsets come after. What is written is off by
 // less than 2**-18 of sum |y| |A^-1| before it is rounded.
 #include "bands.cuh"
 
@@ -13,7 +13,7 @@ struct Args {
     u16* out[2];                 // keys, values [rows, H, D] in OUT_TYPE
     const uint4* operands;       // of the inverse of the basis, as struct Args of close_banded.cu has them
     const float* column;         // [H][D]
-    const float* inverse;        // [H][D][D]
+    const float* offsets;        // [H][OFFSETS][D], times the inverse: what keys were stored less, in the frame
     const float2* turns;         // [D / 2] of side.py's turns_of
     const int* starts;           // [n]: position of each page's first token
     i64 layer_offset;            // bytes
@@ -21,14 +21,14 @@ struct Args {
 };
 
 struct Shared {
-    float mean[D], row[D], cosine[HALF], sine[HALF];
+    float cosine[HALF], sine[HALF];
 };
 
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
 
-/// A thread's tokens as products with the inverse of the basis, in units of scales, and in shared.row the channels' means times it.
+/// A thread's tokens as products with the inverse of the basis, in units of scales.
 template <class S>
-DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], Token (&x)[TOKENS], int head, Shared& shared) {
+DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], Token (&x)[TOKENS], int head) {
     const int lane = threadIdx.x % 32;
     const uint4* from = a.operands + i64(head) * BANDS * BANDS * 64 + lane;
     float y[BANDS][2][4] = {};
@@ -58,13 +58,6 @@ DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], Token (&x)[
 #pragma unroll
         for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * columns[k];
     }
-    for (int ch = threadIdx.x; S::HAS_MEAN && ch < D; ch += THREADS) {
-        const float* const inverse = a.inverse + i64(head) * D * D + ch;
-        float sum = 0.f;
-#pragma unroll 8
-        for (int k = 0; k < D; ++k) sum = fmaf(shared.mean[k], inverse[k * D], sum);
-        shared.row[ch] = sum;
-    }
 }
 
 /// Keys of a frame turned to where they stand.
@@ -93,7 +86,6 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
         scale[r] = scale_value(from[S::SCALE_OFFSET + token]);
         read_codes<S>(from, codes[r], token, j);
     }
-    for (int ch = threadIdx.x; S::HAS_MEAN && ch < D; ch += THREADS) shared.mean[ch] = load_value<FLOAT16>(from + S::MEAN_OFFSET, ch);
     if constexpr (S::BASIS == CALIBRATED) {
         const int frame = a.starts[page] / FRAME * FRAME;
         for (int i = threadIdx.x; i < HALF; i += THREADS) {
@@ -103,11 +95,8 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
     }
     __syncthreads();
     Token x[TOKENS];
-    const float* mean = shared.mean;
     if constexpr (S::BASIS == CALIBRATED) {
-        out_of_basis<S>(a, codes, x, head, shared);
-        mean = shared.row;
-        __syncthreads();
+        out_of_basis<S>(a, codes, x, head);
     } else {
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r)
@@ -119,12 +108,13 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
     const int2 rows = a.rows[page];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
+        const float* const offsets = S::HAS_OFFSETS ? a.offsets + (head * OFFSETS + offsets_row(a.starts[page], thread_token(r))) * D : nullptr;
 #pragma unroll
         for (int i = 0; i < BANDS; ++i) {
-            const float4 m = S::HAS_MEAN ? four_at(mean, i, j) : float4{};
-            const float means[4] = {m.x, m.y, m.z, m.w};
+            const float4 m = S::HAS_OFFSETS ? four_at(offsets, i, j) : float4{};
+            const float of[4] = {m.x, m.y, m.z, m.w};
 #pragma unroll
-            for (int k = 0; k < 4; ++k) x[r][i][k] = fmaf(x[r][i][k], scale[r], means[k]);
+            for (int k = 0; k < 4; ++k) x[r][i][k] = fmaf(x[r][i][k], scale[r], of[k]);
         }
         if constexpr (S::BASIS == CALIBRATED) turn_rows(x[r], j, shared);
         if constexpr (S::BASIS == HADAMARD) hadamard(x[r], j);

@@ -73,7 +73,7 @@ class Klt(Family):
     def static_pointers(self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
         if layout.key.basis != "calibrated":
             return {}
-        return {"turns": turns_on(static["k_inv_freq"], device).data_ptr(), "k_inverse": basis_on(static["k_inverse"], device).data_ptr()}
+        return {"turns": turns_on(static["k_inv_freq"], device).data_ptr(), "k_inverse": basis_on(static, device).data_ptr()}
 
     def step(
         self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
@@ -94,8 +94,6 @@ def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:
         return f"banded keys with basis={key.basis!r}; the CUDA kernel reads those with basis='calibrated'"
     if len(widths := set(value.widths(d))) > 1 or widths - {2, 3, 4}:
         return f"banded values of {', '.join(map(str, sorted(widths)))} bits; the CUDA kernel reads 2, 3 or 4, the same in every band"
-    if value.center:
-        return "banded values with a mean; the CUDA kernel reads those without"
     if d not in HEAD_DIMS:
         return f"banded codes at head_dim={d}; the CUDA kernel reads head_dim {', '.join(map(str, HEAD_DIMS))}"
     if num_columns > MOST_COLUMNS:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from .....spec import BAND, BAND_PLANES, PageLayout
+from .....spec import BAND, BAND_PLANES, OFFSETS, PageLayout
 from ....descriptor import describe
 from ...engine.side import prepared
 
@@ -28,8 +30,8 @@ def banded_arguments(layout: PageLayout, kind: str) -> str:
     """Template arguments of struct Banded of bands.cuh but the last: keys (kind "k") or values ("v") of a layout."""
     side = describe(layout, kind)
     basis = {None: "NO_BASIS", "hadamard": "HADAMARD", "calibrated": "CALIBRATED"}[side.basis]
-    values = [side.scale_offset, side.mean_offset or 0, *(side.offset_of_plane(bits) for bits in BAND_PLANES)]
-    return f"{side.packed_widths:#x}ull, {basis}, {int(side.has_mean)}, " + ", ".join(map(str, values))
+    values = [side.scale_offset, *(side.offset_of_plane(bits) for bits in BAND_PLANES)]
+    return f"{side.packed_widths:#x}ull, {basis}, {int(side.offsets)}, " + ", ".join(map(str, values))
 
 
 def refuses_bands(layout: PageLayout) -> str | None:
@@ -52,13 +54,15 @@ def band_defines(chunk: PageLayout) -> dict[str, int]:
     return widths | {f"K_PLANE{bits}_OFFSET": side.offset_of_plane(bits) for bits in BAND_PLANES}
 
 
-def basis_on(inverse: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`basis_operands(inverse)` on `device`; made once."""
-    return prepared(inverse, ("operands", device), lambda x: basis_operands(x).to(device))
+def basis_on(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """`basis_operands` of a layer on `device`; made once."""
+    inverse, offsets = static["k_inverse"], static.get("k_offsets")
+    made_for = inverse if offsets is None else offsets
+    return prepared(made_for, ("operands", device), lambda _: basis_operands(inverse, offsets).to(device))
 
 
-def basis_operands(inverse: torch.Tensor) -> torch.Tensor:
-    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D]: int32 [H, D * D / 2 + 4].
+def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 5, D] (None: zeros): int32 [H, D * D / 2 + 4 + 5 D / 2].
 
     Queries come with channels (8 i .. 8 i + 7) and those D / 2 further on as the 16 numbers of step i.
     """
@@ -69,7 +73,14 @@ def basis_operands(inverse: torch.Tensor) -> torch.Tensor:
     parts = x.half().view(heads, d // 16, 2, 8, 2, d // 16, 4, 2)  # [H, m, row half, row g, channel half, i, c, pair]
     tiles = parts.permute(0, 1, 5, 3, 6, 2, 4, 7).contiguous()  # [H, m, i, g, c, row half, channel half, pair]
     rest = torch.stack([torch.exp2(exponent), x.square().sum(-1).amax(-1), torch.zeros_like(exponent), torch.zeros_like(exponent)], -1)
-    return torch.cat([tiles.view(heads, -1).view(torch.int32), rest.view(torch.int32)], -1)
+    taken_off = (torch.zeros(heads, OFFSETS, d, device=x.device) if offsets is None else offsets.to(x.device)).half().view(heads, -1)
+    return torch.cat([tiles.view(heads, -1).view(torch.int32), rest.view(torch.int32), taken_off.view(torch.int32)], -1)
+
+
+def offsets_in_frame(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """float32 [H, 5, D] on `device`: `k_offsets` out of the basis; made once."""
+    inverse = static["k_inverse"]
+    return prepared(static["k_offsets"], ("in the frame", device), lambda x: (x.double() @ inverse.double().to(x.device)).float().contiguous().to(device))
 
 
 def column_powers(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:

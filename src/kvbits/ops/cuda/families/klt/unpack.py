@@ -15,8 +15,8 @@ from .....spec import PageLayout
 from ....descriptor import MATRIX_DTYPES, TORCH_NUMBERS
 from ....types import LowStore, PageStore
 from ...engine.runtime import driver
-from ...engine.side import as_float32, turns_on
-from .operands import banded_arguments, column_powers, columns_as_operands, refuses_bands, resident
+from ...engine.side import turns_on
+from .operands import banded_arguments, column_powers, columns_as_operands, offsets_in_frame, refuses_bands, resident
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
@@ -31,7 +31,7 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     d, threads = layout.head_dim, layout.page_size * 2
     return {
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": resident(layout),
-        "OUT_TYPE": TORCH_NUMBERS[dtype], "SHARED_BYTES": 12 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
+        "OUT_TYPE": TORCH_NUMBERS[dtype], "SHARED_BYTES": 4 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
 
@@ -39,7 +39,7 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
 class _Args(ctypes.Structure):
     _fields_ = [
         ("page_address", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p * 2), ("operands", ctypes.c_void_p), ("column", ctypes.c_void_p),
-        ("inverse", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("layer_offset", ctypes.c_int64),
+        ("offsets", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("layer_offset", ctypes.c_int64),
         ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
     ]  # fmt: skip
 
@@ -80,7 +80,9 @@ class BandedUnpacker:
                 raise DataError("keys in a calibrated basis need k_inverse of [num_kv_heads, head_dim, head_dim] to be read; calibrate first")
             inverse = static["k_inverse"]
             args.operands, args.column = columns_as_operands(inverse, device).data_ptr(), column_powers(inverse, device).data_ptr()
-            args.inverse, args.turns = as_float32(inverse, device).data_ptr(), turns_on(static["k_inv_freq"], device).data_ptr()
+            args.turns = turns_on(static["k_inv_freq"], device).data_ptr()
+        if self._store.layout.key.has_offsets:
+            args.offsets = offsets_in_frame(static, device).data_ptr()
         args.out[0], args.out[1], args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self._layer_stride
         stream = driver.current_stream(device) if device.type == "cuda" else 0
         self._kernel.launch(2 * args.num_heads * args.num_pages, self._threads, args, stream)

@@ -13,6 +13,12 @@
 #pragma once
 #include "config.cuh"
 
+/// CHUNK tokens in `slot`, their low planes (if they are asked for) in `low`; `visible` of them are, the first at `position`, the page's first at `page_position`.
+struct Chunk {
+    const unsigned char *slot, *low;
+    int position, visible, page_position;
+};
+
 constexpr int TOKENS = 4 * UNITS;        // of a lane in a step
 constexpr u32 WORD_ONES = 0x3c003c00u;  // (1, 1) in float16
 // A low plane counts in fifteenths of the code's step (docs/reference/formats.md): its products meet the same operands, and are divided where they are few.

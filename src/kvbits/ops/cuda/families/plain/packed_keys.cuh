@@ -280,9 +280,10 @@ struct KeySide {
     DEVICE void enter(Shared&, const Segment&, int) {}
     DEVICE void leave(const Segment&, int, int) {}
 
-    /// f(what scores of the page in `slot` are made of).
+    /// f(what scores of the chunk's page are made of).
     template <class F>
-    DEVICE void with_page(const Args&, const unsigned char* slot, int, int lane, F f) const {
+    DEVICE void with_page(const Args&, const Chunk& chunk, int lane, F f) const {
+        const unsigned char* const slot = chunk.slot;
         float sum[NT][2];
         page_constant(sum, slot, lane % 4);
         if (KeyTraits::SCALES_QUERY) {

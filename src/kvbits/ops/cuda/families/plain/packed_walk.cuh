@@ -3,12 +3,6 @@
 #include "columns.cuh"
 #include "packed_values.cuh"
 
-/// CHUNK tokens in `slot`, their low planes (if they are asked for) in `low`; `visible` of them are, the first at `position`, the page's first at `page_position`.
-struct Chunk {
-    const unsigned char *slot, *low;
-    int position, visible, page_position;
-};
-
 template <class KeySide>
 struct PackedWalk {
     using Keys = KeySide;
@@ -25,7 +19,7 @@ struct PackedWalk {
     template <bool MASKED, bool LOW>
     DEVICE void add(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int lane) {
         values.start_chunk();
-        keys.with_page(a, chunk.slot, chunk.page_position, lane, [&](const auto& page) { steps<MASKED, LOW>(a, see, softmax, chunk, page, lane); });
+        keys.with_page(a, chunk, lane, [&](const auto& page) { steps<MASKED, LOW>(a, see, softmax, chunk, page, lane); });
         values.finish_chunk(chunk.slot, lane / 4);
     }
 
